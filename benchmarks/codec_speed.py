@@ -6,7 +6,8 @@
 *kernel* is two long arrays; *chunk* is one call of the store: 128 tokens of all layers of a small
 model with that head dimension, payload and all. *seed* is the obvious numpy (normalise, search the
 nearest of eight levels, pack bits). Calibrated presets know a model: they take its profile and KV
-of it, uint16 (layers, 2, heads, tokens, head_dim), which is repeated. The candidates take turns on
+of it, uint16 (layers, 2, heads, tokens, head_dim), some chunks from the first token of a session
+on. All but the first chunk are repeated, at their own places. The candidates take turns on
 data that is cold in the cache, and the best round of each counts: on a shared machine only ratios
 within one run mean anything.
 """
@@ -95,16 +96,19 @@ class Slices:
     """Many slices of one chunk's rows each: bf16 source, target, payloads."""
 
     def __init__(self, codec: Codec, layout: KVLayout, kv: np.ndarray | None = None):
-        """``kv``: uint16 (layers, 2, heads, tokens, head_dim), repeated; made up unless given."""
+        """``kv``: uint16 (layers, 2, heads, tokens, head_dim); made up unless given."""
         self.codec, self.layout = codec, layout
         self.num_heads, self.dim = layout.layers[0].num_kv_heads, layout.layers[0].head_dim
         num_arrays = 2 * self.num_heads * len(layout.layers)
         self.num_rows = num_arrays * CHUNK_TOKENS
         self.count = WORKING_SET_BYTES // (self.num_rows * self.dim * 2) // 4 * 4
         self.source = uneven_rows(self.count * self.num_rows, self.dim)
+        self.places = [PAST_SINKS] * self.count
         if kv is not None:
-            tokens = np.arange(self.count * CHUNK_TOKENS) % kv.shape[3]
+            period = kv.shape[3] // CHUNK_TOKENS * CHUNK_TOKENS - CHUNK_TOKENS
+            tokens = CHUNK_TOKENS + np.arange(self.count * CHUNK_TOKENS) % period
             self.source[:] = kv[:, :, :, tokens].reshape(self.source.shape)
+            self.places = tokens[::CHUNK_TOKENS].tolist()
         self.target = aligned(self.source.shape)
         self.kernel: ArrayKernel | None = None
         if isinstance(codec, RowCodec):
@@ -150,11 +154,17 @@ class Slices:
 
     def encode_chunk(self, number: int) -> None:
         run = slice_tokens(self.whole, number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
-        self.payloads[number] = self.codec.encode(run, self.layout, PAST_SINKS)
+        self.payloads[number] = self.codec.encode(run, self.layout, self.places[number])
 
     def decode_chunk(self, number: int) -> None:
         out = slice_tokens(self.restored, number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
-        self.codec.decode(memoryview(self.payloads[number]), self.layout, PAST_SINKS, out)
+        payload = memoryview(self.payloads[number])
+        self.codec.decode(payload, self.layout, self.places[number], out)
+
+    @property
+    def bits(self) -> float:
+        """Bits of a value, over all chunks."""
+        return 8 * sum(map(len, self.payloads)) / (self.count * self.num_rows * self.dim)
 
 
 def seed_encode(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -275,6 +285,7 @@ def main() -> None:
         parser.error("a profile and KV of its model go together")
     rates: list[Rate] = []
     for slices in all_slices(args):
+        print(f"{slices.codec.id}, {slices.dim} wide: {slices.bits:.3f} bits", flush=True)
         for threads in args.threads:
             rates += measure(slices, threads, args.seconds)
     show(rates)

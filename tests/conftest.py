@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,20 @@ else:
     # A machine that is busy with something else must not fail a test.
     settings.register_profile("busy machine", deadline=None)
     settings.load_profile("busy machine")
+
+
+def pytest_configure() -> None:
+    """Have all processes of a run, servers as well, keep what they compile in one folder."""
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(_own_folder() / "numba"))
+
+
+def _own_folder() -> Path:
+    """Return a folder that only this user can change, the same for the next run if possible."""
+    folder = Path(tempfile.gettempdir(), f"thermocline-tests-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    is_own = found.st_uid == os.getuid() and not found.st_mode & 0o077 and not folder.is_symlink()
+    return folder if is_own else Path(tempfile.mkdtemp())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.codecs.loops.compilations import COMPILATIONS
 from kvstore.config import StoreConfig
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices
@@ -166,7 +167,7 @@ class Ledger:
     def stats(self, save_queue_bytes: int) -> StoreStats:
         """Return the current statistics."""
         return StoreStats(
-            counters=self.counters.as_dict(),
+            counters=self.counters.as_dict() | COMPILATIONS.as_counters(),
             save_queue_bytes=save_queue_bytes,
             write_queue_bytes={self.stack.name(i): x.nbytes for i, x in enumerate(self._slower, 1)},
             num_sessions=len(self.index),

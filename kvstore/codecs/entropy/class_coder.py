@@ -63,13 +63,16 @@ class ClassCoder:
         escaped = np.abs(high) > self._largest
         symbols = np.where(escaped, self._escapes, high + self._largest).astype(np.uint8)
         low = (rows & ((1 << self._low_bits) - 1)).astype(np.uint8)
-        rare = high[escaped].astype("<i4").tobytes()
+        return self.write_coded(Coded(symbols, low, high[escaped]))
+
+    def write_coded(self, coded: Coded) -> bytes:
+        """Returns what ``write`` returns, for symbols instead of codes."""
         return b"".join(
             [
-                self._write_symbols(symbols),
-                self._planes.write(low.T[None]),
-                count_bytes(len(rare) // 4),
-                rare,
+                self._write_symbols(coded.symbols),
+                self._planes.write(coded.low.T[None]),
+                count_bytes(len(coded.rare)),
+                coded.rare.astype("<i4").tobytes(),
             ]
         )
 

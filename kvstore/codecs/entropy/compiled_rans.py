@@ -54,7 +54,8 @@ def _decode(
     used = 0
     num_words = len(words)
     lanes = np.empty(LANES, np.uint32)
-    lanes[:] = states
+    for lane in range(LANES):  # to assign one array to another takes numba two seconds to compile
+        lanes[lane] = states[lane]
     for row in range(symbols.shape[0]):
         number = classes[row]
         slots, frequency, start = table[number], frequencies[number], starts[number]
@@ -72,7 +73,8 @@ def _decode(
                 state = (state << np.uint32(16)) | np.uint32(words[used])
                 used += 1
             lanes[token % LANES] = state
-    states[:] = lanes
+    for lane in range(LANES):
+        states[lane] = lanes[lane]
     return used
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kvstore.codecs.loops.numba_functions import array_of, compiled
+from kvstore.codecs.loops.numba_functions import array_of, compiled, copy
 
 
 def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, codes: Any) -> None:
@@ -56,7 +56,7 @@ def _nearest_vectors(rows: Any, vectors: Any, halves: Any, codes: Any) -> None:
     for table in range(rows.shape[0]):
         for start in range(0, rows.shape[2], ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, rows.shape[2] - start)
-            block[:, :count] = rows[table, :, start : start + count]
+            copy(rows[table, :, start : start + count], block[:, :count])
             most[:] = -np.inf
             best[:] = 0
             for k in range(vectors.shape[1]):

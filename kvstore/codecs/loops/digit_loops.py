@@ -146,8 +146,8 @@ def _collect(chosen: Any, levels: Any, sums: Any, first: int, digits: int) -> No
             part = chosen[k * length : (k + 1) * length]
             if digit < digits:
                 sums[first + digit] += levels[k] * _total(part)
-            if k:
-                chosen[:length] += part
+            for i in range(length if k else 0):
+                chosen[i] += part[i]
 
 
 def _products(packed: Any, groups: Any, threes: Any, levels: Any, query: Any, out: Any) -> None:

@@ -1,47 +1,112 @@
-"""Compiles Python loops to numba functions: typed ahead of time, cached, run without the GIL.
+"""Compiles Python loops to numba functions: for given types, cached, run without the GIL.
 
-numba's cache checks only the file that contains a cached function. So a digest of all sources is a
-constant in every function that emits code from others, and a change anywhere under
-``kvstore/codecs`` compiles all of them again. Files are read by path and never imported: a new or
-moved file cannot be forgotten, and kernels need not import the modules that they only depend on.
+A function is compiled when it is first called. numba's cache checks only the file that contains a
+cached function. So a digest of that file and of all files of the product that it imports is a
+constant in every function that emits code from others, and only a change in one of these compiles
+it again.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numba import njit, types
 
-ROOT: Final = Path(__file__).parents[1]
+from kvstore.codecs.loops.compilations import COMPILATIONS
+
+ROOT: Final = Path(__file__).parents[3]
+PACKAGE: Final = "kvstore"
 LINE = 64  # bytes of a cache line; vectors that cross two lines take twice as long
 NBYTES = 4  # of a float or a word
 
 
-def digest_of(root: Path) -> int:
-    """Returns a 48-bit digest of the path and content of every ``*.py`` file under ``root``."""
+def sources_of(path: str | Path, root: Path = ROOT) -> int:
+    """Return a 48-bit digest of a file of ``kvstore`` and of all such files that it imports.
+
+    ``root``: the folder that has the package. Files are read, never imported. What is imported for
+    annotations alone is left out.
+    """
     digest = hashlib.blake2b(digest_size=6)
-    for path in sorted(root.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+    found, waiting = set[Path](), [Path(path)]
+    while waiting:
+        if (file := waiting.pop()) not in found:
+            found.add(file)
+            waiting.extend(_imports(file, root))
+    for file in sorted(found):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return int.from_bytes(digest.digest(), "big")
 
 
-SOURCES: Final = digest_of(ROOT)
+@functools.cache
+def _imports(file: Path, root: Path) -> tuple[Path, ...]:
+    """Return the files of the package that a file imports itself, anywhere in it."""
+    names = (x for node in _statements(ast.parse(file.read_bytes())) for x in _modules(node))
+    paths = (root.joinpath(*name.split(".")) for name in names if name.startswith(PACKAGE))
+    places = (at for path in paths for at in (path.with_suffix(".py"), path / "__init__.py"))
+    return tuple(at for at in places if at.is_file())
 
 
-def compiled(result: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Compile ``function`` for these numba types now, or take it from numba's cache."""
-    signature = result(*arguments)
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        return njit(signature, cache=True, **options)(function)
-    except RuntimeError:  # numba found no folder in which it may write its cache
-        return njit(signature, **options)(function)
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from _statements(child)
+
+
+def _modules(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (x.name for x in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{x.name}" for x in node.names)
+
+
+class CompiledFunction:
+    """Compiles a function for given numba types, or reads it from numba's cache, when called."""
+
+    def __init__(self, signature: Any, function: Callable[..., Any]) -> None:
+        self._signature, self._function = signature, function
+        self._lock = threading.Lock()
+        self._found: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._found or self.prepare())(*arguments)
+
+    def prepare(self) -> Any:
+        """Compile it now, if that was not done yet; return numba's function."""
+        with self._lock:
+            if self._found is None:
+                self._found = self._compile()
+            return self._found
+
+    def _compile(self) -> Any:
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+        try:
+            lazy = njit(cache=True, **options)(self._function)
+            folder = str(lazy.stats.cache_path)
+        except RuntimeError:  # numba found no folder in which it may write its cache
+            lazy, folder = njit(**options)(self._function), ""
+        for context in (lazy.typingctx, lazy.targetctx):
+            context.refresh()  # half a second of numba's, the first time; not a compilation
+        with COMPILATIONS.look(self._function.__name__.strip("_"), folder) as cached:
+            lazy.compile(self._signature)
+            cached.append(bool(lazy.stats.cache_hits))
+        lazy.disable_compile()
+        return lazy
+
+
+def compiled(result: Any, function: Callable[..., Any], *arguments: Any) -> CompiledFunction:
+    """Return ``function`` for these numba types; it is compiled when it is first called."""
+    return CompiledFunction(result(*arguments), function)
 
 
 def tuple_of(*kinds: Any) -> Any:
@@ -67,6 +132,17 @@ def emitted(emit: Callable[[Any, tuple[Any, ...]], None], *kinds: Any) -> tuple[
         return context.get_dummy_value()
 
     return types.void(*kinds), generate
+
+
+@njit
+def copy(source: Any, target: Any) -> None:
+    """Copy an array of two axes to one of the same shape.
+
+    numba compiles an assignment of one array to another for two seconds: its error has a text.
+    """
+    for row in range(target.shape[0]):
+        for i in range(target.shape[1]):
+            target[row, i] = source[row, i]
 
 
 @njit

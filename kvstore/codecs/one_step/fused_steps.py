@@ -1,18 +1,19 @@
-"""Restores ``OneStep`` in one pass after the entropy decoder: the rows of its pipeline, faster.
+"""Packs and restores ``OneStep`` in one pass each: the bytes and rows of its pipeline, faster.
 
-Only where numba is installed, the host multiplies small integers, heads are multiples of 16
-channels, and engines hold bf16 or fp32. The pipeline handles all other cases, and always packs.
+From rows of unit size to symbols, and from symbols to rows. Only where numba is installed, the host
+multiplies small integers, heads are multiples of 16 channels, and engines hold bf16 or fp32. The
+pipeline handles all other cases.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from kvstore.codecs.entropy.class_coder import ClassCoder
+from kvstore.codecs.entropy.class_coder import ClassCoder, Coded
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.fused import (
@@ -24,14 +25,16 @@ from kvstore.codecs.stacks.fused import (
     rope_tables,
     wave_run,
 )
-from kvstore.codecs.stacks.int16_products import panels_of
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stages.integer_rows import StepRows
-from kvstore.codecs.stages.uniform import Predictors
+from kvstore.codecs.stages.integer_rows import IntegerRows, StepRows
+from kvstore.codecs.stages.uniform import PredictedStep, Predictors, UniformStep
+from kvstore.shapes import DType, KVRun
 
 CODECS = "one-step codecs"  # in the log
+Steps: TypeAlias = UniformStep | PredictedStep
 KERNELS: Final = "kvstore.codecs.kernels.units.unpack_one_step"
+PACKING: Final = "kvstore.codecs.kernels.units.pack_one_step"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +65,35 @@ class StepTables:
 
 @dataclass(frozen=True, eq=False)
 class FusedSteps(FusedPacker):
-    """Restores in one pass, and packs with its pipeline. Implements ``StackPacker``."""
+    """Packs and restores in one pass each. Implements ``StackPacker``.
 
+    ``rows``, ``steps``: the stages of the pipeline that the kernels run.
+    """
+
+    packing: ModuleType
     coder: ClassCoder
+    rows: IntegerRows
+    steps: Steps
     scales: np.ndarray
     tables: StepTables
+
+    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
+        pipeline, t = self.pipeline, self.tables
+        stack = pipeline.shape.gather(run, first, dtype)
+        stack, notes, gains, kept = pipeline.scaled(stack, first_token)
+        symbols, low = np.empty((2, len(t.coded), stack.shape[1]), np.uint8)
+        rare = np.empty(symbols.size, np.int32)  # pages that are never written take no memory
+        num_rare = self.packing.pack(
+            np.ascontiguousarray(stack, np.float32),
+            self.rows.forward_tables,
+            (t.coded, t.first_rows),
+            (t.factors, t.finer),
+            (self.rows.input_scale, *self.steps.sizes),
+            (symbols, low, rare),
+        )
+        coded = self.coder.write_coded(Coded(symbols, low, rare[:num_rare]))
+        kept_bytes = pipeline.kept_bytes(run, first, kept, dtype)
+        return b"".join([kept_bytes, *notes, pipeline.gain.write(gains), coded])
 
     def unpack(
         self,
@@ -86,7 +113,7 @@ class FusedSteps(FusedPacker):
 
 def fused_steps(
     pipeline: Pipeline,
-    coder: ClassCoder,
+    steps: Steps,
     profile: Profile,
     known: tuple[StepRows, np.ndarray, Predictors, np.ndarray],
 ) -> StackPacker:
@@ -95,11 +122,15 @@ def fused_steps(
     ``known``: rows and levels of ``step_integers.rows_of``, predictors, and all elements' means.
     """
     turns = rope_tables(pipeline.shape, profile.ropes)
-    kernels = kernels_for(pipeline.shape, profile.layout, KERNELS) if turns is not None else None
-    if turns is None or kernels is None:
+    kernels, packing = (kernels_for(pipeline.shape, profile.layout, x) for x in (KERNELS, PACKING))
+    (rows,), coder = pipeline.after, pipeline.coder
+    assert isinstance(rows, IntegerRows) and isinstance(coder, ClassCoder)
+    if turns is None or kernels is None or packing is None or not rows.forward_tables[0].size:
         return pipeline
-    tables = _tables(pipeline.shape, kernels, coder, *known)
-    fused = FusedSteps(pipeline, turns, kernels, coder, known[0].scales, tables)
+    factors = steps.panels if isinstance(steps, PredictedStep) else None
+    tables = _tables(pipeline.shape, kernels, coder, *known, factors)
+    parts = (packing, coder, rows, steps, known[0].scales, tables)
+    fused = FusedSteps(pipeline, turns, kernels, *parts)
     return proven_or_pipeline(fused, profile.layout, wave_run(profile.layout), CODECS)
 
 
@@ -111,6 +142,7 @@ def _tables(
     levels: np.ndarray,
     predictors: Predictors,
     means: np.ndarray,
+    factors: np.ndarray | None,
 ) -> StepTables:
     live, symbols = coder.rows
     units, places = np.divmod(live, levels.shape[1])
@@ -129,15 +161,11 @@ def _tables(
         rows=np.ascontiguousarray(rows.rows),
         means=aligned(means[shape.elements].astype(np.float32)),
         parts=np.searchsorted(starts, shape.starts, side="right").astype(np.int64) - 1,
-        factors=_factors(predictors, columns),
+        factors=np.zeros((shape.num_units, 0, 0, columns), np.uint32)
+        if factors is None
+        else factors,
         finer=predictors.finer.astype(np.int32),
     )
-
-
-def _factors(predictors: Predictors, columns: int) -> np.ndarray:
-    if not predictors.components:
-        return np.zeros((len(predictors.finer), 0, 0, columns), np.uint32)
-    return aligned(np.stack([panels_of(x, columns) for x in predictors.factors]))
 
 
 def _panels(shape: StackShape, columns: int, rows: np.ndarray, size: int) -> np.ndarray:

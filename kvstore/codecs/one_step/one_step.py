@@ -95,7 +95,7 @@ class OneStep:
                 coder,
             )
             known = (rows, own.levels, predictors, learned["means"])
-            parts.append(fused_steps(pipeline, coder, profile, known))
+            parts.append(fused_steps(pipeline, stage, profile, known))
         return tuple(parts)
 
 

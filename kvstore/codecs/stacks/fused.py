@@ -32,7 +32,7 @@ class HeadAddresses:
     """The addresses of the head vectors of a stack's units in a run."""
 
     shape: StackShape
-    kernels: ModuleType  # its function reads the addresses of arrays
+    kernels: ModuleType  # its function finds where arrays lie
 
     def __call__(self, run: KVRun, first: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns the address of every head's row of token ``first``, and the bytes between rows.
@@ -40,7 +40,7 @@ class HeadAddresses:
         Both are int64 (units, vectors of a unit). None if the values of a row are not contiguous.
         """
         arrays = [array for pair in run for array in pair]
-        starts, heads, tokens, values = self.kernels.addresses_of(arrays).T
+        starts, heads, tokens, values = self.kernels.places_of(arrays).T[:4]
         if np.any(values != arrays[0].itemsize):
             return None
         array, head = self._numbers

@@ -28,15 +28,35 @@ class Int16Products:
         self._width, self._live = matrix.shape[2], live.tolist()
         self._kernels = compiled_module(KERNELS)
         rows = [x[:n] for x, n in zip(matrix, self._live, strict=True)]
-        self._matrix, self._panels = rows, list[np.ndarray]()
+        self._matrix, self._panels = rows, np.empty((0, 0, 0, 0), np.uint32)
         if self._kernels is None:
             return
-        self._panels = [panels_of(x, self._kernels.COLUMNS) for x in rows]
+        self._panels = self._panelled(self._kernels.COLUMNS)
         if self._agree():
             self._matrix = []  # as large as the panels, which contain it
         else:
             logger.warning("products of words are wrong on this host: using numpy")
-            self._kernels, self._panels = None, []
+            self._kernels, self._panels = None, self._panels[:0]
+
+    @property
+    def panels(self) -> np.ndarray:
+        """The matrices as kernels take them, uint32 (units, panels, pairs, columns).
+
+        Panels that a unit does not have are zero. No unit is there if numpy multiplies.
+        """
+        return self._panels
+
+    def _panelled(self, columns: int) -> np.ndarray:
+        """Returns all panels, in one array that begins at a line of the cache."""
+        most, pairs = -(-max(self._live, default=0) // columns), -(-self._width // 2)
+        whole = aligned(np.zeros((len(self._live), most, pairs, columns), np.uint32))
+        for unit, matrix in zip(whole, self._matrix, strict=True):
+            own = panels_of(matrix, columns)
+            unit[: len(own)] = own
+        return whole
+
+    def _of(self, unit: int) -> np.ndarray:
+        return self._panels[unit, : -(-self._live[unit] // self._panels.shape[3])]
 
     def sums(self, unit: int, rows: np.ndarray) -> np.ndarray:
         """Returns int32 (live components, tokens) for ``rows``, int16 (tokens, width), of one unit.
@@ -54,7 +74,7 @@ class Int16Products:
         words.reshape(-1, words.shape[2])[:tokens, :width] = rows
         tiles = np.ascontiguousarray(words.view(np.uint32).swapaxes(1, 2))
         sums = np.empty((self._live[unit], tokens), np.int32)
-        self._kernels.products(tiles, self._panels[unit], sums)
+        self._kernels.products(tiles, self._of(unit), sums)
         return sums
 
     def reference(self, unit: int, rows: np.ndarray) -> np.ndarray:
@@ -62,7 +82,7 @@ class Int16Products:
         if self._matrix:
             matrix = self._matrix[unit]
         else:
-            matrix = _unpanelled(self._panels[unit], self._live[unit], self._width)
+            matrix = _unpanelled(self._of(unit), self._live[unit], self._width)
         products: np.ndarray = np.matmul(matrix.astype(np.float64), rows.T.astype(np.float64))
         return products.astype(np.int64).astype(np.int32)
 

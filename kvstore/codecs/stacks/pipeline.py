@@ -86,7 +86,7 @@ class Pipeline:
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
         stack = self.shape.gather(run, first, dtype)
         packed, kept = self._pack(stack, first_token)
-        return b"".join([self._kept_bytes(run, first, kept, dtype), *packed])
+        return b"".join([self.kept_bytes(run, first, kept, dtype), *packed])
 
     def decode(
         self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
@@ -102,6 +102,19 @@ class Pipeline:
 
         ``stack``: fp32 (units, tokens, width) of 16-bit values; it is overwritten.
         """
+        stack, notes, gains, kept = self.scaled(stack, first_token)
+        for transform in self.after:
+            stack, note = transform.forward(stack, first_token)
+            notes.append(note)
+        codes = self.quantiser.quantise(stack)
+        if self.gain.is_fitted:
+            gains *= (self.fit_gains or self._fit_gains)(stack, codes)
+        return [*notes, self.gain.write(gains), self.coder.write(codes)], kept
+
+    def scaled(
+        self, stack: np.ndarray, first_token: int
+    ) -> tuple[np.ndarray, list[bytes], np.ndarray, np.ndarray]:
+        """Returns rows of unit size, the notes so far, gains, and a mask of the kept groups."""
         notes = []
         with np.errstate(all="ignore"):
             for transform in self.before:
@@ -110,13 +123,7 @@ class Pipeline:
         gains, kept = self.gain.measure(stack)
         gains[kept] = 1
         self._divide(stack, gains, kept)
-        for transform in self.after:
-            stack, note = transform.forward(stack, first_token)
-            notes.append(note)
-        codes = self.quantiser.quantise(stack)
-        if self.gain.is_fitted:
-            gains *= (self.fit_gains or self._fit_gains)(stack, codes)
-        return [*notes, self.gain.write(gains), self.coder.write(codes)], kept
+        return stack, notes, gains, kept
 
     def _unpack(self, reader: Reader, num_tokens: int, first_token: int) -> np.ndarray:
         """Returns fp32 (units, tokens, width), not yet rounded; kept groups have no meaning."""
@@ -149,7 +156,7 @@ class Pipeline:
     def _fit_gains(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
         return _least_squares(components, self.quantiser.restore(codes))
 
-    def _kept_bytes(self, run: KVRun, first: int, kept: np.ndarray, dtype: DType) -> bytes:
+    def kept_bytes(self, run: KVRun, first: int, kept: np.ndarray, dtype: DType) -> bytes:
         """Takes kept values from the run itself.
 
         As a float, a NaN may lose some of its bits.

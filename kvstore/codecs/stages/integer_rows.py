@@ -87,6 +87,16 @@ class IntegerRows(WithoutNote):
         self._counts, self._scales = rows.counts, rows.scales
         self._input_scale = np.float32(input_scale(rows.rows.shape[2]))
 
+    @property
+    def forward_tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The arguments of a kernel: panels, values of a one, components in use."""
+        return self._products.panels, self._rates, np.array(self._live, np.int64)
+
+    @property
+    def input_scale(self) -> np.float32:
+        """The factor of rows before they are rounded."""
+        return self._input_scale
+
     def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
         rows = np.rint(stack * self._input_scale)
         words = np.clip(rows, -LARGEST_INPUT, LARGEST_INPUT).astype(np.int16)

@@ -41,6 +41,11 @@ class UniformStep:
         self._levels = levels.astype(np.int32)
         self._rounding = np.float32(rounding)
 
+    @property
+    def sizes(self) -> tuple[np.float32, np.float32]:
+        """One over the step, and what is added to sizes before they are rounded down."""
+        return 1 / self._step, self._rounding
+
     def quantise(self, components: np.ndarray) -> np.ndarray:
         return self._codes(components * (1 / self._step))
 
@@ -135,6 +140,16 @@ class PredictedStep:
         units, components, _ = predictors.factors.shape
         self._products = Int16Products(predictors.factors, np.full(units, components))
         self._half = (1 << predictors.finer) >> 1
+
+    @property
+    def sizes(self) -> tuple[np.float32, np.float32]:
+        """See ``UniformStep.sizes``."""
+        return self._steps.sizes
+
+    @property
+    def panels(self) -> np.ndarray:
+        """The factors as kernels take them; see ``Int16Products.panels``."""
+        return self._products.panels
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
         codes = np.empty(components.shape, np.int16)

@@ -149,12 +149,13 @@ def attend(
     given = (queries * scale).astype(mx.float32)
     bits = [[bits_of(x) for side in sides or () for x in side.arrays[:4]] for sides in sessions]
     mx.eval(given, bits)  # all at once: a call costs as much as many rows
-    attention = session_attention(RowShapes(keys.format, keys.dim, values.dim, keys.stored))
+    shapes = keys.format, keys.dim, values.dim, keys.stored
     out = np.zeros((*given.shape[:2], values.dim), np.float32)
     for query, arrays, target in zip(np.asarray(given)[:, :, 0], bits, out, strict=True):
         if arrays:
             sides = [np.asarray(x)[0] for x in arrays]
             heads = len(sides[0])
+            attention = session_attention(RowShapes(*shapes, len(query) // heads))
             attention.attend(
                 query.reshape(heads, -1, keys.dim),
                 SessionRows(*sides[:4]),

@@ -15,9 +15,18 @@ from kvstore.codecs.kernels.emit.emitter import Emitter
 from kvstore.codecs.kernels.rows import attend_rows
 from kvstore.codecs.kernels.rows.attend_rows import TILE_TOKENS
 from kvstore.codecs.kernels.rows.row_shape import RowShape, has_kernel
-from kvstore.codecs.loops.numba_functions import SOURCES, array_of, compiled, emitted, tuple_of
+from kvstore.codecs.loops.numba_functions import (
+    array_of,
+    compiled,
+    copy,
+    emitted,
+    sources_of,
+    tuple_of,
+)
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.rotation import base_matrix, order_of, sign_masks
+
+SOURCES = sources_of(__file__)
 
 LARGEST = 127  # byte of a query
 LEAST_TOKENS = 256  # of a head; for fewer, rounding the query costs more than it saves
@@ -63,12 +72,18 @@ def rotate(rows: Any, turn: Any, back: bool) -> None:
         if back:
             _multiply_base(rows[row], base.T, power)
         else:
-            rows[row] *= signs
+            _flip(rows[row], signs)
         _butterflies(rows[row], power)
         if back:
-            rows[row] *= signs
+            _flip(rows[row], signs)
         else:
             _multiply_base(rows[row], base, power)
+
+
+@njit
+def _flip(x: Any, signs: Any) -> None:
+    for i in range(len(x)):
+        x[i] *= signs[i]
 
 
 @njit
@@ -151,7 +166,7 @@ def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
     def scores(codes: Any, scales: Any, query: Any, out: Any, turn: Any) -> None:
         rotated = np.empty((num_queries, dim), np.float32)
         for head in range(len(scales)):
-            rotated[:] = query[head]
+            copy(query[head], rotated)
             rotate(rotated, turn, False)
             rows = rows_of_head(codes, scales, head)
             target = (out.ctypes.data + head * out.strides[0], out.strides[1])
@@ -181,7 +196,7 @@ def _byte_scores_function(bits: int, dim: int, num_queries: int) -> Any:
         whole = np.empty((num_queries, dim), np.int8)
         ones = np.empty(num_queries, np.float32)
         for head in range(len(scales)):
-            rotated[:] = query[head]
+            copy(query[head], rotated)
             rotate(rotated, turn, False)
             for q in range(num_queries):
                 ones[q] = _to_bytes(rotated[q], whole[q])
@@ -211,7 +226,9 @@ def _sums_function(bits: int, dim: int, num_queries: int) -> Any:
             given = (weights.ctypes.data + head * weights.strides[0], weights.strides[1])
             add_rows(bits, dim, num_queries, sources, rows, given, total.ctypes.data)
             rotate(total, turn, True)
-            out[head] += total
+            for q in range(num_queries):
+                for i in range(dim):
+                    out[head, q, i] += total[q, i]
         total[0, 0] = 0  # as in ``scores``
 
     return compiled(types.void, sums, *_argument_types())

@@ -13,7 +13,16 @@ from numba.extending import intrinsic
 from kvstore.codecs.kernels.emit.dots import host_vectors
 from kvstore.codecs.kernels.emit.emitter import Emitter
 from kvstore.codecs.kernels.rows import attend_angles, attend_planes
-from kvstore.codecs.loops.numba_functions import SOURCES, array_of, compiled, emitted, tuple_of
+from kvstore.codecs.loops.numba_functions import (
+    array_of,
+    compiled,
+    copy,
+    emitted,
+    sources_of,
+    tuple_of,
+)
+
+SOURCES = sources_of(__file__)
 
 LANES = host_vectors().lanes
 TILE = attend_planes.TILE_VECTORS * LANES  # tokens
@@ -74,7 +83,7 @@ def _products_function(codes: str, bits: int, num_queries: int) -> Any:
                 ends = (last.ctypes.data, 4 * TILE)
                 last_at = (begin, *rest_steps, *queries, *ends)
                 _products_of_tile(codes, bits, num_queries, sources, last_at)
-                out[unit, :, whole:] = last[:, : tokens - whole]
+                copy(last, out[unit, :, whole:])
         rest[0, 0] = 0  # numba frees an array after its last use; its address does not count
 
     return compiled(types.void, products, *_argument_types())
@@ -102,7 +111,7 @@ def _sums_function(codes: str, bits: int, num_queries: int) -> Any:
                 _add_tile(codes, bits, num_queries, sources, at)
             if whole < tokens:
                 _copy_rest(planes, unit, tokens, rest)
-                last[:, : tokens - whole] = weights[unit, :, whole:]
+                copy(weights[unit, :, whole:], last[:, : tokens - whole])
                 given = (last.ctypes.data, 4 * TILE, total.ctypes.data)
                 begin = rest.ctypes.data + first * (TILE // 8)
                 _add_tile(codes, bits, num_queries, sources, (begin, *rest_steps, *given))

@@ -25,7 +25,9 @@ from kvstore.codecs.kernels.rows.numba_attention import (
     turn_type,
 )
 from kvstore.codecs.kernels.rows.row_shape import has_kernel
-from kvstore.codecs.loops.numba_functions import SOURCES, compiled, tuple_of
+from kvstore.codecs.loops.numba_functions import compiled, copy, sources_of, tuple_of
+
+SOURCES = sources_of(__file__)
 
 _LOG2_E = np.float32(1 / math.log(2))
 _LN_2 = np.float32(math.log(2))
@@ -114,7 +116,7 @@ def _attend_function(shapes: RowShapes, num_queries: int) -> Any:
         for head in range(heads):
             _multiply_exact(query[head], keys[0][head], is_fp16, scores, 0)
             _multiply_exact(query[head], keys[3][head], is_fp16, scores, last)
-            rotated[:] = query[head]
+            copy(query[head], rotated)
             rotate(rotated, key_turn, False)
             rows = rows_of_head(keys[1], keys[2], head)
             columns = (scores.ctypes.data + 4 * first, 4 * tokens)
@@ -128,7 +130,8 @@ def _attend_function(shapes: RowShapes, num_queries: int) -> Any:
             _add_exact(scores, 0, values[0][head], is_fp16, sums)
             _add_exact(scores, last, values[3][head], is_fp16, sums)
             for q in range(num_queries):
-                out[head, q] = sums[q] / totals[q]
+                for i in range(value_dim):
+                    out[head, q, i] = sums[q, i] / totals[q]
         rotated[0, 0] = 0  # numba frees an array after its last use; its address does not count
         sums[0, 0] = 0
         scores[0, 0] = 0

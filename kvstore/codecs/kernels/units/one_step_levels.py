@@ -12,9 +12,11 @@ from numba import njit, types
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
 from kvstore.codecs.kernels.units.kernel_parts import GROUP, HOST, OFFSET, tile_of_rows
-from kvstore.codecs.loops.numba_functions import NBYTES, SOURCES, address_of, array_of, tuple_of
+from kvstore.codecs.loops.numba_functions import NBYTES, address_of, array_of, sources_of, tuple_of
 from kvstore.codecs.stages.integer_rows import BYTE
 from kvstore.codecs.stages.uniform import LARGEST_CODE, LARGEST_EXPECTED, LARGEST_LEVEL
+
+SOURCES = sources_of(__file__)
 
 # Columns of the properties of a coded component; the three after them are added to levels.
 UNIT, COMPONENT, LARGEST, ESCAPE, LOW_BITS, PER_STEP = range(6)
@@ -47,15 +49,21 @@ def levels_of_row(symbols: Any, low: Any, known: Any, rare: Any, num_rare: Any, 
     if low_bits:
         for token in range(len(symbols)):
             levels[token] = np.int32((levels[token] << low_bits) + low[token])
+    levels_of_codes(levels, known)
+    return num_rare
+
+
+@njit
+def levels_of_codes(levels: Any, known: Any) -> None:
+    """Replace the codes of one component, int32 (tokens,), by their levels."""
     per_step = known[PER_STEP]
     first, second, third = known[PER_STEP + 1], known[PER_STEP + 2], known[PER_STEP + 3]
-    for token in range(len(symbols)):
+    for token in range(len(levels)):
         code = min(max(levels[token], np.int32(-LARGEST_CODE)), np.int32(LARGEST_CODE))
         size = np.int32(abs(code))
         added = third if size > 2 else (second if size > 1 else (first if size else np.int32(0)))
         level = min(np.int32(np.int32(size * per_step) + added), np.int32(LARGEST_LEVEL))
         levels[token] = -level if code < 0 else level
-    return num_rare
 
 
 @njit
@@ -146,15 +154,23 @@ def expect(known: Any, num_units: Any, predictors: Any, unit: Any, expected: Any
 
 @njit
 def _put_expected(sums: Any, finer: Any, panel: Any, tile: Any, expected: Any) -> None:
-    token = tile * TILE_TOKENS
-    count = min(expected.shape[1] - token, TILE_TOKENS)
-    for column in range(min(expected.shape[0] - panel * COLUMNS, COLUMNS)):
-        component = panel * COLUMNS + column
-        half = np.int32(np.int32(1) << finer[component]) >> np.int32(1)
-        for within in range(count):
-            level = np.int32(sums[within, column] + half) >> finer[component]
+    token, first = tile * TILE_TOKENS, panel * COLUMNS
+    columns = min(expected.shape[0] - first, COLUMNS)
+    for within in range(TILE_TOKENS):
+        for column in range(columns):
+            shift = finer[first + column]
+            half = np.int32(np.int32(1) << shift) >> np.int32(1)
+            level = np.int32(sums[within, column] + half) >> shift
             limited = min(max(level, np.int32(-LARGEST_EXPECTED)), np.int32(LARGEST_EXPECTED))
-            expected[component, token + within] = limited
+            sums[within, column] = limited
+    if expected.shape[1] - token >= TILE_TOKENS:
+        for column in range(columns):
+            for within in range(TILE_TOKENS):
+                expected[first + column, token + within] = sums[within, column]
+    else:
+        for column in range(columns):
+            for within in range(expected.shape[1] - token):
+                expected[first + column, token + within] = sums[within, column]
 
 
 @njit

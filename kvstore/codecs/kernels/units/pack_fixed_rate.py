@@ -29,15 +29,17 @@ from kvstore.codecs.kernels.units.kernel_parts import (
 from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,
-    SOURCES,
     address_of,
     array_of,
     compiled,
     first_line_of,
+    sources_of,
     tuple_of,
 )
 from kvstore.codecs.stages import octave_gain
 from kvstore.codecs.stages.integer_klt import MAX_BITS
+
+SOURCES = sources_of(__file__)
 
 MANTISSA, MANTISSA_BITS = octave_gain.MANTISSA, octave_gain.MANTISSA_BITS
 THRESHOLDS = octave_gain.THRESHOLDS

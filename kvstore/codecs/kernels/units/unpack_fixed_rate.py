@@ -25,20 +25,22 @@ from kvstore.codecs.kernels.units.kernel_parts import (
     tile_of_levels,
 )
 from kvstore.codecs.kernels.units.kernel_parts import OFFSET as OFFSET
-from kvstore.codecs.kernels.units.kernel_parts import addresses_of as addresses_of
 from kvstore.codecs.kernels.units.pack_fixed_rate import pack as pack
+from kvstore.codecs.loops.array_places import places_of as places_of
 from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,
-    SOURCES,
     address_of,
     array_of,
     compiled,
     first_line_of,
+    sources_of,
     tuple_of,
 )
 from kvstore.codecs.stages.integer_klt import MAX_BITS
 from kvstore.codecs.stages.octave_gain import CODES
+
+SOURCES = sources_of(__file__)
 
 TILE_COLUMNS = HOST.tile_columns
 

@@ -22,7 +22,6 @@ from kvstore.codecs.kernels.units.kernel_parts import (
     put_tile,
     split_tile,
 )
-from kvstore.codecs.kernels.units.kernel_parts import addresses_of as addresses_of
 from kvstore.codecs.kernels.units.one_step_levels import (
     COMPONENT,
     NARROW,
@@ -35,15 +34,18 @@ from kvstore.codecs.kernels.units.one_step_levels import (
     put_narrow,
     put_words,
 )
+from kvstore.codecs.loops.array_places import places_of as places_of
 from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,
-    SOURCES,
     address_of,
     array_of,
     compiled,
+    sources_of,
     tuple_of,
 )
+
+SOURCES = sources_of(__file__)
 
 TILE_COLUMNS = HOST.tile_columns
 
@@ -60,7 +62,7 @@ def _levels_of_unit(
     symbols, low, rare, known = coded
     first, last, num_rare = rows
     num_tokens = symbols.shape[1]
-    levels, found = np.empty(num_tokens, np.int32), 0
+    levels, found = np.empty(num_tokens, np.int32), np.int64(0)
     beyond = np.empty((3, 0), np.int32)
     for row in range(first, last):
         num_rare = levels_of_row(symbols[row], low[row], known[row], rare, num_rare, levels)
@@ -90,11 +92,19 @@ def _put(
     more = put_narrow(levels, row, (counts[1] + GROUP - 1) // GROUP, narrow)
     if more:
         if found + more > beyond.shape[1]:
-            larger = np.empty((3, 2 * (found + more)), np.int32)
-            larger[:, :found] = beyond[:, :found]
-            beyond = larger
+            beyond = _larger(beyond, found, 2 * (found + more))
         found = note_beyond(levels, row, beyond, found)
     return beyond, found
+
+
+@njit
+def _larger(beyond: Any, found: Any, capacity: Any) -> Any:
+    """Copy the first entries; numba compiles an assignment of slices for two seconds."""
+    larger = np.empty((3, capacity), np.int32)
+    for row in range(3):
+        for k in range(found):
+            larger[row, k] = beyond[row, k]
+    return larger
 
 
 @njit
@@ -164,7 +174,7 @@ def _unpack_function(sources: int) -> Any:
         predicted = predictors[1].shape[1]
         expected = np.empty((predicted, num_tokens), np.int32)
         stored = known_words(num_tokens, len(counts), predicted)
-        sums, num_rare = address_of(scratch), 0
+        sums, num_rare = address_of(scratch), np.int64(0)
         for unit in range(len(counts)):
             words[:] = 0
             narrow[:] = OFFSET

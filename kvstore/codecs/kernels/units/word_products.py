@@ -9,7 +9,9 @@ from numba import types
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
 from kvstore.codecs.kernels.units.kernel_parts import HOST, tile_of_rows
-from kvstore.codecs.loops.numba_functions import NBYTES, SOURCES, address_of, array_of, compiled
+from kvstore.codecs.loops.numba_functions import NBYTES, address_of, array_of, compiled, sources_of
+
+SOURCES = sources_of(__file__)
 
 TOKENS, COLUMNS = TILE_TOKENS, HOST.tile_columns
 

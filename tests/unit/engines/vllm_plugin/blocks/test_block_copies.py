@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.vllm_plugin.blocks.block_copies import BATCH, BlockCopies
+from engines.vllm_plugin.blocks.block_copies import BlockCopies
 
 NUM_BLOCKS = 9
 
@@ -28,7 +28,7 @@ def cases(draw: st.DrawFn) -> tuple[list[np.ndarray], list[np.ndarray], list[int
     ids = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=4))
     first, after = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     sides, arrays = [], []
-    for _ in range(draw(st.integers(1, BATCH + 3))):
+    for _ in range(draw(st.integers(1, 11))):
         heads, dim = draw(st.integers(1, 3)), draw(st.integers(1, 7))
         sides.append(side(heads, tokens, dim, draw(st.booleans()), dtype))
         shape = (heads, (first + len(ids) + after) * tokens, dim)
@@ -67,6 +67,20 @@ def test_a_run_may_be_a_view_of_a_longer_one() -> None:
     long = np.arange(2 * 40 * 8, dtype=np.int32).reshape(2, 40, 8)
     BlockCopies([target]).write([3, 1], [long[:, 8:16]], 0)
     assert np.array_equal(target[[3, 1]], blocks_of(long, 4, 2, 2))
+
+
+def test_blocks_may_be_read_into_a_view_but_not_where_nothing_may_be_written() -> None:
+    source = side(2, 4, 8, True, np.int16)
+    source[:] = np.arange(source.size).reshape(source.shape)
+    long = np.zeros((2, 40, 8), np.int16)
+    BlockCopies([source]).read([5], [long[:, 8:12]])
+    assert np.array_equal(long[:, 8:12], source[5])
+    assert not long[:, :8].any() and not long[:, 12:].any()
+    long.flags.writeable = False
+    with pytest.raises(ValueError, match="read only"):
+        BlockCopies([source]).read([5], [long])
+    with pytest.raises(ValueError, match="int16"):
+        BlockCopies([source]).read([5], [long.astype(np.int32)])
 
 
 @pytest.mark.parametrize(

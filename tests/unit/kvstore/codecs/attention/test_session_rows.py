@@ -16,8 +16,8 @@ from kvstore.codecs.rows.rotated_rows import RotatedRows
 from tests.unit.kvstore.codecs.samples import uneven
 
 HEADS = 2
-BF16 = RowShapes(RotatedRows(3), 64, 64, "bfloat16")
-FP16 = RowShapes(RotatedRows(4), 64, 80, "float16")
+BF16 = RowShapes(RotatedRows(3), 64, 64, "bfloat16", 3)
+FP16 = RowShapes(RotatedRows(4), 64, 80, "float16", 6)
 
 
 def side(shapes, dim, seed, counts):
@@ -74,10 +74,9 @@ def test_compiled_code_agrees(shapes):
     attention = session_attention(shapes)
     assert not isinstance(attention, ReferenceSessionAttention)
     for counts in COUNTS:
-        for num_queries in (1, 6):
-            check(attention, shapes, num_queries, counts)
+        check(attention, shapes, shapes.num_queries, counts)
     for size in (0.0, 0.01, 30.0, 1e4):  # from equal weights to that of a single row
-        check(attention, shapes, 3, COUNTS[-1], size)
+        check(attention, shapes, shapes.num_queries, COUNTS[-1], size)
 
 
 @pytest.mark.slow

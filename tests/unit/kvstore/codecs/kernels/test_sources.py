@@ -4,41 +4,54 @@ import pytest
 
 pytest.importorskip("numba")
 
-from kvstore.codecs.loops.numba_functions import ROOT, SOURCES, digest_of
+from kvstore.codecs.loops.numba_functions import ROOT, sources_of
 
 
 @pytest.fixture
-def root(tmp_path):
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "pack.py").write_text("a = 1\n")
-    (tmp_path / "floats.py").write_text("b = 2\n")
-    return tmp_path
+def tree(tmp_path):
+    """A package: a file of kernels, what it imports, and what it has nothing to do with."""
+    package = tmp_path / "kvstore" / "rows"
+    package.mkdir(parents=True)
+    (package / "pack.py").write_text(
+        "from kvstore.rows import levels\nif TYPE_CHECKING:\n    from kvstore.shapes import Shape\n"
+    )
+    (package / "levels.py").write_text("def one():\n    from kvstore.floats import WIDTH\n")
+    (package.parent / "floats.py").write_text("WIDTH = 2\n")
+    (package.parent / "shapes.py").write_text("Shape = int\n")
+    (package.parent / "other.py").write_text("import kvstore.rows.pack\n")
+    return package.parent
 
 
-def test_the_same_files_give_the_same_digest(root):
-    before = digest_of(root)
-    (root / "notes.md").write_text("no source")
-    assert digest_of(root) == before < 1 << 48
+def digest(tree):
+    from kvstore.codecs.loops import numba_functions
+
+    numba_functions._imports.cache_clear()
+    return sources_of(tree / "rows" / "pack.py", tree.parent)
 
 
-def test_a_change_in_any_folder_is_another_digest(root):
-    before = digest_of(root)
-    (root / "rows" / "pack.py").write_text("a = 2\n")
-    assert digest_of(root) != before
+def test_the_same_files_give_the_same_digest(tree):
+    before = digest(tree)
+    assert digest(tree) == before < 1 << 48
 
 
-def test_a_new_file_is_another_digest(root):
-    before = digest_of(root)
-    (root / "rows" / "empty.py").write_text("")
-    assert digest_of(root) != before
+@pytest.mark.parametrize("name", ["rows/pack.py", "rows/levels.py", "floats.py"])
+def test_a_change_in_a_file_that_it_uses_is_another_digest(tree, name):
+    before = digest(tree)
+    path = tree / name
+    path.write_text(path.read_text() + "# changed\n")
+    assert digest(tree) != before
 
 
-def test_a_moved_file_is_another_digest(root):
-    before = digest_of(root)
-    (root / "rows" / "pack.py").rename(root / "pack.py")
-    assert digest_of(root) != before
+@pytest.mark.parametrize("name", ["shapes.py", "other.py"])
+def test_a_change_elsewhere_is_none(tree, name):
+    before = digest(tree)
+    path = tree / name
+    path.write_text(path.read_text() + "# changed\n")
+    assert digest(tree) == before
 
 
-def test_all_codecs_are_among_the_sources():
-    assert ROOT.parts[-2:] == ("kvstore", "codecs")
-    assert digest_of(ROOT) == SOURCES
+def test_kernels_depend_on_what_emits_them():
+    kernels = ROOT / "kvstore" / "codecs" / "kernels"
+    assert sources_of(kernels / "rows" / "numba_kernel.py") != sources_of(
+        kernels / "rows" / "numba_attention.py"
+    )

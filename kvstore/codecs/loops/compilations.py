@@ -1,0 +1,83 @@
+"""What this process has compiled: counted, and the user is told when it takes long.
+
+One process has one compiler, so there is one ``COMPILATIONS``. Code that a cache has already is
+not counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 1.0  # of silence
+
+
+class Compilations:
+    """Counts compilations and their processor time. Thread-safe."""
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._lock = threading.Lock()
+        self._num = 0
+        self._num_cached = 0
+        self._seconds = 0.0
+        self._patience_s = patience_s
+        self._said = False
+
+    @contextmanager
+    def look(self, name: str, folder: str = "") -> Iterator[list[bool]]:
+        """Count what is compiled within, unless ``[True]`` was put into the list: it was cached.
+
+        Once per process, when compiling has taken longer than a second, the log says so.
+        ``folder``: where the result is kept.
+        """
+        begun, cached = time.thread_time(), list[bool]()
+        timer = threading.Timer(max(self._patience_s - self.seconds, 0), self._say, (name, folder))
+        timer.daemon = True
+        if not self._said:
+            timer.start()
+        try:
+            yield cached
+        finally:
+            timer.cancel()
+            with self._lock:
+                if any(cached):
+                    self._num_cached += 1
+                else:
+                    self._num += 1
+                    self._seconds += time.thread_time() - begun
+
+    @property
+    def seconds(self) -> float:
+        """The processor time of all compilations so far."""
+        with self._lock:
+            return self._seconds
+
+    @property
+    def num_functions(self) -> int:
+        """The number of functions that were compiled or taken from a cache so far."""
+        with self._lock:
+            return self._num + self._num_cached
+
+    def as_counters(self) -> dict[str, int]:
+        """Return the number of compilations, and their milliseconds of processor time."""
+        with self._lock:
+            return {"compilations": self._num, "compilation_ms": round(1000 * self._seconds)}
+
+    def _say(self, name: str, folder: str) -> None:
+        with self._lock:
+            if self._said:
+                return
+            self._said = True
+        kept = f" (kept in {folder})" if folder else ""
+        logger.warning(
+            "compiling for this processor (%s): once per machine, seconds for a codec%s", name, kept
+        )
+
+
+COMPILATIONS: Final = Compilations()
