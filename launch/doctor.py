@@ -5,7 +5,6 @@ Nothing is started and nothing is downloaded. ``CHECKS`` at the end is the list.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import os
 import platform
@@ -47,6 +46,7 @@ from launch.plan.cold_size import expected_choice, first_measurement, in_words
 from launch.plan.fit import with_capacity
 from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
+from launch.running_server import ask_server
 from launch.serve.port import take_port
 from launch.serve.redis_likeness import differences_from_redis
 from launch.settings.budgets import at_once
@@ -57,8 +57,6 @@ from launch.settings.units import show_bytes
 PINNED = ("mlx", "mlx-lm")
 REDIS_DEADLINE_S = 3.0
 ATTACH_DEADLINE_S = 3.0
-
-NONE_RUNS = "none runs here"
 
 Verdict: TypeAlias = Literal["ok", "warning", "failure"]
 
@@ -103,21 +101,7 @@ def _finding(
 
 
 def _server(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    """Ask the server that runs here, if there is one."""
-    from launch.remote import Address  # pulls in the HTTP client
-
-    url = address_here(environ)
-    address = Address(url, environ.get("THERMOCLINE_API_KEY", ""))
-    try:
-        models, sessions = asyncio.run(address.get_all("/v1/models", "/v1/sessions?limit=1"))
-    except LaunchError as error:
-        if "does not answer" in str(error):
-            return "ok", NONE_RUNS
-        return "warning", str(error)
-    names = ", ".join(str(x["id"]) for x in models["data"])
-    codec = sessions.get("codec") or {"name": "nothing", "why": "its engine is away"}
-    why = codec.get("progress") or codec["why"]
-    return "ok", f"{url} serves {names}, and packs with {codec['name']}: {why}"
+    return ("ok", ask_server(environ) or "none runs here")
 
 
 def _python(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -281,7 +265,7 @@ def _disk(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 def _port(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     gateway = effective.settings.gateway
     here = urlsplit(address_here(environ)).port == gateway.port
-    if here and _server(effective, environ)[1] != NONE_RUNS:
+    if here and ask_server(environ):
         return "ok", f"{gateway.host} port {gateway.port} is that of the server which runs here"
     take_port(gateway).close()
     return "ok", f"{gateway.host} port {gateway.port} is free"

@@ -108,20 +108,6 @@ class Address:
     async def get(self, http: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
         return await self.ask(http, "GET", path)
 
-    async def get_all(self, *paths: str) -> list[dict[str, Any]]:
-        """Ask for several JSON objects.
-
-        Raises ``LaunchError`` if no server answers, or one is refused.
-        """
-        found = []
-        async with aiohttp.ClientSession() as http:
-            for path in paths:
-                status, content = await self.get(http, path)
-                if status != 200 or not isinstance(content, dict):
-                    raise self.refused(status, content)
-                found.append(content)
-        return found
-
     async def ask(
         self,
         http: aiohttp.ClientSession,
