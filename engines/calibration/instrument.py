@@ -106,7 +106,7 @@ class NotObservable(Exception):
     """A layer's use of stored KV cannot be observed. The message is one sentence."""
 
 
-class Notice(NamedTuple):
+class LayerNotice(NamedTuple):
     """Says what one layer notices of errors in the K and V before some tokens.
 
     Attributes:
@@ -137,7 +137,7 @@ class StateNotice(NamedTuple):
     gradients: np.ndarray
 
 
-Note: TypeAlias = Callable[[Notice | StateNotice], None]
+Note: TypeAlias = Callable[[LayerNotice | StateNotice], None]
 
 NUM_DRAWS: Final = 3  # random parts of a layer's output, for each text
 SEED_BYTES: Final = 6

@@ -13,7 +13,7 @@ from engines.calibration.corpus import Text
 from engines.calibration.footprint import Scratch
 from engines.calibration.instrument import (
     Instrument,
-    Notice,
+    LayerNotice,
     NotObservable,
     Observing,
     StatefulInstrument,
@@ -149,7 +149,7 @@ class _Look:
                 return run
         return self._instrument.prefill(tokens)
 
-    def _add(self, notice: Notice | StateNotice) -> None:
+    def _add(self, notice: LayerNotice | StateNotice) -> None:
         if isinstance(notice, StateNotice):
             if self._of_states is not None:
                 self._of_states.add(notice.number, notice.matrices, notice.gradients)

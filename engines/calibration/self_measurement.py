@@ -53,7 +53,7 @@ TIMED_AGAIN_S: Final = (60.0, 3600.0)
 REPORT_BYTES: Final = 1 << 20  # more than a report has
 
 
-class Wanted(NamedTuple):
+class OpenQuestions(NamedTuple):
     """Says which findings are wanted; asked on the measuring thread.
 
     Attributes:
@@ -70,7 +70,7 @@ class Wanted(NamedTuple):
     times_again: Callable[[], bool] = lambda: False
 
 
-ALL: Final = Wanted()  # what is asked for by hand
+ALL: Final = OpenQuestions()  # what is asked for by hand
 
 
 @contextmanager
@@ -118,7 +118,7 @@ class SelfMeasurement:
         *,
         engine: str,
         resumes: bool = False,
-        wanted: Wanted = ALL,
+        wanted: OpenQuestions = ALL,
         partners: Partners | None = None,
     ) -> None:
         """Begin to measure.

@@ -66,7 +66,7 @@ def least_behind(near: Sequence[T], load: Callable[[T], int], moves_at: int) -> 
     return first
 
 
-class Choice:
+class ReplicaChoice:
     """Knows which replica has which session."""
 
     def __init__(self, replicas: Sequence[Replica], homes: Homes, moves_at: int) -> None:

@@ -14,7 +14,7 @@ MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
 MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # of these
 
 
-class Deletions:
+class ReplicaDeletions:
     """Sessions that are to be deleted, the oldest deletion first. A step takes constant time."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ from engines.base import (
 from engines.client.control_link import NoticeQueue
 from engines.client.http_exchange import NextLife
 from engines.config import CalibrationOrder
-from engines.fleet.choice import Choice
+from engines.fleet.choice import ReplicaChoice
 from engines.fleet.fleet_exchange import FleetExchange
 from engines.fleet.homes import Homes
 from engines.fleet.replica import Replica, difference, joined_report, joined_welcome
@@ -76,7 +76,7 @@ class FleetEngine:
         """
         self._clock = clock
         self._replicas = [Replica(name, x, clock) for name, x in engines.items()]
-        self._choice = Choice(self._replicas, homes, moves_at)
+        self._choice = ReplicaChoice(self._replicas, homes, moves_at)
         self._homes = homes
         self._welcome: Welcome | None = None
         self._moves: Counter[str] = Counter()
@@ -89,7 +89,7 @@ class FleetEngine:
     # ---- choice
 
     def choose(self, session: SessionRef, but: Welcome | None = None) -> Replica:
-        """See ``Choice.choose``."""
+        """See ``ReplicaChoice.choose``."""
         return self._choice.choose(session, but)
 
     def _served(self, session: SessionRef, replica: Replica) -> None:

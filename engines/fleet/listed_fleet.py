@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from engines.base import SAVE_S, Engine, EngineError, SessionRef
-from engines.fleet.deletions import Deletions
+from engines.fleet.deletions import ReplicaDeletions
 from engines.fleet.fleet_engine import MOVES_AT, FleetEngine
 from engines.fleet.homes import Homes
 from engines.fleet.replica import Replica
@@ -52,7 +52,7 @@ class ListedFleet(FleetEngine):
         self._watching: asyncio.Task[None] | None = None
         self._list_trouble = "the list of replicas has not been read yet"
         self._gone_until = float("-inf")  # a gone replica's disk may come back
-        self._deleted = Deletions()  # for as long as a disk that comes back may lack them
+        self._deleted = ReplicaDeletions()  # for as long as a disk that comes back may lack them
 
     @property
     def trouble(self) -> str:

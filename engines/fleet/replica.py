@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from engines.base import Engine, ReplicaState
-from engines.fleet.deletions import Deletions
+from engines.fleet.deletions import ReplicaDeletions
 from engines.wire import EngineReport, TierStats, Welcome
 from kvstore.stats import Repacking
 
@@ -31,7 +31,7 @@ class Replica:
         self.leaving = False  # it is about to end: no new requests
         self.differs = ""  # why it serves something else than the others; "" = it does not
         self.hot_bytes = 0  # as it said last
-        self.owed = Deletions()  # of sessions that were deleted while it was away
+        self.owed = ReplicaDeletions()  # of sessions that were deleted while it was away
         self.is_new = False  # it was taken on while the fleet ran, and has not been ready yet
         self._life: Welcome | None = None
         self._counters: Counter[str] = Counter()  # of its present life

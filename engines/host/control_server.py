@@ -113,7 +113,7 @@ class Measures(Protocol):
 
 
 @runtime_checkable
-class LimitsTenants(Protocol):
+class TakesTenantLimits(Protocol):
     """The verb of engines that hold tenants to bytes of the tiers; their welcome says so."""
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses: ...
@@ -225,7 +225,7 @@ class ControlServer:
                 return Adopted(await self._verbs.adopt())
             case Measure() if isinstance(self._verbs, Measures):
                 return Adopted(await self._verbs.measure(verb.order))
-            case LimitTenants() if isinstance(self._verbs, LimitsTenants):
+            case LimitTenants() if isinstance(self._verbs, TakesTenantLimits):
                 return await self._verbs.limit_tenants(verb.tiers)
             case _:
                 return Refused(f"{type(verb).__name__} is not known here")

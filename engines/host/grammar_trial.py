@@ -156,7 +156,7 @@ async def _ask(process: asyncio.subprocess.Process, body: bytes) -> Verdict:
     return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=Verdict)
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
+class TrialVocabulary(msgspec.Struct, frozen=True):
     """A model's vocabulary, as llguidance takes it."""
 
     tokenizer: str  # the JSON of a fast tokenizer
@@ -234,7 +234,7 @@ def serve(asked: BinaryIO, said: BinaryIO, begin: Callable[[bytes], Judge]) -> N
 
 
 def _begin(frame: bytes) -> Judge:
-    given = msgspec.msgpack.decode(frame, type=Vocabulary)
+    given = msgspec.msgpack.decode(frame, type=TrialVocabulary)
     tokenizer = llguidance.LLTokenizer(given.tokenizer, n_vocab=given.width, eos_token=given.eos)
     width = given.width
 

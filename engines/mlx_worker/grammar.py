@@ -37,8 +37,7 @@ from engines.host.grammar import (
     reason_of,
     source_of,
 )
-from engines.host.grammar_trial import GrammarTrials
-from engines.host.grammar_trial import Vocabulary as TrialVocabulary
+from engines.host.grammar_trial import GrammarTrials, TrialVocabulary
 from engines.host.work_line import QueueFull, WorkLine, to_its_end
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.openai.requests import InvalidRequest
@@ -139,7 +138,7 @@ class GrammarProcessor:
             raise GrammarFailed(self.failure)
 
 
-class _Known(NamedTuple):
+class _KnownGrammar(NamedTuple):
     grammar: Grammar | None
     verdict: Verdict
     nbytes: int
@@ -190,39 +189,41 @@ class GrammarCompiler:
             raise InvalidRequest(message, wish.param)
         return source
 
-    async def _compiled(self, source: GrammarSource) -> _Known:
+    async def _compiled(self, source: GrammarSource) -> _KnownGrammar:
         verdict = await self.trials.of(source)
         if not verdict.is_final:
             raise QueueFull(f"{verdict.param}: {verdict.reason}")
         if verdict.reason:
-            return _Known(None, verdict, len(verdict.reason))
+            return _KnownGrammar(None, verdict, len(verdict.reason))
         compiling = asyncio.get_running_loop().run_in_executor(
             self._thread, Grammar.compile, self._vocabulary, source.text
         )
         try:
             grammar = await to_its_end(compiling)
         except GrammarFailed as error:
-            return _Known(None, Verdict(f"cannot be enforced: {error}", source.param), 0)
-        return _Known(grammar, verdict, max(verdict.nbytes, _BYTES_PER_CHAR * len(source.text)))
+            return _KnownGrammar(None, Verdict(f"cannot be enforced: {error}", source.param), 0)
+        return _KnownGrammar(
+            grammar, verdict, max(verdict.nbytes, _BYTES_PER_CHAR * len(source.text))
+        )
 
 
 class _KnownGrammars:
     """Remembers what came of the texts that were tried lately, within so many bytes."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[_Key, _Known] = OrderedDict()  # used last is last
+        self._known: OrderedDict[_Key, _KnownGrammar] = OrderedDict()  # used last is last
         self._nbytes: Counter[str] = Counter()  # of each tenant
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, key: _Key) -> _Known | None:
+    def find(self, key: _Key) -> _KnownGrammar | None:
         found = self._known.get(key)
         if found is not None:
             self._known.move_to_end(key)
         return found
 
-    def add(self, key: _Key, known: _Known) -> None:
+    def add(self, key: _Key, known: _KnownGrammar) -> None:
         """Remember it; if it is too much, the tenant with most forgets what it used longest ago."""
         self._forget(key)
         self._known[key] = known

@@ -1,7 +1,7 @@
 """Measures the model that this engine serves, between users' requests.
 
-``Measuring`` begins and ends the measurement. ``ServingInstrument`` is what ``engines.calibration``
-measures with, on its own thread: all calls of mlx are small steps on the owner thread.
+``Measuring`` begins and ends the measurement. ``engines.calibration`` measures with the
+``MlxServingInstrument``, on its own thread: all calls of mlx are small steps on the owner thread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from engines.calibration.first_order import TooShort, first_order
 from engines.calibration.instrument import (
     HeldSession,
     Interrupted,
+    LayerNotice,
     Note,
-    Notice,
     NotObservable,
     StateNotice,
     draw_seed,
@@ -60,7 +60,7 @@ def step_tokens_of(model: Any) -> int:
     return step_tokens(count, on_gpu=on_gpu)
 
 
-class ServingInstrument(MlxInstrument):
+class MlxServingInstrument(MlxInstrument):
     """Measures the served model: its methods wait for idle moments of the owner thread.
 
     All of them raise ``Interrupted`` once the engine ends.
@@ -179,7 +179,7 @@ class _NotedOnce:
         """Begin the text, perhaps again."""
         self._number = 0
 
-    def note(self, look: Callable[[], Notice | StateNotice | None]) -> None:
+    def note(self, look: Callable[[], LayerNotice | StateNotice | None]) -> None:
         """Pass on the notice that ``look`` returns, unless that was done before."""
         self._number += 1
         if self._number > self._num_noted:
@@ -246,7 +246,7 @@ class Measuring:
 
     def _begin(self, order: CalibrationOrder | None = None, *, again: bool) -> None:
         # Arithmetic of calibration, which a measured model's engine never needs.
-        from engines.calibration.self_measurement import ALL, SelfMeasurement, Wanted
+        from engines.calibration.self_measurement import ALL, OpenQuestions, SelfMeasurement
 
         config, data = self._config, self._folder
         try:
@@ -265,7 +265,9 @@ class Measuring:
             self._adopt,
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
             resumes=order is None,
-            wanted=ALL if again else Wanted(self._is_needed, self._learns_on, self._times_again),
+            wanted=ALL
+            if again
+            else OpenQuestions(self._is_needed, self._learns_on, self._times_again),
         )
 
     async def close(self) -> None:
@@ -290,11 +292,11 @@ class Measuring:
         codecs = self._owner.codecs
         return codecs is not None and self._owner.held is not None and codecs.times_again
 
-    def _instrument(self) -> ServingInstrument:
+    def _instrument(self) -> MlxServingInstrument:
         owner = self._owner
         assert owner.codecs is not None and owner.held is not None
         known = owner.codecs.report.fingerprint
-        return ServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held)
+        return MlxServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held)
 
     def _adopt(self) -> None:
         codecs, store = self._owner.codecs, self._owner.store

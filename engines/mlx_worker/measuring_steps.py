@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from engines.calibration.instrument import HeldSession, Interrupted, Notice, StateNotice
+from engines.calibration.instrument import HeldSession, Interrupted, LayerNotice, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.model.instrument import caches_of, log_probs, session_of
@@ -174,7 +174,7 @@ class HeldPrefix:
         self._noted = [*noted_rows(held, before, layers), *noted_states(held, before, layers)]
         return len(self._noted)
 
-    def notice(self, number: int, first: int, seed: int) -> Notice | StateNotice | None:
+    def notice(self, number: int, first: int, seed: int) -> LayerNotice | StateNotice | None:
         """Return what one of the calls noticed of the first tokens' K and V, or of its state.
 
         Raises ``Dropped``.

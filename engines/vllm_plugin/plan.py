@@ -73,7 +73,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedBlocks:
     """The blocks whose KV a measurement reads. They are held until every rank has read them.
 
     Attributes:
@@ -99,6 +99,6 @@ class StepWork:
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[WantedBlocks] = field(default_factory=list)
     alone: int = 0
     patience_s: float = 0.0  # how long a worker may wait for transfers, if the model has no work

@@ -35,7 +35,7 @@ from engines.vllm_plugin.device.kernels.triton_rates import (  # noqa: E402
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.packed_layout import (  # noqa: E402
     FirstChunkLayout,
-    PackedLayout,
+    PackedBlockLayout,
     StagingLayouts,
 )
 from engines.vllm_plugin.device.staging_layout import RawStagingLayout  # noqa: E402
@@ -154,7 +154,7 @@ def test_the_host_and_the_device_make_and_read_the_same_blobs(shape):
     first, second = (rig.layouts.of(x) for x in rig.pieces(6)[:2])
     squeezed = squeezes(rig.cache.layout, 0, NUM_SINKS + 1, rig.codec)
     assert isinstance(first, FirstChunkLayout) == squeezed
-    assert isinstance(second, PackedLayout)
+    assert isinstance(second, PackedBlockLayout)
     expected = rig.blobs(rig.host, ids)
     assert rig.blobs(rig.device, ids) == expected
     found = rig.filled(rig.device, expected, target)
@@ -265,7 +265,7 @@ def test_an_adopted_codec_leaves_the_layouts_of_the_checked_one():
     piece, blobs, target = rig.pieces(4)[1], rig.blobs(rig.host, [7, 2, 10, 4]), [3, 9, 0, 6]
     right = rig.filled(rig.host, blobs, target)
     rig.store.adopt(StoreCodecs(codec_by_name("tq3")), keep=True)
-    assert isinstance(rig.layouts.of(piece), PackedLayout)
+    assert isinstance(rig.layouts.of(piece), PackedBlockLayout)
     assert torch.equal(rig.filled(rig.device, blobs, target)[0], right[0])
 
 

@@ -24,7 +24,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 
-from engines.calibration.instrument import NUM_DRAWS, Notice, NotObservable, StateNotice
+from engines.calibration.instrument import NUM_DRAWS, LayerNotice, NotObservable, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, is_growing, is_matrix, leaves, packable_window
 
@@ -134,14 +134,14 @@ class NotedRows:
         self._before = before
         self._number = number
 
-    def notice(self, first: int, seed: int) -> Notice:
+    def notice(self, first: int, seed: int) -> LayerNotice:
         """Differentiate random parts of the call's output by the rows of the first tokens."""
         known = _rows_of(self._before)
         keys, values = _gradients(self._call, self._before, known, seed)
         mx.eval(keys, values)
         num_known = min(first, known[0].shape[2])
         rows = [kv_arrays.as_numpy(x[0]).copy() for x in known]
-        return Notice(
+        return LayerNotice(
             not is_growing(self._before),
             self._number,
             (rows[0], rows[1]),

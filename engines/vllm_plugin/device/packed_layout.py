@@ -78,7 +78,7 @@ class PayloadLayout(Protocol):
         """Queue the writes of the rows that ``stage`` returned."""
 
 
-class PackedLayout:
+class PackedBlockLayout:
     """Implements ``StagingLayout`` for a chunk without the first tokens of a session."""
 
     takes_many = True
@@ -188,7 +188,7 @@ class StagingLayouts:
 
     def _new_packed(self, num_tokens: int) -> StagingLayout:
         payload = self._payload(num_tokens, skipped=0)
-        return PackedLayout(payload, self._packer, self._codec)
+        return PackedBlockLayout(payload, self._packer, self._codec)
 
     def _new_first(self, num_tokens: int) -> StagingLayout:
         head = self._new_raw(NUM_SINKS)

@@ -19,7 +19,7 @@ from engines.host.grammar import Verdict
 from engines.host.grammar_trial import GrammarTrials
 from engines.host.work_line import QueueFull, WorkLine
 from engines.openai.errors import InvalidRequest
-from engines.vllm_plugin.grammar.wanted import Wanted, wanted_by
+from engines.vllm_plugin.grammar.wanted import WantedGrammar, wanted_by
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -88,7 +88,7 @@ class GrammarGate:
             await asyncio.wait({trying})
         return _Again(body, receive, leaving)
 
-    async def _all(self, tenant: str, wanted: list[Wanted]) -> None:
+    async def _all(self, tenant: str, wanted: list[WantedGrammar]) -> None:
         for one in wanted:
             verdict = await self._verdict(tenant, one)
             if not verdict.is_final:
@@ -96,7 +96,7 @@ class GrammarGate:
             if verdict.reason:
                 raise InvalidRequest(f"{one.param}: {verdict.reason}", one.param)
 
-    async def _verdict(self, tenant: str, wanted: Wanted) -> Verdict:
+    async def _verdict(self, tenant: str, wanted: WantedGrammar) -> Verdict:
         assert self._trials is not None
         digest = hashlib.blake2b(f"{wanted.kind} {wanted.text}".encode()).digest()
         key = tenant, digest

@@ -28,7 +28,7 @@ from engines.host.grammar import (
     source_of,
 )
 from engines.host.grammar_trial import Judge, serve
-from engines.vllm_plugin.grammar.wanted import Wanted
+from engines.vllm_plugin.grammar.wanted import WantedGrammar
 
 
 def guided(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> LLMatcher | None:
@@ -72,11 +72,11 @@ class _Compilers:
         self._xgrammar = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
 
     def judge(self, frame: bytes) -> Verdict:
-        wanted = msgspec.msgpack.decode(frame, type=Wanted)
+        wanted = msgspec.msgpack.decode(frame, type=WantedGrammar)
         reason = self._reason(wanted)
         return Verdict(reason and f"cannot be enforced: {reason}", wanted.param)
 
-    def _reason(self, wanted: Wanted) -> str:
+    def _reason(self, wanted: WantedGrammar) -> str:
         if wanted.kind in ("json", "regex"):
             with suppress(Exception):  # vLLM then tries another compiler
                 if wanted.kind == "json":
@@ -90,7 +90,7 @@ class _Compilers:
         except Exception as error:  # xgrammar raises many kinds of errors
             return reason_of(str(error))
 
-    def _compiled(self, wanted: Wanted) -> xgrammar.CompiledGrammar:
+    def _compiled(self, wanted: WantedGrammar) -> xgrammar.CompiledGrammar:
         compiler, text = self._xgrammar, wanted.text
         if wanted.kind == "json":
             return compiler.compile_json_schema(text)

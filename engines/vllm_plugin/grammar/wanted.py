@@ -12,7 +12,7 @@ from engines.openai.keywords import enforceable
 Kind = Literal["json", "regex", "grammar", "tag"]
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class WantedGrammar(msgspec.Struct, frozen=True):
     """One grammar that vLLM would compile for a request."""
 
     kind: Kind
@@ -37,7 +37,7 @@ class _Asked(msgspec.Struct):
     tool_choice: Any = None
 
 
-def wanted_by(body: bytes) -> list[Wanted]:
+def wanted_by(body: bytes) -> list[WantedGrammar]:
     """List the grammars of a request; [] for a request that vLLM will refuse as malformed."""
     try:
         asked = msgspec.json.decode(body, type=_Asked)
@@ -75,7 +75,7 @@ def without_lengths(schema: Any) -> Any:
     }
 
 
-def _of_tools(asked: _Asked) -> list[Wanted]:
+def _of_tools(asked: _Asked) -> list[WantedGrammar]:
     """List the grammar of calls that are forced, or strict: see ``process.forced_calls``."""
     functions = [x.function for x in asked.tools or [] if x.function is not None]
     is_free = asked.tool_choice in (None, "auto")
@@ -96,28 +96,30 @@ def _of_tools(asked: _Asked) -> list[Wanted]:
         for x in held
     ]
     calls = {"type": "tags_with_separator", "tags": tags, "separator": "", "at_least_one": True}
-    return [Wanted("tag", json.dumps({"type": "structural_tag", "format": calls}), "tools")]
+    return [WantedGrammar("tag", json.dumps({"type": "structural_tag", "format": calls}), "tools")]
 
 
-def _of_format(wanted: dict[str, Any]) -> list[Wanted]:
+def _of_format(wanted: dict[str, Any]) -> list[WantedGrammar]:
     if wanted.get("type") == "structural_tag":
-        return [Wanted("tag", json.dumps(wanted), "response_format")]
+        return [WantedGrammar("tag", json.dumps(wanted), "response_format")]
     schema = wanted.get("json_schema")
     if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
-        return [Wanted("json", json.dumps(schema["schema"]), "response_format")]
+        return [WantedGrammar("json", json.dumps(schema["schema"]), "response_format")]
     return []
 
 
-def _of_field(name: str, value: Any) -> list[Wanted]:
+def _of_field(name: str, value: Any) -> list[WantedGrammar]:
     """Read a field of vLLM's own ``structured_outputs``."""
     param = f"structured_outputs.{name}"
     if name == "json" and isinstance(value, dict | str):
-        return [Wanted("json", value if isinstance(value, str) else json.dumps(value), param)]
+        return [
+            WantedGrammar("json", value if isinstance(value, str) else json.dumps(value), param)
+        ]
     if name == "choice" and isinstance(value, list):
         choices = " | ".join(json.dumps(str(x)) for x in value)
-        return [Wanted("grammar", f"root ::= {choices}", param)]
+        return [WantedGrammar("grammar", f"root ::= {choices}", param)]
     if isinstance(value, str) and value:
         kinds: dict[str, Kind] = {"regex": "regex", "grammar": "grammar", "structural_tag": "tag"}
         if kind := kinds.get(name):
-            return [Wanted(kind, value, param)]
+            return [WantedGrammar(kind, value, param)]
     return []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from engines.vllm_plugin.groups import NULL_BLOCK
-from engines.vllm_plugin.plan import Given, StepWork, Wanted
+from engines.vllm_plugin.plan import Given, StepWork, WantedBlocks
 from kvstore.blobs.state_tree import StateTree
 from kvstore.shapes import KVPair, KVRun
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("thermocline.vllm")
 
 
-class Found(NamedTuple):
+class FoundRows(NamedTuple):
     """KV that was read from blocks. ``state``: the state after them; None if there is none."""
 
     rows: list[KVPair]
@@ -45,7 +45,7 @@ class Exchange:
         self._given_state: StateTree = None
         self._was_given = False
         self._was_alone = False
-        self._found: Found | None = None
+        self._found: FoundRows | None = None
         self._scores: list[np.ndarray] = []
         self._num_rows = 0  # of the prompt's logits that have not come yet
         self._expects_rows = False  # the next logits are the prompt's
@@ -71,7 +71,7 @@ class Exchange:
             self._found, self._scores = None, []
             self._num_rows, self._expects_rows = num_rows, False
 
-    def found(self, within_s: float) -> Found:
+    def found(self, within_s: float) -> FoundRows:
         """Wait for the KV of the blocks that the order reads, and return it.
 
         Raises ``TimeoutError``, and ``RuntimeError`` in the same cases as ``scores``.
@@ -158,13 +158,13 @@ class Exchange:
             views.arm()
         self._armed = views
 
-    def _read(self, wanted: Wanted, cache: PagedCache, states: StateBlocks | None) -> None:
+    def _read(self, wanted: WantedBlocks, cache: PagedCache, states: StateBlocks | None) -> None:
         with self._lock:
             if wanted.number == self._number:
                 state: StateTree = None
                 if states is not None and wanted.state_ids:
                     state = states.read(wanted.boundary, wanted.state_ids)
-                self._found = Found(cache.read(wanted.block_ids), state)
+                self._found = FoundRows(cache.read(wanted.block_ids), state)
                 self._lock.notify_all()
 
     def note_scores(self, number: int, row: np.ndarray) -> None:

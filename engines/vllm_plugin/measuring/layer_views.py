@@ -24,7 +24,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from engines.calibration.instrument import NUM_DRAWS, Notice, NotObservable
+from engines.calibration.instrument import NUM_DRAWS, LayerNotice, NotObservable
 from engines.calibration.measuring.metrics import widened
 from kvstore.codecs.learning import attention
 from kvstore.shapes import KVLayout, KVPair, KVRun
@@ -166,7 +166,7 @@ class LayerViews:
         by_head = found.reshape(*found.shape[:2], layer.num_heads, layer.head_size_v)
         return np.ascontiguousarray(by_head.transpose(1, 2).cpu().numpy())
 
-    def notices(self, run: KVRun, layout: KVLayout, first: int) -> Iterator[Notice]:
+    def notices(self, run: KVRun, layout: KVLayout, first: int) -> Iterator[LayerNotice]:
         """Yield for each layer the effect of errors in the K and V of the first tokens of ``run``.
 
         ``run`` ends with the observed tokens. Raises ``NotObservable``: no such step was observed.
@@ -176,7 +176,7 @@ class LayerViews:
             queries = _queries(place, seen, pair)
             given = queries, *pair, self.cotangents(number)
             found = attention.gradients(_how(place), *given, first)
-            yield Notice(False, number, run[number], found)
+            yield LayerNotice(False, number, run[number], found)
 
 
 def run_eagerly() -> None:

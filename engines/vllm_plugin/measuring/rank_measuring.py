@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from engines.calibration.self_measurement import ALL, SelfMeasurement, Wanted
+from engines.calibration.self_measurement import ALL, OpenQuestions, SelfMeasurement
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.blocks.state_layers import StateBlocks
@@ -85,7 +85,9 @@ class RankMeasuring:
         known = (self._prepared.fingerprint, tokenizer, self._salt)
         return ServingInstrument(self._client, EXCHANGE, kv, *known)
 
-    def begin(self, wanted: Wanted | None = None, *, order: CalibrationOrder | None = None) -> None:
+    def begin(
+        self, wanted: OpenQuestions | None = None, *, order: CalibrationOrder | None = None
+    ) -> None:
         """Begin a measurement, unless one runs already or measuring is impossible.
 
         Without ``wanted`` the model is measured again. Several ranks do not continue to learn:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from engines.calibration.instrument import HeldSession, Note, NotObservable
-from engines.vllm_plugin.measuring.exchange import Exchange, Found
+from engines.vllm_plugin.measuring.exchange import Exchange, FoundRows
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
 from engines.vllm_plugin.measuring.ropes import ropes_if_found, ropes_of, ropes_of_latents
@@ -191,7 +191,9 @@ class ServingInstrument:
         self._client.order(number, tokens, salt, given=num_given, wanted_from=first)
         return self._exchange.found(READ_S).rows
 
-    def _found(self, tokens: Sequence[int], first: int, past: HeldSession | None = None) -> Found:
+    def _found(
+        self, tokens: Sequence[int], first: int, past: HeldSession | None = None
+    ) -> FoundRows:
         """The KV of ``tokens`` from number ``first`` on, and the state after them."""
         number = self._client.next_number()
         if past is None:

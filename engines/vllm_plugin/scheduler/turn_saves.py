@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engines.vllm_plugin.plan import Save, Wanted
+from engines.vllm_plugin.plan import Save, WantedBlocks
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from kvstore.session import SessionName, SessionRef
@@ -97,7 +97,7 @@ class TurnSaves:
         self._num_ranks = num_ranks
         self._jobs = itertools.count(1)
         self._planned: list[Save] = []
-        self._wanted: list[Wanted] = []
+        self._wanted: list[WantedBlocks] = []
         self._held: dict[int, HeldSave] = {}  # by job
         self._postponed = PostponedSaves(resident, blocks)
 
@@ -141,7 +141,7 @@ class TurnSaves:
         ``number``: its order's number. ``boundary``: the number of blocks before the wanted state.
         """
         pool, states = self._resident.pool, self._state_at(request, boundary)
-        wanted = Wanted(next(self._jobs), number, list(block_ids), boundary, states)
+        wanted = WantedBlocks(next(self._jobs), number, list(block_ids), boundary, states)
         held = [*wanted.block_ids, *wanted.state_ids]
         pool.touch([pool.blocks[x] for x in held])
         self._held[wanted.job] = HeldSave(None, held, self._num_ranks)
@@ -157,7 +157,7 @@ class TurnSaves:
             return []
         return groups.held_states(self._resident.pool, hashes, [boundary]).get(boundary, [])
 
-    def take_wanted(self) -> list[Wanted]:
+    def take_wanted(self) -> list[WantedBlocks]:
         """Return the blocks that measurements read in the next step."""
         wanted, self._wanted = self._wanted, []
         return wanted

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from engines.calibration.first_order import first_order
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.measuring.trials import least_context
-from engines.calibration.self_measurement import Wanted
+from engines.calibration.self_measurement import OpenQuestions
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.blocks.block_layout import (
     BlockLayout,
@@ -236,7 +236,7 @@ def open_worker_side(
         measuring.prepare(prepared)
     if config.calibrate and (codecs.has_open_questions if is_alone else codecs.report.unmeasured):
         wanted = (lambda: codecs.report.unmeasured, lambda: codecs.learns_on)
-        measuring.begin(Wanted(*wanted, lambda: codecs.times_again))
+        measuring.begin(OpenQuestions(*wanted, lambda: codecs.times_again))
     resting = None
     if rank == 0 and wants_events(vllm_config):
         resting = RestingWatch(store, cache.block_tokens, link.send)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.calibration.instrument import NUM_DRAWS, Notice, NotObservable, StateNotice
+from engines.calibration.instrument import NUM_DRAWS, LayerNotice, NotObservable, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
@@ -56,13 +56,13 @@ def test_a_model_that_was_seen_is_as_it_was(kind: str) -> None:
     instrument = MlxInstrument(loaded, probe(loaded.model))
     before = [dict(x.children()) for x in loaded.model.layers]
     run = instrument.prefill(TOKENS)
-    noticed: list[Notice | StateNotice] = []
+    noticed: list[LayerNotice | StateNotice] = []
     seen = instrument.observe(TOKENS, FIRST, noticed.append)
     assert [dict(x.children()) for x in loaded.model.layers] == before
     for pair, other in zip(run, seen, strict=True):
         for array, exact in zip(pair, other, strict=True):
             np.testing.assert_allclose(array, exact, atol=1e-4)
-    found = [x for x in noticed if isinstance(x, Notice)]
+    found = [x for x in noticed if isinstance(x, LayerNotice)]
     growing = [x.layer for x in found if not x.of_windows]
     assert growing == list(range(len(instrument.layout.layers)))
     for notice in found:
@@ -80,7 +80,7 @@ def test_windows_are_seen_while_they_hold_the_first_token() -> None:
         (TOKENS[: states.window_tokens], len(states.windows.layers)),
         (TOKENS, 0),
     ):
-        found: list[Notice] = []
+        found: list[LayerNotice] = []
         instrument.observe(tokens, len(tokens) - 8, found.append)
         assert sum(x.of_windows for x in found) == num_seen
 

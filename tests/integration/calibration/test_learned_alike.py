@@ -12,7 +12,7 @@ import pytest
 from engines.calibration.corpus import Text
 from engines.calibration.footprint import Scratch
 from engines.calibration.learn import Windows, learn, samples_of
-from engines.mlx_worker.measurement import ServingInstrument
+from engines.mlx_worker.measurement import MlxServingInstrument
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 
 pytestmark = pytest.mark.mlx
@@ -22,7 +22,7 @@ WANTED = Windows(3, 192)
 PRESETS = ["dense3", "balanced"]
 
 
-class Instrument(ServingInstrument):
+class Instrument(MlxServingInstrument):
     """Has no tokenizer, as tiny models have none: a text is as long as its number."""
 
     def encode(self, text_: str) -> list[int]:

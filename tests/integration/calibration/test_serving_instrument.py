@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.calibration.instrument import HeldSession, Interrupted, Notice, StateNotice
+from engines.calibration.instrument import HeldSession, Interrupted, LayerNotice, StateNotice
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.measurement import ServingInstrument
+from engines.mlx_worker.measurement import MlxServingInstrument
 from engines.mlx_worker.model.instrument import MlxInstrument
 from tests.integration.mlx_owner.harness import Engine, engine, read, session, text
 from tests.integration.tiny_models import tiny_model
@@ -20,11 +20,11 @@ from tests.integration.tiny_models import tiny_model
 pytestmark = pytest.mark.mlx
 
 
-def serving(it: Engine) -> ServingInstrument:
+def serving(it: Engine) -> MlxServingInstrument:
     owner = it.owner
     assert owner.held is not None and owner.codecs is not None
     known = owner.codecs.report.fingerprint
-    return ServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held, 64)
+    return MlxServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held, 64)
 
 
 async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
@@ -80,12 +80,18 @@ async def test_it_sees_what_a_model_of_its_own_sees(kind: str, tmp_path: Path) -
     alone = MlxInstrument(loaded, probe(loaded.model))
     tokens = text(1, 200)
     async with engine(kind, tmp_path, codec="auto", gate={}) as it:
-        beside, seen, own = serving(it), list[Notice | StateNotice](), list[Notice | StateNotice]()
+        beside, seen, own = (
+            serving(it),
+            list[LayerNotice | StateNotice](),
+            list[LayerNotice | StateNotice](),
+        )
         run = await asyncio.to_thread(beside.observe, tokens, 150, seen.append)
         for pair, other in zip(run, alone.observe(tokens, 150, own.append), strict=True):
             np.testing.assert_allclose(pair[1], other[1], atol=1e-4)
         assert it.owner.held.nbytes == 0
-    found, expected = ([x for x in notices if isinstance(x, Notice)] for notices in (seen, own))
+    found, expected = (
+        [x for x in notices if isinstance(x, LayerNotice)] for notices in (seen, own)
+    )
     states = [{x.number for x in notices if isinstance(x, StateNotice)} for notices in (seen, own)]
     assert states[0] == states[1]
     assert len(expected) == len(alone.layout.layers)

@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines.calibration.instrument import NUM_DRAWS, Notice, StateNotice
+from engines.calibration.instrument import NUM_DRAWS, LayerNotice, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
@@ -60,7 +60,7 @@ def test_arrays_are_numbered_as_they_lie_in_a_session(kind: str) -> None:
     loaded = tiny_model(kind)
     loaded.model.eval()
     instrument = MlxInstrument(loaded, probe(loaded.model))
-    found: list[Notice | StateNotice] = []
+    found: list[LayerNotice | StateNotice] = []
     instrument.observe(TOKENS, FIRST, found.append)
     states = {x.number: x for x in found if isinstance(x, StateNotice)}
     session = instrument.prefill_whole(TOKENS[:FIRST])

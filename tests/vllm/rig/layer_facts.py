@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engines.calibration.corpus import Text
-from engines.calibration.instrument import Notice, NotObservable
+from engines.calibration.instrument import LayerNotice, NotObservable
 from engines.calibration.learn import Windows, samples_of
 from kvstore.codecs.states import fp32, narrowed
 from kvstore.shapes import DType, KVRun, slice_tokens
@@ -31,7 +31,7 @@ def look(instrument: Any) -> dict[str, object]:
 
     model, dtype = EXCHANGE.model, instrument.layout.dtype
     names = [name for name, x in model.named_modules() if isinstance(x, Attention)]
-    found: list[Notice] = []
+    found: list[LayerNotice] = []
     run = instrument.observe(TOKENS[:WINDOW], PAST, found.append)
     hooks = sum(len(x._forward_hooks) + len(x._forward_pre_hooks) for x in model.modules())
 

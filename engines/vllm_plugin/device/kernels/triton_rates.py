@@ -33,7 +33,7 @@ COLUMNS: Final = 32  # of a tile when restoring
 
 
 @dataclass(frozen=True, eq=False)
-class RateTables:
+class DeviceRateTables:
     """The tables of one stack, C = D components wide, those without bits last.
 
     Attributes:
@@ -84,7 +84,7 @@ class RateTables:
 
 def rate_tables(
     pipeline: RatePipeline, ropes: Sequence[Rope], device: torch.device
-) -> RateTables | None:
+) -> DeviceRateTables | None:
     """Copy the tables of a stack to the device; None if a factor does not fit two digits.
 
     ``ropes``: all ropes that the stack's layers use.
@@ -92,8 +92,8 @@ def rate_tables(
     if int(np.abs(pipeline.integers.encode.astype(np.int32)).max()) > LARGEST_FACTOR:
         return None
     arrays = _integers(pipeline) | _gains(pipeline) | _turns(pipeline, ropes)
-    assert arrays.keys() == {x.name for x in fields(RateTables)}
-    return RateTables(**{name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+    assert arrays.keys() == {x.name for x in fields(DeviceRateTables)}
+    return DeviceRateTables(**{name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
 
 
 def ropes_of(pipeline: RatePipeline) -> tuple[Rope, ...]:
@@ -208,7 +208,7 @@ class TritonRates:
     """
 
     def __init__(
-        self, group: KVViewGroup, first_units: Tensor, tables: RateTables, dtype: torch.dtype
+        self, group: KVViewGroup, first_units: Tensor, tables: DeviceRateTables, dtype: torch.dtype
     ) -> None:
         """Take the unit of the first head of each side, ``first_units``: int32 on the device."""
         self._group = group

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engines.calibration.corpus import Text
-from engines.calibration.instrument import HeldSession, Notice, NotObservable
+from engines.calibration.instrument import HeldSession, LayerNotice, NotObservable
 from engines.calibration.learn import Windows, learn, samples_of, window_samples_of
 from kvstore.blobs.state_tree import WindowArray
 from kvstore.codecs.profile import Profile
@@ -50,26 +50,32 @@ class Seeing(Blind):
 
     sees_states = False
 
-    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def observe(
+        self, tokens: Sequence[int], first: int, note: Callable[[LayerNotice], None]
+    ) -> KVRun:
         self.asked.append((first, len(tokens) - first))
         run = self.prefill(tokens)
         for layer, rows in enumerate(run):
             found = [np.full((1, len(x), first, x.shape[2]), 0.01, np.float32) for x in rows]
             if layer == 0:
                 found[0][:, 0] = 1
-            note(Notice(False, layer, rows, (found[0], found[1])))
+            note(LayerNotice(False, layer, rows, (found[0], found[1])))
         return run
 
 
 class Failing(Seeing):
-    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def observe(
+        self, tokens: Sequence[int], first: int, note: Callable[[LayerNotice], None]
+    ) -> KVRun:
         raise NotObservable("a kernel shows nothing")
 
 
 class Partial(Seeing):
     """Shows all layers but the last."""
 
-    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def observe(
+        self, tokens: Sequence[int], first: int, note: Callable[[LayerNotice], None]
+    ) -> KVRun:
         last = len(self.layout.layers) - 1
         return super().observe(tokens, first, lambda x: note(x) if x.layer < last else None)
 
@@ -77,7 +83,9 @@ class Partial(Seeing):
 class Interrupted(Seeing):
     """Shows the first of three texts only, and then that nothing more is to be seen."""
 
-    def observe(self, tokens: Sequence[int], first: int, note: Callable[[Notice], None]) -> KVRun:
+    def observe(
+        self, tokens: Sequence[int], first: int, note: Callable[[LayerNotice], None]
+    ) -> KVRun:
         if self.asked:
             raise NotObservable("other requests run in every step")
         return super().observe(tokens, first, note)

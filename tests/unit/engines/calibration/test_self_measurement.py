@@ -18,7 +18,7 @@ from engines.calibration.gate import rules
 from engines.calibration.gate.profiles import locked, profile_path
 from engines.calibration.instrument import Instrument, Interrupted
 from engines.calibration.measuring.metrics import widened
-from engines.calibration.self_measurement import SelfMeasurement, Wanted
+from engines.calibration.self_measurement import OpenQuestions, SelfMeasurement
 from engines.config import CalibrationOrder, CalibrationReport
 from engines.wire import CodecReport
 from kvstore.codecs.profile import Profile, load_profile
@@ -173,20 +173,20 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
     def wanted() -> bool:
         return "max" not in {x.preset for x in load_profile(path).rows}
 
-    one = Engine(tmp_path, Stopped(), wanted=Wanted(learns_on=wanted))
+    one = Engine(tmp_path, Stopped(), wanted=OpenQuestions(learns_on=wanted))
     assert one.ended() == "", "the verdict stands, though learning on was interrupted"
     assert one.measurement.has_verdict and one.adopted == 1
     assert progress[0].startswith("measuring: ") and "learning on: 1 of " in progress[-1]
     first = load_profile(path)
     assert {x.preset for x in first.rows} == set(FIRST_PRESETS)
     second = Talking()
-    two = Engine(tmp_path, second, wanted=Wanted(lambda: False, wanted))
+    two = Engine(tmp_path, second, wanted=OpenQuestions(lambda: False, wanted))
     assert two.ended() == "" and two.adopted == 1
     whole = load_profile(path)
     assert {x.preset for x in whole.rows if ":" not in x.preset} == {*FIRST_PRESETS, "max"}
     assert first.ids["dense3"] in (whole.ids["dense3"], whole.before().ids["dense3"])
     assert second.num_prefills < 16 + len(progress), "texts were not read again"
-    three = Engine(tmp_path, Talking(), wanted=Wanted(lambda: False, wanted))
+    three = Engine(tmp_path, Talking(), wanted=OpenQuestions(lambda: False, wanted))
     assert three.ended() == "" and three.adopted == 0
 
 
@@ -200,7 +200,7 @@ def test_a_verdict_stands_if_no_more_can_be_learned(
                 raise kind("no text is left")
             return super().encode(text)
 
-    one = Engine(tmp_path, Unlearned(), wanted=Wanted(learns_on=lambda: True))
+    one = Engine(tmp_path, Unlearned(), wanted=OpenQuestions(learns_on=lambda: True))
     assert one.ended() == "" and one.adopted == 1
     assert "no more is learned of the model" in caplog.text and "no text is left" in caplog.text
 
@@ -218,7 +218,7 @@ def test_one_process_measures_a_model_at_a_time(tmp_path: Path):
     needed = threading.Event()
     instrument = Talking()
     with locked(tmp_path, instrument.fingerprint, lambda: None):
-        one = Engine(tmp_path, instrument, wanted=Wanted(needed.is_set))
+        one = Engine(tmp_path, instrument, wanted=OpenQuestions(needed.is_set))
         until(lambda: "another process" in one.report.progress)
     one.ended()
     assert instrument.num_prefills == 0 and one.adopted == 1
@@ -243,7 +243,7 @@ def test_what_was_timed_on_a_busy_machine_is_timed_again(
     def times_again() -> bool:
         return any(x.prefill_s == 1e6 for x in load_profile(path).rows)
 
-    wanted = Wanted(lambda: False, times_again=times_again)
+    wanted = OpenQuestions(lambda: False, times_again=times_again)
     again = Engine(tmp_path, Talking(), wanted=wanted)
     assert again.ended() == "" and again.adopted >= 1
     found = load_profile(path)
@@ -253,7 +253,7 @@ def test_what_was_timed_on_a_busy_machine_is_timed_again(
 
 
 def test_one_that_waits_for_a_quiet_machine_does_not_count_as_running(tmp_path: Path):
-    wanted = Wanted(lambda: False, times_again=lambda: True)
+    wanted = OpenQuestions(lambda: False, times_again=lambda: True)
     one = Engine(tmp_path, Talking(), wanted=wanted)
     until(lambda: one.measurement.has_verdict and not one.measurement.is_running)
     one.measurement.close()
@@ -289,7 +289,7 @@ def test_arrays_learned_from_more_texts_outlive_a_measurement_by_hand(
         measured.append(load_profile(path))
         return len(measured) == 1
 
-    assert Engine(tmp_path, Sensitive(), wanted=Wanted(learns_on=wanted)).ended() == ""
+    assert Engine(tmp_path, Sensitive(), wanted=OpenQuestions(learns_on=wanted)).ended() == ""
     taught = load_profile(path)
     assert taught.ids["balanced"] != measured[0].ids["balanced"]
     monkeypatch.setattr(rules, "WORTH", 0.0)  # nor does it lose anything by few

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from engines.base import SessionRef
-from engines.fleet.deletions import MAX_OWED, MAX_OWED_OF_TENANT, Deletions
+from engines.fleet.deletions import MAX_OWED, MAX_OWED_OF_TENANT, ReplicaDeletions
 
 
 def of(tenant: str, number: int) -> SessionRef:
@@ -13,7 +13,7 @@ def of(tenant: str, number: int) -> SessionRef:
 
 
 def test_the_oldest_make_room_first_of_the_tenant_and_then_of_all():
-    deletions = Deletions()
+    deletions = ReplicaDeletions()
     deletions.add(of("first", 0))
     for number in range(MAX_OWED_OF_TENANT):
         deletions.add(of("a", number))
@@ -30,7 +30,7 @@ def test_the_oldest_make_room_first_of_the_tenant_and_then_of_all():
 
 
 def test_those_whose_time_is_over_are_dropped():
-    deletions = Deletions()
+    deletions = ReplicaDeletions()
     deletions.add(of("a", 1), 10.0)
     deletions.add(of("b", 2), 11.0)
     deletions.add(of("a", 1), 12.0)
@@ -42,7 +42,7 @@ def test_those_whose_time_is_over_are_dropped():
 
 
 def test_a_deletion_takes_no_longer_among_many():
-    deletions = Deletions()
+    deletions = ReplicaDeletions()
     for number in range(MAX_OWED):
         deletions.add(of(f"t{number % 5}", number), 10.0)
     began = time.process_time()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engines.vllm_plugin.measuring.exchange import Exchange
-from engines.vllm_plugin.plan import Given, StepWork, Wanted
+from engines.vllm_plugin.plan import Given, StepWork, WantedBlocks
 from kvstore.shapes import KVPair, KVRun
 
 
@@ -96,7 +96,7 @@ def test_it_is_known_whether_an_order_had_its_step_alone():
 def test_wanted_blocks_are_read_and_every_job_is_acknowledged():
     exchange, cache = Exchange(), Cache()
     exchange.open(2)
-    step = StepWork(wanted=[Wanted(10, 1, [3]), Wanted(11, 2, [4])])
+    step = StepWork(wanted=[WantedBlocks(10, 1, [3]), WantedBlocks(11, 2, [4])])
     assert exchange.read(step, cache, None) == [10, 11]
     assert exchange.found(0.0).rows[0][0].ravel() == [4.0]
     with pytest.raises(TimeoutError):
@@ -122,7 +122,7 @@ def test_a_failure_ends_the_measurement_and_nothing_else():
     exchange = Exchange()
     exchange.open(1, RUN)
     exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), Broken(), None)
-    assert exchange.read(StepWork(wanted=[Wanted(10, 1, [3])]), Broken(), None) == [10]
+    assert exchange.read(StepWork(wanted=[WantedBlocks(10, 1, [3])]), Broken(), None) == [10]
     with pytest.raises(TimeoutError):
         exchange.found(0.0)
     with pytest.raises(RuntimeError, match="did not take"):
