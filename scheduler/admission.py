@@ -5,10 +5,11 @@ and a *virtual time*: the seconds for which it held places, divided by its weigh
 to the tenant whose virtual time is least, counting each place that it holds for as long as turns
 usually last. A tenant with a thousand requests therefore delays another's single request by one
 place, not by a thousand; and one that comes back begins at the least of those that are here, so its
-pause is no credit.
+pause is no credit, or at its own if that is more, so that to leave for a moment pays no debt.
 
 Turns may last for hours, so one tenant's turns could hold all places and free none. There is one
-*spare place* beyond them, for a tenant with nothing running. The engine has it too.
+*spare place* beyond them, for a tenant with nothing running. The engine has it too. Its turn moves
+to a place of the others once one is free for which none waits.
 
 If the GPU shares the CPU's memory (GB10), one allocation too many does not fail: the whole machine
 hangs. So the scheduler acts before that, at three marks. Below ``memory_low_bytes`` the longest
@@ -51,11 +52,18 @@ class Draining(Exception):
     """The gateway is shutting down and takes no new turns."""
 
 
+@dataclass(eq=False)
+class _Turn:
+    """A turn that holds places, or will. Several answers begin where one place is free."""
+
+    num_places: int
+
+
 class _Waiting(NamedTuple):
     """A turn in line."""
 
     called: asyncio.Future[None]
-    num_places: int
+    turn: _Turn
 
 
 @dataclass
@@ -83,6 +91,9 @@ class AdmissionQueue:
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._tenants: dict[str, _TenantShare] = {}
+        # Virtual times of tenants that are not here, and held more than those that are.
+        self._debts: dict[str, float] = {}
+        self._spare: _Turn | None = None  # the turn that holds the spare place
         self._counted_until = clock()
         self._usual_s = USUAL_TURN_S
         self._closed = False
@@ -111,24 +122,38 @@ class AdmissionQueue:
         if self._closed:
             raise Draining("the gateway is shutting down")
         self._count_time()
-        share = self._tenants.get(tenant)
-        if share is None:
-            least = min((x.virtual_s for x in self._tenants.values()), default=0.0)
-            share = self._tenants[tenant] = _TenantShare(weight, least)
+        share = self._tenants.get(tenant) or self._come(tenant)
         share.weight = max(1, weight)
-        num_places = min(num_answers, self._max_running)
+        turn = _Turn(min(num_answers, self._max_running))
         try:
-            await self._enter(share, num_places)
+            await self._enter(share, turn)
             began = self._clock()
             try:
                 yield
             finally:
-                self._leave(share, num_places)
+                self._leave(share, turn)
                 self._usual_s += NEWEST_TURN * (self._clock() - began - self._usual_s)
         finally:
             if not share.num_running and not share.line:
-                self._tenants.pop(tenant, None)
+                self._go(tenant, share)
             self._call_next()
+
+    def _come(self, tenant: str) -> _TenantShare:
+        if not self._tenants:
+            self._debts.clear()
+        start = max(self._least_s(), self._debts.pop(tenant, 0.0))
+        share = self._tenants[tenant] = _TenantShare(1, start)
+        return share
+
+    def _go(self, tenant: str, share: _TenantShare) -> None:
+        if self._tenants.pop(tenant, None) is None or not self._tenants:
+            return
+        least = self._least_s()
+        self._debts[tenant] = share.virtual_s
+        self._debts = {x: debt for x, debt in self._debts.items() if debt > least}
+
+    def _least_s(self) -> float:
+        return min((x.virtual_s for x in self._tenants.values()), default=0.0)
 
     def _count_time(self) -> None:
         now = self._clock()
@@ -136,35 +161,46 @@ class AdmissionQueue:
         for share in self._tenants.values():
             share.virtual_s += elapsed_s * share.num_running / share.weight
 
-    async def _enter(self, share: _TenantShare, num_places: int) -> None:
-        is_free = not self.num_waiting and self._num_places + num_places <= self._max_running
-        if is_free or (not share.line and self._may_take_spare(share)):
-            self._take(share, num_places)
+    async def _enter(self, share: _TenantShare, turn: _Turn) -> None:
+        if not self.num_waiting and self._has_place:
+            self._take(share, turn)
+            return
+        if not share.line and self._may_take_spare(share):
+            self._spare = turn
+            self._take(share, turn)
             return
         # A quarter of the line is kept from the tenant that waits most, for the other tenants.
         most = self._max_waiting - self._max_waiting // 4
         if len(share.line) >= most or self.num_waiting >= self._max_waiting:
             message = f"{self.num_waiting} requests are waiting already"
             raise Overloaded(message, self._retry_after_s())
-        await self._wait(share, num_places)
+        await self._wait(share, turn)
+
+    @property
+    def _has_place(self) -> bool:
+        """True if a place is free, the spare one apart."""
+        spare = self._spare.num_places if self._spare is not None else 0
+        return self._num_places - spare < self._max_running
 
     def _may_take_spare(self, share: _TenantShare) -> bool:
-        return not share.num_running and self._num_places <= self._max_running
+        return not share.num_running and self._spare is None
 
-    def _take(self, share: _TenantShare, num_places: int) -> None:
+    def _take(self, share: _TenantShare, turn: _Turn) -> None:
         self._count_time()
-        share.num_running += num_places
-        self._num_places += num_places
+        share.num_running += turn.num_places
+        self._num_places += turn.num_places
         self.num_running += 1
 
-    def _leave(self, share: _TenantShare, num_places: int) -> None:
+    def _leave(self, share: _TenantShare, turn: _Turn) -> None:
         self._count_time()
-        share.num_running -= num_places
-        self._num_places -= num_places
+        share.num_running -= turn.num_places
+        self._num_places -= turn.num_places
         self.num_running -= 1
+        if self._spare is turn:
+            self._spare = None
 
-    async def _wait(self, share: _TenantShare, num_places: int) -> None:
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), num_places)
+    async def _wait(self, share: _TenantShare, turn: _Turn) -> None:
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), turn)
         share.line.append(waiting)
         self.num_waiting += 1
         try:
@@ -175,7 +211,7 @@ class AdmissionQueue:
                 share.line.remove(waiting)
                 self.num_waiting -= 1
             else:  # called in the same instant as the cancellation
-                self._leave(share, num_places)
+                self._leave(share, turn)
             if isinstance(error, TimeoutError):
                 raise Overloaded(
                     f"no place was free within {self._max_wait_s:g} s", self._retry_after_s()
@@ -187,17 +223,19 @@ class AdmissionQueue:
         while share := self._next():
             waiting = share.line.popleft()
             self.num_waiting -= 1
-            self._take(share, waiting.num_places)
+            if not self._has_place:
+                self._spare = waiting.turn
+            self._take(share, waiting.turn)
             if waiting.called.done():  # its task was cancelled, and will give the places back
                 continue
             waiting.called.set_result(None)
+        if self._has_place:
+            self._spare = None  # its turn holds that place now
 
     def _next(self) -> _TenantShare | None:
         """Return the tenant whose first turn in line may begin now."""
         in_line = sorted((x for x in self._tenants.values() if x.line), key=self._rank)
-        if not in_line:
-            return None
-        if self._num_places + in_line[0].line[0].num_places <= self._max_running:
+        if in_line and self._has_place:
             return in_line[0]
         return next((x for x in in_line if self._may_take_spare(x)), None)
 

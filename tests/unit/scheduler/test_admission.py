@@ -173,7 +173,8 @@ async def test_free_places_go_in_turn_to_tenants_that_hold_as_long():
     await turns.arrive("b", 8)
     for _ in range(4):
         await turns.end("a", 1)
-    assert (turns.inside.count("a"), turns.inside.count("b")) == (2, 2)
+    running = turns.inside.count("a"), turns.inside.count("b")
+    assert sum(running) == 5 and abs(running[0] - running[1]) == 1  # four, and the spare one
     await turns.end_all()
 
 
@@ -216,19 +217,66 @@ async def test_a_pause_is_no_credit():
 
 
 async def test_several_answers_hold_as_many_places():
+    """They begin where one place is free: the engine serves them in order."""
     line = AdmissionQueue(4, 100, 60.0)
     turns = Turns(line)
     await turns.arrive("a", 1, num_answers=3)
     await turns.arrive("a", 1, num_answers=2)
-    assert line.num_running == 1 and line.num_waiting == 1
-    await turns.arrive("b", 1, num_answers=9)
-    assert "b" in turns.inside  # nothing of it was running; the engine serves its answers in order
+    assert line.num_running == 2 and line.num_waiting == 0
+    await turns.arrive("b", 2, num_answers=9)
+    assert turns.inside == ["a", "a", "b"]  # in the spare place, since nothing of it was running
     await turns.arrive("c", 1)
     assert "c" not in turns.inside
-    await turns.end("b", 1)
-    assert turns.inside == ["a", "c"], "three places and one; two more would be six"
+    await turns.end("a", 1)  # two places are held, and four by b
+    assert "c" in turns.inside and line.num_running == 4  # and the second of b with its four
     await turns.end_all()
     assert (line.num_running, line.num_waiting) == (0, 0)
+
+
+async def test_a_turn_of_many_answers_leaves_no_place_idle():
+    line = AdmissionQueue(4, 100, 60.0)
+    turns = Turns(line)
+    await turns.arrive("many", 1)
+    await turns.arrive("many", 1, num_answers=4)
+    await turns.arrive("d", 2)
+    assert turns.inside.count("many") == 2 and "d" in turns.inside
+    await turns.end_all()
+
+
+async def served(
+    others: int, in_flight: int, weight: int = 1, seconds: int = 400
+) -> tuple[int, int]:
+    """Seconds of places of one tenant and of all: others ask again when their turn has ended.
+
+    Turns take about a second, and there are four places.
+    """
+    clock, rng = Clock(), random.Random(7)
+    turns = Turns(AdmissionQueue(4, 1000, 1e6, clock))
+    await turns.arrive("steady", in_flight, weight)
+    for number in range(others):
+        await turns.arrive(f"t{number}", 1)
+    own = total = 0
+    for _ in range(seconds):
+        clock.now += 0.5
+        for tenant in list(turns.inside):
+            own, total = own + (tenant == "steady"), total + 1
+            if rng.random() < 0.5:
+                await turns.end(tenant, 1)
+                await turns.arrive(tenant, 1, weight if tenant == "steady" else 1)
+    await turns.end_all()
+    return own, total
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 20])
+async def test_a_tenant_that_always_waits_gets_as_much_as_those_that_come_and_go(in_flight: int):
+    own, total = await served(12, in_flight)
+    assert 0.05 < own / total < 0.12  # a thirteenth is .077
+
+
+@pytest.mark.parametrize(("others", "least"), [(3, 0.55), (6, 0.4), (12, 0.3)])
+async def test_weights_count_also_among_more_tenants_than_places(others: int, least: float):
+    own, total = await served(others, 20, weight=8)
+    assert own / total > least  # 8 of 11, of 14, of 20
 
 
 async def test_one_tenant_cannot_fill_the_line():
