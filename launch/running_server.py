@@ -4,41 +4,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
+from engines.wire import CodecReport
 from launch.errors import LaunchError
 from launch.machine.server_address import address_here
 
+if TYPE_CHECKING:
+    from launch.remote import Address
+
 
 def ask_server(environ: Mapping[str, str]) -> str:
-    """Return one line on the server that runs here; "" if none answers.
-
-    Raises ``LaunchError`` where it refuses the question.
-    """
+    """Return one line on the server of ours that runs here; "" if there is none."""
     from launch.remote import Address  # pulls in the HTTP client
 
     address = Address(address_here(environ), environ.get("THERMOCLINE_API_KEY", ""))
-    found = asyncio.run(_answers(address))
-    if not found:
+    try:
+        status, content = asyncio.run(_answer(address))
+    except LaunchError:  # no one answers
         return ""
-    models, sessions = found
-    names = ", ".join(str(x["id"]) for x in models["data"])
-    codec = sessions.get("codec") or {"name": "nothing", "why": "its engine is away"}
-    why = codec.get("progress") or codec["why"]
-    return f"{address.base} serves {names}, and packs with {codec['name']}: {why}"
+    if status == 401:
+        return f"{address.base} answers, and wants a key (THERMOCLINE_API_KEY)"
+    try:
+        found = msgspec.convert(content, _Answer)
+    except msgspec.ValidationError:  # a server of another kind
+        return ""
+    if found.codec is None:
+        return f"{address.base} answers, and its engine is away"
+    why = found.codec.progress or found.codec.why
+    return f"{address.base} packs sessions with {found.codec.name}: {why}"
 
 
-async def _answers(address: Any) -> list[dict[str, Any]]:
+class _Answer(msgspec.Struct):
+    """The part of a list of sessions that says how they are packed."""
+
+    object: Literal["list"]
+    codec: CodecReport | None
+
+
+async def _answer(address: Address) -> tuple[int, Any]:
     import aiohttp
 
-    found = []
     async with aiohttp.ClientSession() as http:
-        for path in ("/v1/models", "/v1/sessions?limit=1"):
-            try:
-                status, content = await address.get(http, path)
-            except LaunchError:
-                return []
-            if status != 200 or not isinstance(content, dict):
-                raise address.refused(status, content)
-            found.append(content)
-    return found
+        return await address.get(http, "/v1/sessions?limit=1")

@@ -8,6 +8,7 @@ numbers in ``bits`` bits, floats as they are
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -27,10 +28,11 @@ Dequantise: TypeAlias = Callable[..., Any]
 MOST_BITS: Final = 16
 MOST_DIM: Final = 8192
 ID: Final = "simple"
+DIGITS: Final = 12  # of a digest, in an id
 
 
 def simple(
-    quantise: Quantise, dequantise: Dequantise, *, bits: int, torch: bool = False, id: str = ID
+    quantise: Quantise, dequantise: Dequantise, *, bits: int, torch: bool = False, id: str = ""
 ) -> Method:
     """Makes a method of two functions, which can be measured, plotted and served as any other.
 
@@ -52,7 +54,8 @@ def simple(
         dequantise: from these arrays (codes as fp32) to rows.
         bits: of a code.
         torch: the functions take and return tensors of PyTorch.
-        id: names the arithmetic; the same id has to mean the same bytes.
+        id: names the arithmetic, at most 24 characters; the same id has to mean the same bytes,
+            since sessions sleep under it. "" = one of the functions' code.
 
     Raises:
         ValueError: ``bits`` is not 1 to 16, or the functions do not fit.
@@ -62,10 +65,22 @@ def simple(
             raise ValueError(f"{name} is {function!r}; a function is wanted")
     if not isinstance(bits, int) or not 1 <= bits <= MOST_BITS:
         raise ValueError(f"bits={bits!r}; a whole number from 1 to {MOST_BITS} is wanted")
-    codec = SimpleCodec(id, bits, quantise, dequantise, torch)
+    codec = SimpleCodec(id or _id_of(quantise, dequantise, bits), bits, quantise, dequantise, torch)
     rows = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     codec.restored(codec.quantised(rows), rows.shape)
     return Method(codec)
+
+
+def _id_of(quantise: Quantise, dequantise: Dequantise, bits: int) -> str:
+    """Return an id that changes with the code of the functions, as far as that can be seen."""
+    seen = hashlib.blake2b(f"{bits}".encode(), digest_size=DIGITS // 2)
+    for function in (quantise, dequantise):
+        code = getattr(function, "__code__", None)
+        if code is None:
+            raise ValueError(f"{function!r} has no code to tell it by: give the method an id")
+        for part in (code.co_code, code.co_consts, code.co_names):
+            seen.update(repr(part).encode())
+    return f"{ID}-{seen.hexdigest()}"
 
 
 class _Part(NamedTuple):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,9 +46,17 @@ SELECT seq, CAST(tenant AS TEXT), CAST(kind AS TEXT), CAST(id AS TEXT), CAST(ses
     CAST(used AS REAL), CAST(body AS BLOB), CAST(head AS BLOB)
 FROM entries LEFT JOIN heads ON owner = seq ORDER BY seq LIMIT 1
 """
+_HEADS = """
+SELECT CAST(tenant AS TEXT), CAST(kind AS TEXT), CAST(id AS TEXT), CAST(head AS BLOB)
+FROM entries JOIN heads ON owner = seq
+"""
 _ITEMS = """
 SELECT CAST(id AS TEXT), CAST(body AS BLOB) FROM items WHERE owner = ? ORDER BY seq
 """
+
+
+class NotMarked(StoreFailed):
+    """All of it is over, but the mark that says so cannot be made."""
 
 
 class _OlderHead(msgspec.Struct, frozen=True):
@@ -73,7 +82,12 @@ class _OlderEntry(NamedTuple):
 
 
 def bring_over(objects: Objects, table: SqliteTable, key_of: KeyOf, mark: Path) -> None:
-    """Bring over all that is there of earlier releases. Raises ``StoreFailed``."""
+    """Bring over all that is there of earlier releases.
+
+    What was sealed with another secret stays as it is, for a start with the right one.
+
+    Raises ``StoreFailed``; ``NotMarked`` where only the mark is missing.
+    """
     with table.file.reading() as db:
         there = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'entries'").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -82,6 +96,12 @@ def bring_over(objects: Objects, table: SqliteTable, key_of: KeyOf, mark: Path) 
         with table.file.writing() as db:
             for statement in _BEGIN.split(";"):
                 db.execute(statement)
+        if _is_foreign(table, key_of):
+            log.error(
+                "what an earlier release stored was sealed with another secret, and stays as it"
+                " is: start with its store.secret_file (and data_dir) to have it again"
+            )
+            return
         number = 0
         while (entry := _next(table)) is not None:
             number += _bring(objects, table, key_of, entry, takes_plain)
@@ -92,6 +112,18 @@ def bring_over(objects: Objects, table: SqliteTable, key_of: KeyOf, mark: Path) 
     if not mark.exists():
         table.file.shorten_log()  # of plain text
         _make_mark(mark)
+
+
+def _is_foreign(table: SqliteTable, key_of: KeyOf) -> bool:
+    """Return whether there are sealed entries, none of which can be opened with our secret."""
+    with table.file.reading() as db:
+        rows = db.execute(_HEADS).fetchall()
+    for tenant, kind, id, head in rows:
+        seal = ObjectSeal(key_of(tenant, b"stored"), ("sqlite", tenant, kind, id))
+        with suppress(NotOurs):
+            seal.open(head, "head")
+            return False
+    return bool(rows)
 
 
 def _next(table: SqliteTable) -> _OlderEntry | None:
@@ -111,7 +143,9 @@ def _bring(
         made = _opened(key_of, old, parts)
     if made is not None:
         entry, items = made
-        if objects.put_now(old.tenant, entry, items):
+        # It may have been put by a start that failed before it was removed, and changed since.
+        is_over = table.find(old.tenant, f"{entry.kind}:{entry.id}", uses=False) is not None
+        if not is_over and objects.put_now(old.tenant, entry, items):
             table.set_used(old.tenant, f"{entry.kind}:{entry.id}", old.used)
 
     def removed(db: sqlite3.Connection) -> None:
@@ -183,4 +217,4 @@ def _make_mark(path: Path) -> None:
             finally:
                 os.close(descriptor)
     except OSError as error:
-        raise StoreFailed(f"{path} cannot be written: {error.strerror}") from error
+        raise NotMarked(f"{path} cannot be written: {error.strerror}") from error

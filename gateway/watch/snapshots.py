@@ -1,6 +1,7 @@
 """Makes snapshots of one model for those who look, at most one a second for each tenant.
 
-All readers of a tenant get the same bytes, and a tag by which they see that nothing has changed.
+All readers of a tenant get the same figures, and a tag by which they see that nothing has changed;
+who asks for fewer rows gets the first of them.
 Between two snapshots at least ``REST`` times as long passes as the last one took, so that looking
 at very many sessions takes a small part of the event loop.
 """
@@ -24,13 +25,15 @@ EVERY_S = 1.0
 REST = 20.0
 LINGER_S = 60.0  # that a snapshot is kept without a reader
 MAX_ROWS = 2000
+SIZES = (500, MAX_ROWS)  # rows of the snapshots that are kept
 ROWS_AT_ONCE = 250  # then others get their turn
 _encode = msgspec.json.Encoder().encode
 
 
 class Made(NamedTuple):
-    """A snapshot as it is sent."""
+    """A snapshot, and how it is sent."""
 
+    shown: Snapshot
     body: bytes
     tag: str  # another one for other bytes
     until: float  # by the clock: it is made anew from then on
@@ -60,24 +63,28 @@ class Snapshots:
             tenant: whose sessions; None = everybody's, for admins.
             most: sessions that are listed, those used last.
         """
-        key = (tenant, min(most, MAX_ROWS))
+        key = (tenant, next((x for x in SIZES if x >= most), MAX_ROWS))
         async with self._making[key]:
             made, now = self._made.get(key), self._clock()
             if made is None or now >= made.until:
-                body = await self._make(*key)
+                shown = await self._make(*key)
+                body = _encode(shown)
                 tag = hashlib.blake2b(body, digest_size=12).hexdigest()
                 until = now + max(EVERY_S, REST * (self._clock() - now))
-                made = Made(body, tag, until, now)
+                made = Made(shown, body, tag, until, now)
             self._made[key] = made._replace(asked=now)
         self._drop_old(now)
-        return made
+        if most >= len(made.shown.sessions):
+            return made
+        fewer = msgspec.structs.replace(made.shown, sessions=made.shown.sessions[:most])
+        return made._replace(body=_encode(fewer), tag=f"{made.tag}.{most}")
 
     def _drop_old(self, now: float) -> None:
         for key in [x for x, made in self._made.items() if now - made.asked > LINGER_S]:
             if not self._making[key].locked():
                 del self._made[key], self._making[key]
 
-    async def _make(self, tenant: str | None, most: int) -> bytes:
+    async def _make(self, tenant: str | None, most: int) -> Snapshot:
         sessions, sums = self._rows.sessions(tenant), Sums()
         for at, session in enumerate(sessions, 1):
             in_bf16 = self._rows.bf16_bytes(session.cold_tokens) if session.cold_bytes else 0
@@ -91,4 +98,4 @@ class Snapshots:
             if at % ROWS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         head = await self._look(tenant, sums)
-        return _encode(msgspec.structs.replace(head, sessions=shown))
+        return msgspec.structs.replace(head, sessions=shown)

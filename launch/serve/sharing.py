@@ -16,7 +16,7 @@ from gateway.models.served_model import ServedModel
 from gateway.shared.redis_client import AsyncRedis
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.objects import Objects
-from gateway.stored.older import bring_over
+from gateway.stored.older import NotMarked, bring_over
 from gateway.stored.seal import KeyOf
 from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.stored import Stored
@@ -110,13 +110,20 @@ def stored_objects(
 def in_sqlite(
     path: Path, limits: StoredLimits, key_of: KeyOf, mark: Path, keeps_damaged: bool = True
 ) -> Objects:
-    """Open a file of stored objects, with all that earlier releases have left in it."""
+    """Open a file of stored objects, with all that earlier releases have left in it.
+
+    Raises ``StoreFailed``, as for a full disk: a half of it is not served, or what users delete
+    meanwhile would come back.
+    """
     table = SqliteTable(path, limits, keeps_damaged=keeps_damaged)
     objects = Objects(table, key_of)
     try:
         bring_over(objects, table, key_of, mark)
-    except StoreFailed as error:  # a full disk, perhaps; what is over already is there
-        log.warning("what an earlier release stored is not there yet: %s", error)
+    except NotMarked as error:
+        log.warning("plain text of an earlier release would still be believed: %s", error)
+    except StoreFailed:
+        table.close()
+        raise
     return objects
 
 

@@ -100,8 +100,10 @@ class GrammarGate:
         assert self._trials is not None
         digest = hashlib.blake2b(f"{wanted.kind} {wanted.text}".encode()).digest()
         key = tenant, digest
-        async with self._line.turn():
-            verdict = self._known.get(key) or await self._trials.of(wanted)
+        verdict = self._known.get(key)
+        if verdict is None:
+            async with self._line.turn():
+                verdict = self._known.get(key) or await self._trials.of(wanted)
         if verdict.is_final:
             self._known[key] = verdict
             self._known.move_to_end(key)

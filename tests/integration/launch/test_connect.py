@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
 from launch.cli.main import app
 from launch.machine.server_address import announced
+from launch.running_server import ask_server
 
 
 def test_connect_shows_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +44,35 @@ def test_the_server_that_runs_here_needs_no_address(
         assert f"export ANTHROPIC_BASE_URL='{stack.url}'" in shown.output
         port = ["--set", f"gateway.port={stack.port}"]
         found = {x["about"]: x for x in json.loads(run.invoke(app, [*doctor, *port]).output)}
-        assert found["server"]["text"].startswith(f"{stack.url} serves {MODEL}, and packs with")
+        assert found["server"]["text"].startswith(f"{stack.url} packs sessions with words:")
         assert "is that of the server which runs here" in found["port"]["text"]
     found = {x["about"]: x for x in json.loads(run.invoke(app, doctor).output)}
     assert found["server"] == {"about": "server", "verdict": "ok", "text": "none runs here"}
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"{}", b'{"object": "list", "codec": 3}'])
+def test_a_server_of_another_kind_is_none_of_ours(content: bytes, tmp_path: Path) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    environ = {"THERMOCLINE_DATA_DIR": str(tmp_path)}
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with announced(tmp_path, f"http://127.0.0.1:{other.server_port}"):
+            assert ask_server(environ) == ""
+        other.shutdown()
+    with announced(tmp_path, "http://127.0.0.1:1"):
+        assert ask_server(environ) == ""
+
+
+def test_a_server_that_wants_a_key_is_known_for_one(tmp_path: Path) -> None:
+    keys = {"gateway": {"api_keys": ["t:" + "0" * 64]}}
+    environ = {"THERMOCLINE_DATA_DIR": str(tmp_path)}
+    with FakeStack(tmp_path / "stack", **keys) as stack, announced(tmp_path, stack.url):
+        assert "wants a key (THERMOCLINE_API_KEY)" in ask_server(environ)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -130,3 +132,19 @@ def test_it_is_registered_as_any_method_is(table):
         thermocline.codec("mine").restore(thermocline.codec("mine").pack(rows)),
         METHOD.restore(METHOD.pack(rows)),
     )
+
+
+def test_without_an_id_other_functions_have_another_one():
+    def coarser(rows):
+        scale = abs(rows).max(1, keepdims=True) / 6 + 1e-9
+        return (rows / scale).round() + 7, scale.astype("float16")
+
+    one = thermocline.simple(quantise, dequantise, bits=4)
+    assert one.id == thermocline.simple(quantise, dequantise, bits=4).id != METHOD.id
+    others = (
+        thermocline.simple(coarser, dequantise, bits=4),
+        thermocline.simple(quantise, dequantise, bits=5),
+    )
+    assert len({one.id, *(x.id for x in others)}) == 3 and len(one.id) <= 24
+    with pytest.raises(ValueError, match="give the method an id"):
+        thermocline.simple(functools.partial(quantise), dequantise, bits=4)

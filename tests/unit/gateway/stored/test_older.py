@@ -200,6 +200,57 @@ def test_a_mark_that_cannot_be_made_is_said_and_tried_again(path: Path, tmp_path
     table.close()
 
 
+def test_with_another_secret_all_stays_for_a_start_with_the_right_one(path: Path) -> None:
+    seal_old_file(path, KEY_OF)
+    mark_of(path).touch()
+
+    def other_key(tenant: str, purpose: bytes) -> bytes:
+        return KEY_OF(f"another {tenant}", purpose)
+
+    table = SqliteTable(path, LIMITS, lambda: 2e9)
+    bring_over(Objects(table, other_key), table, other_key, mark_of(path))
+    table.close()
+    assert rows_of(path, "SELECT count(*) FROM entries") == [(5,)]
+    objects = reopened(path)
+    assert shown(objects, "resp_1", "response") == FIRST
+    objects.table.close()
+
+
+def test_a_start_that_fails_half_way_serves_nothing_and_the_next_goes_on(path: Path) -> None:
+    table = SqliteTable(path, LIMITS, lambda: 2e9)
+    objects = Objects(table, KEY_OF)
+    put_now, left = objects.put_now, iter(range(3))
+
+    def some(*args: object) -> bool:
+        if next(left, None) is None:
+            raise StoreFailed("the disk is full", "full")
+        return put_now(*args)  # type: ignore[arg-type]
+
+    objects.put_now = some  # type: ignore[method-assign, assignment]
+    with pytest.raises(StoreFailed, match="the disk is full"):
+        bring_over(objects, table, KEY_OF, mark_of(path))
+    table.close()
+    again = reopened(path)
+    assert shown(again, "chat_1", "completion") == CHAT
+    again.table.close()
+
+
+def test_an_object_that_is_over_and_was_changed_is_not_replaced_by_its_older_form(
+    path: Path,
+) -> None:
+    objects = reopened(path)
+    assert done(objects.append("a", "conversation", "conv_1", items("new")))
+    objects.table.close()
+    mark_of(path).unlink()
+    old = OldFile(path)  # its entry was not removed
+    old.put("a", "conversation", TALK, [ASKED, SAID], session="conv_1")
+    old.close()
+    rows_of(path, "PRAGMA user_version = 0")
+    again = reopened(path)
+    assert read_all(again, "conv_1") == ["msg_0", "msg_1", "new"]
+    again.table.close()
+
+
 @pytest.mark.parametrize("body", [b"nonsense", b"[1]", b'{"output": [{}]}', b"\xff"])
 def test_bodies_that_are_no_json_of_ours_are_removed(path: Path, body: bytes) -> None:
     rows_of(path, "UPDATE entries SET body = ? WHERE id = 'resp_1'", body)

@@ -104,6 +104,27 @@ async def test_an_admin_gets_all_sessions_with_their_tenants(watched: Watched):
     assert [x["tenant"] for x in (await watched.seen(None))["sessions"]] == ["alice"]
 
 
+async def test_who_asks_for_fewer_rows_has_no_snapshot_of_its_own(watched: Watched):
+    for number in range(30):
+        watched.turn(f"s{number}")
+    whole = await watched.made("alice", 500)
+    looks = []
+    look = watched.live.snapshots._look
+
+    async def counted(*of: Any) -> Any:
+        looks.append(of)
+        return await look(*of)
+
+    watched.live.snapshots._look = counted  # type: ignore[method-assign]
+    tags = set()
+    for most in range(1, 31):
+        made = await watched.live.snapshots.get("alice", most)
+        rows = json.loads(made.body)["sessions"]
+        assert rows == json.loads(whole.body)["sessions"][:most]
+        tags.add(made.tag)
+    assert not looks and len(tags) == 30 and whole.tag in tags
+
+
 async def test_all_readers_of_a_second_get_the_same(watched: Watched):
     watched.turn("s")
     first = await watched.made("alice")
