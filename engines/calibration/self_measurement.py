@@ -262,16 +262,23 @@ class SelfMeasurement:
             self._is_waiting = False
             wait_s = min(2 * wait_s, longest_s)
             self._progress = "timing again what was timed on a busy machine"
-            data = Path(self._order.data_path)
-            with locked(data, instrument.fingerprint, self._wait_for_another):
-                profile = self._known(instrument)
-                if profile is None:
-                    return
-                rows = self._timed(instrument, profile)
-                if rows:
-                    save(replace(profile.in_memory(), rows=rows), data)
-            if rows:
-                self._adopt()
+            try:
+                self._time_once(instrument)
+            except Interrupted:
+                raise
+            except Exception as error:  # no failure here takes the verdict back
+                words = " ".join(str(error).split()) or type(error).__name__
+                logger.warning("the model is not timed again now: %s", words, exc_info=True)
+
+    def _time_once(self, instrument: Instrument) -> None:
+        data = Path(self._order.data_path)
+        with locked(data, instrument.fingerprint, self._wait_for_another):
+            profile = self._known(instrument)
+            rows = () if profile is None else self._timed(instrument, profile)
+            if profile is not None and rows:
+                save(replace(profile.in_memory(), rows=rows), data)
+        if rows:
+            self._adopt()
 
     def _timed(self, instrument: Instrument, profile: Profile) -> tuple[Quality, ...]:
         """Return all rows of the profile if some have better times now, else none."""

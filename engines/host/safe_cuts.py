@@ -132,8 +132,13 @@ def safe_cuts(made: Tokenizing) -> Cuts:
     return Cuts(tuple(x.content for x in added if x.content not in refused), refused)
 
 
-def holds(cuts: Cuts, encode: Encode) -> bool:
-    """Compare the ids of a text that is made to break the rule with those of its parts."""
+def holds(cuts: Cuts, encode: Encode, whole: Encode) -> bool:
+    """Compare the ids of a text that is made to break the rule with those of its parts.
+
+    Args:
+        encode: encodes parts.
+        whole: encodes the text as prompts are encoded without cuts.
+    """
     few = cuts._replace(tokens=cuts.tokens[:MOST_TRIED])
     pattern = few.pattern()
     if pattern is None:
@@ -141,7 +146,7 @@ def holds(cuts: Cuts, encode: Encode) -> bool:
     text = "".join(_beside(few.tokens))
     starts = [0, *(x.start() for x in pattern.finditer(text) if x.start())]
     parts = (text[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True))
-    return [x for part in parts for x in encode(part)] == list(encode(text))
+    return [x for part in parts for x in encode(part)] == list(whole(text))
 
 
 def _beside(tokens: Iterable[str]) -> Iterator[str]:

@@ -43,6 +43,7 @@ class SegmentCache:
     def __init__(
         self,
         backend: Any,
+        whole: Encode,
         template: str = "",
         *,
         max_bytes: int = MAX_BYTES,
@@ -53,9 +54,11 @@ class SegmentCache:
         Args:
             backend: a ``tokenizers.Tokenizer``, which nothing else uses at the same time; None =
                 the tokenizer is not of that library, and nothing is cut.
+            whole: encodes a text that cannot be cut.
             template: the chat template, whose tokens suffice where there are thousands.
         """
         self._backend = backend
+        self._whole = whole
         self._max_bytes = max_bytes
         self._min_chars = min_chars
         self._ids: OrderedDict[bytes, bytes] = OrderedDict()
@@ -70,7 +73,7 @@ class SegmentCache:
         cuts = safe_cuts(tokenizing(self._backend)).within(template)
         try:
             with panics_refused():
-                is_right = holds(cuts, lambda x: self._encoded([x])[0])
+                is_right = holds(cuts, lambda x: self._encoded([x])[0], self._whole)
         except UnreadableText:
             is_right = False
         if not is_right:
@@ -79,17 +82,15 @@ class SegmentCache:
             logger.info("prompts are encoded whole each time: %s", cuts.refused[""])
         return cuts
 
-    def encode(self, text: str, key: bytes, whole: Encode) -> list[int]:
+    def encode(self, text: str, key: bytes) -> list[int]:
         """Return the ids of a text, without those that a tokenizer adds around it.
 
-        Args:
-            key: the tenant's, at most 64 bytes.
-            whole: encodes a text that cannot be cut.
+        ``key``: the tenant's, at most 64 bytes.
         """
         backend, pattern = self._backend, self._pattern
         if pattern is None or backend.padding is not None or backend.truncation is not None:
             self.num_chars += len(text)
-            return whole(text)
+            return self._whole(text)
         parts = self._parts(text)
         names = [_name(x, key) for x in parts]
         with self._lock:

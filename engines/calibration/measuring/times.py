@@ -40,11 +40,12 @@ def timed_again(
     for context in sorted({x.context for x in doomed}):
         of_context = [x for x in doomed if x.context == context]
         best = {x.preset: x for x in of_context}
-        tokens = _tokens(instrument, context)
-        for _ in range(TRIES):
+        tokens = _tokens(instrument, context + TRIES)
+        for number in range(1, TRIES + 1):
             how = trials(instrument, chunk_tokens, num_threads, None, stopwatch)
-            session = how.session(tokens)
-            if how.prefill is None or len(tokens) < context:
+            # Another beginning each time: an engine may know what it has read before.
+            session = how.session(tokens[number : number + context])
+            if how.prefill is None or len(tokens) < context + TRIES:
                 break
             for name, before in best.items():
                 restore = how.trip(codecs[name], session).rows.restore
@@ -66,11 +67,11 @@ def _is_of(codec: AnyCodec | None, row: Quality) -> bool:
     return codec is not None and codec.id == row.codec_id
 
 
-def _tokens(instrument: Instrument, context: int) -> list[int]:
-    """Return the first ``context`` tokens of the texts to judge by, one after the other."""
+def _tokens(instrument: Instrument, count: int) -> list[int]:
+    """Return the first ``count`` tokens of the texts to judge by, one after the other."""
     found: list[int] = []
     for text in held_out_texts():
-        if len(found) >= context:
+        if len(found) >= count:
             break
         found += instrument.encode(text.content)
-    return found[:context]
+    return found[:count]

@@ -63,7 +63,8 @@ class PromptWriter:
         self._knows_tools = template_knows_tools(self._tokenizer)
         self._controls = ControlTokens(self._tokenizer, vocabulary.markers)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        self.segments = SegmentCache(backend, str(self._tokenizer.chat_template or ""))
+        template = str(self._tokenizer.chat_template or "")
+        self.segments = SegmentCache(backend, self._whole, template)
 
     def text(self, text: str) -> list[int]:
         """Token ids of a text completion's prompt, at least one.
@@ -137,10 +138,13 @@ class PromptWriter:
             ) from error
 
     def _encode(self, text: str, key: bytes | None = None) -> list[int]:
-        whole = partial(self._tokenizer.encode, add_special_tokens=False)
         if key is None:
-            return self._controls.encode(text, whole)
-        return self._controls.encode(text, partial(self.segments.encode, key=key, whole=whole))
+            return self._controls.encode(text, self._whole)
+        return self._controls.encode(text, partial(self.segments.encode, key=key))
+
+    def _whole(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def _check_size(self, text: str, param: str) -> None:
         """Refuse what cannot fit, before the tokenizer spends seconds on it."""

@@ -55,8 +55,12 @@ class _Plain(BaseRenderer):
         self._secret = secrets.token_bytes(32)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         template = self._template(tokenizer) or str(getattr(tokenizer, "chat_template", None) or "")
+
+        def whole(text: str) -> list[int]:
+            return list(self.get_tokenizer()(text, add_special_tokens=False)["input_ids"])
+
         # A copy: vLLM sets limits of length on its own.
-        self.segments = SegmentCache(copy.deepcopy(backend), template)
+        self.segments = SegmentCache(copy.deepcopy(backend), whole, template)
 
     def _template(self, tokenizer: Any) -> str:
         """The text whose tokens with bars are control tokens; "": use the tokenizer's template."""
@@ -134,7 +138,7 @@ class _Plain(BaseRenderer):
 
         encode: Callable[[str], list[int]] = whole
         if by_parts:
-            encode = partial(self.segments.encode, key=key, whole=whole)
+            encode = partial(self.segments.encode, key=key)
         marked = self._controls.has_marks(text)
         ids = self._controls.encode(text, encode) if marked else encode(text)
         return self._build_tokens_prompt(ids, {**prompt, "prompt": self._controls.unmarked(text)})

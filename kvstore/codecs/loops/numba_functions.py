@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 from numba import njit, types
+from numba.core.compiler_lock import global_compiler_lock
 
 from kvstore.codecs.loops.compilations import COMPILATIONS
 
@@ -95,8 +96,11 @@ class CompiledFunction:
             folder = str(lazy.stats.cache_path)
         except RuntimeError:  # numba found no folder in which it may write its cache
             lazy, folder = njit(**options)(self._function), ""
-        for context in (lazy.typingctx, lazy.targetctx):
-            context.refresh()  # half a second of numba's, the first time; not a compilation
+        # Half a second of numba's, the first time; not a compilation. Of the whole process, so a
+        # second thread must not compile before it is done.
+        with global_compiler_lock:
+            for context in (lazy.typingctx, lazy.targetctx):
+                context.refresh()
         with COMPILATIONS.look(self._function.__name__.strip("_"), folder) as cached:
             lazy.compile(self._signature)
             cached.append(bool(lazy.stats.cache_hits))

@@ -43,15 +43,8 @@ def whole(backend: Tokenizer, text: str) -> list[int]:
         raise
 
 
-def cache_of(backend: Tokenizer, **options: int) -> SegmentCache:
-    return SegmentCache(backend, **{"min_chars": 1, **options})
-
-
-def by_segments(cache: SegmentCache, text: str, key: bytes = KEY) -> list[int]:
-    def refused(text: str) -> list[int]:
-        raise AssertionError("it was encoded whole")
-
-    return cache.encode(text, key, refused)
+def cache_of(backend: Tokenizer) -> SegmentCache:
+    return SegmentCache(backend, lambda text: whole(backend, text), min_chars=1)
 
 
 def agrees(backend: Tokenizer, texts: list[str]) -> None:
@@ -60,7 +53,7 @@ def agrees(backend: Tokenizer, texts: list[str]) -> None:
     for text in texts:
         expected = whole(backend, text)
         for _ in range(2):
-            assert cache.encode(text, KEY, lambda x: whole(backend, x)) == expected, cache.cuts
+            assert cache.encode(text, KEY) == expected, cache.cuts
 
 
 @pytest.mark.parametrize("rstrip", [False, True])
@@ -153,7 +146,7 @@ def test_the_self_check_sees_a_wrong_rule(name: str):
     of, tokens, _, _ = COUNTEREXAMPLES[name]
     backend = with_tokens(kind(of), tokens)
     wrong = Cuts(tuple(str(x.content) for x in tokens), {})
-    assert not holds(wrong, lambda x: whole(backend, x))
+    assert not holds(wrong, *[lambda x: whole(backend, x)] * 2)
 
 
 @pytest.mark.parametrize("name", ["metaspace first", "metaspace first, unsplit"])
@@ -167,10 +160,16 @@ def test_a_cut_after_the_token_differs(name: str):
 def test_a_tokenizer_without_cuts_encodes_the_whole():
     backend = with_tokens(kind("gpt2"), controls())
     backend.model.dropout = 0.1
-    cache = cache_of(backend)
+    cache = SegmentCache(backend, lambda text: [len(text)])
     assert cache.cuts.tokens == () and "by chance" in cache.cuts.refused[""]
-    assert cache.encode("a<s>b", KEY, lambda text: [len(text)]) == [5]
-    assert SegmentCache(None).encode("a<s>b", KEY, lambda text: [len(text)]) == [5]
+    assert cache.encode("a<s>b", KEY) == [5]
+    assert SegmentCache(None, lambda text: [len(text)]).encode("a<s>b", KEY) == [5]
+
+
+def test_a_tokenizer_that_changes_texts_itself_has_no_cuts():
+    backend = with_tokens(kind("gpt2"), controls())
+    cache = SegmentCache(backend, lambda text: whole(backend, text.lower()))
+    assert cache.cuts.tokens == ()
 
 
 def test_special_tokens_that_are_read_as_text_are_no_cuts():
@@ -184,12 +183,13 @@ def test_a_backend_that_pads_or_truncates_is_not_asked():
     backend = with_tokens(kind("gpt2"), controls())
     cache = cache_of(backend)
     backend.enable_truncation(2)
-    assert cache.encode("a<s>the long part of it<s>b", KEY, lambda text: [7]) == [7]
+    text = "a<s>the long part of it<s>b"
+    assert cache.encode(text, KEY) == whole(backend, text) and cache.num_bytes == 0
 
 
 def test_of_thousands_of_tokens_those_of_the_template_are_looked_for():
     backend = with_tokens(kind("gpt2"), controls())
-    cache = SegmentCache(backend, "{{ x }}<|im_end|>")
+    cache = SegmentCache(backend, lambda text: whole(backend, text), "{{ x }}<|im_end|>")
     assert cache.cuts.tokens == ("<|im_end|>",)
 
 
@@ -202,35 +202,37 @@ def chat(turns: int) -> str:
 
 @pytest.fixture
 def cache() -> SegmentCache:
-    return SegmentCache(with_tokens(kind("gpt2"), controls()))
+    backend = with_tokens(kind("gpt2"), controls())
+    return SegmentCache(backend, lambda text: whole(backend, text))
 
 
 def test_only_new_text_is_encoded(cache: SegmentCache):
-    by_segments(cache, chat(20))
+    cache.encode(chat(20), KEY)
     before = cache.num_chars
     assert before == len(chat(20))
-    by_segments(cache, chat(20) + "<|im_start|>assistant\nyes<|im_end|>\n")
+    cache.encode(chat(20) + "<|im_start|>assistant\nyes<|im_end|>\n", KEY)
     assert cache.num_chars - before < 700
     before = cache.num_chars
-    by_segments(cache, chat(20).replace("word 3<", "other 3<"))  # an edit in the middle
+    cache.encode(chat(20).replace("word 3<", "other 3<"), KEY)  # an edit in the middle
     assert cache.num_chars - before < 700
 
 
 def test_another_tenant_learns_nothing_from_the_time_that_it_takes(cache: SegmentCache):
-    by_segments(cache, chat(3), b"one")
+    cache.encode(chat(3), b"one")
     before = cache.num_chars
-    by_segments(cache, chat(3), b"other")
+    cache.encode(chat(3), b"other")
     assert cache.num_chars - before == len(chat(3))
 
 
 def test_the_least_used_go_when_it_is_full():
     backend = with_tokens(kind("gpt2"), controls())
-    cache = SegmentCache(backend, max_bytes=8 * (ENTRY_BYTES + 400))
+    most = 8 * (ENTRY_BYTES + 400)
+    cache = SegmentCache(backend, lambda text: whole(backend, text), max_bytes=most)
     first = chat(1)
     for turns in range(2, 30):
-        by_segments(cache, first)
-        by_segments(cache, chat(turns).replace("word 0", "another 0"))
+        cache.encode(first, KEY)
+        cache.encode(chat(turns).replace("word 0", "another 0"), KEY)
         assert cache.num_bytes <= 8 * (ENTRY_BYTES + 400)
     before = cache.num_chars
-    by_segments(cache, chat(5).replace("word 0", "another 0"))
+    cache.encode(chat(5).replace("word 0", "another 0"), KEY)
     assert cache.num_chars > before

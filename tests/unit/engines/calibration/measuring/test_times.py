@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ from engines.calibration.measuring.stopwatch import Stopwatch, processor_waits
 from engines.calibration.measuring.times import TRIES, timed_again
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.quality import Quality
+from kvstore.shapes import KVRun
 from kvstore.workers import usable_cores
 from tests.unit.engines.calibration.test_learn import Blind
 
@@ -69,6 +70,31 @@ def test_the_least_disturbed_attempt_counts():
     (found,) = timed([row("tq3", 0.5)], *shares)
     assert found.waited == pytest.approx(0.3) and is_disturbed(found)
     assert len(shares) == 2 * TRIES
+
+
+class Remembering(Blind):
+    """Begins no prompt as one that it has read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beginnings: list[int] = []
+
+    def encode(self, text: str) -> list[int]:
+        return list(range(1000, 1400))
+
+    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+        assert len(tokens) == 64 and tokens[0] not in [1000, *self.beginnings]
+        self.beginnings.append(tokens[0])
+        return super().prefill(tokens, past)
+
+
+def test_each_attempt_reads_another_prompt():
+    """Otherwise an engine's prefix cache would be timed."""
+    instrument, how = Remembering(), {"chunk_tokens": 32, "num_threads": 1}
+    timed_again(
+        instrument, CODECS, [row("tq3", 0.5)], **how, stopwatch=stopwatch_of(*[0.7] * 2 * TRIES)
+    )
+    assert len(instrument.beginnings) == TRIES
 
 
 def test_times_that_are_no_better_change_nothing():
