@@ -86,7 +86,7 @@ class Packer:
         before = self._known
         self._known = self._checked(codecs.with_readable(self.codecs) if keep else codecs)
         if not keep:
-            self._refused = frozenset((*before.by_name, *before.windows_by_name))
+            self._refused |= {*before.by_name, *before.windows_by_name}
 
     def read_too(self, codecs: StoreCodecs) -> None:
         """Read blobs in these codecs as well. Raises ``UnknownCodec``; nothing has changed then."""

@@ -70,7 +70,7 @@ class Profiles:
         self._renewing = threading.Lock()
         # By key, the newest last; None: another store's, whose life is prolonged while it is read.
         self._kept: dict[bytes, Profile | None] = {}
-        self._asked: dict[str, tuple[Future[bool], float]] = {}  # by codec id, and when
+        self._asked: dict[str, tuple[Future[bool | None], float]] = {}  # by codec id, and when
         self._fetching = ThreadPoolExecutor(1, "kvstore-profiles")
 
     def keep(self, codecs: StoreCodecs) -> None:
@@ -106,15 +106,22 @@ class Profiles:
     # ---- those of other stores
 
     def fetch(self, codec_ids: Iterable[str], wait_s: float) -> bool:
-        """Fetch profiles of unknown codecs; True if one of them can be read now.
+        """Fetch profiles of unknown codecs; True if one can be read, or is refused, from now on.
 
         What takes longer than ``wait_s`` (its kernels may have to be compiled) goes on, for the
         next return.
         """
         done, _ = wait([self._ask(x) for x in codec_ids], max(wait_s, 0.0))
-        return any(x.result() for x in done)
+        return any(x.result() is not None for x in done)
 
-    def _ask(self, codec_id: str) -> Future[bool]:
+    def is_refused(self, codec_id: str) -> bool:
+        """True if its profile was looked for lately, and there is none that may serve here."""
+        with self._lock:
+            future, since = self._asked.get(codec_id, (None, 0.0))
+        is_lately = self._monotonic() - since <= AGAIN_S
+        return future is not None and is_lately and future.done() and future.result() is False
+
+    def _ask(self, codec_id: str) -> Future[bool | None]:
         now = self._monotonic()
         with self._lock:
             future, since = self._asked.get(codec_id, (None, 0.0))
@@ -125,16 +132,17 @@ class Profiles:
                     del self._asked[next(iter(self._asked))]
             return future
 
-    def _fetch(self, codec_id: str) -> bool:
+    def _fetch(self, codec_id: str) -> bool | None:
+        """Return whether the codec can be read now; None if a tier was down."""
         key = profile_key(self._fingerprint, codec_id)
         lengths = ((i, self._stack.lengths(i, [key])[0]) for i in self._levels)
-        levels = [i for i, n in lengths if n is not None and n <= MAX_PROFILE_BYTES]
+        levels = [i for i, n in lengths if n is None or n <= MAX_PROFILE_BYTES]
         try:
             found = self._copies.read(key, levels, partial(self._use, codec_id))
         except Exception:  # the outermost frame of this thread: a bad profile is a miss
             _log.exception("a profile could not be used")
             return False
-        return isinstance(found, GoodCopy)
+        return None if found == "unavailable" else isinstance(found, GoodCopy)
 
     def _use(self, codec_id: str, content: Blob) -> None:
         try:

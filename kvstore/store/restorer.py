@@ -112,13 +112,15 @@ class Restorer:
             try:
                 return use(read, blob)
             except ForeignCodec as error:
+                if self._profiles.is_refused(error.codec_id):
+                    raise RefusedCodec(str(error), error.codec_id) from error
                 if not isinstance(error, RefusedCodec):
                     foreign.add(error.codec_id)
                 raise
 
         good, reason = self._reader.read(match.reads, noting, end - self._monotonic())
-        if foreign and self._profiles.fetch(foreign, end - self._monotonic()):
-            good, reason = self._reader.read(match.reads, use, end - self._monotonic())
+        if foreign and self._profiles.fetch([*foreign], end - self._monotonic()):
+            good, reason = self._reader.read(match.reads, noting, end - self._monotonic())
         has_state = any(x.piece.is_state for x in match.reads)
         if has_state and len(good) < len(match.reads):
             good = []  # without the state at its end, a run of tokens is unusable
