@@ -59,7 +59,7 @@ class Restorer:
             return Restored(0, layout.empty(0), None, None, "disabled")
         try:
             state = self._state_of(match, good)
-        except ForeignCodec:
+        except ForeignCodec:  # its codec was taken back meanwhile
             good, state, reason = [], None, "fingerprint"
         except Unusable:
             good, state, reason = [], None, "corrupt"
@@ -144,9 +144,4 @@ class Restorer:
         if state is None:
             return None
         windows = [x for x in pairs if x[0].piece.is_window]
-        try:
-            return unpack_state(self._packer, state, windows)
-        except ForeignCodec as error:
-            if not self._profiles.fetch([error.codec_id], self._deadline_s):
-                raise
-            return unpack_state(self._packer, state, windows)
+        return unpack_state(self._packer, state, windows)
