@@ -5,7 +5,7 @@
     |   +-- Corrupt       checksum, length or structure is wrong
     |   +-- Mismatch      whole, but for another model, layout or version
     |       +-- ForeignCodec      in a codec, or by a profile, that is not known here
-    |           +-- RefusedCodec  in one that was known, and was taken back
+    |           +-- RefusedCodec  in one that was taken back, or may not serve
     +-- TierUnavailable   the tier did not answer (down, deadline, breaker open)
     |   +-- TierInUse     its folder belongs to another process
     +-- StoreClosed       the store is shutting down

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, KEY_BYTES, STATE, WINDOW, Piece
-from kvstore.blobs.state_packer import pack_matrices, unpack_matrices
+from kvstore.blobs.state_packer import check_matrices, pack_matrices, unpack_matrices
 from kvstore.blobs.state_tree import StateTree, decode_state, encode_state
 from kvstore.blobs.store_codecs import RAW, StoreCodecs, as_codecs
 from kvstore.codecs.base import Codec
@@ -86,7 +86,7 @@ class Packer:
         before = self._known
         self._known = self._checked(codecs.with_readable(self.codecs) if keep else codecs)
         if not keep:
-            self._refused = frozenset((*before.by_name, *before.windows_by_name))
+            self._refused |= {*before.by_name, *before.windows_by_name}
 
     def read_too(self, codecs: StoreCodecs) -> None:
         """Read blobs in these codecs as well. Raises ``UnknownCodec``; nothing has changed then."""
@@ -124,7 +124,7 @@ class Packer:
         Raises:
             Mismatch: it is of other tokens, or of another model or layout.
             ForeignCodec: it is in a codec, or of a profile, that is not known here.
-            Corrupt: it claims more tokens than its bytes can hold.
+            Corrupt: it claims more tokens than its bytes can hold, or is no packed state.
         """
         blobs.expect(blob.header, self._header(piece, blob.header.codec))
         kind = piece.key[:1]
@@ -132,6 +132,8 @@ class Packer:
             codec, layout = self._reader(kind, blob.header.codec), self.layout_of(kind)
             least = sinks.least_nbytes(codec, layout, piece.num_tokens, piece.first_token)
             blobs.check_length(blob.payload, least)
+        elif blob.header.codec == PACKED_STATE:
+            check_matrices(decode_state(blob.payload), self._matrices)
 
     # ---- rows: chunks, and windows in a chunk
 
@@ -211,7 +213,12 @@ class Packer:
         tree = decode_state(payload)
         if header.codec == EXACT_STATE:
             return tree
-        return unpack_matrices(tree, [x.matrices.id for x in self.codecs.sessions])
+        return unpack_matrices(tree, self._matrices)
+
+    @property
+    def _matrices(self) -> list[str]:
+        """Ids of all codecs of matrices that can be read."""
+        return [x.matrices.id for x in self.codecs.sessions]
 
     def record_header(self, key: bytes, codec: bytes = RECORD_CODEC) -> blobs.Header:
         """The header of a session's record or page, which is a blob like any other."""

@@ -71,6 +71,18 @@ def unpack_matrices(tree: StateTree, known: Iterable[str]) -> StateTree:
     return mapped(tree, lambda x: _unpacked_matrix(x, ids))
 
 
+def check_matrices(tree: StateTree, known: Iterable[str]) -> None:
+    """Raise ``ForeignCodec`` if a packed matrix is in a codec that may not be read here."""
+    ids = frozenset(known)
+
+    def checked(node: StateTree) -> StateTree:
+        if isinstance(node, dict) and isinstance(codec_id := node.get(_MATRIX), str):
+            _codec(codec_id, ids)
+        return node
+
+    mapped(tree, checked)
+
+
 def window_arrays(tree: StateTree) -> list[WindowArray]:
     """List the rows of windows in a state, in order: K and V of a layer, then of the next."""
     return [x for x in arrays_of(tree) if isinstance(x, WindowArray)]

@@ -29,6 +29,7 @@ MAX_PROFILE_BYTES: Final = 256 << 20
 MOST: Final = 8  # profiles that are kept; each takes memory for its learned arrays
 AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again
 MAX_ASKED: Final = 64  # that are remembered as asked for
+CLOSE_S: Final = 5.0  # for what is being fetched
 
 # Opens the codecs of a profile that may serve here, compiled; None: none may.
 OpenProfile: TypeAlias = Callable[[Profile], StoreCodecs | None]
@@ -70,8 +71,9 @@ class Profiles:
         self._renewing = threading.Lock()
         # By key, the newest last; None: another store's, whose life is prolonged while it is read.
         self._kept: dict[bytes, Profile | None] = {}
-        self._asked: dict[str, tuple[Future[bool], float]] = {}  # by codec id, and when
+        self._asked: dict[str, tuple[Future[bool | None], float]] = {}  # by codec id, and when
         self._fetching = ThreadPoolExecutor(1, "kvstore-profiles")
+        self._is_closed = False
 
     def keep(self, codecs: StoreCodecs) -> None:
         """Have the profile of the written codecs in the tiers, from the next ``renew`` on."""
@@ -106,35 +108,46 @@ class Profiles:
     # ---- those of other stores
 
     def fetch(self, codec_ids: Iterable[str], wait_s: float) -> bool:
-        """Fetch profiles of unknown codecs; True if one of them can be read now.
+        """Fetch profiles of unknown codecs; True if one can be read, or is refused, from now on.
 
         What takes longer than ``wait_s`` (its kernels may have to be compiled) goes on, for the
         next return.
         """
-        done, _ = wait([self._ask(x) for x in codec_ids], max(wait_s, 0.0))
-        return any(x.result() for x in done)
+        with self._lock:
+            asked = [] if self._is_closed else [self._ask(x) for x in codec_ids]
+        done, _ = wait(asked, max(wait_s, 0.0))
+        return any(not x.cancelled() and x.result() is not None for x in done)
 
-    def _ask(self, codec_id: str) -> Future[bool]:
-        now = self._monotonic()
+    def is_refused(self, codec_id: str) -> bool:
+        """True if its profile was looked for lately, and there is none that may serve here."""
         with self._lock:
             future, since = self._asked.get(codec_id, (None, 0.0))
-            if future is None or (future.done() and (future.result() or now - since > AGAIN_S)):
-                future = self._fetching.submit(self._fetch, codec_id)
-                self._asked[codec_id] = future, now
-                while len(self._asked) > MAX_ASKED:
-                    del self._asked[next(iter(self._asked))]
-            return future
+        if future is None or not future.done() or future.cancelled():
+            return False
+        return future.result() is False and self._monotonic() - since <= AGAIN_S
 
-    def _fetch(self, codec_id: str) -> bool:
+    def _ask(self, codec_id: str) -> Future[bool | None]:
+        """Begin to fetch a profile, unless that was done lately. The caller holds the lock."""
+        now = self._monotonic()
+        future, since = self._asked.get(codec_id, (None, 0.0))
+        if future is None or (future.done() and (future.result() or now - since > AGAIN_S)):
+            future = self._fetching.submit(self._fetch, codec_id)
+            self._asked[codec_id] = future, now
+            while len(self._asked) > MAX_ASKED:
+                del self._asked[next(iter(self._asked))]
+        return future
+
+    def _fetch(self, codec_id: str) -> bool | None:
+        """Return whether the codec can be read now; None if a tier was down."""
         key = profile_key(self._fingerprint, codec_id)
         lengths = ((i, self._stack.lengths(i, [key])[0]) for i in self._levels)
-        levels = [i for i, n in lengths if n is not None and n <= MAX_PROFILE_BYTES]
+        levels = [i for i, n in lengths if n is None or n <= MAX_PROFILE_BYTES]
         try:
             found = self._copies.read(key, levels, partial(self._use, codec_id))
         except Exception:  # the outermost frame of this thread: a bad profile is a miss
             _log.exception("a profile could not be used")
             return False
-        return isinstance(found, GoodCopy)
+        return None if found == "unavailable" else isinstance(found, GoodCopy)
 
     def _use(self, codec_id: str, content: Blob) -> None:
         try:
@@ -142,7 +155,7 @@ class Profiles:
             codecs = self.opened(profile)
         except (Mismatch, UnknownCodec) as error:
             raise ForeignCodec(str(error)) from error
-        if codecs is None:
+        if codecs is None or self._is_closed:
             raise ForeignCodec(f"codec {codec_id!r} may not serve here")
         if codec_id not in codecs.written_ids:
             raise Corrupt(f"the profile of {codec_id!r} is another codec's")
@@ -156,5 +169,12 @@ class Profiles:
         _log.info("codec %s of another server can be read from now on", codec_id)
 
     def close(self) -> None:
-        """End what is being fetched."""
-        self._fetching.shutdown(wait=True, cancel_futures=True)
+        """End what is being fetched; kernels may be compiled to their end after that."""
+        with self._lock:
+            self._is_closed = True
+            running = [future for future, _ in self._asked.values()]
+        self._fetching.shutdown(wait=False, cancel_futures=True)
+        for future in running:
+            if future.cancelled():
+                future.set_running_or_notify_cancel()  # ends ``wait``
+        wait(running, CLOSE_S)

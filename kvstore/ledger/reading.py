@@ -30,11 +30,21 @@ class GoodCopy(Generic[T]):
 
 
 class CopyReader:
-    """Falls back from tier to tier, and mends or removes copies that are bad. Thread-safe."""
+    """Falls back from tier to tier, and mends or removes copies that are bad. Thread-safe.
 
-    def __init__(self, stack: TierStack, counters: Counters) -> None:
+    Args:
+        unused: lists those of some keys that no session needs; None = all are needed.
+    """
+
+    def __init__(
+        self,
+        stack: TierStack,
+        counters: Counters,
+        unused: Callable[[Iterable[bytes]], list[bytes]] | None = None,
+    ) -> None:
         self._stack = stack
         self._counters = counters
+        self._unused = unused or (lambda keys: [])
 
     def read(
         self,
@@ -77,7 +87,8 @@ class CopyReader:
                 bad.append(level)
         for level in bad:
             # In its place, since a tier would give up all that continues a chunk that is deleted.
-            if good is None or not self._stack.replace(level, key, good.blob):
+            is_mended = good is not None and self._stack.replace(level, key, good.blob)
+            if not is_mended or self._unused([key]):  # its session may be forgotten by now
                 self._stack.delete(level, [key])
         return good or reason
 

@@ -43,7 +43,7 @@ class TierStack:
         self._counters = counters
         self._names: tuple[TierName, ...] = tuple(x.name for x in tiers)
         self._hiding = threading.Lock()
-        self._hidden: list[frozenset[bytes]] = [frozenset()] * len(self._tiers)
+        self._hidden: list[set[bytes]] = [set() for _ in self._tiers]
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -77,12 +77,13 @@ class TierStack:
     def hide(self, i: int, keys: Iterable[bytes]) -> None:
         """Take these blobs for gone in one tier, until they are written there again."""
         with self._hiding:
-            self._hidden[i] = self._hidden[i].union(keys)
+            self._hidden[i].update(keys)
 
     def show(self, i: int, keys: Iterable[bytes]) -> None:
         """End ``hide``: they are gone, or may be found again."""
-        with self._hiding:
-            self._hidden[i] = self._hidden[i].difference(keys if self._hidden[i] else ())
+        if hidden := self._hidden[i]:
+            with self._hiding:
+                hidden.difference_update(keys)
 
     def _unless_hidden(self, i: int, keys: Sequence[bytes], found: list[T], gone: T) -> list[T]:
         if not (hidden := self._hidden[i]):

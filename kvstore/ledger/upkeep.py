@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -117,23 +117,29 @@ class OwedDeletions:
             _log.warning("deletions that wait for a tier may end with this process: %s", error)
 
 
+_Line: TypeAlias = tuple[float, str, list[str]]
+
+
 def _encoded(owed: Owed) -> bytes:
     keys = [x.hex() for x in owed.keys]
     return msgspec.json.encode([owed.at_s, owed.record_key.hex(), keys])
 
 
 def _read(path: Path) -> list[Owed]:
-    found: list[Owed] = []
+    found: deque[Owed] = deque()
+    num_keys = 0
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(fd, "rb") as file:
-            lines = file.read().splitlines()
-        for line in lines:
-            with contextlib.suppress(ValueError):  # also msgspec's errors
-                at_s, record, keys = msgspec.json.decode(line, type=tuple[float, str, list[str]])
-                key = bytes.fromhex(record)
-                found.append(Owed(at_s, key, [bytes.fromhex(x) for x in keys]))
-    return found
+            for line in file:
+                with contextlib.suppress(ValueError):  # also msgspec's errors
+                    at_s, record, names = msgspec.json.decode(line, type=_Line)
+                    keys = [bytes.fromhex(x) for x in names]
+                    found.append(Owed(at_s, bytes.fromhex(record), keys))
+                    num_keys += len(keys)
+                while num_keys > MAX_KEYS and len(found) > 1:
+                    num_keys -= len(found.popleft().keys)
+    return list(found)
 
 
 class Upkeep:

@@ -50,7 +50,7 @@ class BlobReader:
         self._stack = ledger.stack
         self._workers = ledger.workers
         self._monotonic = ledger.monotonic
-        self._copies = CopyReader(ledger.stack, ledger.counters)
+        self._copies = CopyReader(ledger.stack, ledger.counters, ledger.index.unused)
 
     def read(
         self, reads: Sequence[BlobRead], use: Use[T], deadline_s: float

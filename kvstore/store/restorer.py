@@ -59,7 +59,7 @@ class Restorer:
             return Restored(0, layout.empty(0), None, None, "disabled")
         try:
             state = self._state_of(match, good)
-        except ForeignCodec:
+        except ForeignCodec:  # its codec was taken back meanwhile
             good, state, reason = [], None, "fingerprint"
         except Unusable:
             good, state, reason = [], None, "corrupt"
@@ -112,13 +112,15 @@ class Restorer:
             try:
                 return use(read, blob)
             except ForeignCodec as error:
+                if self._profiles.is_refused(error.codec_id):
+                    raise RefusedCodec(str(error), error.codec_id) from error
                 if not isinstance(error, RefusedCodec):
                     foreign.add(error.codec_id)
                 raise
 
         good, reason = self._reader.read(match.reads, noting, end - self._monotonic())
-        if foreign and self._profiles.fetch(foreign, end - self._monotonic()):
-            good, reason = self._reader.read(match.reads, use, end - self._monotonic())
+        if foreign and self._profiles.fetch([*foreign], end - self._monotonic()):
+            good, reason = self._reader.read(match.reads, noting, end - self._monotonic())
         has_state = any(x.piece.is_state for x in match.reads)
         if has_state and len(good) < len(match.reads):
             good = []  # without the state at its end, a run of tokens is unusable
@@ -142,9 +144,4 @@ class Restorer:
         if state is None:
             return None
         windows = [x for x in pairs if x[0].piece.is_window]
-        try:
-            return unpack_state(self._packer, state, windows)
-        except ForeignCodec as error:
-            if not self._profiles.fetch([error.codec_id], self._deadline_s):
-                raise
-            return unpack_state(self._packer, state, windows)
+        return unpack_state(self._packer, state, windows)

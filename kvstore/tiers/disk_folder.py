@@ -98,8 +98,10 @@ class DiskFolder:
         if self.data.is_symlink():
             raise TierUnavailable(f"{self.data} is a symbolic link; remove it to use this folder")
         shutil.rmtree(self.path / "compact", ignore_errors=True)
-        # The reader table of a dead process; only this process can have a live one.
-        (self.path / "lock.mdb").unlink(missing_ok=True)
+        # The reader table of a dead process; only this process can have a live one. And what an
+        # earlier release kept of a damaged file, which is under no limit.
+        for name in ("lock.mdb", "data.damaged"):
+            (self.path / name).unlink(missing_ok=True)
         if damage := self._damage():
             self._discard(damage)
         (self.path / "closed").unlink(missing_ok=True)

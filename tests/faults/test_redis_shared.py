@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.errors import Corrupt, ForeignCodec, Unusable
+from kvstore.errors import Corrupt, ForeignCodec, RefusedCodec, Unusable
 from kvstore.ledger.reading import CopyReader
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.redis
 
 
 def test_what_only_another_engine_can_read_is_left_to_it(server: RedisServer):
-    """In memory of its own it goes: there it would keep a readable one from being stored."""
+    """In memory of its own it goes if it is refused: no readable one would be stored there."""
     key, near = b"c" + bytes(32), RamTier(1 << 30)
     tier = RedisTier(server.url, deadline_s=10.0)
     stack = TierStack([near, tier], Counters())
@@ -34,6 +34,8 @@ def test_what_only_another_engine_can_read_is_left_to_it(server: RedisServer):
     for level in (0, 1):
         stack.put(level, [(key, b"segments")])
     assert reader.read(key, [0, 1], refused(ForeignCodec)) == "fingerprint"
+    assert near.get_many([key]) == [b"segments"]
+    assert reader.read(key, [0, 1], refused(RefusedCodec)) == "fingerprint"
     assert near.get_many([key]) == [None]
     assert tier.get_many([key]) == [b"segments"]
     assert reader.read(key, [1], refused(Corrupt)) == "corrupt"

@@ -16,7 +16,7 @@ from kvstore.blobs.store_codecs import RAW, StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
-from kvstore.errors import Corrupt, ForeignCodec, Mismatch, Unusable
+from kvstore.errors import Corrupt, ForeignCodec, Mismatch, RefusedCodec, Unusable
 from kvstore.ledger.repacking import packed_again
 from kvstore.shapes import KVLayer, KVLayout, StoredModel
 from tests.kv_sessions import CHUNK as SIZE
@@ -230,5 +230,10 @@ def test_adopting_changes_the_writer_and_keeps_what_can_be_read():
     unpack(by, old), unpack(by, by.pack_rows(piece(), run))
     by.adopt(StoreCodecs(RAW), keep=False)
     assert by.readable == ("raw.1",) and by.is_lossy(old)
-    with pytest.raises(ForeignCodec):
-        unpack(by, old)
+    by.adopt(StoreCodecs(codec_by_name("tq3")), keep=True)
+    by.adopt(StoreCodecs(codec_by_name("tq2")), keep=False)
+    newer = by.pack_rows(piece(), run)
+    by.adopt(StoreCodecs(RAW), keep=False)
+    for blob in (old, newer):
+        with pytest.raises(RefusedCodec):
+            unpack(by, blob)

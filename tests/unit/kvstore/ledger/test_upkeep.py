@@ -5,7 +5,12 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+import pytest
+
+from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import MAX_KEYS, Owed, OwedDeletions
+from kvstore.stats import Counters
+from kvstore.tiers.ram_tier import RamTier
 
 ONE = Owed(1.5, b"r" + bytes(32), [b"r" + bytes(32), b"\xff\x00"])
 TWO, THREE = Owed(2.0, b"r2", [b"c\n"]), Owed(3.0, b"r3", [])
@@ -54,12 +59,26 @@ def test_what_cannot_be_read_is_ignored(tmp_path: Path):
     assert OwedDeletions(path).inherited == []
 
 
-def test_the_oldest_are_dropped_where_there_are_too_many():
-    owed = OwedDeletions(None)
+def test_the_oldest_are_dropped_where_there_are_too_many(tmp_path: Path):
+    owed = OwedDeletions(path := tmp_path / "owed")
     third = [b"k"] * (MAX_KEYS // 3)
     for number in range(5):
         owed.add(Owed(float(number), b"r", third))
     assert [x.at_s for x in owed.take()] == [2.0, 3.0, 4.0]
+    assert [x.at_s for x in OwedDeletions(path).inherited] == [2.0, 3.0, 4.0]
+
+
+@pytest.mark.timeout(15)  # seconds for what takes a tenth of one, and minutes if sets are copied
+def test_as_many_as_are_kept_are_hidden_and_shown_one_by_one():
+    stack = TierStack([RamTier(1 << 20)], Counters())
+    keys = [b"c%032d" % i for i in range(MAX_KEYS)]
+    stack.tiers[0].put_many([(keys[0], b"blob")])
+    for key in keys:
+        stack.hide(0, [key])
+    assert stack.holds(0, keys[:1]) == [False]
+    for key in keys:
+        stack.show(0, [key])
+    assert stack.holds(0, keys[:1]) == [True]
 
 
 def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path, caplog):

@@ -13,6 +13,7 @@ from kvstore.shapes import KVLayer, KVLayout
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from tests.codec_sessions import DENSE, FAST, HISTORY, WHOLE, codecs_in, evict, turn, wake, wear
+from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     CHUNK,
     begin_save,
@@ -118,8 +119,8 @@ def test_a_pin_holds_new_chunks_in_the_new_codec(tmp_path, opened):
     assert near.pins == far.pins == {}
 
 
-def test_a_blob_in_an_unknown_codec_is_a_miss_and_is_held(tiers, opened):
-    """Another server may have put it there, under the same name."""
+def test_a_local_blob_in_an_unknown_codec_is_a_miss_and_makes_room(tiers, opened):
+    """It was brought from a tier that another server shares, under the same name."""
     theirs = open_store([their_tier := ram()], codecs=StoreCodecs(WornCodec("theirs.1", 3)))
     save(theirs, ref(), HISTORY)
     foreign = everything(their_tier)
@@ -132,10 +133,30 @@ def test_a_blob_in_an_unknown_codec_is_a_miss_and_is_held(tiers, opened):
     restored = wake(store, ref(), HISTORY)
     assert (restored.reason, restored.num_tokens) == ("fingerprint", 2 * CHUNK)
     assert store.stats().counters.get("corrupt", 0) == 0
-    assert save(store, ref(), HISTORY).packed == []
-    assert all(tier.get_many([name])[0] == foreign[name] for tier in tiers)
-    store.adopt(StoreCodecs(FAST, readable=(WornCodec("theirs.1", 3),)))
+    assert [tier.contains_many([name]) for tier in tiers] == [[False]] * len(tiers)
+    save(store, ref(), HISTORY)
     assert wake(store, ref(), HISTORY).num_tokens == WHOLE
+
+
+def test_after_a_restart_without_its_codec_a_session_is_saved_anew(tmp_path, tiers, opened):
+    store = opened(tiers, codecs=StoreCodecs(FAST))
+    save(store, ref(), HISTORY)
+    store.close()
+    store = opened([ram(), disk(tmp_path)])
+    assert wake(store, ref(), HISTORY).reason == "fingerprint"
+    save(store, ref(), HISTORY)
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == WHOLE
+
+
+def test_while_a_tier_that_may_have_the_profile_is_down_nothing_is_dropped(tmp_path, tiers, opened):
+    store = opened(tiers, codecs=StoreCodecs(FAST))
+    save(store, ref(), HISTORY)
+    store.close()
+    shared, far = FaultyTier(SharedRam(1 << 26)), disk(tmp_path)
+    shared.fails = lambda number, method: True
+    store = opened([ram(), far, shared])
+    assert wake(store, ref(), HISTORY).reason == "fingerprint"
+    assert codecs_in(far) == ["fast.1"] * 12
 
 
 class SharedRam(type(ram())):

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
+from kvstore.blobs.chain import CHUNK
 from kvstore.tiers.ram_tier import RamTier
+from tests.contract.store_rig import damage
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     begin_save,
@@ -100,6 +102,24 @@ def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place, opened):
     forgetting.join(0.05)
     tiers[place].go_on.set()
     forgetting.join(20)
+    assert store.flush(20)
+    assert everything(tiers[0]) == everything(tiers[1]) == {}
+
+
+def test_a_copy_that_is_mended_meanwhile_does_not_come_back(opened):
+    tiers = [FaultyTier(ram()), FaultyTier(ram(), "disk")]
+    store = opened(tiers)
+    save(store, ref(), HISTORY)
+    damage(tiers[0], lambda name: name[:1] == CHUNK)
+    match = store.match(ref(), chain_of(store, ref(), HISTORY))
+    tiers[0].hanging = "replace"
+    tiers[0].go_on.clear()
+    waking = threading.Thread(target=store.restore, args=(match, 20.0))
+    waking.start()
+    assert tiers[0].entered.wait(10)
+    assert store.forget(ref())
+    tiers[0].go_on.set()
+    waking.join(20)
     assert store.flush(20)
     assert everything(tiers[0]) == everything(tiers[1]) == {}
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from kvstore.blobs.chain import STATE
-from kvstore.blobs.state_tree import StateArray
+from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree
+from kvstore.blobs.store_codecs import RAW, StoreCodecs
+from kvstore.codecs.session_codec import SessionCodec
+from kvstore.codecs.states import matrix_codec
 from kvstore.shapes import KVLayout
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.states import StateAt
-from tests.codec_sessions import FAST
+from tests.codec_sessions import FAST, wake
+from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     CHUNK,
     LAYOUT,
@@ -258,3 +266,47 @@ def test_restored_states_and_rows_are_reported_as_lossy(opened):
     restored = store.restore(match)
     assert (restored.num_tokens, restored.lossy_tokens) == (96, 96)
     assert trees_equal(restored.state, state_at(HISTORY, 96))
+
+
+PACKED = StoreCodecs(RAW, SessionCodec(RAW, None, matrix_codec("state8")))
+
+
+def save_matrices(store: ColdStore) -> None:
+    tree: StateTree = [MatrixArray("float32", np.ones((1, 2, 32, 32), np.float32))]
+    source = Rows(store, kv_of(HISTORY[:96]), [StateAt(96, tree)])
+    chain = chain_of(store, ref(), HISTORY[:96])
+    assert store.save(ref(), chain, source, states=[6], state_bytes=8192)
+    assert store.flush(20)
+
+
+def test_a_local_state_in_an_unknown_codec_is_a_miss_and_makes_room(opened, tmp_path: Path):
+    store = opened([disk(tmp_path)], codecs=PACKED, needs_state=True)
+    save_matrices(store)
+    assert wake(store, ref(), HISTORY).num_tokens == 96
+    store.close()
+    store = opened([disk(tmp_path)], needs_state=True)
+    fetched = store.fetch(store.match(ref(), chain_of(store, ref(), HISTORY)))
+    assert (fetched.num_chunks, fetched.reason) == (0, "fingerprint")
+    assert num_states(store) == 0
+    save_matrices(store)
+    assert wake(store, ref(), HISTORY).num_tokens == 96
+
+
+def test_a_state_in_an_unknown_codec_costs_no_more_than_the_deadline(opened, tmp_path: Path):
+    store = opened([disk(tmp_path)], codecs=PACKED, needs_state=True)
+    save_matrices(store)
+    store.close()
+    tier = FaultyTier(disk(tmp_path))
+    store = opened([tier], needs_state=True, restore_deadline_s=60.0)
+    match = store.match(ref(), chain_of(store, ref(), HISTORY))
+    tier.hanging = "lengths"  # by which a profile is looked for
+    tier.go_on.clear()
+    answers: list[int] = []
+    waking = threading.Thread(target=lambda: answers.append(store.restore(match, 0.5).num_tokens))
+    waking.start()
+    waking.join(10)
+    try:
+        assert answers == [0]
+    finally:
+        tier.go_on.set()
+        waking.join(60)

@@ -1,0 +1,109 @@
+"""Profiles of codecs in the tiers: renewed, fetched, and ended with the store."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.blobs.chain import profile_key
+from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.codecs.calibrated import learn_profile
+from kvstore.codecs.learning.samples import Samples
+from kvstore.codecs.presets import open_codec
+from kvstore.codecs.profile import Profile
+from kvstore.ledger import profiles
+from kvstore.ledger.profiles import Profiles
+from kvstore.ledger.reading import CopyReader
+from kvstore.ledger.stack import TierStack
+from kvstore.stats import Counters
+from kvstore.tiers.base import Tier
+from tests.clock import Clock
+from tests.faulty_tier import FaultyTier
+from tests.kv_sessions import RenamedRam
+from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_run, ropes_of
+
+LAYOUT, MODEL = model_layout(), "f1"
+
+
+@functools.cache
+def learned(seed: int) -> Profile:
+    texts = [model_run(LAYOUT, 100, seed=seed)]
+    return learn_profile(Samples(LAYOUT, ropes_of(LAYOUT), texts), MODEL, ["dense3"])
+
+
+def codecs_of(profile: Profile) -> StoreCodecs:
+    return StoreCodecs(open_codec("dense3", profile), profile=profile)
+
+
+def id_of(seed: int) -> str:
+    return codecs_of(learned(seed)).rows.id
+
+
+class Rig:
+    """The profiles of a store with one tier, which has some of other stores."""
+
+    def __init__(self, *seeds: int) -> None:
+        self.tier = FaultyTier(RenamedRam(1 << 26))
+        self.clock = Clock()
+        self.readable: list[StoreCodecs] = []
+        self.give(self.tier, *seeds)
+        stack = TierStack([self.tier], Counters())
+        copies = CopyReader(stack, Counters())
+        self.profiles = Profiles(stack, copies, MODEL, self.readable.append, self.clock)
+        self.profiles.opened = codecs_of
+
+    def give(self, tier: Tier, *seeds: int) -> None:
+        for seed in seeds:
+            assert tier.put_many([(profile_key(MODEL, id_of(seed)), learned(seed).to_bytes())])
+
+
+@pytest.fixture
+def opening() -> Iterator[threading.Event]:
+    """Set: opening a profile does not take for ever."""
+    goes_on = threading.Event()
+    yield goes_on
+    goes_on.set()
+
+
+def held(rig: Rig, goes_on: threading.Event) -> threading.Event:
+    """Have opening wait; the returned event says that it does."""
+    begun = threading.Event()
+
+    def opened(profile: Profile) -> StoreCodecs:
+        begun.set()
+        goes_on.wait(60)
+        return codecs_of(profile)
+
+    rig.profiles.opened = opened
+    return begun
+
+
+def test_a_closed_one_fetches_nothing_and_raises_nothing():
+    rig = Rig(1)
+    rig.profiles.close()
+    assert not rig.profiles.fetch([id_of(1)], 60)
+    assert not rig.profiles.is_refused(id_of(1))
+    assert not rig.readable
+
+
+def test_closing_ends_a_fetch_that_waits_for_another_one(opening, monkeypatch):
+    rig = Rig(1, 2)
+    begun = held(rig, opening)
+    monkeypatch.setattr(profiles, "CLOSE_S", 0.05)
+    assert not rig.profiles.fetch([id_of(1)], 0.0)
+    answers: list[bool] = []
+    asking = threading.Thread(target=lambda: answers.append(rig.profiles.fetch([id_of(2)], 60)))
+    assert begun.wait(20)
+    asking.start()
+    while id_of(2) not in rig.profiles._asked:
+        asking.join(0.01)
+    rig.profiles.close()  # although kernels are still being compiled
+    asking.join(20)
+    assert answers == [False]
+    assert not rig.profiles.is_refused(id_of(2))
+    opening.set()
+    rig.profiles._fetching.shutdown()
+    assert not rig.readable  # the store is closed
