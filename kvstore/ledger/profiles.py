@@ -9,12 +9,13 @@ verifies that it gives a codec of that very id, keeps it, and reads on.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Final, TypeAlias
 
 from kvstore.blobs.chain import profile_key
@@ -27,7 +28,8 @@ from kvstore.tiers.base import Blob
 
 MAX_PROFILE_BYTES: Final = 256 << 20
 MOST: Final = 8  # profiles that are kept; each takes memory for its learned arrays
-AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again
+AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again, or written
+MAX_AGAIN_S: Final = 1800.0  # between writes that a tier refuses
 MAX_ASKED: Final = 64  # that are remembered as asked for
 CLOSE_S: Final = 5.0  # for what is being fetched
 
@@ -71,6 +73,8 @@ class Profiles:
         self._renewing = threading.Lock()
         # By key, the newest last; None: another store's, whose life is prolonged while it is read.
         self._kept: dict[bytes, Profile | None] = {}
+        # By tier and key: when a tier that refused a profile is asked again, and after what time.
+        self._refusals: dict[tuple[int, bytes], tuple[float, float]] = {}
         self._asked: dict[str, tuple[Future[bool | None], float]] = {}  # by codec id, and when
         self._fetching = ThreadPoolExecutor(1, "kvstore-profiles")
         self._is_closed = False
@@ -97,13 +101,27 @@ class Profiles:
         with self._renewing:
             with self._lock:
                 kept = dict(self._kept)
+            self._refusals = {x: y for x, y in self._refusals.items() if x[1] in kept}
+            content = functools.cache(Profile.to_bytes)
             for level in self._levels if kept else ():
                 held = self._stack.holds(level, list(kept))
                 for (key, profile), there in zip(kept.items(), held, strict=True):
                     if there and level in self._stack.shared:
                         self._stack.saved_by(level, "", [key])
-                    elif not there and profile is not None:
-                        self._stack.put(level, [(key, profile.to_bytes())])
+                    elif not there and profile is not None and self._is_due(level, key):
+                        self._write(level, key, content(profile))
+
+    def _is_due(self, level: int, key: bytes) -> bool:
+        """True if a tier is up, lacks a profile, and did not refuse it lately."""
+        again_s, _ = self._refusals.get((level, key), (-math.inf, 0.0))
+        return self._monotonic() >= again_s and not self._stack.may_hold(level, key)
+
+    def _write(self, level: int, key: bytes, content: bytes) -> None:
+        """Write a profile to a tier; one that refuses it is asked again after twice the time."""
+        _, wait_s = self._refusals.pop((level, key), (0.0, AGAIN_S / 2))
+        if not self._stack.put(level, [(key, content)]):
+            wait_s = min(2 * wait_s, MAX_AGAIN_S)
+            self._refusals[level, key] = self._monotonic() + wait_s, wait_s
 
     # ---- those of other stores
 
@@ -143,7 +161,7 @@ class Profiles:
         lengths = ((i, self._stack.lengths(i, [key])[0]) for i in self._levels)
         levels = [i for i, n in lengths if n is None or n <= MAX_PROFILE_BYTES]
         try:
-            found = self._copies.read(key, levels, partial(self._use, codec_id))
+            found = self._copies.read(key, levels, functools.partial(self._use, codec_id))
         except Exception:  # the outermost frame of this thread: a bad profile is a miss
             _log.exception("a profile could not be used")
             return False
