@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, TypeAlias
 
@@ -27,7 +27,7 @@ from kvstore.ledger.stack import TierStack
 from kvstore.tiers.base import Blob
 
 MAX_PROFILE_BYTES: Final = 256 << 20
-MOST: Final = 8  # profiles that are kept; each takes memory for its learned arrays
+MOST: Final = 8  # profiles of our own that are kept, and of others; each has learned arrays
 AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again, or written
 MAX_AGAIN_S: Final = 1800.0  # between writes that a tier refuses
 MAX_ASKED: Final = 64  # that are remembered as asked for
@@ -47,7 +47,8 @@ class Profiles:
 
     Args:
         fingerprint: of the model; a part of every key.
-        read_too: makes codecs readable; raises ``UnknownCodec`` for those of another layout.
+        read_too: makes codecs of other stores readable, and those of the call before no more;
+            raises ``UnknownCodec`` for those of another layout.
 
     Attributes:
         opened: see ``OpenProfile``. Until it is set, no profile is fetched.
@@ -58,7 +59,7 @@ class Profiles:
         stack: TierStack,
         copies: CopyReader,
         fingerprint: str,
-        read_too: Callable[[StoreCodecs], None],
+        read_too: Callable[[Sequence[StoreCodecs]], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stack = stack
@@ -71,8 +72,8 @@ class Profiles:
         self._local = [i for i in self._levels if i not in stack.shared]
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
-        # By key, the newest last; None: another store's, whose life is prolonged while it is read.
-        self._kept: dict[bytes, Profile | None] = {}
+        # By key, the newest last; codecs: another store's, whose profile stays while they are read.
+        self._kept: dict[bytes, Profile | StoreCodecs] = {}
         # By tier and key: when a tier that refused a profile is asked again, and after what time.
         self._refusals: dict[tuple[int, bytes], tuple[float, float]] = {}
         self._asked: dict[str, tuple[Future[bool | None], float]] = {}  # by codec id, and when
@@ -84,32 +85,32 @@ class Profiles:
         if codecs.profile is not None:
             self._keep(codecs.written_ids, codecs.profile)
 
-    def _keep(self, codec_ids: Iterable[str], profile: Profile | None) -> None:
+    def _keep(self, codec_ids: Iterable[str], newest: Profile | StoreCodecs) -> None:
+        keys = [profile_key(self._fingerprint, x) for x in codec_ids]
         with self._lock:
-            for key in (profile_key(self._fingerprint, x) for x in codec_ids):
-                if key not in self._kept:
-                    self._stack.pin([key])
-                self._kept.pop(key, None)
-                self._kept[key] = profile
-            while len(self._kept) > MOST:
-                oldest = next(iter(self._kept))
-                del self._kept[oldest]
-                self._stack.unpin([oldest])
+            kept = {x: y for x, y in self._kept.items() if x not in keys}
+            kept |= dict.fromkeys(keys, newest)
+            for key in [x for x, y in kept.items() if type(y) is type(newest)][:-MOST]:
+                del kept[key]
+            self._read_too([x for x in kept.values() if isinstance(x, StoreCodecs)])
+            self._stack.pin([x for x in kept if x not in self._kept])
+            self._stack.unpin([x for x in self._kept if x not in kept])
+            self._kept = kept
 
     def renew(self) -> None:
         """Write the kept profiles to tiers that lack them, and prolong their lives elsewhere."""
         with self._renewing:
             with self._lock:
-                kept = dict(self._kept)
+                kept = self._kept
             self._refusals = {x: y for x, y in self._refusals.items() if x[1] in kept}
             content = functools.cache(Profile.to_bytes)
             for level in self._levels if kept else ():
                 held = self._stack.holds(level, list(kept))
-                for (key, profile), there in zip(kept.items(), held, strict=True):
+                for (key, x), there in zip(kept.items(), held, strict=True):
                     if there and level in self._stack.shared:
                         self._stack.saved_by(level, "", [key])
-                    elif not there and profile is not None and self._is_due(level, key):
-                        self._write(level, key, content(profile))
+                    elif not there and isinstance(x, Profile) and self._is_due(level, key):
+                        self._write(level, key, content(x))
 
     def _is_due(self, level: int, key: bytes) -> bool:
         """True if a tier is up, lacks a profile, and did not refuse it lately."""
@@ -178,10 +179,9 @@ class Profiles:
         if codec_id not in codecs.written_ids:
             raise Corrupt(f"the profile of {codec_id!r} is another codec's")
         try:
-            self._read_too(codecs)
+            self._keep([codec_id], codecs)
         except UnknownCodec as error:
             raise ForeignCodec(str(error)) from error
-        self._keep([codec_id], None)
         for level in self._local:
             self._stack.put(level, [(profile_key(self._fingerprint, codec_id), content)])
         _log.info("codec %s of another server can be read from now on", codec_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -15,7 +15,7 @@ from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.ledger import profiles
-from kvstore.ledger.profiles import Profiles
+from kvstore.ledger.profiles import MOST, Profiles
 from kvstore.ledger.reading import CopyReader
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
@@ -47,7 +47,7 @@ class Rig:
     def __init__(self, *seeds: int, nbytes: int = 1 << 26) -> None:
         self.tier = FaultyTier(RenamedRam(nbytes))
         self.clock = Clock()
-        self.readable: list[StoreCodecs] = []
+        self.readable: list[Sequence[StoreCodecs]] = []
         for seed in seeds:
             item = profile_key(MODEL, id_of(seed)), learned(seed).to_bytes()
             assert self.tier.put_many([item]) == 1
@@ -148,3 +148,19 @@ def test_a_tier_that_is_down_gets_the_profile_once_it_answers():
     rig.tier.fails = lambda number, method: False
     rig.profiles.renew()
     assert rig.tier.contains_many([key]) == [True]
+
+
+def test_of_codecs_of_other_stores_the_oldest_are_released(opened):
+    seeds = range(1, MOST + 3)
+    rig = Rig(*seeds)
+    store = opened([rig.tier.inner], codecs=codecs_of(learned(0)), layout=LAYOUT)
+    fetched = store.ledger.profiles
+    fetched.opened = codecs_of
+    for seed in seeds:
+        assert fetched.fetch([id_of(seed)], 60)
+    own, newest = [id_of(0)], [id_of(x) for x in seeds[2:]]
+    assert sorted(store.packer.readable) == sorted(own + newest)
+    assert fetched.fetch([id_of(1)], 60)  # it is in use again
+    store.adopt(StoreCodecs(codecs_of(learned(0)).rows))
+    assert sorted(store.packer.readable) == sorted([*own, id_of(1), *newest[1:]])
+    assert profile_key(MODEL, id_of(0)) in fetched._kept
