@@ -7,7 +7,8 @@ have seen a byte of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -35,7 +36,9 @@ AnyBlob: TypeAlias = Blob | blobs.VerifiedBlob
 class _Known:
     """The codecs in use; replaced as a whole when others are adopted."""
 
-    codecs: StoreCodecs
+    own: StoreCodecs
+    others: Sequence[StoreCodecs]  # of other stores
+    codecs: StoreCodecs  # all of them
     by_name: Mapping[bytes, Codec]
     windows_by_name: Mapping[bytes, Codec]
 
@@ -59,7 +62,7 @@ class Packer:
             CHUNK: blobs.layout_digest(model.layout),
             WINDOW: blobs.layout_digest(model.windows or _NO_LAYERS),
         }
-        self._known = self._checked(as_codecs(codecs))
+        self._known = self._checked(as_codecs(codecs), ())
         self._refused: frozenset[bytes] = frozenset()
 
     # ---- which codecs
@@ -81,22 +84,29 @@ class Packer:
     def adopt(self, codecs: StoreCodecs, *, keep: bool) -> None:
         """Pack by these codecs from now on; with ``keep``, still read what was readable before.
 
-        Raises ``UnknownCodec``; then nothing has changed.
+        Raises ``UnknownCodec``; then nothing has changed. What other stores pack stays readable.
         """
-        before = self._known
-        self._known = self._checked(codecs.with_readable(self.codecs) if keep else codecs)
+        own, others = self._known.own, self._known.others
+        self._known = self._checked(codecs.with_readable(own) if keep else codecs, others)
         if not keep:
+            before = self._checked(own, ())
             self._refused |= {*before.by_name, *before.windows_by_name}
 
-    def read_too(self, codecs: StoreCodecs) -> None:
-        """Read blobs in these codecs as well. Raises ``UnknownCodec``; nothing has changed then."""
-        self._known = self._checked(self.codecs.with_readable(codecs))
+    def read_too(self, others: Sequence[StoreCodecs]) -> None:
+        """Read blobs of other stores as well, in these codecs from now on.
 
-    def _checked(self, codecs: StoreCodecs) -> _Known:
+        Raises ``UnknownCodec``; then nothing has changed.
+        """
+        self._known = self._checked(self._known.own, others)
+
+    def _checked(self, own: StoreCodecs, others: Sequence[StoreCodecs]) -> _Known:
+        codecs = functools.reduce(StoreCodecs.with_readable, others, own)
         for codec in codecs.known:
             codec.check(self.layout)
         windows = [x.windows for x in codecs.sessions if x.windows is not None]
         return _Known(
+            own,
+            others,
             codecs,
             {blobs.codec_field(x.id): x for x in codecs.known},
             {blobs.codec_field(x.id): x for x in (*windows, RAW)},

@@ -158,9 +158,9 @@ class Ledger:
         self.profiles.keep(codecs)
         self.workers.later(self.profiles.renew)
 
-    def _read_too(self, codecs: StoreCodecs) -> None:
+    def _read_too(self, others: Sequence[StoreCodecs]) -> None:
         with self._switching:
-            self._packer.read_too(codecs)
+            self._packer.read_too(others)
 
     # ---- the whole store
 

@@ -9,12 +9,13 @@ verifies that it gives a codec of that very id, keeps it, and reads on.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Final, TypeAlias
 
 from kvstore.blobs.chain import profile_key
@@ -26,8 +27,9 @@ from kvstore.ledger.stack import TierStack
 from kvstore.tiers.base import Blob
 
 MAX_PROFILE_BYTES: Final = 256 << 20
-MOST: Final = 8  # profiles that are kept; each takes memory for its learned arrays
-AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again
+MOST: Final = 8  # profiles of our own that are kept, and of others; each has learned arrays
+AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again, or written
+MAX_AGAIN_S: Final = 1800.0  # between writes that a tier refuses
 MAX_ASKED: Final = 64  # that are remembered as asked for
 CLOSE_S: Final = 5.0  # for what is being fetched
 
@@ -45,7 +47,8 @@ class Profiles:
 
     Args:
         fingerprint: of the model; a part of every key.
-        read_too: makes codecs readable; raises ``UnknownCodec`` for those of another layout.
+        read_too: makes codecs of other stores readable, and those of the call before no more;
+            raises ``UnknownCodec`` for those of another layout.
 
     Attributes:
         opened: see ``OpenProfile``. Until it is set, no profile is fetched.
@@ -56,7 +59,7 @@ class Profiles:
         stack: TierStack,
         copies: CopyReader,
         fingerprint: str,
-        read_too: Callable[[StoreCodecs], None],
+        read_too: Callable[[Sequence[StoreCodecs]], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stack = stack
@@ -69,8 +72,10 @@ class Profiles:
         self._local = [i for i in self._levels if i not in stack.shared]
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
-        # By key, the newest last; None: another store's, whose life is prolonged while it is read.
-        self._kept: dict[bytes, Profile | None] = {}
+        # By key, the newest last; codecs: another store's, whose profile stays while they are read.
+        self._kept: dict[bytes, Profile | StoreCodecs] = {}
+        # By tier and key: when a tier that refused a profile is asked again, and after what time.
+        self._refusals: dict[tuple[int, bytes], tuple[float, float]] = {}
         self._asked: dict[str, tuple[Future[bool | None], float]] = {}  # by codec id, and when
         self._fetching = ThreadPoolExecutor(1, "kvstore-profiles")
         self._is_closed = False
@@ -80,30 +85,44 @@ class Profiles:
         if codecs.profile is not None:
             self._keep(codecs.written_ids, codecs.profile)
 
-    def _keep(self, codec_ids: Iterable[str], profile: Profile | None) -> None:
+    def _keep(self, codec_ids: Iterable[str], newest: Profile | StoreCodecs) -> None:
+        keys = [profile_key(self._fingerprint, x) for x in codec_ids]
         with self._lock:
-            for key in (profile_key(self._fingerprint, x) for x in codec_ids):
-                if key not in self._kept:
-                    self._stack.pin([key])
-                self._kept.pop(key, None)
-                self._kept[key] = profile
-            while len(self._kept) > MOST:
-                oldest = next(iter(self._kept))
-                del self._kept[oldest]
-                self._stack.unpin([oldest])
+            kept = {x: y for x, y in self._kept.items() if x not in keys}
+            kept |= dict.fromkeys(keys, newest)
+            for key in [x for x, y in kept.items() if type(y) is type(newest)][:-MOST]:
+                del kept[key]
+            self._read_too([x for x in kept.values() if isinstance(x, StoreCodecs)])
+            self._stack.pin([x for x in kept if x not in self._kept])
+            self._stack.unpin([x for x in self._kept if x not in kept])
+            self._kept = kept
 
     def renew(self) -> None:
         """Write the kept profiles to tiers that lack them, and prolong their lives elsewhere."""
         with self._renewing:
             with self._lock:
-                kept = dict(self._kept)
+                kept = self._kept
+            self._refusals = {x: y for x, y in self._refusals.items() if x[1] in kept}
+            content = functools.cache(Profile.to_bytes)
             for level in self._levels if kept else ():
                 held = self._stack.holds(level, list(kept))
-                for (key, profile), there in zip(kept.items(), held, strict=True):
+                for (key, x), there in zip(kept.items(), held, strict=True):
                     if there and level in self._stack.shared:
                         self._stack.saved_by(level, "", [key])
-                    elif not there and profile is not None:
-                        self._stack.put(level, [(key, profile.to_bytes())])
+                    elif not there and isinstance(x, Profile) and self._is_due(level, key):
+                        self._write(level, key, content(x))
+
+    def _is_due(self, level: int, key: bytes) -> bool:
+        """True if a tier is up, lacks a profile, and did not refuse it lately."""
+        again_s, _ = self._refusals.get((level, key), (-math.inf, 0.0))
+        return self._monotonic() >= again_s and not self._stack.may_hold(level, key)
+
+    def _write(self, level: int, key: bytes, content: bytes) -> None:
+        """Write a profile to a tier; one that refuses it is asked again after twice the time."""
+        _, wait_s = self._refusals.pop((level, key), (0.0, AGAIN_S / 2))
+        if not self._stack.put(level, [(key, content)]):
+            wait_s = min(2 * wait_s, MAX_AGAIN_S)
+            self._refusals[level, key] = self._monotonic() + wait_s, wait_s
 
     # ---- those of other stores
 
@@ -143,7 +162,7 @@ class Profiles:
         lengths = ((i, self._stack.lengths(i, [key])[0]) for i in self._levels)
         levels = [i for i, n in lengths if n is None or n <= MAX_PROFILE_BYTES]
         try:
-            found = self._copies.read(key, levels, partial(self._use, codec_id))
+            found = self._copies.read(key, levels, functools.partial(self._use, codec_id))
         except Exception:  # the outermost frame of this thread: a bad profile is a miss
             _log.exception("a profile could not be used")
             return False
@@ -160,10 +179,9 @@ class Profiles:
         if codec_id not in codecs.written_ids:
             raise Corrupt(f"the profile of {codec_id!r} is another codec's")
         try:
-            self._read_too(codecs)
+            self._keep([codec_id], codecs)
         except UnknownCodec as error:
             raise ForeignCodec(str(error)) from error
-        self._keep([codec_id], None)
         for level in self._local:
             self._stack.put(level, [(profile_key(self._fingerprint, codec_id), content)])
         _log.info("codec %s of another server can be read from now on", codec_id)

@@ -237,3 +237,16 @@ def test_adopting_changes_the_writer_and_keeps_what_can_be_read():
     for blob in (old, newer):
         with pytest.raises(RefusedCodec):
             unpack(by, blob)
+
+
+def test_what_other_stores_pack_outlives_an_adoption_and_can_be_released():
+    layout = KVLayout("bfloat16", (KVLayer(2, 64, 64),))
+    theirs, run = packer("tq3", layout), kv_of(TOKENS, layout)
+    blob, by = theirs.pack_rows(piece(), run), packer("tq4", layout)
+    by.read_too([theirs.codecs])
+    by.adopt(StoreCodecs(RAW), keep=False)
+    unpack(by, blob)
+    by.read_too([])
+    with pytest.raises(ForeignCodec) as error:
+        unpack(by, blob)
+    assert not isinstance(error.value, RefusedCodec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -15,11 +15,10 @@ from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.ledger import profiles
-from kvstore.ledger.profiles import Profiles
+from kvstore.ledger.profiles import MOST, Profiles
 from kvstore.ledger.reading import CopyReader
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
-from kvstore.tiers.base import Tier
 from tests.clock import Clock
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import RenamedRam
@@ -43,21 +42,19 @@ def id_of(seed: int) -> str:
 
 
 class Rig:
-    """The profiles of a store with one tier, which has some of other stores."""
+    """The profiles of a store with two tiers, of which one has some of other stores."""
 
-    def __init__(self, *seeds: int) -> None:
-        self.tier = FaultyTier(RenamedRam(1 << 26))
+    def __init__(self, *seeds: int, nbytes: int = 1 << 26) -> None:
+        self.tier = FaultyTier(RenamedRam(nbytes))
         self.clock = Clock()
-        self.readable: list[StoreCodecs] = []
-        self.give(self.tier, *seeds)
-        stack = TierStack([self.tier], Counters())
+        self.readable: list[Sequence[StoreCodecs]] = []
+        for seed in seeds:
+            item = profile_key(MODEL, id_of(seed)), learned(seed).to_bytes()
+            assert self.tier.put_many([item]) == 1
+        stack = TierStack([self.tier, RenamedRam(nbytes)], Counters())
         copies = CopyReader(stack, Counters())
         self.profiles = Profiles(stack, copies, MODEL, self.readable.append, self.clock)
         self.profiles.opened = codecs_of
-
-    def give(self, tier: Tier, *seeds: int) -> None:
-        for seed in seeds:
-            assert tier.put_many([(profile_key(MODEL, id_of(seed)), learned(seed).to_bytes())])
 
 
 @pytest.fixture
@@ -107,3 +104,63 @@ def test_closing_ends_a_fetch_that_waits_for_another_one(opening, monkeypatch):
     opening.set()
     rig.profiles._fetching.shutdown()
     assert not rig.readable  # the store is closed
+
+
+class Counted(Profile):
+    """Counts how often it is made into bytes."""
+
+    made = 0
+
+    def _blocks(self) -> Iterator[bytes | memoryview]:
+        Counted.made += 1
+        return super()._blocks()
+
+
+def keep_counted(rig: Rig) -> bytes:
+    """Returns the key of the profile."""
+    own = learned(1)
+    counted = Counted(own.fingerprint, own.layout, own.ropes, own.learned, own.rows)
+    Counted.made = 0
+    rig.profiles.keep(codecs_of(counted))
+    return profile_key(MODEL, id_of(1))
+
+
+def renew_for_an_hour(rig: Rig) -> None:
+    for _ in range(240):
+        rig.profiles.renew()
+        rig.clock.now += 15
+
+
+def test_a_tier_that_never_takes_a_profile_is_seldom_asked_to():
+    rig = Rig(nbytes=100)
+    keep_counted(rig)
+    renew_for_an_hour(rig)
+    assert 4 <= rig.tier.calls.count("put_many") <= 8
+    assert Counted.made == rig.tier.calls.count("put_many")  # once for both tiers
+
+
+def test_a_tier_that_is_down_gets_the_profile_once_it_answers():
+    rig = Rig()
+    key = keep_counted(rig)
+    rig.tier.fails = lambda number, method: True
+    renew_for_an_hour(rig)
+    assert (rig.tier.calls.count("put_many"), Counted.made) == (0, 1)  # for the other tier
+    rig.tier.fails = lambda number, method: False
+    rig.profiles.renew()
+    assert rig.tier.contains_many([key]) == [True]
+
+
+def test_of_codecs_of_other_stores_the_oldest_are_released(opened):
+    seeds = range(1, MOST + 3)
+    rig = Rig(*seeds)
+    store = opened([rig.tier.inner], codecs=codecs_of(learned(0)), layout=LAYOUT)
+    fetched = store.ledger.profiles
+    fetched.opened = codecs_of
+    for seed in seeds:
+        assert fetched.fetch([id_of(seed)], 60)
+    own, newest = [id_of(0)], [id_of(x) for x in seeds[2:]]
+    assert sorted(store.packer.readable) == sorted(own + newest)
+    assert fetched.fetch([id_of(1)], 60)  # it is in use again
+    store.adopt(StoreCodecs(codecs_of(learned(0)).rows))
+    assert sorted(store.packer.readable) == sorted([*own, id_of(1), *newest[1:]])
+    assert profile_key(MODEL, id_of(0)) in fetched._kept
