@@ -141,7 +141,7 @@ class Profiles:
         """True if its profile was looked for lately, and there is none that may serve here."""
         with self._lock:
             future, since = self._asked.get(codec_id, (None, 0.0))
-        if future is None or not future.done() or future.cancelled():
+        if self._is_closed or future is None or not future.done():
             return False
         return future.result() is False and self._monotonic() - since <= AGAIN_S
 

@@ -104,6 +104,7 @@ def test_closing_ends_a_fetch_that_waits_for_another_one(opening, monkeypatch):
     opening.set()
     rig.profiles._fetching.shutdown()
     assert not rig.readable  # the store is closed
+    assert not rig.profiles.is_refused(id_of(1))  # or a last return would drop good copies
 
 
 class Counted(Profile):
