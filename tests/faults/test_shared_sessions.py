@@ -113,13 +113,13 @@ async def test_a_deletion_removes_what_began_before_it_and_nothing_after(make: M
 async def test_a_write_that_was_on_its_way_does_not_undo_a_deletion(make: Make):
     a, b = await make(), await make()
     await b.turn("gone")
-    heard = b.shared.deletions.hear
-    b.shared.deletions.hear = lambda raw: None  # type: ignore[method-assign]  # it is lost
+    heard = b.shared.deletions.receive
+    b.shared.deletions.receive = lambda raw: None  # type: ignore[method-assign]  # it is lost
     assert await a.delete("gone")
     await b.turn("gone")  # of the same session, since b has not heard
     assert await a.listed() == []
     await until(lambda: b.own() == [])
-    b.shared.deletions.hear = heard  # type: ignore[method-assign]
+    b.shared.deletions.receive = heard  # type: ignore[method-assign]
 
 
 async def test_a_server_that_was_away_forgets_before_it_lists(make: Make):
@@ -202,7 +202,7 @@ async def test_a_subscription_that_was_cut_misses_nothing(make: Make, client: re
     a, b = await make(), await make()
     await b.turn("gone")
     heard = asyncio.Event()
-    b.shared.deletions.hear = lambda raw: heard.set()  # type: ignore[method-assign]
+    b.shared.deletions.receive = lambda raw: heard.set()  # type: ignore[method-assign]
     await a.delete("gone")
     await heard.wait()
     assert b.own() == ["gone"]
@@ -261,13 +261,13 @@ async def test_a_message_that_is_sent_once_more_deletes_nothing_new(
 ):
     a, b = await make(), await make()
     heard: list[bytes] = []
-    hear = b.shared.deletions.hear
+    receive = b.shared.deletions.receive
 
     def noting(raw: bytes) -> None:
         heard.append(raw)
-        hear(raw)
+        receive(raw)
 
-    b.shared.deletions.hear = noting  # type: ignore[method-assign]
+    b.shared.deletions.receive = noting  # type: ignore[method-assign]
     for server in (a, b):
         await server.turn("again")
     await a.delete("again")
