@@ -80,8 +80,13 @@ def test_who_opens_the_socket_gets_into_a_server_that_is_full(
     monkeypatch.setenv("THERMOCLINE_GATEWAY__MAX_CONNECTIONS", "1")
     server = Server(tmp_path)
     try:
-        said = {"role": "user", "content": "chunks=2000 delay_s=0.05"}
-        body = json.dumps({"model": "fake", "messages": [said], "stream": True}).encode()
+        asked_for: dict[str, object] = {
+            "model": "fake",
+            "messages": [{"role": "user", "content": "go on"}],
+            "stream": True,
+            "metadata": {"fake": "chunks=2000 delay_s=0.05"},
+        }
+        body = json.dumps(asked_for).encode()
         headers = {"content-type": "application/json"}
         asked = urllib.request.Request(f"{server.url}/v1/chat/completions", body, headers)
         with urllib.request.urlopen(asked, timeout=30) as answer:

@@ -323,9 +323,8 @@ def test_a_file_that_another_release_laid_out_is_swept(
             with env.begin(write=True) as txn:
                 txn.put(b"key", b"an old blob", db=database)
     tier = opened()
-    assert [x.getMessage().rpartition(": ")[2] for x in caplog.records] == [
-        "another release laid it out"
-    ]
+    lines = [x.getMessage() for x in caplog.records]
+    assert sum(x.endswith("another release laid it out") for x in lines) == 1
     assert b"an old blob" not in (folder / "data.mdb").read_bytes()
     assert not (folder / "data.foreign").exists()
     put(tier, range(1))
