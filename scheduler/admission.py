@@ -53,8 +53,8 @@ class Draining(Exception):
 
 
 @dataclass(eq=False)
-class _Turn:
-    """A turn that holds places, or will. Several answers begin where one place is free."""
+class _HeldPlaces:
+    """The places of one turn. Several answers begin where one place is free."""
 
     num_places: int
 
@@ -63,7 +63,7 @@ class _Waiting(NamedTuple):
     """A turn in line."""
 
     called: asyncio.Future[None]
-    turn: _Turn
+    turn: _HeldPlaces
 
 
 @dataclass
@@ -93,7 +93,7 @@ class AdmissionQueue:
         self._tenants: dict[str, _TenantShare] = {}
         # Virtual times of tenants that are not here, and held more than those that are.
         self._debts: dict[str, float] = {}
-        self._spare: _Turn | None = None  # the turn that holds the spare place
+        self._spare: _HeldPlaces | None = None  # the turn that holds the spare place
         self._counted_until = clock()
         self._usual_s = USUAL_TURN_S
         self._closed = False
@@ -124,7 +124,7 @@ class AdmissionQueue:
         self._count_time()
         share = self._tenants.get(tenant) or self._come(tenant)
         share.weight = max(1, weight)
-        turn = _Turn(min(num_answers, self._max_running))
+        turn = _HeldPlaces(min(num_answers, self._max_running))
         try:
             await self._enter(share, turn)
             began = self._clock()
@@ -161,7 +161,7 @@ class AdmissionQueue:
         for share in self._tenants.values():
             share.virtual_s += elapsed_s * share.num_running / share.weight
 
-    async def _enter(self, share: _TenantShare, turn: _Turn) -> None:
+    async def _enter(self, share: _TenantShare, turn: _HeldPlaces) -> None:
         if not self.num_waiting and self._has_place:
             self._take(share, turn)
             return
@@ -185,13 +185,13 @@ class AdmissionQueue:
     def _may_take_spare(self, share: _TenantShare) -> bool:
         return not share.num_running and self._spare is None
 
-    def _take(self, share: _TenantShare, turn: _Turn) -> None:
+    def _take(self, share: _TenantShare, turn: _HeldPlaces) -> None:
         self._count_time()
         share.num_running += turn.num_places
         self._num_places += turn.num_places
         self.num_running += 1
 
-    def _leave(self, share: _TenantShare, turn: _Turn) -> None:
+    def _leave(self, share: _TenantShare, turn: _HeldPlaces) -> None:
         self._count_time()
         share.num_running -= turn.num_places
         self._num_places -= turn.num_places
@@ -199,7 +199,7 @@ class AdmissionQueue:
         if self._spare is turn:
             self._spare = None
 
-    async def _wait(self, share: _TenantShare, turn: _Turn) -> None:
+    async def _wait(self, share: _TenantShare, turn: _HeldPlaces) -> None:
         waiting = _Waiting(asyncio.get_running_loop().create_future(), turn)
         share.line.append(waiting)
         self.num_waiting += 1
