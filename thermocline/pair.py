@@ -77,7 +77,7 @@ def _id_of(quantise: Quantise, dequantise: Dequantise, bits: int) -> str:
     for function in (quantise, dequantise):
         code = getattr(function, "__code__", None)
         if code is None:
-            raise ValueError(f"{function!r} has no code to tell it by: give the method an id")
+            raise ValueError(f"{function!r} has no code to name it by: give the method an id")
         for part in (code.co_code, code.co_consts, code.co_names):
             seen.update(repr(part).encode())
     return f"{ID}-{seen.hexdigest()}"

@@ -2,8 +2,8 @@
 
 A tokenizer of the ``tokenizers`` library looks for its added tokens first. The text between two of
 them is normalised, split into words and encoded by itself. So the ids of a text are those of its
-parts, one after the other, if it is cut *before* an added token that is found there whatever
-stands around it. Cut after one, the next part would begin with plain text, and marks of a text's
+parts, one after the other, if it is cut *before* an added token that is found there with any
+text around it. Cut after one, the next part would begin with plain text, and marks of a text's
 beginning (SentencePiece's) would be added to it.
 
 ``docs/decisions/0090-prompts-encoded-where-they-are-new.md`` has a counterexample for each reason

@@ -12,7 +12,6 @@ hashes of their ids and numbers. An older item is 8 bytes of its number, and a s
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ import msgspec
 from gateway.stored.forms import KINDS, Entry, Form, Item, Kind, stored_form
 from gateway.stored.objects import Objects
 from gateway.stored.seal import KeyOf, NotOurs, ObjectSeal, keyed_hash
+from gateway.stored.sqlite_file import make_mark
 from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.table import StoreFailed
 
@@ -111,7 +111,10 @@ def bring_over(objects: Objects, table: SqliteTable, key_of: KeyOf, mark: Path) 
         log.info("brought over %d stored objects of an earlier release", number)
     if not mark.exists():
         table.file.shorten_log()  # of plain text
-        _make_mark(mark)
+        try:
+            make_mark(mark)
+        except StoreFailed as error:
+            raise NotMarked(str(error)) from error
 
 
 def _is_foreign(table: SqliteTable, key_of: KeyOf) -> bool:
@@ -204,17 +207,3 @@ def _plain(seal: ObjectSeal, id: str, body: bytes) -> bytes:
 def _sealed(seal: ObjectSeal, id: str, part: bytes) -> bytes:
     number = int.from_bytes(part[:_NUMBER_BYTES])
     return seal.open(part[_NUMBER_BYTES:], "item", id, number)
-
-
-def _make_mark(path: Path) -> None:
-    """Make an empty file that outlives a power cut. Raises ``StoreFailed``."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name, flags in ((path, os.O_CREAT), (path.parent, os.O_DIRECTORY)):
-            descriptor = os.open(name, os.O_RDONLY | flags, 0o600)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        raise NotMarked(f"{path} cannot be written: {error.strerror}") from error

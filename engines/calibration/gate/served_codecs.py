@@ -289,7 +289,7 @@ class ServedCodecs:
 
     @property
     def has_open_questions(self) -> bool:
-        """True if a measurement would tell more about this model than its profile does."""
+        """True if a measurement would add something to this model's profile."""
         return self.choice.unmeasured or self.learns_on or self.times_again
 
     def _stands(self, after: _Chosen) -> bool:

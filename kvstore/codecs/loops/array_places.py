@@ -1,4 +1,4 @@
-"""Tells compiled code where many arrays lie: it reads that from the array objects itself.
+"""Lets compiled code find many arrays: it reads their addresses from the array objects.
 
 numba compiles for a fixed number of arrays, and a call takes a microsecond for each. Here a call
 takes the addresses of array objects, and their fields are read by numpy's public struct.

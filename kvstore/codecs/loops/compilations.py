@@ -1,4 +1,4 @@
-"""What this process has compiled: counted, and the user is told when it takes long.
+"""Counts what this process has compiled, and logs a line when that takes long.
 
 One process has one compiler, so there is one ``COMPILATIONS``. Code that a cache has already is
 not counted.

@@ -34,7 +34,7 @@ _LLAMA3: Final = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# Some tests need words such as " [", whatever the pages say.
+# Some tests need words such as " [", which the pages may lack.
 _WORDS: Final = [
     *["see [1], a <b> or [c] and <d>: a\n\nb"] * 99,
     *["Größe naïve café ﬁne \U0001f600\U0001f3fd 東京 дом ½ Ⅷ ①"] * 2,

@@ -1,4 +1,4 @@
-"""Prompts encoded by segments have the ids of the whole, whatever the tokenizer."""
+"""Prompts encoded by segments have the ids of the whole, with every kind of tokenizer."""
 
 from __future__ import annotations
 
