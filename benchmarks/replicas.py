@@ -2,7 +2,7 @@
 
 python -m benchmarks.replicas [--engines 1000] [--sessions 20000] [--json OUT]
 
-Times ``FleetEngine.choose`` for sessions that are new and for sessions that have a home, beside
+Times ``ReplicaPool.choose`` for sessions that are new and for sessions that have a home, beside
 hashing every replica's name for each session, which is rendezvous hashing as it is written down. A
 fifth of the replicas is away.
 """
@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from benchmarks.stacks.product_stack import write_json
 from engines.base import Engine, SessionRef
-from engines.fleet.fleet_engine import FleetEngine
-from engines.fleet.homes import Homes
+from engines.pool.choice import Homes
+from engines.pool.replica_pool import ReplicaPool
 
 
 class Named:
@@ -35,7 +35,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     engines = {name: cast(Engine, Named(i % 5 > 0)) for i, name in enumerate(names)}
     homes = Homes(args.sessions)
     began = time.perf_counter()
-    fleet = FleetEngine(engines, homes)
+    fleet = ReplicaPool(engines, homes)
     built_s = time.perf_counter() - began
     sessions = [SessionRef("tenant", f"session-{i}", b"") for i in range(args.sessions)]
     new_us = _microseconds(fleet.choose, sessions)

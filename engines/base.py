@@ -32,6 +32,7 @@ class EngineError(Exception):
     +-- EngineUnavailable   not running, still starting, or the connection broke
     |   +-- EngineStalled   there, but silent for too long
     |   +-- EngineUnreached it has nothing of the request: it took no connection
+    |       +-- EngineBusy  there, but with no room for one more connection at the moment
     +-- EngineRefused       it understood and said no
     """
 
@@ -48,8 +49,20 @@ class EngineUnreached(EngineUnavailable):
     """The request did not reach the engine, which was not ready or refused the connection."""
 
 
+class EngineBusy(EngineUnreached):
+    """The engine has no room for one more connection at the moment."""
+
+
 class EngineRefused(EngineError):
     """The engine understood the request and refused it."""
+
+
+class Overloaded(Exception):
+    """Too much waits already, or waited too long. Try again after ``retry_after_s``."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Demoted(msgspec.Struct, frozen=True):
@@ -74,7 +87,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class HasReplicas(Protocol):
-    """An engine that is several, each of which can be asked by itself: see ``engines.fleet``."""
+    """An engine that is several, each of which can be asked by itself: see ``engines.pool``."""
 
     @property
     def replicas(self) -> Sequence[ReplicaState]: ...
@@ -164,13 +177,14 @@ class Engine(Protocol):
         """
 
     def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
     ) -> AbstractAsyncContextManager[Upstream]:
         """POST ``body`` to the engine. Leaving the context early cancels the request there.
 
         Args:
             wait_s: for how long an engine that ends before it has said anything is waited for; once
-                it is there again it is asked once more.
+                it is there again it is asked once more. None: it is asked once, and not tried
+                again where it has no room for a connection.
 
         Raises (on entering):
             EngineUnavailable: no engine to talk to.

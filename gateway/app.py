@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from engines.http import CACHE_HEADER, SESSION_HEADER
+from engines.pool.loading import Loading
 from gateway import openapi, sessions, snapshot
 from gateway.admin import findings
 from gateway.admin import routes as admin
@@ -27,8 +28,7 @@ from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import FORESEEN, respond
 from gateway.front import FrontMiddleware
 from gateway.keys import Tenants
-from gateway.models.loading import Loading
-from gateway.models.served_model import Models, ServedModel
+from gateway.models import Models, ServedModel
 from gateway.openai import chat, conversations, models, stored_chats
 from gateway.openai.responses import routes as responses
 from gateway.relay.answer_format import STORED_HEADER

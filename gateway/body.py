@@ -29,7 +29,7 @@ from gateway.context import Gateway, gateway_of
 from gateway.edge.accounts import LARGE_BODY_BYTES, account_of, body_share_of, check_weight
 from gateway.edge.content_encodings import encoding_of, unpacked
 from gateway.edge.half_characters import NUM_REPLACED, parse_whole
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 
 T = TypeVar("T")
 _SYSTEM = ("system", "developer")

@@ -16,6 +16,7 @@ from starlette.types import Scope
 
 from engines.http import while_client_stays
 from engines.openai.requests import InvalidRequest
+from engines.pool.loading import Loading, OnDemand
 from engines.wire import Welcome
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.accounts import BodyBudget, account_of, body_share_of
@@ -24,8 +25,7 @@ from gateway.edge.key_list import KeyList
 from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import Failure, RequestRefused
 from gateway.keys import Tenant, Tenants
-from gateway.models.loading import Loading, OnDemand
-from gateway.models.served_model import ENGINE_POLL_S, Models, ServedModel
+from gateway.models import ENGINE_POLL_S, Models, ServedModel
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics

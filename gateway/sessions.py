@@ -24,7 +24,7 @@ from gateway.context import admin_of, caller_of, gateway_of, json_response, limi
 from gateway.errors import RETRY_LATER_S, Failure, RequestRefused
 from gateway.identity.names import SUFFIX, checked_name
 from gateway.keys import Tenant
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.shared.session_rows import SessionRow
 from gateway.shared.shared_sessions import Elsewhere
 from gateway.stored.table import StoreFailed

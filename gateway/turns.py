@@ -26,6 +26,7 @@ from engines.openai.foreign_request import Dialect, renamed, take_foreign
 from engines.openai.keywords import left_out, with_enforceable_formats
 from engines.openai.messages import Sight, with_known_parts
 from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
+from engines.pool.loading import OnDemand
 from engines.wire import TemplateRules
 from gateway.body import ParsedBody, body_for_engine, fitted, keep_reasoning
 from gateway.config import GatewayConfig
@@ -49,8 +50,7 @@ from gateway.identity.names import (
 )
 from gateway.identity.outline import Compared, Outline, outline_of
 from gateway.keys import Tenant
-from gateway.models.loading import OnDemand
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.relay.answer_format import (
     LIMITS,
     AnswerFormat,

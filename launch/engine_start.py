@@ -14,10 +14,15 @@ import msgspec
 
 from engines.base import Engine, EngineError
 from engines.config import WorkerConfig
-from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE
-from engines.fleet.homes import Homes
-from engines.fleet.listed_fleet import ListedFleet
-from engines.fleet.replica_list import ListedReplica, ReplicaList, engine_token, list_token
+from engines.pool.choice import Homes
+from engines.pool.listed_pool import (
+    ListedPool,
+    ListedReplica,
+    ReplicaList,
+    engine_token,
+    list_token,
+)
+from engines.pool.replica_pool import MOVES_AT, MOVES_AT_ALONE
 from kvstore.config import StoreConfig
 from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas
@@ -78,7 +83,7 @@ def compile_folders(effective: EffectiveSettings, environ: Mapping[str, str]) ->
     return compile_environment(effective.folders.cache, environ)
 
 
-def listed_fleet(settings: Settings, secret: bytes, model_name: str) -> ListedFleet:
+def listed_pool(settings: Settings, secret: bytes, model_name: str) -> ListedPool:
     """Make the engine that ``engine.replica_list`` lists; nothing is started yet.
 
     Args:
@@ -107,7 +112,7 @@ def listed_fleet(settings: Settings, secret: bytes, model_name: str) -> ListedFl
         raise UsageError(str(error).replace("engine.url", "engine.replica_list")) from error
     homes = Homes(settings.scheduler.max_sessions)
     moves_at = MOVES_AT if settings.store.redis_url else MOVES_AT_ALONE
-    return ListedFleet(listed.read, client, homes, moves_at)
+    return ListedPool(listed.read, client, homes, moves_at)
 
 
 def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:

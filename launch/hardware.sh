@@ -19,7 +19,7 @@ wrong() {
 }
 
 usage() {
-    say "usage: bash launch/$script MODEL [PORT] [more arguments of thermocline serve]"
+    say "usage: bash ${folder:-launch}/$script MODEL [PORT] [more arguments of thermocline serve]"
     say "  MODEL  a folder in Hugging Face's layout, or a hub id such as Qwen/Qwen3-8B"
     say "  PORT   where to listen, 1 to 65535; 0 = any free one; default 8080"
 }

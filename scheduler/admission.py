@@ -31,6 +31,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from engines.base import Overloaded as Overloaded
 from scheduler.config import SchedulerConfig
 from scheduler.session import Observer
 
@@ -38,14 +39,6 @@ LOOK_EVERY_S = 0.25  # a burst of turns shares one look
 RETRY_S = 5.0  # sessions need about this long to move to disk
 USUAL_TURN_S: Final = 1.0  # until turns have ended
 NEWEST_TURN: Final = 0.05  # the share of the newest turn in the average
-
-
-class Overloaded(Exception):
-    """The queue is full, or a turn waited too long in it. Try again after ``retry_after_s``."""
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class Draining(Exception):

@@ -18,10 +18,10 @@ from typing import TypeAlias
 import msgspec
 
 from engines.base import CacheOutcome, Engine, SessionRef, TierName
+from engines.base import Overloaded as Overloaded
 from scheduler.admission import AdmissionQueue, Headroom
 from scheduler.admission import Draining as Draining
 from scheduler.admission import MemoryScarce as MemoryScarce
-from scheduler.admission import Overloaded as Overloaded
 from scheduler.config import SchedulerConfig
 from scheduler.follower import Deleted, Follower
 from scheduler.moves import Moves
@@ -229,6 +229,11 @@ class SessionManager:
     def settled(self) -> bool:
         """True once the engine that is connected now has listed its sessions."""
         return self.follower.settled
+
+    @property
+    def memory_is_scarce(self) -> bool:
+        """True while the machine has less memory free than it should."""
+        return self.headroom.scarce
 
     @property
     def num_running(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from engines.base import SessionRef
 from gateway.config import GatewayConfig
 from gateway.keys import Tenants
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.shared.redis_client import AsyncRedis
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.watch.metrics import Metrics

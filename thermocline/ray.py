@@ -13,8 +13,8 @@ gateway then asks for the list of replicas at Serve's address, ``engine.replica_
 docs/scale.md shows the whole.
 
 ``with_sessions(config, store)`` returns a copy of an ``LLMConfig`` with our connector, and
-``application`` makes an application of it. ``SessionRouter`` is the request router that it uses for
-handles, ``ThermoclineServer`` its server class, ``by_waiting_and_heat`` its autoscaling policy.
+``application`` makes an application of it. ``ThermoclineServer`` is its server class,
+``by_waiting_and_heat`` its autoscaling policy.
 
 Needs the extra ``ray`` and vLLM: bash launch/install.sh ray.
 """
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from engines.on_ray.application import with_sessions as with_sessions
     from engines.on_ray.scaling import by_waiting_and_heat as by_waiting_and_heat
     from engines.on_ray.server import ThermoclineServer as ThermoclineServer
-    from engines.on_ray.session_router import SessionRouter as SessionRouter
 
 NAMES: Final = {
-    "SessionRouter": "engines.on_ray.session_router",
     "ThermoclineServer": "engines.on_ray.server",
     "app": "engines.on_ray.application",
     "application": "engines.on_ray.application",

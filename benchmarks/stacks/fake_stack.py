@@ -29,7 +29,7 @@ from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.edge.key_list import lines_of
 from gateway.keys import Tenants
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.server import server_of
 from gateway.watch.metrics import Metrics
 from kvstore.config import StoreConfig

@@ -194,7 +194,7 @@ class HttpResponse(asyncio.Protocol):
 class HttpAddress:
     """Connects to an engine's data plane, and writes heads of requests to it."""
 
-    def __init__(self, path: str, url: str = "") -> None:
+    def __init__(self, path: str, url: str = "", connect_s: float = CONNECT_S) -> None:
         """``url`` (http or https) is used if it is not empty, else the unix socket at ``path``.
 
         Raises:
@@ -204,6 +204,7 @@ class HttpAddress:
         if url and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise EngineError(f"engine.url must be like http://host:port, not {url!r}")
         self._path = "" if url else path
+        self._connect_s = connect_s
         self._line = asyncio.Lock()  # of those that wait until the engine takes a connection
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._hostname = parts.hostname or ""
@@ -218,10 +219,11 @@ class HttpAddress:
         try at a time for all that do: its caller ends it, or ``response.fail``.
 
         Raises:
-            OSError: nothing listens there, or it does not answer within ``CONNECT_S``.
+            OSError: nothing listens there; ``TimeoutError``: over a network, no connection within
+                ``connect_s``, as where more wait than the engine lets wait.
         """
         if not self._path:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(self._connect_s):
                 return await self._connect_by_network(response)
         if not self._line.locked():
             try:

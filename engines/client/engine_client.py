@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from engines.base import (
@@ -18,10 +19,12 @@ from engines.base import (
     EngineStalled,
     EngineUnavailable,
     EngineUnreached,
+    Upstream,
 )
 from engines.client.connection import HttpAddress
 from engines.client.control_link import SILENCE_S, ControlLink
-from engines.client.http_exchange import HttpExchange, NextLife
+from engines.client.http_exchange import HttpExchange
+from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
 from engines.config import CalibrationOrder, WorkerConfig
 from engines.http import session_headers, with_session
 from engines.wire import (
@@ -135,20 +138,43 @@ class EngineClient:
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
+    ) -> AsyncIterator[Upstream]:
+        sent = RequestBody(body)
+        del body  # megabytes perhaps, and the answer may take an hour
+        if wait_s is None:
+            async with self._asked(path, headers, sent) as exchange:
+                yield exchange
+            return
+        asked = SecondTry(partial(self._candidate, path, headers, wait_s))
+        try:
+            await asked.begin(sent)
+            yield asked
+        finally:
+            await asked.close()
+
+    def _candidate(
+        self, path: str, headers: Mapping[str, str], wait_s: float, but: Welcome | None
+    ) -> Candidate:
+        def hopeless() -> bool:
+            return self._stopping or self.gave_up
+
+        life = self._link.welcome
+        next_life = NextLife(lambda: self._link.welcome, wait_s, hopeless)
+        return Candidate("", life, next_life, partial(self._asked, path, headers))
+
+    @asynccontextmanager
+    async def _asked(
+        self, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> AsyncIterator[HttpExchange]:
+        """Ask, and wait for the head of the response."""
         if not self.ready:
             raise EngineUnreached(self.trouble)
-        next_life = None
-        if wait_s:
-            next_life = NextLife(
-                lambda: self._link.welcome, wait_s, lambda: self._stopping or self.gave_up
-            )
-        exchange = HttpExchange(self._address, self._stall_timeout_s, next_life)
+        exchange = HttpExchange(self._address, self._stall_timeout_s)
         self._exchanges.add(exchange)
         try:
-            await exchange.send(path, {**headers, **self._bearer}, body)
-            del body  # megabytes perhaps, and the answer may take an hour
+            await exchange.send(path, {**headers, **self._bearer}, body.content)
+            body.sent()
             await exchange.head()
             yield exchange
         finally:

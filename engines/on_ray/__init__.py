@@ -1,1 +1,1 @@
-"""Replicas of vLLM on Ray Serve, with our connector; runs inside Ray's processes."""
+"""Replicas of vLLM on Ray Serve, which come and go as Ray says; ``ray.sh`` starts them here."""

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from engines.fleet.replica_list import ray_token
+from engines.pool.listed_pool import ray_token
 from kvstore.tiers.seal import read_secret
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from ray import serve
 from ray.llm._internal.common.callbacks.base import CallbackBase, CallbackConfig
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
@@ -25,7 +25,6 @@ from kvstore.config import StoreConfig
 from kvstore.workers import usable_cores
 
 LOCAL_MODEL: Final = "engines.on_ray.application.LocalModel"
-ROUTER: Final = "engines.on_ray.session_router:SessionRouter"
 POLICY: Final = "engines.on_ray.scaling:by_waiting_and_heat"
 CONNECTOR: Final[Mapping[str, str]] = {
     "kv_connector": "ThermoclineConnector",
@@ -126,7 +125,6 @@ def _is_cpu(config: LLMConfig) -> bool:
 
 def _deployment(options: dict[str, Any]) -> dict[str, Any]:
     options = {**DEPLOYMENT, **options}
-    options.setdefault("request_router_config", RequestRouterConfig(request_router_class=ROUTER))
     scaling = options.get("autoscaling_config")
     if scaling is None:
         options["num_replicas"] = options.get("num_replicas") or 1

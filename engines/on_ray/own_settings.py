@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engines.fleet.replica_list import engine_token
+from engines.pool.listed_pool import engine_token
 from engines.runtime_folder import runtime_folder
 from engines.vllm_plugin.config import PluginSettings, write_settings
 from engines.vllm_plugin.process.server import FOLDER_VARIABLE

@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engines.fleet.replica_list import MAX_REPLICAS, ListedReplica, Listing, list_token
+from engines.pool.listed_pool import MAX_REPLICAS, ListedReplica, Listing, list_token
 from kvstore.tiers.seal import read_secret
 
 LEASE_S: Final = 8.0

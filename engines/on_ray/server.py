@@ -15,13 +15,12 @@ from ray.serve.llm import LLMConfig, LLMServer
 
 from engines.client.engine_client import EngineClient
 from engines.config import EngineConfig, WorkerConfig
-from engines.fleet.replica_list import ListedReplica
 from engines.on_ray.front import Front, save_all
 from engines.on_ray.own_settings import OwnSettings, own_settings
 from engines.on_ray.replica_directory import ANNOUNCE_S, NAME
 from engines.on_ray.scaling import HOT_SHARE, RUNNING, WAITING
+from engines.pool.listed_pool import ListedReplica
 from engines.vllm_plugin.process.server import read_refusal
-from engines.wire import SessionRef
 from kvstore.config import StoreConfig
 
 log = logging.getLogger("thermocline.ray")
@@ -137,30 +136,6 @@ class ThermoclineServer(LLMServer):
         await super().__del__()
         self._stack.close()
 
-    # ---- verbs, by handle.options(session_id=...)
-
-    async def demote_session(self, session: str, tenant: str = "") -> dict[str, Any]:
-        """Drop a session's live blocks, once a cold copy exists."""
-        return _builtins(await self._control.demote(SessionRef(tenant, session, b"")))
-
-    async def prefetch_session(self, session: str, tenant: str = "") -> dict[str, Any]:
-        """Bring a session's packed KV to the fastest tier before its next turn."""
-        return _builtins(await self._control.prefetch(SessionRef(tenant, session, b"")))
-
-    async def pin_session(
-        self, session: str, tenant: str = "", pinned: bool = True
-    ) -> dict[str, Any]:
-        """Protect a session from being demoted or evicted, or stop to do so."""
-        return _builtins(await self._control.pin(SessionRef(tenant, session, b""), pinned))
-
-    async def forget_session(self, session: str, tenant: str = "") -> dict[str, Any]:
-        """Delete what this replica and the shared tier have of a session."""
-        return _builtins(await self._control.forget(SessionRef(tenant, session, b"")))
-
-    async def list_sessions(self) -> list[dict[str, Any]]:
-        """List the sessions that this replica knows."""
-        return [_builtins(x) for x in await self._control.sessions()]
-
 
 def _client(own: OwnSettings) -> EngineClient:
     engine = EngineConfig(url="http://127.0.0.1", control=own.plugin.control)
@@ -180,7 +155,3 @@ def _write_prompts_plainly() -> None:
     from engines.vllm_plugin.process.plain_renderer import register
 
     register()
-
-
-def _builtins(answer: object) -> dict[str, Any]:
-    return {} if answer is None else dict(msgspec.to_builtins(answer))

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from gateway.admin.routes import answer, for_admin
 from gateway.context import Gateway
 from gateway.edge.connections import most_connections, open_files_limit
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from kvstore.likeness import WORDS
 
 router = APIRouter()

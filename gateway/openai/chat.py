@@ -30,7 +30,7 @@ from gateway.context import Gateway
 from gateway.errors import Failure
 from gateway.identity.names import asked_seconds
 from gateway.keys import Tenant
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.openai.chat_fields import ChatCalls, custom_input, for_engine, metadata_of
 from gateway.openai.stored_chats import keep_completion, rows_of
 from gateway.relay.answer_format import NotStored, PassThrough

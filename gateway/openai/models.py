@@ -36,7 +36,7 @@ from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of, json_response, sees_all
 from gateway.edge.accounts import body_share_of
 from gateway.edge.key_limits import key_share_of
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.openai.chat_fields import with_results
 from gateway.relay.chat_chunks import parse_usage
 from gateway.relay.question import answer_to

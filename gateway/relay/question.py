@@ -17,7 +17,7 @@ from engines.wire import TemplateRules
 from gateway.body import fitted, keep_reasoning
 from gateway.context import caller_of
 from gateway.keys import Tenant
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.relay.passthrough import engine_failure
 
 QUESTION_S: Final = 60.0
@@ -46,7 +46,7 @@ async def _ask(
 ) -> bytes:
     headers = {TENANT_HEADER: caller.name, "content-type": "application/json"}
     place = model.sessions.question(caller.name, caller.weight)
-    opening = model.engine.open(path, question, headers)
+    opening = model.engine.open(path, question, headers, wait_s=0.0)
     async with asyncio.timeout(limit_s), place, opening as upstream:
         answer = await upstream.read()
         if upstream.status < 400:

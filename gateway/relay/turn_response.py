@@ -28,7 +28,7 @@ from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
 from gateway.identity.outline import Compared
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.relay.answer_format import AnswerFormat, NotStored, StoreAnswer, TakesPromptUsage
 from gateway.relay.chat_chunks import parse_usage
 from gateway.relay.passthrough import (
@@ -176,7 +176,7 @@ class TurnResponse(Response):
         """Count the body no longer, and hold it no longer: it goes to the engine.
 
         A turn that computes for minutes keeps no other body out. The engine's client holds
-        small ones until the answer begins (``engines.client.http_exchange``).
+        small ones until the answer begins (``engines.client.second_try``).
         """
         self._body = b""
         self._share.give_back()

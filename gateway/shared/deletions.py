@@ -23,7 +23,7 @@ import msgspec
 
 from engines.base import EngineError, SessionRef, SessionReport
 from gateway.keys import Tenants
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.shared.names import SharedNames, TenantNames
 from gateway.shared.redis_client import AsyncRedis, Command
 from gateway.shared.session_rows import opened_row, removing

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from engines.base import SessionRef
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.shared.deletions import NEAR_S, OwnSession, SharedDeletions, opened_tombstone
 from gateway.shared.names import SharedNames
 from gateway.shared.redis_client import AsyncRedis, Command

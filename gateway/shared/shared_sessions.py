@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from engines.base import EngineError, SessionRef
 from gateway.keys import Tenants
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.shared.deletions import SharedDeletions
 from gateway.shared.names import SharedNames
 from gateway.shared.redis_client import AsyncRedis

@@ -14,19 +14,19 @@ import msgspec
 from fastapi import FastAPI
 
 from engines.base import Engine, TierName
-from engines.fleet.fleet_engine import MOVES_AT, MOVES_AT_ALONE, FleetEngine
-from engines.fleet.homes import Homes
+from engines.pool.choice import Homes
+from engines.pool.loading import Loading, OnDemand
+from engines.pool.replica_pool import MOVES_AT, MOVES_AT_ALONE, ReplicaPool
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.keys import BadKeyLine, Tenants
-from gateway.models.loading import Loading, OnDemand
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.watch.metrics import Metrics
 from gateway.watch.telemetry import PassOn, Tracing
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import is_exact
 from kvstore.config import AUTO, StoreConfig
-from launch.engine_start import compile_folders, engine_of, listed_fleet
+from launch.engine_start import compile_folders, engine_of, listed_pool
 from launch.errors import UsageError
 from launch.families.cache_shape import NotUnderstood
 from launch.machine.blas import Blas
@@ -189,7 +189,7 @@ def _built_engine(
     """Make the engine of a model; for replicas, make one that routes to all of them."""
     settings = effective.settings
     if settings.engine.replica_list:
-        listed = listed_fleet(settings, secret_of(settings, effective.folders.data), model.name)
+        listed = listed_pool(settings, secret_of(settings, effective.folders.data), model.name)
         return BuiltEngine(
             effective, listed, model.name, None, num_replicas=settings.engine.replicas
         )
@@ -199,12 +199,12 @@ def _built_engine(
     built = next(iter(each.values()))
     if len(each) == 1:
         return built
-    fleet = FleetEngine(
+    pool = ReplicaPool(
         {name: x.engine for name, x in each.items()},
         Homes(settings.scheduler.max_sessions),
         MOVES_AT if settings.store.redis_url else MOVES_AT_ALONE,
     )
-    return replace(built, effective=effective, engine=fleet, num_replicas=len(each))
+    return replace(built, effective=effective, engine=pool, num_replicas=len(each))
 
 
 def _limits_of(built: BuiltEngine, config: SchedulerConfig) -> SchedulerConfig:

@@ -12,7 +12,7 @@ from gateway.config import GatewayConfig
 from gateway.edge.shared_limits import SharedLimits
 from gateway.edge.stock import Command, Reply
 from gateway.keys import Tenants
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.shared.redis_client import AsyncRedis
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.objects import Objects

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ray_replicas import AT_ONCE, measure
-from benchmarks.stacks.ray_stack import MISSING, is_installed
+from benchmarks.ray_replicas import AT_ONCE, MISSING, is_installed, measure
 from tests.redis_server import find_binary
 
 pytestmark = [

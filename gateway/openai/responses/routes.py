@@ -22,7 +22,7 @@ from gateway.edge.accounts import body_share_of
 from gateway.errors import Failure
 from gateway.identity.names import asked_seconds
 from gateway.keys import Tenant
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.openai.responses.history import (
     Context,
     KeptTurn,

@@ -18,7 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.edge.key_list import lines_of
 from gateway.keys import Tenants
-from gateway.models.served_model import ServedModel
+from gateway.models import ServedModel
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
 from scheduler.config import SchedulerConfig
@@ -108,7 +108,7 @@ class RecordingEngine:
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
     ) -> AsyncIterator[Upstream]:
         if not self.ready:
             raise EngineUnavailable(self.trouble)

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from gateway.app import create_app
-from gateway.models.served_model import MANY_ROWS, ServedModel
+from gateway.models import MANY_ROWS, ServedModel
 from gateway.sessions import MAX_ROWS
 from scheduler.sessions import SessionManager
 from tests.unit.gateway.in_process import App

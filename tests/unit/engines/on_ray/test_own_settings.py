@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engines.fleet.replica_list import engine_token
 from engines.on_ray.own_settings import SETTINGS, ReplicaSettings, own_settings
+from engines.pool.listed_pool import engine_token
 from engines.vllm_plugin.config import settings_from
 from engines.vllm_plugin.process.server import FOLDER_VARIABLE
 from kvstore.config import StoreConfig

@@ -7,8 +7,8 @@ import os
 import pytest
 from starlette.requests import Request
 
-from engines.fleet.replica_list import engine_token, list_token, read_listing
 from engines.on_ray.replica_directory import LEASE_S, ReplicaDirectory
+from engines.pool.listed_pool import engine_token, list_token, read_listing
 
 
 class Rig:

@@ -152,7 +152,7 @@ class SlowEngine(RecordingEngine):
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
     ) -> AsyncIterator[Upstream]:
         await asyncio.sleep(0.25)
         if self.failure is not None:

@@ -14,7 +14,7 @@ from gateway.edge.accounts import ACCOUNTS, Account
 from gateway.edge.key_limits import Bucket, KeyLimits, KeyShare, key_share_of
 from gateway.errors import RequestRefused
 from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
-from gateway.models.served_model import Models, ServedModel
+from gateway.models import Models, ServedModel
 from scheduler.config import SchedulerConfig
 from tests.clock import Clock
 from tests.unit.gateway.in_process import Answered, App, RecordingEngine

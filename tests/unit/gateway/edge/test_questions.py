@@ -40,7 +40,7 @@ class Computing(RecordingEngine):
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
     ) -> AsyncIterator[Upstream]:
         async with super().open(path, body, headers) as upstream:
             await self.going_on.wait()

@@ -83,7 +83,7 @@ class BusyEngine(RecordingEngine):
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
     ) -> AsyncIterator[Upstream]:
         async with super().open(path, body, headers, wait_s) as upstream:
             await self.done.wait()

@@ -50,7 +50,7 @@ class SlowEngine(RecordingEngine):
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
     ) -> AsyncIterator[Upstream]:
         try:
             async with super().open(path, body, headers):

@@ -10,7 +10,7 @@ import pytest
 from engines.config import EngineConfig
 from gateway.config import GatewayConfig
 from gateway.keys import generate_key
-from gateway.models.served_model import Models, ServedModel
+from gateway.models import Models, ServedModel
 from launch.errors import UsageError
 from launch.machine.folders import Folders
 from launch.serve.run import Reload

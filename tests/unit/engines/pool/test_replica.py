@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from engines.base import SessionRef
-from engines.fleet.deletions import MAX_OWED, MAX_OWED_OF_TENANT, ReplicaDeletions
+from engines.pool.replica import MAX_OWED, MAX_OWED_OF_TENANT, ReplicaDeletions
 
 
 def of(tenant: str, number: int) -> SessionRef:

@@ -1,22 +1,84 @@
-"""One engine of a fleet, the fleet's account of it, and the joined reports of several."""
+"""One of several engines of a model, what is known of it, and the joined reports of several."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
+from typing import Final
 
 import msgspec
 
-from engines.base import Engine, ReplicaState
-from engines.fleet.deletions import ReplicaDeletions
+from engines.base import Engine, ReplicaState, SessionRef
 from engines.wire import EngineReport, TierStats, Welcome
+from kvstore.session import SessionName
 from kvstore.stats import Repacking
 
-AVOID_S = 5.0  # a replica that took no connection, or broke one, comes last for so long
+AVOID_S: Final = 5.0  # a replica that took no connection, or broke one, comes last for so long
+MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
+MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # of these
 _SUMS = (
     *("hot_bytes", "idle_hot_bytes", "hot_capacity_bytes", "active_bytes"),
     *("num_running", "num_waiting", "save_queue_bytes"),
 )
+
+
+class ReplicaDeletions:
+    """Sessions that are to be deleted, the oldest deletion first. A step takes constant time."""
+
+    def __init__(self) -> None:
+        self._all: OrderedDict[SessionName, tuple[SessionRef, float]] = OrderedDict()
+        self._of: defaultdict[str, OrderedDict[SessionName, None]] = defaultdict(OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._all
+
+    def __iter__(self) -> Iterator[SessionRef]:
+        return (session for session, _ in list(self._all.values()))
+
+    def has_room(self, tenant: str) -> bool:
+        """Say whether one more of this tenant is within the bounds."""
+        return len(self._all) < MAX_OWED and self._num_of(tenant) < MAX_OWED_OF_TENANT
+
+    def _num_of(self, tenant: str) -> int:
+        return len(self._of[tenant]) if tenant in self._of else 0
+
+    def make_room(self, tenant: str) -> None:
+        """Drop the oldest until one more of this tenant is within the bounds."""
+        while self._num_of(tenant) >= MAX_OWED_OF_TENANT:
+            self._drop(next(iter(self._of[tenant])))
+        while len(self._all) >= MAX_OWED:
+            self._drop(next(iter(self._all)))
+
+    def add(self, session: SessionRef, until: float = inf) -> None:
+        """Add a deletion as the latest, even beyond the bounds.
+
+        ``until``: the moment at which ``expire`` drops it; never before that of an older one.
+        """
+        self.discard(session)
+        key = session.name
+        self._all[key] = session, until
+        self._of[session.tenant][key] = None
+
+    def discard(self, session: SessionRef) -> None:
+        """Take a session's deletion out, if there is one."""
+        if session.name in self._all:
+            self._drop(session.name)
+
+    def _drop(self, key: SessionName) -> None:
+        del self._all[key]
+        of_tenant = self._of[key[0]]
+        del of_tenant[key]
+        if not of_tenant:
+            del self._of[key[0]]
+
+    def expire(self, now: float) -> None:
+        """Drop those whose time is over."""
+        while self._all and next(iter(self._all.values()))[1] <= now:
+            self._drop(next(iter(self._all)))
 
 
 class Replica:
@@ -32,7 +94,7 @@ class Replica:
         self.differs = ""  # why it serves something else than the others; "" = it does not
         self.hot_bytes = 0  # as it said last
         self.owed = ReplicaDeletions()  # of sessions that were deleted while it was away
-        self.is_new = False  # it was taken on while the fleet ran, and has not been ready yet
+        self.is_new = False  # it was taken on while others ran, and has not been ready yet
         self._life: Welcome | None = None
         self._counters: Counter[str] = Counter()  # of its present life
         self._earlier: Counter[str] = Counter()  # of all lives before
@@ -66,10 +128,6 @@ class Replica:
     def avoid(self) -> None:
         """Note that it took or kept no connection: for some time others are asked first."""
         self._avoid_until = self._clock() + AVOID_S
-
-    def left(self) -> None:
-        """Note that a request has ended."""
-        self.num_running -= 1
 
     def count(self, report: EngineReport) -> None:
         """Take over its counters; those of its earlier lives are kept, so that sums only grow."""

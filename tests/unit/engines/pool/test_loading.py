@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from engines.base import SAVE_S, EngineUnavailable, SessionRef
-from engines.wire import EngineReport, Notice
-from gateway.models.loading import (
+from engines.pool.loading import (
     MAX_OF_TENANT,
     PATIENCE_S,
     RETRY_AFTER_S,
@@ -20,6 +19,7 @@ from gateway.models.loading import (
     LoadState,
     OnDemand,
 )
+from engines.wire import EngineReport, Notice
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event
 from scheduler.sessions import Overloaded, SessionManager

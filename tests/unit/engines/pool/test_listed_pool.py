@@ -1,25 +1,31 @@
-"""Replicas that a list names: who is taken on, who is asked no more, who is let go of."""
+"""Replicas that a list names: who is taken on and let go of; reading the list."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
+from aiohttp import web
 
-from engines.base import EngineUnavailable, EngineUnreached, SessionRef
-from engines.fleet.deletions import MAX_OWED_OF_TENANT
-from engines.fleet.homes import Homes
-from engines.fleet.listed_fleet import GONE_S, ListedFleet
-from engines.fleet.replica_list import (
+from engines.base import EngineError, EngineUnavailable, EngineUnreached, SessionRef
+from engines.pool.choice import Homes
+from engines.pool.listed_pool import (
+    GONE_S,
+    MAX_LISTING_BYTES,
     MAX_REPLICAS,
+    ListedPool,
     ListedReplica,
+    ReplicaList,
     engine_token,
     list_token,
     read_listing,
 )
+from engines.pool.replica import MAX_OWED_OF_TENANT
 from engines.wire import SessionReport
-from tests.unit.engines.fleet.test_fleet_engine import Engine, ref
+from tests.unit.engines.pool.test_replica_pool import Engine, ref
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,13 +58,13 @@ def listed(name: str, *, leaving: bool = False) -> ListedReplica:
 
 
 class Rig:
-    """A fleet, its list, and the engines that it made."""
+    """A pool, its list, and the engines that it made."""
 
     def __init__(self) -> None:
         self.listed: list[ListedReplica] | None = None  # None: the list cannot be read
         self.engines: dict[str, Engine] = {}
         self.now = 1000.0
-        self.fleet = ListedFleet(self.read, self.make, Homes(1000), 4, lambda: self.now)
+        self.pool = ListedPool(self.read, self.make, Homes(1000), 4, lambda: self.now)
 
     async def read(self) -> list[ListedReplica]:
         if self.listed is None:
@@ -71,41 +77,41 @@ class Rig:
 
     async def see(self, *replicas: ListedReplica) -> None:
         self.listed = list(replicas)
-        await self.fleet.look()
+        await self.pool.look()
 
     def owed(self) -> dict[str, set[str]]:
-        return {x.name: {y.id for y in x.owed} for x in self.fleet._replicas}
+        return {x.name: {y.id for y in x.owed} for x in self.pool._replicas}
 
     def home(self, number: int) -> str:
-        return self.fleet.choose(ref(number)).name
+        return self.pool.choose(ref(number)).name
 
 
 async def test_replicas_are_taken_on_and_those_that_leave_get_nothing_new():
     rig = Rig()
     await rig.see()
-    assert not rig.fleet.ready and rig.fleet.trouble == "the list of replicas is empty"
+    assert not rig.pool.ready and rig.pool.trouble == "the list of replicas is empty"
     with pytest.raises(EngineUnreached):
         rig.home(1)
     await rig.see(listed("1"), listed("2"))
     homes = {rig.home(i) for i in range(50)}
-    assert homes == {"1", "2"} and rig.fleet.ready
+    assert homes == {"1", "2"} and rig.pool.ready
     await rig.see(listed("1", leaving=True), listed("2"))
     assert {rig.home(i) for i in range(50)} == {"2"}
     await rig.see(listed("2"))  # its connection holds: it may still be answering
-    assert [x.name for x in rig.fleet.replicas] == ["1", "2"]
+    assert [x.name for x in rig.pool.replicas] == ["1", "2"]
     rig.engines["1"].die()
     await rig.see(listed("2"))
-    assert [x.name for x in rig.fleet.replicas] == ["2"]
+    assert [x.name for x in rig.pool.replicas] == ["2"]
 
 
 async def test_a_session_of_a_replica_that_leaves_has_its_verbs_done_by_another():
     rig = Rig()
     await rig.see(listed("1"), listed("2"))
     home = rig.home(7)
-    rig.fleet._served(ref(7), rig.fleet.choose(ref(7)))
+    rig.pool._served(ref(7), rig.pool.choose(ref(7)))
     other = "2" if home == "1" else "1"
     await rig.see(listed(home, leaving=True), listed(other))
-    await rig.fleet.demote(ref(7))
+    await rig.pool.demote(ref(7))
     assert rig.engines[other].demoted == ["s7"] and rig.engines[home].demoted == []
 
 
@@ -113,23 +119,23 @@ async def test_without_the_list_the_replicas_that_are_known_go_on():
     rig = Rig()
     await rig.see(listed("1"))
     rig.listed = None
-    await rig.fleet.look()
-    assert rig.fleet.ready and rig.home(1) == "1"
+    await rig.pool.look()
+    assert rig.pool.ready and rig.home(1) == "1"
 
 
 async def test_an_empty_list_and_a_list_that_was_never_read_are_said():
     rig = Rig()
-    await rig.fleet.look()
-    assert rig.fleet.trouble == "the list cannot be read"
+    await rig.pool.look()
+    assert rig.pool.trouble == "the list cannot be read"
     with pytest.raises(EngineUnavailable, match="cannot be read"):
-        rig.fleet.session_headers(ref(1))
+        rig.pool.session_headers(ref(1))
 
 
 async def test_deletions_of_a_gone_replica_pass_to_the_next():
     rig = Rig()
     await rig.see(listed("1"), listed("2"))
     rig.engines["1"].die()
-    await rig.fleet.forget(ref(7))
+    await rig.pool.forget(ref(7))
     await rig.see(listed("2"))
     await rig.see(listed("2"), listed("3"))
     assert rig.owed() == {"2": set(), "3": {"s7"}}
@@ -138,18 +144,18 @@ async def test_deletions_of_a_gone_replica_pass_to_the_next():
 async def test_a_deletion_after_a_replica_has_gone_reaches_the_one_that_has_its_disk():
     rig = Rig()
     await rig.see(listed("1"), listed("2"))
-    await rig.fleet.forget(ref(1))  # while all are there: nothing is owed
+    await rig.pool.forget(ref(1))  # while all are there: nothing is owed
     rig.engines["1"].die()
     await rig.see(listed("2"))
     for number in (2, 3, 4):
-        await rig.fleet.forget(ref(number))
-    rig.fleet._served(ref(3), rig.fleet.choose(ref(3)))  # it has begun again
+        await rig.pool.forget(ref(number))
+    rig.pool._served(ref(3), rig.pool.choose(ref(3)))  # it has begun again
     await rig.see(listed("2"), listed("3"))
     assert rig.owed() == {"2": set(), "3": {"s2", "s4"}}
     rig.now += GONE_S - 1
-    await rig.fleet.forget(ref(5))
+    await rig.pool.forget(ref(5))
     rig.now += 1
-    await rig.fleet.forget(ref(6))  # no disk can come back that has it
+    await rig.pool.forget(ref(6))  # no disk can come back that has it
     await rig.see(listed("2"), listed("3"), listed("4"))
     assert rig.owed()["4"] == {"s5"}
 
@@ -159,13 +165,13 @@ async def test_of_one_tenant_the_oldest_deletions_are_dropped():
     await rig.see(listed("1"), listed("2"))
     rig.engines["1"].die()
     await rig.see(listed("2"))
-    await rig.fleet.forget(SessionRef("another", "s", b""))
+    await rig.pool.forget(SessionRef("another", "s", b""))
     for number in range(MAX_OWED_OF_TENANT + 2):
-        await rig.fleet.forget(ref(number))
+        await rig.pool.forget(ref(number))
     await rig.see(listed("2"), listed("3"))
     kept = {f"s{i}" for i in range(2, MAX_OWED_OF_TENANT + 2)}
     assert rig.owed()["3"] == {"s", *kept}
-    await rig.fleet.forget(ref(0))  # the new one is there: no number of deletions is too many
+    await rig.pool.forget(ref(0))  # the new one is there: no number of deletions is too many
 
 
 async def test_a_session_that_begins_again_is_not_deleted_for_a_replica_that_is_away():
@@ -173,9 +179,9 @@ async def test_a_session_that_begins_again_is_not_deleted_for_a_replica_that_is_
     rig = Rig()
     await rig.see(listed("1"), listed("2"))
     rig.engines["1"].die()
-    await rig.fleet.forget(ref(7))
-    await rig.fleet.forget(ref(8))
-    rig.fleet._served(ref(7), rig.fleet.choose(ref(7)))
+    await rig.pool.forget(ref(7))
+    await rig.pool.forget(ref(8))
+    rig.pool._served(ref(7), rig.pool.choose(ref(7)))
     await rig.see(listed("2"))
     await rig.see(listed("2"), listed("3"))
     assert rig.owed() == {"2": set(), "3": {"s8"}}
@@ -187,12 +193,12 @@ async def test_a_session_that_begins_again_while_others_are_deleted_stays():
     rig.engines["1"].die()
     await rig.see(listed("2"))
     for number in range(5):
-        await rig.fleet.forget(ref(number))
+        await rig.pool.forget(ref(number))
     new = rig.engines["3"] = Gated()
-    rig.make = rig.fleet._make = lambda _: new
+    rig.make = rig.pool._make = lambda _: new
     await rig.see(listed("2"), listed("3"))
     await eventually(lambda: new.num_waiting)
-    rig.fleet._served(ref(4), rig.fleet.choose(ref(4)))
+    rig.pool._served(ref(4), rig.pool.choose(ref(4)))
     new.gate.set()
     await eventually(lambda: not rig.owed()["3"])
     assert new.forgotten == ["s0", "s1", "s2", "s3"]
@@ -201,13 +207,13 @@ async def test_a_session_that_begins_again_while_others_are_deleted_stays():
 async def test_a_session_that_begins_again_while_it_is_deleted_is_not_kept_as_deleted():
     rig = Rig()
     two = rig.engines["2"] = Gated()
-    rig.fleet._make = lambda x: two if x.name == "2" else rig.make(x)
+    rig.pool._make = lambda x: two if x.name == "2" else rig.make(x)
     await rig.see(listed("1"), listed("2"))
     rig.engines["1"].die()
     await rig.see(listed("2"))
-    deleting = asyncio.create_task(rig.fleet.forget(ref(7)))
+    deleting = asyncio.create_task(rig.pool.forget(ref(7)))
     await eventually(lambda: two.num_waiting)
-    rig.fleet._served(ref(7), rig.fleet.choose(ref(7)))
+    rig.pool._served(ref(7), rig.pool.choose(ref(7)))
     two.gate.set()
     await deleting
     await rig.see(listed("2"), listed("3"))
@@ -220,19 +226,19 @@ async def test_a_new_replica_that_is_not_ready_refuses_no_deletions():
     rig.engines["1"].die()
     await rig.see(listed("2"))
     for number in range(MAX_OWED_OF_TENANT):
-        await rig.fleet.forget(ref(number))
+        await rig.pool.forget(ref(number))
     new = rig.engines["3"] = Starting()
-    rig.fleet._make = lambda _: new
+    rig.pool._make = lambda _: new
     await rig.see(listed("2"), listed("3"))
-    await rig.fleet.forget(ref(MAX_OWED_OF_TENANT))
+    await rig.pool.forget(ref(MAX_OWED_OF_TENANT))
     assert rig.owed()["3"] == {f"s{i}" for i in range(1, MAX_OWED_OF_TENANT + 1)}
     new.begin()
     await eventually(lambda: not rig.owed()["3"])
     new.die()
     for number in range(MAX_OWED_OF_TENANT):
-        await rig.fleet.forget(ref(number))
+        await rig.pool.forget(ref(number))
     with pytest.raises(EngineUnavailable, match="replica 3 is away"):
-        await rig.fleet.forget(ref(MAX_OWED_OF_TENANT))
+        await rig.pool.forget(ref(MAX_OWED_OF_TENANT))
     assert f"s{MAX_OWED_OF_TENANT}" not in rig.owed()["2"]  # it is not half deleted
 
 
@@ -241,10 +247,10 @@ async def test_counters_of_a_replica_that_is_gone_are_kept():
     await rig.see(listed("1"), listed("2"))
     for engine in rig.engines.values():
         engine.num_turns = 5
-    assert (await rig.fleet.stats()).counters["turns"] == 10
+    assert (await rig.pool.stats()).counters["turns"] == 10
     rig.engines["1"].die()
     await rig.see(listed("2"))
-    assert (await rig.fleet.stats()).counters["turns"] == 10
+    assert (await rig.pool.stats()).counters["turns"] == 10
 
 
 @pytest.mark.parametrize(
@@ -276,3 +282,60 @@ def test_the_tokens_follow_from_the_secret_and_differ():
     one, other = b"a" * 32, b"b" * 32
     assert engine_token(one) == engine_token(one) != engine_token(other)
     assert engine_token(one) != list_token(one)
+
+
+# ---- reading the list over HTTP
+
+REPLICA = {"name": "a", "url": "http://10.0.0.7:9000", "control": "tcp://10.0.0.7:9001"}
+
+
+@asynccontextmanager
+async def served(status: int, body: bytes, path: str = "/replicas") -> AsyncIterator[str]:
+    async def answer(request: web.Request) -> web.Response:
+        right = request.headers.get("authorization") == "Bearer token"
+        return web.Response(status=status if right else 401, body=body)
+
+    app = web.Application()
+    app.router.add_post(path, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("path", ["/", "/replicas", "/a/b"])
+async def test_a_list_is_read_with_its_token(path: str):
+    async with served(200, json.dumps({"replicas": [REPLICA]}).encode(), path) as url:
+        (replica,) = await ReplicaList(url, "token").read()
+        assert (replica.name, replica.url, replica.leaving) == ("a", REPLICA["url"], False)
+        with pytest.raises(EngineUnavailable, match="status 401"):
+            await ReplicaList(url, "wrong").read()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (503, b"{}", "status 503"),
+        (200, b"<html>", "no list of replicas at"),
+        (200, b" " * (MAX_LISTING_BYTES + 1), "too long"),
+    ],
+)
+async def test_an_answer_that_is_no_list_fails_with_the_reason(
+    status: int, body: bytes, words: str
+):
+    async with served(status, body) as url:
+        with pytest.raises(EngineUnavailable, match=words):
+            await ReplicaList(url, "token").read()
+
+
+async def test_nothing_listens_there_or_it_is_no_address():
+    async with served(200, b"") as url:
+        pass
+    with pytest.raises(EngineUnavailable):
+        await ReplicaList(url, "token").read()
+    with pytest.raises(EngineError):
+        ReplicaList("10.0.0.7:8000", "token")

@@ -23,12 +23,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from engines.base import Engine, EngineError, EngineUnavailable, TierName
-from scheduler.sessions import Overloaded, SessionManager
+from engines.base import Engine, EngineError, EngineUnavailable, Overloaded, TierName
 
-log = logging.getLogger("thermocline.gateway")
+log = logging.getLogger("thermocline.engines")
 
 LOOK_EVERY_S: Final = 0.5
 READY_POLL_S: Final = 0.05
@@ -71,13 +70,27 @@ class Waiting(NamedTuple):
     since: float
 
 
+class EngineSessions(Protocol):
+    """The sessions of an engine, as far as loading asks of them; see ``scheduler.sessions``."""
+
+    @property
+    def settled(self) -> bool:
+        """True once the engine has listed its sessions."""
+
+    @property
+    def memory_is_scarce(self) -> bool: ...
+
+    def engine_unloaded(self, rests_in: TierName) -> None:
+        """Note that all of them are cold now, in that tier."""
+
+
 @dataclass(eq=False)
 class OnDemand:
     """One model that is loaded when it is asked for. ``Loading`` is its only writer."""
 
     name: str
     engine: Engine
-    sessions: SessionManager
+    sessions: EngineSessions
     unload_after_s: float  # without a request
     load_timeout_s: float
     rests_in: TierName  # the tier that outlives the engine
@@ -227,7 +240,7 @@ class Loading:
         for model in self._models:
             idle_s = self._clock() - model.last_used
             is_idle = model.state is LoadState.LOADED and not model.num_uses
-            if is_idle and (idle_s > model.unload_after_s or model.sessions.headroom.scarce):
+            if is_idle and (idle_s > model.unload_after_s or model.sessions.memory_is_scarce):
                 model.to(LoadState.UNLOADING)
                 self._start(self._unload(model))
 

@@ -1,4 +1,4 @@
-"""Whether an engine ended, the wait for the next one, and the requests that it gets again."""
+"""Requests that an engine gets again: one that ended, and one with no room for a connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import uvloop
 from engines.base import EngineStalled, EngineUnavailable, EngineUnreached
 from engines.client.connection import HttpAddress
 from engines.client.engine_client import EngineClient
-from engines.client.http_exchange import HttpExchange, NextLife
+from engines.client.http_exchange import HttpExchange
+from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
 from engines.wire import Welcome
 from tests.unit.engines.conftest import WELCOME, FakeProcess
 from tests.waiting import eventually
@@ -75,15 +76,28 @@ class Engine:
         writer.close()
 
     @asynccontextmanager
-    async def asked(self, body: bytes = b"{}", wait_s: float = 10.0) -> AsyncIterator[HttpExchange]:
+    async def asked(self) -> AsyncIterator[SecondTry]:
         async with await asyncio.start_unix_server(self._serve, self.path):
-            next_life = NextLife(lambda: self.welcome, wait_s, lambda: False)
-            exchange = HttpExchange(HttpAddress(self.path), 60.0, next_life)
-            await exchange.send("/", {}, body)
+            asked = SecondTry(lambda but: self.candidate(HttpAddress(self.path)))
             try:
+                yield asked
+            finally:
+                await asked.close()
+
+    def candidate(self, address: HttpAddress, stall_timeout_s: float = 60.0) -> Candidate:
+        @asynccontextmanager
+        async def opened(body: RequestBody) -> AsyncIterator[HttpExchange]:
+            exchange = HttpExchange(address, stall_timeout_s)
+            try:
+                await exchange.send("/", {}, body.content)
+                body.sent()
+                await exchange.head()
                 yield exchange
             finally:
                 exchange.close()
+
+        next_life = NextLife(lambda: self.welcome, 10.0, lambda: False)
+        return Candidate("", self.welcome, next_life, opened)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +118,7 @@ class Engine:
 async def test_who_is_asked(folder: Path, answers: list[bytes], status: int, body: bytes) -> None:
     engine = Engine(folder, list(answers))
     async with engine.asked() as exchange:
-        await exchange.head()
+        await exchange.begin(RequestBody(b"{}"))
         assert await exchange.read() == body
         assert exchange.status == status
     assert engine.bodies == [b"{}"] * len(answers)
@@ -124,7 +138,7 @@ async def test_an_answer_that_is_there_is_kept(
     """Although the control connection is another one by now."""
     engine = Engine(folder, [answer, FAILED])
     async with engine.asked() as exchange:
-        await exchange.head()
+        await exchange.begin(RequestBody(b"{}"))
         assert (exchange.status, await exchange.read()) == (status, body)
     assert len(engine.bodies) == 1
 
@@ -140,13 +154,11 @@ async def test_the_next_engine_may_not_fall_silent_either(folder: Path) -> None:
 
     engine = Engine(folder, [])
     async with await asyncio.start_unix_server(serve, engine.path):
-        next_life = NextLife(lambda: engine.welcome, 10.0, lambda: False)
-        exchange = HttpExchange(HttpAddress(engine.path), 0.2, next_life)
-        await exchange.send("/", {}, b"{}")
-        await exchange.head()
+        exchange = SecondTry(lambda but: engine.candidate(HttpAddress(engine.path), 0.2))
+        await exchange.begin(RequestBody(b"{}"))
         with pytest.raises(EngineStalled):
             await asyncio.wait_for(exchange.read(), 30)
-        exchange.close()
+        await exchange.close()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +173,7 @@ async def test_an_answer_that_cannot_be_had(folder: Path, answers: list[bytes]) 
     engine = Engine(folder, list(answers))
     async with engine.asked() as exchange:
         with pytest.raises(EngineUnavailable):
-            await exchange.head()
+            await exchange.begin(RequestBody(b"{}"))
             await exchange.read()
     assert len(engine.bodies) == 2
 
@@ -171,7 +183,7 @@ async def test_a_stream_that_has_begun_is_not_asked_for_again(folder: Path) -> N
     cut = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nsaid\r\n"
     engine = Engine(folder, [cut])
     async with engine.asked() as exchange:
-        await exchange.head()
+        await exchange.begin(RequestBody(b"{}"))
         chunks = exchange.chunks()
         assert await anext(chunks) == b"said"
         engine.welcome = None
@@ -182,10 +194,11 @@ async def test_a_stream_that_has_begun_is_not_asked_for_again(folder: Path) -> N
 
 async def test_a_large_body_is_not_held(folder: Path) -> None:
     engine = Engine(folder, [b"", OK])
-    async with engine.asked(b" " * (2 << 20)) as exchange:
+    body = RequestBody(b" " * (2 << 20))
+    async with engine.asked() as exchange:
         with pytest.raises(EngineUnavailable):
-            await exchange.head()
-    assert len(engine.bodies) == 1
+            await exchange.begin(body)
+    assert len(engine.bodies) == 1 and body.content == b""
 
 
 # ---- an engine whose socket has more connections waiting than it takes
@@ -239,3 +252,44 @@ def test_the_wait_in_a_full_line_ends_with_the_engine(folder: Path, loop: Loop) 
         listener.bind(engine.path)
         listener.listen(1)
         runner.run(main())
+
+
+async def test_a_burst_waits_while_a_network_socket_has_no_room(folder: Path) -> None:
+    """Until the engine takes connections again, many times later than one try may last."""
+    engine, num_requests = Engine(folder, []), 40
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(OK)
+        await writer.drain()
+        writer.close()
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        address = HttpAddress("", url, connect_s=0.1)
+
+        async def ask() -> bytes:
+            asked = SecondTry(lambda but: engine.candidate(address))
+            try:
+                await asked.begin(RequestBody(b"{}"))
+                return await asked.read()
+            finally:
+                await asked.close()
+
+        asking = [asyncio.create_task(ask()) for _ in range(num_requests)]
+        await asyncio.sleep(1.0)
+        assert not any(x.done() for x in asking)
+        async with await asyncio.start_server(serve, sock=listener):
+            assert await asyncio.gather(*asking) == [b"said"] * num_requests
+
+
+async def test_an_engine_that_ends_is_not_connected_to_for_ever(
+    client: EngineClient, fake: FakeProcess
+) -> None:
+    await fake.stop()
+    await eventually(lambda: not client.ready)
+    with pytest.raises(EngineUnreached):
+        async with asyncio.timeout(30), client.open("/", b"{}", {}, wait_s=0.0):
+            pass

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -33,16 +34,15 @@ from engines.base import (
     SessionRef,
     SessionReport,
     TierName,
+    Upstream,
     Welcome,
 )
 from engines.client.control_link import NoticeQueue
-from engines.client.http_exchange import NextLife
+from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
 from engines.config import CalibrationOrder
-from engines.fleet.choice import ReplicaChoice
-from engines.fleet.fleet_exchange import FleetExchange
-from engines.fleet.homes import Homes
-from engines.fleet.replica import Replica, difference, joined_report, joined_welcome
 from engines.http import session_from
+from engines.pool.choice import Homes, ReplicaChoice
+from engines.pool.replica import Replica, difference, joined_report, joined_welcome
 from kvstore.session import SessionName
 
 log = logging.getLogger("thermocline.engines")
@@ -58,7 +58,7 @@ FOLLOW_AGAIN_S: Final = 1.0
 FIGURES_S: Final = 2.0  # sums are made without a replica that is silent for longer
 
 
-class FleetEngine:
+class ReplicaPool:
     """The replicas of one model. Runs on the event loop."""
 
     def __init__(
@@ -111,7 +111,7 @@ class FleetEngine:
             with suppress(EngineError):  # then it goes when that replica needs the room
                 await work
 
-        job = asyncio.create_task(done(), name="fleet-job")
+        job = asyncio.create_task(done(), name="replica-job")
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
 
@@ -168,7 +168,7 @@ class FleetEngine:
         self._following[replica.name] = task
 
     async def add(self, name: str, engine: Engine) -> Replica:
-        """Take on a replica while the fleet runs. It is chosen once it is ready."""
+        """Take on a replica while others run. It is chosen once it is ready."""
         replica = Replica(name, engine, self._clock)
         replica.is_new = True
         self._replicas.append(replica)
@@ -207,37 +207,49 @@ class FleetEngine:
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
-    ) -> AsyncIterator[FleetExchange]:
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
+    ) -> AsyncIterator[Upstream]:
         session = session_from(headers)
         key = session or SessionRef("", secrets.token_hex(8), b"")  # a question: any of them
 
-        def served(replica: Replica) -> None:
-            if session is not None:
-                self._served(session, replica)
-
-        def next_life(replica: Replica) -> NextLife:
+        def candidate(but: Welcome | None) -> Candidate:
+            replica = self.choose(key, but)
             life = replica.engine.welcome
-            return NextLife(
+            next_life = NextLife(
                 lambda: replica.engine.welcome,
-                max(wait_s, LEAST_WAIT_S),
+                max(wait_s or 0.0, LEAST_WAIT_S),
                 lambda: self._stopping or self.gave_up,
                 there=lambda: any(x.takes_beside(life) for x in self._replicas),
             )
+            asked = partial(self._asked, replica, session, path, headers)
+            return Candidate(replica.name, life, next_life, asked, replica.avoid)
 
-        exchange = FleetExchange(
-            path,
-            headers,
-            choose=lambda but: self.choose(key, but),
-            served=served,
-            next_life=next_life,
-        )
+        asked, sent = SecondTry(candidate), RequestBody(body)
+        del body  # megabytes perhaps, and the answer may take an hour
         try:
-            await exchange.begin(body)
-            del body  # megabytes perhaps, and the answer may take an hour
-            yield exchange
+            await asked.begin(sent)
+            yield asked
         finally:
-            await exchange.close()
+            await asked.close()
+
+    @asynccontextmanager
+    async def _asked(
+        self,
+        replica: Replica,
+        session: SessionRef | None,
+        path: str,
+        headers: Mapping[str, str],
+        body: RequestBody,
+    ) -> AsyncIterator[Upstream]:
+        replica.num_running += 1
+        try:
+            async with replica.engine.open(path, body.content, headers) as upstream:
+                body.sent()
+                if session is not None and upstream.status < 400:
+                    self._served(session, replica)
+                yield upstream
+        finally:
+            replica.num_running -= 1
 
     def session_headers(self, session: SessionRef) -> dict[str, str]:
         return self._any().engine.session_headers(session)

@@ -9,14 +9,14 @@ milliseconds; to find a point takes microseconds.
 from __future__ import annotations
 
 from bisect import bisect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
 from typing import Final, TypeVar
 
 from engines.base import EngineUnavailable, EngineUnreached, SessionRef, SessionReport, Welcome
-from engines.fleet.homes import Homes
-from engines.fleet.replica import Replica
+from engines.pool.replica import Replica
 from kvstore.session import SessionName
 
 POINTS: Final = 128
@@ -64,6 +64,33 @@ def least_behind(near: Sequence[T], load: Callable[[T], int], moves_at: int) -> 
         if load(first) - load(other) >= moves_at:
             return other
     return first
+
+
+class Homes:
+    """The homes that this gateway has seen; those used longest ago are dropped first.
+
+    A home is a belief: a wrong one costs a restore, or a prefill.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._homes: OrderedDict[SessionName, str] = OrderedDict()
+
+    def get(self, session: SessionRef) -> str | None:
+        """Return the name of the replica that had the session last; None if that is not known."""
+        return self._homes.get(session.name)
+
+    def put(self, session: SessionRef, replica: str) -> None:
+        """Note that a replica has the session."""
+        key = session.name
+        self._homes[key] = replica
+        self._homes.move_to_end(key)
+        while len(self._homes) > self._most:
+            self._homes.popitem(last=False)
+
+    def drop(self, session: SessionRef) -> None:
+        """Note that the session is no more."""
+        self._homes.pop(session.name, None)
 
 
 class ReplicaChoice:

@@ -1,36 +1,133 @@
-"""The replicas of a model that an orchestrator starts and ends: a fleet whose members change.
+"""The replicas of a model that an orchestrator starts and ends, as a list says that there are.
 
-A list says which there are. A replica that leaves gets no new request and no verb but deletions,
-while it answers what it has and saves its sessions; it is let go of once its control connection
-ends. Its disk may come back with another replica: so that one is given the deletions of the last
-day, but for sessions that have begun again since.
+A replica that leaves gets no new request and no verb but deletions, while it answers what it has
+and saves its sessions; it is let go of once its control connection ends. Its disk may come back
+with another replica: so that one is given the deletions of the last day, but for sessions that have
+begun again since.
 
 While the list cannot be read, what was read last holds: a replica that is gone is noticed by its
 own connection.
+
+The tokens between a gateway and replicas are made of a shared secret: one file
+(``store.secret_file``) on each machine is all that has to be handed out, and no token is in a
+command line, in a configuration or in the database of the orchestrator.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Final
+from typing import Annotated, Final
+from urllib.parse import urlsplit
 
-from engines.base import SAVE_S, Engine, EngineError, SessionRef
-from engines.fleet.deletions import ReplicaDeletions
-from engines.fleet.fleet_engine import MOVES_AT, FleetEngine
-from engines.fleet.homes import Homes
-from engines.fleet.replica import Replica
-from engines.fleet.replica_list import ListedReplica
+import msgspec
+
+from engines.base import SAVE_S, Engine, EngineError, EngineUnavailable, SessionRef
+from engines.client.connection import HttpAddress
+from engines.client.http_exchange import HttpExchange
+from engines.pool.choice import Homes
+from engines.pool.replica import Replica, ReplicaDeletions
+from engines.pool.replica_pool import MOVES_AT, ReplicaPool
 
 log = logging.getLogger("thermocline.engines")
 
 LIST_S: Final = 1.0  # between two looks at the list
 GONE_S: Final = 24 * 3600.0  # for so long a gone replica's disk may come back
+MAX_REPLICAS: Final = 1000
+MAX_LISTING_BYTES: Final = 1 << 20
+READ_S: Final = 5.0
 
 
-class ListedFleet(FleetEngine):
+def engine_token(secret: bytes) -> str:
+    """Return the bearer token of both addresses of a replica."""
+    return _token(secret, "replica")
+
+
+def list_token(secret: bytes) -> str:
+    """Return the bearer token of the list of replicas."""
+    return _token(secret, "list of replicas")
+
+
+def ray_token(secret: bytes) -> str:
+    """Return the token of a Ray that ``engines.on_ray`` starts."""
+    return _token(secret, "ray")
+
+
+def _token(secret: bytes, purpose: str) -> str:
+    return hmac.digest(secret, f"thermocline token: {purpose}".encode(), "sha256").hex()
+
+
+class ListedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica.
+
+    Attributes:
+        name: differs from all others', earlier ones included.
+        url: the address of its HTTP server.
+        control: the address of its control connection.
+        leaving: it takes no new sessions, for it is about to end.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    url: Annotated[str, msgspec.Meta(max_length=500, pattern="^https?://")]
+    control: Annotated[str, msgspec.Meta(max_length=500, pattern="^(tcp|unix):")]
+    leaving: bool = False
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """All replicas of one model."""
+
+    replicas: Annotated[list[ListedReplica], msgspec.Meta(max_length=MAX_REPLICAS)]
+
+
+def read_listing(body: bytes) -> list[ListedReplica]:
+    """Decode a list. Raises ``ValueError``: it is none, or two replicas have one name."""
+    replicas = msgspec.json.decode(body, type=Listing).replicas
+    if len({x.name for x in replicas}) < len(replicas):
+        raise ValueError("two replicas have one name")
+    return replicas
+
+
+class ReplicaList:
+    """The list at one address."""
+
+    def __init__(self, url: str, token: str) -> None:
+        """``token``: the bearer token that the list asks for. Raises ``EngineError``: a bad url."""
+        self._url = url
+        self._address = HttpAddress("", url)
+        self._path = "" if urlsplit(url).path.strip("/") else "/"  # the address has the rest
+        self._headers = {"authorization": f"Bearer {token}"}
+
+    async def read(self) -> list[ListedReplica]:
+        """Read the list. Raises ``EngineUnavailable``, with a sentence."""
+        try:
+            async with asyncio.timeout(READ_S):
+                status, body = await self._get()
+            if status != 200:
+                raise EngineUnavailable(f"the list of replicas at {self._url}: status {status}")
+            return read_listing(body)
+        except TimeoutError as error:
+            raise EngineUnavailable(f"no list of replicas came from {self._url}") from error
+        except ValueError as error:
+            raise EngineUnavailable(f"no list of replicas at {self._url}: {error}") from error
+
+    async def _get(self) -> tuple[int, bytes]:
+        exchange, body = HttpExchange(self._address, READ_S), bytearray()
+        try:
+            await exchange.send(self._path, self._headers, b"")
+            await exchange.head()
+            async for chunk in exchange.chunks():
+                body += chunk
+                if len(body) > MAX_LISTING_BYTES:
+                    raise ValueError("it is too long")
+            return exchange.status, bytes(body)
+        finally:
+            exchange.close()
+
+
+class ListedPool(ReplicaPool):
     """The replicas that a list names."""
 
     def __init__(

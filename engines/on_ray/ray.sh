@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Serves a model with several replicas of vLLM on Ray Serve, on this machine, and a gateway before them:
 #
-#   bash launch/ray.sh MODEL [PORT] [--replicas 2] [--hot BYTES] [--context N] [--redis URL]
-#                            [more arguments of thermocline serve]
+#   bash engines/on_ray/ray.sh MODEL [PORT] [--replicas 2] [--hot BYTES] [--context N] [--redis URL]
+#                                    [more arguments of thermocline serve]
 #
 # --hot and --context are of each replica. Sessions go from one replica to another by way of Redis;
 # without it a session that has to move is computed again. docs/scale.md says how to use a cluster.
 set -euo pipefail
 
+folder=engines/on_ray # for what hardware.sh says
 # shellcheck source=launch/hardware.sh
-. "$(dirname "${BASH_SOURCE[0]}")/hardware.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/../../launch/hardware.sh"
 
 read_arguments "$@"
 [ "$(uname -s)" = Linux ] || die "vLLM runs on Linux only; on a Mac: bash launch/apple.sh MODEL"

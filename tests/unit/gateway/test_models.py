@@ -1,23 +1,26 @@
-"""Requests whose model is still to be loaded: what they hold, and when they wait no longer."""
+"""Models that are still to be loaded, the requests that wait, and who is shown replicas."""
 
 from __future__ import annotations
 
 import asyncio
 import tracemalloc
+from typing import ClassVar
 
 import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from engines.base import Engine, ReplicaState
+from engines.pool.loading import Loading, OnDemand
 from gateway.app import create_app
 from gateway.edge.accounts import ACCOUNTS
 from gateway.edge.key_limits import key_share_of
-from gateway.models.loading import Loading, OnDemand
-from gateway.models.served_model import ServedModel
+from gateway.keys import generate_key
+from gateway.models import ServedModel
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
-from tests.unit.gateway.in_process import WELCOME, App, RecordingEngine
+from tests.unit.gateway.in_process import MODEL, WELCOME, App, RecordingEngine
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -132,3 +135,27 @@ async def test_who_is_cancelled_in_the_moment_of_loading_holds_no_model(num_step
     await asyncio.gather(entering, return_exceptions=True)
     share.leave()
     assert app.on_demand.num_uses == 0
+
+
+# ---- who is shown replicas: they have addresses, and reasons why they are away
+
+REPLICA = ReplicaState(
+    name="http://10.0.0.7:8000", ready=False, trouble="it does not answer", num_running=3
+)
+
+
+class Replicas(RecordingEngine):
+    replicas = (REPLICA,)
+    members: ClassVar[dict[str, Engine]] = {}  # none takes requests now
+
+
+async def test_admins_are_shown_the_replicas_of_a_model_and_others_none_of_it():
+    (user, line), (root, admin_line) = generate_key("alice"), generate_key("root")
+    app = App(Replicas(), api_keys=(line,), admin_keys=(admin_line,))
+    for path in ("/v1/models", f"/v1/models/{MODEL}"):
+        shown = await app.get(path, authorization=f"Bearer {root}")
+        hidden = await app.get(path, authorization=f"Bearer {user}")
+        assert (shown.status, hidden.status) == (200, 200)
+        assert REPLICA.name in shown.body.decode()
+        assert "10.0.0.7" not in hidden.body.decode()
+    assert REPLICA.name in (await App(Replicas()).get("/v1/models")).body.decode()  # one user's own

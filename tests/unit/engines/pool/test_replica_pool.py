@@ -12,6 +12,7 @@ import pytest
 
 from engines.base import (
     Demoted,
+    EngineBusy,
     EngineStalled,
     EngineUnavailable,
     EngineUnreached,
@@ -19,11 +20,10 @@ from engines.base import (
     TierName,
     Upstream,
 )
-from engines.fleet.choice import Ring
-from engines.fleet.deletions import MAX_OWED_OF_TENANT
-from engines.fleet.fleet_engine import FleetEngine
-from engines.fleet.homes import Homes
 from engines.http import TENANT_HEADER, session_headers
+from engines.pool.choice import Homes, Ring
+from engines.pool.replica import MAX_OWED_OF_TENANT
+from engines.pool.replica_pool import ReplicaPool
 from engines.wire import EngineReport, Notice, SessionReport, TierStats, absent
 from tests.unit.gateway.in_process import WELCOME, Answered, RecordingEngine
 from tests.waiting import eventually
@@ -42,6 +42,7 @@ class Engine(RecordingEngine):
         self.restarts: list[str] = []
         self.num_turns = 0
         self.dies_with_next = self.takes_no_connection = self.is_stopped = False
+        self.is_busy_for = 0  # tries to connect
         self.fails_with: EngineUnavailable | None = None
         self.gave_up = False
         self.heard: asyncio.Queue[Notice | None] = asyncio.Queue()
@@ -62,10 +63,13 @@ class Engine(RecordingEngine):
 
     @asynccontextmanager
     async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float = 0.0
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
     ) -> AsyncIterator[Upstream]:
         if not self.ready or self.takes_no_connection:
             raise EngineUnreached("it takes no connections")
+        if self.is_busy_for:
+            self.is_busy_for -= 1
+            raise EngineBusy("it takes no connections")
         self.num_turns += 1
         if self.fails_with is not None:
             raise self.fails_with
@@ -123,31 +127,31 @@ class Dying(Answered):
 
 
 class Rig:
-    """A fleet of some replicas, and a clock that stands still."""
+    """A pool of some replicas, and a clock that stands still."""
 
     def __init__(self, num_replicas: int = 3) -> None:
         self.now = 1000.0
         self.engines = {str(i): Engine() for i in range(num_replicas)}
-        self.fleet = FleetEngine(self.engines, Homes(1000), 4, clock=lambda: self.now)
+        self.pool = ReplicaPool(self.engines, Homes(1000), 4, clock=lambda: self.now)
 
     async def __aenter__(self) -> Rig:
-        await self.fleet.start()
+        await self.pool.start()
         await self.settle()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.fleet.stop(0)
+        await self.pool.stop(0)
 
     async def settle(self) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
 
     def name(self, session: SessionRef) -> str:
-        return self.fleet.choose(session).name
+        return self.pool.choose(session).name
 
     async def turn(self, session: SessionRef, wait_s: float = 5.0) -> bytes:
         headers = session_headers(session)
-        async with self.fleet.open("/v1/chat/completions", b"{}", headers, wait_s) as upstream:
+        async with self.pool.open("/v1/chat/completions", b"{}", headers, wait_s) as upstream:
             return await upstream.read()
 
 
@@ -176,7 +180,7 @@ async def test_questions_without_a_session_are_asked_of_all():
     asks = {TENANT_HEADER: "tenant"}
     async with Rig(3) as rig:
         for _ in range(60):
-            async with rig.fleet.open("/tokenize", b"{}", asks) as upstream:
+            async with rig.pool.open("/tokenize", b"{}", asks) as upstream:
                 await upstream.read()
         assert all(x.num_turns for x in rig.engines.values())
 
@@ -196,7 +200,7 @@ async def test_a_session_moves_when_its_home_is_far_ahead_and_leaves_no_hot_copy
     async with Rig() as rig:
         await rig.turn(ref(1))
         home = rig.name(ref(1))
-        replica = next(x for x in rig.fleet._replicas if x.name == home)
+        replica = next(x for x in rig.pool._replicas if x.name == home)
         replica.num_running = 3
         assert rig.name(ref(1)) == home
         replica.num_running = 4
@@ -204,7 +208,7 @@ async def test_a_session_moves_when_its_home_is_far_ahead_and_leaves_no_hot_copy
         await rig.settle()
         assert rig.name(ref(1)) != home
         assert rig.engines[home].demoted == ["s1"]
-        report = await rig.fleet.stats()
+        report = await rig.pool.stats()
         assert report.counters["moved.load"] == 1
 
 
@@ -228,7 +232,7 @@ async def test_the_only_replica_is_asked_in_its_next_life():
         engine.dies_with_next = True
         turn = asyncio.create_task(rig.turn(ref(1)))
         await rig.settle()
-        assert not rig.fleet.ready
+        assert not rig.pool.ready
         engine.dies_with_next = False
         engine.begin()
         assert await turn == b"{}"
@@ -243,6 +247,15 @@ async def test_a_replica_that_takes_no_connection_comes_last_for_some_time():
         assert not others
         rig.now += 6
         assert any(rig.name(ref(i)) == name for i in range(100))
+
+
+async def test_replicas_without_room_for_a_connection_are_tried_until_one_has():
+    async with Rig() as rig:
+        for engine in rig.engines.values():
+            engine.is_busy_for = 3
+        rig.engines["1"].is_busy_for = 2
+        assert await rig.turn(ref(1)) == b"{}"
+        assert [x.num_turns for x in rig.engines.values()] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("pieces", [(), (b": still at it\n\n",)])
@@ -317,7 +330,7 @@ async def test_a_second_replica_that_breaks_its_connection_is_avoided_too():
     async with Rig() as rig:
         first = rig.name(ref(1))
         rig.engines[first].fails_with = EngineUnavailable("it broke")
-        second = rig.fleet.choose(ref(1), rig.engines[first].welcome).name
+        second = rig.pool.choose(ref(1), rig.engines[first].welcome).name
         rig.engines[second].fails_with = EngineUnavailable("it broke")
         with pytest.raises(EngineUnavailable):
             await rig.turn(ref(1), 0.1)
@@ -338,23 +351,23 @@ async def test_a_deletion_reaches_all_and_those_that_are_away_when_they_are_back
     async with Rig() as rig:
         rig.engines["1"].die()
         rig.engines["0"].held = {"s1": report(1, hot=False)}
-        forgotten = await rig.fleet.forget(ref(1))
+        forgotten = await rig.pool.forget(ref(1))
         assert forgotten is not None and rig.engines["2"].forgotten == ["s1"]
         rig.engines["1"].held = {"s1": report(1, hot=False)}
         rig.engines["1"].begin()
         await rig.settle()
         assert rig.engines["1"].forgotten == ["s1"]
-        assert await rig.fleet.sessions() == []
+        assert await rig.pool.sessions() == []
 
 
 async def test_one_tenants_deletions_leave_room_for_those_of_others():
     async with Rig(2) as rig:
         rig.engines["1"].die()
         for number in range(MAX_OWED_OF_TENANT):
-            await rig.fleet.forget(ref(number))
+            await rig.pool.forget(ref(number))
         with pytest.raises(EngineUnavailable, match="replica 1 is away"):
-            await rig.fleet.forget(ref(MAX_OWED_OF_TENANT))
-        await rig.fleet.forget(SessionRef("another", "s", b""))
+            await rig.pool.forget(ref(MAX_OWED_OF_TENANT))
+        await rig.pool.forget(SessionRef("another", "s", b""))
         rig.engines["1"].begin()
         await eventually(lambda: len(rig.engines["1"].forgotten) > MAX_OWED_OF_TENANT)
 
@@ -365,7 +378,7 @@ async def test_a_session_is_listed_once_as_its_home_has_it():
         home = rig.name(ref(1))
         for name, engine in rig.engines.items():
             engine.held = {"s1": report(1, hot=name != home), "s2": report(2, hot=name == "2")}
-        one, two = sorted(await rig.fleet.sessions(), key=lambda x: x.id)
+        one, two = sorted(await rig.pool.sessions(), key=lambda x: x.id)
         assert (one.hot, two.hot) == (False, True)
         assert rig.name(ref(2)) == "2"  # the hot copy was the home's
 
@@ -381,7 +394,7 @@ async def test_notices_of_copies_that_were_left_behind_are_not_heard():
         heard = []
         with suppress(TimeoutError):
             async with asyncio.timeout(0.2):
-                async for notice in rig.fleet.notices():
+                async for notice in rig.pool.notices():
                     heard.append(notice)
         assert [x.cause for x in heard if x is not None] == ["saved"]
 
@@ -390,16 +403,16 @@ async def test_figures_are_added_up_and_counters_outlive_a_replica():
     async with Rig() as rig:
         for i in range(30):
             await rig.turn(ref(i))
-        first = await rig.fleet.stats()
+        first = await rig.pool.stats()
         assert (first.hot_capacity_bytes, first.num_running) == (300, 3)
         assert first.tiers == [TierStats("ram", 21, 210, 3, 0, 0, True)]
         assert first.counters["turns"] == 30
         rig.engines["0"].die()
-        assert (await rig.fleet.stats()).counters["turns"] == 30
+        assert (await rig.pool.stats()).counters["turns"] == 30
         rig.engines["0"].num_turns = 0
         rig.engines["0"].begin()
         await rig.turn(ref(31))
-        last = await rig.fleet.stats()
+        last = await rig.pool.stats()
         assert last.counters["turns"] == 31
 
 
@@ -407,25 +420,25 @@ async def test_figures_do_not_wait_for_a_replica_that_is_stopped():
     async with Rig(3) as rig:
         rig.engines["1"].is_stopped = True
         async with asyncio.timeout(30):
-            assert (await rig.fleet.stats()).hot_bytes == 20
+            assert (await rig.pool.stats()).hot_bytes == 20
 
 
-async def test_a_fleet_is_ready_with_one_replica_and_its_account_holds_for_all():
+async def test_a_pool_is_ready_with_one_replica_and_its_account_holds_for_all():
     async with Rig() as rig:
-        known = rig.fleet.welcome
+        known = rig.pool.welcome
         assert known.max_context == 100
         rig.engines["0"].die()
         rig.engines["1"].die()
-        assert rig.fleet.ready and rig.fleet.welcome is known  # nothing is to be listed anew
+        assert rig.pool.ready and rig.pool.welcome is known  # nothing is to be listed anew
         rig.engines["0"].begin(max_context=50)
         await rig.settle()
-        assert rig.fleet.welcome.max_context == 50
-        assert [x.ready for x in rig.fleet.replicas] == [True, False, True]
+        assert rig.pool.welcome.max_context == 50
+        assert [x.ready for x in rig.pool.replicas] == [True, False, True]
         rig.engines["0"].die()
         rig.engines["2"].die()
-        assert not rig.fleet.ready and rig.fleet.trouble
+        assert not rig.pool.ready and rig.pool.trouble
         with pytest.raises(EngineUnreached):
-            rig.fleet.choose(ref(1))
+            rig.pool.choose(ref(1))
 
 
 async def test_an_engine_of_another_model_is_no_replica():
@@ -434,13 +447,13 @@ async def test_an_engine_of_another_model_is_no_replica():
         rig.engines["1"].begin(model="other")
         await rig.settle()
         assert {rig.name(ref(i)) for i in range(50)} == {"0"}
-        assert "serves other" in rig.fleet.replicas[1].trouble
+        assert "serves other" in rig.pool.replicas[1].trouble
 
 
 async def test_the_replica_that_holds_most_is_ended_when_memory_is():
     async with Rig() as rig:
-        rig.fleet._replicas[1].hot_bytes = 100
-        rig.fleet.restart("memory")
+        rig.pool._replicas[1].hot_bytes = 100
+        rig.pool.restart("memory")
         assert [x.restarts for x in rig.engines.values()] == [[], ["memory"], []]
 
 
@@ -457,9 +470,9 @@ async def test_a_choice_among_a_thousand_looks_at_a_few():
     engines = {f"http://10.0.0.{i}:9000": Counted() for i in range(1000)}
     for i, engine in enumerate(engines.values()):
         engine.welcome = WELCOME if i % 5 else None
-    fleet = FleetEngine(engines, Homes(1000), clock=lambda: rig.now)
+    pool = ReplicaPool(engines, Homes(1000), clock=lambda: rig.now)
     for i in range(200):
-        fleet.choose(ref(i))
+        pool.choose(ref(i))
     assert Counted.num_looks / 200 < 6  # three that take it, of which a fifth is away
 
 
@@ -479,3 +492,22 @@ def test_homes_are_bounded_and_the_latest_stay():
     assert [homes.get(ref(i)) for i in (1, 2, 3)] == ["1", None, "3"]
     homes.drop(ref(3))
     assert homes.get(ref(3)) is None
+
+
+ONE, OTHER = SessionRef("alice", "one", b""), SessionRef("alice", "other", b"")
+
+
+def test_the_last_home_counts_and_a_deleted_session_has_none() -> None:
+    homes = Homes(10)
+    homes.put(ONE, "e1")
+    homes.put(ONE, "e2")
+    assert (homes.get(ONE), homes.get(OTHER)) == ("e2", None)
+    homes.drop(ONE)
+    assert homes.get(ONE) is None
+
+
+def test_the_home_that_was_used_longest_ago_is_dropped_first() -> None:
+    homes = Homes(1)
+    homes.put(ONE, "e1")
+    homes.put(OTHER, "e2")
+    assert (homes.get(ONE), homes.get(OTHER)) == (None, "e2")

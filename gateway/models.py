@@ -18,12 +18,12 @@ from engines.base import (
 )
 from engines.openai.errors import unknown_model
 from engines.openai.messages import Sight
+from engines.pool.loading import LoadState, OnDemand
 from engines.wire import Welcome
 from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.identity.known_chats import MAX_KNOWN_CHATS, KnownChats
 from gateway.identity.outline import PrefixWatch
 from gateway.keys import Tenant
-from gateway.models.loading import LoadState, OnDemand
 from gateway.watch.gauges import Gauges
 from gateway.watch.live import Live
 from gateway.watch.metrics import Metrics

@@ -1,1 +1,0 @@
-"""Several engines of one model, used as one engine; each session has a home among them."""
