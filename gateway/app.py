@@ -13,17 +13,18 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from engines.http import CACHE_HEADER, SESSION_HEADER
 from engines.pool.loading import Loading
-from gateway import openapi, sessions, snapshot
+from gateway import openapi, sessions
 from gateway.admin import findings
 from gateway.admin import routes as admin
 from gateway.anthropic import routes as anthropic
 from gateway.config import GatewayConfig
-from gateway.context import Gateway, prepare
+from gateway.context import Gateway, count
 from gateway.dashboard import routes as dashboard
+from gateway.dashboard import snapshot
 from gateway.edge.accounts import BodyBudget
 from gateway.edge.key_limits import KeyLimits, usual_limits
 from gateway.edge.key_list import KeyList
-from gateway.edge.shared_limits import SharedLimits
+from gateway.edge.rates import Rates
 from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import FORESEEN, respond
 from gateway.front import FrontMiddleware
@@ -54,17 +55,17 @@ def create_app(
     stored: Stored | None = None,
     loading: Loading | None = None,
     headroom: Headroom | None = None,
-    shared: SharedLimits | None = None,
+    rates: Rates | None = None,
     shared_sessions: SharedSessions | None = None,
 ) -> FastAPI:
     """Build the app around parts that ``launch`` has made.
 
     Its lifespan starts and stops the engines. Without ``stored`` nothing is stored, and
     without ``loading`` all models are loaded from the start. ``headroom`` is the memory that
-    several models share: at its last mark one engine is ended, the one that holds most. ``shared``
-    keeps keys' limits together with other gateways, ``shared_sessions`` lists their sessions.
+    several models share: at its last mark one engine is ended, the one that holds most. ``rates``
+    counts what keys use, together with other gateways; ``shared_sessions`` lists their sessions.
     """
-    served, limits = Models(models), KeyLimits(usual_limits(config), shared=shared)
+    served, limits = Models(models), KeyLimits(usual_limits(config), rates)
     tier_bytes = TierBytes(served.engines, tenants, lambda: limits.usual, metrics.tenants_full)
     gateway = Gateway(
         config=config,
@@ -79,9 +80,7 @@ def create_app(
         tier_bytes=tier_bytes,
         shared_sessions=shared_sessions,
     )
-    if shared is not None:
-        shared.sessions_of = gateway.session_names
-        shared.on_change = metrics.limits_shared
+    limits.rates.on_change = metrics.limits_shared
     # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
     app = FastAPI(
         title="Thermocline",
@@ -112,7 +111,7 @@ def create_app(
         metrics=metrics,
         bodies=gateway.bodies,
         open_to_all=tenants.open_to_all,
-        prepare=partial(prepare, gateway),
+        count=partial(count, gateway),
     )
     return app
 
@@ -135,9 +134,9 @@ async def _running(
     if gateway.shared_sessions is not None:
         sharing_sessions = _again_and_again(gateway.shared_sessions.run, "sharing sessions")
         housekeeping.append(asyncio.create_task(sharing_sessions, name="shared-sessions"))
-    if gateway.limits.shared is not None:
-        sharing = _again_and_again(gateway.limits.shared.run, "sharing keys' limits")
-        housekeeping.append(asyncio.create_task(sharing, name="shared-limits"))
+    if gateway.limits.rates.on_redis:
+        counting = _again_and_again(gateway.limits.rates.run, "sharing keys' limits")
+        housekeeping.append(asyncio.create_task(counting, name="rates"))
     holding = _again_and_again(gateway.tier_bytes.run, "holding tenants to their bytes")
     housekeeping.append(asyncio.create_task(holding, name="tier-bytes"))
     gateway.stored.start()

@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from engines.http import while_client_stays
@@ -19,7 +20,7 @@ from engines.openai.requests import InvalidRequest
 from engines.pool.loading import Loading, OnDemand
 from engines.wire import Welcome
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.edge.accounts import BodyBudget, account_of, body_share_of
+from gateway.edge.accounts import Account, BodyBudget, account_of, body_share_of
 from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
 from gateway.edge.key_list import KeyList
 from gateway.edge.tier_bytes import TierBytes
@@ -33,6 +34,7 @@ from gateway.watch.telemetry import LogRing, PassOn, Tracing
 
 LAST_WORDS_S = 1.0  # for all streams to send their ending
 _CALLER = "caller"  # where a request's tenant is in the scope's state
+_KNOWN = "known"  # and the tenant of its key, before the request is charged
 
 
 @dataclass
@@ -69,20 +71,16 @@ class Gateway:
         num_new = sum(not by_name[name].knows(tenant, id) for name, _, id in apart)
         return sum(x.sessions.num_sessions(tenant.name) for x in self.models) + num_new < most
 
-    def session_names(self, tenant: str) -> list[str]:
-        """Name all sessions of a tenant, of all models, as ``ServedModel.coming`` does."""
-        return [x.coming(id) for x in self.models for id in x.sessions.ids(tenant)]
-
     async def check_new_session(self, tenant: Tenant, model: ServedModel, session_id: str) -> None:
         """Raise ``RequestRefused`` (429) if the tenant has all sessions it may, and not this one.
 
-        Where gateways share a Redis, those at all of them count.
+        Where gateways share a Redis, those at all of them count, as of half a second ago.
         """
         most = self.limits.of(tenant).sessions
         has_room = self.has_room_for(tenant, model, session_id)
-        if has_room and most and self.limits.shared and not model.knows(tenant, session_id):
-            name = model.coming(session_id)
-            has_room = await self.limits.shared.claim_session(tenant, most, name)
+        shared = self.shared_sessions
+        if has_room and most and shared and not model.knows(tenant, session_id):
+            has_room = await shared.has_room_for(tenant.name, session_id, most)
         if not has_room:
             message = f"This key may have {most} sessions at once. Delete some: /v1/sessions."
             raise RequestRefused(Failure(429, message, "session_id", "session_limit"))
@@ -259,22 +257,31 @@ def caller_of(request: Request) -> Tenant:
     if gateway.config.is_admin_socket(request.scope.get("server")):
         caller = gateway.tenants.operator()
     else:
-        caller = _known(gateway, headers)
+        caller = state.get(_KNOWN) or _known(gateway, headers)
     gateway.limits.enter(caller, request.scope, account_of(request.scope))
     body_share_of(request.scope).tenant = caller.name
     state[_CALLER] = caller
     return caller
 
 
-async def prepare(gateway: Gateway, scope: Scope, headers: Mapping[str, str]) -> None:
-    """Have at hand what a request will take of its key's limits, before anything waits for it.
+async def count(gateway: Gateway, scope: Scope, headers: Mapping[str, str]) -> None:
+    """Count a request in its key's minute, before anything waits for it.
 
-    Nothing is charged. A request of an unknown caller is refused later, by ``caller_of``.
+    A request of an unknown caller, or for no route, is refused later and counts in nothing.
     """
-    if gateway.limits.shared is None:
-        return
     with suppress(InvalidRequest):
-        await gateway.limits.prepare(_known(gateway, headers), scope)
+        caller = scope["state"][_KNOWN] = _known(gateway, headers)
+        if gateway.limits.has_rates(caller) and (account := _account(scope)) is not None:
+            await gateway.limits.count(caller, scope, account)
+
+
+def _account(scope: Scope) -> Account | None:
+    """Find the account of a request that was not routed yet."""
+    for route in scope["app"].state.routes:
+        match, found = route.matches(scope)
+        if match is Match.FULL:
+            return account_of(found)
+    return None
 
 
 def _known(gateway: Gateway, headers: Mapping[str, str]) -> Tenant:

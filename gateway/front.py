@@ -22,7 +22,7 @@ from engines.http import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.accounts import BODY_SHARE, BodyBudget, BodyShare
 from gateway.edge.half_characters import NUM_REPLACED, REPLACED_HEADER
-from gateway.edge.key_limits import give_back, key_share_of
+from gateway.edge.key_limits import key_share_of
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
 from gateway.watch.metrics import Metrics
 
@@ -70,16 +70,16 @@ class FrontMiddleware:
         metrics: Metrics,
         bodies: BodyBudget,
         open_to_all: bool,
-        prepare: Callable[[Scope, Headers], Awaitable[None]],
+        count: Callable[[Scope, Headers], Awaitable[None]],
     ) -> None:
         """
         Args:
             open_to_all: no API key is needed.
-            prepare: called before a request that counts in its key's limits is handled.
+            count: called before a request that counts in its key's limits is handled.
         """
         self._bodies = bodies
         self._open_to_all = open_to_all
-        self._prepare = prepare
+        self._count = count
         self._app = app
         self._config = config
         self._metrics = metrics
@@ -101,7 +101,7 @@ class FrontMiddleware:
             refusal = self._refusal(scope, headers)
             app = refusal.response_for(path, response.request_id) if refusal else self._app
             if refusal is None and path.startswith(_COUNTED):
-                await self._prepare(scope, headers)
+                await self._count(scope, headers)
             await app(scope, receive, response.send)
         except (ClientGone, ClientDisconnect):
             response.status = CLIENT_CLOSED_REQUEST
@@ -113,7 +113,6 @@ class FrontMiddleware:
             await answer(scope, receive, response.send)
         finally:
             share.give_back()
-            give_back(scope)
             if place := key_share_of(scope):
                 place.leave()
             self._done(scope, response)

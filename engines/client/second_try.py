@@ -161,6 +161,9 @@ class SecondTry:
             except EngineUnreached as error:
                 candidate.avoid()
                 unreached[candidate.name] = error
+            except EngineUnavailable as error:
+                self._broke(error)
+                raise
 
     def _broke(self, error: EngineUnavailable) -> bool:
         """Say whether the connection to the engine broke, which is then avoided."""

@@ -138,7 +138,7 @@ class ReplicaChoice:
                 near.append(replica)
                 if len(near) == NEAR:
                     break
-        return sorted(near, key=lambda x: x.avoided)
+        return sorted(near, key=lambda x: x.avoided_s)
 
     def home(self, session: SessionRef) -> Replica | None:
         """Return the replica that had the session last; None if that is not known, or it leaves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
@@ -9,11 +10,12 @@ from typing import Final
 
 import msgspec
 
-from engines.base import Engine, ReplicaState, SessionRef
+from engines.base import Engine, EngineError, ReplicaState, SessionRef
 from engines.wire import EngineReport, TierStats, Welcome
 from kvstore.session import SessionName
 from kvstore.stats import Repacking
 
+FIGURES_S: Final = 2.0  # sums are made without a replica that is silent for longer
 AVOID_S: Final = 5.0  # a replica that took no connection, or broke one, comes last for so long
 MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
 MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # of these
@@ -121,9 +123,13 @@ class Replica:
         )
 
     @property
+    def avoided_s(self) -> float:
+        """The seconds for which it comes last: it has just taken no connection, or broke one."""
+        return max(0.0, self._avoid_until - self._clock())
+
+    @property
     def avoided(self) -> bool:
-        """True if it has just taken no connection, or broke one."""
-        return self._clock() < self._avoid_until
+        return self.avoided_s > 0
 
     def avoid(self) -> None:
         """Note that it took or kept no connection: for some time others are asked first."""
@@ -137,6 +143,16 @@ class Replica:
             self._earlier += self._counters
         self._counters = Counter(report.counters)
         self.hot_bytes = report.hot_bytes
+
+    async def figures(self) -> EngineReport | None:
+        """Ask for its report and count it; None if it does not answer soon."""
+        try:
+            async with asyncio.timeout(FIGURES_S):
+                report = await self.engine.stats()
+        except (EngineError, TimeoutError):
+            return None
+        self.count(report)
+        return report
 
     @property
     def counters(self) -> Counter[str]:

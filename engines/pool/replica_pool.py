@@ -14,10 +14,10 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -47,15 +47,12 @@ from kvstore.session import SessionName
 
 log = logging.getLogger("thermocline.engines")
 
-T = TypeVar("T")
-
 # Requests by which a session's home is ahead of the next replica when the session moves, with a
 # tier that all share and without one.
 MOVES_AT: Final = 4
 MOVES_AT_ALONE: Final = 16
 LEAST_WAIT_S: Final = 0.5  # for the control connection of a replica that ended to be lost, too
 FOLLOW_AGAIN_S: Final = 1.0
-FIGURES_S: Final = 2.0  # sums are made without a replica that is silent for longer
 
 
 class ReplicaPool:
@@ -334,10 +331,7 @@ class ReplicaPool:
 
     async def stats(self) -> EngineReport:
         there = [x for x in self._replicas if x.takes]
-        reports = await asyncio.gather(*(_or_none(x.engine.stats()) for x in there))
-        for replica, report in zip(there, reports, strict=True):
-            if report is not None:
-                replica.count(report)
+        reports = await asyncio.gather(*(x.figures() for x in there))
         known = [x for x in reports if x is not None]
         if not known:
             raise EngineUnavailable(self.trouble or "no replica gives its figures")
@@ -398,11 +392,3 @@ class ReplicaPool:
             self._homes.put(session, replica.name)
             home = replica.name
         return home in (None, replica.name)
-
-
-async def _or_none(figures: Awaitable[T]) -> T | None:
-    try:
-        async with asyncio.timeout(FIGURES_S):
-            return await figures
-    except (EngineError, TimeoutError):
-        return None

@@ -125,8 +125,7 @@ def _keys(gateway: Gateway) -> Iterator[Finding]:
 
 
 def _limits(gateway: Gateway) -> Iterator[Finding]:
-    shared = gateway.limits.shared
-    if shared is not None and not shared.is_shared:
+    if gateway.limits.rates.trouble:
         text = "Redis does not answer, so what keys may take is counted at this gateway alone"
         yield Finding("limits", "warning", text, "The log says why Redis does not answer.")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvstore.errors import TierUnavailable
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Command: TypeAlias = tuple[Any, ...]
 Reply: TypeAlias = Any
+T = TypeVar("T")
 
 AWAY_S: Final = 1.0  # after a failure no call waits for so long
 FIRST_LOOKS: Final = 5  # the quickest counts
@@ -74,11 +75,11 @@ class AsyncRedis:
                 replies: list[Reply] = await pipe.execute(raise_on_error=False)
                 return replies
 
-        return await self._within(sent) if commands else []
+        return await self.within(sent) if commands else []
 
     async def publish(self, channel: str, message: bytes) -> None:
         """Send a message to all that have subscribed. Raises ``TierUnavailable``."""
-        await self._within(lambda client: client.publish(channel, message))
+        await self.within(lambda client: client.publish(channel, message))
 
     async def look_at_clock(self) -> None:
         """Learn the server's time, or that it has jumped. Raises ``TierUnavailable``."""
@@ -90,7 +91,7 @@ class AsyncRedis:
     async def _look(self) -> tuple[float, float]:
         """Return how long a look at the server's clock took, and its offset to ours."""
         before = self._clock()
-        reply = await self._within(self._time)
+        reply = await self.within(self._time)
         after = self._clock()
         return after - before, int(reply[0]) + int(reply[1]) / 1e6 - (before + after) / 2
 
@@ -109,7 +110,8 @@ class AsyncRedis:
         """Return the server's time, in seconds; None: not known yet."""
         return self.server_time(self._clock())
 
-    async def _within(self, call: Callable[[Any], Any]) -> Any:
+    async def within(self, call: Callable[[Any], Awaitable[T]]) -> T:
+        """Call with redis-py's client, within the time limit. Raises ``TierUnavailable``."""
         if self._clock() < self._away_until:
             raise TierUnavailable("redis did not answer lately")
         try:

@@ -101,6 +101,13 @@ class SharedSessionRows:
             [x for x in rows if x is not None], shown[-1][1] if len(pairs) > most else None
         )
 
+    async def number(self, tenant: str) -> int:
+        """Count a tenant's rows."""
+        (found,) = await self._redis.run([("ZCARD", self._names.of(tenant).index)])
+        if not isinstance(found, int):
+            raise TierUnavailable(f"redis: {type(found).__name__}")
+        return found
+
     async def of_session(self, tenant: str, id: str, models: Collection[str]) -> list[SessionRow]:
         """Read the rows of one id, of these models or of those that any server has.
 

@@ -82,6 +82,18 @@ class SharedSessions:
         except TierUnavailable:
             return None
 
+    async def has_room_for(self, tenant: str, id: str, most: int) -> bool:
+        """Say whether a tenant has that session at any server, or fewer than ``most``.
+
+        True also where Redis does not answer.
+        """
+        try:
+            return await self._rows.number(tenant) < most or bool(
+                await self._rows.of_session(tenant, id, [])
+            )
+        except TierUnavailable:
+            return True
+
     async def elsewhere(self, tenant: str, id: str, model: str = "") -> Elsewhere:
         """Find the rows of a session; ``model``: "" = of all models."""
         try:

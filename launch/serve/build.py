@@ -37,7 +37,7 @@ from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
 from launch.serve.keys import key_lines, secret_of, secret_path
 from launch.serve.preflight import check_codecs, check_memory, check_tiers
-from launch.serve.sharing import shared_limits, shared_sessions, stored_objects
+from launch.serve.sharing import rates, shared_sessions, stored_objects
 from launch.settings.budgets import at_once, weights_bytes
 from launch.settings.effective_settings import (
     EffectiveSettings,
@@ -135,7 +135,6 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
         loading = None
         if on_demand:
             loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded)
-        limits = shared_limits(settings.store, tenants)
         sessions_of_all = shared_sessions(settings.store, served, tenants)
         app = create_app(
             settings.gateway,
@@ -145,7 +144,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             stored,
             loading,
             headroom,
-            limits,
+            rates(settings.store, tenants),
             sessions_of_all,
         )
         app.state.gateway.tracing = tracing_of(settings.gateway)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gateway.config import GatewayConfig
-from gateway.edge.shared_limits import SharedLimits
-from gateway.edge.stock import Command, Reply
+from gateway.edge.rates import Rates
 from gateway.keys import Tenants
 from gateway.models import ServedModel
 from gateway.shared.redis_client import AsyncRedis
@@ -22,14 +21,14 @@ from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.stored import Stored
 from gateway.stored.table import StoredLimits, StoreFailed
 from kvstore.config import StoreConfig
-from kvstore.errors import TierUnavailable
 from launch.errors import LaunchError, UsageError
 
 if TYPE_CHECKING:
     from kvstore.tiers.redis_server.link import RedisLink
 
 log = logging.getLogger("thermocline.launch")
-DEADLINE_S: Final = 0.5  # for the task that asks; requests wait for a part of it at most
+DEADLINE_S: Final = 0.5
+RATES_DEADLINE_S: Final = 0.25  # requests wait for it
 _PURPOSE: Final = b"limits"
 FILE = "stored.sqlite"
 MARK = "stored.sealed"  # in the data folder, where the secret is
@@ -70,23 +69,12 @@ def shared_sessions(
     return SharedSessions(models, tenants, AsyncRedis(store.redis_url, DEADLINE_S))
 
 
-def shared_limits(store: StoreConfig, tenants: Tenants) -> SharedLimits | None:
-    """Make what keeps limits together; nothing is connected yet. None: there is no Redis.
-
-    Raises:
-        UsageError, LaunchError: see ``redis_link``.
-    """
+def rates(store: StoreConfig, tenants: Tenants) -> Rates:
+    """Make what counts keys' use, on the Redis if there is one; nothing is connected yet."""
     if not store.redis_url:
-        return None
-    link = redis_link(store, DEADLINE_S)
-
-    def ask(commands: Sequence[Command]) -> Sequence[Reply]:
-        try:
-            return link.run(commands)
-        except TierUnavailable as error:
-            raise ConnectionError(str(error)) from None
-
-    return SharedLimits(ask, lambda name: tenants.key_of(name, _PURPOSE).hex()[:24])
+        return Rates()
+    redis = AsyncRedis(store.redis_url, RATES_DEADLINE_S)
+    return Rates(redis, lambda name: tenants.key_of(name, _PURPOSE).hex()[:24])
 
 
 def stored_objects(

@@ -1,8 +1,7 @@
-"""Two gateways on one Redis: a key's limits hold over both, also when one is killed."""
+"""Two gateways on one Redis: what keys use in a minute, and their sessions, count at both."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.redis]
 
 LIMITS = {
     "few": "requests_per_minute=60",
-    "busy": "concurrent_requests=6",
+    "free": "requests_per_minute=1000",
     "wordy": "tokens_per_minute=3000",
     "many": "sessions=10",
 }
@@ -70,68 +69,42 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
 
 
 def test_requests_per_minute_hold_over_both(pair: Limited) -> None:
-    began, counts = time.monotonic(), Counter[int]()
-    while counts[200] < 54 and time.monotonic() - began < PATIENCE_S:
+    counts = Counter[int]()
+    for _ in range(4):
         counts += pair.burst("few", 20)
-    counts += pair.burst("few", 40)
-    refilled = time.monotonic() - began  # one in a second
-    assert set(counts) == {200, 429}
-    assert 54 <= counts[200] <= 1.1 * 60 + refilled
+    assert counts == {200: 60, 429: 20}
 
 
 def test_tokens_per_minute_hold_over_both(pair: Limited) -> None:
-    began, num_served = time.monotonic(), 0
+    num_served = 0
     each = 101  # tokens of a turn: one of the prompt
     for i in range(80):
         num_served += pair.chat("wordy", i, chunks=100) == 200
         time.sleep(0.05)
-    refilled = (time.monotonic() - began) * 3000 / 60
-    assert 0.9 * 3000 <= num_served * each <= 1.1 * 3000 + refilled + 2 * each
+    assert 0.9 * 3000 <= num_served * each <= 1.1 * 3000 + 2 * each
 
 
 def test_sessions_of_both_count(pair: Limited) -> None:
-    statuses = [pair.chat("many", i, session=f"m{i}") for i in range(16)]
-    assert statuses == [200] * 10 + [429] * 6
+    assert [pair.chat("many", i, session=f"m{i}") for i in range(8)] == [200] * 8
+    time.sleep(2.0)  # until each knows of the other's
+    statuses = []
+    for i in range(8, 12):
+        statuses.append(pair.chat("many", i, session=f"m{i}"))
+        time.sleep(1.0)
+    assert statuses == [200] * 2 + [429] * 2
     assert pair.chat("many", 1, session="m0") == 200  # it moves to the other one
 
 
-def test_requests_at_once_hold_over_both_and_are_free_after_a_kill(pair: Limited) -> None:
-    with ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(until_let_in, pair, i) for i in (0, 0, 0, 0, 1, 1)]
-        end = time.monotonic() + PATIENCE_S
-        while sum(map(num_running, pair.servers)) < 6:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        assert pair.burst("busy", 8) == {429: 8}
-        pair.servers[0].process.kill()
-        while pair.chat("busy", 1) != 200:
-            assert time.monotonic() < end
-            time.sleep(0.2)
-        assert sum(x.exception() is not None for x in asked) == 4  # those of the killed one
-
-
-def num_running(server: Server) -> int:
-    found = re.search(r"thermocline_turns_running (\d+)", metrics(server))
-    return int(found[1])
-
-
-def until_let_in(pair: Limited, i: int) -> None:
-    """Take a turn that lasts, or try again until there is a place for it."""
-    while pair.chat("busy", i, 300, 0.1) == 429:
-        time.sleep(0.2)
-
-
 def test_without_redis_each_counts_for_itself_and_says_so(pair: Limited) -> None:
-    """The first server is dead by now."""
-    second = pair.servers[1]
     pair.redis.stop()
     try:
-        assert pair.chat("busy", 1) == 200
-        pair.until_shared(second, 0)
         began = time.monotonic()
-        assert [pair.chat("busy", 1) for _ in range(5)] == [200] * 5
+        assert [pair.chat("free", i) for i in range(6)] == [200] * 6
         assert time.monotonic() - began < 30
-        second.wait_for("limits hold at this gateway alone")
+        for server in pair.servers:
+            pair.until_shared(server, 0)
+            server.wait_for("limits hold at this gateway alone")
     finally:
         pair.redis.cont()
-    pair.until_shared(second, 1)
+    for server in pair.servers:
+        pair.until_shared(server, 1)

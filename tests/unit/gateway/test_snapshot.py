@@ -12,9 +12,9 @@ from starlette.requests import Request
 from engines.base import SessionRef
 from engines.wire import KVSize
 from gateway.context import caller_of, sees_all
+from gateway.dashboard.snapshot import show_snapshot
 from gateway.edge.accounts import BODY_SHARE, BodyShare
 from gateway.keys import generate_key
-from gateway.snapshot import show_snapshot
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 ROOT = generate_key("root")

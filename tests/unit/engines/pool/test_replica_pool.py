@@ -253,9 +253,8 @@ async def test_replicas_without_room_for_a_connection_are_tried_until_one_has():
     async with Rig() as rig:
         for engine in rig.engines.values():
             engine.is_busy_for = 3
-        rig.engines["1"].is_busy_for = 2
         assert await rig.turn(ref(1)) == b"{}"
-        assert [x.num_turns for x in rig.engines.values()] == [0, 1, 0]
+        assert sum(x.num_turns for x in rig.engines.values()) == 1
 
 
 @pytest.mark.parametrize("pieces", [(), (b": still at it\n\n",)])
