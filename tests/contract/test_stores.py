@@ -33,56 +33,12 @@ from tests.kv_sessions import Rows, chain_of, kv_of
 # ---- save, extend, fork
 
 
-def test_a_session_comes_back_as_it_was(rig: Rig, store: Store):
-    rig.save(store, ref(), LONG)
-    back = rig.back(store, ref(), LONGER)
-    assert (back.num_tokens, back.tier, back.reason) == (96, "ram", None)
-    assert store.record(ref()).num_tokens == 96
-
-
-def test_an_extended_session_stores_only_what_is_new(rig: Rig, store: Store, tiers: list[Tier]):
-    rig.save(store, ref(), LONG)
-    before = blobs_of(tiers[0])
-    rig.save(store, ref(), LONGER)
-    after = blobs_of(tiers[0])
-    kept = {name for name in before if after.get(name) == before[name]}
-    assert (len(kept), len(after)) == (6, 6 + 1 + 1)  # one more chunk; another record
-    assert rig.back(store, ref(), LONGER).num_tokens == 112
-
-
 def test_a_fork_shares_its_beginning_and_both_come_back(rig: Rig, store: Store):
     rig.save(store, ref("a"), LONG)
     rig.save(store, ref("b"), FORK)
     assert rig.back(store, ref("a"), LONG).num_tokens == 96
     assert rig.back(store, ref("b"), FORK).num_tokens == 96
     assert listed(store) == {"a", "b"}
-
-
-def test_a_new_session_finds_what_another_one_of_the_tenant_left(rig: Rig, store: Store):
-    rig.save(store, ref("a"), LONG)
-    assert rig.back(store, ref("new"), LONG[:80]).num_tokens == 80
-
-
-def test_an_unknown_session_was_never_stored(rig: Rig, store: Store):
-    assert rig.back(store, ref(), LONG).reason == "never-stored"
-    assert resting(store) is None
-
-
-# ---- restart
-
-
-def test_sessions_on_disk_survive_a_restart(rig: Rig, tmp_path: Path):
-    first = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
-    rig.save(first, ref("kept"), LONG)
-    rig.save(first, ref("pinned"), FORK)
-    first.pin(ref("pinned"), True)
-    first.close()
-    again = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
-    assert listed(again) == {"kept", "pinned"}
-    assert resting(again, "kept") == "disk"
-    assert again.record(ref("pinned")).pinned
-    back = rig.back(again, ref("kept"), LONG)
-    assert (back.num_tokens, back.tier) == (96, "disk")
 
 
 # ---- pins
@@ -109,21 +65,6 @@ def test_pins_that_fill_a_tier_leave_room_for_others(rig: Rig):
     assert rig.back(store, ref("other"), LONG).num_tokens == 96
     newest = rig.back(store, ref("pinned5"), history(100, 5))
     assert newest.num_tokens == 96  # the longest unused one made way
-
-
-def test_a_pin_is_taken_along_by_the_next_save(rig: Rig, store: Store):
-    rig.save(store, ref(), LONG)
-    store.pin(ref(), True)
-    rig.save(store, ref(), LONGER)
-    record = store.record(ref())
-    assert (record.pinned, record.num_tokens) == (True, 112)
-    store.pin(ref(), False)
-    assert not store.record(ref()).pinned
-
-
-def test_a_session_that_was_never_saved_cannot_be_pinned(rig: Rig, store: Store):
-    store.pin(ref(), True)
-    assert store.record(ref()) is None
 
 
 # ---- the time that sessions are kept
