@@ -98,33 +98,6 @@ def test_functions_are_called_and_answered(client: openai.OpenAI, model: str):
     assert answer.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_custom_tools_and_schemas(client: openai.OpenAI, model: str):
-    response = client.responses.create(
-        model=model,
-        input="Write the word sun.",
-        tools=[{"type": "custom", "name": "write", "description": "Writes a text"}],
-        tool_choice={"type": "custom", "name": "write"},
-        temperature=0,
-        max_output_tokens=40,
-    )
-    (call,) = response.output
-    assert call.type == "custom_tool_call"
-    schema = {
-        "type": "object",
-        "properties": {"country": {"const": "FR"}},
-        "required": ["country"],
-        "additionalProperties": False,
-    }
-    shaped = client.responses.create(
-        model=model,
-        input="Where is Paris?",
-        text={"format": {"type": "json_schema", "name": "place", "schema": schema}},
-        temperature=0,
-        max_output_tokens=40,
-    )
-    assert json.loads(shaped.output_text) == {"country": "FR"}
-
-
 def test_the_same_on_vllm(vllm_stack: Stack):
     with openai.OpenAI(base_url=f"{vllm_stack.url}/v1", api_key="none", max_retries=0) as sdk:
         model = sdk.models.list().data[0].id

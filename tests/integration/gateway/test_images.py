@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from benchmarks.stacks.fake_stack import FakeStack
 
 SEEING = "fake-vision"
 DATA = "iVBORw0KGgo="
@@ -76,17 +75,3 @@ def test_all_three_dialects_show_the_same(seeing: str) -> None:
     assert chat.usage.prompt_tokens == response.usage.input_tokens == counted.input_tokens == 4
     # What was stored has the image, too: the turn after it goes on from it.
     assert again.usage.input_tokens_details.cached_tokens >= 4
-
-
-def test_an_engine_that_does_not_see_refuses_in_each_dialect(tmp_path: Path) -> None:
-    with FakeStack(tmp_path) as stack:
-        with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="any", max_retries=0) as sdk:
-            with pytest.raises(openai.BadRequestError, match="text only"):
-                sdk.chat.completions.create(model=MODEL, messages=CHAT)
-            with pytest.raises(openai.BadRequestError, match="text only"):
-                sdk.responses.create(model=MODEL, input=INPUT)
-        with (
-            anthropic.Anthropic(base_url=stack.url, api_key="any", max_retries=0) as claude,
-            pytest.raises(anthropic.BadRequestError, match="text only"),
-        ):
-            claude.messages.create(model=MODEL, max_tokens=50, messages=BLOCKS)
