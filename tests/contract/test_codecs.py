@@ -259,24 +259,6 @@ def test_threads_do_not_disturb_each_other(codec, layout):
         assert all(map(np.array_equal, arrays(out), arrays(expected)))
 
 
-def session_nbytes(codec, layout, num_tokens):
-    """A whole session: full chunks packed, the tail after them raw."""
-    full = num_tokens // 128
-    chunks = sum(codec.packed_nbytes(layout, 128, 128 * k) for k in range(full))
-    return chunks + (num_tokens - 128 * full) * layout.bytes_per_token
-
-
-@pytest.mark.parametrize(
-    ("dim", "num_tokens", "at_least"), [(64, 4096, 4.2), (64, 8192, 4.6), (128, 8192, 4.8)]
-)
-def test_sessions_per_byte(dim, num_tokens, at_least):
-    """Against bf16, with the longest raw tail there can be."""
-    codec, layout = codec_by_name("tq3"), layout_of(dim)
-    for length in (num_tokens, num_tokens + 127):
-        hot = length * layout.bytes_per_token
-        assert hot / session_nbytes(codec, layout, length) > at_least
-
-
 @in_a_narrow_layer
 def test_codecs_cannot_be_changed(codec):
     with pytest.raises(dataclasses.FrozenInstanceError):
