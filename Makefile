@@ -18,7 +18,7 @@ imports: install
 	$(BIN)/lint-imports
 
 test: install
-	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/pytest -n auto --dist loadgroup
 
 quick:
 	bash launch/test.sh --quick

@@ -2,7 +2,9 @@
 # Installs what is missing and runs every check. Arguments go to pytest, which then leaves out the
 # tests that run inside vLLM's own environment; with --vllm in front they go to those:
 #
-#   bash launch/test.sh                           everything
+#   bash launch/test.sh                           all that CI runs
+#   bash launch/test.sh --thorough                before a release, hours: more model families, ranks and
+#                                                 kernels' shapes, soaks, ten times the examples of properties
 #   bash launch/test.sh --quick                   the loop while working: two to three minutes
 #   bash launch/test.sh --quick -k budget         some of that
 #   bash launch/test.sh -m "not slow"             some of everything, without vLLM
@@ -41,7 +43,7 @@ run_vllm_tests() {
     # In a process of its own: Triton's interpreter is chosen when triton is imported.
     triton_log=$(mktemp)
     in_vllms_environment tests/triton >"$triton_log" 2>&1 &
-    in_vllms_environment -o testpaths=tests/vllm -n 2 --dist loadfile
+    in_vllms_environment -o testpaths=tests/vllm -n 2 --dist loadgroup
     triton_status=0
     wait $! || triton_status=$?
     cat "$triton_log"
@@ -49,10 +51,10 @@ run_vllm_tests() {
     return "$triton_status"
 }
 
-# Whole files go to one process, since their fixtures start engines and servers; those that take long come
-# first, as their folders do.
+# Whole files go to one process, since their fixtures start engines and servers (tests/conftest.py); those
+# that take long come first, as their folders do.
 side_by_side() {
-    pytest -n auto --dist loadfile --no-loadscope-reorder "$@"
+    pytest -n auto --dist loadgroup --no-loadscope-reorder "$@"
 }
 
 quick_tests="tests/architecture tests/unit tests/contract
@@ -85,6 +87,10 @@ fi
 
 export PATH="$venv/bin:$PATH"
 trap wait EXIT # a failed check leaves no installation running
+if [ "${1:-}" = --thorough ]; then
+    shift
+    export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} --thorough"
+fi
 if [ "${1:-}" = --quick ]; then
     shift
     if [ "${1:-}" = -k ] && files=$(files_with "${2:-}"); then

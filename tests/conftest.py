@@ -10,19 +10,54 @@ from typing import Any
 
 import pytest
 
-try:  # vLLM's environment has none
-    from hypothesis import settings
-except ImportError:
-    pass
-else:
-    # A machine that is busy with something else must not fail a test.
-    settings.register_profile("busy machine", deadline=None)
-    settings.load_profile("busy machine")
+USUAL_EXAMPLES = 15
+THOROUGH_EXAMPLES = 150
+SHARED = ("vllm_stack", "shared_engine", "vllm_server")  # fixtures that take a minute to make
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    explanation = f"{THOROUGH_EXAMPLES} examples of each property; tests marked thorough as well"
+    parser.addoption("--thorough", action="store_true", help=explanation)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Have all processes of a run, servers as well, keep what they compile in one folder."""
     os.environ.setdefault("NUMBA_CACHE_DIR", str(_own_folder() / "numba"))
+    _choose_examples(THOROUGH_EXAMPLES if config.getoption("--thorough") else USUAL_EXAMPLES)
+
+
+def _choose_examples(count: int) -> None:
+    try:
+        from hypothesis import HealthCheck, settings
+    except ImportError:  # as in vLLM's environment
+        return
+    # A machine that is busy with something else must not fail a test.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("ours", max_examples=count, deadline=None, suppress_health_check=slow)
+    settings.load_profile("ours")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked thorough, unless that is asked for; group the others.
+
+    A group goes to one process: the tests of a file, or all that share an engine of vLLM.
+    """
+    if not config.getoption("--thorough"):
+        left_out = [x for x in items if x.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [x for x in items if x not in set(left_out)]
+    if config.getoption("dist", "no") == "loadgroup":
+        groups = {x: _group_of(x) for x in items}
+        for item, group in groups.items():
+            item.add_marker(pytest.mark.xdist_group(group))
+        items.sort(key=lambda x: groups[x] not in SHARED)  # they take longest
+
+
+def _group_of(item: pytest.Item) -> str:
+    shared = [x for x in SHARED if x in getattr(item, "fixturenames", ())]
+    marks = [str(x.args[0]) for x in item.iter_markers("share")]
+    return next(iter([*shared, *marks, str(item.path)]))
 
 
 def _own_folder() -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.names import LEARNABLE
+from kvstore.codecs.names import CALIBRATED, LEARNABLE
 from kvstore.codecs.presets import codec_by_name, open_codec, warm
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
@@ -50,7 +52,10 @@ def error(before, after, dtype="bfloat16"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((x, "bfloat16") for x in LEARNABLE), *product(CALIBRATED, ("float16", "float32"))],
+)
 def test_what_comes_back_resembles_what_went_in(name, dtype):
     codec, layout = open_codec(name, model_profile(dtype)), model_layout(dtype)
     run = model_run(layout, 128, first_token=256)

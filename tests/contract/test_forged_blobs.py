@@ -20,7 +20,7 @@ from tests.contract.store_rig import FORK, LONG, LONGER, MIB, Rig, ref
 from tests.redis_server import RedisServer
 
 SECRET = b"sixteen bytes or more"
-NUM = 10_000
+NUM = 1000
 BATCH = 500
 
 
@@ -115,9 +115,8 @@ def by_another(bare: Tier, inner: list[bytes], keys: list[bytes]) -> list[tuple[
     return [(name, seal.close(key, key * 9)) for name, key in zip(inner, keys, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("forge", [forged, changed, swapped, from_elsewhere, by_another])
-def test_ten_thousand_of_each_kind_are_refused(bare: Tier, forge: Forger) -> None:
+def test_a_thousand_of_each_kind_are_refused(bare: Tier, forge: Forger) -> None:
     """The keys come in batches, each written by us, tampered with, and read by us."""
     tier = sealed(bare)
     suffix = Seal(SECRET, bare.name, encrypt=False).key_name

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from benchmarks.fuzz import fuzz
 from benchmarks.fuzz_codecs import codec_targets, method_names, opened
 from kvstore.blobs.state_packer import unpack_matrices
 from kvstore.blobs.state_tree import StateArray, StateTree, decode_state, encode_state
+from kvstore.codecs.names import LITERATURE, OWN
 from kvstore.codecs.states import MOST_WIDTH, dealt_codec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayer, KVLayout
@@ -39,6 +43,15 @@ CLAIMS = {
 TOKENS = ((1, 0), (1, 100), (9, 0), (65, 100), ((1 << 32) - 1, 0))
 
 
+def thorough_for_papers(names: Iterable[str]) -> list[Any]:
+    """Methods of papers are read by the same stages, and in full where that is asked for."""
+    of_papers = {x for x in LITERATURE if x not in OWN}
+    return [
+        pytest.param(x, marks=[pytest.mark.thorough] * bool(of_papers & {*re.findall(r"\w+", x)}))
+        for x in names
+    ]
+
+
 @dataclass
 class Cost:
     nbytes: int = 0
@@ -56,7 +69,7 @@ def cost() -> Iterator[Cost]:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", thorough_for_papers(method_names()))
 def test_a_forged_header_is_refused_before_anything_is_built(name: str) -> None:
     """3,000 bytes that claimed 1,048,576 heads took gigabytes, or minutes."""
     method, layout = opened(name)
@@ -64,17 +77,16 @@ def test_a_forged_header_is_refused_before_anything_is_built(name: str) -> None:
     for array in (x for pair in rows for x in pair):
         array.fill(0)
     method.restore_run(method.pack_run(rows))  # makes what is made once
-    for claim, layers in CLAIMS.items():
-        for num_tokens, first in TOKENS:
-            claimed = KVLayout("bfloat16", layers)
-            packed = Packed(method.id, claimed, first, num_tokens, memoryview(b"\x11" * 3000))
-            data = packed.tobytes()
-            with cost() as found, pytest.raises((Corrupt, Mismatch)):
-                method.restore_run(method.frombytes(data))
-            with cost() as again, pytest.raises((Corrupt, Mismatch)):
-                method.restore(method.frombytes(data))
-            assert max(found.nbytes, again.nbytes) < MOST_BYTES, (claim, num_tokens)
-            assert min(found.cpu_s, again.cpu_s) < MOST_CPU_S, (claim, num_tokens)
+    for (claim, layers), (num_tokens, first) in product(CLAIMS.items(), TOKENS):
+        claimed = KVLayout("bfloat16", layers)
+        packed = Packed(method.id, claimed, first, num_tokens, memoryview(b"\x11" * 3000))
+        data = packed.tobytes()
+        with cost() as found, pytest.raises((Corrupt, Mismatch)):
+            method.restore_run(method.frombytes(data))
+        with cost() as again, pytest.raises((Corrupt, Mismatch)):
+            method.restore(method.frombytes(data))
+        assert max(found.nbytes, again.nbytes) < MOST_BYTES, (claim, num_tokens)
+        assert min(found.cpu_s, again.cpu_s) < MOST_CPU_S, (claim, num_tokens)
 
 
 def test_a_claim_of_no_tokens_builds_nothing() -> None:
@@ -89,7 +101,7 @@ def test_a_claim_of_no_tokens_builds_nothing() -> None:
         assert found.nbytes < MOST_BYTES and found.cpu_s < MOST_CPU_S, name
 
 
-@pytest.mark.parametrize("name", codec_targets())
+@pytest.mark.parametrize("name", thorough_for_papers(codec_targets()))
 def test_three_hundred_changes_are_read_or_refused(name: str) -> None:
     """``benchmarks/fuzz.py`` makes 200,000 of each."""
     found = fuzz(codec_targets()[name](), 300, 60.0, 7)

@@ -124,14 +124,11 @@ class TierMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("kind", LOCAL)
 def test_behaves_like_the_model(kind: str, request: pytest.FixtureRequest) -> None:
-    examples = {"ram": 80, "disk": 12}.get(kind, 6)
     with rig(kind, request) as tiers:
         run_state_machine_as_test(
             lambda: TierMachine(tiers),
             settings=settings(
-                max_examples=examples,
                 stateful_step_count=25,
-                deadline=None,
                 derandomize=True,
                 phases=(Phase.generate, Phase.shrink),
                 suppress_health_check=list(HealthCheck),

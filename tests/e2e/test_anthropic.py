@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.stacks.product_stack import Stack
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.share("vllm_stack")]
 
 SYSTEM = "You are a helpful assistant who answers in one short sentence."
 TOOL: dict[str, Any] = {

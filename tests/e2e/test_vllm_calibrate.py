@@ -18,7 +18,13 @@ from kvstore.codecs.profile import load_profile
 from launch.machine.installation import find_python
 from tests.integration.tiny_models import write_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.vllm,
+    pytest.mark.mlx,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 
 PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
 if not PYTHON or inspect_environment(PYTHON).problem:

@@ -23,7 +23,13 @@ from engines.about_vllm.environment import inspect_environment
 from launch.machine.installation import find_python
 from tests.integration.dashboard.browser import Browser, chromium
 
-pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.vllm,
+    pytest.mark.model,
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+]
 
 STEP_TOKENS = 64
 WAIT_S = 300

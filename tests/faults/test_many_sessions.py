@@ -18,12 +18,16 @@ from tests.integration.mlx_owner.harness import Answer, Engine, engine, session,
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_CHATS, NUM_TURNS = 100, 5
-NUM_RETURNING = 200
+NUM_TURNS = 5
 AT_ONCE = 6
-PLACES = 8
+PLACES = 4
 SHARED = text(9000, 128)  # a system prompt: one whole chunk
 TOKENS = 6
+
+
+def soak(usual: int, thorough: int) -> pytest.MarkDecorator:
+    counts = [usual, pytest.param(thorough, marks=pytest.mark.thorough)]
+    return pytest.mark.parametrize("many", counts)
 
 
 def question(chat: int, turn: int) -> list[int]:
@@ -63,15 +67,16 @@ def prompt_of(chat: int, turn: int, answers: Sequence[Sequence[int]]) -> list[in
     return prompt + question(chat, turn)
 
 
-async def test_a_hundred_chats_of_five_turns_that_sleep_and_wake_at_random(tmp_path: Path) -> None:
-    right = await without_a_cache(NUM_CHATS, NUM_TURNS)
+@soak(30, 100)
+async def test_chats_of_five_turns_that_sleep_and_wake_at_random(many: int, tmp_path: Path) -> None:
+    right = await without_a_cache(many, NUM_TURNS)
     chance = random.Random(4)
     sources: Counter[str] = Counter()
-    async with engine("llama", tmp_path, max_batch=PLACES, hot_bytes=24 << 20) as it:
-        names = [session(f"chat {i}", f"tenant {i % 3}") for i in range(NUM_CHATS)]
+    async with engine("llama", tmp_path, max_batch=PLACES, hot_bytes=many << 18) as it:
+        names = [session(f"chat {i}", f"tenant {i % 3}") for i in range(many)]
         for turn in range(NUM_TURNS):
-            order = chance.sample(range(NUM_CHATS), NUM_CHATS)
-            for first in range(0, NUM_CHATS, AT_ONCE):
+            order = chance.sample(range(many), many)
+            for first in range(0, many, AT_ONCE):
                 some = order[first : first + AT_ONCE]
                 prompts = [prompt_of(chat, turn, right[chat]) for chat in some]
                 turns = (
@@ -82,11 +87,11 @@ async def test_a_hundred_chats_of_five_turns_that_sleep_and_wake_at_random(tmp_p
                     assert answer.tokens == right[chat][turn], (chat, turn, answer.cache)
                     sources[answer.cache.source] += 1
                 await disturb(it, chance, names[chance.choice(some)])
-                await disturb(it, chance, names[chance.randrange(NUM_CHATS)])
+                await disturb(it, chance, names[chance.randrange(many)])
         assert "corrupt" not in it.store.stats().counters
-    assert sum(sources.values()) == NUM_CHATS * NUM_TURNS
-    assert sources["cold-ram"] + sources["cold-disk"] > NUM_CHATS
-    assert sources["hot"] > 10 and sources["miss"] >= NUM_CHATS // 2
+    assert sum(sources.values()) == many * NUM_TURNS
+    assert sources["cold-ram"] + sources["cold-disk"] > many
+    assert sources["hot"] > 10 and sources["miss"] >= many // 2
 
 
 async def disturb(it: Engine, chance: random.Random, ref: object) -> None:
@@ -102,15 +107,16 @@ async def disturb(it: Engine, chance: random.Random, ref: object) -> None:
             await it.verbs.forget(ref)  # type: ignore[arg-type]
 
 
-async def test_two_hundred_sessions_that_return_at_once(tmp_path: Path) -> None:
+@soak(80, 200)
+async def test_many_sessions_that_return_at_once(many: int, tmp_path: Path) -> None:
     """Few are restored at a time, and all are right."""
-    right = await without_a_cache(NUM_RETURNING, 2)
+    right = await without_a_cache(many, 2)
     restoring, most, lock = 0, 0, threading.Lock()
     refused = Counter[int]()
     async with engine("llama", tmp_path, max_batch=PLACES, hot_bytes=64 << 20) as it:
-        names = [session(f"chat {i}", "many") for i in range(NUM_RETURNING)]
-        for first in range(0, NUM_RETURNING, PLACES):
-            some = range(first, min(NUM_RETURNING, first + PLACES))
+        names = [session(f"chat {i}", "many") for i in range(many)]
+        for first in range(0, many, PLACES):
+            some = range(first, min(many, first + PLACES))
             await asyncio.gather(
                 *(it.turn(prompt_of(i, 0, right[i]), names[i], max_tokens=TOKENS) for i in some)
             )
@@ -141,16 +147,14 @@ async def test_two_hundred_sessions_that_return_at_once(tmp_path: Path) -> None:
                     refused[chat] += 1
                     await asyncio.sleep(0.05)
 
-        answers = await asyncio.gather(*map(back, range(NUM_RETURNING)))
+        answers = await asyncio.gather(*map(back, range(many)))
     assert refused  # the line is bounded, too
     sources = Counter[str]()
     for chat, answer in enumerate(answers):
         assert answer.tokens == right[chat][1], chat
         sources[answer.cache.source] += 1
     # What one has restored of the common system prompt is hot for those after it.
-    short = sum(
-        len(prompt_of(i, 0, right[i])) + TOKENS <= CHUNK_TOKENS for i in range(NUM_RETURNING)
-    )
+    short = sum(len(prompt_of(i, 0, right[i])) + TOKENS <= CHUNK_TOKENS for i in range(many))
     assert sources["miss"] <= short  # those without a full chunk are not stored
-    assert sources["cold-ram"] > NUM_RETURNING // 2
+    assert sources["cold-ram"] > many // 2
     assert 1 <= most <= PLACES

@@ -48,6 +48,7 @@ def test_a_benchmark_runs(name, tmp_path):
     run(name, PLAIN[name], tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_THE_SAMPLE_MODEL)
@@ -55,6 +56,7 @@ def test_a_benchmark_of_the_sample_model_runs(name, tmp_path):
     run(name, OF_THE_SAMPLE_MODEL[name], tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.model
 @pytest.mark.redis
 @pytest.mark.slow

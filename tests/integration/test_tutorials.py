@@ -46,6 +46,7 @@ def test_sketches_are_unbiased_and_noisier():
 @pytest.mark.model
 @pytest.mark.mlx
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_needle_is_found_in_packed_rows():
     run = subprocess.run(
         [sys.executable, "-m", "docs.tutorials.live_cache"],

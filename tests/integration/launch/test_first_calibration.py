@@ -280,6 +280,7 @@ def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path):
         assert server.stop() == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind, presets", [("mamba2", 7), ("gemma3_text", 6)])
 def test_models_with_states_are_measured_whole(
     kind: str, presets: int, tmp_path_factory: pytest.TempPathFactory

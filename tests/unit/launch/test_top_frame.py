@@ -4,7 +4,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -162,7 +162,6 @@ def test_words_of_a_server_cannot_steer_the_terminal():
     assert "?[2J[red]x[/red]?" in text
 
 
-@settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from([*SNAPSHOT]), JSON))
 def test_a_frame_is_drawn_of_anything_that_another_version_may_send(fields):
     text_of({**SNAPSHOT, **fields})

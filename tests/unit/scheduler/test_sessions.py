@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import CacheOutcome, EngineUnavailable, Notice, SessionRef
@@ -308,7 +308,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(STEPS)
 def test_any_history_ends_in_a_table_that_agrees_with_itself(steps):
     asyncio.run(_live_through(steps))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import thermocline
@@ -65,12 +65,6 @@ def test_dtypes_come_back_as_they_went_in(dtype):
     rows = rows if dtype == "float32" else narrow(rows, dtype)
     method = thermocline.codec("tq3")
     assert method.restore(method.pack(rows, "value")).dtype == rows.dtype
-
-
-def test_bits_are_those_of_the_catalogue():
-    for name in {*NAMES} - {"dense3"}:  # a profile makes it larger
-        stated = thermocline.codecs()[name].bits
-        assert thermocline.codec(name).bits() == pytest.approx(stated, abs=0.01), name
 
 
 @pytest.mark.parametrize("name", VARIED)
@@ -177,7 +171,6 @@ SAMPLE = thermocline.codec("tq3").pack(uneven((1, 12, 64))).tobytes()
 
 
 @given(st.integers(0, len(SAMPLE) - 1), st.integers(1, 255))
-@settings(max_examples=200, deadline=None)
 def test_a_changed_byte_is_never_read(place, change):
     damaged = bytearray(SAMPLE)
     damaged[place] ^= change
@@ -186,7 +179,6 @@ def test_a_changed_byte_is_never_read(place, change):
 
 
 @given(st.integers(0, len(SAMPLE)), st.binary(max_size=8))
-@settings(max_examples=100, deadline=None)
 def test_other_lengths_are_never_read(length, more):
     data = SAMPLE[:length] + more
     if data != SAMPLE:

@@ -8,6 +8,7 @@ import pytest
 import thermocline
 from kvstore.codecs.literature.stages.rotated import normal_levels
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
+from tests.pairs import in_pairs
 from tests.unit.kvstore.codecs.samples import uneven
 from thermocline import KVLayer, KVLayout
 
@@ -37,9 +38,7 @@ UNBIASED = (
 PAIRS, DIM = 10_000, 64
 
 
-@pytest.mark.parametrize("dim", [64, 100])
-@pytest.mark.parametrize("first_token", [0, 2, 50])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "first_token", "dim"), in_pairs(NAMES, (0, 2, 50), (64, 100)))
 def test_scores_and_sums_are_those_of_restored_rows(name, dim, first_token):
     method, rng = thermocline.codec(name), np.random.default_rng(3)
     rows = uneven((2, 30, dim))

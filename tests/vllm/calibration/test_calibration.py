@@ -141,7 +141,7 @@ def measured(folder: Path, write: Callable[[Path], Path], **options: Any) -> Ite
     found.close()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_an_order_is_carried_out_by_all_ranks(num_ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be one core for both
     with measured(tmp_path, write_tiny_model, tensor_parallel_size=num_ranks) as engine:
@@ -162,7 +162,11 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def families(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.thorough(pytest.mark.parametrize("name", FAMILIES)(test))
+
+
+@families
 def test_a_model_with_states_is_measured_whole(name, tmp_path):
     write, options = FAMILIES[name]
     with measured(tmp_path, write, **options) as engine:
@@ -173,7 +177,7 @@ def test_a_model_with_states_is_measured_whole(name, tmp_path):
     assert load_profile(Path(report.profile)).fingerprint == report.fingerprint
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@families
 def test_a_context_without_a_state_is_refused(name, tmp_path):
     write, options = FAMILIES[name]
     large = {**options, "block_size": 512, "mamba_block_size": 512}
@@ -181,6 +185,7 @@ def test_a_context_without_a_state_is_refused(name, tmp_path):
         assert "every 512th token" in engine.end(engine.order())
 
 
+@pytest.mark.thorough
 def test_matrices_of_states_are_measured_packed(tmp_path):
     with measured(tmp_path, write_gated_delta, dtype="bfloat16", max_model_len=960) as engine:
         # vLLM chooses the tokens between two states by the machine's processor.
@@ -200,7 +205,7 @@ def test_matrices_of_states_are_measured_packed(tmp_path):
     assert rows["tq4+state8"].bits_per_element < 6
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@families
 def test_a_session_goes_on_from_the_state_it_is_given(name, tmp_path):
     write, options = FAMILIES[name]
     (tmp_path / "model").mkdir()

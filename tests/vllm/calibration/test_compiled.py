@@ -14,7 +14,7 @@ from tests.vllm.calibration.test_calibration import facts_of
 from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,10 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[x if x == "plain" else pytest.param(x, marks=pytest.mark.thorough) for x in MODELS],
+)
 def facts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from tests.vllm.rig.tiny_model import write_tiny_model
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(
+    params=[1, pytest.param(2, marks=pytest.mark.thorough)], ids=["one rank", "two ranks"]
+)
 def engine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RealEngine]:

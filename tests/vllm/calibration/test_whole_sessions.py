@@ -20,6 +20,7 @@ from tests.vllm.rig.tiny_model import HEAD_DIM
 
 NUM_TOKENS = 300
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+thorough = pytest.mark.thorough
 
 
 # A quick measurement: of 128 tokens. Matrices are measured with blocks as large as those that vLLM
@@ -34,7 +35,9 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(
+    params=["windowed", *(pytest.param(x, marks=thorough) for x in ("convolutions", "matrices"))]
+)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngine]:
     model, folder = tmp_path / "model", tmp_path / "vllm"
     model.mkdir()
@@ -84,6 +87,7 @@ def test_a_session_is_measured_whole(engine, sessions, capfd):
     assert ("+state" in packed) == (block_tokens > BLOCK), "matrices are packed, too"
 
 
+@thorough
 def test_a_packed_matrix_comes_back(tmp_path, sessions):
     (tmp_path / "model").mkdir()
     (tmp_path / "vllm").mkdir()

@@ -24,7 +24,9 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(
+    scope="module", params=[pytest.param("windowed", marks=pytest.mark.thorough), "recurrent"]
+)
 def shared(
     request: pytest.FixtureRequest, faults: Faults, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealEngine]:

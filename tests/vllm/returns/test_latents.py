@@ -28,7 +28,7 @@ def reuse_prefixes(config: Any) -> None:
     config.cache_config.enable_prefix_caching = True
 
 
-@pytest.fixture(scope="module", params=["raw", "tq4"])
+@pytest.fixture(scope="module", params=["raw", pytest.param("tq4", marks=pytest.mark.thorough)])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealEngine]:

@@ -13,7 +13,7 @@ from tests.vllm.rig.faulty_codec import Faults
 from tests.vllm.rig.tiny_model import write_tiny_model
 from tests.waiting import until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 WHOLE = 599 // BLOCK * BLOCK
 NUM_RANKS = 2
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -130,13 +130,6 @@ async def test_a_client_that_leaves_ends_the_trial() -> None:
         assert await the_gate.passed(OTHER, Client(answer_in(wide(4))).receive)
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("grammars"), "raw", model_path())
-    yield served
-    served.close()
-
-
 def ask(served: Served, fields: dict[str, Any]) -> tuple[int, Any]:
     asked = {
         "model": "smol",
@@ -149,23 +142,25 @@ def ask(served: Served, fields: dict[str, Any]) -> tuple[int, Any]:
     return status, json.loads(answer)
 
 
-def test_a_server_holds_answers_and_calls_to_schemas_at_once(served: Served) -> None:
+def test_a_server_holds_answers_and_calls_to_schemas_at_once(vllm_server: Served) -> None:
     """vLLM by itself compiles all with the first one's backend, which ignores ``multipleOf``."""
     limits = {"type": "integer", "minimum": 10, "maximum": 99, "multipleOf": 7}
     first = {**SMALL, "properties": {**SMALL["properties"], "age": limits}}
-    status, answer = ask(served, answer_in(first))
+    status, answer = ask(vllm_server, answer_in(first))
     assert status == 200, answer
     person = json.loads(answer["choices"][0]["message"]["content"])
     assert person["age"] % 7 == 0 and len(person["name"]) <= 40
-    status, answer = ask(served, forced(SMALL))
+    status, answer = ask(vllm_server, forced(SMALL))
     assert status == 200, answer
     (call, *_) = answer["choices"][0]["message"]["tool_calls"]
     assert set(json.loads(call["function"]["arguments"])) == {"name", "age"}
-    status, answer = ask(served, {"structured_outputs": {"choice": ["red", "green"]}})
+    status, answer = ask(vllm_server, {"structured_outputs": {"choice": ["red", "green"]}})
     assert answer["choices"][0]["message"]["content"] in ("red", "green")
-    status, answer = ask(served, {"structured_outputs": {"regex": "[0-9]{3}-[0-9]{2}"}})
+    status, answer = ask(vllm_server, {"structured_outputs": {"regex": "[0-9]{3}-[0-9]{2}"}})
     assert len(answer["choices"][0]["message"]["content"]) == 6
-    status, answer = ask(served, {"response_format": {"type": "json_object"}, "max_tokens": 20})
+    status, answer = ask(
+        vllm_server, {"response_format": {"type": "json_object"}, "max_tokens": 20}
+    )
     assert answer["choices"][0]["message"]["content"].lstrip().startswith("{")
 
 
@@ -182,26 +177,26 @@ FOREIGN = {
 }
 
 
-def test_keywords_that_no_compiler_knows_are_left_out(served: Served) -> None:
-    status, answer = ask(served, forced(FOREIGN))
+def test_keywords_that_no_compiler_knows_are_left_out(vllm_server: Served) -> None:
+    status, answer = ask(vllm_server, forced(FOREIGN))
     assert status == 200, answer
     (call, *_) = answer["choices"][0]["message"]["tool_calls"]
     assert set(json.loads(call["function"]["arguments"])) == {"mail", "id", "code"}
     sent = with_enforceable_formats(answer_in(FOREIGN))  # as the gateway does
-    status, answer = ask(served, sent)
+    status, answer = ask(vllm_server, sent)
     assert status == 200, answer
     # The small model may write blanks until its limit, so the answer's end is not looked at.
     content = answer["choices"][0]["message"]["content"]
     assert re.match(r'\{\s*"mail"\s*:\s*"[a-z]{1,4}@b"', content), content
 
 
-def test_an_answer_goes_on_from_the_assistants_own_words(served: Served) -> None:
+def test_an_answer_goes_on_from_the_assistants_own_words(vllm_server: Served) -> None:
     said = {"role": "assistant", "content": "Her name is"}
     messages = [{"role": "user", "content": "Tell me of a person."}, said]
     going_on = {"continue_final_message": True, "add_generation_prompt": False}
     asked = {"messages": messages, "max_tokens": 4}
-    _, other = ask(served, asked)
-    status, answer = ask(served, {**asked, **going_on, "echo": True})
+    _, other = ask(vllm_server, asked)
+    status, answer = ask(vllm_server, {**asked, **going_on, "echo": True})
     assert status == 200, answer
     assert answer["choices"][0]["message"]["content"].startswith("Her name is")
     assert answer["usage"]["prompt_tokens"] < other["usage"]["prompt_tokens"]
@@ -223,12 +218,12 @@ def test_forced_calls_that_vllm_writes_as_one_schema() -> None:
     assert adjusted.tools[0].function.parameters == FOREIGN  # the prompt is the same
 
 
-def test_what_takes_too_much_is_refused_before_vllm_sees_it(served: Served) -> None:
-    ask(served, answer_in(SMALL))
-    engine = psutil.Process(served.server.pid)
+def test_what_takes_too_much_is_refused_before_vllm_sees_it(vllm_server: Served) -> None:
+    ask(vllm_server, answer_in(SMALL))
+    engine = psutil.Process(vllm_server.server.pid)
     (core,) = [x for x in engine.children(recursive=True) if x.name().startswith("VLLM::EngineCor")]
     before = sum(core.cpu_times()[:2])
-    status, answer = ask(served, forced(wide(2000)))
+    status, answer = ask(vllm_server, forced(wide(2000)))
     assert (status, answer["error"]["param"]) == (400, "tools")
     assert "it takes too" in answer["error"]["message"]
     time.sleep(MAX_CPU_S)

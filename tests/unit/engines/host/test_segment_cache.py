@@ -18,7 +18,7 @@ from tests.unit.engines.host.kinds_of_tokenizers import (
 )
 
 KEY = b"tenant"
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(suppress_health_check=list(HealthCheck))
 _PIECES = (
     *CONTROLS, *(x[:-1] for x in CONTROLS), *(x[1:] for x in CONTROLS), "<unk>", "[SEP]", "[CLS]",
     " ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "▁", "Ġ",
@@ -86,7 +86,7 @@ def test_tokens_that_overlap(name: str):
     short = st.text("<>a| ", min_size=1, max_size=4)
     tokens = st.lists(st.tuples(short, FLAGS), min_size=1, max_size=5, unique_by=lambda x: x[0])
 
-    @settings(QUICK, max_examples=60)
+    @QUICK
     @given(tokens, st.lists(st.text("<>a|b ", max_size=12), min_size=1, max_size=3))
     def equal(of_each: list[tuple[str, dict[str, bool]]], texts: list[str]) -> None:
         backend = with_tokens(kind(name), [AddedToken(x, **y) for x, y in of_each])

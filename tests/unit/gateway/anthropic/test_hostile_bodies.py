@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
@@ -62,7 +62,6 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400)
 @given(BODIES)
 def test_a_body_is_a_chat_or_refused(body: dict[str, Any]) -> None:
     try:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
@@ -111,7 +111,6 @@ async def test_a_damaged_body_is_400(encoding: str, pack: Pack) -> None:
 
 
 @EACH
-@settings(max_examples=100)
 @given(st.binary(max_size=200), st.integers(0, 1000))
 async def test_no_bytes_break_it(encoding: str, pack: Pack, garbage: bytes, at: int) -> None:
     whole = pack(b"some text " * 20)

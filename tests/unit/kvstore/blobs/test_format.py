@@ -71,9 +71,9 @@ def test_every_changed_byte_is_noticed(at, mask):
     assert_unusable(flipped(BLOB, at, mask))
 
 
-@given(st.integers(0, len(BLOB) - 1))
-def test_every_cut_is_noticed(length):
-    assert_unusable(BLOB[:length])
+def test_every_cut_is_noticed():
+    for length in range(len(BLOB)):
+        assert_unusable(BLOB[:length])
 
 
 @given(st.binary(min_size=1, max_size=300))

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.blobs.state_packer import (
@@ -116,7 +116,6 @@ def test_rows_that_a_state_names_and_does_not_have_are_damage() -> None:
         with_windows({"\0window": 0}, run)
 
 
-@settings(deadline=None)  # kernels are compiled by the first
 @given(st.data())
 def test_damage_is_never_more_than_an_error(data: st.DataObject) -> None:
     rest, run = without_windows(tree(rows(3)), LAYOUT)

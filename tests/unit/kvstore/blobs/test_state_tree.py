@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.extra import numpy as npst
 
 from kvstore.blobs.state_tree import MAX_DEPTH, StateArray, decode_state, encode_state, state_nbytes
@@ -40,7 +40,6 @@ trees = st.recursive(
 TREE = [{"conv": StateArray("float32", np.ones((2, 3), np.float32)), "n": 7}, (None, True, 0.5)]
 
 
-@settings(max_examples=60)
 @given(trees)
 def test_a_tree_comes_back_bit_for_bit(tree):
     assert trees_equal(decode_state(memoryview(encode_state(tree))), tree)
@@ -63,7 +62,6 @@ def test_changed_bytes_give_corrupt_or_some_tree_but_no_other_error(at, mask):
 plain = st.none() | st.booleans() | st.integers(0, 5) | st.just("float32") | st.binary(max_size=4)
 
 
-@settings(max_examples=60)
 @given(st.recursive(plain, lambda x: st.lists(x, max_size=4), max_leaves=8))
 def test_a_foreign_structure_gives_corrupt_or_some_tree(structure):
     with contextlib.suppress(Corrupt):

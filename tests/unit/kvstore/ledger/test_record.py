@@ -117,11 +117,11 @@ def test_a_chain_that_grows_keeps_its_pages_and_sessions_share_them():
     assert len(stored(branch).keys() & stored(one).keys()) == 1 + 2
 
 
+@pytest.mark.parametrize("how", ["gone", "cut", "swapped", "flipped", "of another codec"])
 @given(
-    st.integers(2 * PAGE_CHUNKS, 3 * PAGE_CHUNKS - 1),
-    st.integers(0, 1),
-    st.sampled_from(["gone", "cut", "swapped", "flipped", "of another codec"]),
-    st.integers(0, 10**6),
+    num_chunks=st.integers(2 * PAGE_CHUNKS, 3 * PAGE_CHUNKS - 1),
+    which=st.integers(0, 1),
+    at=st.integers(0, 10**6),
 )
 def test_a_lost_page_costs_the_rest_of_the_chain_only(num_chunks, which, how, at):
     record = record_of(num_chunks, 2, [PAGE_CHUNKS // 2, PAGE_CHUNKS + 7, num_chunks])

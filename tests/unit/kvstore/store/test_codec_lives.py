@@ -119,4 +119,4 @@ def test_two_passages_would_be_seen():
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
+TestLives.settings = settings(stateful_step_count=12)

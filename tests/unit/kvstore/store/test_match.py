@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout
@@ -194,7 +194,6 @@ def fetch(store: ColdStore, session: SessionRef | None, prompt: list[int], first
     return max(fetched.num_chunks, first)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(0, 1), max_size=5 * CHUNK),
     st.lists(st.integers(0, 1), max_size=5 * CHUNK),

@@ -127,4 +127,4 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+TestLives.settings = settings(stateful_step_count=12)

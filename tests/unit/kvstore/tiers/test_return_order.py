@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.tenant_bytes import TenantLimits
@@ -467,7 +467,6 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(steps, st.integers(20, 400))
 def test_any_sequence_of_uses_keeps_the_books(uses, capacity_bytes):
     order = order_of(capacity_bytes, t1=100)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -17,7 +17,6 @@ from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_r
 SHAPES = arrays.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=40)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(arrays.arrays(st.sampled_from([np.uint16, np.float32]), SHAPES), max_size=5))
 def test_kept_arrays_come_back(several: list[np.ndarray]) -> None:
     with Scratch(None) as scratch:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.vllm_plugin.blocks.block_copies import BlockCopies
@@ -43,7 +43,6 @@ def blocks_of(array: np.ndarray, tokens: int, first: int, count: int) -> np.ndar
 
 
 @pytest.mark.slow
-@settings(deadline=None)  # the first ones compile
 @given(cases())
 def test_copies_are_the_same_as_numpys(
     case: tuple[list[np.ndarray], list[np.ndarray], list[int], int],

@@ -56,6 +56,7 @@ def test_compiled_code_agrees(num_bits, dim):
         check(attention, num_bits, dim, 5, num_tokens)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_bits", "dim"), OTHERS)
 def test_compiled_code_of_other_kinds(num_bits, dim):

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.entropy import rans
@@ -70,7 +70,6 @@ def damaged(stream, number, mask):
     return np.frombuffer(bytes(changed), np.uint8)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(0, NUM_CLASSES - 1), max_size=8), st.integers(0, 40), st.integers(0, 999)
 )
@@ -85,7 +84,6 @@ def test_symbols_come_back_and_both_ways_give_the_same_bytes(numbers, num_tokens
     assert np.array_equal(by_numpy, symbols)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 4000), st.integers(1, 255), st.integers(0, 3))
 def test_damage_is_noticed_or_gives_other_symbols(number, mask, cut):
     classes = np.arange(0, NUM_CLASSES, 4)
@@ -148,7 +146,6 @@ def test_an_independent_coder_needs_as_many_bytes():
     assert ours == pytest.approx(4 * len(oracle.get_compressed()), rel=0.01)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.floats(0.01, 900), min_size=1, max_size=12),
     st.integers(0, 70),

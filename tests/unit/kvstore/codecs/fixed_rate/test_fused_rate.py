@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.fixed_rate.fused_rate import FusedRate
@@ -116,7 +116,6 @@ def test_kernels_pack_latents_beside_keys_that_they_cannot_rotate():
     assert_same(codec, run_of(layout, 20), layout, 9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_damage_is_found_or_gives_other_values(data):
     assert_damage_does_the_same(data, CODEC, pipelines_of(CODEC), LAYOUT)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.fixed_rate.rate_integers import ARRAYS, RateIntegers
@@ -91,7 +91,6 @@ def test_an_array_that_is_missing_is_refused():
     assert all(map(is_refused, incomplete(PROFILE)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_bytes_of_anything_are_refused_or_pack_and_restore(data: st.DataObject):
     assert_refused_or_restoring(data, PROFILE, ARRAYS, 70)

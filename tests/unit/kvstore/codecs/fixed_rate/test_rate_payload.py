@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.fixed_rate.rate_pipeline import RatePayload, plan_rates, rate_pipelines
@@ -23,7 +23,6 @@ def plan_of(num_tokens: int, first_token: int) -> RatePayload:
     return plan_rates(PIPELINES, LAYOUT, num_tokens, first_token)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_payload_is_taken_apart_and_put_together_again(data):
     num_tokens = data.draw(st.integers(5, 40))
@@ -65,7 +64,6 @@ def test_a_payload_of_nothing_but_first_tokens(num_tokens):
     assert plan.join(plain, []) == plain.tobytes() == payload
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(-40, 40).filter(bool))
 def test_a_payload_of_another_length_is_refused(extra):
     payload = bytes(CODEC.encode(run_of(LAYOUT, 20), LAYOUT, 0))

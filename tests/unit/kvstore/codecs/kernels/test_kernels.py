@@ -97,6 +97,7 @@ def test_same_bytes_as_numpy(num_bits, dim, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_bits", "dim", "dtype"), RARE_SHAPES)
 def test_same_bytes_as_numpy_for_rare_shapes(num_bits, dim, dtype):
     assert_same(num_bits, dim, dtype, awkward(dim, dtype))

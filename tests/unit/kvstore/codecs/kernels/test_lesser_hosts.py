@@ -33,6 +33,7 @@ CHOSEN = " or ".join(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "without",
     [

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.floats import narrow
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.names import LEARNABLE
+from kvstore.codecs.names import CALIBRATED, LEARNABLE
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.model_transforms import UnRope
@@ -58,13 +58,17 @@ def turned(run: list[KVPair], layout: KVLayout, first_token: int) -> list[KVPair
     return run
 
 
-@functools.cache
 def model_profile(dtype: DType = "bfloat16") -> Profile:
-    """A profile of all presets; treat it as read-only: tests share it."""
+    """A profile of all presets, of other types of ours alone; read-only, since tests share it."""
+    return _learned(dtype)
+
+
+@functools.cache
+def _learned(dtype: DType) -> Profile:
     layout = model_layout(dtype)
     texts = [model_run(layout, 300, seed=seed) for seed in range(100, 104)]
     samples = Samples(layout, ropes_of(layout), texts, model_metrics(layout))
-    return learn_profile(samples, FINGERPRINT, LEARNABLE)
+    return learn_profile(samples, FINGERPRINT, LEARNABLE if dtype == "bfloat16" else CALIBRATED)
 
 
 def model_metrics(layout: KVLayout) -> list[np.ndarray]:

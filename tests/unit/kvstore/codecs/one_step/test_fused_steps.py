@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.one_step.prediction_design import PredictionWindow
@@ -130,7 +130,6 @@ SIZES = st.sampled_from([1, 2, 3, 8, 40, 127, 128, 700, 4095, 32767, 32768, 1 <<
 
 @pytest.mark.slow
 @MODELS
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_extreme_codes(data, parts, layout):
     num_tokens = data.draw(st.integers(1, 70))
@@ -204,7 +203,6 @@ def test_fp16_engines_get_the_values_of_the_pieces():
 
 
 @MODELS
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_damage_is_found_or_gives_other_values(data, parts, layout):
     assert_damage_does_the_same(data, codec_of(parts), codec_of(pipelines_of(parts)), layout)

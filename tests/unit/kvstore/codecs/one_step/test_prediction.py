@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.floats import narrow
@@ -85,7 +85,6 @@ def test_integers_expect_the_same_as_the_regression():
     assert np.abs(restored - turned).max() <= STEP / 8 * (0.5 + 1 / 4 + 1e-3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_packing_and_restoring_never_drift_apart(data):
     """For all factors, and with components without codes: no unit hands an error on."""

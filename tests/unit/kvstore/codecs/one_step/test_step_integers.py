@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.one_step.prediction_design import PredictionWindow
@@ -87,7 +87,6 @@ def test_an_array_that_is_missing_is_refused(profile: Profile):
 
 @pytest.mark.slow
 @PROFILES
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_bytes_of_anything_are_refused_or_pack_and_restore(profile: Profile, data: st.DataObject):
     assert_refused_or_restoring(data, profile, ARRAYS, 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.blobs.chain import Piece
@@ -60,7 +60,6 @@ def packed_run(
 
 @pytest.mark.parametrize("num_bits", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_the_payload_is_the_codecs_own(dtype, num_bits, data):
     plain, layout = layouts(dtype, num_bits)

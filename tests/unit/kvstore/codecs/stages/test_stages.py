@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -111,7 +111,6 @@ def test_codes_stand_for_centroids():
     assert UniformStep(1.0, levels, rounding=0.3).quantise(exact)[0, 0].tolist() == [0, 0]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=9), st.integers(1, 140), st.integers(0, 99))
 def test_planes_of_any_bits_come_back(bits, num_tokens, seed):
     widths = np.array([bits, bits[::-1]])

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
@@ -270,7 +270,6 @@ def test_padding_on_the_left_is_skipped(live):
         batch.prepare(left_padding=[1, 1])
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_each_row_of_a_batch_reads_as_if_alone_after_any_steps(data):
     """Random steps, prompts padded on the right, trims, and rows that come and go."""

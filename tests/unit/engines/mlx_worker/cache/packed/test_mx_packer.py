@@ -5,7 +5,7 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.kv_budget import HOT_CODECS
@@ -17,6 +17,7 @@ from kvstore.codecs import floats
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.packed_codec import packed_codec
 from kvstore.codecs.rows.packed_layout import PackedLayout
+from tests.pairs import in_pairs
 from tests.unit.kvstore.codecs.rows.test_golden import GOLDEN, NUM_TOKENS, digest, frozen_run
 
 pytestmark = pytest.mark.mlx
@@ -31,10 +32,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("num_bits", [3, 4])
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("way", "stored", "num_bits", "dim"), in_pairs(WAYS, STORED, (3, 4), DIMS))
 def test_bytes_are_the_definitions(way, stored, num_bits, dim):
     assert agrees(WAYS[way](RowKind(num_bits, dim, stored)))
 
@@ -55,7 +53,6 @@ def test_a_payload_of_rows_packed_here_has_the_frozen_hash(way, name, dim):
     assert digest(payload) == GOLDEN[name, dim][0]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_bit_patterns_give_the_definitions_bytes(data):
     kind = RowKind(data.draw(st.sampled_from([3, 4])), 64, data.draw(st.sampled_from(STORED)))
