@@ -27,6 +27,7 @@ MissReason: TypeAlias = Literal[
     "fingerprint",  # saved by another model, dtype or layout, or by codecs not known here
     "corrupt",
     "deadline",  # a slow tier; prefill is faster
+    "computed-sooner",  # what it adds to a hot beginning is computed sooner than restored
     "unavailable",  # a tier is down
     "disabled",  # this engine serves without hibernation
     # Nothing of it was found, and an engine on the same Redis has another secret: the session may

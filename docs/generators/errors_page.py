@@ -104,6 +104,7 @@ MISS_MEANINGS = {
     ),
     "corrupt": "what was stored was damaged, or not sealed by this server's secret",
     "deadline": "the tier was slower than `store.restore_deadline_s` or `store.redis_deadline_s`",
+    "computed-sooner": "what it adds to a hot beginning is computed sooner than restored",
     "unavailable": "a tier is down",
     "disabled": "this engine serves without a cold store",
     "foreign-secret": (

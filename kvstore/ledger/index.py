@@ -17,17 +17,17 @@ from typing import Final
 
 import msgspec
 
-from kvstore.blobs.chain import CHUNK, KEY_BYTES, RECORD, STATE
+from kvstore.blobs.chain import CHUNK, NAME_BYTES, RECORD, STATE
 from kvstore.errors import Corrupt, Mismatch, Unusable
 from kvstore.ledger.notices import Restorable
-from kvstore.ledger.record import Records, SessionRecord
+from kvstore.ledger.record import PAGE_CHUNKS, Records, SessionRecord
 from kvstore.ledger.stack import TierStack
 from kvstore.session import MissReason, SessionRef
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
 ENTRY_BYTES: Final = 512  # Python's memory for each session besides its record
-BLOB_KEY_BYTES: Final = KEY_BYTES + 152  # of a key as an object, and of its place in the counter
+COUNTED_BYTES: Final = 104  # of a number that stands for a blob, and of its place in the counter
 MAX_GONE: Final = 8192  # sessions that are remembered as expired, or as too short
 
 
@@ -74,7 +74,6 @@ class Claims:
 
 class _Entry(msgspec.Struct, frozen=True, gc=False):
     record: SessionRecord
-    blob_keys: tuple[bytes, ...]
     ends: tuple[bytes, bytes] | None  # see ``Restorable``; None: nothing could be restored
     nbytes: int
 
@@ -108,7 +107,7 @@ class SessionIndex:
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # longest unused first
         self._why_gone: OrderedDict[bytes, MissReason] = OrderedDict()
-        self._users: Counter[bytes] = Counter()  # number of sessions by blob
+        self._users: Counter[int] = Counter()  # number of sessions by blob, see ``_number``
         self._nbytes = 0
         self._num_removals = 0
 
@@ -127,10 +126,6 @@ class SessionIndex:
 
     def blob_keys(self, record: SessionRecord) -> list[bytes]:
         """Keys of all blobs of the session, in the order of its tokens."""
-        with self._lock:
-            entry = self._entries.get(self.key(record))
-        if entry is not None and entry.record is record:
-            return list(entry.blob_keys)
         return self.records.blob_keys(record)
 
     def owned(self, record: SessionRecord) -> list[bytes]:
@@ -171,11 +166,10 @@ class SessionIndex:
             return entry.record
         found = self._newest(key, self._stack.local)
         if found is not None:
-            keys = self.records.blob_keys(found)
             with self._lock:
                 # Meanwhile a save may have inserted it, or the session may have been removed.
                 if key not in self._entries and num_removals == self._num_removals:
-                    self._insert(key, found, keys)
+                    self._insert(key, found)
         return found
 
     def find_anywhere(self, session: SessionRef) -> SessionRecord | None:
@@ -196,14 +190,16 @@ class SessionIndex:
     def unused(self, keys: Iterable[bytes]) -> list[bytes]:
         """List those of ``keys`` that no known session needs."""
         with self._lock:
-            return [x for x in keys if x not in self._users]
+            return [x for x in keys if _number(x) not in self._users]
 
-    def unshared(self, keys: Iterable[bytes], record_key: bytes) -> list[bytes]:
+    def unshared(self, keys: Sequence[bytes], record_key: bytes) -> list[bytes]:
         """List those of ``keys`` that no known session needs except that of ``record_key``."""
+        if not keys:
+            return []
         with self._lock:
             entry = self._entries.get(record_key)
-            own = {*entry.blob_keys} if entry is not None else set()
-            return [x for x in keys if self._users[x] <= (x in own)]
+            own = {*self.records.counted_keys(entry.record, 0)} if entry is not None else set()
+            return [x for x in keys if self._users[_number(x)] <= (x in own)]
 
     # ---- changes
 
@@ -218,11 +214,10 @@ class SessionIndex:
         for record in sorted(found.values(), key=lambda x: x.last_used_s):
             self.put(record)
 
-    def put(self, record: SessionRecord, blob_keys: Sequence[bytes] | None = None) -> None:
-        """Remember the session as it is now. ``blob_keys``: its own, if they are known."""
-        keys = self.records.blob_keys(record) if blob_keys is None else blob_keys
+    def put(self, record: SessionRecord) -> None:
+        """Remember the session as it is now."""
         with self._lock:
-            self._insert(self.key(record), record, keys)
+            self._insert(self.key(record), record)
 
     def use(self, key: bytes) -> None:
         """Note that the session was used."""
@@ -230,7 +225,7 @@ class SessionIndex:
             entry = self._entries.get(key)
             if entry is not None:
                 used = msgspec.structs.replace(entry.record, last_used_s=self.clock())
-                self._entries[key] = _Entry(used, entry.blob_keys, entry.ends, entry.nbytes)
+                self._entries[key] = _Entry(used, entry.ends, entry.nbytes)
                 self._entries.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
@@ -286,31 +281,47 @@ class SessionIndex:
 
     # ---- with the lock held
 
-    def _insert(self, key: bytes, record: SessionRecord, blob_keys: Iterable[bytes]) -> None:
+    def _insert(self, key: bytes, record: SessionRecord) -> None:
+        """Put a record in; only what is new of its chain is counted afresh."""
         self._why_gone.pop(key, None)
-        before, keys = self._entries.get(key), tuple(blob_keys)
-        num_same = 0 if before is None else _num_common(before.blob_keys, keys)
+        before = self._entries.get(key)
+        num_same = 0 if before is None else _num_common(before.record.chain, record.chain)
         self._take_out(key, num_same)
-        nbytes = ENTRY_BYTES + record.nbytes + BLOB_KEY_BYTES * len(keys)
-        self._entries[key] = _Entry(record, keys, _ends(keys), nbytes)
+        new = self.records.counted_keys(record, num_same)
+        num_blobs = num_same + num_same // PAGE_CHUNKS + len(new)
+        nbytes = ENTRY_BYTES + record.nbytes + COUNTED_BYTES * num_blobs
+        self._entries[key] = _Entry(record, self._ends(record), nbytes)
         self._entries.move_to_end(key)
-        self._users.update(keys[num_same:])
+        self._users.update(map(_number, new))
         self._nbytes += nbytes
         while self._nbytes > self._max_bytes and len(self._entries) > 1:
             self._take_out(next(iter(self._entries)))
 
     def _take_out(self, key: bytes, num_kept: int = 0) -> None:
-        """Remove an entry, whose first few blobs still count."""
+        """Remove an entry, whose first few chunks still count."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
         self._nbytes -= entry.nbytes
         users = self._users
-        for blob_key in entry.blob_keys[num_kept:]:
-            if (left := users[blob_key] - 1) > 0:
-                users[blob_key] = left
+        for number in map(_number, self.records.counted_keys(entry.record, num_kept)):
+            if (left := users[number] - 1) > 0:
+                users[number] = left
             else:
-                del users[blob_key]
+                del users[number]
+
+    def _ends(self, record: SessionRecord) -> tuple[bytes, bytes] | None:
+        """Return the first and the last of a session's states, or else of its chunks."""
+        kind, places = STATE, record.states
+        if not places and self.records.keys.growing and record.num_chunks:
+            kind, places = CHUNK, (1, record.num_chunks)
+        if not places:
+            return None
+        first, last = (
+            kind + record.chain[(x - 1) * NAME_BYTES : x * NAME_BYTES]
+            for x in (places[0], places[-1])
+        )
+        return first, last
 
 
 def _is_newer(record: SessionRecord, other: SessionRecord | None) -> bool:
@@ -322,15 +333,16 @@ def _worth(record: SessionRecord) -> tuple[float, int]:
     return record.last_used_s, record.num_chunks
 
 
-def _num_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Count the first keys that both have; a session that grows keeps nearly all."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _number(key: bytes) -> int:
+    """Return 64 bits of a key, which take much less memory than the key."""
+    return int.from_bytes(key[1:9]) ^ key[0]
 
 
-def _ends(blob_keys: Sequence[bytes]) -> tuple[bytes, bytes] | None:
-    """Return the first and the last of a session's states, or else of its chunks."""
-    for kind in (STATE, CHUNK):
-        if of_kind := [x for x in blob_keys if x[:1] == kind]:
-            return of_kind[0], of_kind[-1]
-    return None
+def _num_common(one: bytes, other: bytes) -> int:
+    """Count the first chunks that two chains share: each name covers all before it."""
+    low, high = 0, min(len(one), len(other)) // NAME_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        place = slice((middle - 1) * NAME_BYTES, middle * NAME_BYTES)
+        low, high = (middle, high) if one[place] == other[place] else (low, middle - 1)
+    return low

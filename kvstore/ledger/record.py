@@ -146,7 +146,34 @@ class Records:
         What belongs to the end of a chunk, its windows' rows, a page, a state, comes after it. A
         tier evicts from the end: the session then goes on from an older state, or a shorter chain.
         """
-        return [x.key for x in self.pieces(record)]
+        if record.states:
+            return [x.key for x in self.pieces(record)]
+        return self._row_keys(record, 0)
+
+    def counted_keys(self, record: SessionRecord, first: int) -> list[bytes]:
+        """Keys of all blobs of the session but those of its first chunks, in any order.
+
+        ``first``: so many chunks and their pages are left out.
+        """
+        return [*self._row_keys(record, first), *(x.key for x in self._of_states(record))]
+
+    def keys_beside(self, record: SessionRecord) -> list[bytes]:
+        """Keys of the session's blobs that are no chunks: pages, states and windows."""
+        return [*self.page_keys(record), *(x.key for x in self._of_states(record))]
+
+    def page_keys(self, record: SessionRecord) -> list[bytes]:
+        """Keys of the full pages of the session's chain."""
+        return [PAGE + x for x in _page_names(record)]
+
+    def _row_keys(self, record: SessionRecord, first: int) -> list[bytes]:
+        """Keys of the chunks from number ``first`` on, a full page's after its last chunk's."""
+        keys: list[bytes] = []
+        for number, name in enumerate(split(record.chain[first * NAME_BYTES :]), first + 1):
+            if self.keys.growing:
+                keys.append(CHUNK + name)
+            if not number % PAGE_CHUNKS:
+                keys.append(PAGE + name)
+        return keys
 
     def needed_keys(self, record: SessionRecord) -> list[bytes]:
         """Keys of the blobs that a turn needs if it continues where the session ended."""
@@ -169,6 +196,10 @@ class Records:
             pieces += dict.fromkeys(of_states)  # states share windows
             pieces.sort(key=lambda x: x.end_token)  # stable
         return pieces
+
+    def _of_states(self, record: SessionRecord) -> list[Piece]:
+        chain = record.names if record.states else []
+        return [*dict.fromkeys(y for x in record.states for y in self._of_state(chain, x))]
 
     def _of_state(self, chain: Chain, num_chunks: int) -> list[Piece]:
         return [self.keys.state(chain, num_chunks), *self.keys.windows(chain, num_chunks)]
@@ -278,7 +309,9 @@ def abandoned_chunks(old: SessionRecord, chain: Chain, common: int) -> tuple[byt
         old: the older record.
         chain: of the new record, of which the first ``common`` chunks are those of the old one.
     """
-    current = {*chain}
     known = [*old.names[common:], *split(old.left_behind)]
+    if not known:
+        return b"", []
+    current = {*chain}
     names = [x for x in dict.fromkeys(known) if x not in current]
     return joined(names[:MAX_LEFT_BEHIND]), [CHUNK + x for x in names[MAX_LEFT_BEHIND:]]

@@ -230,14 +230,14 @@ class Committer:
         delivery = self._delivery(record, fresh, obsolete)
         if not deliver(self._stack, 0, delivery, whole=False).recorded and not self._slower:
             return False
-        self.take(record, delivery.chain)
+        self.take(record)
         for tier in self._slower:
             tier.offer(delivery)
         return True
 
-    def take(self, record: SessionRecord, blob_keys: Sequence[bytes] | None = None) -> None:
+    def take(self, record: SessionRecord) -> None:
         """Put this record into the index, and pin its blobs if it is pinned."""
-        self._index.put(record, blob_keys)
+        self._index.put(record)
         self.follow_pin(record)
 
     def rewrite(self, record: SessionRecord) -> bool:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.blobs.chain import Chain, ChainKeys, Piece, joined, num_common
+from kvstore.blobs.chain import CHUNK, Chain, ChainKeys, Piece, joined, num_common
 from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.record import SessionRecord, abandoned_chunks
@@ -105,7 +105,7 @@ class Saver:
 
     def _pages(self, record: SessionRecord) -> dict[bytes, Blob]:
         """Make those pages of the chain that no tier has."""
-        keys = [x.key for x in self._ledger.records.pieces(record) if x.is_page]
+        keys = self._ledger.records.page_keys(record)
         levels = self._stack.locate(keys).levels
         missing = [key for key, level in zip(keys, levels, strict=True) if level is None]
         return {key: self._ledger.records.pack_page(record, key) for key in missing}
@@ -113,8 +113,7 @@ class Saver:
     # ---- what is saved
 
     def _select(self, job: SaveJob, old: SessionRecord | None) -> _Selection:
-        chunks = self._keys.chunks(job.chain)
-        missing = self._missing(chunks)
+        missing = self._missing_chunks(job.chain)
         lost = next((x for x in missing if job.source.is_restored(x)), None)
         chain = job.chain
         if lost is not None:
@@ -134,6 +133,12 @@ class Saver:
             pieces = [*self._keys.windows(chain, number), self._keys.state(chain, number)]
             of_states.update(dict.fromkeys(self._missing(pieces)))
         return _Selection(chain, states, [*missing, *of_states])
+
+    def _missing_chunks(self, chain: Chain) -> list[Piece]:
+        names = chain if self._keys.growing else ()
+        levels = self._stack.locate([CHUNK + x for x in names]).levels
+        numbers = [i for i, level in enumerate(levels) if level is None]
+        return [piece for i in numbers for piece in self._keys.chunks(chain, i, i + 1)]
 
     def _missing(self, pieces: Sequence[Piece]) -> list[Piece]:
         levels = self._stack.locate([x.key for x in pieces]).levels
@@ -195,9 +200,8 @@ class Saver:
         )
         if old is None:
             return record, []
-        current = {*self._ledger.records.blob_keys(record)}
-        pieces = self._ledger.records.pieces(old)
-        gone = [x.key for x in pieces if not x.is_chunk and x.key not in current]
+        current = {*self._ledger.records.keys_beside(record)}
+        gone = [x for x in self._ledger.records.keys_beside(old) if x not in current]
         return record, self._index.unshared([*gone, *overflow], job.key)
 
     def _row_bytes(

@@ -1,8 +1,8 @@
 """Lets waiting requests into the batch, first come, first served, as places and memory allow.
 
 No sequence enters before the memory is there for it: see ``MemoryBudget``. What a prompt starts
-from is ``prefix_reuse``'s business, feeding it ``prefill``'s. Shares between tenants are the
-gateway's: it sends no more turns than there are places.
+from is the business of ``prefix_reuse`` and ``shared_prefill``, feeding it that of ``prefill``.
+Shares between tenants are the gateway's: it sends no more turns than there are places.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engines.mlx_worker.batch.batches import MemoryBudget
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request
+from engines.mlx_worker.batch.shared_prefill import SharedPrefills
 from engines.mlx_worker.generation import EventBuffer, PromptAdmitted
 from engines.mlx_worker.sessions.hot_cache import HotCache
 from kvstore.session import SessionName, SessionRef
@@ -42,6 +43,7 @@ class Admission:
         self._prefixes = prefixes
         self._prefetches = prefetches
         self._prefiller = prefiller
+        self._shared = SharedPrefills()
         self._budget = budget
         self._hot_cache = hot_cache
         self._limit = limit
@@ -72,14 +74,18 @@ class Admission:
         """Put back what ran already; it is next."""
         self._queue.appendleft(task)
 
-    def remove(self, task: PrefillTask) -> None:
-        """Forget a task, wherever it is: its sequences are all gone."""
+    def remove(self, task: PrefillTask, *, failed: bool = False) -> None:
+        """Forget a task, wherever it is: its sequences are all gone.
+
+        ``failed``: its KV is of no use to those that wait for it.
+        """
         self._stop_waiting(task.request)
         if task in self._queue:
             self._queue.remove(task)
         self._prefetches.remove(task)
         self._prefixes.cancel(task)
         self._prefiller.remove(task)
+        self._shared.leave(task, usable=not failed)
 
     def _stop_waiting(self, request: Request) -> None:
         if request.is_waiting:
@@ -112,9 +118,21 @@ class Admission:
         since = self._blocked_since_s = self._blocked_since_s or now
         return self._hot_cache.drop_all(own, at_any_price=now - since > SAVE_WAIT_S)
 
+    def fed(self, task: PrefillTask) -> None:
+        """Let the tasks go on that waited for these tokens."""
+        self._shared.fed(task)
+
     def _start(self, task: PrefillTask, outcome: CacheOutcome) -> None:
+        """Have the task fed, or let it wait for one that begins alike and is being fed."""
+        go_on = partial(self._start, task)
+        if shared := self._shared.follow(task, self._prefiller.ready, outcome, go_on):
+            self._inform(task, CacheOutcome("hot", shared))
+            return
         self._prefiller.start(task)
         self._count(task, outcome)
+        self._inform(task, outcome)
+
+    def _inform(self, task: PrefillTask, outcome: CacheOutcome) -> None:
         if not task.request.admitted:
             task.request.admitted = True
             self._events.put(task.request.events, PromptAdmitted(outcome))

@@ -186,6 +186,7 @@ class BatchLoop:
             state = kv_arrays.state_tree(task.caches)
             task.request.states.append(StateAt(task.num_cached, state))
         self._requests.send(task.request, PrefillProgress(task.num_cached, len(task.tokens)))
+        self._admission.fed(task)
 
     def _join_batch(self, task: PrefillTask) -> None:
         task.request.num_fed = len(task.tokens)  # the first decode step feeds the last one
@@ -220,7 +221,7 @@ class BatchLoop:
         self._batches.detach(request.sequences)
         for task in self._admission.tasks:
             if task.request is request:
-                self._admission.remove(task)
+                self._admission.remove(task, failed=True)
         self._requests.fail(request, error)
 
     def fail_all(self, error: Exception) -> None:
@@ -300,7 +301,7 @@ def assemble(
     places = config.max_batch + SPARE_PLACE
     budget = MemoryBudget(config.hot_bytes, places, plan.cost, batches, prefiller, hot)
     admission = Admission(
-        prefixes=PrefixReuse(hot_cache, cold, thread.post),
+        prefixes=PrefixReuse(hot_cache, cold, thread.post, prefiller.seconds),
         prefetches=Prefetches(hot_cache, cold, budget, thread.post),
         prefiller=prefiller,
         budget=budget,

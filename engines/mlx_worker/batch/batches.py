@@ -144,7 +144,8 @@ class LengthBucket:
             [sequence.tokens[-1:]],
             max_tokens=[sequence.remaining],
             caches=[caches],
-            all_tokens=[sequence.tokens[:-1]],  # a copy: the generator keeps and extends it
+            # A copy: the generator keeps and extends it. Only processors are given it.
+            all_tokens=[sequence.tokens[:-1] if sequence.guard.processors else []],
             samplers=[sequence.guard.sampler],
             logits_processors=[sequence.guard.processors],
             stop_sequences=[_ResumedStopSequences(sequence)],
@@ -153,6 +154,8 @@ class LengthBucket:
 
     def step(self) -> list[StepOutput]:
         """Decode one token for every sequence that had its first step before this one."""
+        batch = self._generator._generation_batch
+        sole = list(batch.prompt_cache) if len(batch.uids) == 1 else []
         _, responses = self._generator.next()
         outputs = []
         for x in responses:
@@ -160,11 +163,12 @@ class LengthBucket:
             sequence = self._sequences.pop(x.uid) if finished else self._sequences[x.uid]
             sequence.tokens.append(x.token)
             sequence.remaining -= 1
+            caches = x.prompt_cache or []
+            if finished and sole:
+                caches = [kv_arrays.sole_row(cache) for cache in sole]
             num_cached = len(sequence.tokens)
             outputs.append(
-                StepOutput(
-                    sequence, x.token, x.logprobs, x.finish_reason, x.prompt_cache or [], num_cached
-                )
+                StepOutput(sequence, x.token, x.logprobs, x.finish_reason, caches, num_cached)
             )
         if self._state_step:
             self._take_states()

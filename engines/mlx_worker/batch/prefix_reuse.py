@@ -1,14 +1,15 @@
 """Finds the longest beginning of a prompt whose KV need not be computed.
 
 There are three sources: the session's own hot KV, a hot session of the same tenant that begins
-alike (copied), and the cold store. The cold store is only asked when the session's own hot KV does
-not already cover all there is. Cold sessions become hot before their next turn when the gateway
-asks for it.
+alike (copied), and the cold store. The longest is used, unless a restore would take longer than
+computing what it adds. Cold sessions become hot before their next turn when the gateway asks for
+it. What another prompt computes just now is ``shared_prefill``'s business.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 Then: TypeAlias = Callable[[CacheOutcome], None]
 
-# With a hot beginning at hand, the cold store must add at least so many tokens to be worth it.
-WORTH_A_RESTORE = 64
 # Called with the tasks that waited for the prefetch.
 WhenHot: TypeAlias = Callable[[list[PrefillTask]], None]
 
@@ -43,10 +42,18 @@ WhenHot: TypeAlias = Callable[[list[PrefillTask]], None]
 class PrefixReuse:
     """Gives prefill tasks the caches they can start from. Belongs to the owner thread."""
 
-    def __init__(self, hot_cache: HotCache, cold: ColdSessions | None, post: Post) -> None:
+    def __init__(
+        self,
+        hot_cache: HotCache,
+        cold: ColdSessions | None,
+        post: Post,
+        prefill_s: Callable[[int], float],
+    ) -> None:
+        """``prefill_s``: how long computing so many tokens takes here; 0 = not known yet."""
         self._hot_cache = hot_cache
         self._cold = cold
         self._post = post
+        self._prefill_s = prefill_s
         # Tasks that the cold store is being asked for.
         self._asked: dict[PrefillTask, tuple[HotPrefix | None, Then]] = {}
 
@@ -64,14 +71,24 @@ class PrefixReuse:
         if hot is not None:
             task.reuse(hot.take_caches(), hot.num_tokens, hot.session.saved)
             task.request.note_restored(min(hot.session.restored_tokens, hot.num_tokens))
+            if self._cold is not None:
+                num_chunks = hot.num_tokens // self._cold.store.chunk_tokens
+                task.request.chain = hot.session.chain[:num_chunks]
         if self._cold is None:
             missed: MissReason = "diverged" if had_own else "disabled"
             then(_outcome(task, hot, None if hot else missed))
-        elif _is_enough(task, hot):
+        elif _is_enough(task, hot, self._cold.store.chunk_tokens):
             then(_outcome(task, hot, None))
         else:
             self._asked[task] = hot, then
-            query = _query(task, session)
+            query = PrefixQuery(
+                session,
+                task.tokens,
+                task.target,
+                task.num_cached,
+                self._prefill_s,
+                task.request.chain,
+            )
             self._cold.find(query, lambda found: self._post(lambda: self._found(task, found)))
 
     def cancel(self, task: PrefillTask) -> None:
@@ -82,18 +99,21 @@ class PrefixReuse:
         if task not in self._asked:  # cancelled meanwhile
             return
         hot, then = self._asked.pop(task)
+        task.request.chain = found.chain or task.request.chain
         outcome = self._use_cold(task, found)
         then(outcome or _outcome(task, hot, found.reason))
 
     def _use_cold(self, task: PrefillTask, found: ColdPrefix) -> CacheOutcome | None:
         if self._cold is None or found.restored is None or found.tier is None:
             return None
+        began = time.perf_counter()
         try:
             caches = self._cold.rebuild(found.restored)
         except Exception:  # stored data may be wrong in any way; prefill is right
             logger.exception("a restored session could not be used")
             self._cold.counters["rebuild_failures"] += 1
             return None
+        self._cold.times.took(found.num_tokens, found.seconds + time.perf_counter() - began)
         task.reuse(caches, found.num_tokens, resolved(True))
         task.request.note_restored(found.restored.lossy_tokens)
         if session := task.request.generation.session:
@@ -101,21 +121,10 @@ class PrefixReuse:
         return CacheOutcome(COLD_SOURCES[found.tier], found.num_tokens, found.reason)
 
 
-def _query(task: PrefillTask, session: SessionRef) -> PrefixQuery:
-    return PrefixQuery(
-        session,
-        task.tokens,
-        limit=task.target,
-        at_least=task.num_cached + (WORTH_A_RESTORE if task.num_cached else 1),
-    )
-
-
-def _is_enough(task: PrefillTask, hot: HotPrefix | None) -> bool:
-    """True if no tier can add anything worth a restore to this hot beginning."""
-    if hot is None:
-        return task.target == 0
-    whole = hot.own and not hot.diverged
-    return whole or task.target - hot.num_tokens < WORTH_A_RESTORE
+def _is_enough(task: PrefillTask, hot: HotPrefix | None, chunk_tokens: int) -> bool:
+    """True if no tier can add a chunk to this hot beginning."""
+    whole = hot is not None and hot.own and not hot.diverged
+    return whole or task.target // chunk_tokens * chunk_tokens <= task.num_cached
 
 
 def _outcome(task: PrefillTask, hot: HotPrefix | None, reason: MissReason | None) -> CacheOutcome:
@@ -124,7 +133,7 @@ def _outcome(task: PrefillTask, hot: HotPrefix | None, reason: MissReason | None
         return CacheOutcome("miss", 0, reason)
     if hot.num_tokens == task.target or reason in UNKNOWN_REASONS:
         reason = None
-    elif hot.diverged:
+    elif hot.diverged and reason != "computed-sooner":
         reason = "diverged"
     return CacheOutcome("hot", hot.num_tokens, reason)
 

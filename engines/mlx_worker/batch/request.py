@@ -33,6 +33,7 @@ from engines.mlx_worker.generation import (
 )
 from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
 from engines.mlx_worker.sessions.hot_sessions import HotSession
+from kvstore.blobs.chain import Chain
 from kvstore.session import SessionName
 from kvstore.store.states import StateAt
 
@@ -113,6 +114,7 @@ class Request:
 
     generation: Generation
     events: EventQueue
+    prompt: np.ndarray = field(init=False)  # the generation's, int32, (num_tokens,)
     sequences: list[Sequence] = field(default_factory=list)  # those that have not ended
     is_waiting: bool = True  # counts against the limit of the waiting queue
     admitted: bool = False  # the client was informed
@@ -124,7 +126,12 @@ class Request:
     # Its state at ends of chunks that a later turn may come back to, for the save at the end: those
     # in the prompt, and the newest in the answer.
     states: list[StateAt] = field(default_factory=list)
+    # The names of its first chunks, as far as they are known: they are not hashed again.
+    chain: Chain = ()
     answer_state: StateAt | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt = np.array(self.generation.prompt, np.int32)
 
     @property
     def key(self) -> SessionName | None:
@@ -169,9 +176,10 @@ class PrefillTask:
     caches: Caches = field(default_factory=list)
     num_cached: int = 0  # tokens that ``caches`` hold
     num_reused: int = 0  # of these, how many did not have to be computed
-    # Whether what was reused also rests in the cold store.
+    # Whether what was reused also rests in the cold store; None: it was never saved.
     saved: Future[bool] | None = None
     state_positions: list[int] = field(default_factory=list)  # to take its state at; ascending
+    pauses: set[int] = field(default_factory=set)  # where others take over a copy of its caches
 
     @property
     def target(self) -> int:
@@ -180,11 +188,12 @@ class PrefillTask:
 
     @property
     def next_stop(self) -> int:
-        """The position that the next chunk may reach at most: a state's, or the target."""
-        return next((x for x in self.state_positions if x > self.num_cached), self.target)
+        """The position that the next chunk may reach at most: a state's, a pause, or the target."""
+        stops = (*self.state_positions, *self.pauses)
+        return min((x for x in stops if x > self.num_cached), default=self.target)
 
-    def reuse(self, caches: Caches, num_tokens: int, saved: Future[bool]) -> None:
-        """Start from ``caches``, which hold the first ``num_tokens`` tokens."""
+    def reuse(self, caches: Caches, num_tokens: int, saved: Future[bool] | None) -> None:
+        """Start from ``caches``, which hold the first ``num_tokens`` tokens; see ``saved``."""
         self.caches, self.saved = caches, saved
         self.num_cached = self.num_reused = num_tokens
 
@@ -202,9 +211,9 @@ def split_request(request: Request, max_tokens: int, at_once: int) -> list[Prefi
         Sequence(request, i, SamplingGuard(sampling), list(generation.prompt), max_tokens)
         for i, sampling in enumerate(generation.sampling)
     ]
-    tokens = np.array(generation.prompt, np.int32)
     groups = range(0, len(request.sequences), at_once)
-    return [PrefillTask(request, request.sequences[i : i + at_once], tokens) for i in groups]
+    parts = [request.sequences[i : i + at_once] for i in groups]
+    return [PrefillTask(request, part, request.prompt) for part in parts]
 
 
 class RunningRequests:
@@ -268,8 +277,9 @@ class RunningRequests:
         request, session = sequence.request, sequence.request.generation.session
         if session is None or sequence.index or request.forgotten or not caches or not num_cached:
             return
-        tokens = np.array(sequence.tokens[:num_cached], np.int32)
-        hot = HotSession(session, caches, num_cached, tokens)
+        emitted = np.array(sequence.emitted, np.int32)
+        tokens = np.concatenate((request.prompt, emitted))[:num_cached]
+        hot = HotSession(session, caches, num_cached, tokens, request.chain)
         hot.restored_tokens = min(request.restored_tokens, num_cached)
         try:
             self._hot_cache.keep(hot, request.taken_states, unchanged)

@@ -21,6 +21,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import (
     BatchKVCache,
+    KVCache,
     can_trim_prompt_cache,
     make_prompt_cache,
     trim_prompt_cache,
@@ -35,6 +36,10 @@ from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.rows.packed_layout import PackedArray, empty_packed
 from kvstore.errors import Mismatch
 from kvstore.shapes import DType, KVLayout, KVPair, KVRun
+
+# Spare room of a growing cache is kept if it is at most so small a part of the rest: to give it
+# back, all of that would be copied, and the next turn may use it.
+MOST_SPARE = 8
 
 
 def can_trim(caches: Caches) -> bool:
@@ -79,8 +84,8 @@ def check_length(caches: Caches, num_tokens: int) -> None:
 def compact(caches: Caches) -> None:
     """Evaluate the caches, and give back memory that they do not use.
 
-    That is the spare room of growing caches, and the batch of which a finished sequence's state is
-    still a slice.
+    That is the spare room of growing caches, if it is worth a copy of all the rest, and the batch
+    of which a finished sequence's state is still a slice.
     """
     for leaf in leaves(caches):
         if isinstance(leaf, PackedKVCache):
@@ -88,16 +93,30 @@ def compact(caches: Caches) -> None:
             leaf.state = tree_map(_contiguous, leaf.state)
         elif is_growing(leaf) and leaf.keys is not None:
             keys, values, used = leaf.state
-            leaf.state = (
-                _contiguous(keys[..., :used, :]),
-                _contiguous(values[..., :used, :]),
-                used,
-            )
+            if keys.shape[2] - used > used // MOST_SPARE:
+                leaf.state = (
+                    _contiguous(keys[..., :used, :]),
+                    _contiguous(values[..., :used, :]),
+                    used,
+                )
         else:
             leaf.state = tree_map(
                 lambda x: _contiguous(x) if isinstance(x, mx.array) else x, leaf.state
             )
     mx.eval([cache.state for cache in caches])
+
+
+def sole_row(cache: Any) -> Any:
+    """Return the cache of the only sequence of a batch that is given up; copies nothing if it can.
+
+    The batch's own ``extract`` copies all rows that grow.
+    """
+    whole: Any = cache if isinstance(cache, BatchKVCache) else None
+    if whole is None or whole.keys is None or any(whole.left_padding.tolist()):
+        return cache.extract(0)
+    row = cast(Any, KVCache)()
+    row.state = (whole.keys, whole.values, whole._idx)
+    return row
 
 
 def _contiguous(array: mx.array) -> mx.array:

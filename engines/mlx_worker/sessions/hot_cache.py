@@ -12,10 +12,11 @@ finished arrays into caches. Any error on the way costs a prefill and nothing el
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
@@ -50,7 +51,9 @@ class PrefixQuery:
     session: SessionRef
     tokens: np.ndarray  # int32, (num_tokens,)
     limit: int  # at most so many tokens are of use
-    at_least: int  # fewer tokens than this are not worth a restore
+    held: int  # so many are there already
+    prefill_s: Callable[[int], float]  # how long computing so many takes; 0 = not known yet
+    chain: Chain = ()  # the names of its first chunks, if they are known
 
 
 # Called with the restored part of a session, None = nothing, and the chain of its chunks.
@@ -63,6 +66,8 @@ class ColdPrefix:
 
     restored: Restored | None
     reason: MissReason | None
+    seconds: float = 0.0  # that the restore took
+    chain: Chain = ()  # of the prompt
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +76,31 @@ class ColdPrefix:
     @property
     def tier(self) -> TierName | None:
         return self.restored.tier if self.restored else None
+
+
+class RestoreTimes:
+    """Estimates how long a restore takes, from recent ones: a line through their sizes.
+
+    What it sums counts for less and less: a tenth less with every further restore.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of 1, tokens, seconds, tokens squared, tokens * seconds
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a restore."""
+        n, s = float(num_tokens), seconds
+        self._sums = 0.9 * self._sums + (1.0, n, s, n * n, n * s)
+
+    def seconds(self, num_tokens: int) -> float:
+        """Estimate a restore of so many tokens; 0 = none was measured. Any thread."""
+        count, n, s, nn, ns = self._sums
+        if not count:
+            return 0.0
+        spread = nn - n * n / count
+        # Of one size alone it is not known which part grows: all of it.
+        slope = max((ns - n * s / count) / spread, 0.0) if spread > nn / 1000 else s / n
+        return float(max((s + slope * (num_tokens * count - n)) / count, 0.0))
 
 
 class ColdSessions:
@@ -85,6 +115,7 @@ class ColdSessions:
         self._model = model
         self._plan = plan
         self._pool = ThreadPoolExecutor(NUM_RESTORES, "mlx-restore")
+        self.times = RestoreTimes()
         self.counters: Counter[str] = Counter()  # the owner thread's
 
     def find(self, query: PrefixQuery, then: Callable[[ColdPrefix], None]) -> None:
@@ -95,9 +126,12 @@ class ColdSessions:
         """Unpack everything that is kept of a session, then call ``then`` with it and its chain."""
         self._pool.submit(self._load_session, session, then)
 
-    def chain(self, ref: SessionRef, tokens: np.ndarray) -> list[bytes]:
-        """Name the full chunks of these tokens, int32 (num_tokens,), of a session's tenant."""
-        return self.store.maker.of_tokens(ref.salt, tokens)
+    def chain(self, ref: SessionRef, tokens: np.ndarray, before: Chain = ()) -> list[bytes]:
+        """Name the full chunks of these tokens, int32 (num_tokens,), of a session's tenant.
+
+        ``before``: the names of the first ones, if they are known.
+        """
+        return self.store.maker.of_tokens(ref.salt, tokens, before)
 
     def save(
         self, hot: HotSession, states: Sequence[StateAt], then: Callable[[bool], None]
@@ -112,8 +146,11 @@ class ColdSessions:
             saved.set_result(record is not None)
             then(record is not None)
 
-        chain = hot.chain or self.chain(hot.ref, hot.tokens)
         size, model = self.store.chunk_tokens, self.store.model
+        if len(hot.tokens):
+            known = hot.chain[: hot.num_tokens // size]
+            hot.chain = self.chain(hot.ref, hot.tokens, known)
+        chain = hot.chain
         end = len(chain) * size
         if not self._plan.needs_state:
             states = ()
@@ -165,21 +202,28 @@ class ColdSessions:
         chain: Chain = ()
         try:
             match, chain = self.store.prepare(session)
-            restored = self._restore(match, at_least=1).restored
+            restored = self._restore(match).restored
         except Exception:  # as in _find
             logger.exception("the cold store could not be read")
         then(restored, chain)
 
     def _look_up(self, query: PrefixQuery) -> ColdPrefix:
-        chain = self.chain(query.session, query.tokens[: query.limit])
-        return self._restore(self.store.match(query.session, chain), query.at_least)
+        chain = self.chain(query.session, query.tokens[: query.limit], query.chain)
+        match = self.store.match(query.session, chain)
+        more = match.num_tokens - query.held
+        computing_s = query.prefill_s(more) if query.held and more > 0 else 0.0
+        if 0 < computing_s < self.times.seconds(match.num_tokens):
+            return ColdPrefix(None, "computed-sooner", chain=chain)
+        return replace(self._restore(match, query.held), chain=chain)
 
-    def _restore(self, match: Match, at_least: int) -> ColdPrefix:
-        if match.num_tokens < at_least:
+    def _restore(self, match: Match, held: int = 0) -> ColdPrefix:
+        """Restore a match if it has more tokens than are held."""
+        if match.num_tokens <= held:
             return ColdPrefix(None, match.reason)
+        began = time.perf_counter()
         restored = self.store.restore(match)
-        reason = restored.reason or match.reason
-        return ColdPrefix(restored if restored.num_tokens >= at_least else None, reason)
+        reason, seconds = restored.reason or match.reason, time.perf_counter() - began
+        return ColdPrefix(restored if restored.num_tokens > held else None, reason, seconds)
 
 
 def resolved(value: bool) -> Future[bool]:

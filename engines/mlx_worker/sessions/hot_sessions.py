@@ -39,8 +39,9 @@ ChainOf: TypeAlias = Callable[[SessionRef, np.ndarray], Chain]
 class HotSession:
     """An idle session. Its ``caches`` hold exactly ``num_tokens`` tokens.
 
-    Those are ``tokens``, int32 (num_tokens,). Of a session that was restored ahead of its turn only
-    ``chain`` is known, the names of its full chunks; it has no tokens after them.
+    Those are ``tokens``, int32 (num_tokens,). Of a session that was restored ahead of its turn they
+    are not known, but ``chain`` is, the names of its full chunks; it has no tokens after them.
+    Otherwise the first names are known if they were needed before.
     """
 
     ref: SessionRef
@@ -226,7 +227,7 @@ class _WantedPrefix:
         return common if common == hot.num_tokens or kv_arrays.can_trim(hot.caches) else 0
 
     def _common(self, hot: HotSession) -> int:
-        if not hot.chain:
+        if len(hot.tokens):
             return common_prefix(hot.tokens, self._prompt)
         size = hot.num_tokens // len(hot.chain)
         return num_common(hot.chain, self._chain) * size

@@ -180,6 +180,26 @@ async def test_an_edited_turn_takes_the_longer_of_hot_and_cold(tmp_path: Path):
     same(back, expected)
 
 
+async def test_a_short_own_copy_wins_against_a_shorter_hot_beginning(tmp_path: Path):
+    """Unless it is known that computing what it adds takes less than restoring it."""
+    beginning, headers = text(1, 52), list[str]()
+    async with engine("llama", tmp_path) as it:
+        parts = it.owner.parts
+        for name in ("a", "b"):
+            own = beginning + text(ord(name), 48)
+            first = await it.turn(own, session(name), max_tokens=2)
+            await it.settled()
+            await it.demote_all()
+            await it.turn(beginning + text(9, 60), session(f"hot-{name}"), max_tokens=2)
+            await it.settled()
+            back = await it.turn(own + first.tokens + NEW, session(name))
+            same(back, await it.turn(own + first.tokens + NEW))
+            headers.append(cache(back).header())
+            parts.cold.times.took(96, 1e6)  # a machine that restores slowly
+        await it.settled()
+    assert headers == ["cold-ram; tokens=96", "hot; tokens=52; reason=computed-sooner"]
+
+
 async def test_turns_of_one_session_at_the_same_time_are_all_right(tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:

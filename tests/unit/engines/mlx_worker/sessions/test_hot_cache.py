@@ -8,9 +8,11 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, resolved
+from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, RestoreTimes, resolved
 from engines.mlx_worker.sessions.hot_sessions import HotSession, HotSessions
 from kvstore.errors import Mismatch
 from kvstore.session import SessionRef
@@ -83,3 +85,27 @@ def test_kv_of_another_length_than_its_tokens_is_never_kept() -> None:
     with pytest.raises(Mismatch, match="caches of 8 tokens hold"):
         hot_cache.keep(HotSession(SessionRef("t", "s", b"salt"), [cache], len(TOKENS), TOKENS))
     assert hot_cache.sessions.all() == []
+
+
+def test_the_time_of_a_restore_is_a_line_through_the_last_ones() -> None:
+    times = RestoreTimes()
+    assert times.seconds(1000) == 0.0
+    for _ in range(3):
+        times.took(1000, 0.3)
+    assert times.seconds(2000) == pytest.approx(0.6)  # which part grows is not known
+    times.took(3000, 0.5)
+    assert times.seconds(0) == pytest.approx(0.2)
+    assert times.seconds(2000) == pytest.approx(0.4)
+    for _ in range(60):  # the machine became slower
+        times.took(1000, 3.0)
+        times.took(3000, 5.0)
+    assert times.seconds(2000) == pytest.approx(4.0, rel=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-6, 1e3)), min_size=1, max_size=30))
+def test_no_estimate_is_negative(restores: list[tuple[int, float]]) -> None:
+    times = RestoreTimes()
+    for num_tokens, seconds in restores:
+        times.took(num_tokens, seconds)
+    estimates = [times.seconds(x) for x in (0, 32, 10**6)]
+    assert all(0.0 <= x < 1e9 for x in estimates) and estimates == sorted(estimates)
