@@ -26,6 +26,7 @@ MINUTE_S: Final = 60.0
 # The library counts whole numbers, and a read costs a part of a request.
 PARTS: Final[Mapping[str, int]] = {"requests": 100, "tokens": 1}
 SPACE: Final = "thermocline:rates"
+MAX_ASKING: Final = 8  # calls at once: each has a connection to Redis
 LOOK_S: Final = 0.5  # between two looks at whether Redis answers
 SAY_EVERY_S: Final = 60.0  # that it does not
 AGAIN_S: Final = 1.0
@@ -126,6 +127,7 @@ class Rates:
         self.on_change = on_change
         self._local = Limiter(MemoryStorage())
         self._shared: tuple[Any, Limiter] | None = None  # with the client that it is on
+        self._asking = asyncio.Semaphore(MAX_ASKING)
         self._counting: dict[asyncio.Task[None], str] = {}  # tokens, by key
         self._is_shared: bool | None = None  # None: not known yet
         self._said_at = float("-inf")
@@ -179,7 +181,8 @@ class Rates:
         """Ask the count of all gateways, or this one's where that does not answer."""
         if self._redis is not None and self._is_shared:
             try:
-                return await self._redis.within(lambda client: call(self._on(client)))
+                async with self._asking:
+                    return await self._redis.within(lambda client: call(self._on(client)))
             except (TierUnavailable, ValueError, TypeError) as error:  # or no answer of a count
                 self._change(False, str(error))
         return await call(self._local)

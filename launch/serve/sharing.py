@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("thermocline.launch")
 DEADLINE_S: Final = 0.5
-RATES_DEADLINE_S: Final = 0.25  # requests wait for it
+RATES_DEADLINE_S: Final = 1.0  # requests wait for it, until one has shown that Redis is away
 _PURPOSE: Final = b"limits"
 FILE = "stored.sqlite"
 MARK = "stored.sealed"  # in the data folder, where the secret is

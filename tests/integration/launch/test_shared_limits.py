@@ -72,7 +72,8 @@ def test_requests_per_minute_hold_over_both(pair: Limited) -> None:
     counts = Counter[int]()
     for _ in range(4):
         counts += pair.burst("few", 20)
-    assert counts == {200: 60, 429: 20}
+    said = [x for server in pair.servers for x in server.log if "gateway alone" in x]
+    assert counts == {200: 60, 429: 20}, said
 
 
 def test_tokens_per_minute_hold_over_both(pair: Limited) -> None:
