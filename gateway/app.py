@@ -21,14 +21,14 @@ from gateway.config import GatewayConfig
 from gateway.context import Gateway, count
 from gateway.dashboard import routes as dashboard
 from gateway.dashboard import snapshot
-from gateway.edge.accounts import BodyBudget
-from gateway.edge.key_limits import KeyLimits, usual_limits
+from gateway.edge.bodies import BodyBudget
+from gateway.edge.key_limits import KeyLimits
 from gateway.edge.key_list import KeyList
 from gateway.edge.rates import Rates
 from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import FORESEEN, respond
-from gateway.front import FrontMiddleware
 from gateway.keys import Tenants
+from gateway.middleware import RequestMiddleware
 from gateway.models import Models, ServedModel
 from gateway.openai import chat, conversations, models, stored_chats
 from gateway.openai.responses import routes as responses
@@ -65,7 +65,7 @@ def create_app(
     several models share: at its last mark one engine is ended, the one that holds most. ``rates``
     counts what keys use, together with other gateways; ``shared_sessions`` lists their sessions.
     """
-    served, limits = Models(models), KeyLimits(usual_limits(config), rates)
+    served, limits = Models(models), KeyLimits(config.usual_limits, rates)
     tier_bytes = TierBytes(served.engines, tenants, lambda: limits.usual, metrics.tenants_full)
     gateway = Gateway(
         config=config,
@@ -106,7 +106,7 @@ def create_app(
             expose_headers=["x-request-id", SESSION_HEADER, CACHE_HEADER, STORED_HEADER],
         )
     app.add_middleware(
-        FrontMiddleware,
+        RequestMiddleware,
         config=config,
         metrics=metrics,
         bodies=gateway.bodies,

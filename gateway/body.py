@@ -26,9 +26,16 @@ from engines.openai.requests import Json
 from engines.wire import TemplateRules
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, gateway_of
-from gateway.edge.accounts import LARGE_BODY_BYTES, account_of, body_share_of, check_weight
-from gateway.edge.content_encodings import encoding_of, unpacked
-from gateway.edge.half_characters import NUM_REPLACED, parse_whole
+from gateway.edge.bodies import (
+    LARGE_BODY_BYTES,
+    NUM_REPLACED,
+    body_share_of,
+    check_weight,
+    encoding_of,
+    parse_whole,
+    unpacked,
+)
+from gateway.edge.route_costs import cost_of
 from gateway.models import ServedModel
 
 T = TypeVar("T")
@@ -184,7 +191,7 @@ async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
         InvalidRequest: it takes too long (408), is too large (413), not declared as JSON (415), or
             is not what it says (400).
     """
-    assert account_of(request.scope).body, "a route that reads a body says so in its account"
+    assert cost_of(request.scope).body, "a route that reads a body says so in its cost"
     encoding = _encoding(request)
     share = body_share_of(request.scope)
     try:

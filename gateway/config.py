@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+from gateway.keys import Limits, read_numbers
+
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 ANY_MODEL = "*"
@@ -28,6 +28,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # than as the tenant that their line names.
     admin_keys: tuple[str, ...] = ()
     admin_keys_file: str = ""
+    # A header that names the user for whom a key's holder asks, such as X-OpenWebUI-User-Id: each
+    # is a tenant of its own within the key, TENANT/USER. "" = none. Whoever has a key can name any
+    # user of that key, so it is for servers whose callers are trusted to tell their users apart.
+    trust_user_header: Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9-]{1,64})?$")] = ""
     # 0 = admins use the same address as all others. Else they have this port, on ``admin_host``,
     # and no caller is an admin anywhere else.
     admin_port: Port = 0
@@ -48,34 +52,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # The length of a chat's answer, in tokens, where its request names none; 0 = as the context has
     # room. Small models may never come to an end by themselves.
     default_max_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    # What each key may take, unless its line says ``requests_per_minute=60`` and so on; 0 = any
-    # number. Sessions are those of the key's tenant.
-    requests_per_minute: Annotated[int, msgspec.Meta(ge=0)] = 0
-    tokens_per_minute: Annotated[int, msgspec.Meta(ge=0)] = 0
-    concurrent_requests: Annotated[int, msgspec.Meta(ge=0)] = 0
-    sessions_per_tenant: Annotated[int, msgspec.Meta(ge=0)] = 0
-    # What each tenant may hold of each tier, on all engines together (``ram_bytes=`` in a line).
-    tenant_ram_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    tenant_disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    # What each key may take whose line says nothing else, in the words of such a line:
+    # "requests_per_minute=60 sessions=100"; see ``keys.Limits``. "" = any number of all.
+    key_limits: str = ""
     # Show sessions by the first words of their users, to their tenant and to admins; these words
     # are kept in this process only, and go with their session.
     session_titles: bool = False
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
-    # Bytes of all bodies together, from their first byte until their turn is called; beyond it 503.
-    # One tenant's have at most three quarters of it.
-    max_bodies_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 128 << 20
-    # Open at once; 0 = what the limit of open files leaves, at most MAX_CONNECTIONS.
-    max_connections: Annotated[int, msgspec.Meta(ge=0)] = 0
-    max_connections_per_address: Positive = 512  # of IPv6 a /64
     # Networks of proxies, which speak for many clients: only the total is for their connections.
     trusted_proxies: tuple[str, ...] = ("127.0.0.0/8", "::1/128")
-    # For the head and for the body of a request, each; for a head at most HEAD_TIMEOUT_S.
-    body_timeout_s: PositiveSeconds = 60.0
-    keep_alive_s: Positive = 65
-    request_timeout_s: PositiveSeconds = 3600.0  # the whole answer
-    client_stall_s: PositiveSeconds = 120.0  # a reader that takes nothing for this long is cut
-    # Clients give up on streams that show nothing; Anthropic's get a ping after this long.
-    sign_of_life_s: Annotated[float, msgspec.Meta(gt=0, le=15)] = 8.0
     # Take the line with a nonce, "x-anthropic-billing-header: ...", out of agents' system text.
     strip_attribution: bool = True
     # Let an engine that sees images fetch them from the addresses that clients name. It can reach
@@ -87,20 +72,46 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     otlp_endpoint: str = ""
     # Write the reasoning of earlier turns into prompts, if the template has a switch for that.
     keep_reasoning: bool = False
-    # How long a request waits for an engine that died and is being started again; 0 = 503 at once.
-    engine_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     # Responses, conversations and chat completions that clients have stored, for each tenant; those
     # that were not used for longest go first. 0 bytes: nothing is stored.
     stored_bytes: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20
     stored_days: Annotated[float, msgspec.Meta(gt=0)] = 30.0  # since the last use
-    stored_path: str = ""  # their folder; "" = beside the cold sessions. Unused with Redis.
+
+    # No settings: one value serves everybody. Tests have others, in a subclass.
+    #
+    # Bytes of all bodies together, from their first byte until their turn is called; beyond it 503.
+    # One tenant's have at most three quarters of it. Sixteen of the largest that are usual.
+    max_bodies_bytes: ClassVar[int] = 128 << 20
+    # Open at once; 0 = what the limit of open files leaves, at most MAX_CONNECTIONS.
+    max_connections: ClassVar[int] = 0
+    # Of IPv6 a /64. Far more than a browser or an agent opens; a proxy is named as one.
+    max_connections_per_address: ClassVar[int] = 512
+    # For the head and for the body of a request, each; for a head at most HEAD_TIMEOUT_S. 8 MiB
+    # come in this time over a line of 1.2 Mbit/s.
+    body_timeout_s: ClassVar[float] = 60.0
+    # Longer than the minute for which balancers keep a connection: they, not we, end it first.
+    keep_alive_s: ClassVar[int] = 65
+    request_timeout_s: ClassVar[float] = 3600.0  # the whole answer, as balancers' examples have it
+    client_stall_s: ClassVar[float] = 120.0  # a reader that takes nothing for this long is cut
+    # Clients give up on streams that show nothing: Claude Code warns after 20 s, so that two of
+    # these fit. Anthropic's get a ping after this long, others a comment while a model is loaded.
+    sign_of_life_s: ClassVar[float] = 8.0
+    # How long a request waits for an engine that died and is being started again: a small model is
+    # back by then.
+    engine_wait_s: ClassVar[float] = 30.0
 
     def means_served(self, name: str, served: str) -> bool:
         """Say whether ``name`` means the model that is served as ``served``."""
         return name == served or name in self.model_aliases or ANY_MODEL in self.model_aliases
 
+    @property
+    def usual_limits(self) -> Limits:
+        """What keys may take whose lines say nothing else."""
+        return Limits(**read_numbers(self.key_limits, Limits._fields))
+
     def __post_init__(self) -> None:
+        _ = self.usual_limits  # ValueError gives the reason, as below
         for network in self.trusted_proxies:
             ipaddress.ip_network(network)  # ValueError gives the reason
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, request_response
 from starlette.types import Scope
 
 from engines.http import while_client_stays
@@ -20,12 +23,14 @@ from engines.openai.requests import InvalidRequest
 from engines.pool.loading import Loading, OnDemand
 from engines.wire import Welcome
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.edge.accounts import Account, BodyBudget, account_of, body_share_of
+from gateway.edge.bodies import BodyBudget, body_share_of
 from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
 from gateway.edge.key_list import KeyList
+from gateway.edge.route_costs import RouteCost, cost_of
 from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import Failure, RequestRefused
 from gateway.keys import Tenant, Tenants
+from gateway.middleware import headers_of
 from gateway.models import ENGINE_POLL_S, Models, ServedModel
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
@@ -165,6 +170,28 @@ async def _enter(loading: Loading, model: OnDemand, caller: Tenant, share: KeySh
     share.on_leaving(partial(loading.leave, model))
 
 
+class PlainRoute(APIRoute):
+    """A route whose function takes the request and makes the response, with nothing between.
+
+    FastAPI's own resolve arguments and check bodies by pydantic for every request; here msgspec
+    checks them, in their bounds of bytes and time.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.app = request_response(endpoint)
+
+
+def new_router() -> APIRouter:
+    """Make a list of routes, for a file that has some."""
+    return APIRouter(route_class=PlainRoute)
+
+
+def takes(body: type[msgspec.Struct]) -> dict[str, Any]:
+    """Say which struct checks the body of a route's requests, for its ``openapi_extra``."""
+    return {"body": body}
+
+
 def json_response(body: object, status: int = 200) -> Response:
     """Answer with an object as JSON; bytes are JSON already."""
     encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
@@ -241,9 +268,10 @@ def admin_of(request: Request) -> Tenant:
 
 
 def caller_of(request: Request) -> Tenant:
-    """Authenticate a request by its API key, and charge its route's account to that key, once.
+    """Authenticate a request by its API key, and charge its route's cost to that key, once.
 
-    On the admins' unix socket no key is looked at. From here on the body counts as this tenant's.
+    On the admins' unix socket no key is looked at. Where ``gateway.trust_user_header`` names a
+    header that was sent, it is that user of the key. From here on the body counts as this tenant's.
 
     Raises:
         InvalidRequest: 401, no key, an unknown one, or two that differ.
@@ -253,12 +281,12 @@ def caller_of(request: Request) -> Tenant:
     if (known := state.get(_CALLER)) is not None:
         assert isinstance(known, Tenant)
         return known
-    gateway, headers = gateway_of(request), request.headers
+    gateway, headers = gateway_of(request), headers_of(request.scope)
     if gateway.config.is_admin_socket(request.scope.get("server")):
         caller = gateway.tenants.operator()
     else:
         caller = state.get(_KNOWN) or _known(gateway, headers)
-    gateway.limits.enter(caller, request.scope, account_of(request.scope))
+    gateway.limits.enter(caller, request.scope, cost_of(request.scope))
     body_share_of(request.scope).tenant = caller.name
     state[_CALLER] = caller
     return caller
@@ -271,18 +299,21 @@ async def count(gateway: Gateway, scope: Scope, headers: Mapping[str, str]) -> N
     """
     with suppress(InvalidRequest):
         caller = scope["state"][_KNOWN] = _known(gateway, headers)
-        if gateway.limits.has_rates(caller) and (account := _account(scope)) is not None:
-            await gateway.limits.count(caller, scope, account)
+        if gateway.limits.has_rates(caller) and (cost := _cost(scope)) is not None:
+            await gateway.limits.count(caller, scope, cost)
 
 
-def _account(scope: Scope) -> Account | None:
-    """Find the account of a request that was not routed yet."""
+def _cost(scope: Scope) -> RouteCost | None:
+    """Find the cost of a request that was not routed yet."""
     for route in scope["app"].state.routes:
         match, found = route.matches(scope)
         if match is Match.FULL:
-            return account_of(found)
+            return cost_of(found)
     return None
 
 
 def _known(gateway: Gateway, headers: Mapping[str, str]) -> Tenant:
-    return gateway.tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))
+    tenants, trusted = gateway.tenants, gateway.config.trust_user_header
+    tenant = tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))
+    user = headers.get(trusted.lower()) if trusted else None
+    return tenants.user(tenant, user) if user else tenant

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +21,11 @@ from engines.openai.requests import InvalidRequest
 KEY_PREFIX = "tc-"
 ANONYMOUS = "local"
 MAX_WEIGHT = 1_000_000
+_USER_MARK = "/"  # no tenant's name has it
+_USER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 WEIGHT = "weight"  # a word of a key's line, beside its limits
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,15})*)")
+_NUMBERS = re.compile(r"(?:[a-z_]+=[0-9]{1,15}\s*)*")
 
 
 class BadKeyLine(Exception):
@@ -45,7 +48,10 @@ class Limits(NamedTuple):
 
 
 class Tenant(NamedTuple):
-    """A caller's name, and the salt that enters every key of its cold data; its key's limits."""
+    """A caller's name, and the salt that enters every key of its cold data; its key's limits.
+
+    A user of a key's is a tenant of its own, ``TENANT/USER``.
+    """
 
     name: str
     salt: bytes
@@ -141,9 +147,10 @@ class Tenants:
 
     def holds(self, caller: Tenant) -> bool:
         """Say whether the key by which a caller was known still gives it the same rights."""
-        if not caller.key_id:
+        key_id, name = (x.partition(_USER_MARK)[0] for x in (caller.key_id, caller.name))
+        if not key_id:
             return self.open_to_all or caller.admin
-        known = (caller.key_id, caller.name, caller.admin)
+        known = (key_id, name, caller.admin)
         keys = (*self._keys, *self._admin_keys)
         return any((_id_of(x), x.tenant, x.admin) == known for x in keys)
 
@@ -180,6 +187,21 @@ class Tenants:
         salt = self.salt_of(found.tenant)
         weight = max(x.weight for x in keys if x.tenant == found.tenant)
         return Tenant(found.tenant, salt, _id_of(found), found.limits, found.admin, weight)
+
+    def user(self, tenant: Tenant, user: str) -> Tenant:
+        """Return a user of a tenant's, as a tenant: its sessions and cold data are its own.
+
+        Args:
+            user: any text; one that is no plain word is shown as a hash.
+        """
+        if not _USER.fullmatch(user):
+            user = hashlib.blake2b(
+                user.encode("utf-8", "surrogateescape"), digest_size=12
+            ).hexdigest()
+        name = f"{tenant.name}{_USER_MARK}{user}"
+        return tenant._replace(
+            name=name, salt=self.salt_of(name), key_id=f"{tenant.key_id}{_USER_MARK}{user}"
+        )
 
     def bytes_of(self, tier: TierName, usual: Limits) -> dict[str, int]:
         """Return how many bytes of a tier each tenant may hold: the most that one of its keys says.
@@ -249,7 +271,10 @@ def _parse(lines: Iterable[str], *, admin: bool = False) -> list[_Key]:
                 " letters, digits, '.', '_' and '-', the hash is 64 lower-case hex digits;"
                 " a new line is made by: thermocline keys new TENANT"
             )
-        words = _words(found[3], number)
+        try:
+            words = read_numbers(found[3].strip(), (*Limits._fields, WEIGHT))
+        except ValueError as error:
+            raise BadKeyLine(f"line {number} of the API keys has {error}") from error
         weight = words.pop(WEIGHT, 1)
         if not 1 <= weight <= MAX_WEIGHT:
             raise BadKeyLine(
@@ -260,15 +285,13 @@ def _parse(lines: Iterable[str], *, admin: bool = False) -> list[_Key]:
     return keys
 
 
-def _words(text: str, number: int) -> dict[str, int]:
-    """Read ``name=number`` words, which may follow a key: limits and a weight."""
+def read_numbers(text: str, known: Sequence[str]) -> dict[str, int]:
+    """Read ``name=number`` words, which may follow a key. Raises ``ValueError``."""
+    if not _NUMBERS.fullmatch(text):
+        raise ValueError(f"{text[:80]!r}, which is no list such as requests_per_minute=60")
     given = {name: int(value) for name, _, value in (x.partition("=") for x in text.split())}
-    known = (*Limits._fields, WEIGHT)
     if unknown := given.keys() - set(known):
-        raise BadKeyLine(
-            f"line {number} of the API keys has a limit {min(unknown)!r}; there are"
-            f" {', '.join(known)}"
-        )
+        raise ValueError(f"a limit {min(unknown)!r}; there are {', '.join(known)}")
     return given
 
 

@@ -17,7 +17,7 @@ from engines.base import (
     SessionRef,
 )
 from engines.openai.errors import unknown_model
-from engines.openai.messages import Sight
+from engines.openai.messages import ImageSupport
 from engines.pool.loading import LoadState, OnDemand
 from engines.wire import Welcome
 from gateway.config import ANY_MODEL, GatewayConfig
@@ -120,14 +120,14 @@ class ServedModel:
         return asked == self.name or asked in self.aliases
 
     @property
-    def sight(self) -> Sight:
+    def image_support(self) -> ImageSupport:
         """The images that the engine takes. Raises ``EngineUnavailable`` as ``served`` does."""
-        return Sight(self.served.sees_images, self.remote_images)
+        return ImageSupport(self.served.sees_images, self.remote_images)
 
     @property
-    def last_sight(self) -> Sight:
+    def last_image_support(self) -> ImageSupport:
         """The images that the engine took when it was last there; all, if it never was."""
-        return Sight(self.seen is None or self.seen.sees_images, self.remote_images)
+        return ImageSupport(self.seen is None or self.seen.sees_images, self.remote_images)
 
     @property
     def state(self) -> str:

@@ -1,7 +1,7 @@
 """GET /openapi.json and /docs: what this server takes and answers, made of its own routes.
 
-Bodies are described by the structs that check them, so the description cannot say otherwise. The
-page loads nothing from anywhere else.
+A route names the struct that checks its body (``context.takes``), and is described by it, so the
+description cannot say otherwise. The page loads nothing from anywhere else.
 """
 
 from __future__ import annotations
@@ -9,47 +9,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
 
 from engines.openai.messages import Json
-from engines.openai.requests import ChatRequest, CompletionRequest, Detokenize, EmbeddingsRequest
-from gateway.admin.routes import NewKey
-from gateway.anthropic.request import CountRequest, MessagesRequest
-from gateway.context import json_response
+from gateway.context import json_response, new_router
 from gateway.dashboard.routes import PAGE_HEADERS
-from gateway.openai.conversations import AddedItems, NewConversation
-from gateway.openai.responses.response import ResponseFields
-from gateway.openai.stored_objects import MAX_ROWS, MetadataChange
+from gateway.openai.stored_objects import MAX_ROWS
 from gateway.sessions import MAX_ROWS as MAX_SESSIONS
-from gateway.sessions import DemoteTo
 
-router = APIRouter()
-# The struct that checks a POST's body, by path; others take none.
-_BODIES: Mapping[str, type[msgspec.Struct]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/embeddings": EmbeddingsRequest,
-    "/v1/responses": ResponseFields,
-    "/v1/responses/input_tokens": ResponseFields,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountRequest,
-    "/detokenize": Detokenize,
-    "/v1/conversations": NewConversation,
-    "/v1/conversations/{conversation_id}": MetadataChange,
-    "/v1/conversations/{conversation_id}/items": AddedItems,
-    "/v1/chat/completions/{completion_id}": MetadataChange,
-    "/v1/sessions/{session_id}/demote": DemoteTo,
-    "/admin/keys": NewKey,
-}
+router = new_router()
 _OTHER_GOOD = {("POST", "/admin/keys"): 201, ("POST", "/admin/measure"): 202}
 _STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _NUMBER_OF_ROWS = {"type": "integer", "minimum": 1, "maximum": MAX_ROWS}
@@ -134,13 +110,15 @@ async def docs(request: Request) -> Response:
 
 def document(routes: Iterable[Any]) -> Json:
     """Describe ``routes``."""
-    _, schemas = msgspec.json.schema_components(set(_BODIES.values()), ref_template=_REFS)
     paths: dict[str, Json] = {}
+    bodies: set[type[msgspec.Struct]] = set()
     for route in routes:
-        assert isinstance(route, Route)
+        assert isinstance(route, APIRoute)
+        bodies |= {route.openapi_extra["body"]} if route.openapi_extra else set()
         path = _PATH_NAME.sub(r"{\1}", route.path)
         for method in sorted((route.methods or set()) - {"HEAD"}):
             paths.setdefault(path, {})[method.lower()] = _operation(route, path, method)
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=_REFS)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Thermocline", "version": version("thermocline")},
@@ -153,7 +131,7 @@ def document(routes: Iterable[Any]) -> Json:
     }
 
 
-def _operation(route: Route, path: str, method: str) -> Json:
+def _operation(route: APIRoute, path: str, method: str) -> Json:
     words = (route.endpoint.__doc__ or route.name.replace("_", " ")).strip().partition("\n")[0]
     operation: Json = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
@@ -161,8 +139,8 @@ def _operation(route: Route, path: str, method: str) -> Json:
         "parameters": list(_parameters(path, method)),
         "responses": _answers(path, method),
     }
-    if method == "POST" and path in _BODIES:
-        schema = {"$ref": _REFS.format(name=_BODIES[path].__name__)}
+    if route.openapi_extra:
+        schema = {"$ref": _REFS.format(name=route.openapi_extra["body"].__name__)}
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},
@@ -182,6 +160,8 @@ def _parameters(path: str, method: str) -> Iterable[Json]:
     if path.startswith("/v1/sessions"):  # another tenant's, for admins
         yield {"name": "tenant", "in": "query", "schema": {"type": "string"}}
     if path == "/v1/sessions" and method == "GET":
+        kinds = {"enum": ["main", "child", "task"]}
+        yield {"name": "kind", "in": "query", "schema": kinds}
         rows = {"type": "integer", "minimum": 1, "maximum": MAX_SESSIONS}
         yield {"name": "limit", "in": "query", "schema": rows}
         yield {"name": "after", "in": "query", "schema": {"type": "string"}}

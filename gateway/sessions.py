@@ -9,29 +9,39 @@ all, a verb means the session that was used last of those with its id, and a del
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import EngineUnavailable, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
-from gateway.context import admin_of, caller_of, gateway_of, json_response, limit_of, model_asked
+from gateway.context import (
+    admin_of,
+    caller_of,
+    gateway_of,
+    json_response,
+    limit_of,
+    model_asked,
+    new_router,
+    takes,
+)
 from gateway.errors import RETRY_LATER_S, Failure, RequestRefused
 from gateway.identity.names import SUFFIX, checked_name
+from gateway.identity.tasks import TASK_SUFFIX
 from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.shared.session_rows import SessionRow
 from gateway.shared.shared_sessions import Elsewhere
 from gateway.stored.table import StoreFailed
-from scheduler.session import SAVING, SessionView
-from scheduler.sessions import Overloaded, Place
+from scheduler.session import SAVING, Kind, SessionView
+from scheduler.sessions import CONVERSATIONS, Overloaded, Place
 
-router = APIRouter()
+router = new_router()
 MAX_ROWS = 1000  # of one list: some milliseconds of work, for which all other requests wait
 _ONE = "/v1/sessions/{session_id:path}"  # ids may have slashes
 
@@ -46,14 +56,16 @@ class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def list_sessions(request: Request) -> Response:
     """List the caller's sessions, the codec in use and its measured cost on this model.
 
-    Where there are more than ``limit``, ``next`` is to be sent as ``after`` for those that follow.
+    Tasks are no conversations: they are listed apart, by ``?kind=task``. Where there are more than
+    ``limit``, ``next`` is to be sent as ``after`` for those that follow.
     """
     tenant, models = _owner(request), _models(request)
     limit, (number, after) = limit_of(request, MAX_ROWS, MAX_ROWS), _after(request)
+    kinds = _kinds(request)
     rows: list[tuple[int, SessionView]] = []
     beyond = int(after[0]) if after is not None and number == len(models) else None
     for i, model in enumerate(models[number:], number):
-        few = model.sessions.list(tenant.name, limit + 1 - len(rows), after)
+        few = model.sessions.list(tenant.name, limit + 1 - len(rows), after, kinds)
         rows += [(i, x) for x in few]
         after = None
     data = [shown(models[i], view) for i, view in rows[:limit]]
@@ -63,7 +75,7 @@ async def list_sessions(request: Request) -> Response:
         place = models[i].sessions.place(tenant.session(last.id))
         assert place is not None, "nothing has changed since it was listed"
         listed["next"] = f"{i}/{place[0]!r}/{place[1]}"
-    else:
+    elif kinds == CONVERSATIONS:
         await _add_elsewhere(request, tenant, listed, limit - len(rows), beyond)
     if used := gateway_of(request).tier_bytes.used(tenant.name):
         listed["tier_bytes"] = used
@@ -72,7 +84,7 @@ async def list_sessions(request: Request) -> Response:
     return json_response(listed)
 
 
-@router.post(_ONE + "/demote")
+@router.post(_ONE + "/demote", openapi_extra=takes(DemoteTo))
 async def demote(request: Request) -> Response:
     """Put a session to sleep now; a tier in the body also moves its cold copy down.
 
@@ -136,18 +148,18 @@ async def forget(request: Request) -> Response:
         )
     except StoreFailed as error:  # the session goes all the same
         not_removed = error
-    beside = msgspec.structs.replace(session, id=session.id + SUFFIX)
+    rows = [msgspec.structs.replace(session, id=session.id + x) for x in ("", SUFFIX, TASK_SUFFIX)]
     models, known = _models(request), []
     elsewhere = Elsewhere()
     if (shared := gateway.shared_sessions) is not None:
-        elsewhere = await shared.delete((session, beside), models, _model_name(request))
+        elsewhere = await shared.delete(rows, models, _model_name(request))
     unseen: dict[str, Exception] = {}  # models that could not be loaded to look for it
     for model in models:  # one after the other: to use two at once would be to wait for oneself
-        if not model.may_have(session) and not model.may_have(beside):
+        if not any(map(model.may_have, rows)):
             continue
         try:
             async with gateway.using(model, request):
-                known += [await model.sessions.forget(x) for x in (session, beside)]
+                known += [await model.sessions.forget(x) for x in rows]
         except (EngineUnavailable, Overloaded) as error:
             if model.is_listed:  # it is there, and stays
                 raise
@@ -157,7 +169,7 @@ async def forget(request: Request) -> Response:
     if not any(known) and not num_stored and not elsewhere.rows:
         raise next(iter(unseen.values()), _unknown(elsewhere))
     for model in models:
-        for x in (session, beside):
+        for x in rows:
             model.prefixes.forget(x.tenant, x.id)
     deleted = {"id": session.id, "object": "session.deleted", "deleted": True}
     if elsewhere.is_away:
@@ -174,6 +186,16 @@ def _after(request: Request) -> tuple[int, Place | None]:
         if found is not None:
             return int(found[1]), (float(found[2]), found[3])
     raise InvalidRequest("after: use what an earlier list says as `next`", "after")
+
+
+def _kinds(request: Request) -> Collection[Kind]:
+    """Return the kinds of sessions that are to be listed."""
+    match request.query_params.get("kind"):
+        case None:
+            return CONVERSATIONS
+        case "main" | "child" | "task" as kind:
+            return (kind,)
+    raise InvalidRequest("kind: use main, child or task", "kind")
 
 
 def _owner(request: Request) -> Tenant:

@@ -18,38 +18,35 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from engines.base import Engine, SessionRef
 from engines.openai.errors import InvalidRequest, unknown_model
 from engines.openai.foreign_request import Dialect, renamed, take_foreign
 from engines.openai.keywords import left_out, with_enforceable_formats
-from engines.openai.messages import Sight, with_known_parts
+from engines.openai.messages import ImageSupport, with_known_parts
 from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
 from engines.pool.loading import OnDemand
 from engines.wire import TemplateRules
 from gateway.body import ParsedBody, body_for_engine, fitted, keep_reasoning
 from gateway.config import GatewayConfig
 from gateway.context import Gateway, caller_of, gateway_of
-from gateway.errors import FORESEEN, Failure, failure_of
-from gateway.front import body_send_of, request_id_of
+from gateway.errors import Failure
 from gateway.identity.known_chats import Link, message_chain
 from gateway.identity.names import (
     MAX_ID_BYTES,
     SUFFIX,
     NamedSession,
     asked_seconds,
-    by_headers,
-    by_user_id,
-    checked_id,
     client_name,
     group_of,
     named_by_agent,
-    named_in_body,
+    named_session,
     row_of,
 )
-from gateway.identity.outline import Compared, Outline, outline_of
+from gateway.identity.outline import Compared, Outline, hashed
+from gateway.identity.tasks import TASK_SUFFIX, TASK_TOKENS, shared_task_row
 from gateway.keys import Tenant
+from gateway.middleware import headers_of, request_id_of
 from gateway.models import ServedModel
 from gateway.relay.answer_format import (
     LIMITS,
@@ -61,8 +58,7 @@ from gateway.relay.answer_format import (
     asks_for_nothing,
     asks_for_usage,
 )
-from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS, body_part, send_end, send_head
-from gateway.relay.turn_response import TurnRequest, TurnResponse
+from gateway.relay.turn_response import AwaitingModel, TurnRequest, TurnResponse
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints
 
@@ -72,56 +68,6 @@ _PRIVATE_FIELDS = frozenset(
     {"conversation", "kv_hints", "previous_response_id", "prompt_cache_key"}
     | {"prompt_cache_options", "prompt_cache_retention"}
 )
-
-
-class AwaitingModel(Response):
-    """Shows life in comments until a turn can begin, so that clients do not give up.
-
-    What fails before the first comment is an error answer; after it, an event.
-    """
-
-    def __init__(
-        self,
-        preparing: asyncio.Task[TurnResponse],
-        progress: Callable[[], str],
-        failed: Callable[[Failure], bytes],
-        every_s: float,
-    ) -> None:
-        """
-        Args:
-            preparing: makes the turn, once its model is loaded.
-            progress: says in a sentence how far that is.
-            failed: makes the event that ends a stream, of the request's dialect.
-            every_s: seconds between two comments.
-        """
-        super().__init__()
-        self._preparing = preparing
-        self._progress = progress
-        self._failed = failed
-        self._every_s = every_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send_body, begun = body_send_of(scope, send), False
-        try:
-            while True:
-                await asyncio.wait((self._preparing,), timeout=self._every_s)
-                if self._preparing.done():
-                    break
-                if not begun:
-                    kind = (b"content-type", EVENT_STREAM.encode())
-                    await send_head(send, 200, [kind, *STREAM_HEADERS])
-                    begun = True
-                await send_body(body_part(f": {self._progress()}\n\n".encode()))
-            turn = self._preparing.result()
-        except FORESEEN as error:
-            if not begun:
-                raise
-            await send_end(send_body, self._failed(failure_of(error)))
-            return
-        finally:
-            self._preparing.cancel()
-        turn.head_sent = begun
-        await turn(scope, receive, send)
 
 
 class Translated(NamedTuple):
@@ -146,7 +92,7 @@ def as_it_is(raw: Json) -> Translated:
 class Operation(msgspec.Struct, frozen=True):
     """One kind of request for an answer."""
 
-    validate: Callable[[Json, Sight], ChatRequest | CompletionRequest]
+    validate: Callable[[Json, ImageSupport], ChatRequest | CompletionRequest]
     # Looks up what a body refers to, and makes the translation of this one request. It may change
     # the body, so the session's id is read from the changed body. Raises ``InvalidRequest``.
     recall: Callable[[Gateway, Tenant, ParsedBody], Awaitable[Translate]]
@@ -155,7 +101,7 @@ class Operation(msgspec.Struct, frozen=True):
     check_early: Callable[[ServedModel, Json], object] | None = None
     # Makes the event of a stream that failed before it could be asked for.
     failed: Callable[[Failure], bytes] = Failure.event
-    # Hears how the request's prompt compares with the one before it, ahead of the answer.
+    # Called, ahead of the answer, with the comparison of the prompt and the one before it.
     compared: Callable[[ServedModel, Tenant, AnswerFormat, Compared], None] = lambda *_: None
     # None: fields of other servers mean nothing in it.
     dialect: Dialect | None = None
@@ -171,6 +117,7 @@ class CheckedRequest(NamedTuple):
     session: NamedSession | None  # None: the client gave none
     chain: Sequence[Link]  # then its chat is recognised by these
     outline: Outline | None  # None: it is no chat
+    task_row: str | None  # None: it is no task
     foreign: Mapping[str, str]  # the client's names of the engine's fields, if they are others
     left_out: Sequence[str]  # keywords of JSON schemas
     num_answers: int
@@ -222,28 +169,31 @@ async def _prepared(
     async with body_for_engine(request, check=early, on_wait=on_wait) as body:
         translate = await operation.recall(gateway, tenant, body)
         model = body.model
-        rules = model.served.template
-        served = rules, model.sight, model.served.engine
-        check = partial(_check, operation, translate, tenant, request.headers, served, body.json)
+        rules, headers = model.served.template, headers_of(request.scope)
+        served = rules, model.image_support, model.served.engine
+        check = partial(_check, operation, translate, tenant, headers, served, body.json)
         asked = await body.beside(check)
         raw, answer = asked.translated.raw, asked.translated.answer
         raw["model"] = served_name(model, gateway.config, asked.model)
         if gateway.config.keep_reasoning and "messages" in raw:
             keep_reasoning(raw, rules)
-        _even_out(raw, model.served.max_context, gateway.config.default_max_tokens)
+        _even_out(raw, model.served.max_context, _usual_length(gateway.config, asked.task_row))
         if asks_for_usage(raw):
             answer = HiddenUsage(answer)
         is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
         if model.served.engine == "vllm" and asks_for_nothing(raw):
             answer = WithoutContent(answer)
         gateway.metrics.left_out(asked.translated.left_out)
-        named = asked.session or _found(model, tenant, asked.chain)
-        if asked.outline is not None and named_by_agent(request.headers):
-            named = _row_of(gateway, model, tenant, named, asked.outline)
-        await gateway.check_new_session(tenant, model, named.id)
+        if asked.task_row is not None:
+            named = _row_of_task(model, tenant, asked.session, asked.task_row)
+        else:
+            named = asked.session or _found(model, tenant, asked.chain)
+            if asked.outline is not None and named_by_agent(headers):
+                named = _row_of(gateway, model, tenant, named, asked.outline)
+            await gateway.check_new_session(tenant, model, named.id)
+            gateway.limits.comes(tenant, model.coming(named.id), request.scope)
         if gateway.shared_sessions is not None and asked.session is not None:
             await gateway.shared_sessions.before_first_turn(model, tenant.session(named.id))
-        gateway.limits.comes(tenant, model.coming(named.id), request.scope)
         session = tenant.session(named.id)
         request.scope["state"]["session"] = named.id
         compared = None
@@ -253,7 +203,8 @@ async def _prepared(
             operation.compared(model, tenant, answer, compared)
         title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
         for_engine = await body.beside(partial(_encode, model.engine, raw, session))
-    hints = TurnHints(named.parent, named.is_child, asked.translated.retain_s)
+    retain_s, is_task = asked.translated.retain_s, asked.task_row is not None
+    hints = TurnHints(named.parent, named.is_child, retain_s, is_task)
     turn = TurnRequest(
         operation.name,
         operation.path,
@@ -261,7 +212,7 @@ async def _prepared(
         for_engine,
         hints,
         compared,
-        client_name(request.headers),
+        client_name(headers),
         tenant.weight,
         asked.num_answers,
         title,
@@ -277,39 +228,45 @@ def _check(
     translate: Translate,
     tenant: Tenant,
     headers: Mapping[str, str],
-    served: tuple[TemplateRules, Sight, str],
+    served: tuple[TemplateRules, ImageSupport, str],
     asked: Json,
 ) -> CheckedRequest:
-    translated, (rules, sight, engine) = translate(asked), served
+    translated, (rules, image_support, engine) = translate(asked), served
     raw = dict(translated.raw)  # it may be the client's body, which is still read
     foreign: dict[str, str] = {}
     if operation.dialect is not None:
         foreign = take_foreign(asked, raw, operation.dialect, engine)
     try:
-        request = operation.validate(raw, sight)
+        request = operation.validate(raw, image_support)
     except InvalidRequest as error:
         message, param = renamed(error.message, error.param, foreign)
         raise InvalidRequest(message, param, error.code, error.status) from error
-    raw |= with_enforceable_formats(raw)
-    if engine == "vllm":
-        request.count_schemas().check_lengths()
+    keywords: Sequence[str] = ()
+    if request.has_schemas:
+        raw |= with_enforceable_formats(raw)
+        keywords = left_out(request.held_schemas)
+        if engine == "vllm":
+            request.count_schemas().check_lengths()
     if isinstance(request, ChatRequest):
         messages = raw["messages"] = with_known_parts(raw["messages"], request.messages)
     else:
         raw.pop("messages", None)  # a text has none
         messages = [raw["prompt"]]
-    named = _named(headers, asked, messages)
-    chain = []
-    if named is None:
-        chain = message_chain(tenant.salt, messages, group_of(asked), raw.get("tools"))
-    outline = None
-    if "messages" in raw:
-        raw["messages"] = fitted(raw["messages"], rules)
-        outline = outline_of(raw, tenant.salt)
+    task_row = shared_task_row(raw) if "messages" in raw else None
+    named = named_session(headers, asked, messages)
+    chain: Sequence[Link] = ()
+    outline: Outline | None = None
+    if "messages" in raw or named is None:
+        parts = hashed(request.model, messages, raw.get("tools"), tenant.salt)
+        if named is None and task_row is None:
+            chain = message_chain(parts, group_of(asked))
+        if "messages" in raw:
+            raw["messages"] = fitted(messages, rules)
+            outline = parts.outline
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    found = translated._replace(raw=raw), request.model, named, chain, outline, foreign
-    return CheckedRequest(*found, left_out(request.held_schemas), request.num_answers)
+    found = translated._replace(raw=raw), request.model, named, chain, outline, task_row
+    return CheckedRequest(*found, foreign, keywords, request.num_answers)
 
 
 def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:
@@ -318,21 +275,6 @@ def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:
         take_foreign(asked, asked, operation.dialect, "")
     if operation.check_early is not None:
         operation.check_early(model, asked)
-
-
-def _named(
-    headers: Mapping[str, str], asked: Json, messages: Sequence[object]
-) -> NamedSession | None:
-    """Return the session that a request names, in any of the known ways; None if in none."""
-    if named := by_headers(headers):
-        return named
-    session_id = named_in_body(asked) or by_user_id(asked.get("metadata"), messages)
-    if session_id is None and "messages" not in asked:
-        group = group_of(asked)  # a text has no messages to be found by
-        if group is None:
-            return None
-        return NamedSession(checked_id(group, "prompt_cache_key"))
-    return NamedSession(session_id) if session_id else None
 
 
 def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
@@ -385,6 +327,23 @@ def _row_of(
         return named
     parent = named.parent or (named.id if row.is_lesser and row.id.endswith(SUFFIX) else None)
     return NamedSession(row.id, parent, named.is_child or row.is_lesser)
+
+
+def _row_of_task(
+    model: ServedModel, tenant: Tenant, named: NamedSession | None, shared_row: str
+) -> NamedSession:
+    """Find the row of a task: that of its conversation, if this is known."""
+    if named is None or not model.knows(tenant, named.id):
+        return NamedSession(shared_row)
+    id = named.id + TASK_SUFFIX
+    fits = len(id.encode()) <= MAX_ID_BYTES
+    return NamedSession(id, named.id) if fits else NamedSession(shared_row, named.id)
+
+
+def _usual_length(config: GatewayConfig, task_row: str | None) -> int:
+    """Return the length of an answer whose request names none; 0 = as the context has room."""
+    usual = config.default_max_tokens
+    return usual if task_row is None else min(usual or TASK_TOKENS, TASK_TOKENS)
 
 
 def _found(model: ServedModel, tenant: Tenant, chain: Sequence[Link]) -> NamedSession:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 
@@ -26,8 +26,6 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # A lossy codec is used only if it was measured on this very model and stayed within this bound:
     # KL of the next token, in nats, against the exact cache. See ``quality``.
     max_kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
-    # For ``auto``: a restore from the fastest tier may take this share of the prefill it saves.
-    restore_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
     # Use the named codec even if it was not measured or is out of bounds.
     accept_loss: bool = False
     # Measure a model that was not measured yet, at its first start, while it serves.
@@ -43,9 +41,6 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     encrypt: bool = False  # also hide the content of data that leaves this process
     disk_path: str = ""  # "" = the cache folder that launch chooses
     redis_url: str = ""
-    # Blobs in Redis expire this long after they were last used. What an engine leaves there that
-    # never comes back is gone then, and a session that rested over a weekend still returns.
-    redis_ttl_s: PositiveSeconds = 7 * 86400.0
     redis_deadline_s: PositiveSeconds = 2.0
     # How long a restore may take before prefill is the better choice.
     restore_deadline_s: PositiveSeconds = 20.0
@@ -54,10 +49,21 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # On vLLM as many packed bytes may wait to be loaded; beyond it requests wait in line. At most
     # a quarter of it is kept there between loads as memory to unpack into.
     save_queue_bytes: NonNegative = 1 << 30
-    # Packed bytes that may wait for each slower tier; beyond it that tier is skipped, counted,
-    # and caught up with later. One save always fits an empty queue, here and above.
-    write_queue_bytes: NonNegative = 256 << 20
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
     # A session that was not used for this long is dropped from every tier. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+    # No settings: one value serves everybody. Tests have others, in a subclass.
+    #
+    # For ``auto``: a restore from the fastest tier may take this share of the prefill it saves, so
+    # that nobody waits for a return as for a first turn.
+    restore_share: ClassVar[float] = 0.1
+    # Blobs in Redis expire this long after they were last used, or after ``ttl_s`` if that is less.
+    # What an engine leaves there that never comes back is gone then, and a session that rested over
+    # a weekend still returns.
+    redis_ttl_s: ClassVar[float] = 7 * 86400.0
+    # Packed bytes that may wait for each slower tier; beyond it that tier is skipped, counted,
+    # and caught up with later. One save always fits an empty queue, here and above. About what a
+    # disk writes in a second.
+    write_queue_bytes: ClassVar[int] = 256 << 20

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from engines.about_vllm.model_files import needs_tool_template, parsers_for, read_model_files
+from engines.vllm_environment.model_files import needs_tool_template, parsers_for, read_model_files
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_folder import FOREIGN
 from launch.calibrate.program import MEASURABLE

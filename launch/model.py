@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from engines.about_vllm.model_files import model_folder
+from engines.vllm_environment.model_files import model_folder
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import default_cache_dir
 

@@ -7,6 +7,9 @@ usually last. A tenant with a thousand requests therefore delays another's singl
 place, not by a thousand; and one that comes back begins at the least of those that are here, so its
 pause is no credit, or at its own if that is more, so that to leave for a moment pays no debt.
 
+Tasks, which programs ask beside a conversation, have lines of their own, since no user waits for
+them: one gets a place when no other turn waits, and never the spare one.
+
 Turns may last for hours, so one tenant's turns could hold all places and free none. There is one
 *spare place* beyond them, for a tenant with nothing running. The engine has it too. Its turn moves
 to a place of the others once one is free for which none waits.
@@ -67,6 +70,11 @@ class _TenantShare:
     virtual_s: float  # seconds of places held, by weight
     num_running: int = 0  # places
     line: deque[_Waiting] = field(default_factory=deque)
+    tasks: deque[_Waiting] = field(default_factory=deque)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.line) + len(self.tasks)
 
 
 class AdmissionQueue:
@@ -98,15 +106,19 @@ class AdmissionQueue:
         """Refuse new turns and waiting ones; running turns may finish."""
         self._closed = True
         for share in self._tenants.values():
-            for waiting in share.line:
+            for waiting in (*share.line, *share.tasks):
                 if not waiting.called.done():
                     waiting.called.set_exception(Draining("the gateway is shutting down"))
 
     @asynccontextmanager
-    async def slot(self, tenant: str, weight: int = 1, num_answers: int = 1) -> AsyncIterator[None]:
+    async def slot(
+        self, tenant: str, weight: int = 1, num_answers: int = 1, *, is_task: bool = False
+    ) -> AsyncIterator[None]:
         """Wait for a place for each answer, and hold them.
 
-        ``weight``: of the tenant, from now on.
+        Args:
+            weight: of the tenant, from now on.
+            is_task: it waits behind all turns that are none.
 
         Raises (on entering):
             Overloaded: the queue is full, or no place was free in time.
@@ -119,7 +131,7 @@ class AdmissionQueue:
         share.weight = max(1, weight)
         turn = _HeldPlaces(min(num_answers, self._max_running))
         try:
-            await self._enter(share, turn)
+            await self._enter(share, turn, is_task=is_task)
             began = self._clock()
             try:
                 yield
@@ -127,7 +139,7 @@ class AdmissionQueue:
                 self._leave(share, turn)
                 self._usual_s += NEWEST_TURN * (self._clock() - began - self._usual_s)
         finally:
-            if not share.num_running and not share.line:
+            if not share.num_running and not share.num_waiting:
                 self._go(tenant, share)
             self._call_next()
 
@@ -154,20 +166,20 @@ class AdmissionQueue:
         for share in self._tenants.values():
             share.virtual_s += elapsed_s * share.num_running / share.weight
 
-    async def _enter(self, share: _TenantShare, turn: _HeldPlaces) -> None:
+    async def _enter(self, share: _TenantShare, turn: _HeldPlaces, *, is_task: bool) -> None:
         if not self.num_waiting and self._has_place:
             self._take(share, turn)
             return
-        if not share.line and self._may_take_spare(share):
+        if not is_task and not share.line and self._may_take_spare(share):
             self._spare = turn
             self._take(share, turn)
             return
         # A quarter of the line is kept from the tenant that waits most, for the other tenants.
         most = self._max_waiting - self._max_waiting // 4
-        if len(share.line) >= most or self.num_waiting >= self._max_waiting:
+        if share.num_waiting >= most or self.num_waiting >= self._max_waiting:
             message = f"{self.num_waiting} requests are waiting already"
             raise Overloaded(message, self._retry_after_s())
-        await self._wait(share, turn)
+        await self._wait(share.tasks if is_task else share.line, share, turn)
 
     @property
     def _has_place(self) -> bool:
@@ -192,16 +204,16 @@ class AdmissionQueue:
         if self._spare is turn:
             self._spare = None
 
-    async def _wait(self, share: _TenantShare, turn: _HeldPlaces) -> None:
+    async def _wait(self, line: deque[_Waiting], share: _TenantShare, turn: _HeldPlaces) -> None:
         waiting = _Waiting(asyncio.get_running_loop().create_future(), turn)
-        share.line.append(waiting)
+        line.append(waiting)
         self.num_waiting += 1
         try:
             async with asyncio.timeout(self._max_wait_s):
                 await waiting.called
         except BaseException as error:
-            if waiting in share.line:
-                share.line.remove(waiting)
+            if waiting in line:
+                line.remove(waiting)
                 self.num_waiting -= 1
             else:  # called in the same instant as the cancellation
                 self._leave(share, turn)
@@ -214,7 +226,7 @@ class AdmissionQueue:
     def _call_next(self) -> None:
         self._count_time()
         while share := self._next():
-            waiting = share.line.popleft()
+            waiting = (share.line or share.tasks).popleft()
             self.num_waiting -= 1
             if not self._has_place:
                 self._spare = waiting.turn
@@ -228,9 +240,11 @@ class AdmissionQueue:
     def _next(self) -> _TenantShare | None:
         """Return the tenant whose first turn in line may begin now."""
         in_line = sorted((x for x in self._tenants.values() if x.line), key=self._rank)
-        if in_line and self._has_place:
-            return in_line[0]
-        return next((x for x in in_line if self._may_take_spare(x)), None)
+        if not self._has_place:
+            return next((x for x in in_line if self._may_take_spare(x)), None)
+        if not in_line:
+            in_line = sorted((x for x in self._tenants.values() if x.tasks), key=self._rank)
+        return in_line[0] if in_line else None
 
     def _rank(self, share: _TenantShare) -> float:
         return share.virtual_s + share.num_running * self._usual_s / share.weight

@@ -39,14 +39,20 @@ class Follower:
         salt_of: Callable[[str], bytes],
         clock: Callable[[], float],
         on_turn: Callable[[], None],
+        is_task: Callable[[str], bool] = lambda id: False,
         ask_again_first_s: float = ASK_AGAIN_FIRST_S,
     ) -> None:
-        """``on_turn`` is called when the engine holds more than before."""
+        """
+        Args:
+            on_turn: called when the engine holds more than before.
+            is_task: says by its id whether a session holds tasks.
+        """
         self._engine = engine
         self._table = table
         self._salt_of = salt_of
         self._clock = clock
         self._on_turn = on_turn
+        self._is_task = is_task
         self._ask_again_first_s = ask_again_first_s
         self._deleted: Deleted | None = None
         self._to_ask = asyncio.Event()
@@ -139,7 +145,8 @@ class Follower:
         if self._table.was_forgotten(report.tenant, report.id):
             return
         state = State.IDLE if report.hot else State.COLD
-        self._table.add(self._ref(report), state, self._clock() - report.idle_s, report)
+        session = self._table.add(self._ref(report), state, self._clock() - report.idle_s, report)
+        session.is_task = self._is_task(report.id)
 
     def _ref(self, report: SessionReport) -> SessionRef:
         return SessionRef(report.tenant, report.id, self._salt_of(report.tenant))

@@ -1,4 +1,4 @@
-"""A chat session's life as one table, the only writer of its state, and who hears of changes.
+"""A chat session's life as one table, the only writer of its state, and observers of changes.
 
     active       at least one turn is being served; its KV is in the engine's batch
     idle         quiet, and its KV is still hot: the next turn prefills only the new text
@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -75,6 +75,7 @@ class Event(enum.Enum):
     EXPIRE = "expire"  # forgotten on request
 
 
+Kind: TypeAlias = Literal["main", "child", "task"]
 S, E = State, Event
 SAVING: Final = "saving"
 
@@ -119,8 +120,9 @@ class TurnHints(NamedTuple):
     """The hints that a request carries about its session, under the names of its dialect."""
 
     parent: str | None = None  # the id of the session that started this one
-    is_child: bool = False  # it serves another session, and is the first to be given up
+    is_child: bool = False  # it serves another session, and is given up before it
     retain_s: float = 0.0  # keep it at least this long, as far as budgets allow
+    is_task: bool = False  # a program asks once: no conversation, and the first to be given up
 
 
 class IllegalTransition(Exception):
@@ -149,6 +151,7 @@ class Session:
     keep_until: float = 0.0  # the engine refused to release it; ask again from then on
     parent: str | None = None
     is_child: bool = False
+    is_task: bool = False  # as its latest turn was
     retain_until: float = 0.0  # its client asked to keep it until then
     num_children: int = 0  # of its children, how many are being served now
     counted_for: str | None = None  # the parent that counts this one as served
@@ -158,6 +161,11 @@ class Session:
     def hot(self) -> bool:
         """True while the engine holds its live KV."""
         return self.state in (S.ACTIVE, S.IDLE, S.HIBERNATING)
+
+    @property
+    def kind(self) -> Kind:
+        """What it is for: a conversation, one that serves another, or single questions."""
+        return "task" if self.is_task else "child" if self.is_child else "main"
 
     @property
     def shown_state(self) -> str:
@@ -219,6 +227,7 @@ class Session:
         if hints.parent is not None:
             self.parent = hints.parent
         self.is_child = self.is_child or hints.is_child
+        self.is_task = hints.is_task
         self.retain_until = max(self.retain_until, now + hints.retain_s)
 
     def learn(self, report: SessionReport) -> None:
@@ -242,7 +251,7 @@ class SessionView(msgspec.Struct, frozen=True):
     bytes: int  # hot bytes while hot, packed bytes while cold
     idle_s: float
     pinned: bool
-    kind: str  # main, or child of another session
+    kind: Kind
     parent: str | None
     retain_s: float  # for how much longer its client asks to keep it
 
@@ -257,7 +266,7 @@ def view_of(session: Session, now: float) -> SessionView:
         bytes=session.hot_bytes if session.hot else session.cold_bytes,
         idle_s=0.0 if session.num_turns else round(max(0.0, now - session.last_used), 3),
         pinned=session.pinned,
-        kind="child" if session.is_child else "main",
+        kind=session.kind,
         parent=session.parent,
         retain_s=round(max(0.0, session.retain_until - now), 3),
     )

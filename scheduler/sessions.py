@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -28,6 +28,7 @@ from scheduler.moves import Moves
 from scheduler.session import (
     SAVING,
     Event,
+    Kind,
     Observer,
     Observers,
     Session,
@@ -41,8 +42,9 @@ from scheduler.table import SessionTable
 
 PLACES_ELSEWHERE = 64  # of an engine whose own limit is unknown
 QUESTIONS_AT_ONCE = 4
+CONVERSATIONS: Final[Collection[Kind]] = ("main", "child")
 # The settings that can change while sessions are served.
-RELOADABLE = ("idle_after_s", "high_water", "low_water", "value_half_life_s")
+RELOADABLE = ("idle_after_s",)
 
 
 # The place of a session in its tenant's list: by its last use, then by its id.
@@ -99,6 +101,7 @@ class SessionManager:
         clock: Callable[[], float] = time.monotonic,
         observer: Observer | None = None,
         memory: Callable[[], int | None] = lambda: None,
+        is_task: Callable[[str], bool] = lambda id: False,
         headroom: Headroom | None = None,
     ) -> None:
         """Make a manager; nothing runs before ``run``.
@@ -107,6 +110,7 @@ class SessionManager:
             salt_of: returns the salt of a tenant by its name.
             clock: in seconds; only differences count.
             memory: returns the bytes that the machine has left, or None if they are unknown.
+            is_task: says by its id whether a session that an engine lists holds tasks.
             headroom: shared by all models of the machine; None = this manager is alone, watches
                 ``memory``, and ends its engine at the last mark.
         """
@@ -125,7 +129,12 @@ class SessionManager:
             engine, self.table, self._moves, self.headroom, config, clock, observer
         )
         self.follower = Follower(
-            engine, self.table, salt_of=salt_of, clock=clock, on_turn=self.sweeps.hurry
+            engine,
+            self.table,
+            salt_of=salt_of,
+            clock=clock,
+            on_turn=self.sweeps.hurry,
+            is_task=is_task,
         )
 
     def check_deleted(self, deleted: Deleted) -> None:
@@ -177,7 +186,8 @@ class SessionManager:
         came = self._clock()
         try:
             self.headroom.admit()
-            async with self._admission.slot(ref.tenant, weight, num_answers):
+            is_task = hints is not None and hints.is_task
+            async with self._admission.slot(ref.tenant, weight, num_answers, is_task=is_task):
                 self.headroom.admit()
                 waited_s = self._clock() - came
                 self._observers.turn_waited(waited_s)
@@ -248,17 +258,21 @@ class SessionManager:
     # ---- the sessions API
 
     def num_sessions(self, tenant: str) -> int:
-        """Count a tenant's sessions, hot and cold."""
-        return len(self.table.of(tenant))
+        """Count a tenant's conversations, hot and cold."""
+        return len(self.ids(tenant))
 
     def ids(self, tenant: str) -> Sequence[str]:
-        """Return the ids of a tenant's sessions, hot and cold."""
-        return [x.ref.id for x in self.table.of(tenant)]
+        """Return the ids of a tenant's conversations, hot and cold."""
+        return [x.ref.id for x in self.table.of(tenant) if not x.is_task]
 
     def list(
-        self, tenant: str, most: int | None = None, after: Place | None = None
+        self,
+        tenant: str,
+        most: int | None = None,
+        after: Place | None = None,
+        kinds: Collection[Kind] = CONVERSATIONS,
     ) -> list[SessionView]:
-        """List a tenant's sessions, the most recently used first.
+        """List a tenant's sessions of some kinds, the most recently used first.
 
         Args:
             most: the most sessions to list; None = all.
@@ -267,7 +281,9 @@ class SessionManager:
         mine = [
             x
             for x in self.table.of(tenant)
-            if x.state is not State.LEAVING and (after is None or _place(x) < after)
+            if x.kind in kinds
+            and x.state is not State.LEAVING
+            and (after is None or _place(x) < after)
         ]
         few = sorted(mine, key=_place, reverse=True)[:most]
         return [self._view(x) for x in few]

@@ -9,11 +9,11 @@ A session with a cold copy wakes by unpacking, which costs far less than a prefi
 expensive to lose. Prefill grows faster than linearly with the prompt since every token attends to
 all before it. Only the order of the values matters, so the rates are plain constants.
 
-A session's rank comes before its value. Children of other sessions go first, since they end with
-their task. Sessions that their clients ask to keep go late. A parent goes last while a child of it
-is being served, since it continues when the child is done. A request to keep counts only within the
-tenant's share of the memory in question. Otherwise tenants that ask to keep everything would push
-out those that ask for nothing.
+A session's rank comes before its value. Tasks go first, since nothing continues them; then children
+of other sessions, which end with what they were started for. Sessions that their clients ask to
+keep go late. A parent goes last while a child of it is being served, since it continues when the
+child is done. A request to keep counts only within the tenant's share of the memory in question.
+Otherwise tenants that ask to keep everything would push out those that ask for nothing.
 
 A look only starts jobs. So an engine that takes a minute to release a session does not delay the
 next look at the machine's memory. Jobs that are to free memory are urgent: they have a gate of
@@ -28,12 +28,13 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice, takewhile
+from typing import Final
 
 from engines.base import Engine, EngineError, EngineReport, TierName
 from scheduler.admission import Headroom
 from scheduler.config import SchedulerConfig
 from scheduler.moves import Moves
-from scheduler.session import Observer, Session, State
+from scheduler.session import Kind, Observer, Session, State
 from scheduler.table import Queue, SessionTable
 
 PREFILL_S_PER_TOKEN = 1e-3
@@ -41,6 +42,8 @@ PREFILL_QUADRATIC_TOKENS = 8192  # context at which attention doubles the price 
 MAX_RANKED = 4096  # of the longest quiet; limits the time of a sweep, however many sessions exist
 UNPACK_SHARE = {"ram": 0.01, "disk": 0.02, "redis": 0.05}  # of the prefill it replaces
 SWEEP_EVERY_S = 1.0
+_KINDS: Final[Sequence[Kind]] = ("task", "child", "main")  # by rank
+RETAINED: Final = 3  # the rank of sessions that their clients ask to keep
 MIN_SWEEP_GAP_S = 0.05  # turns that end in a burst share a sweep
 
 
@@ -64,10 +67,10 @@ def value(session: Session, now: float, half_life_s: float) -> float:
 def rank(session: Session, now: float) -> int:
     """Return the group in which the session is given up, the lowest first. See above."""
     if session.num_children:
-        return 3
+        return 4
     if now < session.retain_until:
-        return 2
-    return 0 if session.is_child else 1
+        return RETAINED
+    return _KINDS.index(session.kind)
 
 
 def ranks(
@@ -82,10 +85,10 @@ def ranks(
     tenants = {x.ref.tenant for x in sessions}
     left = dict.fromkeys(tenants, sum(map(size, sessions)) / max(1, len(tenants)))
     for session in sorted(sessions, key=lambda x: -x.last_used):
-        if found[session.number] > 1:
+        if found[session.number] >= RETAINED:
             left[session.ref.tenant] -= size(session)
             if left[session.ref.tenant] < 0:
-                found[session.number] = 0 if session.is_child else 1
+                found[session.number] = _KINDS.index(session.kind)
     return found
 
 
@@ -103,7 +106,7 @@ def long_idle(sessions: Iterable[Session], now: float, idle_after_s: float) -> l
         sessions: the longest idle first.
     """
     old = takewhile(lambda x: now - x.last_used >= idle_after_s, sessions)
-    return [x for x in old if may_sleep(x, now) and rank(x, now) < 2]
+    return [x for x in old if may_sleep(x, now) and rank(x, now) < RETAINED]
 
 
 def victims(

@@ -70,7 +70,7 @@ class OneServer:
     async def hears(self, does: bool = True) -> None:
         """Wait until it does, or does not."""
         end = time.monotonic() + 60
-        while self.shared.deletions.is_heard != does:
+        while self.shared.deletions.is_subscribed != does:
             assert time.monotonic() < end
             await asyncio.sleep(0.02)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.stacks.product_stack import free_port
-from engines.about_vllm.environment import import_path
+from engines.vllm_environment.environment import import_path
 from launch.machine.folders import default_cache_dir
 from launch.model import sample_model
 
@@ -69,7 +69,7 @@ class Elsewhere:
                 "token": TOKEN,
             },
             # The gateway lets all of them be hot, so only vLLM turns one cold.
-            "scheduler": {"idle_after_s": 3600.0, "high_water": 1.0},
+            "scheduler": {"idle_after_s": 3600.0},
         }
 
     def wait_for_port(self, within_s: float = 900.0) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import psutil
 
+from benchmarks.stacks.constants import configured
 from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import free_port
 from engines.config import EngineConfig, WorkerConfig
@@ -128,9 +128,9 @@ class FakeStack:
 def main(settings_file: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     settings = json.loads(Path(settings_file).read_text())
-    config = msgspec.convert(settings["gateway"], GatewayConfig)
+    config = configured(GatewayConfig, **settings["gateway"])
     worker = WorkerConfig(
-        engine=msgspec.convert({"kind": "fake", **settings.get("engine", {})}, EngineConfig),
+        engine=configured(EngineConfig, kind="fake", **settings.get("engine", {})),
         store=StoreConfig(),
         model_path="",
         served_model_name=settings.get("engine", {}).get("served_model_name") or MODEL,
@@ -142,7 +142,7 @@ def main(settings_file: str) -> None:
     metrics = Metrics()
     sessions = SessionManager(
         engine,
-        msgspec.convert(settings.get("scheduler", {}), SchedulerConfig),
+        configured(SchedulerConfig, **settings.get("scheduler", {})),
         salt_of=tenants.salt_of,
         observer=metrics,
     )

@@ -26,6 +26,7 @@ REQUEST = {
     "X-Session-Affinity": "OpenCode's session",
     "Session-Id": "Codex' session (older releases: `session_id`)",
     "X-OpenWebUI-Chat-Id": "Open WebUI's chat: the session",
+    "X-OpenWebUI-User-Id": "the user within the key, where `gateway.trust_user_header` names it",
     "X-Request-ID": "an id for log lines, taken if it is short and plain; else one is made",
     "Anthropic-Beta": "taken, whatever it says; what is not known is counted",
     "Content-Encoding": "of the body: `gzip`, `deflate`, `zstd` or none",

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import msgspec
 
-from engines.about_vllm.environment import import_path
 from engines.base import SAVE_S
 from engines.client.engine_client import EngineClient
 from engines.client.supervisor import Supervisor
 from engines.config import WorkerConfig
 from engines.http import with_session
+from engines.vllm_environment.environment import import_path
 from engines.wire import SessionRef
 
 LOOK_EVERY_S = 1.0

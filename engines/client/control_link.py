@@ -98,7 +98,7 @@ class ControlLink:
         self._writer: asyncio.StreamWriter | None = None
         self.welcome: Welcome | None = None
         self.was_welcomed = False  # ever
-        self.codec: CodecReport | None = None  # of the welcome, or heard since
+        self.codec: CodecReport | None = None  # of the welcome, or of a later notice
         self._why_absent = why_absent
         self.trouble = why_absent
 

@@ -23,7 +23,7 @@ from aiohttp import web
 from engines.fake_worker.fake_sessions import FakeSessions
 from engines.http import CACHE_HEADER, PROMPT_HEADER, CacheOutcome, session_from
 from engines.openai.errors import context_too_long
-from engines.openai.messages import Message, Sight
+from engines.openai.messages import ImageSupport, Message
 from engines.openai.requests import (
     TOKENIZE_PATH,
     ChatRequest,
@@ -53,8 +53,8 @@ Fault: TypeAlias = Literal[
 ]
 MAX_BODY_BYTES = 64 << 20
 NO_SESSION = SessionRef(tenant="", id="", salt=b"")  # the session of requests that name none
-Validate = Callable[[Json, Sight], ChatRequest | CompletionRequest]
-_ALL = Sight(sees=True, fetches=True)  # which images are taken, the gateway has checked
+Validate = Callable[[Json, ImageSupport], ChatRequest | CompletionRequest]
+_ALL = ImageSupport(sees=True, fetches=True)  # which images are taken, the gateway has checked
 CREATED = 1_700_000_000  # answers are the same every time
 IMAGE = "<image>"
 DONE = b"data: [DONE]\n\n"

@@ -1,7 +1,8 @@
 """Serves HTTP to the gateway: completions, embeddings, tokens of prompts, models, health.
 
-It stands on a unix socket and answers only who knows the token. A request is checked and planned
-on a thread (``prompt/planning.py``), handed to the owner thread, and answered as its events arrive.
+It stands on a unix socket and answers only who knows the token. A request was checked by the
+gateway. It is planned on a thread (``prompt/request_planner.py``), handed to the owner thread, and
+answered as its events arrive.
 The response's head is sent when the prompt has its place in a batch, since only then it is known
 how much of it was in the cache.
 """
@@ -70,11 +71,11 @@ from engines.openai.requests import (
     InvalidRequest,
     error_body,
     error_type,
-    parse_chat,
-    parse_completion,
     parse_json,
+    read_chat,
+    read_completion,
+    read_embeddings,
     validate_detokenize,
-    validate_embeddings,
     validate_tokenize,
 )
 
@@ -165,7 +166,7 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, MAX_BODY_BYTES)
-        asked = await self._parsed(parse_chat, body)
+        asked = await self._parsed(read_chat, body)
         self._check_model(asked.model)
         session = session_from(request.headers)
         grammar = None
@@ -181,7 +182,7 @@ class Endpoints:
 
     async def text(self, request: Request) -> Response:
         body = await read_body(request, MAX_BODY_BYTES)
-        asked = await self._parsed(parse_completion, body)
+        asked = await self._parsed(read_completion, body)
         self._check_model(asked.model)
         session = session_from(request.headers)
         plan, echoed = await self._planned(
@@ -206,8 +207,7 @@ class Endpoints:
         if self._embedder is None:
             raise HTTPException(404)
         self._embedder.check()
-        raw = await self._parsed(parse_json, await read_body(request, MAX_BODY_BYTES))
-        asked = validate_embeddings(raw)
+        asked = await self._parsed(read_embeddings, await read_body(request, MAX_BODY_BYTES))
         self._check_model(asked.model)
         tokens_of = partial(self._planning.tokens_of, asked, self._vocabulary, self._owner.facts)
         texts = await while_client_stays(request.receive, tokens_of)
@@ -248,7 +248,7 @@ class Endpoints:
         return await while_client_stays(request.receive, planned)
 
     async def _parsed(self, parse: Callable[[bytes], T], body: bytes) -> T:
-        """Parse and check a body; a large one on a thread, or all streams would stall meanwhile."""
+        """Read a body; a large one on a thread, or all streams would stall meanwhile."""
         if len(body) <= LARGE_BODY_BYTES:
             return parse(body)
         return await asyncio.get_running_loop().run_in_executor(self._reader, parse, body)

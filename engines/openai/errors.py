@@ -45,7 +45,7 @@ class InvalidRequest(Exception):
 
 
 class FieldError(ValueError):
-    """A field's value cannot be taken; raised in a ``__post_init__``, msgspec adds the path."""
+    """A field's value cannot be taken; the path to its struct is added by who catches it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)

@@ -90,8 +90,8 @@ class _Taking:
 
     def _check_messages(self, messages: object) -> None:
         for i, message in enumerate(messages if isinstance(messages, list) else ()):
-            for field in IN_MESSAGES:
-                if isinstance(message, dict) and field.asks(message.get(field.name)):
+            for field in IN_MESSAGES if isinstance(message, dict) else ():
+                if field.name in message and field.asks(message[field.name]):
                     raise _refusal(f"messages[{i}].{field.name}", field.words)
 
     def _take(self, field: ForeignField, value: Any) -> None:

@@ -45,6 +45,18 @@ def parse_json(body: bytes) -> Json:
     return raw
 
 
+def decoded(body: bytes, decoder: msgspec.json.Decoder[R]) -> R:
+    """Read a body straight into a struct. Raises ``InvalidRequest``."""
+    try:
+        return decoder.decode(body)
+    except RecursionError as error:
+        raise InvalidRequest("The JSON body is nested too deeply.") from error
+    except msgspec.ValidationError as error:
+        raise _readable(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is not JSON: {error}.") from error
+
+
 def checked(raw: Json, kind: type[R]) -> R:
     """Check parsed JSON against the fields of ``kind``. Raises ``InvalidRequest``.
 

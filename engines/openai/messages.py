@@ -31,7 +31,7 @@ class ImageUrl(msgspec.Struct, frozen=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message's content: text, a refusal, or an image (see ``images.Sight``)."""
+    """A part of a message's content: text, a refusal, or an image (see ``images.ImageSupport``)."""
 
     type: str
     text: str | None = None
@@ -161,7 +161,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
             raise FieldError("json_schema", "type json_schema needs json_schema")
 
 
-class Sight(NamedTuple):
+class ImageSupport(NamedTuple):
     """The images that are taken: none, those in the request itself, or also those of other servers.
 
     An engine that fetches images reaches every host that its machine does, for any client.
@@ -227,7 +227,7 @@ class Sight(NamedTuple):
                 self.check(part.image_url.url, where, part.type)
 
 
-BLIND: Final = Sight()
+NO_IMAGES: Final = ImageSupport()
 
 
 def _wrong(where: str, message: str) -> InvalidRequest:

@@ -1,17 +1,19 @@
-"""Requests of OpenAI's completions and embeddings and vLLM's /tokenize, checked first of all.
+"""Requests of OpenAI's completions and embeddings and vLLM's /tokenize.
 
-The gateway validates at its border and an engine of ours validates what it is sent; both use this
-module, so it imports no engine. ``parse_*`` take a body, ``validate_*`` take JSON that was parsed
-already. Known fields have types and bounds; rules that a bound cannot express stand in
-the ``__post_init__`` of their struct. Unknown fields are ignored, so clients
-newer than this file keep working; fields that ask for something we cannot do are refused.
+The gateway checks them at its border, once, by ``validate_*``, which take JSON that was parsed
+already. Known fields have types and bounds; rules that a bound cannot express stand in ``check``
+of their struct. Unknown fields are ignored, so clients newer than this file keep working; fields
+that ask for something we cannot do are refused.
+
+An engine of ours reads what the gateway has checked, by ``read_*``, which take a body: its fields
+have their types, and no rule is looked at again.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
@@ -20,9 +22,17 @@ from engines.openai.errors import InvalidRequest as InvalidRequest
 from engines.openai.errors import error_body as error_body
 from engines.openai.errors import error_type as error_type
 from engines.openai.json_bodies import checked as checked
+from engines.openai.json_bodies import decoded
 from engines.openai.json_bodies import parse_json as parse_json
 from engines.openai.keywords import HeldSchema, held_formats, held_tools
-from engines.openai.messages import BLIND, Message, NamedTool, ResponseFormat, Sight, Tool
+from engines.openai.messages import (
+    NO_IMAGES,
+    ImageSupport,
+    Message,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+)
 from engines.openai.messages import Json as Json
 from engines.openai.schemas import SchemaCount
 
@@ -97,13 +107,20 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Check the rules between fields. Raises ``FieldError``."""
         for key in self.bias_by_text:
             if not _TOKEN_ID.fullmatch(key) or int(key) > _MAX_TOKEN_ID:
                 raise FieldError("logit_bias", f"{key[:40]!r} is no token id: keys are token ids")
-        self.count_schemas()
-        for schema in self.held_schemas:
-            schema.check()
+        if self.has_schemas:
+            self.count_schemas()
+            for held in self.held_schemas:
+                held.check()
+
+    @property
+    def has_schemas(self) -> bool:
+        """True if a compiler or the model's template will see JSON schemas of the client's."""
+        return bool(self.offered_tools or self.response_format or self.structured_outputs)
 
     @property
     def held_schemas(self) -> Sequence[HeldSchema]:
@@ -174,8 +191,8 @@ class ChatRequest(Body, frozen=True, kw_only=True):
     chat_template_kwargs: Json | None = None
     modalities: list[str] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true")
         if self.functions and self.function_call != "none":
@@ -227,8 +244,8 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     suffix: str | None = None
     best_of: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if self.suffix:
             raise FieldError("suffix", "this model did not learn to insert text before a suffix")
         if self.best_of is not None and self.best_of != self.num_choices:
@@ -263,26 +280,16 @@ def listed(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return [x for x in given if not isinstance(x, int)]
 
 
-def parse_chat(body: bytes) -> ChatRequest:
-    """Parse and check the body of a chat request. Raises ``InvalidRequest``."""
-    return validate_chat(parse_json(body))
-
-
-def parse_completion(body: bytes) -> CompletionRequest:
-    """Parse and check the body of a text completion. Raises ``InvalidRequest``."""
-    return validate_completion(parse_json(body))
-
-
-def validate_chat(raw: Json, sight: Sight = BLIND) -> ChatRequest:
+def validate_chat(raw: Json, image_support: ImageSupport = NO_IMAGES) -> ChatRequest:
     """Check a chat request that was parsed already. Raises ``InvalidRequest``."""
-    request = checked(raw, ChatRequest)
-    sight.check_messages(request.messages)
+    request = _with_rules(checked(raw, ChatRequest))
+    image_support.check_messages(request.messages)
     return request
 
 
-def validate_completion(raw: Json, sight: Sight = BLIND) -> CompletionRequest:
+def validate_completion(raw: Json, image_support: ImageSupport = NO_IMAGES) -> CompletionRequest:
     """Check a text completion, which has no images. Raises ``InvalidRequest``."""
-    return checked(raw, CompletionRequest)
+    return _with_rules(checked(raw, CompletionRequest))
 
 
 class TokenizeText(msgspec.Struct, frozen=True):
@@ -301,18 +308,22 @@ class Detokenize(msgspec.Struct, frozen=True):
     tokens: Annotated[list[TokenId], msgspec.Meta(max_length=1 << 20)]
 
 
-def validate_tokenize(raw: Json, sight: Sight = BLIND) -> ChatRequest | TokenizeText:
+def validate_tokenize(
+    raw: Json, image_support: ImageSupport = NO_IMAGES
+) -> ChatRequest | TokenizeText:
     """Check a request for the tokens of ``messages`` or of a ``prompt``.
 
     Raises:
         InvalidRequest: it is neither, or not of the right form.
     """
     if "messages" in raw:
-        return validate_chat({name: raw[name] for name in PROMPT_FIELDS & raw.keys()}, sight)
+        return validate_chat(
+            {name: raw[name] for name in PROMPT_FIELDS & raw.keys()}, image_support
+        )
     return checked(raw, TokenizeText)
 
 
-def validate_detokenize(raw: Json, sight: Sight = BLIND) -> Detokenize:
+def validate_detokenize(raw: Json, image_support: ImageSupport = NO_IMAGES) -> Detokenize:
     """Check a request for the text of tokens. Raises ``InvalidRequest``."""
     return checked(raw, Detokenize)
 
@@ -326,7 +337,8 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     user: str | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Check the rules between fields. Raises ``FieldError``."""
         if isinstance(self.input, list) and len({type(x) for x in self.input}) > 1:
             raise FieldError("input", "an input is a string, token ids, or a list of either")
         inputs = self.inputs
@@ -346,4 +358,36 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def validate_embeddings(raw: Json) -> EmbeddingsRequest:
     """Check a request for embeddings that was parsed already. Raises ``InvalidRequest``."""
-    return checked(raw, EmbeddingsRequest)
+    return _with_rules(checked(raw, EmbeddingsRequest))
+
+
+R = TypeVar("R", ChatRequest, CompletionRequest, EmbeddingsRequest)
+
+
+def _with_rules(request: R) -> R:
+    """Return the request once its rules are checked. Raises ``InvalidRequest``."""
+    try:
+        request.check()
+    except FieldError as error:
+        raise InvalidRequest(f"{error.field}: {error}", error.field) from error
+    return request
+
+
+_read_chat = msgspec.json.Decoder(ChatRequest)
+_read_completion = msgspec.json.Decoder(CompletionRequest)
+_read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
+
+
+def read_chat(body: bytes) -> ChatRequest:
+    """Read a chat that was checked before it was sent. Raises ``InvalidRequest`` as others do."""
+    return decoded(body, _read_chat)
+
+
+def read_completion(body: bytes) -> CompletionRequest:
+    """Read a text completion that was checked before it was sent."""
+    return decoded(body, _read_completion)
+
+
+def read_embeddings(body: bytes) -> EmbeddingsRequest:
+    """Read a request for embeddings that was checked before it was sent."""
+    return decoded(body, _read_embeddings)

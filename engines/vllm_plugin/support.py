@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from engines.about_vllm.environment import is_supported, supported_releases
 from engines.kv_budget import INDEX_ON_VLLM, LATENT_ON_CPU, NOTHING_GROWS_ON_VLLM
+from engines.vllm_environment.environment import is_supported, supported_releases
 from engines.vllm_plugin.blocks.paging import DTYPES
 from engines.vllm_plugin.groups import Groups, StateGroup
 

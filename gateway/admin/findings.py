@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from fastapi import APIRouter
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.routes import answer, for_admin
-from gateway.context import Gateway
+from gateway.context import Gateway, new_router
 from gateway.edge.connections import most_connections, open_files_limit
 from gateway.models import ServedModel
 from kvstore.likeness import WORDS
 
-router = APIRouter()
+router = new_router()
 COMFORTABLE_CONNECTIONS = 512
 
 

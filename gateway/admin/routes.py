@@ -12,18 +12,26 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.requests import InvalidRequest
 from gateway.body import read_json_body
-from gateway.context import Gateway, admin_of, caller_of, gateway_of, json_response, model_asked
+from gateway.context import (
+    Gateway,
+    admin_of,
+    caller_of,
+    gateway_of,
+    json_response,
+    model_asked,
+    new_router,
+    takes,
+)
 from gateway.edge.key_list import KeyListFixed
 from gateway.errors import Failure, RequestRefused
 from gateway.keys import BadKeyLine, KeyFacts, Limits, generate_key, key_facts
 
-router = APIRouter()
+router = new_router()
 log = logging.getLogger("thermocline.admin")
 T = TypeVar("T")
 USUAL_LINES = 200
@@ -66,7 +74,7 @@ async def list_keys(request: Request) -> Response:
     return answer({"object": "list", "data": [_shown(x, where) for x, where in facts]})
 
 
-@router.post("/admin/keys")
+@router.post("/admin/keys", openapi_extra=takes(NewKey))
 async def make_key(request: Request) -> Response:
     """Make an API key; this answer is the only one that shows it."""
     gateway = for_admin(request)

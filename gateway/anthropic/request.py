@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
-from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, SHOWN_BELOW, Sight
+from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, SHOWN_BELOW, ImageSupport
 from engines.openai.requests import Json, ModelName, StopList, TokenLimit
 
 Sureness = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -130,8 +130,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 class Conversation:
     """The messages of a chat, and a word for each thing that was left out of them."""
 
-    def __init__(self, sight: Sight) -> None:
-        self.sight = sight
+    def __init__(self, image_support: ImageSupport) -> None:
+        self.image_support = image_support
         self.messages: list[Json] = []
         self.left_out: list[str] = []
 
@@ -141,17 +141,19 @@ class Conversation:
         self.messages.append({"role": role, "content": content, **kept})
 
 
-def chat_messages(request: CountRequest, strip_attribution: bool, sight: Sight) -> Conversation:
+def chat_messages(
+    request: CountRequest, strip_attribution: bool, image_support: ImageSupport
+) -> Conversation:
     """Write system text and messages as a chat's.
 
     Args:
         strip_attribution: leave out blocks of the top-level system text that hold ``ATTRIBUTION``.
-        sight: the images that are taken.
+        image_support: the images that are taken.
 
     Raises:
         InvalidRequest: a block lacks something, or holds what no engine here can see.
     """
-    chat = Conversation(sight)
+    chat = Conversation(image_support)
     system = _system_text(chat, request.system, strip_attribution)
     if system:
         chat.add("system", system)
@@ -368,7 +370,7 @@ def _image(chat: Conversation, block: Json, where: str) -> Json:
             url = f"data:{media};base64,{data}"
         case _:
             raise InvalidRequest(f"{place}.type: use base64 or url", f"{place}.type")
-    return chat.sight.part(url, where, "image")
+    return chat.image_support.part(url, where, "image")
 
 
 def _call_id(block: Json, where: str) -> str:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.foreign_request import Dialect
-from engines.openai.messages import BLIND, Sight
+from engines.openai.messages import NO_IMAGES, ImageSupport
 from engines.openai.requests import Json, checked, validate_chat
 from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.anthropic.translation import MessageFormat, prompt_fields, translated
 from gateway.body import ParsedBody, body_for_engine
 from gateway.config import GatewayConfig
-from gateway.context import Gateway, caller_of, gateway_of, json_response
+from gateway.context import Gateway, caller_of, gateway_of, json_response, new_router, takes
 from gateway.errors import ANTHROPIC_PATH, Failure
-from gateway.front import request_id_of
 from gateway.identity.outline import Compared, change_between
 from gateway.keys import Tenant
+from gateway.middleware import request_id_of
 from gateway.models import ServedModel
 from gateway.relay.answer_format import AnswerFormat
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.turns import Operation, Translate, accept, served_name
 
-router = APIRouter()
+router = new_router()
 
 # Of any date: what they once made possible is always so here.
 KNOWN_BETAS = (
@@ -54,14 +53,18 @@ def operation(request_id: str) -> Operation:
 
 
 async def _recall(request_id: str, gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
-    strip, sight = gateway.config.strip_attribution, body.model.sight
-    return partial(translated, strip_attribution=strip, sight=sight, request_id=request_id)
+    strip, image_support = gateway.config.strip_attribution, body.model.image_support
+    return partial(
+        translated, strip_attribution=strip, image_support=image_support, request_id=request_id
+    )
 
 
 def _check_early(request_id: str, model: ServedModel, asked: Json) -> None:
-    sight = model.last_sight
-    made = translated(asked, strip_attribution=False, sight=sight, request_id=request_id)
-    validate_chat(made.raw, sight)
+    image_support = model.last_image_support
+    made = translated(
+        asked, strip_attribution=False, image_support=image_support, request_id=request_id
+    )
+    validate_chat(made.raw, image_support)
 
 
 def _compared(model: ServedModel, tenant: Tenant, answer: AnswerFormat, now: Compared) -> None:
@@ -79,16 +82,13 @@ def num_unknown(betas: str) -> int:
     return sum(not name.startswith(KNOWN_BETAS) for name in names)
 
 
+@router.post(ANTHROPIC_PATH, openapi_extra=takes(MessagesRequest))
 async def messages(request: Request) -> Response:
     """Answer with a message, or the events of one."""
     unknown = num_unknown(request.headers.get("anthropic-beta", ""))
     gateway = gateway_of(request)
     gateway.metrics.left_out(["beta"] * unknown)
     return await accept(request, operation(request_id_of(request.scope)))
-
-
-# A plain route: FastAPI's own resolve dependencies, which are not used here, for every request.
-router.add_route(ANTHROPIC_PATH, messages, methods=["POST"])
 
 
 def diagnosis(earlier: Compared | None, now: Compared) -> Json | None:
@@ -107,19 +107,20 @@ def diagnosis(earlier: Compared | None, now: Compared) -> Json | None:
     return {"cache_miss_reason": reason}
 
 
-def chat_of(asked: Json, strip_attribution: bool, sight: Sight = BLIND) -> Json:
+def chat_of(asked: Json, strip_attribution: bool, image_support: ImageSupport = NO_IMAGES) -> Json:
     """Translate a body into the chat whose tokens an engine is asked for.
 
     Raises:
         InvalidRequest: it is no request for a message.
     """
     request = checked(asked, CountRequest)
-    fields, _ = prompt_fields(request, strip_attribution, sight)
+    fields, _ = prompt_fields(request, strip_attribution, image_support)
     chat = {"model": request.model, **fields}
-    validate_chat(chat, sight)
+    validate_chat(chat, image_support)
     return chat
 
 
+@router.post(f"{ANTHROPIC_PATH}/count_tokens", openapi_extra=takes(CountRequest))
 async def count_tokens(request: Request) -> Response:
     """Answer with the number of tokens; nothing is computed or kept."""
     model, question = await _question(request)  # what was parsed is gone while the engine works
@@ -137,13 +138,10 @@ async def _question(request: Request) -> tuple[ServedModel, bytes]:
 
 
 def _check_count_early(config: GatewayConfig, model: ServedModel, asked: Json) -> None:
-    chat_of(asked, config.strip_attribution, model.last_sight)
+    chat_of(asked, config.strip_attribution, model.last_image_support)
 
 
 def _for_engine(model: ServedModel, config: GatewayConfig, asked: Json) -> bytes:
-    chat = chat_of(asked, config.strip_attribution, model.sight)
+    chat = chat_of(asked, config.strip_attribution, model.image_support)
     chat["model"] = served_name(model, config, chat["model"])
     return count_question(model.served.template, config.keep_reasoning, chat)
-
-
-router.add_route(f"{ANTHROPIC_PATH}/count_tokens", count_tokens, methods=["POST"])

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from engines.base import EngineUnavailable
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import BLIND, Sight
+from engines.openai.messages import NO_IMAGES, ImageSupport
 from engines.openai.requests import NO_LIMIT, Json, checked
 from gateway.anthropic.events import PING, MessageEvents
 from gateway.anthropic.message import Asked, Ttl, whole_message
@@ -56,7 +56,10 @@ class MessageFormat:
 
 
 def translated(
-    raw: Json, strip_attribution: bool, sight: Sight = BLIND, request_id: str | None = None
+    raw: Json,
+    strip_attribution: bool,
+    image_support: ImageSupport = NO_IMAGES,
+    request_id: str | None = None,
 ) -> Translated:
     """Translate the body of /v1/messages; ``request_id`` goes into errors.
 
@@ -64,7 +67,7 @@ def translated(
         InvalidRequest: it cannot be served as it stands; the message names the field.
     """
     request = checked(raw, MessagesRequest)
-    chat, left_out = prompt_fields(request, strip_attribution, sight)
+    chat, left_out = prompt_fields(request, strip_attribution, image_support)
     chat |= {name: raw[name] for name in _SAME if raw.get(name) is not None}
     # One token, which is not shown to the client: vLLM does not take none.
     chat["max_tokens"] = request.max_tokens or 1
@@ -78,10 +81,10 @@ def translated(
 
 
 def prompt_fields(
-    request: CountRequest, strip_attribution: bool, sight: Sight
+    request: CountRequest, strip_attribution: bool, image_support: ImageSupport
 ) -> tuple[Json, list[str]]:
     """Return all fields of a chat that make its prompt, and words for the parts left out."""
-    chat = chat_messages(request, strip_attribution, sight)
+    chat = chat_messages(request, strip_attribution, image_support)
     tools, num_left_out = chat_tools(request)
     fields: Json = {"messages": chat.messages, **_thinking(request)}
     if tools:

@@ -14,10 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
+
+from gateway.context import new_router
 
 FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"
@@ -31,7 +32,7 @@ _KINDS: Final = {
     ".svg": "image/svg+xml",
     ".LICENSE": "text/plain; charset=utf-8",
 }
-router = APIRouter()
+router = new_router()
 POLICY: Final = "; ".join(
     (
         "default-src 'self'",

@@ -10,16 +10,15 @@ import asyncio
 import zlib
 from functools import partial
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import caller_of, gateway_of, limit_of, model_asked, sees_all
+from gateway.context import caller_of, gateway_of, limit_of, model_asked, new_router, sees_all
 from gateway.watch.snapshots import MAX_ROWS
 
 USUAL_ROWS = 500
 PACKED_FROM = 16 << 10  # bytes
-router = APIRouter()
+router = new_router()
 
 
 @router.get("/v1/snapshot")

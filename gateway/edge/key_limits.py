@@ -14,9 +14,8 @@ from functools import partial
 
 from starlette.types import Scope
 
-from gateway.config import GatewayConfig
-from gateway.edge.accounts import Account
 from gateway.edge.rates import AGAIN_S, Most, Rates, Taken
+from gateway.edge.route_costs import RouteCost
 from gateway.errors import Failure, RequestRefused
 from gateway.keys import Limits, Tenant
 
@@ -25,23 +24,11 @@ TAKEN = "taken"  # and what ``Rates`` said of it
 Headers = tuple[tuple[str, str], ...]
 
 
-def usual_limits(config: GatewayConfig) -> Limits:
-    """Return what keys may take whose lines say nothing else."""
-    return Limits(
-        config.requests_per_minute,
-        config.tokens_per_minute,
-        config.concurrent_requests,
-        config.sessions_per_tenant,
-        config.tenant_ram_bytes,
-        config.tenant_disk_bytes,
-    )
-
-
 class KeyLimits:
     """The limits of all keys of one app. Runs on the event loop."""
 
     def __init__(self, usual: Limits, rates: Rates | None = None) -> None:
-        """``usual``: see ``usual_limits``."""
+        """``usual``: of keys whose lines say nothing else."""
         self.usual = usual  # may be replaced at any time
         self.rates = rates or Rates()
         self._running: Counter[str] = Counter()  # requests that compute, by key
@@ -55,34 +42,34 @@ class KeyLimits:
         """Say whether the key's requests are to be counted by ``count``."""
         return bool(_most(self.of(tenant)))
 
-    async def count(self, tenant: Tenant, scope: Scope, account: Account) -> None:
+    async def count(self, tenant: Tenant, scope: Scope, cost: RouteCost) -> None:
         """Count a request in the key's minute, before ``enter`` lets it in or refuses it."""
         most = _most(self.of(tenant))
-        if most and account.requests and self._has_place(tenant, account):
-            scope["state"][TAKEN] = await self.rates.take(_name(tenant), most, account)
+        if most and cost.requests and self._has_place(tenant, cost):
+            scope["state"][TAKEN] = await self.rates.take(_name(tenant), most, cost)
 
-    def enter(self, tenant: Tenant, scope: Scope, account: Account) -> None:
+    def enter(self, tenant: Tenant, scope: Scope, cost: RouteCost) -> None:
         """Let a request in; ``leave`` of its share lets the next one in.
 
-        An account that counts nothing leaves no share.
+        A cost that counts nothing leaves no share.
 
         Raises:
             RequestRefused: 429, the key has used up what it may.
         """
-        if not account.requests:
+        if not cost.requests:
             return
         taken: Taken = scope["state"].pop(TAKEN, Taken())
-        if not self._has_place(tenant, account):
+        if not self._has_place(tenant, cost):
             running = self._running[_name(tenant)]
             raise _refusal(f"{running} requests of this key are running already", AGAIN_S, taken)
         if what := taken.refused:
             most = _most(self.of(tenant))[what]
             raise _refusal(f"this key may use {most} {what} a minute", taken.wait_s, taken)
-        scope["state"][KEY_SHARE] = KeyShare(self, tenant, taken, int(account.computes))
+        scope["state"][KEY_SHARE] = KeyShare(self, tenant, taken, int(cost.computes))
 
-    def _has_place(self, tenant: Tenant, account: Account) -> bool:
+    def _has_place(self, tenant: Tenant, cost: RouteCost) -> bool:
         at_once = self.of(tenant).concurrent_requests
-        return not (account.computes and at_once) or self._running[_name(tenant)] < at_once
+        return not (cost.computes and at_once) or self._running[_name(tenant)] < at_once
 
     def run(self, tenant: Tenant, more: int) -> None:
         """Count so many more that compute; fewer, if it is less than nothing."""

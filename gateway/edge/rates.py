@@ -19,7 +19,7 @@ from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.storage.redis.redispy import RedispyBridge
 from limits.aio.strategies import SlidingWindowCounterRateLimiter as Limiter
 
-from gateway.edge.accounts import Account
+from gateway.edge.route_costs import RouteCost
 from kvstore.errors import TierUnavailable
 
 MINUTE_S: Final = 60.0
@@ -142,21 +142,21 @@ class Rates:
         """True while the count should be that of all gateways, and is not."""
         return self.on_redis and not self._is_shared
 
-    async def take(self, key: str, most: Most, account: Account) -> Taken:
+    async def take(self, key: str, most: Most, cost: RouteCost) -> Taken:
         """Count a request of a key, if there is room for it."""
         if under_way := [task for task, of in self._counting.items() if of == key]:
             await asyncio.gather(*under_way, return_exceptions=True)
         name = self._name_of(key)
         windows = await self._ask(lambda limiter: _windows(limiter, name, most))
-        needed = {"requests": account.requests, "tokens": float(account.computes)}
+        needed = {"requests": cost.requests, "tokens": float(cost.computes)}
         for what, window in windows.items():
             if needed[what] and (wait_s := window.wait_s(needed[what])):
                 return Taken(windows, what, wait_s)
         if (requests := windows.get("requests")) is not None:
-            item, cost = _item("requests", most), round(account.requests * requests.parts)
-            if not await self._ask(lambda limiter: limiter.hit(item, name, "requests", cost=cost)):
+            item, parts = _item("requests", most), round(cost.requests * requests.parts)
+            if not await self._ask(lambda limiter: limiter.hit(item, name, "requests", cost=parts)):
                 return Taken(windows, "requests", AGAIN_S)  # another one was quicker
-            windows["requests"] = requests.plus(account.requests)
+            windows["requests"] = requests.plus(cost.requests)
         return Taken(windows)
 
     def use_tokens(self, key: str, most: Most, number: int) -> None:

@@ -6,5 +6,9 @@ The first of these that is there wins: the ``X-Session-ID`` header; the headers 
 (``known_chats``). So a client that sends only messages has sessions too. ``prompt_cache_key`` is no
 identity but a group: chats are found within it.
 
-``outline`` is a request as hashes of its parts, by which a session's requests are compared.
+Prompts that programs ask beside a conversation are told apart by their first words (``tasks``), and
+have rows of their own.
+
+``outline`` is a request as hashes of its parts, made once: chats are found by them, and a session's
+requests compared.
 """

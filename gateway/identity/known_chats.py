@@ -27,11 +27,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
-
+from gateway.identity.outline import HashedRequest
 from gateway.keys import Tenant
 
 DERIVED_PREFIX = "chat-"
@@ -40,11 +39,10 @@ _REWRITTEN = 3  # messages at the end, at most: files, a word on them, and the q
 _BYTES_A_TOKEN = 4  # of most texts at most, so that half of the bytes is half of the tokens
 
 MAX_KNOWN_CHATS = 50_000  # for each tenant
+MAX_TENANTS = 10_000  # a key may have any number of users; those that were quiet for longest go
 # Chats that are distinguished before any of them goes on; a client that asks the same again and
 # again opens no more of them.
 MAX_ALIKE = 8
-
-_canonical = msgspec.json.Encoder(order="sorted")
 
 
 class Link(NamedTuple):
@@ -81,7 +79,10 @@ class KnownChats:
             tokens_of: returns the tokens of a session; 0 if there is none.
             is_answered: says whether a session's latest request was answered.
         """
-        heads = self._heads_of.setdefault(tenant.name, _Heads(self._capacity))
+        heads = self._heads_of.pop(tenant.name, None) or _Heads(self._capacity)
+        self._heads_of[tenant.name] = heads
+        if len(self._heads_of) > MAX_TENANTS:
+            del self._heads_of[next(iter(self._heads_of))]
         seen = _Seen(exists, is_quiet, tokens_of, is_answered)
         session_id = (
             heads.take(chain, seen)
@@ -197,39 +198,25 @@ def _stems(chain: Sequence[Link]) -> Iterator[tuple[bytes, Link]]:
         yield chain[i].digest + length, chain[i]
 
 
-def message_chain(
-    salt: bytes, messages: Sequence[object], group: str | None = None, tools: object = None
-) -> list[Link]:
-    """Hash every message together with all before it, under the tenant's ``salt``.
+def message_chain(request: HashedRequest, group: str | None = None) -> list[Link]:
+    """Chain the hashes of a request's messages, each with all before it.
 
-    Chats of different ``group`` or ``tools``, which stand at a prompt's beginning, have no digest
-    of 16 bytes in common.
+    Chats of different ``group`` or tools, which stand at a prompt's beginning, have no digest in
+    common.
     """
     links = []
-    digest = b"" if group is None else b"group" + group.encode()
-    nbytes, is_own = 0, group is not None
-    if tools:
-        written = _canonical.encode(tools)
-        nbytes = len(written)
-        digest = _hashed(salt, digest + b"tools", written)
-    for message in messages:
-        written = _canonical.encode(_without_nulls(message))
-        digest = _hashed(salt, digest, written)
-        nbytes += len(written)
-        is_own = is_own or not isinstance(message, Mapping) or message.get("role") == "assistant"
-        links.append(Link(digest, nbytes, is_own))
+    digest, nbytes = b"" if group is None else b"group" + group.encode(), 0
+    if request.tools is not None:
+        digest, nbytes = _joined(digest + b"tools", request.tools.digest), request.tools.nbytes
+    for i, message in enumerate(request.messages):
+        digest = _joined(digest, message.digest)
+        nbytes += message.nbytes
+        links.append(Link(digest, nbytes, group is not None or i >= request.first_answer))
     return links
 
 
-def _hashed(salt: bytes, before: bytes, written: bytes) -> bytes:
-    return hashlib.blake2b(before + written, key=salt[:64], digest_size=16).digest()
-
-
-def _without_nulls(message: object) -> object:
-    """Drop null fields: SDKs echo an assistant's message with them, other clients without."""
-    if isinstance(message, dict):
-        return {key: value for key, value in message.items() if value is not None}
-    return message
+def _joined(before: bytes, digest: bytes) -> bytes:
+    return hashlib.blake2b(before + digest, digest_size=16).digest()
 
 
 def _derived(digest: bytes) -> str:

@@ -229,6 +229,21 @@ def by_headers(headers: Mapping[str, str]) -> NamedSession | None:
     return None
 
 
+def named_session(
+    headers: Mapping[str, str], asked: Json, messages: Sequence[object]
+) -> NamedSession | None:
+    """Return the session that a request names, in any of the known ways; None if in none."""
+    if named := by_headers(headers):
+        return named
+    session_id = named_in_body(asked) or by_user_id(asked.get("metadata"), messages)
+    if session_id is None and "messages" not in asked:
+        group = group_of(asked)  # a text has no messages to be found by
+        if group is None:
+            return None
+        return NamedSession(checked_id(group, "prompt_cache_key"))
+    return NamedSession(session_id) if session_id else None
+
+
 def named_by_agent(headers: Mapping[str, str]) -> bool:
     """Say whether an agent named the session in its own way, and a user did not choose the id."""
     if SESSION_ID_HEADER in headers:

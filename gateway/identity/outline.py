@@ -1,22 +1,23 @@
 """A request as hashes of its parts, and its comparison with the one before it in its session.
 
-It helps an operator find the client that changes its own prompt: which part changed, at which
-message, and how many tokens were reused. Bounded in bytes; the longest unused go first.
+Every message is encoded and hashed once, here: what tells chats apart (``known_chats``) is made of
+these hashes. The comparison helps an operator find the client that changes its own prompt: which
+part changed, at which message, and how many tokens were reused. Bounded in bytes; the longest
+unused go first.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from engines.openai.requests import Json
-
 DIGEST_BYTES: Final = 8
 Part: TypeAlias = Literal["model", "system", "tools", "messages"]
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder(order="sorted").encode
 CAPACITY_BYTES = 16 << 20
 _ENTRY_BYTES = 400  # of the objects around an outline's digests, about
 
@@ -46,23 +47,58 @@ class PromptChange(NamedTuple):
     at_message: int  # the first of ``messages`` that differs; 0 where another part changed
 
 
-def outline_of(raw: Json, salt: bytes) -> Outline:
-    """Hash the parts of a chat that engines know."""
-    messages = raw.get("messages") or []
-    parts = [_encode(message) for message in messages]
-    has_system = bool(messages) and messages[0].get("role") in ("system", "developer")
-    tools = _encode(raw.get("tools"))
-    return Outline(
-        model=_digest(_encode(raw.get("model")), salt),
-        system=_digest(parts[0], salt) if has_system else b"",
-        tools=_digest(tools, salt),
-        messages=b"".join([_digest(part, salt) for part in parts[has_system:]]),
-        size=sum(map(len, parts)) + len(tools),
+class HashedPart(NamedTuple):
+    """A message, or all tools."""
+
+    digest: bytes  # 16 bytes, under the tenant's salt
+    nbytes: int  # as JSON
+
+
+class HashedRequest(NamedTuple):
+    """The parts of a request, each hashed for itself."""
+
+    model: bytes
+    tools: HashedPart | None  # None: there are none
+    messages: Sequence[HashedPart]
+    has_system: bool  # the first message is the system's
+    first_answer: int  # the first message that many chats do not begin with; their number if none
+
+    @property
+    def outline(self) -> Outline:
+        """The hashes by which it is compared with the next request of its session."""
+        digests = [part.digest[:DIGEST_BYTES] for part in self.messages]
+        tools = self.tools or HashedPart(b"", 0)
+        return Outline(
+            model=self.model,
+            system=digests[0] if self.has_system else b"",
+            tools=tools.digest[:DIGEST_BYTES],
+            messages=b"".join(digests[self.has_system :]),
+            size=sum(part.nbytes for part in self.messages) + tools.nbytes,
+        )
+
+
+def hashed(model: str, messages: Sequence[object], tools: object, salt: bytes) -> HashedRequest:
+    """Hash a request's parts. Fields that are null count as left out: clients differ in that."""
+    roles = [x.get("role") if isinstance(x, Mapping) else "assistant" for x in messages]
+    return HashedRequest(
+        _hashed(model.encode(), salt).digest[:DIGEST_BYTES],
+        _hashed(_encode(tools), salt) if tools else None,
+        [_hashed(_encode(_without_nulls(message)), salt) for message in messages],
+        roles[0] in ("system", "developer"),
+        roles.index("assistant") if "assistant" in roles else len(roles),
     )
 
 
-def _digest(part: bytes, salt: bytes) -> bytes:
-    return hashlib.blake2b(part, digest_size=DIGEST_BYTES, key=salt[:64]).digest()
+def _hashed(written: bytes, salt: bytes) -> HashedPart:
+    digest = hashlib.blake2b(written, digest_size=16, key=salt[:64]).digest()
+    return HashedPart(digest, len(written))
+
+
+def _without_nulls(message: object) -> object:
+    """Drop null fields: SDKs echo an assistant's message with them, other clients without."""
+    if isinstance(message, dict) and None in message.values():
+        return {key: value for key, value in message.items() if value is not None}
+    return message
 
 
 def change_between(before: Outline, now: Outline) -> PromptChange | None:

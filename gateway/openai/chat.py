@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import EngineUnavailable, SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.foreign_request import Dialect
-from engines.openai.messages import Json, Sight
+from engines.openai.messages import ImageSupport, Json
 from engines.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -26,7 +25,7 @@ from engines.openai.requests import (
 )
 from engines.wire import FillIn
 from gateway.body import ParsedBody
-from gateway.context import Gateway
+from gateway.context import Gateway, new_router, takes
 from gateway.errors import Failure
 from gateway.identity.names import asked_seconds
 from gateway.keys import Tenant
@@ -39,7 +38,7 @@ from gateway.turns import Operation, Translate, Translated, accept, as_it_is
 from gateway.watch.metrics import Usage
 
 _encode = msgspec.json.Encoder().encode
-router = APIRouter()
+router = new_router()
 
 
 class ChatAnswer:
@@ -238,12 +237,12 @@ def _add_text(into: Json, more: Any) -> None:
 
 
 async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
-    return partial(_translate, gateway, body.model.sight)
+    return partial(_translate, gateway, body.model.image_support)
 
 
-def _translate(gateway: Gateway, sight: Sight, asked: Json) -> Translated:
+def _translate(gateway: Gateway, image_support: ImageSupport, asked: Json) -> Translated:
     left_out: list[str] = []
-    raw, calls = for_engine(asked, left_out, sight)
+    raw, calls = for_engine(asked, left_out, image_support)
     retain_s = asked_seconds(asked)
     stores = asked.get("store") is True and gateway.stored.enabled
     if calls == ChatCalls() and not stores:
@@ -271,8 +270,8 @@ async def _keep(
 
 
 def _check_early(model: ServedModel, asked: Json) -> None:
-    sight = model.last_sight
-    validate_chat(for_engine(asked, [], sight)[0], sight)
+    image_support = model.last_image_support
+    validate_chat(for_engine(asked, [], image_support)[0], image_support)
 
 
 CHAT = Operation(
@@ -305,7 +304,7 @@ def _filled_in(marks: FillIn | None, asked: Json) -> Translated:
 
 def _check_text_early(model: ServedModel, asked: Json) -> None:
     asked.pop("suffix", None)  # whether the model takes it, its engine says
-    validate_completion(asked, model.last_sight)
+    validate_completion(asked, model.last_image_support)
 
 
 TEXT = Operation(
@@ -318,14 +317,11 @@ TEXT = Operation(
 )
 
 
+@router.post(CHAT.path, openapi_extra=takes(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     return await accept(request, CHAT)
 
 
+@router.post(TEXT.path, openapi_extra=takes(CompletionRequest))
 async def completions(request: Request) -> Response:
     return await accept(request, TEXT)
-
-
-# Plain routes: FastAPI's own resolve dependencies, which are not used here, for every request.
-router.add_route(CHAT.path, chat_completions, methods=["POST"])
-router.add_route(TEXT.path, completions, methods=["POST"])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, Json, Sight
+from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, ImageSupport, Json
 from gateway.openai.stored_objects import Metadata
 
 _CUSTOM_SCHEMA = {
@@ -152,11 +152,13 @@ class ChatCalls(NamedTuple):
     customs: frozenset[str] = frozenset()
 
 
-def for_engine(asked: Json, skipped: list[str], sight: Sight) -> tuple[Json, ChatCalls]:
+def for_engine(
+    asked: Json, skipped: list[str], image_support: ImageSupport
+) -> tuple[Json, ChatCalls]:
     """Make a body for engines; what is left out is added to ``skipped``.
 
     Args:
-        sight: the images that are taken.
+        image_support: the images that are taken.
 
     Raises:
         InvalidRequest: the tools or their choice cannot be read.
@@ -177,18 +179,18 @@ def for_engine(asked: Json, skipped: list[str], sight: Sight) -> tuple[Json, Cha
         if offered.tools:
             raw["tools"], raw["tool_choice"] = offered.tools, offered.choice or "auto"
     if isinstance(raw.get("messages"), list):
-        raw["messages"] = with_results(_messages(raw["messages"], legacy), sight, skipped)
+        raw["messages"] = with_results(_messages(raw["messages"], legacy), image_support, skipped)
     return raw, ChatCalls(legacy, customs)
 
 
-def with_results(messages: list[Any], sight: Sight, skipped: list[str]) -> list[Any]:
+def with_results(messages: list[Any], image_support: ImageSupport, skipped: list[str]) -> list[Any]:
     """Put a sentence in the place of each image and file in tools' results that is not taken.
 
     Args:
         skipped: gets a word for each.
     """
     return [
-        {**message, "content": [_of_result(x, sight, skipped) for x in message["content"]]}
+        {**message, "content": [_of_result(x, image_support, skipped) for x in message["content"]]}
         if isinstance(message, dict)
         and message.get("role") in _RESULTS
         and isinstance(message.get("content"), list)
@@ -197,11 +199,11 @@ def with_results(messages: list[Any], sight: Sight, skipped: list[str]) -> list[
     ]
 
 
-def _of_result(part: Any, sight: Sight, skipped: list[str]) -> Any:
+def _of_result(part: Any, image_support: ImageSupport, skipped: list[str]) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "image_url":
         image = part.get("image_url")
-        if sight.takes(image.get("url") if isinstance(image, dict) else None):
+        if image_support.takes(image.get("url") if isinstance(image, dict) else None):
             return part
         skipped.append("result_image")
         return {"type": "text", "text": IMAGE_LEFT_OUT}

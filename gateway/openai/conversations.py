@@ -10,24 +10,23 @@ from functools import partial
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import BLIND, Json
+from engines.openai.messages import NO_IMAGES, Json
 from engines.openai.requests import checked
 from gateway.body import parsed
-from gateway.context import caller_of, gateway_of, json_response
+from gateway.context import caller_of, gateway_of, json_response, new_router, takes
 from gateway.openai.responses.history import full_items, rows_of
 from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import new_id
-from gateway.openai.stored_objects import Metadata, StoredKind, shown_list
+from gateway.openai.stored_objects import Metadata, MetadataChange, StoredKind, shown_list
 from gateway.stored.forms import Entry, Item, stored_form
 from gateway.stored.objects import MAX_ITEMS, ObjectList, Objects, Outgrown
 from gateway.stored.table import Steps
 
-router = APIRouter()
+router = new_router()
 _ALL = "/v1/conversations"
 _ONE = _ALL + "/{conversation_id}"
 _ITEM = _ONE + "/items/{item_id}"
@@ -48,7 +47,7 @@ class AddedItems(msgspec.Struct, frozen=True):
     items: NewItems
 
 
-@router.post(_ALL)
+@router.post(_ALL, openapi_extra=takes(NewConversation))
 async def create_conversation(request: Request) -> Response:
     """Make a conversation, with items perhaps."""
     tenant, stored = caller_of(request).name, gateway_of(request).stored
@@ -67,7 +66,7 @@ async def show_conversation(request: Request) -> Response:
     return await CONVERSATION.show(request)
 
 
-@router.post(_ONE)
+@router.post(_ONE, openapi_extra=takes(MetadataChange))
 async def update_conversation(request: Request) -> Response:
     """Replace a conversation's metadata."""
     return await CONVERSATION.label(request)
@@ -79,7 +78,7 @@ async def delete_conversation(request: Request) -> Response:
     return await CONVERSATION.delete(request)
 
 
-@router.post(_ONE + "/items")
+@router.post(_ONE + "/items", openapi_extra=takes(AddedItems))
 async def add_items(request: Request) -> Response:
     """Add items after the others; answers with those that were added."""
     caller_of(request)
@@ -128,9 +127,9 @@ async def _read(
     """Read metadata and items; only as many large bodies are parsed at once as have room."""
     gateway = gateway_of(request)
     caller_of(request)
-    seeing = [x.sight for x in gateway.models if x.engine.ready]
-    sight = next((x for x in seeing if x.sees), BLIND)
-    writer = MessageWriter(sight)
+    seeing = [x.image_support for x in gateway.models if x.engine.ready]
+    image_support = next((x for x in seeing if x.sees), NO_IMAGES)
+    writer = MessageWriter(image_support)
     async with parsed(gateway, request, empty=b"{}") as body:
         return await body.beside(partial(_checked, body.json, form, writer))
 

@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import HasReplicas
 from engines.openai.errors import context_too_long
-from engines.openai.messages import Sight, with_known_parts
+from engines.openai.messages import ImageSupport, with_known_parts
 from engines.openai.requests import (
     DETOKENIZE_PATH,
     EMBEDDINGS_PATH,
@@ -25,6 +24,7 @@ from engines.openai.requests import (
     TOKENIZE_PATH,
     ChatRequest,
     Detokenize,
+    EmbeddingsRequest,
     Json,
     TokenizeText,
     validate_detokenize,
@@ -33,8 +33,16 @@ from engines.openai.requests import (
 )
 from gateway.body import body_for_engine
 from gateway.config import ANY_MODEL, GatewayConfig
-from gateway.context import Gateway, caller_of, gateway_of, json_response, sees_all
-from gateway.edge.accounts import body_share_of
+from gateway.context import (
+    Gateway,
+    caller_of,
+    gateway_of,
+    json_response,
+    new_router,
+    sees_all,
+    takes,
+)
+from gateway.edge.bodies import body_share_of
 from gateway.edge.key_limits import key_share_of
 from gateway.models import ServedModel
 from gateway.openai.chat_fields import with_results
@@ -42,7 +50,7 @@ from gateway.relay.chat_chunks import parse_usage
 from gateway.relay.question import answer_to
 from gateway.turns import served_name
 
-router = APIRouter()
+router = new_router()
 _OPERATION = "embeddings"  # OpenTelemetry's name
 _EMBEDDINGS_TAKE = ("input", "encoding_format", "dimensions")
 # Fields that reach an engine; a client's own chat template would be code that we run.
@@ -101,6 +109,7 @@ def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool)
     }
 
 
+@router.post(EMBEDDINGS_PATH, openapi_extra=takes(EmbeddingsRequest))
 async def embeddings(request: Request) -> Response:
     """Embed texts, or token ids, with the served model."""
     model, answer = await _answer(request)
@@ -138,24 +147,25 @@ def _embeddings_for_engine(model: ServedModel, config: GatewayConfig, raw: Json)
     return msgspec.json.encode({**question, "model": name})
 
 
-router.add_route(EMBEDDINGS_PATH, embeddings, methods=["POST"])
-
-
+@router.post(TOKENIZE_PATH)
 async def tokenize(request: Request) -> Response:
     return await _ask(request, TOKENIZE_PATH, _validate_tokenize)
 
 
-def _validate_tokenize(raw: Json, sight: Sight) -> ChatRequest | TokenizeText:
+def _validate_tokenize(raw: Json, image_support: ImageSupport) -> ChatRequest | TokenizeText:
     if isinstance(raw.get("messages"), list):
-        raw["messages"] = with_results(raw["messages"], sight, [])
-    return validate_tokenize(raw, sight)
+        raw["messages"] = with_results(raw["messages"], image_support, [])
+    return validate_tokenize(raw, image_support)
 
 
+@router.post(DETOKENIZE_PATH, openapi_extra=takes(Detokenize))
 async def detokenize(request: Request) -> Response:
     return await _ask(request, DETOKENIZE_PATH, validate_detokenize)
 
 
-async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], Any]) -> Response:
+async def _ask(
+    request: Request, path: str, validate: Callable[[Json, ImageSupport], Any]
+) -> Response:
     # The parsed body is gone while the engine works.
     model, question = await _question(request, validate)
     answer = await answer_to(request, model, path, question)
@@ -163,7 +173,7 @@ async def _ask(request: Request, path: str, validate: Callable[[Json, Sight], An
 
 
 async def _question(
-    request: Request, validate: Callable[[Json, Sight], Any]
+    request: Request, validate: Callable[[Json, ImageSupport], Any]
 ) -> tuple[ServedModel, bytes]:
     caller_of(request)
     config = gateway_of(request).config
@@ -173,16 +183,21 @@ async def _question(
         return body.model, made
 
 
-def _check_early(validate: Callable[[Json, Sight], Any], model: ServedModel, raw: Json) -> None:
+def _check_early(
+    validate: Callable[[Json, ImageSupport], Any], model: ServedModel, raw: Json
+) -> None:
     raw.setdefault("model", model.label)
-    validate(raw, model.last_sight)
+    validate(raw, model.last_image_support)
 
 
 def _for_engine(
-    model: ServedModel, config: GatewayConfig, validate: Callable[[Json, Sight], Any], raw: Json
+    model: ServedModel,
+    config: GatewayConfig,
+    validate: Callable[[Json, ImageSupport], Any],
+    raw: Json,
 ) -> bytes:
     raw.setdefault("model", model.served.model)  # optional, as in vLLM
-    asked = validate(raw, model.sight)
+    asked = validate(raw, model.image_support)
     if isinstance(asked, Detokenize) and len(asked.tokens) > (
         MAX_CONTEXTS * model.served.max_context
     ):
@@ -191,7 +206,3 @@ def _for_engine(
     if isinstance(asked, ChatRequest):
         question["messages"] = with_known_parts(raw["messages"], asked.messages)
     return msgspec.json.encode({**question, "model": served_name(model, config, asked.model)})
-
-
-router.add_route(TOKENIZE_PATH, tokenize, methods=["POST"])
-router.add_route(DETOKENIZE_PATH, detokenize, methods=["POST"])

@@ -6,22 +6,21 @@ import re
 from collections.abc import Sequence
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
-from gateway.context import caller_of, gateway_of
-from gateway.edge.accounts import body_share_of
-from gateway.openai.stored_objects import StoredKind, query_of, shown_list
+from gateway.context import caller_of, gateway_of, new_router, takes
+from gateway.edge.bodies import body_share_of
+from gateway.openai.stored_objects import MetadataChange, StoredKind, query_of, shown_list
 from gateway.stored.forms import Entry, Item, Label, label_of, stored_form
 from gateway.stored.objects import ObjectList, Objects
 from gateway.stored.stored import Stored
 from gateway.stored.table import Steps
 
-router = APIRouter()
+router = new_router()
 _ALL = "/v1/chat/completions"
 _ONE = _ALL + "/{completion_id}"
 MAX_LABELS = 16  # as many as a metadata has
@@ -77,7 +76,7 @@ async def show_completion(request: Request) -> Response:
     return await COMPLETION.show(request)
 
 
-@router.post(_ONE)
+@router.post(_ONE, openapi_extra=takes(MetadataChange))
 async def update_completion(request: Request) -> Response:
     """Replace a stored completion's metadata."""
     return await COMPLETION.label(request)

@@ -19,7 +19,7 @@ from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.body import parsed
 from gateway.context import caller_of, gateway_of, json_response, limit_of
-from gateway.edge.accounts import body_share_of
+from gateway.edge.bodies import body_share_of
 from gateway.stored.forms import Form, Kind, stored_form
 from gateway.stored.head import Object
 from gateway.stored.objects import ObjectList, Objects, Query

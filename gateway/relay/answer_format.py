@@ -92,7 +92,7 @@ class TakesPromptUsage(Protocol):
     """An ``AnswerFormat`` whose first event says how long the prompt is."""
 
     def prompt_taken(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Hear it from the head of the engine's answer, before any event is made."""
+        """Take it from the head of the engine's answer, before any event is made."""
 
 
 class PassThrough:

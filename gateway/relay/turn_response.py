@@ -22,22 +22,26 @@ from engines.http import (
 )
 from engines.openai.foreign_request import renamed
 from gateway.context import Gateway
-from gateway.edge.accounts import body_share_of
+from gateway.edge.bodies import body_share_of
 from gateway.edge.key_limits import key_share_of
 from gateway.errors import FORESEEN, Failure, failure_of
-from gateway.front import body_send_of
 from gateway.identity.names import id_to_header
 from gateway.identity.outline import Compared
+from gateway.middleware import body_send_of
 from gateway.models import ServedModel
 from gateway.relay.answer_format import AnswerFormat, NotStored, StoreAnswer, TakesPromptUsage
 from gateway.relay.chat_chunks import parse_usage
 from gateway.relay.passthrough import (
+    EVENT_STREAM,
+    STREAM_HEADERS,
     StreamOut,
+    body_part,
     engine_failure,
     is_event_stream,
     passed_on,
     relay_events,
     send_end,
+    send_head,
     send_response,
     send_whole,
 )
@@ -260,6 +264,56 @@ class TurnResponse(Response):
         if self._asked.left_out:
             headers.append((LEFT_OUT_HEADER.encode(), ", ".join(self._asked.left_out).encode()))
         return headers
+
+
+class AwaitingModel(Response):
+    """Shows life in comments until a turn can begin, so that clients do not give up.
+
+    What fails before the first comment is an error answer; after it, an event.
+    """
+
+    def __init__(
+        self,
+        preparing: asyncio.Task[TurnResponse],
+        progress: Callable[[], str],
+        failed: Callable[[Failure], bytes],
+        every_s: float,
+    ) -> None:
+        """
+        Args:
+            preparing: makes the turn, once its model is loaded.
+            progress: says in a sentence how far that is.
+            failed: makes the event that ends a stream, of the request's dialect.
+            every_s: seconds between two comments.
+        """
+        super().__init__()
+        self._preparing = preparing
+        self._progress = progress
+        self._failed = failed
+        self._every_s = every_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_body, begun = body_send_of(scope, send), False
+        try:
+            while True:
+                await asyncio.wait((self._preparing,), timeout=self._every_s)
+                if self._preparing.done():
+                    break
+                if not begun:
+                    kind = (b"content-type", EVENT_STREAM.encode())
+                    await send_head(send, 200, [kind, *STREAM_HEADERS])
+                    begun = True
+                await send_body(body_part(f": {self._progress()}\n\n".encode()))
+            turn = self._preparing.result()
+        except FORESEEN as error:
+            if not begun:
+                raise
+            await send_end(send_body, self._failed(failure_of(error)))
+            return
+        finally:
+            self._preparing.cancel()
+        turn.head_sent = begun
+        await turn(scope, receive, send)
 
 
 def _word(failure: Failure) -> str:

@@ -1,11 +1,11 @@
 """Deletions of sessions, as gateways on one Redis learn of them.
 
-A deletion is a tombstone with the server's time, and a message on a channel. A gateway that hears
-it removes what began before it: from its table at once, and from its engine as soon as that is
-there. One that may have missed messages looks for the tombstones of all its sessions; and before a
-session is shown, written or begun that this gateway has not had, its tombstone is looked at. So a
-save that was on its way comes back for nobody, and a session that begins under the same name later
-is a new one.
+A deletion is a tombstone with the server's time, and a message on a channel. A gateway that
+receives it removes what began before it: from its table at once, and from its engine as soon as
+that is there. One that may have missed messages looks for the tombstones of all its sessions; and
+before a session is shown, written or begun that this gateway has not had, its tombstone is looked
+at. So a save that was on its way is not served again, and a session that begins under the same name
+later is a new one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def opened_tombstone(names: TenantNames, id: str, raw: object) -> Tombstone | No
 
 
 class SharedDeletions:
-    """Says and hears deletions. Runs on the event loop."""
+    """Publishes deletions, and receives those of other servers. Runs on the event loop."""
 
     def __init__(
         self,
@@ -98,14 +98,14 @@ class SharedDeletions:
         self._clock = clock
         self._sender = secrets.token_hex(8)
         self._unsaid: deque[tuple[Deleted, float]] = deque(maxlen=MAX_OWED)  # with our own time
-        self._heard = asyncio.Event()  # messages arrive now, and all that came before is known
+        self._subscribed = asyncio.Event()  # messages arrive now, and all that came before is known
         self._owed: dict[OwnSession, None] = {}  # still to be removed
         self._removing: asyncio.Task[None] | None = None
 
     @property
-    def is_heard(self) -> bool:
+    def is_subscribed(self) -> bool:
         """True while this gateway learns of all deletions."""
-        return self._heard.is_set()
+        return self._subscribed.is_set()
 
     # ---- ours
 
@@ -141,7 +141,7 @@ class SharedDeletions:
     # ---- others'
 
     async def run(self) -> None:
-        """Hear of deletions until cancelled."""
+        """Receive deletions until cancelled."""
         while True:
             try:
                 async with self._redis.subscribed(self._names.channel) as messages:
@@ -150,15 +150,15 @@ class SharedDeletions:
                         await self._say(*self._unsaid[0])
                         self._unsaid.popleft()
                     await self._look_at_all()
-                    self._heard.set()
+                    self._subscribed.set()
                     async for raw in messages:
                         await self._redis.look_at_clock()  # it may have jumped
                         self.receive(raw)
             except TierUnavailable as error:
-                if self._heard.is_set():
-                    log.warning("deletions at other servers are not heard of: %s", error)
+                if self._subscribed.is_set():
+                    log.warning("deletions at other servers are not received: %s", error)
             finally:
-                self._heard.clear()
+                self._subscribed.clear()
             await asyncio.sleep(1.0)
 
     def receive(self, raw: bytes) -> None:
@@ -224,7 +224,7 @@ class SharedDeletions:
         """See ``scheduler.follower.Deleted``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LOOK_S):
-                await self._heard.wait()
+                await self._subscribed.wait()
         by_tenant: dict[str, dict[str, SessionReport]] = {}
         for report in reports:
             by_tenant.setdefault(report.tenant, {})[report.id] = report

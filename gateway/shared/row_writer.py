@@ -63,7 +63,7 @@ class RowWriter:
     def note(self, key: OwnSession) -> None:
         """Have the row of a session written, or removed if it is gone, in the next round."""
         session = self._models[key.model].sessions.table.row(key.tenant, key.id)
-        if session is None:
+        if session is None or session.is_task:  # a task is no conversation, to be found elsewhere
             return
         self._changed.pop(key, None)
         if len(self._changed) >= MAX_CHANGED:

@@ -58,7 +58,7 @@ class SharedSessions:
             model.sessions.check_deleted(partial(self.deletions.among, number))
 
     async def run(self) -> None:
-        """Write rows and hear of deletions until cancelled."""
+        """Write rows and receive deletions until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.deletions.run(), name="deletions")

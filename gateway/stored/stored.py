@@ -131,7 +131,7 @@ class Stored:
         cancelled, the step that runs is the last one.
 
         Args:
-            hold: hears how many bytes the next step will hold; an error it raises ends the work.
+            hold: called with the bytes that the next step will hold; what it raises ends the work.
 
         Raises:
             StoreFailed: the table cannot be read or written now.

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib.metadata import version
 
 import msgspec
@@ -32,7 +31,7 @@ from gateway.watch.shape import (
     Snapshot,
 )
 from gateway.watch.snapshots import Snapshots
-from gateway.watch.tally import HOUR_S, STEP_S, PrefillSpeed, Tally
+from gateway.watch.tally import HOUR_S, STEP_S, PrefillSpeed, Tallies
 from scheduler.session import Observer, Step
 from scheduler.sessions import SessionManager
 
@@ -86,7 +85,7 @@ class Live(Observer):
         )
         self._num_moves = 0
         self._speed = PrefillSpeed()
-        self._tallies: defaultdict[str | None, Tally] = defaultdict(partial(Tally, wall))
+        self._tallies = Tallies(wall)
         self.report: EngineReport | None = None  # the latest
         self._verdicts = Verdicts(wall)
         self._reported_at = float("-inf")

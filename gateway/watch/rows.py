@@ -220,7 +220,7 @@ class Rows:
             title=title or UNSET,
             client=now.client if now else last.client if last else None,
             parent=session.parent,
-            kind="child" if session.is_child else "main",
+            kind=session.kind,
             state=session.shown_state,
             tier=session.tier,
             tokens=num_tokens,

@@ -80,7 +80,7 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     title: str | UnsetType = UNSET  # the user's first words, where the settings ask for them
     client: str | None  # of its latest turn
     parent: str | None
-    kind: Literal["main", "child"]
+    kind: Literal["main", "child", "task"]
     state: str  # active, idle, saving, hibernating, cold or waking
     tier: TierName | None  # the fastest that holds a cold copy
     tokens: int  # while it is served: those of the prompt and of the answer so far

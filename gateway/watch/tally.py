@@ -13,6 +13,7 @@ LEAST_RATE_S = 1.0  # a shorter time depends more on one step of the engine than
 STEP_S = 10  # of the last hour
 HOUR_S = 3600
 DAY_S = 86_400
+MAX_TENANTS = 1000  # whose sums are kept: a key may have any number of users
 _INSTANT_S = 1e-3
 
 
@@ -180,3 +181,17 @@ class Tally:
         day = int(self._wall() // DAY_S)
         if day != self._day:
             self._day, self._saved_tokens, self._saved_s, self._turns = day, 0, None, 0
+
+
+class Tallies(dict[str | None, Tally]):
+    """The sums of each tenant; those of None are everybody's. Of too many the first seen go."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        super().__init__({None: Tally(wall)})
+        self._wall = wall
+
+    def __missing__(self, tenant: str | None) -> Tally:
+        if len(self) > MAX_TENANTS:
+            del self[next(x for x in self if x is not None)]
+        made = self[tenant] = Tally(self._wall)
+        return made

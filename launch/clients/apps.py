@@ -18,7 +18,8 @@ def open_webui(server: Server, home: Path) -> Connection:
         "OPENAI_API_BASE_URL": f"{server.url}/v1",
         "OPENAI_API_KEY": server.key,
         "DEFAULT_MODELS": server.model,
-        # Sends X-OpenWebUI-Chat-Id, by which this server knows the session of a chat.
+        # Sends X-OpenWebUI-Chat-Id, by which this server knows the session of a chat, and
+        # X-OpenWebUI-User-Id, which gateway.trust_user_header may name.
         "ENABLE_FORWARD_USER_INFO_HEADERS": "true",
     }
     notes = ["Open WebUI reads these at its first start; later its admin settings count."]

@@ -19,7 +19,7 @@ from importlib.metadata import Distribution, FileHash, PackageNotFoundError, Pac
 from pathlib import Path
 from typing import Final
 
-from engines.about_vllm.environment import ROOMS, VllmEnvironment, inspect_environment
+from engines.vllm_environment.environment import ROOMS, VllmEnvironment, inspect_environment
 from kvstore.config import StoreConfig
 from launch.errors import LaunchError
 

@@ -64,23 +64,18 @@ def _resolved(effective: EffectiveSettings, rooms: Rooms, budgets: Budgets) -> R
         "engine.hot_bytes": budgets.hot if rooms.given_hot is None else None,
         "store.ram_bytes": budgets.ram if rooms.given_ram is None else None,
         "store.disk_bytes": budgets.disk if rooms.given_disk is None else None,
-        **_lists(effective),
+        "store.index_bytes": _index_bytes(effective),
     }
     why = f"capacity: {wish.sessions} sessions of {wish.context} tokens"
     layer = {name: Value(value, why) for name, value in chosen.items() if value is not None}
     return laid_over(effective.resolved, layer)
 
 
-def _lists(effective: EffectiveSettings) -> dict[str, int]:
-    """Room in the lists of sessions, where their defaults have too little."""
+def _index_bytes(effective: EffectiveSettings) -> int | None:
+    """Room in the list of sessions, where its default has too little; None = it has enough."""
     settings, wish = effective.settings, effective.settings.capacity
-    rooms = {}
     listed = index_bytes(effective, wish.sessions, wish.context)
-    if listed > settings.store.index_bytes:
-        rooms["store.index_bytes"] = listed
-    if wish.sessions > settings.scheduler.max_sessions:
-        rooms["scheduler.max_sessions"] = wish.sessions
-    return rooms
+    return listed if listed > settings.store.index_bytes else None
 
 
 def _words(effective: EffectiveSettings, needs: Needs, budgets: Budgets) -> list[str]:
@@ -105,9 +100,9 @@ def _words(effective: EffectiveSettings, needs: Needs, budgets: Budgets) -> list
             f"the model was not measured yet: counted with {planned.codec}, which most models get;"
             f" until then, or if it is refused, {_share(budgets.num_at_first, num)} come back"
         )
-    limit = settings.gateway.sessions_per_tenant
+    limit = settings.gateway.usual_limits.sessions
     if 0 < limit < num:
-        lines.append(f"gateway.sessions_per_tenant = {limit} allows one tenant fewer than {num}")
+        lines.append(f"gateway.key_limits has sessions={limit}: one tenant has fewer than {num}")
     return lines
 
 

@@ -19,6 +19,7 @@ from engines.pool.loading import Loading, OnDemand
 from engines.pool.replica_pool import MOVES_AT, MOVES_AT_ALONE, ReplicaPool
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
+from gateway.identity.tasks import is_task_row
 from gateway.keys import BadKeyLine, Tenants
 from gateway.models import ServedModel
 from gateway.watch.metrics import Metrics
@@ -112,6 +113,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
                 salt_of=tenants.salt_of,
                 observer=metrics,
                 memory=machine_memory,
+                is_task=is_task_row,
                 headroom=headroom,
             )
             if entry.load == "on-demand":
@@ -207,14 +209,12 @@ def _built_engine(
 
 
 def _limits_of(built: BuiltEngine, config: SchedulerConfig) -> SchedulerConfig:
-    """Let as many turns run as the engine has places, and multiply its limits by its replicas."""
+    """Let as many turns run as the engine and its replicas have places."""
     own = built.effective
     is_ours = own.engine_kind in ("mlx", "vllm")
     places = own.settings.engine.max_batch if is_ours else PLACES_ELSEWHERE
-    config = msgspec.structs.replace(config, max_running=config.max_running or places)
-    each = ("max_running", "max_hibernations", "max_prefetches")
-    more = {name: getattr(config, name) * built.num_replicas for name in each}
-    return msgspec.structs.replace(config, **more)
+    num = (config.max_running or places) * built.num_replicas
+    return msgspec.structs.replace(config, max_running=num)
 
 
 def _replica(

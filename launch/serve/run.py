@@ -23,7 +23,6 @@ from engines.base import Engine
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
-from gateway.edge.key_limits import usual_limits
 from gateway.keys import BadKeyLine
 from gateway.server import DrainingServer, server_of
 from gateway.watch.telemetry import configure_logging, keep_lines
@@ -49,8 +48,7 @@ QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
 OF_GATEWAY = (
     *("api_keys", "api_keys_file", "admin_keys", "admin_keys_file", "model_aliases"),
-    *("requests_per_minute", "tokens_per_minute", "concurrent_requests", "sessions_per_tenant"),
-    *("tenant_ram_bytes", "tenant_disk_bytes"),
+    "key_limits",
 )
 _OF_ENTRY = ("aliases", "unload_after_s")
 _TAKEN = {f"gateway.{x}" for x in OF_GATEWAY} | {f"scheduler.{x}" for x in OF_SCHEDULER}
@@ -231,7 +229,7 @@ class Reload:
             log.error("the settings stay as they were: %s", error)
             return
         gateway.config = _with(gateway.config, settings.gateway)
-        gateway.limits.usual = usual_limits(settings.gateway)
+        gateway.limits.usual = settings.gateway.usual_limits
         for model in gateway.models:
             model.sessions.reconfigure(settings.scheduler)
         self._take_entries(settings)

@@ -90,9 +90,8 @@ def stored_objects(
     limits = StoredLimits(config.stored_bytes, config.stored_days * _DAY_S)
     if store.redis_url:
         return Stored(partial(_in_redis, store, limits, key_of))
-    folder = Path(config.stored_path).expanduser() if config.stored_path else data_dir / "stored"
-    mark = data_dir / MARK
-    return Stored(partial(in_sqlite, folder / FILE, limits, key_of, mark, not store.encrypt))
+    path, mark = data_dir / "stored" / FILE, data_dir / MARK
+    return Stored(partial(in_sqlite, path, limits, key_of, mark, not store.encrypt))
 
 
 def in_sqlite(

@@ -80,7 +80,8 @@ def check_entries(entries: Sequence[EngineEntry], given: Sequence[Mapping[str, A
 class CapacityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of capacity: how many sessions are to be kept, and how long each may grow."""
 
-    sessions: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0  # 0 = no wish
+    # 0 = no wish
+    sessions: Annotated[int, msgspec.Meta(ge=0, le=SchedulerConfig.max_sessions)] = 0
     context: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0  # tokens of each
     on_demand: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # such models that are loaded at once
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.about_vllm.environment import SUPPORTED
+from engines.vllm_environment.environment import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from benchmarks.stacks.product_stack import MIB, Stack
-from engines.about_vllm.environment import inspect_environment
+from engines.vllm_environment.environment import inspect_environment
 from launch.machine.installation import find_python
 
 SETTINGS = {

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.stacks.attached_vllm import Elsewhere, started
 from benchmarks.stacks.product_stack import MIB, Stack, prose
-from engines.about_vllm.environment import inspect_environment
+from engines.vllm_environment.environment import inspect_environment
 from launch.machine.installation import find_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engines.about_vllm.environment import inspect_environment
 from engines.calibration.corpus import held_out_texts
+from engines.vllm_environment.environment import inspect_environment
 from kvstore.codecs.profile import load_profile
 from launch.machine.installation import find_python
 from tests.integration.tiny_models import write_model

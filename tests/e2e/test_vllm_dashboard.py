@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stacks.product_stack import MIB, Stack, prose
-from engines.about_vllm.environment import inspect_environment
+from engines.vllm_environment.environment import inspect_environment
 from launch.machine.installation import find_python
 from tests.integration.dashboard.browser import Browser, chromium
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engines.about_vllm.environment import inspect_environment
+from engines.vllm_environment.environment import inspect_environment
 from launch.machine.installation import find_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -19,7 +19,7 @@ from scheduler.sessions import MemoryScarce, SessionManager
 from tests.waiting import eventually
 
 PLENTY, USED_UP = 5000, 299
-MARKS = SchedulerConfig(memory_low_bytes=1000, memory_stop_bytes=600, memory_end_bytes=300)
+MARKS = SchedulerConfig(memory_low_bytes=1000)
 
 
 @pytest.fixture

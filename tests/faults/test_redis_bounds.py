@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from benchmarks.stacks.constants import configured
 from kvstore.config import StoreConfig
 from kvstore.tiers.base import TierStats
 from kvstore.tiers.redis_server.bounds import ServerBounds
@@ -42,7 +43,7 @@ def test_every_blob_has_a_time_to_live(server: RedisServer) -> None:
 def test_the_shorter_of_both_times_to_live_holds(
     server: RedisServer, tmp_path: Path, settings: dict[str, float], ttl_s: float
 ) -> None:
-    config = StoreConfig(ram_bytes=0, disk_bytes=0, redis_url=server.url, **settings)
+    config = configured(StoreConfig, ram_bytes=0, disk_bytes=0, redis_url=server.url, **settings)
     (tier,) = open_tiers(config, tmp_path)
     assert tier.put_many([(b"c", b"blob")]) == 1
     tier.close()

@@ -13,15 +13,15 @@ from typing import Final
 
 import msgspec
 
-from engines.about_vllm.environment import import_path
-from engines.about_vllm.model_files import (
+from engines.config import SPARE_PLACE, EngineConfig, VllmConfig, WorkerConfig
+from engines.vllm_environment.environment import import_path
+from engines.vllm_environment.model_files import (
     model_folder,
     needs_tool_template,
     parsers_for,
     read_model_files,
     with_tools,
 )
-from engines.config import SPARE_PLACE, EngineConfig, VllmConfig, WorkerConfig
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.vllm_plugin.process.server import FOLDER_VARIABLE

@@ -22,7 +22,7 @@ from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.body import ParsedBody
 from gateway.context import Gateway
-from gateway.edge.accounts import check_weight
+from gateway.edge.bodies import check_weight
 from gateway.keys import Tenant
 from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id

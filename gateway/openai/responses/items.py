@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, SHOWN_BELOW, Json, Sight
+from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, SHOWN_BELOW, ImageSupport, Json
 from gateway.openai.chat_fields import custom_arguments
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
@@ -59,8 +59,8 @@ def kind_of(item: Json) -> str:
 class MessageWriter:
     """Writes messages, item by item. ``skipped`` has words for all that no chat can hold."""
 
-    def __init__(self, sight: Sight) -> None:
-        self._sight = sight
+    def __init__(self, image_support: ImageSupport) -> None:
+        self._sight = image_support
         self._shown: list[Json] = []  # images that tools gave, until the last of their outputs
         self.skipped: list[str] = []
         self._messages: list[Json] = []

@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from functools import partial
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.foreign_request import Dialect
-from engines.openai.messages import Sight
+from engines.openai.messages import ImageSupport
 from engines.openai.requests import Json, checked
 from gateway.body import ParsedBody, body_for_engine, read_json_body
-from gateway.context import Gateway, caller_of, gateway_of, json_response
-from gateway.edge.accounts import body_share_of
+from gateway.context import Gateway, caller_of, gateway_of, json_response, new_router, takes
+from gateway.edge.bodies import body_share_of
 from gateway.errors import Failure
 from gateway.identity.names import asked_seconds
 from gateway.keys import Tenant
@@ -46,7 +45,7 @@ from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.turns import Operation, Translate, Translated, accept
 
-router = APIRouter()
+router = new_router()
 _ONE = "/v1/responses/{response_id}"
 _REPLAYED = 4  # times that a response is in its events: begun, in progress, in pieces, whole
 RESPONSES = StoredKind("response", "Response with id", "response")
@@ -60,18 +59,18 @@ _WRITTEN = {
 
 async def _recall(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
     fields, context = await recalled(gateway, tenant, body)
-    return partial(_translate, gateway, body.model.sight, fields, context)
+    return partial(_translate, gateway, body.model.image_support, fields, context)
 
 
 def _translate(
     gateway: Gateway,
-    sight: Sight,
+    image_support: ImageSupport,
     fields: ResponseFields,
     context: Context,
     asked: Json,
 ) -> Translated:
     stores = fields.stores and gateway.stored.enabled
-    made = translation(fields, asked, context, sight, stores)
+    made = translation(fields, asked, context, image_support, stores)
     keep = None
     if stores or fields.conversation_id:
         # Written here: parsed, it would take many times as much while the engine computes.
@@ -108,11 +107,9 @@ DIALECT = Dialect(ResponseFields.__struct_fields__, renames=RENAMED)
 RESPONSE = Operation(validate, _recall, _check_early, _failed, dialect=DIALECT)
 
 
+@router.post("/v1/responses", openapi_extra=takes(ResponseFields))
 async def create_response(request: Request) -> Response:
     return await accept(request, RESPONSE)
-
-
-router.add_route("/v1/responses", create_response, methods=["POST"])
 
 
 @router.get(_ONE)
@@ -204,7 +201,7 @@ def _part_events(index: int, item: Json) -> Iterator[Json]:
         yield {"type": "response.content_part.done", **where, "part": part}
 
 
-@router.post("/v1/responses/input_tokens")
+@router.post("/v1/responses/input_tokens", openapi_extra=takes(ResponseFields))
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a request's whole input; nothing is answered or stored."""
     model, question = await _question(request)  # what was parsed is gone while the engine works
@@ -234,13 +231,13 @@ async def _question(request: Request) -> tuple[ServedModel, bytes]:
             body.json["model"] = body.model.served.model
         fields = await body.beside(lambda: checked(body.json, ResponseFields))
         context = await context_of(gateway.stored, tenant, fields, body)
-        asked = partial(translation, fields, body.json, context, body.model.sight)
+        asked = partial(translation, fields, body.json, context, body.model.image_support)
         keeps = gateway.config.keep_reasoning
         made = await body.beside(lambda: _for_engine(body.model, keeps, asked().chat))
         return body.model, made
 
 
 def _for_engine(model: ServedModel, keeps_reasoning: bool, chat: Json) -> bytes:
-    validate(chat, model.sight)
+    validate(chat, model.image_support)
     chat["model"] = model.served.model
     return count_question(model.served.template, keeps_reasoning, chat)

@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import Json, Sight
+from engines.openai.messages import ImageSupport, Json
 from engines.openai.requests import ChatRequest, validate_chat
 from gateway.errors import Failure
 from gateway.openai.chat_fields import offer
@@ -194,20 +194,24 @@ class Translation(NamedTuple):
 
 
 def translation(
-    fields: ResponseFields, asked: Json, context: Context, sight: Sight, stores: bool = False
+    fields: ResponseFields,
+    asked: Json,
+    context: Context,
+    image_support: ImageSupport,
+    stores: bool = False,
 ) -> Translation:
     """Translate a request.
 
     Args:
         asked: the body, for fields that a chat has, too.
         context: the items of the turns before, and the request's own.
-        sight: which images are taken.
+        image_support: which images are taken.
         stores: the response will be stored.
 
     Raises:
         InvalidRequest: it cannot be served; names the client's field.
     """
-    writer = MessageWriter(sight)
+    writer = MessageWriter(image_support)
     writer.add_all(context.past.items, "conversation")
     check_nesting(context.own, "input")
     writer.add_all(context.own, "input")
@@ -227,10 +231,10 @@ def translation(
     return Translation(chat, answer, offered.skipped + writer.skipped)
 
 
-def validate(chat: Json, sight: Sight) -> ChatRequest:
+def validate(chat: Json, image_support: ImageSupport) -> ChatRequest:
     """Check the chat. Raises ``InvalidRequest``, which names the client's fields."""
     try:
-        return validate_chat(chat, sight)
+        return validate_chat(chat, image_support)
     except InvalidRequest as error:
         param = renamed(error.param)
         message = error.message

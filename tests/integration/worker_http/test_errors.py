@@ -73,10 +73,9 @@ async def test_its_own_line_is_left_when_the_patience_that_it_was_given_is_over(
         assert stage.owner.streams[0].cancelled.is_set()  # its place in the line is free
 
 
-@pytest.mark.parametrize("depth", [450, 5000])
-async def test_schema_nested_deeply(toy: Open, depth: int) -> None:
+async def test_schema_nested_deeply(toy: Open) -> None:
     schema = "{}"
-    for _ in range(depth):
+    for _ in range(5000):
         schema = f'{{"anyOf":[{schema}]}}'
     wanted = f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
     messages = json.dumps(HELLO)

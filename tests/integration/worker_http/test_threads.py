@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engines.mlx_worker import http
-from engines.openai.requests import ChatRequest, parse_chat
+from engines.openai.requests import ChatRequest, read_chat
 from tests.integration.worker_http.stage import HELLO, Open, post
 
 pytestmark = pytest.mark.mlx
@@ -26,9 +26,9 @@ async def test_large_bodies_are_parsed_beside_the_loop(
 
     def parse(body: bytes) -> ChatRequest:
         threads.append(threading.get_ident())
-        return parse_chat(body)
+        return read_chat(body)
 
-    monkeypatch.setattr(http, "parse_chat", parse)
+    monkeypatch.setattr(http, "read_chat", parse)
     body = {"model": "toy", "messages": HELLO, "max_tokens": 1}
     if elsewhere:
         body["messages"] = [{"role": "user", "content": "x" * num_bytes}]

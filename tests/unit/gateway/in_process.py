@@ -11,13 +11,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from benchmarks.stacks.constants import configured
 from engines.base import SAVE_S, Demoted, EngineUnavailable, SessionRef, TierName, Upstream
 from engines.wire import CodecReport, EngineReport, Notice, SessionReport, Welcome
 from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.context import Gateway
 from gateway.edge.key_list import lines_of
-from gateway.keys import Tenants
+from gateway.keys import Limits, Tenants
 from gateway.models import ServedModel
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
@@ -103,6 +104,9 @@ class RecordingEngine:
     async def start(self) -> None:
         pass
 
+    def restart(self, why: str) -> None:
+        raise AssertionError(why)
+
     async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         self.welcome = None
 
@@ -162,7 +166,10 @@ class Reply:
 
 
 class App:
-    """The app around a ``RecordingEngine``; keyword arguments are the gateway's settings."""
+    """The app around a ``RecordingEngine``.
+
+    Keyword arguments are the gateway's settings and constants, and the usual limits of keys.
+    """
 
     def __init__(
         self,
@@ -174,7 +181,9 @@ class App:
         self.engine = engine or RecordingEngine()
         self.address: tuple[str, int | None] = ("127.0.0.1", 8080)  # where requests come in
         self.memory: int | None = None  # free bytes of the machine
-        config = GatewayConfig(**settings)
+        if limits := [f"{x}={settings.pop(x)}" for x in Limits._fields if x in settings]:
+            settings["key_limits"] = " ".join(limits)
+        config = configured(GatewayConfig, **settings)
         tenants = Tenants(b"a secret of the tests", *lines_of(config))
         metrics = Metrics()
         self.sessions = SessionManager(

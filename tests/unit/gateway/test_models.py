@@ -14,8 +14,8 @@ from starlette.types import Message
 from engines.base import Engine, ReplicaState
 from engines.pool.loading import Loading, OnDemand
 from gateway.app import create_app
-from gateway.edge.accounts import ACCOUNTS
 from gateway.edge.key_limits import key_share_of
+from gateway.edge.route_costs import ROUTE_COSTS
 from gateway.keys import generate_key
 from gateway.models import ServedModel
 from scheduler.config import SchedulerConfig
@@ -117,7 +117,7 @@ async def test_who_is_cancelled_in_the_moment_of_loading_holds_no_model(num_step
     app = TwoModels()
     tenant = app.gateway.tenants.authenticate(None)
     scope = {"type": "http", "method": "POST", "headers": [], "state": {"caller": tenant}}
-    app.gateway.limits.enter(tenant, scope, ACCOUNTS["messages"])
+    app.gateway.limits.enter(tenant, scope, ROUTE_COSTS["messages"])
     share = key_share_of(scope)
     assert share is not None
 

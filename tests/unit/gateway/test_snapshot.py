@@ -13,7 +13,7 @@ from engines.base import SessionRef
 from engines.wire import KVSize
 from gateway.context import caller_of, sees_all
 from gateway.dashboard.snapshot import show_snapshot
-from gateway.edge.accounts import BODY_SHARE, BodyShare
+from gateway.edge.bodies import BODY_SHARE, BodyShare
 from gateway.keys import generate_key
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 

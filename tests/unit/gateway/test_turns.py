@@ -12,7 +12,7 @@ from starlette.types import Message
 from engines.base import EngineUnavailable
 from engines.http import CACHE_HEADER
 from engines.wire import TemplateRules
-from gateway.edge.accounts import LARGE_BODY_BYTES
+from gateway.edge.bodies import LARGE_BODY_BYTES
 from gateway.errors import Failure
 from gateway.keys import generate_key
 from gateway.relay.turn_response import TurnResponse

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.stacks.constants import configured
 from engines.base import (
     CacheOutcome,
     CodecReport,
@@ -199,7 +200,7 @@ def ref():
 @pytest.fixture
 def manager_with(engine, clock, log):
     def make(**settings) -> SessionManager:
-        config = SchedulerConfig(**settings)
+        config = configured(SchedulerConfig, **settings)
         return SessionManager(engine, config, salt_of=salt_of, clock=clock, observer=log)
 
     return make

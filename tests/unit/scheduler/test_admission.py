@@ -295,3 +295,34 @@ async def test_one_tenant_cannot_fill_the_line():
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_tasks_wait_behind_all_turns_and_never_take_the_spare_place():
+    line, order = AdmissionQueue(1, 10, 5.0), []
+
+    async def turn(tenant: str, *, is_task: bool = False) -> None:
+        async with line.slot(tenant, is_task=is_task):
+            order.append(f"{tenant} task" if is_task else tenant)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group, line.slot("a"):
+        group.create_task(turn("b", is_task=True))
+        await settle()
+        assert not order
+        for _ in range(2):
+            group.create_task(turn("a"))
+        await settle()
+        group.create_task(turn("c"))  # the spare place is its
+        await settle()
+        assert order == ["c"]
+    assert order == ["c", "a", "a", "b task"]
+    assert (line.num_running, line.num_waiting) == (0, 0)
+
+
+async def test_a_task_that_gives_up_leaves_its_line():
+    line = AdmissionQueue(1, 10, 0.01)
+    async with line.slot("a"):
+        with pytest.raises(Overloaded, match="no place was free"):
+            async with line.slot("b", is_task=True):
+                pass
+        assert line.num_waiting == 0

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from benchmarks.stacks.constants import configured
 from engines.base import Demoted, SessionRef
 from scheduler.admission import LOOK_EVERY_S, RETRY_S, Headroom, MemoryScarce
 from scheduler.config import SchedulerConfig
@@ -34,13 +35,18 @@ def machine() -> Machine:
 
 @pytest.fixture
 def headroom(machine: Machine, clock: Clock, log: Log) -> Headroom:
-    return Headroom(machine, SchedulerConfig(**MARKS), clock=clock, observer=log)
+    return Headroom(machine, configured(SchedulerConfig, **MARKS), clock=clock, observer=log)
 
 
 @pytest.fixture
 def manager(engine: RowsEngine, machine: Machine, clock: Clock, log: Log) -> SessionManager:
     return SessionManager(
-        engine, SchedulerConfig(**MARKS), salt_of=salt_of, clock=clock, observer=log, memory=machine
+        engine,
+        configured(SchedulerConfig, **MARKS),
+        salt_of=salt_of,
+        clock=clock,
+        observer=log,
+        memory=machine,
     )
 
 
@@ -80,23 +86,9 @@ def test_unwatched_memory_is_not_read(machine, clock, log):
     assert (headroom.available_bytes, headroom.missing_bytes(), machine.num_looks) == (None, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("marks", "words"),
-    [
-        (
-            {"memory_stop_bytes": 1},
-            r"memory_stop_bytes \(1\) must be below.*memory_low_bytes \(0\)",
-        ),
-        ({"memory_end_bytes": 9}, r"memory_end_bytes \(9\) must be below.*memory_low_bytes"),
-        (
-            {"memory_low_bytes": 9, "memory_stop_bytes": 5, "memory_end_bytes": 5},
-            r"memory_end_bytes \(5\) must be below.*memory_stop_bytes \(5\)",
-        ),
-    ],
-)
-def test_marks_that_contradict_each_other(marks, words):
-    with pytest.raises(ValueError, match=words):
-        SchedulerConfig(**marks)
+def test_the_lower_marks_follow_from_the_first():
+    config = SchedulerConfig(memory_low_bytes=12 << 30)
+    assert (config.memory_stop_bytes, config.memory_end_bytes) == (9 << 30, 6 << 30)
 
 
 async def test_scarce_memory_refuses_turns_and_prefetches(manager, machine, clock, ref, talk, log):
@@ -117,7 +109,7 @@ async def test_scarce_memory_refuses_turns_and_prefetches(manager, machine, cloc
 
 
 async def test_who_waits_in_line_is_refused_as_well(engine, machine, clock, log, ref):
-    config = SchedulerConfig(**MARKS, max_running=1)
+    config = configured(SchedulerConfig, **MARKS, max_running=1)
     manager = SessionManager(
         engine, config, salt_of=salt_of, clock=clock, observer=log, memory=machine
     )
@@ -172,7 +164,12 @@ async def test_a_session_that_cannot_leave_is_not_asked_every_second(
     engine = RamOnly()
     engine.held["alice", "a"] = Held(hot=False)
     manager = SessionManager(
-        engine, SchedulerConfig(**MARKS), salt_of=salt_of, clock=clock, observer=log, memory=machine
+        engine,
+        configured(SchedulerConfig, **MARKS),
+        salt_of=salt_of,
+        clock=clock,
+        observer=log,
+        memory=machine,
     )
     await manager.follower.ask()
     set_memory(machine, clock, 700)
@@ -201,7 +198,7 @@ class Naps:
 
 
 async def test_the_engine_is_ended_before_the_machine_hangs(machine, clock, log):
-    config = SchedulerConfig(**{name: mib << 20 for name, mib in MARKS.items()})
+    config = configured(SchedulerConfig, **{name: mib << 20 for name, mib in MARKS.items()})
     naps = Naps(machine, [x << 20 for x in (5000, 299, 300, 299, 250, 200, 100, 5000)])
     headroom = Headroom(machine, config, clock=clock, observer=log, sleep=naps)
     ended: list[str] = []
@@ -213,7 +210,7 @@ async def test_the_engine_is_ended_before_the_machine_hangs(machine, clock, log)
 
 
 async def test_models_that_share_the_machine_free_the_missing_bytes_once(machine, clock, log, ref):
-    headroom = Headroom(machine, SchedulerConfig(**MARKS), clock=clock, observer=log)
+    headroom = Headroom(machine, configured(SchedulerConfig, **MARKS), clock=clock, observer=log)
     set_memory(machine, clock, 900)
     assert headroom.missing_bytes() == 100
     headroom.count_leaving(lambda: 60)  # one model's sessions on their way
@@ -221,8 +218,8 @@ async def test_models_that_share_the_machine_free_the_missing_bytes_once(machine
     assert headroom.missing_bytes() == 10
     engines = [RowsEngine(), RowsEngine()]
     managers = [
-        SessionManager(x, SchedulerConfig(**MARKS), salt_of=salt_of, headroom=headroom)
+        SessionManager(x, configured(SchedulerConfig, **MARKS), salt_of=salt_of, headroom=headroom)
         for x in engines
     ]
     assert not any(x._guards for x in managers)  # the server guards them, all at once
-    assert SessionManager(engines[0], SchedulerConfig(**MARKS), salt_of=salt_of)._guards
+    assert SessionManager(engines[0], configured(SchedulerConfig, **MARKS), salt_of=salt_of)._guards

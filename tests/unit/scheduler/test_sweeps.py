@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 
+from benchmarks.stacks.constants import configured
 from engines.base import SessionRef
 from scheduler.admission import LOOK_EVERY_S, Headroom
 from scheduler.config import SchedulerConfig
@@ -93,19 +94,21 @@ def test_bytes_over_goes_from_high_water_down_to_low_water(hot, over):
     assert bytes_over(hot, 1000, 0.85, 0.65) == over
 
 
-def test_children_go_first_and_who_is_to_be_kept_goes_late():
+def test_tasks_go_first_then_children_and_who_is_to_be_kept_goes_late():
     rows = [
         idle("parent", last_used=0.0, num_children=1),
         idle("kept", last_used=0.0, retain_until=500.0),
         idle("main", last_used=50.0),
         idle("child", last_used=99.0, is_child=True),
+        idle("task", last_used=99.0, is_child=True, is_task=True),
         idle("was kept", last_used=10.0, retain_until=99.0),
     ]
-    assert names(victims(rows, 500, 100.0, 60.0)) == ["child", "was kept", "main", "kept", "parent"]
+    order = ["task", "child", "was kept", "main", "kept", "parent"]
+    assert names(victims(rows, 600, 100.0, 60.0)) == order
     rows.sort(key=lambda x: x.last_used)
     assert names(long_idle(rows, 100.0, 30.0)) == ["was kept", "main"]
     everything = names(leaving_memory(rows, 10**9, 100.0))
-    assert everything[0] == "child"
+    assert everything[:2] == ["task", "child"]
     assert everything[-2:] == ["kept", "parent"]
 
 
@@ -204,16 +207,12 @@ async def test_without_hibernation_no_session_sleeps(manager, engine, clock, ref
     assert engine.demoted == []
 
 
-def test_low_water_must_be_below_high_water():
-    with pytest.raises(ValueError, match=r"scheduler\.low_water"):
-        SchedulerConfig(low_water=0.9, high_water=0.8)
-
-
 async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep(
     engine, clock, log, ref, talk
 ):
     available = 5000
-    config = SchedulerConfig(idle_after_s=60.0, max_hibernations=1, memory_low_bytes=1000)
+    marks = {"memory_low_bytes": 1000, "memory_stop_bytes": 0, "memory_end_bytes": 0}
+    config = configured(SchedulerConfig, idle_after_s=60.0, max_hibernations=1, **marks)
     manager = SessionManager(
         engine, config, salt_of=salt_of, clock=clock, observer=log, memory=lambda: available
     )
@@ -239,7 +238,8 @@ async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep
 
 async def test_an_urgent_job_overtakes_sessions_that_wait_to_sleep(engine, clock, log, ref, talk):
     available = 5000
-    config = SchedulerConfig(idle_after_s=60.0, max_hibernations=1, memory_low_bytes=1000)
+    marks = {"memory_low_bytes": 1000, "memory_stop_bytes": 0, "memory_end_bytes": 0}
+    config = configured(SchedulerConfig, idle_after_s=60.0, max_hibernations=1, **marks)
     manager = SessionManager(
         engine, config, salt_of=salt_of, clock=clock, observer=log, memory=lambda: available
     )

@@ -53,9 +53,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend
 
-from engines.about_vllm.environment import SUPPORTED, supported_releases
-from engines.about_vllm.model_files import REASONING_PARSERS, TOOL_CALL_PARSERS
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
+from engines.vllm_environment.environment import SUPPORTED, supported_releases
+from engines.vllm_environment.model_files import REASONING_PARSERS, TOOL_CALL_PARSERS
 from engines.vllm_plugin.connector import BlockAcks, StepPlan, ThermoclineConnector
 from engines.vllm_plugin.grammar.backend import BoundedGrammar, TwoCompilers
 from engines.vllm_plugin.process.command import command

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engines.about_vllm.environment import inspect_environment
 from engines.client.child_engine import FakeServer, VllmServer
 from engines.client.engine_client import AttachedEngine
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.fake_worker.fake_sessions import FakeSessions
 from engines.host.control_server import ControlServer
 from engines.http import with_session
+from engines.vllm_environment.environment import inspect_environment
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
 from engines.vllm_plugin.process.command import (
     command,
@@ -265,7 +265,7 @@ def test_missing_parts_of_an_environment_are_named(tmp_path, found, words):
 
 def test_a_plug_in_of_another_release_is_not_taken(tmp_path, monkeypatch):
     """An installed gateway adds no path: vLLM's environment has a plug-in of its own."""
-    monkeypatch.setattr("engines.about_vllm.environment.import_path", lambda: "")
+    monkeypatch.setattr("engines.vllm_environment.environment.import_path", lambda: "")
     assert inspect_environment(interpreter(tmp_path)).problem == ""
     problem = inspect_environment(interpreter(tmp_path, plugin_version="0.0.1")).problem
     assert f"release 0.0.1, the gateway is {version('thermocline')}" in problem

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from engines.openai.requests import (
     ChatRequest,
     InvalidRequest,
-    parse_chat,
-    parse_completion,
+    parse_json,
+    read_chat,
+    read_completion,
     validate_chat,
     validate_completion,
 )
@@ -162,15 +163,26 @@ def test_refuses_completions(fields: dict[str, Any]) -> None:
 )
 def test_refuses_bodies_that_are_no_objects(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        parse_chat(body)
+        read_chat(body)
+    with pytest.raises(InvalidRequest):
+        validate_chat(parse_json(body))
 
 
 def test_error_has_all_four_keys() -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        parse_completion(b"{}")
+        read_completion(b"{}")
     body = refusal.value.body()
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["type"] == "invalid_request_error"
+
+
+def test_what_was_checked_is_read_as_it_was_and_not_checked_again() -> None:
+    asked = chat(tools=[{"function": {"name": "f", "parameters": {"type": "object"}}}], seed=7)
+    assert read_chat(json.dumps(asked).encode()) == validate_chat(asked)
+    wrong = chat(tool_choice="required")
+    with pytest.raises(InvalidRequest, match="tool_choice needs tools"):
+        validate_chat(wrong)
+    assert read_chat(json.dumps(wrong).encode()).tools is None  # the gateway has refused it
 
 
 _text = st.text("a0é ", max_size=5)

@@ -15,8 +15,8 @@ import msgspec
 import psutil
 import pytest
 
-from engines.about_vllm.environment import import_path
 from engines.config import EngineConfig, WorkerConfig
+from engines.vllm_environment.environment import import_path
 from kvstore.config import StoreConfig
 from tests.waiting import until
 

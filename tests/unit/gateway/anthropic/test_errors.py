@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.stacks.constants import configured
 from engines.base import EngineUnavailable, Upstream
 from engines.openai.errors import context_too_long
 from gateway.keys import generate_key
@@ -208,7 +209,7 @@ async def test_a_failure_before_the_head_is_a_status() -> None:
 
 
 async def test_a_full_waiting_line() -> None:
-    app = App(SlowEngine(STREAM), SchedulerConfig(max_running=1, max_waiting=0))
+    app = App(SlowEngine(STREAM), configured(SchedulerConfig, max_running=1, max_waiting=0))
     first = asyncio.create_task(app.post("/v1/messages", {**BODY, "stream": True}))
     await asyncio.sleep(0.05)
     second = await app.post("/v1/messages", BODY)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
-from gateway.edge.content_encodings import STEP_BYTES, encoding_of, unpacked
+from gateway.edge.bodies import STEP_BYTES, encoding_of, unpacked
 from gateway.errors import RequestRefused
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.openai.errors import InvalidRequest
-from gateway.edge.half_characters import REPLACED_HEADER, parse_whole
+from gateway.edge.bodies import REPLACED_HEADER, parse_whole
 from tests.unit.gateway.in_process import MODEL, App
 from tests.unit.gateway.test_images import PATHS, after_a_tool, heard, text_of
 

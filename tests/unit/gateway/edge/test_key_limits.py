@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.edge.accounts import ACCOUNTS, Account
 from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
+from gateway.edge.route_costs import ROUTE_COSTS, RouteCost
 from gateway.errors import RequestRefused
 from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
 from gateway.models import Models, ServedModel
@@ -19,23 +19,23 @@ from tests.waiting import eventually
 
 ALICE = Tenant("alice", b"salt", "a1")
 OTHER_KEY = Tenant("alice", b"salt", "a2")
-TURN, READ = ACCOUNTS["chat_completions"], ACCOUNTS["show_response"]
+TURN, READ = ROUTE_COSTS["chat_completions"], ROUTE_COSTS["show_response"]
 
 
-async def enter(limits: KeyLimits, tenant: Tenant = ALICE, account: Account = TURN) -> KeyShare:
+async def enter(limits: KeyLimits, tenant: Tenant = ALICE, cost: RouteCost = TURN) -> KeyShare:
     scope: dict[str, Any] = {"state": {}}
-    await limits.count(tenant, scope, account)
-    limits.enter(tenant, scope, account)
+    await limits.count(tenant, scope, cost)
+    limits.enter(tenant, scope, cost)
     share = key_share_of(scope)
     assert share is not None
     return share
 
 
 async def refusal(
-    limits: KeyLimits, tenant: Tenant = ALICE, account: Account = TURN
+    limits: KeyLimits, tenant: Tenant = ALICE, cost: RouteCost = TURN
 ) -> RequestRefused:
     with pytest.raises(RequestRefused) as caught:
-        await enter(limits, tenant, account)
+        await enter(limits, tenant, cost)
     assert (caught.value.failure.status, caught.value.failure.code) == (429, "rate_limit_exceeded")
     return caught.value
 
@@ -58,7 +58,7 @@ async def test_tokens_are_counted_after_the_answer():
     share.used_tokens(0)
     await asyncio.sleep(0.01)
     assert (await refusal(limits)).failure.retry_after_s > 0
-    await enter(limits, account=READ)  # what costs the engine nothing goes on
+    await enter(limits, cost=READ)  # what costs the engine nothing goes on
 
 
 async def test_requests_at_once():
@@ -86,8 +86,8 @@ async def test_reads_cost_a_part_of_a_request_and_need_no_place():
     limits = KeyLimits(Limits(requests_per_minute=2, concurrent_requests=1))
     turn = await enter(limits)
     for _ in range(10):
-        (await enter(limits, account=READ)).leave()
-    await refusal(limits, account=READ)
+        (await enter(limits, cost=READ)).leave()
+    await refusal(limits, cost=READ)
     await refusal(limits)  # the reads that left gave back no place of the turn
     turn.leave()
 
@@ -95,8 +95,8 @@ async def test_reads_cost_a_part_of_a_request_and_need_no_place():
 async def test_a_path_that_is_open_to_all_is_charged_to_no_key():
     scope: dict[str, Any] = {"state": {}}
     limits = KeyLimits(Limits(requests_per_minute=1))
-    await limits.count(ALICE, scope, ACCOUNTS["livez"])
-    limits.enter(ALICE, scope, ACCOUNTS["livez"])
+    await limits.count(ALICE, scope, ROUTE_COSTS["livez"])
+    limits.enter(ALICE, scope, ROUTE_COSTS["livez"])
     assert key_share_of(scope) is None
     await enter(limits)
 
@@ -231,7 +231,7 @@ async def test_sessions_that_come_together():
             return b"{}"
 
     engine = RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}"))
-    app = App(engine, SchedulerConfig(max_running=1), sessions_per_tenant=1)
+    app = App(engine, SchedulerConfig(max_running=1), sessions=1)
     names = ["a", "b", "c", "a", "d"]
     asked = [asyncio.create_task(app.chat(f"{i}", session_id=x)) for i, x in enumerate(names)]
     await eventually(lambda: not (sum(x.done() for x in asked) < 3 or not app.sessions.num_waiting))
@@ -241,7 +241,7 @@ async def test_sessions_that_come_together():
 
 
 async def test_a_session_that_came_to_nothing_leaves_its_place():
-    app = App(sessions_per_tenant=1)
+    app = App(sessions=1)
     app.sessions.stop_admitting()
     assert (await app.chat(session_id="b")).status == 503
     assert (await app.chat(session_id="c")).status == 503  # not 429
@@ -249,7 +249,7 @@ async def test_a_session_that_came_to_nothing_leaves_its_place():
 
 
 async def test_sessions_of_one_tenant():
-    app = App(sessions_per_tenant=2)
+    app = App(sessions=2)
     for name, status in [("a", 200), ("b", 200), ("c", 429), ("a", 200)]:
         answer = await app.chat(session_id=name)
         assert answer.status == status, name
@@ -257,7 +257,7 @@ async def test_sessions_of_one_tenant():
 
 
 async def test_one_name_on_two_models_is_two_sessions():
-    app = App(sessions_per_tenant=1)
+    app = App(sessions=1)
     gateway, tenant = app.gateway, app.gateway.tenants.operator()
     one, two = (
         ServedModel.of(app.engine, app.sessions, gateway.config, gateway.metrics, name=x)

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from engines.base import Upstream
-from gateway.edge.accounts import LARGE_BODY_BYTES
+from gateway.edge.bodies import LARGE_BODY_BYTES
 from scheduler.sessions import QUESTIONS_AT_ONCE
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, json_answer
 

@@ -11,13 +11,13 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.edge.accounts import ACCOUNTS
 from gateway.edge.rates import MINUTE_S, MinuteUse, Rates
+from gateway.edge.route_costs import ROUTE_COSTS
 from gateway.shared.redis_client import AsyncRedis
 from tests.redis_server import RedisServer
 from tests.waiting import eventually
 
-TURN = ACCOUNTS["chat_completions"]
+TURN = ROUTE_COSTS["chat_completions"]
 MOST = {"requests": 20, "tokens": 1000}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from engines.openai.requests import InvalidRequest
 from gateway.identity.names import NamedSession, Row, by_headers, by_user_id, row_of
-from gateway.identity.outline import Outline, outline_of
+from gateway.identity.outline import Outline, hashed
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
 CLAUDE = {"x-claude-code-session-id": "s1"}
@@ -134,7 +134,7 @@ class Rows:
         self.busy: set[str] = set()
 
     def take(self, body: dict[str, Any]) -> Row:
-        now = outline_of(body, SALT)
+        now = hashed(body["model"], body["messages"], None, SALT).outline
         row = row_of("s", now, self.held.get, lambda id: id not in self.busy)
         self.held[row.id] = now
         return row
@@ -194,7 +194,7 @@ async def test_an_id_that_a_user_chose_is_obeyed(app: App) -> None:
 
 
 async def test_a_key_without_room_for_another_session_is_served_all_the_same() -> None:
-    app = App(sessions_per_tenant=1)
+    app = App(sessions=1)
     for body in (MAIN, TITLE):
         assert await answered_as(app, body, session_id="", x_session_affinity="o") == "o"
 

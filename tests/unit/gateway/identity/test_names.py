@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from engines.openai.requests import InvalidRequest
-from gateway.identity.known_chats import MAX_ALIKE, KnownChats, message_chain
+from gateway.identity.known_chats import MAX_ALIKE, KnownChats, Link, message_chain
 from gateway.identity.names import (
     MAX_RETAIN_S,
     asked_seconds,
@@ -21,6 +21,7 @@ from gateway.identity.names import (
     id_to_header,
     named_in_body,
 )
+from gateway.identity.outline import hashed
 from gateway.keys import Tenant
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
@@ -32,10 +33,16 @@ def none_known(session_id: str) -> bool:
     return False
 
 
+def chain_of(
+    messages: Sequence[object], tenant: Tenant = ALICE, group: str | None = None, tools: object = ()
+) -> list[Link]:
+    return message_chain(hashed("m", messages, tools, tenant.salt), group)
+
+
 def identify(
     chats: KnownChats, tenant: Tenant, messages: Sequence[object], exists: Callable[[str], bool]
 ) -> str:
-    return chats.identify(tenant, message_chain(tenant.salt, messages), exists)
+    return chats.identify(tenant, chain_of(messages, tenant), exists)
 
 
 def said(*texts: str) -> list[dict[str, Any]]:
@@ -168,7 +175,7 @@ def test_a_last_question_that_is_written_anew_goes_on_in_its_session():
     chats, quiet = KnownChats(9), True
 
     def ask(*texts: str) -> str:
-        chain = message_chain(ALICE.salt, said(*texts))
+        chain = chain_of(said(*texts))
         return chats.identify(ALICE, chain, none_known, lambda session_id: quiet)
 
     begin, files = ("rules", "yes", "example", "ok"), ("files", "seen")
@@ -186,7 +193,7 @@ def test_a_shared_first_message_is_no_sign_of_a_question_written_anew():
     chats = KnownChats(9)
     one, other = (said("rules", *texts) for texts in (["hi"], ["you", "me", "ho"]))
     found = [
-        chats.identify(ALICE, message_chain(ALICE.salt, x), none_known, lambda session_id: True)
+        chats.identify(ALICE, chain_of(x), none_known, lambda session_id: True)
         for x in (one, other)
     ]
     assert found[0] != found[1]
@@ -203,7 +210,7 @@ def test_a_key_that_chats_share_is_no_identity_but_keeps_them_together():
     chats = KnownChats(100)
 
     def of(*texts: str, group: str | None) -> str:
-        return chats.identify(ALICE, message_chain(ALICE.salt, said(*texts), group), none_known)
+        return chats.identify(ALICE, chain_of(said(*texts), group=group), none_known)
 
     one = of("cats", group="k")
     two = of("dogs", group="k")
@@ -260,7 +267,7 @@ class Answered:
     ) -> str:
         session_id = self.chats.identify(
             ALICE,
-            message_chain(ALICE.salt, messages, group, tools),
+            chain_of(messages, ALICE, group, tools),
             self.known.__contains__,
             lambda x: x in self.known - self.busy,
             lambda x: self.tokens if x in self.known else 0,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.identity.outline import PrefixWatch, PromptChange, change_between, outline_of
+from gateway.identity.outline import Outline, PrefixWatch, PromptChange, change_between, hashed
 
 SALT = b"s" * 32
 
@@ -16,6 +16,10 @@ SALT = b"s" * 32
 def chat(*texts: str, system: str = "s", **fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text} for text in texts]
     return {"model": "m", "messages": [{"role": "system", "content": system}, *messages], **fields}
+
+
+def outline_of(chat: dict[str, Any], salt: bytes) -> Outline:
+    return hashed(chat["model"], chat["messages"], chat.get("tools"), salt).outline
 
 
 @pytest.mark.parametrize(
@@ -26,7 +30,7 @@ def chat(*texts: str, system: str = "s", **fields: Any) -> dict[str, Any]:
         (chat("a", "x", "c"), PromptChange("messages", 1)),
         (chat("a"), PromptChange("messages", 1)),
         (chat("a", "b", system="t"), PromptChange("system", 0)),
-        (chat("a", "b", tools=[]), PromptChange("tools", 0)),
+        (chat("a", "b", tools=[{}]), PromptChange("tools", 0)),
         (chat("x", system="t", model="n"), PromptChange("model", 0)),
     ],
 )

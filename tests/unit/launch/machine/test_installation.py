@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.about_vllm.environment import import_path
 from engines.config import EngineConfig, VllmConfig
+from engines.vllm_environment.environment import import_path
 from kvstore.config import StoreConfig
 from launch.cli.options import layers
 from launch.errors import LaunchError

@@ -43,17 +43,16 @@ async def test_keys_limits_aliases_and_idle_times_are_taken(caplog: pytest.LogCa
     caplog.set_level("INFO")
     app = App(**BEFORE)
     now = settings(
-        SchedulerConfig(idle_after_s=7.0, max_running=3, high_water=0.5, low_water=0.4),
+        SchedulerConfig(idle_after_s=7.0, max_running=3),
         api_keys=(BOB[1],),
         model_aliases=("gpt-5",),
-        requests_per_minute=60,
+        key_limits="requests_per_minute=60",
         port=1234,
     )
     reloaded(app, now)
     assert key_works(app, BOB[0]) and not key_works(app, ALICE[0])
     assert app.gateway.config.means_served("gpt-5", MODEL)
     assert app.gateway.limits.usual.requests_per_minute == 60
-    assert app.sessions.water_marks == (0.5, 0.4)
     assert app.gateway.config.port == 8080, "that needs a new start, and the log says so"
     assert "gateway.port changed; that needs a new start" in caplog.text
     assert "scheduler.max_running changed; that needs a new start" in caplog.text

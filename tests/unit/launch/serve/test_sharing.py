@@ -30,16 +30,13 @@ def found(objects: Objects) -> Steps[bytes | None]:
 
 
 async def test_a_file_in_the_data_folder(tmp_path: Path) -> None:
-    for config, path in (
-        (GatewayConfig(), tmp_path / "stored" / "stored.sqlite"),
-        (GatewayConfig(stored_path=str(tmp_path / "x")), tmp_path / "x" / "stored.sqlite"),
-    ):
-        stored = stored_objects(config, StoreConfig(), tmp_path, KEY_OF)
-        assert stored.enabled and not path.exists()
-        assert await stored.ask("a", put, False)
-        assert path.exists()
-        assert (tmp_path / "stored.sealed").exists()  # beside the secret, and not in their folder
-        await stored.close()
+    path = tmp_path / "stored" / "stored.sqlite"
+    stored = stored_objects(GatewayConfig(), StoreConfig(), tmp_path, KEY_OF)
+    assert stored.enabled and not path.exists()
+    assert await stored.ask("a", put, False)
+    assert path.exists()
+    assert (tmp_path / "stored.sealed").exists()  # beside the secret, and not in their folder
+    await stored.close()
 
 
 async def test_nowhere(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_text_becomes_the_type_of_the_field():
         {
             "THERMOCLINE_ENGINE__HOT_BYTES": "1.5GiB",
             "THERMOCLINE_SCHEDULER__IDLE_AFTER_S": "10m",
-            "THERMOCLINE_SCHEDULER__LOW_WATER": "0.5",
+            "THERMOCLINE_STORE__MAX_KL": "0.5",
             "THERMOCLINE_GATEWAY__PORT": "9000",
             "THERMOCLINE_GATEWAY__MODEL_ALIASES": "gpt-4o, gpt-4o-mini",
             "THERMOCLINE_ALLOW_ANONYMOUS": "yes",
@@ -66,7 +66,7 @@ def test_text_becomes_the_type_of_the_field():
     ).settings
     assert found.engine.hot_bytes == 3 << 29
     assert found.scheduler.idle_after_s == 600.0
-    assert found.scheduler.low_water == 0.5
+    assert found.store.max_kl == 0.5
     assert found.gateway.port == 9000
     assert found.gateway.model_aliases == ("gpt-4o", "gpt-4o-mini")
     assert found.allow_anonymous is True
@@ -144,8 +144,8 @@ def test_a_wrong_type_in_a_file_names_the_file(tmp_path):
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(UsageError, match="low_water"):
-        settings_of({"THERMOCLINE_SCHEDULER__LOW_WATER": "0.99"})
+    with pytest.raises(UsageError, match="belong together"):
+        settings_of({"THERMOCLINE_CAPACITY__SESSIONS": "9"})
 
 
 def test_an_assignment_must_be_one():

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.stacks.constants import configured
 from engines.calibration.gate.choice import Choice, choose
 from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.learning.samples import Samples
@@ -92,7 +93,7 @@ def all_timed() -> tuple[Quality, ...]:
     ],
 )
 def test_one_codec_serves_that_restores_quickly(settings: dict[str, Any], wanted: str):
-    config = StoreConfig(**settings)
+    config = configured(StoreConfig, **settings)
     choice = choose(config.codec, config, LAYOUT, measured(*all_timed()))
     assert (choice.name, choice.unmeasured) == (wanted, False)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.about_vllm.environment import import_path
 from engines.config import WRONG_SETTINGS
+from engines.vllm_environment.environment import import_path
 from engines.vllm_plugin.process.server import (
     FOLDER_VARIABLE,
     first_sentence,

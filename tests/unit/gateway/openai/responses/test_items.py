@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import BLIND
+from engines.openai.messages import NO_IMAGES
 from engines.openai.requests import validate_chat
 from gateway.openai.responses.items import MessageWriter
 
 
 def written(*items: dict[str, Any]) -> list[dict[str, Any]]:
-    writer = MessageWriter(BLIND)
+    writer = MessageWriter(NO_IMAGES)
     writer.add_all(items, "input")
     messages = writer.messages()
     validate_chat({"model": "m", "messages": messages})
@@ -66,7 +66,7 @@ def test_custom_calls_are_functions_with_one_argument() -> None:
 
 
 def test_unknown_kinds_are_skipped_and_named() -> None:
-    writer = MessageWriter(BLIND)
+    writer = MessageWriter(NO_IMAGES)
     writer.add_all([{"type": "web_search_call", "id": "ws_1"}, {"type": "novelty"}], "input")
     assert (writer.messages(), writer.skipped) == ([], ["web_search_call", "novelty"])
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
-from gateway.edge.accounts import LARGE_BODY_BYTES, BodyBudget, BodyShare, check_weight
+from gateway.edge.bodies import LARGE_BODY_BYTES, BodyBudget, BodyShare, check_weight
 from gateway.errors import RequestRefused
 
 

@@ -1,4 +1,4 @@
-"""Every route and every verb has an account: one whose cost has no bound is noticed here."""
+"""Every route and every verb has a cost: one without a bound is noticed here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import get_args
 import pytest
 from starlette.routing import Route
 
-from docs.generators.accounts_page import VERBS
+from docs.generators.route_costs_page import VERBS
 from engines import wire
 from gateway.app import ROUTES
-from gateway.edge.accounts import ACCOUNTS, Work
+from gateway.edge.route_costs import ROUTE_COSTS, Work
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def routes() -> dict[str, set[str]]:
 
 
 def test_every_route_has_an_account_and_no_account_is_left_over() -> None:
-    assert set(routes()) == set(ACCOUNTS)
+    assert set(routes()) == set(ROUTE_COSTS)
 
 
 def test_every_verb_of_the_wire_has_an_account() -> None:
@@ -37,18 +37,18 @@ def test_every_verb_of_the_wire_has_an_account() -> None:
 
 def test_only_what_asks_the_engine_to_compute_takes_a_place_and_no_read_is_free() -> None:
     computing = {Work.TURN, Work.RECALL, Work.QUESTION}
-    for name, account in ACCOUNTS.items():
-        assert account.computes == (account.work in computing), name
-        assert bool(account.requests) == (account.work is not Work.FIXED), name
+    for name, cost in ROUTE_COSTS.items():
+        assert cost.computes == (cost.work in computing), name
+        assert bool(cost.requests) == (cost.work is not Work.FIXED), name
 
 
 def test_what_may_be_sent_with_a_body_counts_it() -> None:
     for name, methods in routes().items():
-        assert ACCOUNTS[name].body == bool(methods & {"POST", "DELETE"}), name
+        assert ROUTE_COSTS[name].body == bool(methods & {"POST", "DELETE"}), name
 
 
 def test_callers_are_known_by_one_function_which_charges_them() -> None:
-    """A handler that authenticates by itself would pass the accounts by."""
+    """A handler that authenticates by itself would be charged nothing."""
     found = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "gateway").rglob("*.py"))
@@ -62,4 +62,4 @@ def test_callers_are_known_by_one_function_which_charges_them() -> None:
 
 @pytest.mark.parametrize("work", Work)
 def test_every_kind_of_work_is_used(work: Work) -> None:
-    assert any(account.work is work for account in ACCOUNTS.values())
+    assert any(cost.work is work for cost in ROUTE_COSTS.values())

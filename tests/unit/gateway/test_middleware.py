@@ -187,7 +187,7 @@ async def test_health() -> None:
 
 
 async def test_scarce_memory_refuses_turns_and_says_so() -> None:
-    marks = SchedulerConfig(memory_low_bytes=1000, memory_stop_bytes=600)
+    marks = SchedulerConfig(memory_low_bytes=1000)
     app = App(scheduler=marks)
     app.memory = 599
     refused = await app.chat()

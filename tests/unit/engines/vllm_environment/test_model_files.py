@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.about_vllm.model_files import with_tools
+from engines.vllm_environment.model_files import with_tools
 
 pytestmark = pytest.mark.mlx
 

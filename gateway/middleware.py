@@ -11,17 +11,15 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engines.http import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.edge.accounts import BODY_SHARE, BodyBudget, BodyShare
-from gateway.edge.half_characters import NUM_REPLACED, REPLACED_HEADER
+from gateway.edge.bodies import BODY_SHARE, NUM_REPLACED, REPLACED_HEADER, BodyBudget, BodyShare
 from gateway.edge.key_limits import key_share_of
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
 from gateway.watch.metrics import Metrics
@@ -32,6 +30,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx' word for it; never sent, only counted
 MAX_LOGGED_PATH = 200
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 _OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics", "dashboard_file")
+_HEADERS = "headers"  # where the scope's state has them: Starlette's look through all each time
 _HEAD_ONLY = "head_only"  # where the scope's state says that it was HEAD before it became GET
 _HEALTH = ("/livez", "/readyz", "/health", "/ping")
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # paths that count in a key's limits
@@ -51,8 +50,14 @@ def body_send_of(scope: Scope, send: Send) -> Send:
 
 
 def request_id_of(scope: Scope) -> str:
-    """Return the id that ``FrontMiddleware`` gave the request."""
+    """Return the id that ``RequestMiddleware`` gave the request."""
     return str(scope["state"]["request_id"])
+
+
+def headers_of(scope: Scope) -> Mapping[str, str]:
+    """Return the request's headers by their names in lower case; of several the first."""
+    found: Mapping[str, str] = scope["state"][_HEADERS]
+    return found
 
 
 def wants_head_only(scope: Scope) -> bool:
@@ -60,7 +65,7 @@ def wants_head_only(scope: Scope) -> bool:
     return bool(scope["state"].get(_HEAD_ONLY))
 
 
-class FrontMiddleware:
+class RequestMiddleware:
     """Names, checks, logs and counts every request. See above."""
 
     def __init__(
@@ -70,7 +75,7 @@ class FrontMiddleware:
         metrics: Metrics,
         bodies: BodyBudget,
         open_to_all: bool,
-        count: Callable[[Scope, Headers], Awaitable[None]],
+        count: Callable[[Scope, Mapping[str, str]], Awaitable[None]],
     ) -> None:
         """
         Args:
@@ -90,8 +95,11 @@ class FrontMiddleware:
             return
         head_only = scope["method"] == "HEAD"
         scope = _plain(scope)
-        headers = Headers(scope=scope)
         path, state = scope["path"], scope.setdefault("state", {})
+        headers = state[_HEADERS] = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
         response = _TrackedResponse(send, _request_id(headers), scope)
         state["request_id"] = response.request_id
         state[_HEAD_ONLY] = head_only
@@ -117,7 +125,7 @@ class FrontMiddleware:
                 place.leave()
             self._done(scope, response)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> Failure | None:
+    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Failure | None:
         method, host = scope["method"], headers.get("host", "")
         if not host:
             if scope["path"] in _HEALTH:  # load balancers check by HTTP/1.0, without a name
@@ -218,7 +226,7 @@ def _plain(scope: Scope) -> Scope:
     return {**scope, **changed} if changed else scope
 
 
-def _request_id(headers: Headers) -> str:
+def _request_id(headers: Mapping[str, str]) -> str:
     """Return the client's own id if it is safe in a log and a header, else a new one."""
     given = headers.get("x-request-id", "")
     return given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"

@@ -1,4 +1,4 @@
-"""``docs/reference/accounts.md``: what each route takes of a key's limits, and what bounds it."""
+"""``docs/reference/route-costs.md``: what each route takes of a key's limits, and its bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from docs.generators.tables import code, page, table
 from gateway.app import ROUTES
-from gateway.edge.accounts import ACCOUNTS, Work
+from gateway.edge.route_costs import ROUTE_COSTS, Work
 
 # Questions of the gateway to an engine (``engines.wire``), by the verb's tag; each has a deadline.
 VERBS: Final[dict[str, str]] = {
@@ -24,25 +24,23 @@ VERBS: Final[dict[str, str]] = {
 }
 INTRODUCTION = """
 A request is charged to its caller's key once, before its body is read. *Requests* are those of
-`gateway.requests_per_minute`; what *computes* also takes one of `gateway.concurrent_requests` until
-its answer has ended, and waits while the key owes tokens. Beyond a limit the answer is 429 with
-`retry-after`. Bodies count in `gateway.max_bodies_bytes` as their bytes come. These limits are off
+its limit `requests_per_minute`; what *computes* also takes one of `concurrent_requests` until its
+answer has ended, and waits while the key owes tokens. Beyond a limit the answer is 429 with
+`retry-after`. Bodies count in the budget of all bodies as their bytes come. Limits of keys are off
 until they are set; the bounds of the work below always hold.
 """
 
 
-def accounts_page() -> str:
-    """Write the page. A route's function names its account."""
+def route_costs_page() -> str:
+    """Write the page. A route's function names its cost."""
     rows = []
     for module in ROUTES:
         for route in module.router.routes:
-            account = ACCOUNTS[route.endpoint.__name__]
-            requests = f"{account.requests:g}" if account.requests else ""
+            cost = ROUTE_COSTS[route.endpoint.__name__]
+            requests = f"{cost.requests:g}" if cost.requests else ""
             methods = ", ".join(sorted(route.methods))
             at = code(f"{methods} {route.path.replace(':path', '')}")
-            rows.append(
-                (at, requests, "yes" if account.computes else "", account.work.name.lower())
-            )
+            rows.append((at, requests, "yes" if cost.computes else "", cost.work.name.lower()))
     works = [(x.name.lower(), x.value) for x in Work]
     return page(
         "What requests cost",

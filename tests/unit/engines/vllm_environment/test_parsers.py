@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from engines.about_vllm.model_files import (
+from engines.config import VllmConfig
+from engines.vllm_environment.model_files import (
     ModelFiles,
     needs_tool_template,
     parsers_for,
     read_model_files,
 )
-from engines.config import VllmConfig
 
 QWEN = "{% if tools %}<tool_call>{{ x }}</tool_call>{% endif %}<think> enable_thinking"
 QWEN_CODER = "{% if tools %}<tool_call>\\n<function=f>{% endif %}"

@@ -1,0 +1,315 @@
+r"""Bodies of requests: counted in bytes, unpacked, weighed and parsed, each within a bound.
+
+A body counts by the bytes that have come, not by those that it declares, until its turn is called:
+through the waiting line, but not while the engine computes. Questions that are no turn have no
+line here, and count until they are answered. Stored objects that a request recalls count as its
+body does. One tenant's leave room for others.
+
+A few bytes can unpack to gigabytes. So no more than a step is unpacked before it is counted, the
+memory that a zstd frame asks for is bounded, and one body is unpacked at a time. Parsed, a body of
+tiny values takes many times its bytes, so large ones are parsed one after the other, and how much
+they may become is known before that.
+
+A program that cuts text by UTF-16 cuts some characters in two, and writes one half as ``\ud83d``: a
+lone surrogate, which is no text. A client sends a tool's result, and the call that the model made,
+again at every turn to come, so that refusing it would end the conversation: there it is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import sys
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+from starlette.types import Scope
+
+from engines.http import body_too_large
+from engines.openai.errors import InvalidRequest
+from engines.openai.requests import Json, parse_json
+from gateway.errors import Failure, RequestRefused
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+BODY_SHARE = "body_share"  # where a request's share is in the scope's state
+LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
+# The most that a parsed body may weigh, in units of about 64 bytes: a number or a text is 1.
+MAX_WEIGHT = 1 << 20
+_WEIGHTS = {b",": 1, b"[": 4, b"{": 8}
+_TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_FULL = Failure(
+    503, "This server is reading too much at once. Try again later.", None, "bodies_full", 1.0
+)
+ENCODINGS: Final = ("gzip", "deflate", "zstd")
+STEP_BYTES: Final = 256 << 10  # unpacked in well under a millisecond
+FEED_BYTES: Final = 64 << 10  # zlib copies what it has not taken yet, at each step
+MAX_WINDOW_LOG: Final = 23  # 8 MiB, the most that RFC 9659 lets a client of HTTP ask for
+REPLACED_HEADER: Final = "x-thermocline-replaced"
+NUM_REPLACED: Final = "num_replaced"  # where the scope's state has it
+_REPLACEMENT: Final = "\ufffd".encode()
+_HINT: Final = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+# Escapes one after the other, so that an escaped backslash is not taken for the next one's.
+_ESCAPE: Final = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # both halves
+    rb"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf])"
+    rb"|\\.",
+    re.DOTALL,
+)
+_LISTS: Final = ("messages", "input", "items")  # where they are, in each dialect
+_BLOCKS: Final = {"tool_result": "content", "tool_use": "input"}  # Anthropic's, and their fields
+
+
+class BodyBudget:
+    """The bytes of all bodies that are held at once. Runs on the event loop."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_of_one = max_bytes - max_bytes // 4  # a quarter is for others than one tenant
+        self._of: Counter[str] = Counter()  # bytes of each tenant
+        self._parsing = asyncio.Semaphore(1)
+        self.unpacking = asyncio.Semaphore(1)  # held while one of them is unpacked
+        self.nbytes = 0
+
+    def take(self, tenant: str, nbytes: int) -> None:
+        """Count bytes that have come. Raises ``RequestRefused`` (503) where there is no room."""
+        if self.nbytes + nbytes > self._max_bytes or self._of[tenant] + nbytes > self._max_of_one:
+            raise RequestRefused(_FULL)
+        self.nbytes += nbytes
+        self._of[tenant] += nbytes
+
+    def give_back(self, tenant: str, nbytes: int) -> None:
+        """Count bytes no longer that ``take`` has counted."""
+        self.nbytes -= nbytes
+        self._of[tenant] -= nbytes
+        if not self._of[tenant]:
+            del self._of[tenant]
+
+    @asynccontextmanager
+    async def parsing(self, nbytes: int) -> AsyncIterator[None]:
+        """Wait until no other large body is parsed, if one of ``nbytes`` is large."""
+        if nbytes <= LARGE_BODY_BYTES:
+            yield
+            return
+        async with self._parsing:
+            yield
+
+
+class BodyShare:
+    """The share of the budget that one request has; ``give_back`` may be called twice."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._nbytes = 0
+        self.tenant = ""  # the owner of the body; set before the first byte is read
+
+    def grow(self, nbytes: int) -> None:
+        """Have ``nbytes`` in all, if that is more than now. Raises ``RequestRefused`` (503)."""
+        if nbytes > self._nbytes:
+            self._budget.take(self.tenant, nbytes - self._nbytes)
+            self._nbytes = nbytes
+
+    def add(self, nbytes: int) -> None:
+        """Have ``nbytes`` more. Raises ``RequestRefused`` (503)."""
+        self.grow(self._nbytes + nbytes)
+
+    def give_back(self) -> None:
+        """Count the body no longer: it was answered, or another part of the server holds it."""
+        nbytes, self._nbytes = self._nbytes, 0
+        if nbytes:
+            self._budget.give_back(self.tenant, nbytes)
+
+
+def body_share_of(scope: Scope) -> BodyShare:
+    """Return what a request has of the budget of all bodies; ``RequestMiddleware`` has made it."""
+    share = scope["state"][BODY_SHARE]
+    assert isinstance(share, BodyShare)
+    return share
+
+
+def check_weight(*bodies: bytes, what: str = "The body") -> None:
+    """Refuse large JSON that would become too much when it is parsed.
+
+    Raises:
+        InvalidRequest: 400, it has too many values.
+    """
+    if sum(map(len, bodies)) <= LARGE_BODY_BYTES or sum(map(_weight, bodies)) <= MAX_WEIGHT:
+        return
+    if sum(_weight(_TEXTS.sub(b"", x)) for x in bodies) > MAX_WEIGHT:  # most was not inside texts
+        raise InvalidRequest(f"{what} has too many values.", code="too_many_values")
+
+
+def _weight(body: bytes) -> int:
+    return sum(body.count(mark) * weight for mark, weight in _WEIGHTS.items())
+
+
+# ---- unpacking
+
+
+def encoding_of(declared: str) -> str:
+    """Return the encoding of a body whose ``Content-Encoding`` is ``declared``; "" if it has none.
+
+    Raises:
+        Refused: 415, it is another than ``ENCODINGS``, or there are several.
+    """
+    names = [
+        x for x in (y.strip().lower() for y in declared.split(",")) if x not in ("", "identity")
+    ]
+    if not names:
+        return ""
+    name = names[0].removeprefix("x-")  # x-gzip is gzip (RFC 9110)
+    if len(names) > 1 or name not in ENCODINGS:
+        accepted = ", ".join(ENCODINGS)
+        message = f"Send the body in one of these encodings, or in none: {accepted}."
+        raise RequestRefused(Failure(415, message, headers=(("accept-encoding", accepted),)))
+    return name
+
+
+async def unpacked(
+    body: bytes, encoding: str, max_bytes: int, on_more: Callable[[int], None]
+) -> bytes:
+    """Unpack a whole body.
+
+    Args:
+        on_more: called with the bytes of each piece; what it raises ends the work.
+
+    Raises:
+        InvalidRequest: 413, it unpacks to more than ``max_bytes``; 400, it is not of that encoding.
+    """
+    pieces: list[bytes] = []
+    nbytes = 0
+    try:
+        for piece in _pieces(body, encoding):
+            if pieces:
+                await asyncio.sleep(0)
+            nbytes += len(piece)
+            if nbytes > max_bytes:
+                raise body_too_large(max_bytes)
+            on_more(len(piece))
+            pieces.append(piece)
+    except (zlib.error, zstd.ZstdError) as error:
+        raise InvalidRequest(f"The body is not in {encoding}: {error}.") from error
+    return b"".join(pieces)
+
+
+class _Unpacker(Protocol):
+    """One stream that is unpacked; both libraries have this in common."""
+
+    @property
+    def eof(self) -> bool:
+        """True once the stream has ended."""
+
+    @property
+    def unused_data(self) -> bytes:
+        """The bytes that came after that end."""
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+        """Return the next bytes, ``max_length`` at most."""
+
+
+def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
+    """Yield what comes out, in pieces of at most ``STEP_BYTES``; some may be empty."""
+    unpacker = _unpacker(encoding, body)
+    for start in range(0, len(body), FEED_BYTES):
+        if unpacker.eof:
+            raise InvalidRequest(f"The body goes on after the end of its {encoding} stream.")
+        given = body[start : start + FEED_BYTES]
+        while not unpacker.eof:
+            piece = unpacker.decompress(given, STEP_BYTES)
+            yield piece
+            # zstd keeps what it has not taken, zlib hands it back.
+            given = getattr(unpacker, "unconsumed_tail", b"")
+            if not given and len(piece) < STEP_BYTES:
+                break
+    if not unpacker.eof:
+        raise InvalidRequest(f"The body's {encoding} stream ends too early.")
+    if unpacker.unused_data:
+        raise InvalidRequest(f"The body goes on after the end of its {encoding} stream.")
+
+
+def _unpacker(encoding: str, body: bytes) -> _Unpacker:
+    if encoding == "zstd":
+        option = zstd.DecompressionParameter.window_log_max
+        return zstd.ZstdDecompressor(options={option: MAX_WINDOW_LOG})
+    if encoding == "gzip":
+        return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    # With zlib's head, as RFC 9110 has it, or without, as some clients send it.
+    has_head = len(body) > 1 and body[0] & 15 == 8 and (body[0] << 8 | body[1]) % 31 == 0
+    return zlib.decompressobj(wbits=zlib.MAX_WBITS if has_head else -zlib.MAX_WBITS)
+
+
+# ---- half characters
+
+
+class WholeText(NamedTuple):
+    """A parsed body, and how many half characters were replaced in it."""
+
+    json: Json
+    num_replaced: int = 0
+
+
+def parse_whole(body: bytes) -> WholeText:
+    """Parse a body as ``parse_json`` does, but for half characters in calls and results of tools.
+
+    Raises:
+        InvalidRequest: also for one elsewhere; it names the field.
+    """
+    try:
+        return WholeText(parse_json(body))
+    except InvalidRequest:
+        if not _HINT.search(body):
+            raise
+    mark = f"\ufdd0{secrets.token_hex(2)[:3]}".encode()  # no text has it; as long as an escape
+    marked = _ESCAPE.sub(lambda x: mark if x["half"] else x[0], body)
+    raw = parse_json(marked)
+    num_replaced = sum(_mend(of, name, mark) for of, name in _of_tools(raw))
+    for name, value in raw.items():
+        rows = enumerate(value) if isinstance(value, list) else ()
+        parts = [(f"{name}[{i}]", x) for i, x in rows] or [(name, value)]
+        for where, part in parts:
+            if mark in msgspec.json.encode([name, part]):
+                raise _half(where if mark.decode() not in where else "")
+    return WholeText(raw, num_replaced)
+
+
+def _of_tools(raw: Json) -> Iterator[tuple[Json, str]]:
+    """Find what tools gave and were given: an object and the name of its field."""
+    rows = [x for name in _LISTS if isinstance(raw.get(name), list) for x in raw[name]]
+    for row in rows:
+        if not isinstance(row, dict):
+            continue
+        kind, content = row.get("type"), row.get("content")
+        if isinstance(kind, str) and kind.endswith("_call_output"):
+            yield row, "output"
+        elif row.get("role") in ("tool", "function"):
+            yield row, "content"
+        elif isinstance(content, list):
+            blocks = [x for x in content if isinstance(x, dict)]
+            for kind, name in _BLOCKS.items():
+                yield from ((x, name) for x in blocks if x.get("type") == kind)
+
+
+def _mend(of: Json, name: str, mark: bytes) -> int:
+    """Replace the marks in a field; returns their number."""
+    value: Any = of.get(name)
+    written = msgspec.json.encode(value)
+    num = written.count(mark)
+    if num:
+        of[name] = msgspec.json.decode(written.replace(mark, _REPLACEMENT))
+    return num
+
+
+def _half(where: str) -> InvalidRequest:
+    message = (
+        r"it has half a character (a lone surrogate, as \ud83d), which is no text: leave it out, or"
+        " send the whole character"
+    )
+    return InvalidRequest(f"{where or 'The body'}: {message}.", where or None)
