@@ -107,7 +107,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def usual_limits(self) -> Limits:
-        """What keys may take whose lines say nothing else."""
+        """The limits of keys whose lines say nothing else."""
         return Limits(**read_numbers(self.key_limits, Limits._fields))
 
     def __post_init__(self) -> None:

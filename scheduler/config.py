@@ -38,12 +38,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def max_hibernations(self) -> int:
-        """At once, by the engine's size; as many more when memory is short."""
+        """The number of jobs at once, by the engine's size; as many more when memory is short."""
         return max(4, self.max_running // 4)
 
     @property
     def max_prefetches(self) -> int:
-        """At once: less, since a restore takes room from the turns that run."""
+        """The number of restores at once: fewer, since each takes room from the turns that run."""
         return max(2, self.max_running // 8)
 
     @property

@@ -164,7 +164,7 @@ class Session:
 
     @property
     def kind(self) -> Kind:
-        """What it is for: a conversation, one that serves another, or single questions."""
+        """Its use: a conversation, one that serves another, or single questions of programs."""
         return "task" if self.is_task else "child" if self.is_child else "main"
 
     @property

@@ -10,8 +10,8 @@ expensive to lose. Prefill grows faster than linearly with the prompt since ever
 all before it. Only the order of the values matters, so the rates are plain constants.
 
 A session's rank comes before its value. Tasks go first, since nothing continues them; then children
-of other sessions, which end with what they were started for. Sessions that their clients ask to
-keep go late. A parent goes last while a child of it is being served, since it continues when the
+of other sessions, which end with their parent's errand. Sessions that their clients ask to keep go
+late. A parent goes last while a child of it is being served, since it continues when the
 child is done. A request to keep counts only within the tenant's share of the memory in question.
 Otherwise tenants that ask to keep everything would push out those that ask for nothing.
 

@@ -67,7 +67,7 @@ def request(app: App, port: int, **headers: str) -> Request:
         "endpoint": show_snapshot,
         "server": ("127.0.0.1", port),
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
-        "state": {BODY_SHARE: BodyShare(app.gateway.bodies)},
+        "state": {BODY_SHARE: BodyShare(app.gateway.bodies), "headers": headers},
     }
     return Request(scope)
 
