@@ -28,12 +28,11 @@ import numpy as np
 
 from benchmarks.families.fast_blas import begin_with_blas
 from kvstore.blobs.chain import CHUNK, PAGE, RECORD, Piece, as_tokens
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
-from kvstore.session import SessionRef
+from kvstore.session import CHUNK_TOKENS, SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVRun, StoredModel, slice_tokens
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Blob, Tier

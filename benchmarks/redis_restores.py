@@ -25,10 +25,9 @@ import numpy as np
 import redis
 
 from benchmarks.stacks.product_stack import write_json
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
-from kvstore.session import SessionRef
+from kvstore.session import CHUNK_TOKENS, SessionRef
 from kvstore.shapes import KVLayer, KVLayout, StoredModel
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.registry import open_tiers

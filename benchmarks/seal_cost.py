@@ -20,10 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
-from kvstore.session import SessionRef
+from kvstore.session import CHUNK_TOKENS, SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair, StoredModel
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier

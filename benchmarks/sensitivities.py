@@ -35,10 +35,10 @@ from engines.calibration.measuring.metrics import CaseResult
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.quality import Quality
+from kvstore.session import CHUNK_TOKENS
 from launch.machine.folders import default_cache_dir
 from launch.model import sample_model
 

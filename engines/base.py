@@ -20,9 +20,9 @@ from engines.wire import Notice as Notice
 from engines.wire import SessionReport as SessionReport
 from engines.wire import TenantUses as TenantUses
 from engines.wire import Welcome as Welcome
+from kvstore.config import TenantLimits as TenantLimits
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TierName as TierName
-from kvstore.tenant_bytes import TenantLimits as TenantLimits
 
 SAVE_S: Final = 30.0  # at the end of a server
 

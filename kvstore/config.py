@@ -1,4 +1,7 @@
-"""Settings of the cold store. Frozen; read from the environment only by ``launch``."""
+"""Settings of the cold store, and the limits of its tenants.
+
+Frozen; read from the environment only by ``launch``.
+"""
 
 from __future__ import annotations
 
@@ -67,3 +70,20 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # and caught up with later. One save always fits an empty queue, here and above. About what a
     # disk writes in a second.
     write_queue_bytes: ClassVar[int] = 256 << 20
+
+
+class TenantLimits(msgspec.Struct, frozen=True):
+    """The limits of one tier. A limit counts what a budget counts: names and overhead, too."""
+
+    named: dict[str, int | None] = {}  # bytes by tenant; None = any number
+    others: int | None = None  # of each tenant that is not named; None = any number
+
+    def of(self, tenant: str) -> int | None:
+        """Return a tenant's limit in bytes; None = any number.
+
+        Blobs whose tenant is not known, those of "", have no limit.
+        """
+        return self.named.get(tenant, self.others) if tenant else None
+
+
+NO_LIMITS = TenantLimits()

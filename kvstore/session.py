@@ -1,4 +1,7 @@
-"""Names of sessions and tiers, reasons of misses, and the number of states of a session.
+"""Names of sessions and tiers, reasons of misses, the size of a chunk, and the states of a session.
+
+A chunk has one size for every codec and both engines, which is a part of every name: every codec
+packs each token by itself, so that small chunks are as dense as large ones (decision 89).
 
 A state (recurrent layers, sliding windows) is as large as thousands of packed tokens, so a session
 keeps as few as returning needs. The newest serves the turn that continues the answer. The one
@@ -41,6 +44,7 @@ UNKNOWN_REASONS: Final[frozenset[MissReason | None]] = frozenset(
     {"never-stored", "too-short", "foreign-secret"}
 )
 STATES_PER_SESSION: Final = 2
+CHUNK_TOKENS: Final = 32
 SessionName: TypeAlias = tuple[str, str]  # tenant and session id
 
 
@@ -54,6 +58,11 @@ class SessionRef(msgspec.Struct, frozen=True):
     @property
     def name(self) -> SessionName:
         return self.tenant, self.id
+
+
+def chunk_of_blocks(block_tokens: int) -> int:
+    """Return the chunk size of an engine with blocks of its own: whole blocks, at least one."""
+    return max(CHUNK_TOKENS // block_tokens, 1) * block_tokens
 
 
 def kept_states(positions: Iterable[int], most: int) -> tuple[int, ...]:

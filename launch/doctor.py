@@ -278,8 +278,7 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     try:
         import redis
 
-        from kvstore.tiers.redis_server.bounds import read_bounds
-        from kvstore.tiers.redis_server.client import RedisServers
+        from kvstore.tiers.redis_server.client import RedisServers, read_bounds
     except ImportError:
         return "failure", f"redis-py is missing; run: pip install '{DISTRIBUTION}[redis]'"
     try:

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from engines.calibration.gate.served_codecs import ServedCodecs
-from kvstore.chunk_size import chunk_of_blocks
 from kvstore.config import StoreConfig
-from kvstore.session import SessionRef
+from kvstore.session import SessionRef, chunk_of_blocks
 from kvstore.shapes import KVLayer, KVLayout, KVPair
 from kvstore.store.cold_store import ColdStore
-from kvstore.store.restored import Fetched
+from kvstore.store.restorer import Fetched
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier

@@ -8,7 +8,7 @@ from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.format import codec_in
 from kvstore.session import SessionRef
 from kvstore.store.cold_store import ColdStore
-from kvstore.store.restored import Restored
+from kvstore.store.restorer import Restored
 from kvstore.tiers.base import Tier
 from tests.kv_sessions import CHUNK, begin_save, chain_of, kv_of, tokens
 from tests.worn_codec import WornCodec, wear_of

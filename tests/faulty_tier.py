@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from kvstore.config import TenantLimits
 from kvstore.errors import TierUnavailable
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 

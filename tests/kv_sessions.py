@@ -22,7 +22,7 @@ from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, StoredModel, slice_tokens
 from kvstore.store.cold_store import ColdStore
-from kvstore.store.restored import Match, Restored
+from kvstore.store.restorer import Match, Restored
 from kvstore.store.states import StateAt, TakenState, pack_of_states
 from kvstore.tiers.base import Blob, Tier
 from kvstore.tiers.disk_tier import DiskTier

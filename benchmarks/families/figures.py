@@ -39,9 +39,8 @@ from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.model.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.blobs.state_tree import StateArray, StateTree, state_nbytes
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.config import StoreConfig
-from kvstore.session import SessionRef
+from kvstore.session import CHUNK_TOKENS, SessionRef
 from kvstore.shapes import StoredModel
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.states import StateAt

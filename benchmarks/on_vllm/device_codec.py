@@ -42,13 +42,13 @@ from engines.vllm_plugin.device.kv_views import view_groups
 from engines.vllm_plugin.device.packed_layout import StagingLayouts
 from engines.vllm_plugin.device.staging_layout import RawStagingLayout, TokenRun
 from kvstore.blobs.chain import ChainKeys
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.calibrated import calibrated_codec, learn_profile
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.names import LEARNABLE
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
+from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import Rope, StoredModel
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Blob

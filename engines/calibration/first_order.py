@@ -13,9 +13,9 @@ import msgspec
 
 from engines.calibration.corpus import held_out_texts
 from engines.config import CalibrationOrder
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.names import USUAL, first_part, is_learned, session_presets
 from kvstore.config import AUTO, StoreConfig
+from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import StateLayout
 from kvstore.workers import restoring_threads
 

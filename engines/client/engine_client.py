@@ -53,7 +53,7 @@ from engines.wire import (
     VerbAnswer,
     Welcome,
 )
-from kvstore.tenant_bytes import TenantLimits
+from kvstore.config import TenantLimits
 
 ANSWER_S = 15.0  # verbs that only look
 LIMITS_S = 2.0  # limits of tenants, which are said again in any case

@@ -25,9 +25,9 @@ from engines.wire import (
     TierName,
     TierStats,
 )
+from kvstore.config import TenantLimits
 from kvstore.session import TIER_NAMES, SessionName
 from kvstore.stats import Repacking
-from kvstore.tenant_bytes import TenantLimits
 
 HOT_BYTES_PER_TOKEN = 1000
 COLD_BYTES_PER_TOKEN = 200

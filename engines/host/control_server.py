@@ -54,7 +54,7 @@ from engines.wire import (
     frame,
     read_request,
 )
-from kvstore.tenant_bytes import TenantLimits
+from kvstore.config import TenantLimits
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 logger = logging.getLogger(__name__)

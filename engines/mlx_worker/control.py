@@ -30,11 +30,11 @@ from engines.wire import (
     TenantUses,
     absent,
 )
+from kvstore.config import TenantLimits
 from kvstore.ledger.notices import StoreNotice
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionName, SessionRef, TierName
 from kvstore.stats import Repacking, StoreStats
-from kvstore.tenant_bytes import TenantLimits
 
 logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]

@@ -13,14 +13,13 @@ from kvstore.codecs.loops.compilations import COMPILATIONS
 from kvstore.config import StoreConfig
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices
-from kvstore.ledger.pins import Pins
 from kvstore.ledger.profiles import Profiles
 from kvstore.ledger.reading import CopyReader, Promotion
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.upkeep import Upkeep
-from kvstore.ledger.writing import Committer, WriteBehind
+from kvstore.ledger.writing import Committer, Pins, WriteBehind
 from kvstore.likeness import Likeness
 from kvstore.session import MissReason, SessionRef
 from kvstore.stats import Counters, StoreStats

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from kvstore.config import NO_LIMITS, TenantLimits
 from kvstore.errors import TierUnavailable
 from kvstore.session import SHARED_TIERS, TierName
 from kvstore.stats import Counters
-from kvstore.tenant_bytes import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 T = TypeVar("T")

@@ -21,10 +21,9 @@ import msgspec
 
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices, StoreNotice
-from kvstore.ledger.pins import Pins
 from kvstore.ledger.record import SessionRecord
 from kvstore.ledger.stack import TierStack
-from kvstore.ledger.writing import Committer
+from kvstore.ledger.writing import Committer, Pins
 from kvstore.session import SessionRef, TierName
 from kvstore.workers import Workers
 

@@ -20,23 +20,20 @@ from typing import Final
 from kvstore.blobs.chain import Chain, ChainKeys, ChainMaker, Piece
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.store_codecs import StoreCodecs
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
-from kvstore.config import StoreConfig
+from kvstore.config import StoreConfig, TenantLimits
 from kvstore.ledger.index import Claims
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.notices import OnNotice
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import OnPacked
-from kvstore.session import UNKNOWN_REASONS, SessionRef, TierName
+from kvstore.session import CHUNK_TOKENS, UNKNOWN_REASONS, SessionRef, TierName
 from kvstore.shapes import StoredModel
 from kvstore.stats import Counters, StoreStats
 from kvstore.store.planner import Planner
-from kvstore.store.restored import Fetched, Match, Restored
-from kvstore.store.restorer import Restorer
+from kvstore.store.restorer import Fetched, Match, Restored, Restorer
 from kvstore.store.save_queue import Offered, OnDone, RowSource, SaveJob, SaveQueue
 from kvstore.store.saver import Saver
-from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 

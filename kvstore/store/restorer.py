@@ -1,23 +1,86 @@
-"""Carries out a restore: reads the blobs of a match, verifies them, and unpacks rows and states."""
+"""Carries out a restore: reads the blobs of a match, verifies them, and unpacks rows and states.
+
+Two engines take the rows of a restore in two ways. One wants arrays: ``Restored``. The other lends
+its blocks only for a moment, so it gets verified blobs (``Fetched``) and unpacks them by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import ChainKeys
+from kvstore.blobs.format import VerifiedBlob, verify
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.state_tree import StateTree
 from kvstore.errors import ForeignCodec, RefusedCodec, StoreClosed, Unusable
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import GoodCopy
-from kvstore.session import MissReason
-from kvstore.shapes import slice_tokens
+from kvstore.session import MissReason, TierName
+from kvstore.shapes import KVPair, slice_tokens
 from kvstore.store.blob_reader import BlobReader
 from kvstore.store.planner import BlobRead
-from kvstore.store.restored import Fetched, Match, Restored
 from kvstore.store.states import unpack_state
 from kvstore.tiers.base import Blob
+
+
+@dataclass(frozen=True)
+class Match:
+    """The part of a prompt that can be restored. Cheap to make: only records were read, no blobs.
+
+    Args:
+        num_chunks: of the prompt, from its first one on.
+        num_tokens: in these chunks.
+        tier: the slowest that must be read, None for a miss.
+        reason: why the rest of the KV that was once stored is not reusable; None if nothing was
+            lost.
+        record_key: of the session whose record is known.
+    """
+
+    num_chunks: int
+    num_tokens: int
+    tier: TierName | None
+    reason: MissReason | None
+    reads: tuple[BlobRead, ...] = field(default=(), repr=False)
+    record_key: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """KV in the form that the engine uses.
+
+    Args:
+        run: per growing layer K and V, (num_kv_heads, num_tokens, head_dim), the engine's dtype
+            (bf16 as uint16), C-contiguous; the receiver may keep it.
+        state: for a cache that cannot be cut, its state after exactly these tokens.
+        tier: the slowest that was read.
+        reason: why there are fewer tokens than the match promised.
+        lossy_tokens: no row, and no state, from this token on came from a lossy codec; a source
+            of a later save of these rows says so of the rows before it.
+    """
+
+    num_tokens: int
+    run: list[KVPair] = field(repr=False)
+    state: StateTree = field(repr=False)
+    tier: TierName | None
+    reason: MissReason | None
+    lossy_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Verified blobs that cover chunks ``.. num_chunks`` of the prompt without a hole.
+
+    Args:
+        blobs: in the order of the plan: a state and its windows first, then chunks.
+        tier: the slowest that was read.
+        reason: why less than was once stored is returned.
+    """
+
+    num_chunks: int
+    blobs: list[tuple[BlobRead, VerifiedBlob]] = field(repr=False)
+    tier: TierName | None
+    reason: MissReason | None
 
 
 class Restorer:
@@ -46,7 +109,7 @@ class Restorer:
         size, layout = self._chunk_tokens, self._packer.layout
         out = layout.empty(match.num_tokens)
 
-        def use(read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
+        def use(read: BlobRead, blob: Blob) -> VerifiedBlob:
             verified = self._verified(read, blob)
             if read.piece.is_chunk:
                 target = slice_tokens(out, read.piece.first_token, read.piece.end_token)
@@ -102,13 +165,13 @@ class Restorer:
     def _read(
         self,
         match: Match,
-        use: Callable[[BlobRead, Blob], blobs.VerifiedBlob],
+        use: Callable[[BlobRead, Blob], VerifiedBlob],
         deadline_s: float | None,
-    ) -> tuple[list[GoodCopy[blobs.VerifiedBlob]], MissReason | None]:
+    ) -> tuple[list[GoodCopy[VerifiedBlob]], MissReason | None]:
         end = self._monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
         foreign: set[str] = set()
 
-        def noting(read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
+        def noting(read: BlobRead, blob: Blob) -> VerifiedBlob:
             try:
                 return use(read, blob)
             except ForeignCodec as error:
@@ -133,12 +196,12 @@ class Restorer:
             self._ledger.workers.later(used, match.record_key, [x.key for x in reads], slow)
         return good, reason
 
-    def _verified(self, read: BlobRead, blob: Blob) -> blobs.VerifiedBlob:
-        verified = blobs.verify(blob, read.key)
+    def _verified(self, read: BlobRead, blob: Blob) -> VerifiedBlob:
+        verified = verify(blob, read.key)
         self._packer.check(verified, read.piece)
         return verified
 
-    def _state_of(self, match: Match, good: Sequence[GoodCopy[blobs.VerifiedBlob]]) -> StateTree:
+    def _state_of(self, match: Match, good: Sequence[GoodCopy[VerifiedBlob]]) -> StateTree:
         pairs = [(x, y.value) for x, y in zip(match.reads, good, strict=False)]
         state = next(((x.piece, y) for x, y in pairs if x.piece.is_state), None)
         if state is None:

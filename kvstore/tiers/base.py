@@ -17,8 +17,8 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
+from kvstore.config import TenantLimits
 from kvstore.session import SHARED_TIERS, TierName
-from kvstore.tenant_bytes import TenantLimits
 
 # "budget": there was no space for it. "limit": its tenant may hold no more.
 EvictionCause: TypeAlias = Literal["budget", "limit"]

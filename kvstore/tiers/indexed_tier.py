@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvstore.config import TenantLimits
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import EvictionCause, TierStats
 from kvstore.tiers.return_order import ReturnOrder
 

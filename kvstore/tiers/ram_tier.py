@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kvstore.config import TenantLimits
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.return_order import ReturnOrder, Update

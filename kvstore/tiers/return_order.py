@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.tenant_bytes import NO_LIMITS, TenantLimits
+from kvstore.config import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import EvictionCause
 from kvstore.tiers.earlier_life import Found, Mark, parents_first, run_of
 from kvstore.tiers.runs import LINK, RECORD, Run, Runs

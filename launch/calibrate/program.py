@@ -22,10 +22,10 @@ from engines.calibration.gate.profiles import make_folder, profile_path
 from engines.config import REPORT, CalibrationOrder, CalibrationReport
 from engines.kv_budget import stated_context
 from engines.wire import MeasurementEnd, Welcome
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.names import CODECS, EXACT, FLOOR, OWN, split_names
 from kvstore.codecs.presets import canonical_name, check_name
 from kvstore.errors import UnknownCodec
+from kvstore.session import CHUNK_TOKENS
 from kvstore.workers import restoring_threads
 from launch.calibrate.profile_notes import write_note
 from launch.engine_start import compile_folders, engine_of

@@ -11,7 +11,6 @@ import msgspec
 
 from engines.calibration.gate.choice import Choice
 from engines.kv_budget import stated_context
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.names import CODECS, READY, USUAL, family_of, first_part, for_session
 from kvstore.codecs.presets import open_codec
@@ -19,7 +18,7 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.session_codec import SessionCodec, open_session_codec
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.session import STATES_PER_SESSION, TierName
+from kvstore.session import CHUNK_TOKENS, STATES_PER_SESSION, TierName
 from kvstore.shapes import DType, KVLayout, StateLayout
 from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError

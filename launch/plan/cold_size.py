@@ -11,7 +11,6 @@ from engines.kv_budget import HOT_CODECS, UNSTATED_CONTEXT, stated_context
 from kvstore.blobs.chain import KEY_BYTES, NAME_BYTES
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.packer import Packer
-from kvstore.chunk_size import CHUNK_TOKENS, chunk_of_blocks
 from kvstore.codecs.base import Codec
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import codec_by_name
@@ -19,7 +18,7 @@ from kvstore.codecs.rows import sinks
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.errors import UnknownCodec
-from kvstore.session import STATES_PER_SESSION
+from kvstore.session import CHUNK_TOKENS, STATES_PER_SESSION, chunk_of_blocks
 from kvstore.shapes import DType, KVLayout, StateLayout, StoredModel
 from kvstore.tiers.ram_tier import ENTRY_BYTES
 from launch.calibrate.profile_notes import find_profile

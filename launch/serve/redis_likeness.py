@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.errors import TierUnavailable
 from kvstore.likeness import WORDS, StoredAs, differences, there
+from kvstore.session import CHUNK_TOKENS
 from kvstore.tiers.seal import read_secret
 from launch.calibrate.profile_notes import noted_fingerprint
 from launch.errors import LaunchError

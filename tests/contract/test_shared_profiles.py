@@ -19,7 +19,7 @@ from kvstore.codecs.profile import Profile
 from kvstore.config import StoreConfig
 from kvstore.ledger import profiles
 from kvstore.store.cold_store import ColdStore
-from kvstore.store.restored import Restored
+from kvstore.store.restorer import Restored
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier

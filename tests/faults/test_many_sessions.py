@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from engines.host.work_line import QueueFull
-from kvstore.chunk_size import CHUNK_TOKENS
-from kvstore.store.restored import Match, Restored
+from kvstore.session import CHUNK_TOKENS
+from kvstore.store.restorer import Match, Restored
 from tests.integration.mlx_owner.harness import Answer, Engine, engine, session, surround, text
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -11,7 +11,7 @@ import redis
 from benchmarks.stacks.constants import configured
 from kvstore.config import StoreConfig
 from kvstore.tiers.base import TierStats
-from kvstore.tiers.redis_server.bounds import ServerBounds
+from kvstore.tiers.redis_server.client import ServerBounds
 from kvstore.tiers.redis_server.redis_tier import PROLONG_S, TTL_S, name_of
 from kvstore.tiers.registry import open_tiers
 from tests.faults.redis_tiers import names, tier_at

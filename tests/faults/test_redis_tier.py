@@ -13,7 +13,7 @@ import redis
 
 from kvstore.config import StoreConfig
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.redis_server.breaker import FIRST_WAIT_S, THRESHOLD
+from kvstore.tiers.redis_server.link import FIRST_WAIT_S, THRESHOLD
 from kvstore.tiers.redis_server.redis_tier import name_of
 from kvstore.tiers.registry import open_tiers
 from tests.faults.redis_tiers import DEADLINE_S, LONGEST_S, SlowLine, blobs, tier_at

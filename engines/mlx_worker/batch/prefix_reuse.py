@@ -27,7 +27,7 @@ from engines.mlx_worker.sessions.hot_cache import (
 from engines.mlx_worker.sessions.hot_sessions import HotPrefix, HotSession
 from kvstore.blobs.chain import Chain
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionName, SessionRef
-from kvstore.store.restored import Restored
+from kvstore.store.restorer import Restored
 
 logger = logging.getLogger(__name__)
 

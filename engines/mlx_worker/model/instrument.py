@@ -25,7 +25,7 @@ from engines.mlx_worker.model.layer_calls import (
 )
 from engines.mlx_worker.model.loading import LoadedModel, fingerprint
 from kvstore.blobs.state_tree import copied_state
-from kvstore.chunk_size import CHUNK_TOKENS
+from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import KVLayer, KVLayout, KVRun, Rope, StateLayout
 
 PREFILL_TOKENS: Final = 512  # of a prefill at a time

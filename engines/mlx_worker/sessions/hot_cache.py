@@ -31,7 +31,7 @@ from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import MissReason, SessionName, SessionRef, TierName
 from kvstore.store.cold_store import ColdStore
-from kvstore.store.restored import Match, Restored
+from kvstore.store.restorer import Match, Restored
 from kvstore.store.states import StateAt, TakenState
 
 logger = logging.getLogger(__name__)

@@ -29,11 +29,11 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches, CannotServe, leaves, probe
 from engines.mlx_worker.model.loading import LoadedModel, fingerprint
 from kvstore.blobs.state_tree import decode_state, encode_state
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 from kvstore.likeness import StoredAs, likeness_of
+from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import StateLayout, StoredModel
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier

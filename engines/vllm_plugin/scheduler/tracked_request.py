@@ -15,8 +15,7 @@ from engines.vllm_plugin.groups import DENSE, Groups
 from engines.vllm_plugin.identity import has_own_salt
 from engines.vllm_plugin.messages import Staged
 from engines.wire import RequestProgress
-from kvstore.chunk_size import chunk_of_blocks
-from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName
+from kvstore.session import UNKNOWN_REASONS, MissReason, SessionRef, TierName, chunk_of_blocks
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ from engines.wire import (
     Unpin,
     Verb,
 )
+from kvstore.config import TenantLimits
 from kvstore.session import TIER_NAMES, SessionName, SessionRef, TierName
 from kvstore.stats import Counters, Repacking, StoreStats
-from kvstore.tenant_bytes import TenantLimits
 
 LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0

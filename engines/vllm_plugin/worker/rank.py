@@ -55,7 +55,7 @@ from kvstore.errors import StoreClosed
 from kvstore.ledger.record import SessionRecord
 from kvstore.stats import StoreStats
 from kvstore.store.cold_store import ColdStore
-from kvstore.store.restored import Fetched, Match
+from kvstore.store.restorer import Fetched, Match
 
 logger = logging.getLogger("thermocline.vllm")
 

@@ -54,11 +54,10 @@ from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_
 from engines.vllm_plugin.worker.resting_watch import RestingWatch
 from engines.vllm_plugin.worker.transfer import Transfer
 from engines.wire import BF16_BYTES, KVSize
-from kvstore.chunk_size import chunk_of_blocks
 from kvstore.config import StoreConfig
 from kvstore.ledger.notices import StoreNotice
 from kvstore.likeness import StoredAs, likeness_of
-from kvstore.session import SessionRef
+from kvstore.session import SessionRef, chunk_of_blocks
 from kvstore.shapes import KVLayout, StateLayout, StoredModel
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.registry import open_usable_tiers

@@ -1,4 +1,4 @@
-"""Opens redis-py's client for a Redis URL.
+"""Opens redis-py's client for a Redis URL, and reads how its server bounds its memory.
 
     redis://[user:password@]host[:port][/db]      rediss:// with TLS, unix:// for a socket
     redis+sentinel://[user:password@]host[:port],host[:port],.../service[/db]
@@ -8,14 +8,17 @@
 User and password are those of the master or the nodes. Sentinels that require their own get
 ``?sentinel_username=...&sentinel_password=...``; redis-py reads all other fields of the query.
 No command is ever retried: a miss costs a prefill, and a retry would cost the same time again.
+
+The tier has no budget of its own: only the server knows what all engines hold there. Every blob has
+a time to live, so all policies that evict suit. INFO is asked: managed servers refuse CONFIG.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 try:
@@ -34,6 +37,7 @@ SENTINEL: Final = "+sentinel"
 CLUSTER: Final = "+cluster"
 OWN: Final = "sentinel_"  # prefix of the query's fields that are for Sentinels
 PASSWORDS: Final = ("password", "sentinel_password")  # fields of a URL's query
+ADVICE: Final = "set maxmemory, and maxmemory-policy allkeys-lru"
 READ_BYTES: Final = 256 << 10
 _SENTINEL_PORT: Final = 26379
 _PORT: Final = 6379
@@ -191,3 +195,50 @@ def secrets_of(url: str) -> list[str]:
     query = dict(parse_qsl(parts.query))
     found = [x for x in (parts.password, *map(query.get, PASSWORDS)) if x]
     return found + [unquote(x) for x in found]
+
+
+class ServerBounds(NamedTuple):
+    """The memory of one server, or of all primaries of a cluster, with all that others keep there.
+
+    ``max_bytes``: 0 = it has no bound; None = unknown, as all is if it refuses INFO.
+    """
+
+    used_bytes: int = 0
+    max_bytes: int | None = None
+    policies: tuple[str, ...] = ()
+    num_keys: int = 0
+    evictions: int = 0
+
+    @property
+    def trouble(self) -> str:
+        """The reason why the server may hold too much, or refuse to store; "" = it evicts."""
+        if self.max_bytes is None:
+            return "it does not say whether its memory is bounded"
+        if not self.max_bytes:
+            return f"it has no maxmemory: only the time to live bounds what it holds; {ADVICE}"
+        if "noeviction" in self.policies:
+            return f"it evicts nothing: once it is full, it stores no more sessions; {ADVICE}"
+        return ""
+
+
+def read_bounds(client: Any) -> ServerBounds:
+    """Ask redis-py's client of a server or cluster. Raises ``redis.RedisError`` or ``OSError``."""
+    is_cluster = isinstance(client, RedisCluster)
+    found = client.info(target_nodes=client.PRIMARIES) if is_cluster else client.info()
+    infos = [found] if "used_memory" in found or not is_cluster else list(found.values())
+    limits = [x.get("maxmemory") for x in infos]
+    policies = {str(x.get("maxmemory_policy", "")) for x in infos}
+    is_known = all(isinstance(x, int) for x in limits) and "" not in policies
+    databases = [db for x in infos for db in x.values() if isinstance(db, dict)]
+    return ServerBounds(
+        used_bytes=_sum(infos, "used_memory"),
+        max_bytes=(_sum(infos, "maxmemory") if all(limits) else 0) if is_known else None,
+        policies=tuple(sorted(policies)),
+        num_keys=_sum(databases, "keys"),
+        evictions=_sum(infos, "evicted_keys"),
+    )
+
+
+def _sum(infos: Sequence[Mapping[str, Any]], field: str) -> int:
+    found = (x.get(field, 0) for x in infos)
+    return sum(x for x in found if isinstance(x, int))

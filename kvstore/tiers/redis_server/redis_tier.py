@@ -4,7 +4,7 @@
 
 ``<key>`` is the blob's key in hex. **The server decides which blobs exist.** It may evict any
 value, restart empty or be gone: ``contains_many`` asks it. It also bounds them: by its own
-``maxmemory`` and policy (``bounds``), and since every value has a time to live, which a use
+``maxmemory`` and policy (``client``), and since every value has a time to live, which a use
 prolongs. Neither pins nor tenants' limits hold there, since the server knows neither.
 
 A write that the server refuses (out of memory and not allowed to evict, a read-only replica, an
@@ -29,11 +29,11 @@ from typing import Final
 
 from crc32c import crc32c
 
+from kvstore.config import TenantLimits
 from kvstore.errors import Corrupt, TierUnavailable
 from kvstore.session import TierName
-from kvstore.tenant_bytes import TenantLimits
 from kvstore.tiers.base import Blob, EvictionCause, TierStats
-from kvstore.tiers.redis_server.bounds import ServerBounds, read_bounds
+from kvstore.tiers.redis_server.client import ServerBounds, read_bounds
 from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
 from kvstore.workers import Periodic
 

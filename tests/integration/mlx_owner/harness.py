@@ -25,9 +25,8 @@ from engines.mlx_worker.generation import (
 )
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener, tiers_of_settings
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.config import StoreConfig
-from kvstore.session import SessionRef
+from kvstore.session import CHUNK_TOKENS, SessionRef
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from tests.integration.tiny_models import tiny_model

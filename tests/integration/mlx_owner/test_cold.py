@@ -15,8 +15,7 @@ import pytest
 from engines.http import CacheOutcome
 from engines.mlx_worker import control
 from engines.mlx_worker.cache import kv_arrays
-from kvstore.chunk_size import CHUNK_TOKENS
-from kvstore.session import SessionRef
+from kvstore.session import CHUNK_TOKENS, SessionRef
 from tests.integration.mlx_owner.harness import (
     Answer,
     Engine,

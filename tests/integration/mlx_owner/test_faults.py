@@ -15,7 +15,7 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionRef
-from kvstore.store.restored import Match, Restored
+from kvstore.store.restorer import Match, Restored
 from tests.integration.mlx_owner.harness import engine, session, surround, text, whole
 
 pytestmark = pytest.mark.mlx

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
-from kvstore.store.restored import Match, Restored
+from kvstore.store.restorer import Match, Restored
 from tests.integration.mlx_owner.harness import engine, session, surround, text
 
 pytestmark = pytest.mark.mlx

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.density import SHARES, SMOLLM2, measure, synthetic_run
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.codecs.presets import codec_by_name, open_codec
+from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import slice_tokens
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
 

@@ -22,7 +22,7 @@ from kvstore.blobs.chain import (
     record_key,
     split,
 )
-from kvstore.chunk_size import chunk_of_blocks
+from kvstore.session import chunk_of_blocks
 
 SIZE = 16
 BLOCK = 4

@@ -8,9 +8,8 @@ import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import RECORD, STATE
-from kvstore.ledger.delivery import Delivery, deliver
 from kvstore.ledger.stack import TierStack
-from kvstore.ledger.writing import WriteBehind
+from kvstore.ledger.writing import Delivery, WriteBehind, deliver
 from kvstore.stats import Counters
 from kvstore.tiers.ram_tier import RamTier
 from tests.faulty_tier import FaultyTier

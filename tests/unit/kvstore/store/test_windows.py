@@ -16,7 +16,7 @@ from kvstore.errors import Mismatch
 from kvstore.session import SessionRef
 from kvstore.shapes import KVLayer, KVLayout, KVPair
 from kvstore.store.cold_store import ColdStore
-from kvstore.store.restored import Restored
+from kvstore.store.restorer import Restored
 from kvstore.store.states import StateAt, TakenState
 from tests.kv_sessions import (
     CHUNK,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.tenant_bytes import TenantLimits
+from kvstore.config import TenantLimits
 from kvstore.tiers.earlier_life import Found
 from kvstore.tiers.return_order import ReturnOrder
 

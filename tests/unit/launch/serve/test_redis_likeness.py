@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import redis
 
-from kvstore.chunk_size import CHUNK_TOKENS
 from kvstore.likeness import WORDS, StoredAs
+from kvstore.session import CHUNK_TOKENS
 from launch.calibrate.profile_notes import write_note
 from launch.doctor import examine
 from launch.settings.effective_settings import EffectiveSettings

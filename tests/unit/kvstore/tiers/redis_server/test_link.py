@@ -9,15 +9,15 @@ import time
 import pytest
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.redis_server.breaker import (
+from kvstore.tiers.redis_server.client import masked
+from kvstore.tiers.redis_server.link import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
     THRESHOLD,
     Breaker,
     BreakerState,
+    RedisLink,
 )
-from kvstore.tiers.redis_server.client import masked
-from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import RedisServer
