@@ -329,11 +329,11 @@ class WireError(Exception):
     """The peer does not speak this protocol; the connection is of no further use."""
 
 
-def frame(message: ControlRequest | ControlReply | Notice) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """Encode a message with its length in front. Raises ``WireError`` if it is too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise WireError(f"a control message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
+        raise WireError(f"a message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
     return len(body).to_bytes(4, "big") + body
 
 
@@ -344,18 +344,19 @@ async def read_request(reader: asyncio.StreamReader) -> ControlRequest:
         WireError: the frame is broken or too long.
         asyncio.IncompleteReadError: the connection ended.
     """
-    return _decode(_request_decoder, await _read_body(reader))
+    return _decode(_request_decoder, await read_body(reader))
 
 
 async def read_from_engine(reader: asyncio.StreamReader) -> FromEngine:
     """Read one reply or notice. Raises as ``read_request`` does."""
-    return _decode(_from_engine_decoder, await _read_body(reader))
+    return _decode(_from_engine_decoder, await read_body(reader))
 
 
-async def _read_body(reader: asyncio.StreamReader) -> bytes:
+async def read_body(reader: asyncio.StreamReader) -> bytes:
+    """Read the body of one frame. Raises as ``read_request`` does."""
     length = int.from_bytes(await reader.readexactly(4), "big")
     if length > MAX_FRAME_BYTES:
-        raise WireError(f"a control frame of {length} bytes is over {MAX_FRAME_BYTES}")
+        raise WireError(f"a frame of {length} bytes is over {MAX_FRAME_BYTES}")
     return await reader.readexactly(length)
 
 

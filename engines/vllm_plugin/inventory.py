@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from engines.vllm_plugin.messages import ID_BYTES, RankRests
-from kvstore.blobs.chain import num_common, split
+from kvstore.blobs.chain import joined, num_common, split
 from kvstore.session import SessionName
 
 logger = logging.getLogger("thermocline.vllm")
@@ -26,6 +26,7 @@ logger = logging.getLogger("thermocline.vllm")
 CPU: Final = "CPU"  # vLLM's names of media
 STORAGE: Final = "STORAGE"
 MEDIA: Final = (CPU, STORAGE)
+HASH_BYTES: Final = 32
 # For all sessions together; a block that sessions share counts once for each of them. A block takes
 # about 300 bytes in Python.
 MAX_BLOCKS: Final = 1 << 19
@@ -206,3 +207,28 @@ class Inventory:
                 gone.append(block_hash)
         if gone:
             yield BlocksRemoved(medium, gone)
+
+
+def event_note(hashes: list[bytes], ids: bytes, chunk_blocks: int) -> bytes:
+    """Make the note that a rank keeps with a session's record; b"" without ids.
+
+    Readers of KV events know blocks by vLLM's hashes and by token ids, which the cold store does
+    not. So each chunk has the hashes of its blocks and the ids of its tokens.
+    """
+    if not ids or not hashes:
+        return b""
+    size = len(ids) // len(hashes) * chunk_blocks
+    return b"".join(
+        joined(hashes[i : i + chunk_blocks]) + ids[i // chunk_blocks * size :][:size]
+        for i in range(0, len(hashes), chunk_blocks)
+    )
+
+
+def read_event_note(note: bytes, num_chunks: int, chunk_blocks: int) -> tuple[list[bytes], bytes]:
+    """Return the hashes of all blocks and the ids of their tokens in an ``event_note``."""
+    if not note or not num_chunks:
+        return [], b""
+    size, of_hashes = len(note) // num_chunks, HASH_BYTES * chunk_blocks
+    parts = [note[i : i + size] for i in range(0, len(note), size)]
+    hashes = [x for part in parts for x in split(part[:of_hashes])]
+    return hashes, b"".join(part[of_hashes:] for part in parts)

@@ -42,25 +42,15 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
     """Order to read and verify the stored blobs of these blocks, and keep them for a load.
 
     ``hashes``: those of the prompt's blocks from the first on, joined. ``first_block``: the number
-    of the first block to read. A ``Release`` drops the blobs instead.
+    of the first block to read. A ``Release`` drops the blobs instead. ``is_probe``: only look how
+    many of the blocks seem to be stored; nothing is read or kept.
     """
 
     ticket: int
     session: SessionRef | None
     first_block: int
     hashes: bytes
-
-
-class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Question how many of these blocks seem to be stored; no blob is read.
-
-    The fields are those of ``Stage``. The answer is a ``Staged``, although nothing is staged.
-    """
-
-    ticket: int
-    session: SessionRef | None
-    first_block: int
-    hashes: bytes
+    is_probe: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -238,7 +228,7 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     """Order to make an idle engine run a step, since there is news for readers of KV events."""
 
 
-ToRank: TypeAlias = Stage | Probe | Release | Ask | ForwardDone | JointFindings
+ToRank: TypeAlias = Stage | Release | Ask | ForwardDone | JointFindings
 ToFront: TypeAlias = RequestAdmitted | RunForward | Wake
 RankNews: TypeAlias = RankSaved | RankPacked | RankLost | RankRests
 PeerNews: TypeAlias = RankNews | Forward | ForwardDone | RankFindings
@@ -249,14 +239,6 @@ _encoder = msgspec.msgpack.Encoder()
 decode_to_rank = msgspec.msgpack.Decoder[ToRank](ToRank).decode
 decode_from_peer = msgspec.msgpack.Decoder[FromPeer](FromPeer).decode
 decode_to_front = msgspec.msgpack.Decoder[ToFront](ToFront).decode
-
-
-def frame(message: Message) -> bytes:
-    """Encode a message, with its length before it. Raises ``WireError``: it is too long."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise WireError(f"a message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
-    return len(body).to_bytes(4, "big") + body
 
 
 def pages(answer: RankAnswer) -> Iterator[RankAnswer]:

@@ -21,7 +21,7 @@ class Save:
         hashes: the hashes of the blocks of the session's full chunks, from its beginning.
         states: the ids of each held state's blocks, by the number of blocks before it (``groups``).
         waits: the save is never skipped, even if many saves wait already.
-        ids: the ids of the blocks' tokens, if KV events are reported (``worker.event_notes``).
+        ids: the ids of the blocks' tokens, if KV events are reported (``inventory.event_note``).
     """
 
     job: int

@@ -34,8 +34,8 @@ from engines.vllm_plugin.messages import (
     RunForward,
     Wake,
     decode_to_front,
-    frame,
 )
+from engines.wire import WireError, frame, read_body
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -147,7 +147,7 @@ class AdmissionReports:
         while True:
             try:
                 await self._converse(*await asyncio.open_unix_connection(hub_path))
-            except (OSError, EOFError, ValueError) as error:
+            except (OSError, EOFError, ValueError, WireError) as error:
                 logger.warning("no reports from the engine: %s", error or type(error).__name__)
                 await asyncio.sleep(RETRY_S)
 
@@ -156,8 +156,7 @@ class AdmissionReports:
             writer.write(frame(FrontHello()))
             self.connected = True
             while True:
-                length = int.from_bytes(await reader.readexactly(4), "big")
-                self._hear(await reader.readexactly(length), writer)
+                self._hear(await read_body(reader), writer)
         finally:
             self.connected = False
             writer.close()

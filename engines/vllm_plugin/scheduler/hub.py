@@ -31,7 +31,6 @@ from engines.vllm_plugin.messages import (
     Look,
     Message,
     PeerNews,
-    Probe,
     RankAnswer,
     RankHello,
     RankSaved,
@@ -43,9 +42,8 @@ from engines.vllm_plugin.messages import (
     Staged,
     Wake,
     decode_from_peer,
-    frame,
 )
-from engines.wire import MAX_FRAME_BYTES, KVSize, Verb, WireError
+from engines.wire import KVSize, Verb, WireError, frame, read_body
 from kvstore.session import TIER_NAMES, TierName
 
 # A rank that lost its connection never reports a save; the oldest such saves are forgotten.
@@ -198,7 +196,7 @@ class Hub:
         """The bytes of a stored token, on all ranks together."""
         return sum(x.packed_bytes_per_token for x in self._hellos.values())
 
-    def send(self, message: Stage | Probe | Release) -> None:
+    def send(self, message: Stage | Release) -> None:
         """Send the message to every rank; answers are kept until its ticket is released."""
         with self._lock:
             if isinstance(message, Release):
@@ -208,7 +206,7 @@ class Hub:
         self.call_soon(self._broadcast, message)
 
     def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
-        """The joint answer of all ranks to a ``Stage`` or ``Probe``; it is returned only once.
+        """The joint answer of all ranks to a ``Stage``; it is returned only once.
 
         It offers only the blocks that every rank has. None if a rank has not answered after
         ``within_s`` seconds.
@@ -309,10 +307,7 @@ class Hub:
     async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                length = int.from_bytes(await reader.readexactly(4), "big")
-                if length > MAX_FRAME_BYTES:
-                    raise WireError(f"a frame of {length} bytes")
-                self._hear(await reader.readexactly(length), writer)
+                self._hear(await read_body(reader), writer)
         except (EOFError, ConnectionError, WireError, ValueError) as error:
             if writer in self._ranks.values():
                 logger.warning("a worker left the hub: %s", error or type(error).__name__)

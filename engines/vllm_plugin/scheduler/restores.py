@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
-from engines.vllm_plugin.messages import Probe, Release, Stage
+from engines.vllm_plugin.messages import Release, Stage
 from engines.vllm_plugin.plan import Load
 from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.tracked_request import Restore, TokenBlocks, TrackedRequest
@@ -65,7 +65,8 @@ class Probes:
                 return False
         tracked.probe = Restore(next(self._tickets), first_block, now)
         joined = b"".join(map(bytes, hashes))
-        self._ranks.send(Probe(tracked.probe.ticket, tracked.session, first_block, joined))
+        ticket = tracked.probe.ticket
+        self._ranks.send(Stage(ticket, tracked.session, first_block, joined, is_probe=True))
         return False
 
     def withdraw(self, tracked: TrackedRequest) -> None:

@@ -22,7 +22,6 @@ from engines.vllm_plugin.messages import (
     JointFindings,
     Look,
     Message,
-    Probe,
     RankAnswer,
     RankHello,
     RankSession,
@@ -31,7 +30,6 @@ from engines.vllm_plugin.messages import (
     Staged,
     ToRank,
     decode_to_rank,
-    frame,
     pages,
     receive,
 )
@@ -49,6 +47,7 @@ from engines.wire import (
     Prefetch,
     Unpin,
     Verb,
+    frame,
 )
 from kvstore.blobs.chain import split
 from kvstore.errors import StoreClosed
@@ -245,13 +244,13 @@ class RankLink:
 
     def _hear(self, message: ToRank, connection: socket.socket) -> None:
         match message:
+            case Stage(is_probe=True):
+                self._verb_threads.submit(self._probe, message, connection)
             case Stage():
                 self._staging.expect(message.ticket)
                 staging = self._stagers.submit(self._stage, message, connection)
                 self._staging_now.add(staging)
                 staging.add_done_callback(self._staging_now.discard)
-            case Probe():
-                self._verb_threads.submit(self._probe, message, connection)
             case Release():
                 self._staging.take(message.ticket)
             case Ask():
@@ -286,19 +285,19 @@ class RankLink:
         end = self._end_block(message, fetched.num_chunks)
         self._send_on(connection, Staged(message.ticket, end, fetched.tier, fetched.reason))
 
-    def _match(self, message: Stage | Probe, hashes: Sequence[bytes]) -> Match:
+    def _match(self, message: Stage, hashes: Sequence[bytes]) -> Match:
         chain = self._store.maker.of_blocks(hashes, self._block_tokens)
         first = message.first_block // self._chunk_blocks
         return self._store.match(message.session, chain, first)
 
-    def _end_block(self, message: Stage | Probe, num_chunks: int) -> int:
+    def _end_block(self, message: Stage, num_chunks: int) -> int:
         return max(num_chunks * self._chunk_blocks, message.first_block)
 
     @property
     def _chunk_blocks(self) -> int:
         return self._store.chunk_tokens // self._block_tokens
 
-    def _probe(self, message: Probe, connection: socket.socket) -> None:
+    def _probe(self, message: Stage, connection: socket.socket) -> None:
         hashes = split(message.hashes)
         try:
             match = self._match(message, hashes)

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
+from engines.vllm_plugin.inventory import read_event_note
 from engines.vllm_plugin.messages import RankRests
-from engines.vllm_plugin.worker import event_notes
 from kvstore.blobs.chain import Piece, joined
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionName, SessionRef
@@ -116,7 +116,7 @@ class RestingWatch:
             state = hash(record.note), *self._held(record, pieces)
             if self._reported.get(name) != state:
                 self._reported[name] = state
-                hashes, ids = event_notes.read(record.note, record.num_chunks, self._chunk_blocks)
+                hashes, ids = read_event_note(record.note, record.num_chunks, self._chunk_blocks)
                 self._send(RankRests(session, joined(hashes), ids, *state[1:]))
 
     def _held(self, record: SessionRecord, pieces: Sequence[Piece]) -> tuple[int, int]:

@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from engines.vllm_plugin.blocks.blocks import Filling
+from engines.vllm_plugin.inventory import event_note
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.process.processes import unbind_thread
-from engines.vllm_plugin.worker import event_notes
 from engines.vllm_plugin.worker.block_rows import BlockRows, RankBlocks
 from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
 
@@ -84,7 +84,7 @@ class Transfer:
             ),
             states=sorted(x // chunk_blocks for x in save.states),
             state_bytes=state_blocks * self._access.blocks.block_bytes,
-            note=event_notes.written(save.hashes, save.ids, chunk_blocks),
+            note=event_note(save.hashes, save.ids, chunk_blocks),
             on_done=lambda record: on_ended(save, record is not None),
             always=save.waits,
         )

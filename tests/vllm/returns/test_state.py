@@ -28,7 +28,7 @@ from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.worker.block_rows import RankBlocks
 from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec

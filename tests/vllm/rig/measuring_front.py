@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from engines.vllm_plugin.measuring.request_runner import RequestRunner
-from engines.vllm_plugin.messages import FrontHello, RunForward, decode_to_front, frame, receive
+from engines.vllm_plugin.messages import FrontHello, RunForward, decode_to_front, receive
+from engines.wire import frame
 from tests.vllm.rig.engine import RealEngine
 
 

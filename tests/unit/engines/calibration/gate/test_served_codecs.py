@@ -11,7 +11,7 @@ import pytest
 
 from engines.calibration.gate.profiles import profile_path, save
 from engines.calibration.gate.served_codecs import MOST, PackedBy, ServedCodecs
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile, profile_in
 from kvstore.config import StoreConfig

@@ -21,11 +21,11 @@ from engines.vllm_plugin.messages import (
     RunForward,
     decode_to_front,
     decode_to_rank,
-    frame,
     receive,
 )
 from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.measured_requests import Forwards
+from engines.wire import frame
 from kvstore.codecs.profile import Profile
 from kvstore.shapes import KVLayout
 from tests.unit.engines.calibration.test_agreement import row

@@ -14,9 +14,10 @@ import pytest
 from engines.http import CACHE_HEADER, PATIENCE_HEADER
 from engines.vllm_plugin.config import PluginSettings, write_settings
 from engines.vllm_plugin.identity import answer_id_of
-from engines.vllm_plugin.messages import RequestAdmitted, Wake, frame
+from engines.vllm_plugin.messages import RequestAdmitted, Wake
 from engines.vllm_plugin.process import middleware as middleware
 from engines.vllm_plugin.process.middleware import CacheHeaderMiddleware
+from engines.wire import frame
 from kvstore.config import StoreConfig
 
 HEADER = CACHE_HEADER.encode()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.vllm_plugin.groups import DENSE, Groups
-from engines.vllm_plugin.messages import Forward, Probe, Release, Stage, Staged
+from engines.vllm_plugin.messages import Forward, Release, Stage, Staged
 from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
@@ -66,11 +66,11 @@ class Asked:
 
     ready: bool = True
     packed_bytes_per_token: int = 1
-    sent: list[Stage | Probe | Release] = field(default_factory=list)
+    sent: list[Stage | Release] = field(default_factory=list)
     answers: dict[int, Staged] = field(default_factory=dict)
     patience: list[float] = field(default_factory=list)
 
-    def send(self, message: Stage | Probe | Release) -> None:
+    def send(self, message: Stage | Release) -> None:
         self.sent.append(message)
 
     def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
@@ -78,7 +78,7 @@ class Asked:
         return self.answers.pop(ticket, None)
 
     def answer(self, end_block: int, tier="ram", reason=None) -> None:
-        stage = next(x for x in reversed(self.sent) if isinstance(x, Stage))
+        stage = next(x for x in reversed(self.sent) if isinstance(x, Stage) and not x.is_probe)
         self.answers[stage.ticket] = Staged(stage.ticket, end_block, tier, reason)
 
 

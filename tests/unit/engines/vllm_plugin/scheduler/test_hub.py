@@ -19,7 +19,6 @@ from engines.vllm_plugin.messages import (
     RequestAdmitted,
     Stage,
 )
-from engines.vllm_plugin.messages import frame as message_frame
 from engines.vllm_plugin.scheduler.hub import MAX_OPEN, Hub, SaveAcks
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
@@ -30,6 +29,7 @@ from engines.wire import (
     ListSessions,
     Refused,
 )
+from engines.wire import frame as message_frame
 from kvstore.stats import Counters
 from tests.block_sessions import BLOCK, open_store, ref, save, tokens_of
 from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, link_to, welcomed

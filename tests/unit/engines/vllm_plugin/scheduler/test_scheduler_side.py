@@ -12,7 +12,7 @@ import pytest
 
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.groups import DENSE
-from engines.vllm_plugin.inventory import BlocksRemoved, BlocksStored
+from engines.vllm_plugin.inventory import BlocksRemoved, BlocksStored, event_note
 from engines.vllm_plugin.messages import (
     FrontHello,
     RankHello,
@@ -23,9 +23,7 @@ from engines.vllm_plugin.messages import (
     decode_to_front,
     receive,
 )
-from engines.vllm_plugin.messages import frame as frame_of_plugin
 from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
-from engines.vllm_plugin.worker.event_notes import written
 from engines.vllm_plugin.worker.resting_watch import RestingWatch
 from engines.wire import (
     ControlReply,
@@ -39,6 +37,7 @@ from engines.wire import (
     Welcome,
     frame,
 )
+from engines.wire import frame as frame_of_plugin
 from kvstore.config import StoreConfig
 from kvstore.tiers.ram_tier import RamTier
 from tests.block_sessions import BLOCK, PER_CHUNK, hashes, open_store, ref, save, tokens_of
@@ -171,7 +170,7 @@ def test_readers_hear_where_a_session_rests_before_its_blocks_leave(tmp_path: Pa
         bench.pool.fill(chain)
         bench.side._resident.begin(ref())
         bench.side._resident.end(ref(), chain)
-        save(bench.store, ref(), chain, written(chain, bytes(4 * BLOCK * 24), PER_CHUNK))
+        save(bench.store, ref(), chain, event_note(chain, bytes(4 * BLOCK * 24), PER_CHUNK))
         bench.gateway.sendall(frame(ControlRequest(1, Demote(ref(), None))))
         assert isinstance(decode_to_front(receive(front)), Wake)
         assert bench.side.has_work

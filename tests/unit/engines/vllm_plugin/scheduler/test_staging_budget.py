@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.vllm_plugin.messages import Probe, Release, Stage, Staged
+from engines.vllm_plugin.messages import Release, Stage, Staged
 from tests.block_sessions import tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
     PROMPT,
@@ -37,7 +37,7 @@ def ask_all(bench: Bench, requests: list[Request]) -> None:
 
 
 def staged_for(bench: Bench) -> list[str]:
-    return [x.session.id for x in bench.ranks.sent if isinstance(x, Stage)]
+    return [x.session.id for x in bench.ranks.sent if isinstance(x, Stage) and not x.is_probe]
 
 
 def test_no_more_is_staged_than_there_is_room_for(bench):
@@ -94,7 +94,7 @@ def test_a_request_that_gives_up_waiting_keeps_no_other_back(bench):
 
 def probes(bench: Bench) -> dict[str, int]:
     """Tickets of the probes that were sent, by session."""
-    return {x.session.id: x.ticket for x in bench.ranks.sent if isinstance(x, Probe)}
+    return {x.session.id: x.ticket for x in bench.ranks.sent if isinstance(x, Stage) and x.is_probe}
 
 
 def test_who_has_nothing_stored_does_not_wait_in_a_full_line(bench):

@@ -19,8 +19,8 @@ from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
 from engines.vllm_plugin.worker.transfer import Transfer
 from kvstore.blobs.chain import CHUNK, STATE, WINDOW
 from kvstore.blobs.format import codec_in
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.blobs.state_tree import StateArray, StateTree, WindowArray
-from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec

@@ -18,7 +18,7 @@ from engines.vllm_plugin.device.checked_blocks import (
     KernelsUnusable,
 )
 from kvstore.blobs.format import codec_in
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from tests.block_sessions import (
     BLOCK,

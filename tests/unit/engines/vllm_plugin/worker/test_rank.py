@@ -14,7 +14,6 @@ from engines.calibration.gate.profiles import save as write_profile
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.vllm_plugin.blocks.host_blocks import HostBlocks
 from engines.vllm_plugin.messages import (
-    Probe,
     RankNews,
     Stage,
     Staged,
@@ -225,7 +224,7 @@ def test_a_question_is_answered_while_all_readers_are_busy(rank: Rank) -> None:
         (11, OTHER, 0, "never-stored"),
         (12, CHAIN, len(CHAIN), None),
     ):
-        rank.hub.send(Probe(ticket, None, 0, b"".join(chain)))
+        rank.hub.send(Stage(ticket, None, 0, b"".join(chain), is_probe=True))
         answer = rank.hub.staged(ticket, 30)
         assert (answer.end_block, answer.tier, answer.reason) == (end, None, reason)
         assert not rank.staging.is_wanted(ticket)

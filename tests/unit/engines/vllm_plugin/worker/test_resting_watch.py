@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from engines.vllm_plugin.inventory import event_note, read_event_note
 from engines.vllm_plugin.messages import RankRests
-from engines.vllm_plugin.worker import event_notes
 from engines.vllm_plugin.worker.resting_watch import SWEEP_S, RestingWatch
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.disk_tier import DiskTier
@@ -38,7 +38,7 @@ def ids_of(tokens: Sequence[int]) -> bytes:
 
 
 def note_of(tokens: Sequence[int]) -> bytes:
-    return event_notes.written(hashes(tokens), ids_of(tokens), PER_CHUNK)
+    return event_note(hashes(tokens), ids_of(tokens), PER_CHUNK)
 
 
 def save(store: ColdStore, session: block_sessions.SessionRef, tokens: Sequence[int]) -> None:
@@ -165,8 +165,8 @@ def test_of_a_model_with_states_blocks_count_up_to_a_stored_state(tmp_path, stat
 
 
 def test_without_kv_events_there_is_no_note(rank):
-    assert event_notes.written(CHAIN, b"", PER_CHUNK) == b""
-    assert event_notes.read(b"", 12, PER_CHUNK) == ([], b"")
+    assert event_note(CHAIN, b"", PER_CHUNK) == b""
+    assert read_event_note(b"", 12, PER_CHUNK) == ([], b"")
     block_sessions.save(rank.store, ref(), CHAIN)
     rank.watch.look_at(ref())
     assert rank.take() == []
@@ -175,8 +175,8 @@ def test_without_kv_events_there_is_no_note(rank):
 def test_a_note_is_read_back_by_the_chunk():
     note = note_of(TOKENS)
     size = len(note) // 12
-    assert event_notes.read(note, 12, PER_CHUNK) == (CHAIN, ids_of(TOKENS))
-    assert event_notes.read(note[: 5 * size], 5, PER_CHUNK) == (
+    assert read_event_note(note, 12, PER_CHUNK) == (CHAIN, ids_of(TOKENS))
+    assert read_event_note(note[: 5 * size], 5, PER_CHUNK) == (
         CHAIN[:10],
         ids_of(TOKENS[: 10 * BLOCK]),
     )
