@@ -25,10 +25,9 @@ from benchmarks.forging import (
 )
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import NAME_BYTES, ChainKeys, ChainMaker, as_tokens
-from kvstore.blobs.packer import Packer
+from kvstore.blobs.packer import RAW, Packer, StoreCodecs
 from kvstore.blobs.state_packer import with_windows, without_windows
 from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree, WindowArray
-from kvstore.blobs.store_codecs import RAW, StoreCodecs
 from kvstore.codecs.base import Codec
 from kvstore.codecs.catalogue import STATES
 from kvstore.codecs.names import CODECS, LEARNABLE

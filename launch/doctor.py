@@ -25,7 +25,6 @@ import msgspec
 
 from engines.vllm_environment.model_files import needs_tool_template, parsers_for, read_model_files
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.tiers.disk_folder import FOREIGN
 from launch.calibrate.program import MEASURABLE
 from launch.errors import LaunchError
 from launch.families.cache_shape import NotUnderstood
@@ -253,9 +252,6 @@ def _disk(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     secret = effective.folders.data / "secret"
     if secret.exists() and stat.S_IMODE(secret.stat().st_mode) & 0o077:
         return "failure", f"other users can read the server's secret; run: chmod 600 {secret}"
-    if (left := folder / "cold" / FOREIGN).exists():
-        size = show_bytes(left.stat().st_size)
-        return "warning", f"{left} ({size}): no cold sessions, and under no limit; delete it"
     free = free_disk(folder)
     words = f"{show_bytes(free)} free in {folder}; cold sessions may take "
     words += show_bytes(store.disk_bytes)

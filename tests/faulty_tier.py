@@ -90,11 +90,8 @@ class FaultyTier:
         self._call("touch")
         self.inner.touch(keys, restored=restored)
 
-    def pin(self, keys: Iterable[bytes]) -> None:
-        self.inner.pin(keys)
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        self.inner.unpin(keys)
+    def pin(self, key: bytes, pinned: bool) -> None:
+        self.inner.pin(key, pinned)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._call("delete_many")

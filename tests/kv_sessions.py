@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore.blobs.chain import Piece, as_tokens
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.blobs.state_tree import StateArray, StateTree, state_nbytes
-from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef

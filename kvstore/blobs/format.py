@@ -68,18 +68,6 @@ class VerifiedBlob(NamedTuple):
     payload: memoryview  # a view of ``blob``
 
 
-def verify(blob: bytes | bytearray | memoryview, key: bytes) -> VerifiedBlob:
-    """Check that a blob is whole, and that it is the blob of this key.
-
-    Raises:
-        Corrupt, Mismatch: as ``parse``; also for a blob under another blob's name.
-    """
-    header, payload = parse(blob)
-    if header.key != key:
-        raise Mismatch("a blob under another blob's name")
-    return VerifiedBlob(blob, header, payload)
-
-
 def fingerprint_digest(fingerprint: str) -> bytes:
     return blake2b(fingerprint.encode(), digest_size=32).digest()
 

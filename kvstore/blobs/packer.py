@@ -8,21 +8,23 @@ have seen a byte of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias, TypeVar
 
 from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, KEY_BYTES, STATE, WINDOW, Piece
 from kvstore.blobs.state_packer import check_matrices, pack_matrices, unpack_matrices
 from kvstore.blobs.state_tree import StateTree, decode_state, encode_state
-from kvstore.blobs.store_codecs import RAW, StoreCodecs, as_codecs
-from kvstore.codecs.base import Codec
+from kvstore.codecs.base import Codec, RawCodec
+from kvstore.codecs.profile import Profile
 from kvstore.codecs.rows import sinks
+from kvstore.codecs.session_codec import SessionCodec
 from kvstore.errors import ForeignCodec, Mismatch, RefusedCodec
 from kvstore.shapes import KVLayout, KVRun, StoredModel, tokens_in
 from kvstore.tiers.base import Blob
 
+RAW: Final = RawCodec()
 RECORD_CODEC: Final = b"msgpack.2"
 EXACT_STATE: Final = b"state.1"
 PACKED_STATE: Final = b"state.1+matrices"
@@ -30,6 +32,81 @@ ROWS: Final = frozenset((CHUNK, WINDOW))  # kinds of blobs that hold rows
 _NO_LAYERS: Final = KVLayout("float32", ())
 # A ``VerifiedBlob`` was checked before and is not checked again.
 AnyBlob: TypeAlias = Blob | blobs.VerifiedBlob
+C = TypeVar("C", Codec, SessionCodec)
+
+
+@dataclass(frozen=True)
+class StoreCodecs:
+    """The codecs that a store writes, and all that it can read.
+
+    When another codec is adopted the *writer* changes: the header of each blob names its codec, and
+    a blob is read with that one for as long as it is known. Two codecs with one id are the same.
+
+    Args:
+        rows: packs the rows of layers that keep all tokens.
+        session: how the windows and matrices of a model with states are packed beside them; None =
+            exactly.
+        readable: codecs that are not written and can be read; the others are readable anyway.
+        readable_sessions: likewise, of windows and matrices.
+        profile: all that the written codecs learned from the model, for servers that lack it.
+    """
+
+    rows: Codec
+    session: SessionCodec | None = None
+    readable: tuple[Codec, ...] = ()
+    readable_sessions: tuple[SessionCodec, ...] = ()
+    profile: Profile | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def windows(self) -> Codec:
+        """The codec of windows' rows."""
+        return (self.session.windows if self.session else None) or RAW
+
+    @property
+    def packs_matrices(self) -> bool:
+        return self.session is not None and not self.session.matrices.exact
+
+    @property
+    def exact(self) -> bool:
+        """True if whole sessions are restored bit for bit."""
+        return self.rows.exact and (self.session is None or self.session.exact)
+
+    def with_readable(self, other: StoreCodecs) -> StoreCodecs:
+        """Return the same writer with all that ``other`` writes or reads readable as well."""
+        return replace(
+            self,
+            readable=distinct((*self.readable, other.rows, *other.readable)),
+            readable_sessions=distinct((*self.sessions, *other.sessions)),
+        )
+
+    @property
+    def written_ids(self) -> list[str]:
+        """Ids of the lossy codecs that pack now, as headers of blobs and states name them."""
+        parts = (self.rows, self.windows, *((self.session.matrices,) if self.session else ()))
+        return [x.id for x in parts if not x.exact]
+
+    @property
+    def known(self) -> tuple[Codec, ...]:
+        """All codecs of rows that may be read, the written one first."""
+        return distinct((self.rows, *self.readable))
+
+    @property
+    def sessions(self) -> tuple[SessionCodec, ...]:
+        """All codecs of windows and matrices that may be read, the written one first."""
+        own = () if self.session is None else (self.session,)
+        return distinct((*own, *self.readable_sessions))
+
+
+def distinct(codecs: Iterable[C]) -> tuple[C, ...]:
+    """Keep the first codec of each id."""
+    found: dict[str, C] = {}
+    for codec in codecs:
+        found.setdefault(codec.id, codec)
+    return tuple(found.values())
+
+
+def as_codecs(codecs: Codec | StoreCodecs) -> StoreCodecs:
+    return codecs if isinstance(codecs, StoreCodecs) else StoreCodecs(codecs)
 
 
 @dataclass(frozen=True)
@@ -128,22 +205,24 @@ class Packer:
         codec = self._known.of(kind).get(name)
         return codec is None or not codec.exact
 
-    def check(self, blob: blobs.VerifiedBlob, piece: Piece) -> None:
-        """Check that a blob is the one that ``piece`` names, and in a codec that is known here.
+    def verify(self, blob: Blob, piece: Piece) -> blobs.VerifiedBlob:
+        """Check that a blob is whole, the one that ``piece`` names, and in a codec known here.
 
         Raises:
-            Mismatch: it is of other tokens, or of another model or layout.
+            Mismatch: it is of another name, other tokens, or of another model or layout.
             ForeignCodec: it is in a codec, or of a profile, that is not known here.
-            Corrupt: it claims more tokens than its bytes can hold, or is no packed state.
+            Corrupt: it is damaged, claims more tokens than it can hold, or is no packed state.
         """
-        blobs.expect(blob.header, self._header(piece, blob.header.codec))
+        header, payload = blobs.parse(blob)
+        blobs.expect(header, self._header(piece, header.codec))
         kind = piece.key[:1]
         if kind in ROWS:
-            codec, layout = self._reader(kind, blob.header.codec), self.layout_of(kind)
+            codec, layout = self._reader(kind, header.codec), self.layout_of(kind)
             least = sinks.least_nbytes(codec, layout, piece.num_tokens, piece.first_token)
-            blobs.check_length(blob.payload, least)
-        elif blob.header.codec == PACKED_STATE:
-            check_matrices(decode_state(blob.payload), self._matrices)
+            blobs.check_length(payload, least)
+        elif header.codec == PACKED_STATE:
+            check_matrices(decode_state(payload), self._matrices)
+        return blobs.VerifiedBlob(blob, header, payload)
 
     # ---- rows: chunks, and windows in a chunk
 

@@ -7,8 +7,8 @@ When a session's turn ends:
 3. the index knows the session from then on, and which blobs it shares with others;
 4. ``writing`` brings both to each slower tier, on a thread of its own.
 
-Between turns ``upkeep`` moves, pins and forgets sessions, and reports sessions that
-expired, were evicted or found (``notices``). On a return ``reading`` finds a good copy of each
-blob and promotes it, and ``profiles`` fetches what a codec of another server learned. ``ledger``
-holds all of these.
+Between turns ``ledger``, which holds all of these, moves, pins and forgets sessions. ``deletions``
+are repeated until each tier has answered, and ``notices`` report sessions that expired, were
+evicted or found. On a return ``reading`` finds a good copy of each blob and promotes it, and
+``profiles`` fetches what a codec of another server learned.
 """

@@ -1,39 +1,46 @@
-"""The bookkeeping of one store: its tiers, its sessions, and all work between turns."""
+"""The bookkeeping of one store: its tiers, its sessions, and all work between turns.
+
+It moves, pins and forgets sessions, and drops those that expired.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Final
 
-from kvstore.blobs.packer import Packer
-from kvstore.blobs.store_codecs import StoreCodecs
+from msgspec.structs import replace
+
+from kvstore.blobs.packer import Packer, StoreCodecs
 from kvstore.codecs.loops.compilations import COMPILATIONS
 from kvstore.config import StoreConfig
+from kvstore.ledger.deletions import Deletions
 from kvstore.ledger.index import Claims, SessionIndex
-from kvstore.ledger.notices import Notices
+from kvstore.ledger.notices import Notices, StoreNotice
 from kvstore.ledger.profiles import Profiles
 from kvstore.ledger.reading import CopyReader, Promotion
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
-from kvstore.ledger.upkeep import Upkeep
-from kvstore.ledger.writing import Committer, Pins, WriteBehind
+from kvstore.ledger.writing import Committer, WriteBehind
 from kvstore.likeness import Likeness
-from kvstore.session import MissReason, SessionRef
+from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Tier
 from kvstore.workers import Periodic, Workers
 
 LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the second one
 HOUSEKEEPING_EVERY: Final = 5  # looks
+WAIT_S: Final = 30.0  # for running writes of a session
 
 
 class Ledger:
     """Thread-safe. Owns ``tiers`` (fastest first), the threads that write them, and the workers.
 
-    Matching prompts, naming blobs and packing them is left to the store.
+    Matching prompts, naming blobs and packing them is left to the store. Every verb may wait for a
+    commit of the session, or for a tier.
 
     Args:
         claims: those of the store's own queue of saves.
@@ -61,6 +68,7 @@ class Ledger:
         self.claims = claims
         self.clock = clock
         self.monotonic = monotonic
+        self._is_awaited = is_awaited
         self._packer = packer
         self._switching = threading.Lock()
         self.stack = TierStack(tiers, self.counters)
@@ -73,33 +81,23 @@ class Ledger:
             ttl_s=config.ttl_s,
         )
         self.index.load()
-        self._say_whose_blobs(self.index.all())
-        self.pins = Pins(self.stack)
+        self._assign_owners()
         self._slower = [
             WriteBehind(
                 self.stack, level, config.write_queue_bytes, self.counters, self.index.unused
             )
             for level in range(1, len(self.stack))
         ]
-        self.committer = Committer(self.stack, self._slower, self.index, self.pins)
+        self.committer = Committer(self.stack, self._slower, self.index)
         for record in self.index.all():
-            self.committer.follow_pin(record)
+            self.stack.pin(self.index.key(record), record.pinned)
         copies = CopyReader(self.stack, self.counters)
         fingerprint = packer.fingerprint
         self.profiles = Profiles(self.stack, copies, fingerprint, self._read_too, monotonic)
         self.profiles.keep(packer.codecs)
         self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
         self.notices = Notices(self.stack, self.index.restorable)
-        self.upkeep = Upkeep(
-            self.stack,
-            self.index,
-            self.committer,
-            self.pins,
-            self.claims,
-            self.workers,
-            self.notices,
-            is_awaited,
-        )
+        self.deletions = Deletions(self.stack, self.index, clock)
         self.repacker = Repacker(
             self.stack,
             self.index,
@@ -107,7 +105,6 @@ class Ledger:
             self.claims,
             packer,
             self.counters,
-            clock,
         )
         self._rounds = itertools.count(1)
         for tier in self._slower:
@@ -115,22 +112,19 @@ class Ledger:
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
         self.workers.later(self.profiles.renew)
 
-    def _say_whose_blobs(self, records: Sequence[SessionRecord]) -> None:
-        """Assign to tenants the blobs that an earlier run left in the tiers."""
-        keys: dict[str, list[bytes]] = {}
-        for record in records:
-            owned = (self.index.key(record), *self.index.owned(record))
-            keys.setdefault(record.tenant, []).extend(owned)
-        for level in range(len(self.stack)):
-            for tenant, its_keys in keys.items():
-                self.stack.own_in(level, tenant, its_keys)
+    def _assign_owners(self) -> None:
+        """Say whose blobs an earlier life left in the tiers, the longest unused session first."""
+        for record in self.index.all():
+            keys = [self.index.key(record), *self.index.owned(record)]
+            for level in range(len(self.stack)):
+                self.stack.own_in(level, record.tenant, keys)
 
     def _keep_house(self) -> None:
         if next(self._rounds) % HOUSEKEEPING_EVERY:
             self.notices.look()
-            self.upkeep.deletions.retry()
+            self.deletions.retry()
         else:
-            self.upkeep.expire()
+            self.expire()
             self.profiles.renew()
 
     def compare(self, likeness: Likeness) -> None:
@@ -142,6 +136,97 @@ class Ledger:
     def why_unknown(self, session: SessionRef) -> MissReason:
         """Explain why nothing of a session is stored."""
         return self.index.why_gone(session) or self.likeness.why_unknown()
+
+    def tier_of(self, record: SessionRecord) -> TierName | None:
+        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
+        located = self.stack.locate(self.records.needed_keys(record))
+        levels = [x for x in located.levels[: located.num_leading] if x is not None]
+        return self.stack.name(max(levels)) if levels else None
+
+    def resting_here(self) -> list[SessionRecord]:
+        """Sessions that can be restored here, without those whose record no tier has any more."""
+        usable = self.index.usable()
+        located = self.stack.locate([self.index.key(x) for x in usable])
+        held = zip(usable, located.levels, strict=True)
+        return [x for x, level in held if level is not None or located.down]
+
+    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
+        """Bring the session to ``tier``, then drop the faster copies; returns its tier then.
+
+        None if the session is not known. A pinned session, and one that ``tier`` cannot take as a
+        whole, stays where it is.
+        """
+        level = self.stack.level(tier)
+        with self.claims.claim(self.index.key_of(session)):  # else an older record could be sent
+            record = self.index.find_anywhere(session)
+            if record is None:
+                return None
+            sent = None
+            if level and not record.pinned:
+                sent = self.committer.send(level, record)
+        if level and sent is not None and _is_taken(sent):
+            self._drop_above(level, record)
+        return self.tier_of(record)
+
+    def _drop_above(self, level: int, record: SessionRecord) -> None:
+        key, blob_keys = self.index.key(record), self.index.blob_keys(record)
+        with self.claims.claim(key):
+            now = self.index.get(key)
+            if now is None or now.pinned or self.index.blob_keys(now) != blob_keys:
+                return  # forgotten, pinned or saved again meanwhile
+            own = [key, *self.index.unshared(blob_keys, key)]
+            for faster in range(level):
+                self.stack.delete(faster, own)
+
+    def pin(self, session: SessionRef, pinned: bool) -> None:
+        """Evict the session's blobs last, or stop that; a session never saved stays as it is."""
+        with self.claims.claim(self.index.key_of(session)):
+            record = self.index.find_anywhere(session)
+            if record is None or record.pinned == pinned:
+                return
+            self.committer.rewrite(replace(record, pinned=pinned))
+
+    def forget(self, session: SessionRef) -> bool:
+        """Remove every blob of the session that no other session here uses.
+
+        False if the session was not known.
+        """
+        key = self.index.key_of(session)
+        with self.claims.claim(key):
+            return self._remove(key)
+
+    def expire(self) -> None:
+        """Forget expired sessions, report evicted ones, retry pending deletions."""
+        for record in self.index.all():
+            if self.index.is_over(record):
+                self._let_lapse(self.index.key(record))
+        self.notices.look()
+        self.deletions.retry()
+
+    def _let_lapse(self, key: bytes) -> None:
+        with self.claims.claim(key):
+            record = self.index.get(key)
+            # The session may have been used since the check, and the save of that turn may wait.
+            if record is None or not self.index.is_over(record) or self._is_awaited(key):
+                return
+            self._remove(key)
+            self.index.note(key, "ttl")
+        self.notices.report(StoreNotice(SessionRef(record.tenant, record.id, b""), "expired"))
+
+    def _remove(self, key: bytes) -> bool:
+        """Remove a claimed session."""
+        self.committer.cancel(key)
+        copies = self.index.everywhere(key)
+        self.index.remove(key)
+        self.workers.quiet(WAIT_S)  # blobs on their way to a faster tier
+        self.stack.pin(key, False)
+        doomed = sorted({x for copy in copies for x in self.index.owned(copy)})
+        # A reader may have found the record again meanwhile, since it is deleted last, so that an
+        # interrupted caller can begin again. So the session itself does not count as a user.
+        for keys in (self.index.unshared(doomed, key), [key]):
+            self.deletions.everywhere(key, keys)
+        self.index.remove(key)
+        return bool(copies)
 
     # ---- codecs
 
@@ -194,3 +279,11 @@ class Ledger:
             tier.close()
         self.workers.close()
         self.stack.close()
+
+
+def _is_taken(sent: Future[bool]) -> bool:
+    """Wait until a tier has all of a session; False if the tier failed, or took too long."""
+    try:
+        return sent.result(timeout=WAIT_S)
+    except TimeoutError:
+        return False

@@ -1,9 +1,9 @@
 """Reports to a listener that a session left the store, or a tier of it, or was found there.
 
-A session leaves in two ways. Either it expires, which upkeep reports at once. Or the tiers evicted
-it, completely or from a faster tier only. Tiers do not know sessions, so to find evicted sessions
-all sessions are checked now and then, if anything was evicted since. Evictions by a Redis server
-itself are noticed only in such a check.
+A session leaves in two ways. Either it expires, which the ledger reports at once. Or the tiers
+evicted it, completely or from a faster tier only. Tiers do not know sessions, so all of them are
+checked now and then, if anything was evicted since. Evictions by a Redis server itself are noticed
+only in such a check.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, TypeAlias
 
 from kvstore.blobs.chain import profile_key
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.profile import Profile, profile_in
 from kvstore.errors import Corrupt, ForeignCodec, Mismatch, UnknownCodec
 from kvstore.ledger.reading import CopyReader, GoodCopy
@@ -93,8 +93,8 @@ class Profiles:
             for key in [x for x, y in kept.items() if type(y) is type(newest)][:-MOST]:
                 del kept[key]
             self._read_too([x for x in kept.values() if isinstance(x, StoreCodecs)])
-            self._stack.pin([x for x in kept if x not in self._kept])
-            self._stack.unpin([x for x in self._kept if x not in kept])
+            for key in {*kept} ^ {*self._kept}:
+                self._stack.pin(key, key in kept)
             self._kept = kept
 
     def renew(self) -> None:

@@ -55,7 +55,6 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         states: the numbers of chunks after which a state is stored, ascending.
         last_used_s: of the wall clock, for display and ttl only.
         packed_bytes: of all its blobs except this record and its pages, headers included.
-        state_bytes: of these, states and the windows beside them.
         left_behind: names of chunks that it no longer uses since its history was edited. They can
             still be found by content.
         note: bytes of the engine's own, equally many for each chunk; b"" = none.
@@ -70,7 +69,6 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     last_used_s: float
     pinned: bool = False
     packed_bytes: int = 0
-    state_bytes: int = 0
     left_behind: bytes = b""
     note: bytes = b""
 
@@ -203,6 +201,10 @@ class Records:
 
     def _of_state(self, chain: Chain, num_chunks: int) -> list[Piece]:
         return [self.keys.state(chain, num_chunks), *self.keys.windows(chain, num_chunks)]
+
+    def sized_keys(self, record: SessionRecord) -> list[bytes]:
+        """Keys of the blobs that ``packed_bytes`` counts."""
+        return [x for x in self.counted_keys(record, 0) if x[:1] != PAGE]
 
     def is_usable(self, record: SessionRecord) -> bool:
         """True if the session is of this very model, in chunks of this size."""

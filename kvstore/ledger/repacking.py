@@ -43,8 +43,7 @@ def packed_again(packer: Packer, blob: Blob, piece: Piece) -> Blob | None:
     Raises:
         Unusable: the blob is damaged, not the requested one, or in an unknown codec.
     """
-    verified = blobs.verify(blob, piece.key)
-    packer.check(verified, piece)
+    verified = packer.verify(blob, piece)
     if packer.is_lossy(verified):
         return None
     if piece.is_state:
@@ -67,7 +66,6 @@ class Repacker:
         claims: Claims,
         packer: Packer,
         counters: Counters,
-        clock: Callable[[], float],
     ) -> None:
         self._stack = stack
         self._index = index
@@ -75,7 +73,6 @@ class Repacker:
         self._claims = claims
         self._packer = packer
         self._counters = counters
-        self._clock = clock
         self._is_idle: Callable[[], bool] = bool
         self._on_packed: OnPacked | None = None
         self._woken = threading.Event()
@@ -146,17 +143,9 @@ class Repacker:
             self._left.pop(key, None)
 
     def _wanted(self, settled: set[bytes]) -> dict[bytes, int]:
-        """Choose the sessions to look at: bytes by record key.
-
-        The oldest and largest come first: by bytes times seconds unused.
-        """
-        now_s, found = self._clock(), dict[bytes, tuple[float, int]]()
-        for record in self._index.usable():
-            key = self._index.key(record)
-            if key not in settled:
-                weight = max(now_s - record.last_used_s, 1.0) * record.packed_bytes
-                found[key] = weight, record.packed_bytes
-        return {key: found[key][1] for key in sorted(found, key=lambda x: -found[x][0])}
+        """Choose the sessions to look at, the longest unused first: bytes by record key."""
+        sizes = {self._index.key(x): x.packed_bytes for x in self._index.usable()}
+        return {key: nbytes for key, nbytes in sizes.items() if key not in settled}
 
     # ---- one session
 
@@ -179,7 +168,7 @@ class Repacker:
                     freed += saved or 0
         self._freed_bytes += freed
         if freed:
-            self._take_sizes(key)
+            self._take_size(key)
             self._num_done += 1
             if self._on_packed is not None:
                 self._on_packed(SessionRef(record.tenant, record.id, b""))
@@ -246,31 +235,10 @@ class Repacker:
         except Unusable:  # a restore finds that, too, and removes the copy
             return None
 
-    def _take_sizes(self, key: bytes) -> None:
-        """Write the present sizes of the blobs into the session's record."""
-        record = self._index.get(key)
-        sizes = None if record is None else self._sizes(record)
-        if record is None or sizes is None:
-            return
+    def _take_size(self, key: bytes) -> None:
+        """Write the present size of the blobs into the session's record."""
         with self._claims.claim(key):
-            now = self._index.get(key)
-            if now is None or (now.chain, now.states) != (record.chain, record.states):
-                return
-            resized = replace(now, packed_bytes=sizes[0], state_bytes=sizes[1])
-            if resized != now:
-                self._committer.rewrite(resized)
-
-    def _sizes(self, record: SessionRecord) -> tuple[int, int] | None:
-        """Count the bytes of all blobs, and of states and windows; None if a blob is gone."""
-        pieces = [x for x in self._index.records.pieces(record) if not x.is_page]
-        levels = self._stack.locate([x.key for x in pieces]).levels
-        total = of_states = 0
-        for level in range(len(self._stack)):
-            own = [x for x, at in zip(pieces, levels, strict=True) if at == level]
-            lengths = self._stack.lengths(level, [x.key for x in own]) if own else []
-            for piece, length in zip(own, lengths, strict=True):
-                if length is None:
-                    return None
-                total += length
-                of_states += 0 if piece.is_chunk else length
-        return None if None in levels else (total, of_states)
+            record = self._index.get(key)
+            if record is not None:
+                nbytes = self._stack.nbytes(self._index.records.sized_keys(record))
+                self._committer.rewrite(replace(record, packed_bytes=nbytes))

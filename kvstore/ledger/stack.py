@@ -106,6 +106,15 @@ class TierStack:
         found = self._if_up(i, lambda: self._tiers[i].lengths(keys), unknown)
         return self._unless_hidden(i, keys, found, None)
 
+    def nbytes(self, keys: Iterable[bytes]) -> int:
+        """Add up the lengths of blobs, each in the fastest tier that has it."""
+        missing, total = list(keys), 0
+        for i in range(len(self) if missing else 0):
+            lengths = self.lengths(i, missing)
+            total += sum(x for x in lengths if x is not None)
+            missing = [key for key, x in zip(missing, lengths, strict=True) if x is None]
+        return total
+
     def find(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
         try:
             return self.get(i, keys)
@@ -181,14 +190,10 @@ class TierStack:
         for i, tier in enumerate(self._tiers):
             self._is_done(i, partial(tier.touch, keys))
 
-    def pin(self, keys: Sequence[bytes]) -> None:
-        """Evict these blobs last in every tier, until ``unpin``."""
+    def pin(self, key: bytes, pinned: bool) -> None:
+        """Evict the session of this record last in every tier, or end that."""
         for tier in self._tiers:
-            tier.pin(keys)
-
-    def unpin(self, keys: Sequence[bytes]) -> None:
-        for tier in self._tiers:
-            tier.unpin(keys)
+            tier.pin(key, pinned)
 
     def scan(self, i: int, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
         """List blobs under the tier's names for them. Ends early if the tier fails."""

@@ -277,37 +277,6 @@ class WriteBehind:
         delivery.end(complete)
 
 
-class Pins:
-    """Follows pinned sessions as they grow: tiers evict their blobs only when nothing else is left.
-
-    Thread-safe.
-    """
-
-    def __init__(self, stack: TierStack) -> None:
-        self._stack = stack
-        self._lock = threading.Lock()
-        self._held: dict[bytes, Sequence[bytes]] = {}  # by record key
-
-    @property
-    def pinned(self) -> dict[bytes, Sequence[bytes]]:
-        """Keys of the blobs that are pinned, by the record key of their session."""
-        with self._lock:
-            return dict(self._held)
-
-    def follow(self, record_key: bytes, keys: Sequence[bytes]) -> None:
-        """Pin the session's present blobs in place of those pinned before."""
-        with self._lock:
-            before = self._held.get(record_key, ())
-            # Pins are counted. The new ones come first, so that no blob is unpinned in between.
-            self._stack.pin(keys)
-            self._held[record_key] = keys
-            self._stack.unpin(before)
-
-    def release(self, record_key: bytes) -> None:
-        with self._lock:
-            self._stack.unpin(self._held.pop(record_key, ()))
-
-
 class Committer:
     """Thread-safe for different sessions; a caller has claimed the session that it commits.
 
@@ -320,12 +289,10 @@ class Committer:
         stack: TierStack,
         slower: Sequence[WriteBehind],
         index: SessionIndex,
-        pins: Pins,
     ) -> None:
         self._stack = stack
         self._slower = slower
         self._index = index
-        self._pins = pins
 
     def save(
         self, record: SessionRecord, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
@@ -350,21 +317,13 @@ class Committer:
         return True
 
     def take(self, record: SessionRecord) -> None:
-        """Put this record into the index, and pin its blobs if it is pinned."""
+        """Put this record into the index, and pin its session if it is pinned."""
         self._index.put(record)
-        self.follow_pin(record)
+        self._stack.pin(self._index.key(record), record.pinned)
 
     def rewrite(self, record: SessionRecord) -> bool:
         """Write a changed record over the same blobs, in every tier; False if none takes it."""
         return self.save(record, {}, ())
-
-    def follow_pin(self, record: SessionRecord) -> None:
-        """Pin the record's blobs if it is pinned; else release those of an older record."""
-        key = self._index.key(record)
-        if record.pinned:
-            self._pins.follow(key, [key, *self._index.blob_keys(record)])
-        else:
-            self._pins.release(key)
 
     def send(self, level: int, record: SessionRecord) -> Future[bool]:
         """Bring a claimed session as it is to one slower tier; the result: all of it is there."""

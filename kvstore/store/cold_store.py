@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvstore.blobs.chain import Chain, ChainKeys, ChainMaker, Piece
-from kvstore.blobs.packer import Packer
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import Packer, StoreCodecs
 from kvstore.codecs.base import Codec
 from kvstore.config import StoreConfig, TenantLimits
 from kvstore.ledger.index import Claims
@@ -248,12 +247,12 @@ class ColdStore:
 
         A session that only a shared tier has is known once it returns.
         """
-        return [] if self._closed else self.ledger.upkeep.resting_here()
+        return [] if self._closed else self.ledger.resting_here()
 
     def tier_of(self, session: SessionRef | SessionRecord) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone."""
         record = self.record(session) if isinstance(session, SessionRef) else session
-        return None if record is None or self._closed else self.ledger.upkeep.tier_of(record)
+        return None if record is None or self._closed else self.ledger.tier_of(record)
 
     def pieces_of(self, session: SessionRef) -> tuple[SessionRecord, list[Piece]] | None:
         """Return the session's record and all its blobs, from memory; None if it is not known."""
@@ -268,7 +267,7 @@ class ColdStore:
         A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
         """
         self.wait_saved(session)
-        return None if self._closed else self.ledger.upkeep.demote(session, tier)
+        return None if self._closed else self.ledger.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
         """Have the session's blobs evicted last, or stop that. Blocks while a save of it runs.
@@ -277,7 +276,7 @@ class ColdStore:
         """
         self.wait_saved(session)
         if not self._closed:
-            self.ledger.upkeep.pin(session, pinned)
+            self.ledger.pin(session, pinned)
 
     def is_pinned(self, session: SessionRef) -> bool:
         """True if its record is pinned by now. Asks memory only, so it does not wait."""
@@ -291,14 +290,14 @@ class ColdStore:
         is down deletes it when it is back.
         """
         dropped = self._queue.drop(self.ledger.index.key_of(session))
-        was_known = not self._closed and self.ledger.upkeep.forget(session)
+        was_known = not self._closed and self.ledger.forget(session)
         for on_done in dropped.on_done if dropped else ():
             on_done(None)
         return was_known or dropped is not None
 
     def expire(self) -> None:
         """Forget sessions that were not used for ``ttl_s``; also runs periodically by itself."""
-        self.ledger.upkeep.expire()
+        self.ledger.expire()
 
     def listen(self, on_notice: OnNotice) -> None:
         """Call ``on_notice`` on a store thread when sessions expire, are evicted or are found.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.blobs.chain import ChainKeys
-from kvstore.blobs.format import VerifiedBlob, verify
+from kvstore.blobs.format import VerifiedBlob
 from kvstore.blobs.packer import Packer
 from kvstore.blobs.state_tree import StateTree
 from kvstore.errors import ForeignCodec, RefusedCodec, StoreClosed, Unusable
@@ -197,9 +197,7 @@ class Restorer:
         return good, reason
 
     def _verified(self, read: BlobRead, blob: Blob) -> VerifiedBlob:
-        verified = verify(blob, read.key)
-        self._packer.check(verified, read.piece)
-        return verified
+        return self._packer.verify(blob, read.piece)
 
     def _state_of(self, match: Match, good: Sequence[GoodCopy[VerifiedBlob]]) -> StateTree:
         pairs = [(x, y.value) for x, y in zip(match.reads, good, strict=False)]

@@ -19,6 +19,8 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from kvstore.blobs.chain import CHUNK, Chain, ChainKeys, Piece, joined, num_common
 from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
@@ -181,8 +183,6 @@ class Saver:
         """Make the new record, and list blobs that are unused once it is written."""
         chain, size = chosen.chain, len(job.note) // max(len(job.chain), 1)
         common = num_common(old.names, chain) if old else 0
-        rows = self._row_bytes(chain, fresh, old, common)
-        of_states = self._state_bytes(chain, chosen.states, fresh, old)
         left, overflow = abandoned_chunks(old, chain, common) if old else (b"", list[bytes]())
         record = SessionRecord(
             tenant=job.session.tenant,
@@ -193,50 +193,17 @@ class Saver:
             states=chosen.states,
             last_used_s=self._ledger.clock(),
             pinned=old is not None and old.pinned,
-            packed_bytes=rows + of_states,
-            state_bytes=of_states,
             left_behind=left,
             note=job.note[: size * len(chain)],
         )
+        older = [x for x in self._ledger.records.sized_keys(record) if x not in fresh]
+        nbytes = sum(map(len, fresh.values())) + self._stack.nbytes(older)
+        record = replace(record, packed_bytes=nbytes)
         if old is None:
             return record, []
         current = {*self._ledger.records.keys_beside(record)}
         gone = [x for x in self._ledger.records.keys_beside(old) if x not in current]
         return record, self._index.unshared([*gone, *overflow], job.key)
-
-    def _row_bytes(
-        self, chain: Chain, fresh: Mapping[bytes, Blob], old: SessionRecord | None, common: int
-    ) -> int:
-        """Count the bytes of all chunks; those of other sessions' chunks are estimated."""
-        total = 0
-        if old is not None and common:
-            total = (old.packed_bytes - old.state_bytes) * common // old.num_chunks
-        for piece in self._keys.chunks(chain, common):
-            blob = fresh.get(piece.key)
-            first, count = piece.first_token, piece.num_tokens
-            total += self._packer.rows_nbytes(first, count) if blob is None else len(blob)
-        return total
-
-    def _state_bytes(
-        self,
-        chain: Chain,
-        states: Sequence[int],
-        fresh: Mapping[bytes, Blob],
-        old: SessionRecord | None,
-    ) -> int:
-        """Estimate the bytes of states and windows: those of one session are about equally large.
-
-        Two states share the windows of the tokens that both reach.
-        """
-        new = [x for x in states if self._keys.state(chain, x).key in fresh]
-        if not new:
-            old_states = len(old.states) if old else 0
-            return old.state_bytes * len(states) // old_states if old and old_states else 0
-        state_bytes = sum(len(fresh[self._keys.state(chain, x).key]) for x in new) // len(new)
-        pieces = dict.fromkeys(y for x in states for y in self._keys.windows(chain, x))
-        known = [len(fresh[x.key]) for x in pieces if x.key in fresh]
-        mean = sum(known) // len(known) if known else 0
-        return state_bytes * len(states) + mean * len(pieces)
 
 
 def _call(on_done: OnDone, record: SessionRecord | None) -> None:

@@ -5,7 +5,7 @@ The store calls a tier from its own threads, and a tier may fail at any time:
 1. ``registry.open_usable_tiers`` opens the tiers that are enabled, fastest first.
 2. ``put_many`` and ``replace`` write; a blob that does not fit is refused, which is not an error.
 3. ``get_many`` reads; an absent blob is ``None``. The store verifies the others by checksum.
-4. ``touch``, ``pin`` and ``unpin`` mark blobs as in use; local tiers evict by themselves
+4. ``touch`` and ``pin`` mark chains as in use; local tiers evict by themselves
    (``return_order``), and Redis as its server is set up.
 5. ``delete_many`` overwrites or removes forgotten blobs, as far as the medium allows.
 

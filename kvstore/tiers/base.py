@@ -1,8 +1,8 @@
 """The protocol between the store and a place that stores blobs.
 
-A tier keeps immutable blobs by key inside a byte budget. It does not know sessions, only the place
-of a blob in a chain: the store says after which key it comes. A chain is evicted from its end, and
-a beginning that many sessions share last (``return_order``).
+A tier keeps immutable blobs, none of them empty, by key inside a byte budget. It does not know
+sessions, only the place of a blob in a chain: the store says after which key it comes. A chain is
+evicted from its end, and a beginning that many sessions share last (``return_order``).
 
 Methods are synchronous and thread-safe; the store calls them from its own threads. Everything
 here may fail, and every failure is a miss. A blob that is handed in is copied before the call
@@ -116,7 +116,11 @@ class Tier(Protocol):
         """
 
     def own(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Assign blobs that an earlier run left here to their owner; absent ones are ignored."""
+        """Assign blobs without an owner to theirs; absent ones are ignored.
+
+        Those that an earlier life left here come session by session, the longest unused first, each
+        in the order of its chain.
+        """
 
     def limit_tenants(self, limits: TenantLimits) -> dict[str, int] | None:
         """Hold tenants to these limits from now on; return the bytes of each that has one.
@@ -134,14 +138,11 @@ class Tier(Protocol):
         ``keys``: its record, if it has one, then all of the chain in its order.
         """
 
-    def pin(self, keys: Iterable[bytes]) -> None:
-        """Evict these keys only when nothing else is left, until ``unpin``.
+    def pin(self, key: bytes, pinned: bool) -> None:
+        """Evict the session of this record, or this single blob, only when nothing else is left.
 
-        Pins are counted per key. A key without a blob is remembered, for a blob that comes later.
+        Or end that. A key without a blob is remembered, for a blob that comes later.
         """
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        """Take one pin off each key; the last one makes it recent. Ignores keys without pins."""
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         """Remove blobs, their content too as far as the medium allows; return how many there were.

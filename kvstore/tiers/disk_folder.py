@@ -3,14 +3,13 @@
     owner.lock    held with flock while the tier is open; the kernel drops it with the process
     data.mdb      the LMDB file; lock.mdb is its reader table
     closed        written at a clean close: size and time of data.mdb then
-    data.foreign  a data.mdb of another program, moved aside; at most one, under no limit
 
 LMDB trusts its file: a wrong page number in a damaged tree, or a file that ends too early, is not
 an error there but an abort or a SIGBUS of the whole engine. So a file that we did not close with
 exactly its present size and time is first walked by py-lmdb's own verifier, which uses plain reads
 and trusts nothing (about 0.5 s per GB). A file that fails is deleted, as is one that another
-release laid out, and the tier starts empty. The verifier cannot check the blobs; the store verifies
-their checksums on every read.
+release laid out, and the tier starts empty; another program's file is left alone, and the folder
+not used. The verifier cannot check the blobs; the store verifies their checksums on every read.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ _DAMAGED = (
     lmdb.PageNotFoundError,
 )
 SPARE_MAP_BYTES = 64 << 20  # deletions need new pages, too
-FOREIGN = "data.foreign"  # name of another program's file, which is under no limit
 _OURS = re.compile(rb"(index|pieces)\.\d+")  # databases of any release
 
 
@@ -98,18 +96,13 @@ class DiskFolder:
         if self.data.is_symlink():
             raise TierUnavailable(f"{self.data} is a symbolic link; remove it to use this folder")
         shutil.rmtree(self.path / "compact", ignore_errors=True)
-        # The reader table of a dead process; only this process can have a live one. And what an
-        # earlier release kept of a damaged file, which is under no limit.
-        for name in ("lock.mdb", "data.damaged"):
-            (self.path / name).unlink(missing_ok=True)
+        # The reader table of a dead process; only this process can have a live one.
+        (self.path / "lock.mdb").unlink(missing_ok=True)
         if damage := self._damage():
             self._discard(damage)
         (self.path / "closed").unlink(missing_ok=True)
         try:
             try:
-                env = self._open(map_bytes)
-            except lmdb.VersionMismatchError as error:
-                self._set_aside(str(error))
                 env = self._open(map_bytes)
             except lmdb.Error as error:
                 self._discard(self._damage_of(error))
@@ -139,8 +132,11 @@ class DiskFolder:
             if strange and all(map(_OURS.fullmatch, strange)):
                 raise lmdb.InvalidError("another release laid it out")
             if strange:
-                raise lmdb.VersionMismatchError(f"it holds {strange[0]!r}, which is not ours")
-        except lmdb.Error:
+                raise TierUnavailable(
+                    f"{self.data} is another program's: it holds {strange[0]!r}; choose another "
+                    "folder with disk_path"
+                )
+        except (lmdb.Error, TierUnavailable):
             env.close()
             raise
         return env
@@ -183,10 +179,6 @@ class DiskFolder:
         nbytes = self.data.stat().st_size
         log.warning("the disk tier starts empty: %s, %d bytes, deleted: %s", self.data, nbytes, why)
         self.data.unlink()
-
-    def _set_aside(self, why: str) -> None:
-        log.warning("the disk tier starts empty: %s moved to %s: %s", self.data, FOREIGN, why)
-        self.data.replace(self.path / FOREIGN)
 
     def start_over_if_damaged(
         self, env: lmdb.Environment, map_bytes: int, error: lmdb.Error

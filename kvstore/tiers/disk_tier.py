@@ -2,9 +2,8 @@
 
 **Crashes.** A kill -9 at any moment loses nothing that was committed; a batch in flight is whole or
 absent. A power cut may lose the last commit (``batch_bytes``), never the file. With each blob lies
-the key before it in its chain, and with the first one of a run when and how the run was used: so
-after a restart the order judges as before. A use is written along with the next commit; after a
-crash the order may be that old.
+the key before it in its chain, so that after a restart, too, a chain is evicted from its end. When
+each was used is in the records, which the store reads (``own``).
 
 **Budget.** ``capacity_bytes`` bounds the live blobs, counted in whole pages. The file also holds
 pages that are free but not reusable yet, and some gaps; it never exceeds ``file_bytes_limit``
@@ -36,10 +35,10 @@ from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob
 from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
-from kvstore.tiers.earlier_life import places
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
 from kvstore.tiers.return_order import ReturnOrder, Update
+from kvstore.tiers.runs import links_before
 
 MAX_READS = 4
 MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
@@ -59,16 +58,13 @@ class DiskTier(IndexedTier):
         folder: Path,
         capacity_bytes: int,
         monotonic: Callable[[], float] = time.monotonic,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._monotonic = monotonic
-        self._clock = clock  # of the times in the file
         self._guard = CallGuard()
         self._writing = threading.Lock()  # one writer; always taken before the other lock
         self._lock = threading.Lock()  # the fields below; held briefly
         self._index = ReturnOrder(capacity_bytes, monotonic)
         self._batch_bytes = batch_bytes(capacity_bytes)
-        self._unsaved: set[bytes] = set()  # keys of runs whose uses are not in the file yet
         self._stale: set[bytes] = set()  # keys in the file that the index has no more
         self._num_evictions = 0
         self._places: dict[bytes, bytes] = {}  # by the key of a blob to be written, the one before
@@ -111,7 +107,6 @@ class DiskTier(IndexedTier):
             self._env.set_mapsize(limit)
             with self._lock:  # pins stay
                 self._index.remove(self._index.keys(b""))
-                self._unsaved.clear()
                 self._stale.clear()
                 self._num_erasures += 1
 
@@ -121,8 +116,8 @@ class DiskTier(IndexedTier):
         self._blobs = LmdbBlobs(self._env)
         with self._env.begin(buffers=True) as txn:
             entries = self._blobs.entries(txn)
-        now_s = self._clock()
-        self._index.load({key: self._blobs.found(entry, now_s) for key, entry in entries})
+        sizes = {key: self._blobs.nbytes(entry.length) for key, entry in entries}
+        self._index.load(sizes, {key: entry.after for key, entry in entries})
         evicted = self._index.evict()
         try:
             self._commit(evicted, {})
@@ -181,9 +176,8 @@ class DiskTier(IndexedTier):
         self._mend()
         with self._guard.call(), self._writing:
             with self._lock:
-                self._places = places(blobs, self._index.link_at(after))
+                self._places = links_before(blobs, self._index.link_at(after))
                 update = self._index.add(self._sizes(blobs), owner, after)
-                self._unsaved.update(blobs)
             self._write(update, blobs, [])
         with self._lock:
             return sum(key in self._index for key in blobs)
@@ -197,7 +191,6 @@ class DiskTier(IndexedTier):
                 nbytes = self._sizes(blobs)[key]
                 self._places = {key: self._index.link_at(after) if after else place}
                 update = self._index.replace(key, nbytes, owner, after)
-                self._unsaved.add(key)
             # The replaced blob counts as spared: it goes in the same commit, and was not evicted.
             return self._write(update, blobs, remains) and bool(update.added)
 
@@ -310,24 +303,13 @@ class DiskTier(IndexedTier):
         remains.clear()
 
     def _commit(self, gone: Iterable[bytes], new: Mapping[bytes, memoryview]) -> None:
-        """Delete, write and save the uses since the last commit, all in one."""
-        with self._lock:
-            changed, self._unsaved = self._unsaved, set()
-            marks = self._index.marks(changed)
-        now_s = self._clock()
-        try:
-            with self._env.begin(write=True, buffers=True) as txn:
-                for key in {*gone, *self._stale}:
-                    self._blobs.delete(txn, key)
-                for key, blob in new.items():
-                    self._blobs.write(txn, key, blob, self._places[key])
-                for key, mark in marks.items():
-                    self._blobs.mark(txn, key, mark, now_s)
-            self._stale.clear()
-        except lmdb.Error:
-            with self._lock:
-                self._unsaved |= changed
-            raise
+        """Delete and write, all in one."""
+        with self._env.begin(write=True, buffers=True) as txn:
+            for key in {*gone, *self._stale}:
+                self._blobs.delete(txn, key)
+            for key, blob in new.items():
+                self._blobs.write(txn, key, blob, self._places[key])
+        self._stale.clear()
 
     def _force_commit(self) -> None:
         """Commit without a change: LMDB reuses pages two commits after the one that freed them."""
@@ -355,10 +337,6 @@ class DiskTier(IndexedTier):
                 update = Update([], self._index.limit(limits))
             self._write(update, {}, [])
 
-    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
-        with self._lock:
-            self._unsaved.update(self._index.touch(keys, restored=restored))
-
     # Life
 
     def _health(self) -> tuple[int, bool]:
@@ -366,12 +344,7 @@ class DiskTier(IndexedTier):
 
     def flush(self) -> None:
         with self._guard.call(), self._writing:
-            self._sync()
-
-    def _sync(self) -> None:
-        if self._unsaved:
-            self._commit([], {})
-        self._env.sync(True)
+            self._env.sync(True)
 
     def close(self) -> None:
         """Wait for the calls inside, sync, and release the folder. May be called twice."""
@@ -380,7 +353,7 @@ class DiskTier(IndexedTier):
         clean = not self._guard.damaged
         try:
             if clean:
-                self._sync()
+                self._env.sync(True)
         except lmdb.Error as error:
             self._guard.count(error)
             clean = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.config import TenantLimits
@@ -59,20 +59,10 @@ class IndexedTier(ABC):
         with self._lock:
             self._index.touch(keys, restored=restored)
 
-    def pin(self, keys: Iterable[bytes]) -> None:
+    def pin(self, key: bytes, pinned: bool) -> None:
         with self._lock:
-            self._index.pin(keys)
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._index.unpin(keys)
+            self._index.pin(key, pinned)
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         with self._lock:
             return [self._index.causes.get(key) for key in keys]
-
-    @property
-    def pins(self) -> dict[bytes, int]:
-        """Pin count of each blob by name, including blobs that are not held."""
-        with self._lock:
-            return dict(self._index.pins)

@@ -1,6 +1,6 @@
 """The layout of blobs in LMDB: an index entry each, and fragments of 128 KB; its calls guarded.
 
-    database ``index.2``    key               -> its entry, see ``BlobEntry``, and a checksum
+    database ``index.3``    key               -> its entry, see ``BlobEntry``, and a checksum
     database ``pieces.1``   key, fragment no. -> 128 KB of the blob, the last fragment shorter
 
 **Fragments**, because LMDB needs consecutive free pages for a value: with whole blobs of mixed
@@ -40,9 +40,8 @@ import numpy as np
 from crc32c import crc32c
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.earlier_life import Found, Mark
 
-DATABASES = (b"index.2", b"pieces.1")  # the numbers are the versions of these layouts
+DATABASES = (b"index.3", b"pieces.1")  # the numbers are the versions of these layouts
 FRAGMENT_BYTES = 128 << 10  # of file, header included
 HEADER_BYTES = 16  # LMDB 0.9 data format on 64-bit machines, before a value in its own pages
 # Keys, node headers and the tree's fill grade of about two thirds, for each fragment.
@@ -50,7 +49,7 @@ NODE_BYTES = 128
 ENTRY_BYTES = 256  # the same for an index entry, with two keys
 
 MAX_BLOB_BYTES = 1 << 32
-_ENTRY = struct.Struct("<Qddb")  # blob length, mark; then the key before it
+_ENTRY = struct.Struct("<Q")  # blob length; then the key before it
 _CHECKSUM = struct.Struct("<I")  # crc32c of key and entry
 _FRAGMENT_NUMBER = struct.Struct(">H")  # big-endian: fragments of a blob are neighbours in the tree
 _PAGE_NUMBER = struct.Struct("=Q")
@@ -61,23 +60,11 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
-class UseMark(NamedTuple):
-    """The uses of the run whose first blob this is; see ``earlier_life.Mark``."""
-
-    used_s: float = 0.0  # wall clock; 0 = there is no mark
-    gap_s: float = 0.0
-    is_kept: bool = False
-
-
-NO_MARK = UseMark()
-
-
 class BlobEntry(NamedTuple):
-    """The index entry of one blob: its length, the key before it in its chain, and its mark."""
+    """The index entry of one blob: its length, and the key before it in its chain."""
 
     length: int
     after: bytes = b""
-    mark: UseMark = NO_MARK
 
 
 class FileExtent(NamedTuple):
@@ -175,19 +162,6 @@ class LmdbBlobs:
             txn.put(key + _FRAGMENT_NUMBER.pack(number), value, db=self._fragments)
         txn.put(key, _pack(key, BlobEntry(len(blob), after)), db=self._index)
 
-    def mark(self, txn: lmdb.Transaction[memoryview], key: bytes, mark: Mark, now_s: float) -> None:
-        """Give a blob another mark; does nothing if the key is absent."""
-        entry = self.entry(txn, key)
-        if entry is not None:
-            stored = UseMark(now_s - mark.idle_s, mark.gap_s, mark.is_kept)
-            txn.put(key, _pack(key, entry._replace(mark=stored)), db=self._index)
-
-    def found(self, entry: BlobEntry, now_s: float) -> Found:
-        """Return an entry as the eviction order takes it."""
-        used_s, gap_s, is_kept = entry.mark
-        mark = Mark(max(0.0, now_s - used_s), gap_s, is_kept) if used_s else None
-        return Found(self.nbytes(entry.length), entry.after, mark)
-
     def delete(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bool:
         """Delete a blob, without erasing its bytes; False if its key is absent."""
         entry = self.entry(txn, key)
@@ -245,7 +219,7 @@ def erase(extent: FileExtent, data_fd: int) -> bool:
 
 
 def _pack(key: bytes, entry: BlobEntry) -> bytes:
-    packed = _ENTRY.pack(entry.length, *entry.mark) + entry.after
+    packed = _ENTRY.pack(entry.length) + entry.after
     return packed + _CHECKSUM.pack(crc32c(key + packed))
 
 
@@ -253,9 +227,8 @@ def _unpack(key: bytes, packed: bytes) -> BlobEntry:
     fields, checksum = packed[: -_CHECKSUM.size], packed[-_CHECKSUM.size :]
     if len(fields) < _ENTRY.size or checksum != _CHECKSUM.pack(crc32c(key + fields)):
         raise lmdb.CorruptedError("an index entry is damaged")
-    length, used_s, gap_s, is_kept = _ENTRY.unpack_from(fields)
-    mark = UseMark(used_s, gap_s, bool(is_kept)) if used_s else NO_MARK
-    return BlobEntry(length, fields[_ENTRY.size :], mark)
+    (length,) = _ENTRY.unpack_from(fields)
+    return BlobEntry(length, fields[_ENTRY.size :])
 
 
 def is_want_of_room(error: lmdb.Error) -> bool:

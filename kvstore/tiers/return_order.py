@@ -25,8 +25,7 @@ from typing import Final, NamedTuple
 
 from kvstore.config import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import EvictionCause
-from kvstore.tiers.earlier_life import Found, Mark, parents_first, run_of
-from kvstore.tiers.runs import LINK, RECORD, Run, Runs
+from kvstore.tiers.runs import LINK, RECORD, Run, Runs, parents_first
 
 TRIAL: Final = 0.1  # of the room
 PATIENCE: Final = (0.02, 2.0)  # at least and at most, in gaps
@@ -62,7 +61,7 @@ class ReturnOrder:
         self._orders: tuple[OrderedDict[Run, None], ...] = tuple(OrderedDict() for _ in range(3))
         self._of: defaultdict[str, OrderedDict[Run, None]] = defaultdict(OrderedDict)
         self._lru: OrderedDict[bytes, int] = OrderedDict()  # the shadow: bytes by the first link
-        self.pins: Counter[bytes] = Counter()  # of absent keys, too
+        self.pins: set[bytes] = set()  # heads of runs that go last, held or not
         self._held: Counter[str] = Counter()  # bytes by tenant
         self._kept_bytes = self._lru_bytes = 0
         self._num_new = self._num_back = 0.0  # runs that began lately, and those that returned
@@ -77,14 +76,13 @@ class ReturnOrder:
         return key in self._runs.of
 
     def keys(self, prefix: bytes) -> list[bytes]:
-        """List the keys with this prefix, the longest unused first."""
-        runs = sorted(set(self._runs.of.values()), key=lambda run: run.used_s)
-        return [key for run in runs for key in run.keys if key.startswith(prefix)]
+        """List the keys with this prefix."""
+        return [key for key in self._runs.of if key.startswith(prefix)]
 
     # ---- use
 
-    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> list[bytes]:
-        """Record that a chain is restored, or else that it was saved; return its runs' first keys.
+    def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
+        """Record that a chain is restored, or else that it was saved.
 
         A save is no use of its own if the chain was restored, or was new, just before.
         """
@@ -94,7 +92,6 @@ class ReturnOrder:
                 self._judge(run)
             run.is_open = restored
         self._settle(runs)
-        return [run.first for run in runs]
 
     def add(self, sizes: Mapping[bytes, int], owner: str = "", after: bytes = b"") -> Update:
         """Enter blobs of a chain in its order, up to the first one without room.
@@ -161,18 +158,12 @@ class ReturnOrder:
             self._place(run)
         return removed
 
-    def pin(self, keys: Iterable[bytes], count: int = 1) -> None:
-        """Let keys, held or not, go last, with all before them in their chains."""
-        for key in keys:
-            self.pins[key] += count
-            if self.pins[key] <= 0:
-                del self.pins[key]
-            if (run := self._runs.of.get(key)) is not None and run.last == key:
+    def pin(self, key: bytes, pinned: bool) -> None:
+        """Let the run that begins with this key, held or not, go last, or end that."""
+        if pinned != (key in self.pins):
+            (self.pins.add if pinned else self.pins.remove)(key)
+            if (run := self._runs.of.get(key)) is not None:
                 self._place(run)
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        """Take one pin off each key; a key without pins is ignored."""
-        self.pin(keys, -1)
 
     # ---- budget and limits
 
@@ -197,15 +188,16 @@ class ReturnOrder:
         return {x: n for x, n in self._held.items() if n and limits.of(x) is not None}
 
     def own(self, owner: str, keys: Iterable[bytes]) -> None:
-        """Assign runs of an earlier life to their owner, the longest unused first."""
+        """Assign runs without an owner to theirs, as just used and kept while there is room."""
         for run in dict.fromkeys(self._runs.of[key] for key in keys if key in self):
             if not run.owner:
                 self._held[""] -= run.nbytes
                 self._held[owner] += run.nbytes
-                if run in self._of[""]:
-                    del self._of[""][run]
-                    self._of[owner][run] = None
-                run.owner = owner
+                self._of[""].pop(run, None)
+                run.owner, run.used_s = owner, self._clock()
+                self._keep(run, True)
+                self._place(run)
+        self._settle(())
 
     # ---- restart
 
@@ -213,23 +205,16 @@ class ReturnOrder:
         """Return the last link before what follows a key; b"" = none."""
         return key if key[:1] == LINK or key not in self else self._runs.of[key].end or b""
 
-    def marks(self, keys: Iterable[bytes]) -> dict[bytes, Mark]:
-        """Return what is to be remembered of the runs of held keys, by their first links."""
-        now, runs = self._clock(), {self._runs.of[key] for key in keys if key in self}
-        return {run.first: Mark(now - run.used_s, run.gap_s, run.is_kept) for run in runs}
+    def load(self, sizes: Mapping[bytes, int], before: Mapping[bytes, bytes]) -> None:
+        """Enter blobs of an earlier life into an empty order, even beyond the budget.
 
-    def load(self, found: Mapping[bytes, Found]) -> None:
-        """Enter blobs of an earlier life as less recent than all others, even beyond the budget."""
-        now = self._clock()
-        for key in parents_first(found):
-            self._enter(run_of(self._runs, key, found[key], now), key, found[key].nbytes)
-        found_runs = dict.fromkeys(self._runs.of[key] for key in found)  # in the order of the blobs
-        for run in sorted(found_runs, key=lambda run: run.used_s, reverse=True):
-            self._place(run, is_newest=False)
-            self._lru_bytes += run.nbytes
-            self._lru[run.first] = run.nbytes
-            self._lru.move_to_end(run.first, last=False)
-        self._settle(())
+        ``before``: the link before each in its chain. ``own`` says when they were used.
+        """
+        for key in parents_first(before):
+            after = before[key]
+            parent = self._runs.ending_at(after) if after in self else None
+            self._enter(self._runs.next_run(key, "", parent, self._clock()), key, sizes[key])
+        self._settle(dict.fromkeys(self._runs.of.values()))
 
     # ---- judging
 
@@ -301,7 +286,7 @@ class ReturnOrder:
         for order in (*self._orders, self._of[run.owner]):
             order.pop(run, None)
         if run.keys and not (run.children or run.is_busy):
-            kind = PINNED if run.last in self.pins else KEPT if run.is_kept else ON_TRIAL
+            kind = PINNED if run.head in self.pins else KEPT if run.is_kept else ON_TRIAL
             for order in (self._orders[kind], self._of[run.owner]):
                 order[run] = None
                 order.move_to_end(run, last=is_newest)
@@ -366,7 +351,7 @@ class ReturnOrder:
         """Take a blob out; return its size."""
         run, nbytes = self._runs.pop(key)
         self._count(run, -nbytes)
-        if not run.keys or (run.last in self.pins) != (run in self._orders[PINNED]):
+        if not run.keys or (run.head in self.pins) != (run in self._orders[PINNED]):
             self._place(run)
         if not run.keys and run.parent is not None:
             self._place(run.parent)

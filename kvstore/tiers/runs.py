@@ -12,6 +12,7 @@ chain is always its beginning. The first byte of a key names the kind of blob:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,6 +38,11 @@ class Run:
     lost: int = 0  # bytes evicted since its last use
     keys: dict[bytes, int] = field(default_factory=dict)  # with their sizes
     children: dict[Run, None] = field(default_factory=dict)  # runs that continue it
+
+    @property
+    def head(self) -> bytes:
+        """Its record, or else its first blob."""
+        return next(iter(self.keys))
 
     @property
     def last(self) -> bytes:
@@ -149,3 +155,24 @@ class Runs:
         if run.parent is not None:
             run.parent.children.pop(run, None)
             run.parent = None
+
+
+def links_before(keys: Iterable[bytes], after: bytes) -> dict[bytes, bytes]:
+    """Return for each key of a chain the link before it; ``after``: the one before the first."""
+    found: dict[bytes, bytes] = {}
+    for key in keys:
+        found[key] = after
+        after = key if key[:1] == LINK else after
+    return found
+
+
+def parents_first(before: Mapping[bytes, bytes]) -> Iterator[bytes]:
+    """Yield all keys, each of them later than the link before it."""
+    done: set[bytes] = set()
+    for key in sorted(before):  # links first
+        waiting: list[bytes] = []
+        while key in before and key not in done:
+            waiting.append(key)
+            done.add(key)
+            key = before[key]
+        yield from reversed(waiting)

@@ -226,11 +226,8 @@ class SealedTier:
     def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
         self._inner.touch(self._names(keys), restored=restored)
 
-    def pin(self, keys: Iterable[bytes]) -> None:
-        self._inner.pin(self._names(keys))
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        self._inner.unpin(self._names(keys))
+    def pin(self, key: bytes, pinned: bool) -> None:
+        self._inner.pin(key + self._ending, pinned)
 
     def _names(self, keys: Iterable[bytes]) -> list[bytes]:
         return [key + self._ending for key in keys]

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from kvstore.blobs.chain import profile_key
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.presets import open_codec

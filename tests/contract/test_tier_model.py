@@ -93,15 +93,10 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.touch(names, restored=restored)
         self.model.order.touch(names, restored=restored)
 
-    @rule(names=some_keys)
-    def pin(self, names: list[bytes]) -> None:
-        self.tier.pin(names)
-        self.model.order.pin(names)
-
-    @rule(names=some_keys)
-    def unpin(self, names: list[bytes]) -> None:
-        self.tier.unpin(names)
-        self.model.order.unpin(names)
+    @rule(name=one_key, pinned=st.booleans())
+    def pin(self, name: bytes, pinned: bool) -> None:
+        self.tier.pin(name, pinned)
+        self.model.order.pin(name, pinned)
 
     @rule(names=some_keys)
     def delete(self, names: list[bytes]) -> None:

@@ -40,10 +40,10 @@ def test_sessions_in_turn_come_back(
     disk = of_one(rig, lambda nbytes: DiskTier(tmp_path / "measured", nbytes))
     tiers: dict[str, Callable[[], list[Tier]]] = {
         "ram": lambda: [RamTier(ROOM * ram, clock)],
-        "disk": lambda: [DiskTier(tmp_path / "cold", ROOM * disk, clock, clock)],
+        "disk": lambda: [DiskTier(tmp_path / "cold", ROOM * disk, clock)],
         "ram over disk": lambda: [
             RamTier(5 * ram, clock),
-            DiskTier(tmp_path / "cold", ROOM * disk, clock, clock),
+            DiskTier(tmp_path / "cold", ROOM * disk, clock),
         ],
     }
     store = rig.open(tiers[kind]())

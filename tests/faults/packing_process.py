@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from kvstore.blobs.store_codecs import RAW, StoreCodecs
+from kvstore.blobs.packer import RAW, StoreCodecs
 from tests.kv_sessions import disk, open_store, ram
 from tests.worn_codec import ThinCodec
 

@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from tests.kv_sessions import CHUNK, begin_save, chain_of, disk, open_store, ram, ref, tokens
 from tests.worn_codec import WornCodec
 

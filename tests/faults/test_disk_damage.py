@@ -67,13 +67,6 @@ def test_a_damaged_reader_table_or_mark_does_not_matter(folder: Path) -> None:
         assert check_usable(folder, blobs) == len(blobs)
 
 
-def test_a_damaged_file_that_an_earlier_release_kept_is_deleted(folder: Path) -> None:
-    blobs = fill(folder)
-    (folder / "data.damaged").write_bytes(bytes(10_000))
-    assert check_usable(folder, blobs) == len(blobs)
-    assert nothing_left(folder)
-
-
 FLIPS = """
 import pathlib, random, shutil, sys
 from kvstore.tiers.disk_tier import DiskTier

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from engines.vllm_plugin.device.device_check import blocks_on  # noqa: E402
-from kvstore.blobs.store_codecs import StoreCodecs  # noqa: E402
+from kvstore.blobs.packer import StoreCodecs  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from tests.lazy_device import LazyDevice  # noqa: E402
 from tests.triton.test_device_blocks import EMPTY, Rig, Shape, bits  # noqa: E402

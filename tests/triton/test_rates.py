@@ -40,7 +40,7 @@ from engines.vllm_plugin.device.packed_layout import (  # noqa: E402
 )
 from engines.vllm_plugin.device.staging_layout import RawStagingLayout  # noqa: E402
 from kvstore.blobs.chain import NAME_BYTES, Piece  # noqa: E402
-from kvstore.blobs.store_codecs import StoreCodecs  # noqa: E402
+from kvstore.blobs.packer import StoreCodecs  # noqa: E402
 from kvstore.codecs.base import NUM_SINKS  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from kvstore.codecs.rows.sinks import squeezes  # noqa: E402

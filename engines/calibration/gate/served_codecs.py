@@ -23,7 +23,7 @@ from engines.calibration.gate.choice import Choice, choose, exact
 from engines.calibration.gate.profiles import profile_path
 from engines.calibration.gate.rules import is_disturbed
 from engines.wire import CodecReport
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.names import EXACT, OWN, first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import BEFORE, UNFINISHED, Profile, load_profile

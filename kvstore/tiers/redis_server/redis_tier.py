@@ -1,8 +1,9 @@
 """The Redis tier: blobs on a Redis or Valkey server that several engines may share.
 
-    thermocline:kv:<key>       the blob, one value: magic, crc32c of key and blob, the blob
+    thermocline:blob:<key>     the blob
 
-``<key>`` is the blob's key in hex. **The server decides which blobs exist.** It may evict any
+``<key>`` is the blob's key in hex. What a value holds is verified by its seal and by the blob's own
+name and checksum, as in every tier. **The server decides which blobs exist.** It may evict any
 value, restart empty or be gone: ``contains_many`` asks it. It also bounds them: by its own
 ``maxmemory`` and policy (``client``), and since every value has a time to live, which a use
 prolongs. Neither pins nor tenants' limits hold there, since the server knows neither.
@@ -20,24 +21,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from crc32c import crc32c
-
 from kvstore.config import TenantLimits
-from kvstore.errors import Corrupt, TierUnavailable
+from kvstore.errors import TierUnavailable
 from kvstore.session import TierName
 from kvstore.tiers.base import Blob, EvictionCause, TierStats
 from kvstore.tiers.redis_server.client import ServerBounds, read_bounds
 from kvstore.tiers.redis_server.link import Command, RedisLink, Reply
 from kvstore.workers import Periodic
 
-PREFIX: Final = b"thermocline:kv:"
+PREFIX: Final = b"thermocline:blob:"
 TTL_S: Final = 7 * 86400.0
 OWED_FILE: Final = "redis-deletions"  # in the engine's folder
 BATCH_BYTES: Final = 4 << 20  # of blobs that are sent or awaited together, at most
@@ -45,14 +43,12 @@ BATCH_KEYS: Final = 256
 # Assumed until the first blobs have come: their size, and the speed of the line.
 FIRST_BLOB_BYTES: Final = 512 << 10
 FIRST_BYTES_S: Final = 4 << 20
-MAX_BLOB_BYTES: Final = (512 << 20) - 64  # the most that a server takes, with our head
+MAX_BLOB_BYTES: Final = 512 << 20  # the most that a server takes
 PROLONG_S: Final = 600.0  # a blob that is used more often is prolonged once in this time
 MAX_PROLONGED: Final = 65_536  # that are remembered; others are prolonged once too often
 WATCH_S: Final = 5.0  # between looks at the server
 SCAN_COUNT: Final = 1000
 
-_HEAD: Final = struct.Struct("<4sI")
-_MAGIC: Final = b"TCR2"
 _log = logging.getLogger(__name__)
 
 
@@ -121,22 +117,16 @@ class RedisTier:
         found: dict[bytes, Blob],
         refusals: list[TierUnavailable],
     ) -> None:
-        """Read some blobs in one exchange. Damaged ones are removed."""
-        damaged: list[Command] = []
+        """Read some blobs in one exchange."""
         began = self._monotonic()
         replies = self._link.run([("GET", name_of(key)) for key in keys], until)
         self._note_speed([len(x) for x in replies if isinstance(x, bytes)], began)
         for key, reply in zip(keys, replies, strict=True):
             try:
                 if value := self._content(reply):
-                    found[key] = _opened(key, value)
+                    found[key] = value
             except TierUnavailable as error:
                 refusals.append(error)
-            except Corrupt as error:
-                self._link.count(str(error))
-                damaged.append(("DEL", name_of(key)))  # while it exists, it is not stored again
-        if damaged:
-            self._link.run(damaged)
 
     def _room(self) -> float:
         """Return how many bytes to send or await at once: a part of the deadline's worth."""
@@ -158,7 +148,7 @@ class RedisTier:
         found: list[int | None] = []
         for reply in self._in_batches([("STRLEN", name_of(key)) for key in keys]):
             length = 0 if _is_of_another_type(reply) else self._answer(reply)
-            found.append(length - _HEAD.size if length >= _HEAD.size else None)
+            found.append(length or None)
         return found
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
@@ -205,7 +195,7 @@ class RedisTier:
         return False
 
     def _set(self, key: bytes, blob: Blob) -> Command:
-        return ("SET", name_of(key), _sealed(key, blob), "PX", self._ttl_ms)
+        return ("SET", name_of(key), bytes(blob), "PX", self._ttl_ms)
 
     def _batches(self, blobs: Mapping[bytes, Blob]) -> Iterator[list[tuple[bytes, Blob]]]:
         """Yield blobs in order, one or as many as there is room for; count too large ones."""
@@ -265,11 +255,8 @@ class RedisTier:
         """Return None: what a tenant holds on the server is not known."""
         return None
 
-    def pin(self, keys: Iterable[bytes]) -> None:
+    def pin(self, key: bytes, pinned: bool) -> None:
         """Do nothing: the server does not know pins."""
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        """Do nothing, as ``pin``."""
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
         return [None] * len(keys)
@@ -359,17 +346,3 @@ def _key(name: bytes) -> bytes | None:
         return bytes.fromhex(name[len(PREFIX) :].decode("ascii"))
     except ValueError:
         return None
-
-
-def _sealed(key: bytes, blob: Blob) -> bytes:
-    return b"".join((_HEAD.pack(_MAGIC, crc32c(blob, crc32c(key))), blob))
-
-
-def _opened(key: bytes, value: bytes) -> Blob:
-    """Return the blob in a value. Raises ``Corrupt``: it is of another key, or damaged."""
-    if len(value) < _HEAD.size or value[:4] != _MAGIC:
-        raise Corrupt("not a value of ours")
-    blob = memoryview(value)[_HEAD.size :]
-    if crc32c(blob, crc32c(key)) != _HEAD.unpack_from(value)[1]:
-        raise Corrupt("a value's checksum is wrong")
-    return blob

@@ -9,7 +9,7 @@ import pytest
 from engines.mlx_worker.sessions.hot_sessions import HotSession
 from kvstore.blobs.chain import CHUNK, RECORD
 from kvstore.blobs.format import codec_in
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.session import SessionRef
 from tests.integration.mlx_owner.harness import Answer, Engine, engine, session, text

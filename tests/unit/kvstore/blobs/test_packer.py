@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kvstore.blobs.chain import CHUNK, STATE, WINDOW, Piece
-from kvstore.blobs.format import HEADER_BYTES, pack, verify
-from kvstore.blobs.packer import Packer
+from kvstore.blobs.format import HEADER_BYTES, pack
+from kvstore.blobs.packer import RAW, Packer, StoreCodecs
 from kvstore.blobs.state_tree import MatrixArray, StateArray
-from kvstore.blobs.store_codecs import RAW, StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
@@ -82,7 +81,7 @@ def test_rows_of_windows_have_a_layout_and_a_codec_of_their_own():
         unpack(exact, blob, asked)
     assert same(unpack(by, exact.pack_rows(asked, run), asked), run)  # raw can always be read
     with pytest.raises(Mismatch):
-        packer().check(verify(exact.pack_rows(asked, run), asked.key), asked)
+        packer().verify(exact.pack_rows(asked, run), asked)
 
 
 def test_a_thousand_changed_bytes_are_a_thousand_misses():
@@ -123,7 +122,7 @@ def test_a_whole_chunk_of_something_else_is_a_mismatch(by, asked):
     with pytest.raises(Mismatch):
         unpack(by, blob, asked)
     with pytest.raises(Mismatch):
-        by.check(verify(blob, piece().key), asked)
+        by.verify(blob, asked)
 
 
 def test_a_blob_of_another_kind_is_a_mismatch():
@@ -146,7 +145,7 @@ def test_a_state_comes_back_as_it_was(layout):
 
 def test_a_verified_blob_is_not_checked_again():
     raw = packer().pack_rows(piece(), RUN)
-    verified = verify(raw, piece().key)
+    verified = packer().verify(raw, piece())
     raw[-1] ^= 1  # as nothing can after the check; it shows who looks twice
     with pytest.raises(Corrupt):
         unpack(packer(), raw)
@@ -156,7 +155,7 @@ def test_a_verified_blob_is_not_checked_again():
 def test_a_blob_under_another_name_is_not_verified():
     blob = packer().pack_rows(piece(), RUN)
     with pytest.raises(Mismatch):
-        verify(blob, piece(number=2).key)
+        packer().verify(blob, piece(number=2))
 
 
 def test_an_exact_state_can_be_packed_later_as_far_as_it_was_marked():
@@ -194,10 +193,10 @@ def test_a_small_blob_cannot_ask_for_a_lot_of_memory(codec, num_tokens):
     """Before anything is allocated, its bytes are compared with what so many tokens need."""
     layout = KVLayout("bfloat16", (KVLayer(2, 64, 64),) * 2)
     by, asked = packer(codec, layout), piece(first=32)
-    verified = verify(by.pack_rows(asked, kv_of(TOKENS, layout)), asked.key)
+    verified = by.verify(by.pack_rows(asked, kv_of(TOKENS, layout)), asked)
     claimed = pack(replace(verified.header, num_tokens=num_tokens), verified.payload)
     with pytest.raises(Corrupt):
-        by.check(verify(claimed, asked.key), asked._replace(num_tokens=num_tokens))
+        by.verify(claimed, asked._replace(num_tokens=num_tokens))
     with pytest.raises(Corrupt):
         packed_again(
             packer(StoreCodecs(codec_by_name("tq4"), readable=(by.codec, RAW)), layout),

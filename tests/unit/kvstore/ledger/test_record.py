@@ -48,7 +48,6 @@ def record_of(num_chunks: int, note_bytes: int = 0, states: Sequence[int] = ()) 
         states=tuple(states),
         last_used_s=1.5,
         packed_bytes=7,
-        state_bytes=3,
         left_behind=name(9, 1),
         note=b"".join(i.to_bytes(4, "little")[:note_bytes] for i in range(num_chunks)),
     )

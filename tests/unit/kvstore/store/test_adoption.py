@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
-from kvstore.blobs.store_codecs import RAW, StoreCodecs
+from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
 from kvstore.store.cold_store import ColdStore
@@ -105,18 +105,6 @@ def test_a_codec_that_cannot_take_the_layout_changes_nothing(opened):
     assert store.codecs.rows.id == "raw.1"
     save(store, ref(), HISTORY)
     assert come_back(store, ref(), HISTORY)[1].num_tokens == WHOLE
-
-
-def test_a_pin_holds_new_chunks_in_the_new_codec(tmp_path, opened):
-    near, far = ram(), disk(tmp_path)
-    store = opened([near, far], codecs=StoreCodecs(FAST))
-    save(store, ref(), HISTORY[:100])
-    store.pin(ref(), True)
-    store.adopt(StoreCodecs(DENSE))
-    turn(store, ref(), HISTORY)
-    assert set(near.pins) == set(everything(near))
-    store.pin(ref(), False)
-    assert near.pins == far.pins == {}
 
 
 def test_a_local_blob_in_an_unknown_codec_is_a_miss_and_makes_room(tiers, opened):

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.blobs.chain import RECORD
-from kvstore.blobs.store_codecs import StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.base import RawCodec
 from kvstore.store.cold_store import ColdStore
 from tests.kv_sessions import begin_save, chain_of, disk, kv_of, open_store, ram, ref, tokens

@@ -135,4 +135,4 @@ def test_a_pin_does_not_protect_from_forgetting(store, tiers):
     store.pin(ref(), True)
     assert store.forget(ref())
     assert everything(tiers[0]) == everything(tiers[1]) == {}
-    assert tiers[0].pins == {}
+    assert tiers[0]._index.pins == set()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvstore.blobs.chain import STATE
+from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree
-from kvstore.blobs.store_codecs import RAW, StoreCodecs
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
 from kvstore.shapes import KVLayout
@@ -220,7 +220,6 @@ def test_nothing_of_the_tokens_after_the_last_chunk_is_stored(opened):
     assert store.stats().tiers[0].num_blobs == 6 + 1 + 1
     record = store.record(ref())
     assert record.packed_bytes == sum(sizes[b"c"]) + sum(sizes[b"s"])
-    assert record.state_bytes == sum(sizes[b"s"])
 
 
 def test_states_follow_to_the_disk_and_over_a_restart(tmp_path, opened):

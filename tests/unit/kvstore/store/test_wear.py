@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
-from kvstore.blobs.store_codecs import RAW, StoreCodecs
+from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.session import SessionRef
 from kvstore.shapes import KVPair, slice_tokens
 from kvstore.store.cold_store import ColdStore

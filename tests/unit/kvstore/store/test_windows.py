@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore.blobs.chain import STATE, WINDOW
+from kvstore.blobs.chain import RECORD, STATE, WINDOW
+from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.blobs.state_tree import StateArray, StateTree, WindowArray, arrays_of
-from kvstore.blobs.store_codecs import RAW, StoreCodecs
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import EXACT_STATES
 from kvstore.errors import Mismatch
@@ -126,8 +126,7 @@ def test_two_states_share_the_rows_that_both_reach(opened, reach):
         assert wear(store, restored, HISTORY) == [{0}] * reach
     record = store.record(ref())
     blobs = everything(store.ledger.stack.tiers[0])
-    beside = sum(len(x) for key, x in blobs.items() if key[:1] in (WINDOW, STATE))
-    assert 0.8 * beside < record.state_bytes < 1.2 * beside
+    assert record.packed_bytes == sum(len(x) for key, x in blobs.items() if key[:1] != RECORD)
 
 
 def test_the_next_turn_packs_the_windows_new_rows_only_and_old_ones_go(opened):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.config import TenantLimits
-from kvstore.tiers.earlier_life import Found
 from kvstore.tiers.return_order import ReturnOrder
+from kvstore.tiers.runs import links_before
 
 
 class Clock:
@@ -254,42 +254,45 @@ def test_sessions_of_the_morning_make_way_for_those_of_noon():
 # ---- pins
 
 
-def test_pinned_keys_and_all_before_them_go_last():
-    order = order_of(60)
-    pinned = chain("a", 3)
-    order.pin(pinned)
-    order.add(pinned)
+def test_a_pinned_session_goes_last_and_grows_pinned():
+    order = order_of(63)
+    pinned, record = chain("a", 3), b"r a"
+    order.pin(record, True)
+    order.add(dict(list(pinned.items())[:2]))
+    order.replace(record, 3, after=names("a", 1)[0])
     order.add(chain("b", 3))
+    order.add({names("a", 2)[0]: 10}, after=names("a", 1)[0])
     assert order.add(chain("d", 3)).evicted == names("b", 2, 1, 0)
     assert held(order, pinned) == 3
-    order.pin(pinned)
-    order.unpin(pinned)
-    assert len(order.add(chain("e", 3)).added) == 3
-    assert held(order, pinned) == 3
-    order.unpin(pinned)
-    order.unpin(pinned)
+    order.pin(record, False)
     order.add(chain("f", 3))
     assert len(order.add(chain("g", 6)).added) == 6
     assert held(order, pinned) == 0
-    assert order.pins == {}
+    assert order.pins == set()
+    check(order)
 
 
-def test_pinned_keys_go_when_nothing_else_is_left():
+def test_a_pin_stays_with_its_session_when_another_one_shares_its_chain():
+    order = order_of(100)
+    order.pin(b"r a", True)
+    for name in ("a", "b"):
+        order.add(chain(name, 4, shared=2))
+        order.replace(b"r " + name.encode(), 3, after=names(name, 3)[0])
+    check(order)
+    order.add(chain("d", 5))
+    assert held(order, chain("a", 4, shared=2)) == 4
+    assert held(order, chain("b", 4, shared=2)) == 2
+    check(order)
+
+
+def test_pinned_runs_go_when_nothing_else_is_left():
     order = order_of(60)
-    order.pin([*chain("a", 3), *chain("b", 3)])
-    order.add(chain("a", 3))
-    order.add(chain("b", 3))
+    for name in ("a", "b"):
+        order.pin(names(name, 0)[0], True)
+        order.add(chain(name, 3))
     assert order.add(chain("d", 2)).evicted == names("a", 2, 1)
     assert order.add(chain("e", 2)).evicted == names("d", 1, 0)
     assert held(order, chain("b", 3)) == 3
-
-
-def test_a_pin_in_the_middle_leaves_the_rest_as_it_was():
-    order = order_of(50)
-    order.add(chain("a", 5))
-    order.pin(names("a", 1))
-    assert len(order.add(chain("b", 3)).added) == 3
-    assert held(order, chain("a", 5)) == 2
 
 
 # ---- tenants
@@ -308,7 +311,7 @@ def test_a_tenant_never_holds_more_than_its_limit():
 
 def test_a_lower_limit_evicts_at_once_and_pinned_blobs_last():
     order = order_of(200)
-    order.pin(chain("a", 3))
+    order.pin(names("a", 0)[0], True)
     order.add(chain("a", 3), "t")
     order.add(chain("b", 3), "t")
     order.add(chain("d", 3), "u")
@@ -366,7 +369,7 @@ def test_a_smaller_budget_evicts_at_once():
     order = order_of(100)
     order.add(chain("a", 10))
     assert resized(order, 50) == names("a", 9, 8, 7, 6, 5)
-    order.pin(chain("a", 5))
+    order.pin(names("a", 0)[0], True)
     assert len(resized(order, 20)) == 3
     assert order.evict(5, ()) == names("a", 1)
     assert order.evict(5, names("a", 0)) == []
@@ -375,52 +378,51 @@ def test_a_smaller_budget_evicts_at_once():
 # ---- restart
 
 
-def told(order: ReturnOrder) -> dict[bytes, Found]:
-    """What a tier would find of this order after a restart, in any order."""
-    before = {
-        after: key
-        for run in set(order._runs.of.values())
-        for key, after in zip(run.keys, list(run.keys)[1:], strict=False)
-        if key[:1] != b"r"
-    }
+def restarted(order: ReturnOrder) -> ReturnOrder:
+    """The order that a tier makes of what it finds, whose sizes and places come in any order."""
+    before: dict[bytes, bytes] = {}
     for run in set(order._runs.of.values()):
-        links = [key for key in run.keys if key[:1] == b"c"]
-        if run.parent is not None:
-            before[next(key for key in run.keys if key in links or not links)] = run.parent.end
-        if links and next(iter(run.keys))[:1] == b"r":
-            before[next(iter(run.keys))] = links[-1]
-    marks = order.marks(order._runs.of)
-    return {
-        key: Found(order._runs.of[key].keys[key], before.get(key, b""), marks.get(key))
-        for key in sorted(order._runs.of)
-    }
-
-
-def test_a_restart_changes_nothing():
-    order = order_of(19 * 43 + 10)
-    for _ in range(4):
-        for s in range(24):
-            turn(order, chain(str(s), 4, shared=1), record=b"r %d" % s)
+        after = run.parent.end if run.parent else b""
+        before |= links_before([x for x in run.keys if x[:1] != b"r"], after)
+        before |= {x: run.end or after for x in run.keys if x[:1] == b"r"}
     again = ReturnOrder(order.capacity_bytes, order._clock)
-    again.load(told(order))
+    sizes = {key: order._runs.of[key].keys[key] for key in sorted(before)}
+    again.load(sizes, {key: before[key] for key in sizes})
     check(again)
-    assert again.keys(b"") == order.keys(b"")
-    assert again._kept_bytes == order._kept_bytes
+    assert set(again.keys(b"")) == set(order.keys(b""))
+    return again
+
+
+def test_after_a_restart_sessions_in_turn_come_back_as_before():
+    order = order_of(19 * 43 + 10)
+    sessions = {b"r %d" % s: chain(str(s), 4, shared=1) for s in range(24)}
+    for _ in range(4):
+        for record, keys in sessions.items():
+            turn(order, keys, record=record)
+    again = restarted(order)
+    for record, keys in sessions.items():
+        again.own("t", [record, *keys])
+    check(again)
     for _ in range(3):
-        back = [turn(again, chain(str(s), 4, shared=1), record=b"r %d" % s) for s in range(24)]
+        back = [turn(again, keys, "t", record) for record, keys in sessions.items()]
         assert back.count(4) >= 16
     check(again)
 
 
-def test_blobs_of_an_earlier_life_go_before_those_of_this_one_and_get_their_owner():
+def test_blobs_of_an_earlier_life_go_in_the_order_in_which_they_get_their_owner():
     order = order_of(100)
+    keys = {name: chain(name, 3) for name in ("a", "b", "orphan")}
+    order.load(
+        {key: 10 for x in keys.values() for key in x},
+        {key: after for x in keys.values() for key, after in links_before(x, b"").items()},
+    )
+    order.own("t", keys["b"])
+    order.own("t", keys["a"])
+    assert order.uses(TenantLimits(others=1)) == {"t": 60}
     order.add(chain("new", 4), "t")
-    order.load({key: Found(10) for key in chain("old", 4)})
-    order.own("quiet", chain("old", 2))
-    assert order.uses(TenantLimits(others=1))["quiet"] == 20
-    assert held(order, chain("new", 4)) == 4
-    order.add(chain("more", 4), "t")
-    assert held(order, chain("new", 4)) == 4
+    assert [held(order, keys[x]) for x in keys] == [3, 3, 0]
+    order.add(chain("more", 3), "t")
+    assert [held(order, keys[x]) for x in keys] == [3, 0, 0]
     check(order)
 
 
@@ -444,7 +446,7 @@ def check(order: ReturnOrder) -> None:
         assert not links or run.end == links[-1]
         assert all(child.parent is run and child in runs for child in run.children)
         assert run.parent is None or (run.parent in runs and run in run.parent.children)
-        is_pinned = run.last in order.pins
+        is_pinned = run.head in order.pins
         expected = [not is_pinned and not run.is_kept, not is_pinned and run.is_kept, is_pinned]
         assert [run in x for x in order._orders] == [x and not run.children for x in expected]
         assert (run in order._of[run.owner]) == (not run.children)
@@ -470,7 +472,6 @@ steps = st.lists(
 @given(steps, st.integers(20, 400))
 def test_any_sequence_of_uses_keeps_the_books(uses, capacity_bytes):
     order = order_of(capacity_bytes, t1=100)
-    pinned: list[list[bytes]] = []
     for verb, session, num, shared in uses:
         name = [f"c {session % 2} {i}" if i < shared else f"c {session} {shared} {i}"
                 for i in range(num)]  # fmt: skip
@@ -481,11 +482,8 @@ def test_any_sequence_of_uses_keeps_the_books(uses, capacity_bytes):
             turn(order, keys, owner, record)
         elif verb == "touch":
             order.touch(list(keys)[session % 2 :])
-        elif verb == "pin":
-            pinned.append([record, *keys])
-            order.pin(pinned[-1])
-        elif verb == "unpin" and pinned:
-            order.unpin(pinned.pop())
+        elif verb in ("pin", "unpin"):
+            order.pin(record, verb == "pin")
         elif verb == "remove":
             order.remove([*keys, record] if num % 2 else [last])
         elif verb == "fail":
@@ -498,9 +496,6 @@ def test_any_sequence_of_uses_keeps_the_books(uses, capacity_bytes):
             order.add({f"s {session} {num}".encode(): 4}, owner, last)
         held(order, keys)
         check(order)
-    again = ReturnOrder(capacity_bytes, order._clock)
-    again.load(told(order))
-    check(again)
-    assert set(again.keys(b"")) == set(order.keys(b""))
+    again = restarted(order)
     again.evict(10**9, ())
     assert (again.nbytes, len(again)) == (0, 0)

@@ -205,16 +205,6 @@ def verdict(out: str, about: str) -> tuple[str, str]:
     return found["verdict"], found["text"]
 
 
-def test_doctor_mentions_a_file_in_the_disk_folder_under_no_limit(run, tmp_path):
-    (tmp_path / "cold").mkdir()
-    (tmp_path / "cold" / "data.foreign").write_bytes(bytes(3 << 20))
-    arguments = ["--set", "engine.kind=fake", "--set", "gateway.port=0"]
-    _, out, _ = run("doctor", "--json", *arguments, "--set", f"store.disk_path={tmp_path}")
-    (disk,) = [x for x in json.loads(out) if x["about"] == "disk"]
-    assert disk["verdict"] == "warning"
-    assert "data.foreign (3 MiB)" in disk["text"]
-
-
 def test_every_option_of_serve_sets_something():
     """``options.chosen`` finds them by their names."""
     serve = get_command(app).commands["serve"]

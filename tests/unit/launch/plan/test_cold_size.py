@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engines.calibration.first_order import first_order
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree, WindowArray, state_nbytes
-from kvstore.blobs.store_codecs import StoreCodecs
 from kvstore.codecs.base import Codec
 from kvstore.codecs.names import READY
 from kvstore.codecs.presets import codec_by_name

@@ -1,8 +1,8 @@
-"""Moves, pins and forgets sessions between their turns, and drops expired ones.
+"""Deletions that a tier owes: it was unavailable when they were asked for.
 
-Deletions that a tier was unavailable for lie in a file: otherwise one that waits for Redis would
-end with the process, and the next life would list the session again. It has one line of JSON for
-each; lines that cannot be read are ignored.
+They lie in a file: otherwise one that waits for Redis would end with the process, and the next life
+would list the session again. It has one line of JSON for each; lines that cannot be read are
+ignored.
 """
 
 from __future__ import annotations
@@ -13,24 +13,17 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
 
-from kvstore.ledger.index import Claims, SessionIndex
-from kvstore.ledger.notices import Notices, StoreNotice
-from kvstore.ledger.record import SessionRecord
+from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.stack import TierStack
-from kvstore.ledger.writing import Committer, Pins
-from kvstore.session import SessionRef, TierName
-from kvstore.workers import Workers
 
 MAX_KEYS: Final = 65_536  # of all deletions of a tier; the oldest deletion is dropped first
 
 _log = logging.getLogger(__name__)
-WAIT_S: Final = 30.0  # for running writes of the session
 
 
 class Owed(msgspec.Struct, frozen=True):
@@ -139,134 +132,6 @@ def _read(path: Path) -> list[Owed]:
                 while num_keys > MAX_KEYS and len(found) > 1:
                     num_keys -= len(found.popleft().keys)
     return list(found)
-
-
-class Upkeep:
-    """Thread-safe. Every verb may wait for a commit of the session, or for a tier.
-
-    Args:
-        is_awaited: returns for a record key whether a save of that session is waiting.
-    """
-
-    def __init__(
-        self,
-        stack: TierStack,
-        index: SessionIndex,
-        committer: Committer,
-        pins: Pins,
-        claims: Claims,
-        workers: Workers,
-        notices: Notices,
-        is_awaited: Callable[[bytes], bool],
-    ) -> None:
-        self._stack = stack
-        self._index = index
-        self._committer = committer
-        self._pins = pins
-        self._claims = claims
-        self._workers = workers
-        self._notices = notices
-        self._is_awaited = is_awaited
-        self.deletions = Deletions(stack, index, index.clock)
-
-    def tier_of(self, record: SessionRecord) -> TierName | None:
-        """Return the slowest tier that a restore must read; None if even the beginning is gone."""
-        located = self._stack.locate(self._index.records.needed_keys(record))
-        levels = [x for x in located.levels[: located.num_leading] if x is not None]
-        return self._stack.name(max(levels)) if levels else None
-
-    def resting_here(self) -> list[SessionRecord]:
-        """Sessions that can be restored here, without those whose record no tier has any more."""
-        usable = self._index.usable()
-        located = self._stack.locate([self._index.key(x) for x in usable])
-        held = zip(usable, located.levels, strict=True)
-        return [x for x, level in held if level is not None or located.down]
-
-    def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier``, then drop the faster copies; returns its tier then.
-
-        None if the session is not known. A pinned session, and one that ``tier`` cannot take as a
-        whole, stays where it is.
-        """
-        level = self._stack.level(tier)
-        with self._claims.claim(self._index.key_of(session)):  # else an older record could be sent
-            record = self._index.find_anywhere(session)
-            if record is None:
-                return None
-            sent = None
-            if level and not record.pinned:
-                sent = self._committer.send(level, record)
-        if level and sent is not None and _is_taken(sent):
-            self._drop_above(level, record)
-        return self.tier_of(record)
-
-    def _drop_above(self, level: int, record: SessionRecord) -> None:
-        key, blob_keys = self._index.key(record), self._index.blob_keys(record)
-        with self._claims.claim(key):
-            now = self._index.get(key)
-            if now is None or now.pinned or self._index.blob_keys(now) != blob_keys:
-                return  # forgotten, pinned or saved again meanwhile
-            own = [key, *self._index.unshared(blob_keys, key)]
-            for faster in range(level):
-                self._stack.delete(faster, own)
-
-    def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Evict the session's blobs last, or stop that; a session never saved stays as it is."""
-        with self._claims.claim(self._index.key_of(session)):
-            record = self._index.find_anywhere(session)
-            if record is None or record.pinned == pinned:
-                return
-            self._committer.rewrite(msgspec.structs.replace(record, pinned=pinned))
-
-    def forget(self, session: SessionRef) -> bool:
-        """Remove every blob of the session that no other session here uses.
-
-        False if the session was not known.
-        """
-        key = self._index.key_of(session)
-        with self._claims.claim(key):
-            return self._remove(key)
-
-    def expire(self) -> None:
-        """Forget expired sessions, report evicted ones, retry pending deletions."""
-        for record in self._index.all():
-            if self._index.is_over(record):
-                self._let_lapse(self._index.key(record))
-        self._notices.look()
-        self.deletions.retry()
-
-    def _let_lapse(self, key: bytes) -> None:
-        with self._claims.claim(key):
-            record = self._index.get(key)
-            # The session may have been used since the check, and the save of that turn may wait.
-            if record is None or not self._index.is_over(record) or self._is_awaited(key):
-                return
-            self._remove(key)
-            self._index.note(key, "ttl")
-        self._notices.report(StoreNotice(SessionRef(record.tenant, record.id, b""), "expired"))
-
-    def _remove(self, key: bytes) -> bool:
-        """Remove a claimed session."""
-        self._committer.cancel(key)
-        copies = self._index.everywhere(key)
-        self._index.remove(key)
-        self._workers.quiet(WAIT_S)  # blobs on their way to a faster tier
-        self._pins.release(key)
-        doomed = sorted({x for copy in copies for x in self._index.owned(copy)})
-        # A reader may have found the record again meanwhile, since it is deleted last, so that an
-        # interrupted caller can begin again. So the session itself does not count as a user.
-        for keys in (self._index.unshared(doomed, key), [key]):
-            self.deletions.everywhere(key, keys)
-        self._index.remove(key)
-        return bool(copies)
-
-
-def _is_taken(sent: Future[bool]) -> bool:
-    """Wait until a tier has all of a session; False if the tier failed, or took too long."""
-    try:
-        return sent.result(timeout=WAIT_S)
-    except TimeoutError:
-        return False
 
 
 class Deletions:

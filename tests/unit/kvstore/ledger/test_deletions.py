@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.ledger.deletions import MAX_KEYS, Owed, OwedDeletions
 from kvstore.ledger.stack import TierStack
-from kvstore.ledger.upkeep import MAX_KEYS, Owed, OwedDeletions
 from kvstore.stats import Counters
 from kvstore.tiers.ram_tier import RamTier
 
