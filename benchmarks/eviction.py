@@ -24,7 +24,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.eviction_traces import TRACES, Trace, in_turn
-from kvstore.tiers.return_order import ReturnOrder
+from kvstore.tiers.return_order import ReturnOrder, stated_size
 
 SHARES: Final = (0.25, 0.5, 0.8, 1.0, 1.25)
 MOST_BELOW: Final = 1.5  # points below order of last use
@@ -151,7 +151,7 @@ class Product:
 
     def __init__(self, trace: Trace, room: int) -> None:
         self.trace, self.now_s = trace, 0.0
-        self.order = ReturnOrder(room, lambda: self.now_s)
+        self.order = ReturnOrder(room, lambda: self.now_s, stated_size)
 
     def keys(self, number: int) -> Iterator[bytes]:
         """Name the units of a turn's chain."""
@@ -238,7 +238,7 @@ def take_turns() -> list[str]:
 
 def time_a_turn() -> None:
     """Print the median time of a turn's bookkeeping: 4,437 chunks are there, 16 are new."""
-    order = ReturnOrder(26 * 4453)
+    order = ReturnOrder(26 * 4453, time.monotonic, stated_size)
     chains = [[b"c%d %d" % (c, i) for i in range(4453)] for c in range(24)]
     for chain in chains:
         order.add(dict.fromkeys(chain[:4437], 1))

@@ -37,14 +37,14 @@ from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit, first_batch
 from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
 from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
-from kvstore.tiers.return_order import ReturnOrder, Update
+from kvstore.tiers.return_order import ReturnOrder, Update, stated_size
 from kvstore.tiers.runs import links_before
 
 MAX_READS = 4
 MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
 
 
-class DiskTier(IndexedTier):
+class DiskTier(IndexedTier[int]):
     """Implements ``base.Tier`` in ``folder``, which belongs to this object alone until ``close``.
 
     Raises:
@@ -63,7 +63,7 @@ class DiskTier(IndexedTier):
         self._guard = CallGuard()
         self._writing = threading.Lock()  # one writer; always taken before the other lock
         self._lock = threading.Lock()  # the fields below; held briefly
-        self._index = ReturnOrder(capacity_bytes, monotonic)
+        self._index = ReturnOrder(capacity_bytes, monotonic, stated_size)
         self._batch_bytes = batch_bytes(capacity_bytes)
         self._stale: set[bytes] = set()  # keys in the file that the index has no more
         self._num_evictions = 0
@@ -112,7 +112,7 @@ class DiskTier(IndexedTier):
 
     def _load(self, limit: int) -> None:
         """Build the index, and bring the file inside the budget if that was lowered."""
-        self._index = ReturnOrder(self._index.capacity_bytes, self._monotonic)
+        self._index = ReturnOrder(self._index.capacity_bytes, self._monotonic, stated_size)
         self._blobs = LmdbBlobs(self._env)
         with self._env.begin(buffers=True) as txn:
             entries = self._blobs.entries(txn)
@@ -149,10 +149,6 @@ class DiskTier(IndexedTier):
                     if self._num_erasures == before:
                         break
             return list(found)
-
-    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._lock:
-            return [key in self._index for key in keys]
 
     def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
         with self._guard.call(), self._env.begin(buffers=True) as txn:

@@ -6,18 +6,20 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Generic
 
 from kvstore.config import TenantLimits
 from kvstore.session import TierName
 from kvstore.tiers.base import EvictionCause, TierStats
 from kvstore.tiers.return_order import ReturnOrder
+from kvstore.tiers.runs import V
 
 
-class IndexedTier(ABC):
+class IndexedTier(ABC, Generic[V]):
     """The methods of ``Tier`` that a ``ReturnOrder`` implements, under the lock of the tier."""
 
     name: TierName
-    _index: ReturnOrder
+    _index: ReturnOrder[V]
     _lock: threading.Lock
     _num_evictions: int
 
@@ -50,6 +52,10 @@ class IndexedTier(ABC):
         self._apply_limits(limits)
         with self._lock:
             return self._index.uses(limits)
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [key in self._index for key in keys]
 
     @abstractmethod
     def _apply_limits(self, limits: TenantLimits) -> None:

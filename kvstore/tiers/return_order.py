@@ -18,14 +18,13 @@ each run and each new or evicted blob. Not thread-safe: the tier calls it under 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple
 
 from kvstore.config import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import EvictionCause
-from kvstore.tiers.runs import LINK, RECORD, Run, Runs, parents_first
+from kvstore.tiers.runs import LINK, RECORD, Run, Runs, V, parents_first
 
 TRIAL: Final = 0.1  # of the room
 PATIENCE: Final = (0.02, 2.0)  # at least and at most, in gaps
@@ -46,20 +45,33 @@ class Update(NamedTuple):
     evicted: list[bytes]  # no longer in the order, blobs still to be removed
 
 
-class ReturnOrder:
-    """Keys with sizes and pins, inside a byte budget and inside the limits of tenants."""
+def stated_size(key: bytes, nbytes: int) -> int:
+    """Return the size of a blob that a tier keeps elsewhere."""
+    return nbytes
+
+
+class ReturnOrder(Generic[V]):
+    """Keys with values and pins, inside a byte budget and inside the limits of tenants.
+
+    ``V``: a blob, or its size where the tier keeps the blobs elsewhere.
+    """
 
     def __init__(
-        self, capacity_bytes: int, monotonic: Callable[[], float] = time.monotonic
+        self,
+        capacity_bytes: int,
+        monotonic: Callable[[], float],
+        size_of: Callable[[bytes, V], int],
     ) -> None:
+        """``size_of``: the bytes of the budget that a key and its value take."""
         self.capacity_bytes = capacity_bytes
         self.nbytes = 0
         self._clock = monotonic
         self._limits = NO_LIMITS
-        self._runs = Runs()
+        self._size_of = size_of
+        self._runs = Runs(size_of)
         # Runs that can lose a blob, the oldest use first: on trial, kept, pinned; and by owner.
-        self._orders: tuple[OrderedDict[Run, None], ...] = tuple(OrderedDict() for _ in range(3))
-        self._of: defaultdict[str, OrderedDict[Run, None]] = defaultdict(OrderedDict)
+        self._orders: tuple[OrderedDict[Run[V], None], ...] = tuple(OrderedDict() for _ in range(3))
+        self._of: defaultdict[str, OrderedDict[Run[V], None]] = defaultdict(OrderedDict)
         self._lru: OrderedDict[bytes, int] = OrderedDict()  # the shadow: bytes by the first link
         self.pins: set[bytes] = set()  # heads of runs that go last, held or not
         self._held: Counter[str] = Counter()  # bytes by tenant
@@ -79,6 +91,11 @@ class ReturnOrder:
         """List the keys with this prefix."""
         return [key for key in self._runs.of if key.startswith(prefix)]
 
+    def get(self, key: bytes) -> V | None:
+        """Return the value of a key."""
+        run = self._runs.of.get(key)
+        return None if run is None else run.keys[key]
+
     # ---- use
 
     def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
@@ -93,32 +110,32 @@ class ReturnOrder:
             run.is_open = restored
         self._settle(runs)
 
-    def add(self, sizes: Mapping[bytes, int], owner: str = "", after: bytes = b"") -> Update:
+    def add(self, values: Mapping[bytes, V], owner: str = "", after: bytes = b"") -> Update:
         """Enter blobs of a chain in its order, up to the first one without room.
 
         Args:
             after: the key before them in the chain; without it held nothing is entered.
         """
-        update, keys = Update([], []), [after, *sizes]
-        new = [key for key in sizes if key not in self]
+        update, keys = Update([], []), [after, *values]
+        new = [key for key in values if key not in self]
         after = keys[keys.index(new[0]) - 1] if new else b""
         if not new or (after and after not in self):
             return update
         line = self._busy(self._runs.ending_at(after)) if after else []
         for key in new:
-            if not self._fit(key, sizes[key], owner, line, update.evicted):
+            if not self._fit(key, self._size_of(key, values[key]), owner, line, update.evicted):
                 break
             run = self._runs.next_run(key, owner, line[0] if line else None, self._clock())
             if run not in line:
                 self._judge(run)
                 run.is_open = True
                 line.insert(0, run)
-            self._enter(run, key, sizes[key])
+            self._enter(run, key, values[key])
             update.added.append(key)
         self._settle(line)
         return update
 
-    def replace(self, key: bytes, nbytes: int, owner: str = "", after: bytes = b"") -> Update:
+    def replace(self, key: bytes, value: V, owner: str = "", after: bytes = b"") -> Update:
         """Enter a blob in the place of the key's older one, which is then the first evicted one.
 
         A record moves to the run of ``after``.
@@ -128,13 +145,14 @@ class ReturnOrder:
             moved = [key] if run else []
             if run is not None:
                 self._pop(key)
-            update = self.add({key: nbytes}, owner, after if after in self else b"")
+            update = self.add({key: value}, owner, after if after in self else b"")
             return Update(update.added, [*moved, *update.evicted])
         evicted = [key]
         line = self._busy(run)
-        fits = self._fit(key, nbytes - run.keys[key], owner, line, evicted)
+        more = self._size_of(key, value) - self._size_of(key, run.keys[key])
+        fits = self._fit(key, more, owner, line, evicted)
         if fits:
-            self._count(run, run.resize(key, nbytes))
+            self._count(run, self._runs.exchange(run, key, value))
         self._settle(line)
         return Update([key], evicted) if fits else Update([], evicted[1:])
 
@@ -205,7 +223,7 @@ class ReturnOrder:
         """Return the last link before what follows a key; b"" = none."""
         return key if key[:1] == LINK or key not in self else self._runs.of[key].end or b""
 
-    def load(self, sizes: Mapping[bytes, int], before: Mapping[bytes, bytes]) -> None:
+    def load(self, values: Mapping[bytes, V], before: Mapping[bytes, bytes]) -> None:
         """Enter blobs of an earlier life into an empty order, even beyond the budget.
 
         ``before``: the link before each in its chain. ``own`` says when they were used.
@@ -213,19 +231,19 @@ class ReturnOrder:
         for key in parents_first(before):
             after = before[key]
             parent = self._runs.ending_at(after) if after in self else None
-            self._enter(self._runs.next_run(key, "", parent, self._clock()), key, sizes[key])
+            self._enter(self._runs.next_run(key, "", parent, self._clock()), key, values[key])
         self._settle(dict.fromkeys(self._runs.of.values()))
 
     # ---- judging
 
-    def _runs_of(self, keys: Sequence[bytes]) -> list[Run]:
+    def _runs_of(self, keys: Sequence[bytes]) -> list[Run[V]]:
         """Return the runs of a chain: those before its last held key, and those of its record."""
         last = next((key for key in reversed(keys) if key in self), b"")
         ends = [last, *(key for key in keys[:1] if key[:1] == RECORD)]
         lines = (self._runs.ending_at(key).line() for key in ends if key in self)
         return list(dict.fromkeys(run for line in lines for run in line))
 
-    def _judge(self, run: Run) -> None:
+    def _judge(self, run: Run[V]) -> None:
         """Learn from a run's return, and keep it if it came soon enough."""
         now, lru = self._clock(), self._lru.get(run.first, 0)
         gain = run.nbytes - lru if run.nbytes or lru else run.lost * LATE
@@ -248,7 +266,7 @@ class ReturnOrder:
         if self._num_new > LATELY:
             self._num_new, self._num_back = self._num_new / 2, self._num_back / 2
 
-    def _settle(self, runs: Iterable[Run]) -> None:
+    def _settle(self, runs: Iterable[Run[V]]) -> None:
         """Put used runs back into the orders, and keep what there is room to keep."""
         room = self.capacity_bytes * (1 - TRIAL)
         for run in runs:
@@ -266,7 +284,7 @@ class ReturnOrder:
         while self._kept_bytes > room and self._orders[KEPT]:
             self._keep(next(iter(self._orders[KEPT])), False)
 
-    def _keep(self, run: Run, is_kept: bool) -> None:
+    def _keep(self, run: Run[V], is_kept: bool) -> None:
         if run.is_kept != is_kept:
             self._kept_bytes += run.nbytes if is_kept else -run.nbytes
             run.is_kept = is_kept
@@ -274,14 +292,14 @@ class ReturnOrder:
 
     # ---- the orders
 
-    def _busy(self, run: Run) -> list[Run]:
+    def _busy(self, run: Run[V]) -> list[Run[V]]:
         """Take a run, and those before it in its chain, out of the orders until ``_settle``."""
         for each in (line := run.line()):
             each.is_busy = True
             self._place(each)
         return line
 
-    def _place(self, run: Run, *, is_newest: bool = True) -> None:
+    def _place(self, run: Run[V]) -> None:
         """Make a run the most recent of its orders, or take it out if it cannot lose a blob."""
         for order in (*self._orders, self._of[run.owner]):
             order.pop(run, None)
@@ -289,20 +307,18 @@ class ReturnOrder:
             kind = PINNED if run.head in self.pins else KEPT if run.is_kept else ON_TRIAL
             for order in (self._orders[kind], self._of[run.owner]):
                 order[run] = None
-                order.move_to_end(run, last=is_newest)
 
-    def _enter(self, run: Run, key: bytes, nbytes: int) -> None:
-        self._runs.append(run, key, nbytes)
-        self._count(run, nbytes)
+    def _enter(self, run: Run[V], key: bytes, value: V) -> None:
+        self._count(run, self._runs.append(run, key, value))
         self.causes.pop(key, None)
 
-    def _count(self, run: Run, nbytes: int) -> None:
+    def _count(self, run: Run[V], nbytes: int) -> None:
         self.nbytes += nbytes
         self._held[run.owner] += nbytes
         self._kept_bytes += nbytes if run.is_kept else 0
 
     def _fit(
-        self, key: bytes, nbytes: int, owner: str, line: list[Run], evicted: list[bytes]
+        self, key: bytes, nbytes: int, owner: str, line: list[Run[V]], evicted: list[bytes]
     ) -> bool:
         """Make room for a blob; for a record the end of its own chain makes way, too."""
         while not self._make_room(nbytes, owner, line, evicted):
@@ -312,7 +328,7 @@ class ReturnOrder:
         return True
 
     def _make_room(
-        self, nbytes: int, owner: str, line: Sequence[Run], evicted: list[bytes]
+        self, nbytes: int, owner: str, line: Sequence[Run[V]], evicted: list[bytes]
     ) -> bool:
         """Evict until ``nbytes`` more fit beside the chain at hand; False if that cannot be."""
         limit = math.inf if (most := self._limits.of(owner)) is None else most
@@ -326,11 +342,11 @@ class ReturnOrder:
                 return False
             self._cut(run, "limit" if is_over else "budget", evicted)
 
-    def _oldest_of(self, owner: str) -> Run | None:
+    def _oldest_of(self, owner: str) -> Run[V] | None:
         runs, pinned = self._of[owner], self._orders[PINNED]
         return next((x for x in runs if x not in pinned), next(iter(runs), None))
 
-    def _victim(self) -> Run | None:
+    def _victim(self) -> Run[V] | None:
         trial, kept, pinned = (next(iter(order), None) for order in self._orders)
         if trial is None or kept is None:
             return trial or kept or pinned
@@ -339,7 +355,7 @@ class ReturnOrder:
         is_overdue = away_s > patience * (kept.gap_s or self._gap_s)
         return kept if is_overdue and kept.used_s < trial.used_s else trial
 
-    def _cut(self, run: Run, cause: EvictionCause, evicted: list[bytes]) -> int:
+    def _cut(self, run: Run[V], cause: EvictionCause, evicted: list[bytes]) -> int:
         """Evict the last blob of a run."""
         evicted.append(run.last)
         self.causes[run.last] = cause

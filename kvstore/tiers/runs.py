@@ -12,22 +12,26 @@ chain is always its beginning. The first byte of a key names the kind of blob:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 LINK: Final = b"c"
 RECORD: Final = b"r"
+V = TypeVar("V")
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """Blobs in the order of their chain; without any, the memory of a run that is gone."""
+class Run(Generic[V]):
+    """Blobs in the order of their chain; without any, the memory of a run that is gone.
+
+    ``V``: a blob, or its size where the tier keeps the blobs elsewhere.
+    """
 
     owner: str
     first: bytes  # its first link, by which it is found again
     used_s: float
-    parent: Run | None = None
+    parent: Run[V] | None = None
     gap_s: float = 0.0  # the longest between two uses lately; 0: it has never returned
     is_kept: bool = False
     is_spare: bool = False  # kept while it grew, only for what room there was
@@ -36,8 +40,8 @@ class Run:
     is_busy: bool = False  # in the chain at hand, which never evicts its own blobs
     nbytes: int = 0
     lost: int = 0  # bytes evicted since its last use
-    keys: dict[bytes, int] = field(default_factory=dict)  # with their sizes
-    children: dict[Run, None] = field(default_factory=dict)  # runs that continue it
+    keys: dict[bytes, V] = field(default_factory=dict)
+    children: dict[Run[V], None] = field(default_factory=dict)  # runs that continue it
 
     @property
     def head(self) -> bytes:
@@ -54,14 +58,7 @@ class Run:
         """Its last link."""
         return next((key for key in reversed(self.keys) if key[:1] == LINK), None)
 
-    def resize(self, key: bytes, nbytes: int) -> int:
-        """Give a blob another size in its place; return by how much the run grew."""
-        more = nbytes - self.keys[key]
-        self.keys[key] = nbytes
-        self.nbytes += more
-        return more
-
-    def line(self) -> list[Run]:
+    def line(self) -> list[Run[V]]:
         """Return the run and all before it in its chain, the first one last."""
         runs = [self]
         while (parent := runs[-1].parent) is not None:
@@ -69,19 +66,21 @@ class Run:
         return runs
 
 
-class Runs:
+class Runs(Generic[V]):
     """The runs that are held, by key, and those whose links went lately, by the first of these."""
 
-    def __init__(self) -> None:
-        self.of: dict[bytes, Run] = {}
-        self.gone: OrderedDict[bytes, Run] = OrderedDict()
+    def __init__(self, size_of: Callable[[bytes, V], int]) -> None:
+        """``size_of``: the bytes of the budget that a key and its value take."""
+        self._size_of = size_of
+        self.of: dict[bytes, Run[V]] = {}
+        self.gone: OrderedDict[bytes, Run[V]] = OrderedDict()
 
-    def ending_at(self, key: bytes) -> Run:
+    def ending_at(self, key: bytes) -> Run[V]:
         """Return the run of a held key. A link will be the last one of its run: the rest parts."""
         run = self.of[key]
         return run if key[:1] != LINK or run.end == key else self._split(run, key)
 
-    def _split(self, run: Run, end: bytes) -> Run:
+    def _split(self, run: Run[V], end: bytes) -> Run[V]:
         """Make the part of a run up to ``end`` a run of its own."""
         head = Run(run.owner, run.first, run.used_s, run.parent, run.gap_s, run.is_kept, True)
         head.is_open, head.is_busy = run.is_open, run.is_busy
@@ -91,7 +90,7 @@ class Runs:
                 self.of[key] = head
             if key == end:
                 break
-        head.nbytes = sum(head.keys.values())
+        head.nbytes = sum(self._size_of(*x) for x in head.keys.items())
         run.nbytes -= head.nbytes
         if run.parent is not None:
             del run.parent.children[run]
@@ -100,7 +99,7 @@ class Runs:
         run.first = next(key for key in run.keys if key[:1] == LINK)
         return head
 
-    def next_run(self, key: bytes, owner: str, before: Run | None, now_s: float) -> Run:
+    def next_run(self, key: bytes, owner: str, before: Run[V] | None, now_s: float) -> Run[V]:
         """Return the run that a new key belongs to: the one before it, or one that begins."""
         if before is not None:
             has_record = key[:1] == RECORD == next(iter(before.keys), b"")[:1]
@@ -116,17 +115,25 @@ class Runs:
             before.children[run] = None
         return run
 
-    def append(self, run: Run, key: bytes, nbytes: int) -> None:
-        """Add a blob to the end of a run; a record before all others."""
+    def append(self, run: Run[V], key: bytes, value: V) -> int:
+        """Add a blob to the end of a run, a record before all others; return its size."""
         self.of[key] = run
-        run.keys = {key: nbytes, **run.keys} if key[:1] == RECORD else run.keys
-        run.keys[key] = nbytes
-        run.nbytes += nbytes
+        run.keys = {key: value, **run.keys} if key[:1] == RECORD else run.keys
+        run.keys[key] = value
+        run.nbytes += (nbytes := self._size_of(key, value))
+        return nbytes
 
-    def pop(self, key: bytes) -> tuple[Run, int]:
+    def exchange(self, run: Run[V], key: bytes, value: V) -> int:
+        """Put another value in the place of a held one; return by how much the run grew."""
+        more = self._size_of(key, value) - self._size_of(key, run.keys[key])
+        run.keys[key] = value
+        run.nbytes += more
+        return more
+
+    def pop(self, key: bytes) -> tuple[Run[V], int]:
         """Take a blob out, the last one or one that is no link; return its run and its size."""
         run = self.of.pop(key)
-        nbytes = run.keys.pop(key)
+        nbytes = self._size_of(key, run.keys.pop(key))
         run.nbytes -= nbytes
         run.lost += nbytes
         if not run.keys and run.parent is not None:
@@ -150,7 +157,7 @@ class Runs:
         links = [x for run in reversed(runs) for x in reversed(run.keys) if x[:1] == LINK]
         return links[: links.index(key) + 1]
 
-    def part(self, run: Run) -> None:
+    def part(self, run: Run[V]) -> None:
         """Let a run stand for itself: what it continued is gone."""
         if run.parent is not None:
             run.parent.children.pop(run, None)

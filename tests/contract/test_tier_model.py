@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.tiers.return_order import ReturnOrder, Update
+from kvstore.tiers.return_order import ReturnOrder, Update, stated_size
 from tests.contract.tier_rig import LOCAL, TierRig, blob_of, key, rig
 
 LENGTHS = (10, 9_000, 14_000)  # often too many for the budget, always some that fit
@@ -36,7 +36,7 @@ class Model:
 
     def __init__(self, costs: dict[int, int], capacity_bytes: int) -> None:
         self.costs = costs
-        self.order = ReturnOrder(capacity_bytes, lambda: 0.0)
+        self.order = ReturnOrder(capacity_bytes, lambda: 0.0, stated_size)
         self.blobs: dict[bytes, bytes] = {}
 
     def put(self, chain: dict[bytes, bytes], after: bytes) -> int:

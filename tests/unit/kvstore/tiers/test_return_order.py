@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.config import TenantLimits
-from kvstore.tiers.return_order import ReturnOrder
+from kvstore.tiers.return_order import ReturnOrder, stated_size
 from kvstore.tiers.runs import links_before
 
 
@@ -30,20 +30,22 @@ def chain(name: str, num: int, *, shared: int = 0) -> dict[bytes, int]:
     return {name.encode(): 10 for name in names}
 
 
-def order_of(capacity_bytes: int, **limits: int) -> ReturnOrder:
-    order = ReturnOrder(capacity_bytes, Clock())
+def order_of(capacity_bytes: int, **limits: int) -> ReturnOrder[int]:
+    order = ReturnOrder(capacity_bytes, Clock(), stated_size)
     order.limit(TenantLimits(dict(limits)))
     return order
 
 
-def held(order: ReturnOrder, keys: dict[bytes, int]) -> int:
+def held(order: ReturnOrder[int], keys: dict[bytes, int]) -> int:
     """How many keys of a chain are held; checks that they are its beginning."""
     flags = [key in order for key in keys]
     assert flags == sorted(flags, reverse=True), "a hole"
     return sum(flags)
 
 
-def turn(order: ReturnOrder, keys: dict[bytes, int], owner: str = "", record: bytes = b"") -> int:
+def turn(
+    order: ReturnOrder[int], keys: dict[bytes, int], owner: str = "", record: bytes = b""
+) -> int:
     """Restore what is held of a session and save the rest; returns how many keys came back."""
     back = held(order, keys)
     order.touch([record, *keys])
@@ -55,7 +57,7 @@ def turn(order: ReturnOrder, keys: dict[bytes, int], owner: str = "", record: by
     return back
 
 
-def resized(order: ReturnOrder, capacity_bytes: int) -> list[bytes]:
+def resized(order: ReturnOrder[int], capacity_bytes: int) -> list[bytes]:
     order.capacity_bytes = capacity_bytes
     return order.evict()
 
@@ -212,7 +214,7 @@ def test_sessions_in_turn_come_back_when_each_takes_several_turns_at_a_time():
 
 
 def test_sessions_in_turn_come_back_while_the_clock_stands_still():
-    order = ReturnOrder(19 * 40, lambda: 7.0)
+    order = ReturnOrder(19 * 40, lambda: 7.0, stated_size)
     for _ in range(6):
         back = [turn(order, chain(str(s), 4)) for s in range(24)]
     assert back.count(4) >= 16
@@ -378,14 +380,14 @@ def test_a_smaller_budget_evicts_at_once():
 # ---- restart
 
 
-def restarted(order: ReturnOrder) -> ReturnOrder:
+def restarted(order: ReturnOrder[int]) -> ReturnOrder[int]:
     """The order that a tier makes of what it finds, whose sizes and places come in any order."""
     before: dict[bytes, bytes] = {}
     for run in set(order._runs.of.values()):
         after = run.parent.end if run.parent else b""
         before |= links_before([x for x in run.keys if x[:1] != b"r"], after)
         before |= {x: run.end or after for x in run.keys if x[:1] == b"r"}
-    again = ReturnOrder(order.capacity_bytes, order._clock)
+    again = ReturnOrder(order.capacity_bytes, order._clock, stated_size)
     sizes = {key: order._runs.of[key].keys[key] for key in sorted(before)}
     again.load(sizes, {key: before[key] for key in sizes})
     check(again)
@@ -429,7 +431,7 @@ def test_blobs_of_an_earlier_life_go_in_the_order_in_which_they_get_their_owner(
 # ---- any sequence
 
 
-def check(order: ReturnOrder) -> None:
+def check(order: ReturnOrder[int]) -> None:
     """The invariants: sums, budget, orders, chains without holes."""
     runs = set(order._runs.of.values())
     sizes = {key: nbytes for run in runs for key, nbytes in run.keys.items()}
