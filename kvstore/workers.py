@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from kvstore.errors import StoreClosed
 
@@ -120,6 +120,22 @@ class Workers:
         error = future.exception()
         if error is not None:
             _log.error("a background task of the cold store failed", exc_info=error)
+
+
+class Task(Generic[T]):
+    """A call for a codec thread, which the thread that waits for it may make itself."""
+
+    def __init__(self, workers: Workers, call: Callable[[], T]) -> None:
+        self._call = call
+        self.future = workers.codec(call)
+
+    def take(self) -> bool:
+        """Make the call here and now; False if a codec thread has begun it."""
+        if not self.future.cancel():
+            return False
+        self.future = Future()
+        self.future.set_result(self._call())
+        return True
 
 
 def _submit(pool: ThreadPoolExecutor, call: Callable[..., T], *args: object) -> Future[T]:

@@ -12,9 +12,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from kvstore.errors import TierUnavailable
 from kvstore.ledger.ledger import Ledger
@@ -22,6 +21,7 @@ from kvstore.ledger.reading import CopyReader, GoodCopy
 from kvstore.session import MissReason
 from kvstore.store.planner import BlobRead
 from kvstore.tiers.base import Blob
+from kvstore.workers import Task
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -33,14 +33,8 @@ USED_TOGETHER: Final = 8  # using a small blob takes less than handing it to a t
 Use: TypeAlias = Callable[[BlobRead, Blob], T]
 # The result of asking a tier for a blob.
 Answer: TypeAlias = Blob | TierUnavailable | None
-
-
-@dataclass
-class _Using(Generic[T]):
-    """Blobs that are being used by a codec thread, or wait for one."""
-
-    future: Future[list[GoodCopy[T] | MissReason]]
-    here: Callable[[], list[GoodCopy[T] | MissReason]]  # does the same on the thread that calls it
+# Blobs that are being used by a codec thread, or wait for one.
+_Using: TypeAlias = Task[list[GoodCopy[T] | MissReason]]
 
 
 class BlobReader:
@@ -75,7 +69,7 @@ class BlobReader:
             for i in range(0, len(pairs), USED_TOGETHER):
                 some = pairs[i : i + USED_TOGETHER]
                 call = partial(self._good_copies, some, use, give_up_at)
-                uses.append(_Using(self._workers.codec(call), call))
+                uses.append(Task(self._workers, call))
         return uses
 
     def _read_ahead(
@@ -158,8 +152,5 @@ class BlobReader:
     def _help(self, wanted: _Using[T], waiting: Iterator[_Using[T]], give_up_at: float) -> None:
         """Use blobs that no codec thread has begun, until ``wanted`` is done or time is over."""
         while not wanted.future.done() and self._monotonic() < give_up_at:
-            chosen = next((x for x in waiting if x.future.cancel()), None)
-            if chosen is None:
+            if not any(x.take() for x in waiting):
                 return
-            chosen.future = Future()
-            chosen.future.set_result(chosen.here())

@@ -5,7 +5,8 @@ shrinks at its end only, and it shrinks only while no other run continues it: so
 chain is always its beginning. The first byte of a key names the kind of blob:
 
 * ``LINK``: a chunk. A chunk's key names its whole prefix, so its place in the tree never changes.
-* ``RECORD``: a session's record. It lies before the links of the session's last run and goes last.
+* ``RECORD``: a session's record. It lies in the session's last run, at most one in each, and goes
+  last.
 * any other: a state, say. It lies in the run beside the link before it, and is no part of chains.
 """
 
@@ -40,18 +41,19 @@ class Run(Generic[V]):
     is_busy: bool = False  # in the chain at hand, which never evicts its own blobs
     nbytes: int = 0
     lost: int = 0  # bytes evicted since its last use
+    record: bytes = b""  # the key of the record among them; b"" = none
     keys: dict[bytes, V] = field(default_factory=dict)
     children: dict[Run[V], None] = field(default_factory=dict)  # runs that continue it
 
     @property
     def head(self) -> bytes:
         """Its record, or else its first blob."""
-        return next(iter(self.keys))
+        return self.record or next(iter(self.keys))
 
     @property
     def last(self) -> bytes:
         """The key that goes next."""
-        return next(reversed(self.keys))
+        return next((key for key in reversed(self.keys) if key != self.record), self.record)
 
     @property
     def end(self) -> bytes | None:
@@ -82,7 +84,9 @@ class Runs(Generic[V]):
 
     def _split(self, run: Run[V], end: bytes) -> Run[V]:
         """Make the part of a run up to ``end`` a run of its own."""
-        head = Run(run.owner, run.first, run.used_s, run.parent, run.gap_s, run.is_kept, True)
+        head: Run[V] = Run(
+            run.owner, run.first, run.used_s, run.parent, run.gap_s, run.is_kept, True
+        )
         head.is_open, head.is_busy = run.is_open, run.is_busy
         for key in list(run.keys):
             if key[:1] != RECORD:
@@ -102,7 +106,7 @@ class Runs(Generic[V]):
     def next_run(self, key: bytes, owner: str, before: Run[V] | None, now_s: float) -> Run[V]:
         """Return the run that a new key belongs to: the one before it, or one that begins."""
         if before is not None:
-            has_record = key[:1] == RECORD == next(iter(before.keys), b"")[:1]
+            has_record = key[:1] == RECORD and before.record
             if not (before.is_shared or before.children or key in self.gone or has_record):
                 return before
         run = self.gone.pop(key, None)
@@ -116,9 +120,9 @@ class Runs(Generic[V]):
         return run
 
     def append(self, run: Run[V], key: bytes, value: V) -> int:
-        """Add a blob to the end of a run, a record before all others; return its size."""
+        """Add a blob to the end of a run; return its size."""
         self.of[key] = run
-        run.keys = {key: value, **run.keys} if key[:1] == RECORD else run.keys
+        run.record = key if key[:1] == RECORD else run.record
         run.keys[key] = value
         run.nbytes += (nbytes := self._size_of(key, value))
         return nbytes
@@ -133,6 +137,7 @@ class Runs(Generic[V]):
     def pop(self, key: bytes) -> tuple[Run[V], int]:
         """Take a blob out, the last one or one that is no link; return its run and its size."""
         run = self.of.pop(key)
+        run.record = b"" if key == run.record else run.record
         nbytes = self._size_of(key, run.keys.pop(key))
         run.nbytes -= nbytes
         run.lost += nbytes

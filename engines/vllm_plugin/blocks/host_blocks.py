@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol, TypeAlias
 
 from engines.vllm_plugin.blocks.blocks import Filling, Packing
@@ -22,6 +22,7 @@ from kvstore.errors import Unusable
 from kvstore.shapes import KVLayout, KVPair, slice_tokens
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Blob
+from kvstore.workers import Task
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -58,12 +59,6 @@ class DeviceStream(Protocol):
 
 # One run for all blobs of a group, side by side, and for each blob whether it was unpacked.
 Decoded: TypeAlias = tuple[list[KVPair], list[bool]]
-
-
-@dataclass
-class _Decoding:
-    group: list[Filling]
-    future: Future[Decoded]
 
 
 class RunPool:
@@ -168,30 +163,29 @@ class HostBlocks:
 
         An unpacked session takes many times the memory of its staged blobs.
         """
-        ahead: deque[_Decoding] = deque()
+        ahead: deque[tuple[list[Filling], Task[Decoded]]] = deque()
         for group in _groups(
             wanted, self._group_tokens // self._chunk_tokens, self._access.block_tokens
         ):
-            ahead.append(_Decoding(group, self._store.workers.codec(self._decoded, group)))
+            ahead.append((group, Task(self._store.workers, partial(self._decoded, group))))
             if len(ahead) > self._ahead:
                 yield self._first(ahead)
         while ahead:
             yield self._first(ahead)
 
-    def _first(self, ahead: deque[_Decoding]) -> tuple[list[Filling], Decoded]:
+    def _first(
+        self, ahead: deque[tuple[list[Filling], Task[Decoded]]]
+    ) -> tuple[list[Filling], Decoded]:
         """The next unpacked group.
 
         While it is not done, this thread unpacks groups that the codec threads have not begun: an
         entropy coder takes ten times as long as copying.
         """
-        while not ahead[0].future.done():
-            waiting = next((x for x in ahead if x.future.cancel()), None)
-            if waiting is None:
-                break
-            waiting.future = Future()
-            waiting.future.set_result(self._decoded(waiting.group))
-        first = ahead.popleft()
-        return first.group, first.future.result()
+        group, wanted = ahead[0]
+        while not wanted.future.done() and any(task.take() for _, task in ahead):
+            pass
+        ahead.popleft()
+        return group, wanted.future.result()
 
     def _decoded(self, group: Sequence[Filling]) -> Decoded:
         run, size = self._runs.take(self._group_tokens), self._chunk_tokens
