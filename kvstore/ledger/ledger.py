@@ -107,8 +107,6 @@ class Ledger:
             self.counters,
         )
         self._rounds = itertools.count(1)
-        for tier in self._slower:
-            tier.start()
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")
         self.workers.later(self.profiles.renew)
 

@@ -116,7 +116,7 @@ def _write_batch(stack: TierStack, level: int, delivery: Delivery, keys: Sequenc
 
 
 class WriteBehind:
-    """The queue and the thread of one slower tier. Before ``start`` it writes without a thread.
+    """The queue and the thread of one slower tier.
 
     Args:
         unused: picks those of some keys that no session needs by now.
@@ -147,11 +147,7 @@ class WriteBehind:
         # Keys that failed deliveries should have deleted: the session's next one deletes them.
         self._obsolete: dict[bytes, Sequence[bytes]] = {}
         self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Write on a thread from now on. Call once."""
-        name = f"kvstore-write-{self._stack.name(self._level)}"
+        name = f"kvstore-write-{stack.name(level)}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -160,20 +156,18 @@ class WriteBehind:
         return self._nbytes
 
     def offer(self, delivery: Delivery) -> None:
-        """Queue a delivery without waiting; before ``start`` it is written at once."""
+        """Queue a delivery without waiting."""
         with self._changed:
             self._num_offered += 1
             number = self._num_offered
             full = self._nbytes and self._nbytes + delivery.nbytes > self._max_bytes
             refused = full or self._closed
-            if not refused and self._thread is not None:
+            if not refused:
                 self._waiting.append((number, delivery))
                 self._nbytes += delivery.nbytes
                 self._changed.notify_all()
         if refused:
             self._settle(number, delivery, False)
-        elif self._thread is None:
-            self._write(number, delivery)
 
     def take_behind(self) -> set[bytes]:
         """Take the record keys of sessions whose newest save is missing; the caller sends them."""
@@ -210,8 +204,7 @@ class WriteBehind:
             self._changed.notify_all()
         for _, delivery in dropped:
             delivery.end(False)
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         while self._write_next():

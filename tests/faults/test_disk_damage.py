@@ -144,7 +144,7 @@ def test_damage_under_an_open_tier_costs_its_blobs_and_not_the_tier(folder: Path
     blobs = fill(folder)
     tier = DiskTier(folder, 64 * MB)
     pinned = b"c%032d" % 7
-    tier.pin([pinned])
+    tier.pin(pinned, True)
     flip_in_file(folder, b"c%032d\0\0" % 5, offset=30)  # the name of a fragment
     with pytest.raises(TierUnavailable):
         tier.get_many(list(blobs))
