@@ -94,7 +94,7 @@ def wire_targets(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     yield Target("control message", seeds, reader(read_request), allowed)
     yield Target("control answer", answers, reader(read_from_engine), allowed)
     stage = vllm_messages.Stage(3, SESSION, 1, bytes(64))
-    hub = (vllm_messages.frame(stage)[4:], vllm_messages.frame(vllm_messages.FrontHello())[4:])
+    hub = (frame(stage)[4:], frame(vllm_messages.FrontHello())[4:])
     decoders = (
         vllm_messages.decode_to_rank,
         vllm_messages.decode_from_peer,

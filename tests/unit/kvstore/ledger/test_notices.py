@@ -60,7 +60,7 @@ def test_who_came_back_is_evicted_last(opened):
 
 
 def test_a_listener_hears_that_a_session_went_down_a_tier(tmp_path, opened):
-    store = opened([ram(100_000), disk(tmp_path)])
+    store = opened([ram(93_000), disk(tmp_path)])
     left = []
     store.listen(left.append)
     save(store, ref("first"), tokens(100, 1))

@@ -17,7 +17,7 @@ HISTORY = tokens(200)
 
 
 def test_pinned_sessions_survive_saves_that_evict_the_others(opened):
-    store = opened([ram(200_000)])
+    store = opened([ram(187_000)])
     save(store, ref(), HISTORY)
     store.pin(ref(), True)
     for i in range(10):
@@ -34,7 +34,7 @@ def test_pinned_sessions_survive_saves_that_evict_the_others(opened):
 
 
 def test_new_chunks_of_a_pinned_session_go_last_too(opened):
-    store = opened([ram(200_000)])
+    store = opened([ram(187_000)])
     save(store, ref(), HISTORY[:100])
     store.pin(ref(), True)
     save(store, ref(), HISTORY)

@@ -83,7 +83,8 @@ def test_the_order_survives_a_restart(opened: Open):
     tier = opened(room, clock)
     for session in range(12):
         tier.own("t", keys(999, *range(10 * session, 10 * session + 3)))
-    assert [sum(round_of(tier)) >= 8 for _ in range(3)] == [True] * 3
+    back = [sum(round_of(tier)) for _ in range(4)]
+    assert min(back[:2]) >= 4 and min(back[2:]) >= 8  # pauses are learned again
     assert tier.stats().nbytes <= room
 
 

@@ -421,11 +421,9 @@ def test_blobs_of_an_earlier_life_go_in_the_order_in_which_they_get_their_owner(
     order.own("t", keys["b"])
     order.own("t", keys["a"])
     assert order.uses(TenantLimits(others=1)) == {"t": 60}
-    order.add(chain("new", 4), "t")
-    assert [held(order, keys[x]) for x in keys] == [3, 3, 0]
-    order.add(chain("more", 3), "t")
-    assert [held(order, keys[x]) for x in keys] == [3, 0, 0]
-    check(order)
+    for name in ("orphan", "b", "a"):
+        assert order.evict(30) == names(name, 2, 1, 0)
+        check(order)
 
 
 # ---- any sequence
