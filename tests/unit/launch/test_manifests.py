@@ -16,7 +16,7 @@ from launch.settings.sources import from_environment
 from tests.unit.launch.picker_schema import ENDPOINT_PICKER
 
 ROOT = Path(__file__).parents[3] / "launch"
-MANIFESTS = ("llmd/pods.yaml", "ray/kuberay.yaml")
+MANIFESTS = ("llmd/pods.yaml", "../engines/on_ray/kuberay.yaml")
 KUBERNETES = "1.34"
 
 
