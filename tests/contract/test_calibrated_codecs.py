@@ -64,7 +64,10 @@ def test_what_comes_back_resembles_what_went_in(name, dtype):
     assert error(run, out, dtype) < ERRORS[name]
 
 
-@pytest.mark.parametrize("preset", ["dense3", "balanced", "safe"])
+@pytest.mark.parametrize(
+    "preset",
+    ["dense3", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("balanced", "safe"))],
+)
 def test_latents_as_wide_as_those_of_published_models(preset):
     """DeepSeek, Kimi and GLM keep a latent of 512 values, and 64 rotated ones beside it."""
     layout = KVLayout("float32", (KVLayer(1, 512, 64),) * 2)

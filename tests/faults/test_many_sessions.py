@@ -72,7 +72,9 @@ async def test_chats_of_five_turns_that_sleep_and_wake_at_random(many: int, tmp_
     right = await without_a_cache(many, NUM_TURNS)
     chance = random.Random(4)
     sources: Counter[str] = Counter()
-    async with engine("llama", tmp_path, max_batch=PLACES, hot_bytes=many << 18) as it:
+    async with engine(
+        "llama", tmp_path, max_batch=PLACES, hot_bytes=(12 << 20) + (many << 17)
+    ) as it:
         names = [session(f"chat {i}", f"tenant {i % 3}") for i in range(many)]
         for turn in range(NUM_TURNS):
             order = chance.sample(range(many), many)

@@ -163,6 +163,7 @@ def lossy_turns(folder: Path, connector: dict[str, str] | None) -> list[Result]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_is_packed_with_loss_returns_as_from_the_hosts_codec(tmp_path, monkeypatch):
     """To the last bit of every probability: the codec decides what is lost, not who packs."""
     for name, value in INTERPRETED.items():
