@@ -83,7 +83,7 @@ def model_run(model: Path | None, num_tokens: int) -> tuple[KVLayout, KVRun]:
     """Rows that a model computes of a held-out text, and their layout."""
     from engines.calibration.corpus import held_out_texts
     from engines.mlx_worker.cache.layout import probe
-    from engines.mlx_worker.model.instrument import MlxInstrument
+    from engines.mlx_worker.measuring.instrument import MlxInstrument
     from engines.mlx_worker.model.loading import load_model
     from launch.machine.folders import default_cache_dir
     from launch.model import sample_model
@@ -93,7 +93,7 @@ def model_run(model: Path | None, num_tokens: int) -> tuple[KVLayout, KVRun]:
     instrument = MlxInstrument(loaded, probe(loaded.model))
     texts = [instrument.encode(x.content) for x in held_out_texts()]
     tokens = max(texts, key=len)[:num_tokens]
-    return instrument.layout, instrument.prefill(tokens)
+    return instrument.layout, instrument.prefill(tokens).run
 
 
 class Rows:

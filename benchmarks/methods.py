@@ -126,7 +126,7 @@ def main() -> None:
         encode=tokenizer.encode,
     )
     print(f"{time.monotonic() - begun:5.0f} s: judged", flush=True)
-    run = thermocline.mlx.instrument(model).prefill(held_out[0][:SPEED_TOKENS])
+    run = thermocline.mlx.instrument(model).prefill(held_out[0][:SPEED_TOKENS]).run
     rows = []
     for name, quality in zip(names, qualities, strict=True):
         rows.append(_row(name, quality, profile if is_learned(name) else None, run))

@@ -4,9 +4,9 @@
 
 Each preset is learned from so many texts, once by local sensitivities (decision 59)
 and once with all errors counted alike, and judged on mlx in float32 by the held-out texts: KL over
-all scored tokens and over the first 64 of them, which the gate of a first start looks at; the
-change of perplexity; KL at the answers of reasoning chains; bits with everything counted. The
-seconds and the memory that learning takes are printed beside it. An hour on two cores.
+all scored tokens (a first start's gate scores 64); the change of perplexity; KL at the answers of
+reasoning chains; bits with everything counted. The seconds and the memory that learning takes are
+printed beside it. An hour on two cores.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import psutil
 
 from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.stacks.product_stack import MIB, write_json
 from engines.calibration.corpus import fit_texts, held_out_texts
-from engines.calibration.learn import Windows, learn, samples_of
+from engines.calibration.learn import deal, learn, samples_of
 from engines.calibration.measuring.cases import Case, chain_cases, text_cases
 from engines.calibration.measuring.measure import measure
-from engines.calibration.measuring.metrics import CaseResult
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import open_codec
@@ -43,7 +41,6 @@ from launch.machine.folders import default_cache_dir
 from launch.model import sample_model
 
 NUM_CHAINS: Final = 4
-GATE_SCORED: Final = 64  # tokens that the gate of a first start scores
 
 
 @dataclass(frozen=True)
@@ -59,28 +56,6 @@ class Way:
         return f"{self.preset}, {self.num_texts} texts, {'local' if self.is_local else 'none'}"
 
 
-class Kept:
-    """Keeps every result, to read the first tokens of a text apart. A ``Results``."""
-
-    def __init__(self) -> None:
-        self._found: list[CaseResult] = []
-
-    def results(self) -> list[CaseResult]:
-        return self._found
-
-    def keep_results(self, results: Iterable[CaseResult]) -> None:
-        self._found += results
-
-    def first_kl(self, codec_id: str, context: int) -> float:
-        """The mean KL of the first scored tokens of all texts."""
-        moved = [
-            x.moved.kl[:GATE_SCORED]
-            for x in self._found
-            if x.moved is not None and (x.codec_id, x.context) == (codec_id, context)
-        ]
-        return float(np.mean(np.concatenate(moved)))
-
-
 def learned(
     instrument: MlxInstrument, ways: Sequence[Way], tokens: int, probed_share: float
 ) -> Iterator[tuple[Way, Codec, dict[str, Any]]]:
@@ -90,8 +65,8 @@ def learned(
         by_texts[way.num_texts].append(way)
     for num_texts, some in by_texts.items():
         began = time.monotonic()
-        windows = Windows(num_texts, tokens, probed_share)
-        seen = samples_of(instrument, fit_texts(), windows)
+        dealt = list(deal(fit_texts(), instrument, num_texts, tokens))
+        seen = samples_of(instrument, dealt, probed_share)
         read_s = time.monotonic() - began
         alike = replace(seen, metrics=None)
         for way in some:
@@ -115,12 +90,12 @@ def cases(instrument: MlxInstrument, contexts: Sequence[int], num_scored: int) -
 
 
 def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    yield "| learned | tokens | bits | KL | first 64 | perplexity | KL of chains | s | MiB |"
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    yield "| learned | tokens | bits | KL | perplexity | KL of chains | s | MiB |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for x in rows:
         yield (
             f"| {x['label']} | {x['context']} | {x['bits_per_element']:.3f} | {x['kl']:.4f} |"
-            f" {x['first_kl']:.4f} | {x['perplexity_change_pct']:+.2f} % | {x['chain_kl']:.4f} |"
+            f" {x['perplexity_change_pct']:+.2f} % | {x['chain_kl']:.4f} |"
             f" {x['read_s']} + {x['learn_s']} | {x['rss_mib']} |"
         )
 
@@ -151,15 +126,11 @@ def main() -> None:
     found = list(learned(instrument, ways, args.tokens, args.probed))
     codecs = {way.label: codec for way, codec, _ in found}
     costs = {way.label: cost for way, _, cost in found}
-    contexts, kept = tuple(map(int, args.contexts.split(","))), Kept()
+    contexts = tuple(map(int, args.contexts.split(",")))
     judged: list[Quality] = measure(
-        instrument, codecs, cases(instrument, contexts, args.scored), CHUNK_TOKENS, kept=kept
+        instrument, codecs, cases(instrument, contexts, args.scored), CHUNK_TOKENS
     )
-    rows = [
-        {"label": x.preset, **msgspec.to_builtins(x), **costs[x.preset]}
-        | {"first_kl": kept.first_kl(x.codec_id, x.context)}
-        for x in judged
-    ]
+    rows = [{"label": x.preset, **msgspec.to_builtins(x), **costs[x.preset]} for x in judged]
     print("\n".join(table(rows)), flush=True)
     write_json(args.json, {"rows": rows})
 

@@ -117,7 +117,8 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     num_chains: Annotated[int, msgspec.Meta(ge=0)] = 4  # prefixes with problems; 0 = none
     chunk_tokens: Positive = 32  # of the cold store
     num_threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # that unpack a session; 0 = the codec's
-    with_bounds: bool = True  # compute the bounds of theory, too; takes as long as learning
+    # Stop at the first case after which all presets surely keep the bound, or one surely does not.
+    ends_early: bool = False
     data_path: str = ""  # where profiles, and digests of large files, are kept; "" = nowhere
     report_path: str = ""  # where the report is written; "" = nowhere
 
@@ -130,18 +131,6 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return msgspec.structs.replace(self, data_path=data_path, report_path=str(path))
 
 
-class WaterFilling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The bound of any transform over a scope, by the spectra of the samples (water-filling).
-
-    Entry i of both tuples is a point of the curve: the least bits per element, gains not counted,
-    for that residual error.
-    """
-
-    scope: str
-    bits: tuple[float, ...]
-    residual_errors: tuple[float, ...]
-
-
 class CalibrationReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The report of a measurement; see ``engines.config.CalibrationOrder``."""
 
@@ -149,5 +138,4 @@ class CalibrationReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     engine: str
     dtype: str  # of the live cache
     rows: tuple[Quality, ...]
-    bounds: tuple[WaterFilling, ...] = ()  # empty if nothing had to be learned
     profile: str = ""  # the file with the rows and the learned arrays; "" = nowhere

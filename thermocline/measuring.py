@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ from thermocline.method import Method
 if TYPE_CHECKING:
     from engines.calibration.measuring.trials import AnyCodec
     from kvstore.codecs.learning.samples import Samples
-
-CHUNK_TOKENS = 128  # of the cold store
 
 
 def learn(samples: Samples, *names: str) -> Profile:
@@ -60,6 +59,7 @@ def judge(
     num_scored: int = 128,
     profile: Profile | None = None,
     encode: Callable[[str], list[int]] | None = None,
+    progress: bool | None = None,
 ) -> list[Quality]:
     """Measures the loss of methods on a model, as the server's gate does.
 
@@ -73,6 +73,7 @@ def judge(
         profile: what methods that learn the model have learned of it; never from these texts.
         encode: the tokenizer's; with it, reasoning chains are hidden in the texts, one case for
             each text, and the answers are judged, too (``chain_kl``, ``chain_top1``).
+        progress: write to stderr how far it is, with figures as they come; None = on a terminal.
 
     Returns:
         A row for each method, in their order: bits for each value, KL in nats, perplexity, the
@@ -83,7 +84,8 @@ def judge(
         ValueError: a text is too short, the model's cache cannot be packed, or it is no model.
     """
     from engines.calibration.measuring.cases import Case, chain_cases
-    from engines.calibration.measuring.measure import measure
+    from engines.calibration.measuring.measure import measure, quiet
+    from kvstore.session import CHUNK_TOKENS
 
     if not tokens or min(map(len, tokens)) < context + num_scored:
         raise ValueError(f"texts of {context + num_scored} tokens or more are wanted")
@@ -94,8 +96,18 @@ def judge(
     ]
     if encode is not None:
         cases += chain_cases(tokens, encode, context, len(tokens), num_scored)
-    instrument = _instrument_of(model)
-    return measure(instrument, _codecs(instrument, names, profile), cases, CHUNK_TOKENS)
+    instrument, say = _instrument_of(model), _printed if _is_shown(progress) else quiet
+    say("opening methods; one that is used for the first time is compiled")
+    codecs = _codecs(instrument, names, profile)
+    return measure(instrument, codecs, cases, CHUNK_TOKENS, say)
+
+
+def _is_shown(progress: bool | None) -> bool:
+    return sys.stderr.isatty() if progress is None else progress
+
+
+def _printed(progress: str) -> None:
+    print(f"judge: {progress}", file=sys.stderr, flush=True)
 
 
 def _instrument_of(model: Any) -> Any:
@@ -111,7 +123,7 @@ def _instrument_of(model: Any) -> Any:
 def _codecs(
     instrument: Any, names: Iterable[str | Method], profile: Profile | None
 ) -> dict[str, AnyCodec]:
-    from engines.calibration.survey import codecs_to_measure
+    from engines.calibration.calibrate import codecs_to_measure
 
     profile = profile or Profile(instrument.fingerprint, instrument.layout, (), {})
     found: dict[str, AnyCodec] = {}

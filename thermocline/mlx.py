@@ -24,7 +24,7 @@ from engines.mlx_worker.cache.packed_model import with_packed_caches
 from kvstore.shapes import KVLayout
 
 if TYPE_CHECKING:
-    from engines.mlx_worker.model.instrument import MlxInstrument
+    from engines.mlx_worker.measuring.instrument import MlxInstrument
     from kvstore.codecs.learning.samples import Samples
 
 
@@ -91,11 +91,11 @@ def capture(model: Any, tokens: Sequence[Sequence[int]]) -> Samples:
         ValueError: the model's cache cannot be packed, it turns its keys in a way that is not
             understood, or there is no text.
     """
-    from engines.calibration.learn import samples_of_tokens
+    from engines.calibration.learn import samples_of
 
     if not tokens or not all(map(len, tokens)):
         raise ValueError("token ids of one text or more are wanted")
-    return samples_of_tokens(instrument(model), tokens)
+    return samples_of(instrument(model), tokens)
 
 
 def layout_of(model: Any) -> KVLayout:
@@ -112,7 +112,7 @@ def instrument(model: Any) -> MlxInstrument:
 
     It has no tokenizer, so it encodes no texts. Raises ``ValueError`` as ``layout_of``.
     """
-    from engines.mlx_worker.model.instrument import MlxInstrument
+    from engines.mlx_worker.measuring.instrument import MlxInstrument
     from engines.mlx_worker.model.loading import LoadedModel
 
     try:

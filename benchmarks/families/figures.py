@@ -28,17 +28,19 @@ from benchmarks.families.tasks import ITEM, answer_places, recall_text
 from benchmarks.families.trained import trained_model
 from benchmarks.families.windowed import NARROW, write_windowed
 from benchmarks.stacks.product_stack import write_json
+from engines.calibration.calibrate import calibrate
 from engines.calibration.corpus import held_out_texts
-from engines.calibration.first_order import FALLBACKS, FIRST_PRESETS
+from engines.calibration.gate.profiles import save
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.metrics import drift
-from engines.calibration.survey import survey_report
-from engines.config import CalibrationOrder, CalibrationReport
+from engines.calibration.orders import FALLBACKS, FIRST_PRESETS
+from engines.config import CalibrationOrder
 from engines.mlx_worker.cache.layout import CachePlan, probe
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.blobs.state_tree import StateArray, StateTree, state_nbytes
+from kvstore.codecs.profile import Profile
 from kvstore.config import StoreConfig
 from kvstore.session import CHUNK_TOKENS, SessionRef
 from kvstore.shapes import StoredModel
@@ -61,20 +63,21 @@ class Sleeper:
     name: str
     instrument: MlxInstrument
     plan: CachePlan
-    report: CalibrationReport
+    profile: Profile
     data: Path
     texts: Sequence[tuple[list[int], list[int]]]  # the tokens asleep, and the tokens after them
 
 
 def measured(name: str, folder: Path, data: Path, order: dict[str, Any]) -> Sleeper:
-    """Measure a model by the survey, in fp32."""
+    """Calibrate a model, in fp32."""
     loaded = load_model(str(folder), "float32")
     plan = probe(loaded.model)
     instrument = MlxInstrument(loaded, plan, data)
-    usual: dict[str, Any] = {"presets": FIRST_PRESETS + FALLBACKS, "with_bounds": False}
+    usual: dict[str, Any] = {"presets": FIRST_PRESETS + FALLBACKS}
     whole = CalibrationOrder(data_path=str(data), **(usual | order))
-    report = survey_report(instrument, whole, "mlx")
-    return Sleeper(name, instrument, plan, report, data, ())
+    profile = calibrate(instrument, whole)
+    save(profile, data)
+    return Sleeper(name, instrument, plan, profile, data, ())
 
 
 def trained(kind: str, data: Path) -> Sleeper:
@@ -100,7 +103,7 @@ def trained(kind: str, data: Path) -> Sleeper:
     for seed in range(SESSIONS):
         ids = found.instrument.encode(recall_text(seed, 64))
         texts.append((ids[:cut], ids[cut:]))
-    return Sleeper(kind, found.instrument, found.plan, found.report, data, texts)
+    return Sleeper(kind, found.instrument, found.plan, found.profile, data, texts)
 
 
 REWRITTEN: dict[str, Callable[[Path, Path], Path]] = {
@@ -130,7 +133,7 @@ def rewritten(
         ids = found.instrument.encode(text.content)
         if len(ids) >= longest + 64:
             texts.append((ids[:longest], ids[longest : longest + 64]))
-    return Sleeper(kind, found.instrument, found.plan, found.report, data, texts[:2])
+    return Sleeper(kind, found.instrument, found.plan, found.profile, data, texts[:2])
 
 
 # ---- sleeping
@@ -165,13 +168,13 @@ def sleep(of: Sleeper, codec: str, *, accept_loss: bool = False) -> dict[str, An
 
 def _slept(of: Sleeper, store: ColdStore, number: int) -> dict[str, Any]:
     tokens, rest = of.texts[number]
-    session = of.instrument.prefill_whole(tokens)
+    session = of.instrument.prefill(tokens)
     ref = SessionRef("benchmark", str(number), b"salt")
     chain, stored = chain_of(store, ref, tokens), len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
     states: list[StateAt] = []
     if of.plan.needs_state:
         ends = dict.fromkeys((_before_answer(len(tokens)), stored))
-        states = [StateAt(x, of.instrument.prefill_whole(tokens[:x]).state) for x in ends]
+        states = [StateAt(x, of.instrument.prefill(tokens[:x]).state) for x in ends]
     store.save(
         ref,
         chain,
@@ -183,9 +186,9 @@ def _slept(of: Sleeper, store: ColdStore, number: int) -> dict[str, Any]:
     restored = store.restore(store.match(ref, chain))
     assert restored.num_tokens == stored, restored
     woken = HeldSession(restored.run, restored.num_tokens, restored.state)
-    exact = of.instrument.log_probs_whole(session, rest)
+    exact = of.instrument.log_probs(session, rest)
     # What follows the last full chunk is computed, as an engine does it.
-    packed = of.instrument.log_probs_whole(woken, [*tokens[stored:], *rest])[len(tokens) - stored :]
+    packed = of.instrument.log_probs(woken, [*tokens[stored:], *rest])[len(tokens) - stored :]
     record = store.record(ref)
     assert record is not None
     return {
@@ -236,7 +239,7 @@ def figures(of: Sleeper) -> dict[str, Any]:
     rows = [
         {"preset": x.preset, "context": x.context, "bits": x.bits_per_element, "kl": x.kl}
         | {"top1": x.top1, "chain_kl": x.chain_kl}
-        for x in of.report.rows
+        for x in of.profile.rows
     ]
     chosen = sleep(of, "auto")
     found = {"model": of.name, "gate": rows, "auto": chosen}

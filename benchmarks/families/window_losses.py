@@ -25,7 +25,7 @@ from engines.calibration.corpus import held_out_texts
 from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.metrics import drift
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.blobs.state_packer import rows_of, window_arrays
 from kvstore.blobs.state_tree import copied_state
@@ -54,7 +54,7 @@ class Asleep:
         for target, array in zip(window_arrays(state), arrays, strict=True):
             target.array[...] = array[None]
         woken = HeldSession(run or self.session.run, self.session.num_tokens, state)
-        found = self.instrument.log_probs_whole(woken, self.rest)
+        found = self.instrument.log_probs(woken, self.rest)
         return float(np.mean(drift(self.exact, found, self.rest).kl))
 
     def mixed(self, tokens: slice, keys: bool = True, values: bool = True) -> KVRun:
@@ -81,13 +81,13 @@ def losses(
     """KL by the part of a session that was packed."""
     assert instrument.states is not None and instrument.states.windows is not None
     layout, codec = instrument.states.windows, codec_by_name(name)
-    session = instrument.prefill_whole(ids[:context])
+    session = instrument.prefill(ids[:context])
     rest = ids[context : context + SCORED]
     rows = rows_of([x.array for x in window_arrays(session.state)], layout)
     assert rows is not None
     held = rows[0][0].shape[1]
     packed = there_and_back(codec, rows, layout, context - held)
-    exact = instrument.log_probs_whole(session, rest)
+    exact = instrument.log_probs(session, rest)
     of = Asleep(instrument, session, rest, exact, rows, packed)
     run = there_and_back(codec, session.run, instrument.layout, 0)
     older, newer = slice(held // 2), slice(held // 2, held)

@@ -86,7 +86,7 @@ def captured(
     tokens = (tokenizer.encode(x.content[: 8 * num_tokens])[:num_tokens] for x in fit_texts())
     long_enough = [x for x in tokens if len(x) == num_tokens][:num_texts]
     instrument = thermocline.mlx.instrument(model)
-    runs = [instrument.prefill(x) for x in long_enough]
+    runs = [instrument.prefill(x).run for x in long_enough]
     learned, held_out = runs[:-1], runs[-1:]
     return (
         Samples(instrument.layout, instrument.ropes, learned),

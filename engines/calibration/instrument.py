@@ -1,11 +1,11 @@
-"""The protocol by which an engine is measured: its cache is taken out, packed, and put back."""
+"""The protocol by which an engine is measured: sessions are taken out, packed, and put back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -17,46 +17,8 @@ class Interrupted(Exception):
     """The engine ends, or measuring was given up elsewhere."""
 
 
-class Instrument(Protocol):
-    """A model whose cache can be taken out and put back.
-
-    That of an engine that serves raises ``Interrupted`` from every method once the engine ends.
-    """
-
-    @property
-    def layout(self) -> KVLayout:
-        """Layers, shapes and dtype of the growing cache."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The model's fingerprint, the same that the engine gives its cold store."""
-
-    @property
-    def ropes(self) -> tuple[Rope | None, ...]:
-        """The rotary embedding of each layer; None where a layer has none.
-
-        Raises:
-            ValueError: a layer turns its keys in a way that is not understood.
-        """
-
-    def encode(self, text: str) -> list[int]:
-        """The token ids of plain text, without a chat template.
-
-        The first is the model's own first token (BOS) if it wants one.
-        """
-
-    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
-        """Compute the KV of ``tokens`` at positions 0..; the caller owns the arrays.
-
-        Args:
-            past: KV of the first tokens, but not of all, which is not computed again.
-        """
-
-    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-        """Log-probabilities of the next token after each of ``tokens``, which follow ``run``.
-
-        fp32 (len(tokens), vocabulary), natural logarithm. ``run`` is not changed.
-        """
+class NotObservable(Exception):
+    """A layer's use of stored KV cannot be observed. The message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -71,43 +33,78 @@ class HeldSession:
     state: StateTree = None
 
 
-@runtime_checkable
-class StatefulInstrument(Protocol):
-    """An instrument that can also take out and put back windows and recurrent states."""
+NOTHING: Final = HeldSession((), 0)
+
+
+class Instrument(Protocol):
+    """A model whose sessions can be taken out and put back.
+
+    That of an engine that serves raises ``Interrupted`` from every method once the engine ends.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """Layers, shapes and dtype of the growing cache."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's fingerprint, the same that the engine gives its cold store."""
 
     @property
     def states(self) -> StateLayout | None:
         """Layout of all that the model keeps besides rows of every token; None = nothing."""
 
-    def window_ropes(self) -> tuple[Rope | None, ...]:
-        """The same as ``Instrument.ropes``, of the layers with windows."""
-
     @property
     def state_step(self) -> int:
         """The number of tokens from one possible state to the next: states are at multiples."""
 
-    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
-        """Compute a whole session of ``tokens``, up to the last state; the caller owns the arrays.
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """The rotary embedding of each layer that keeps all rows; None where a layer has none.
 
-        Args:
-            past: a session of the first tokens, but not of all, to go on from; it is not changed.
+        Raises:
+            ValueError: a layer turns its keys in a way that is not understood.
         """
 
-    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """The same as ``Instrument.log_probs``, after a whole session, which is not changed."""
+    def window_ropes(self) -> tuple[Rope | None, ...]:
+        """The same of the layers with windows."""
 
+    def encode(self, text: str) -> list[int]:
+        """The token ids of plain text, without a chat template.
 
-def states_of(instrument: Instrument) -> StateLayout | None:
-    """Return the layout of the states in this instrument's sessions; None = they are rows only."""
-    return instrument.states if isinstance(instrument, StatefulInstrument) else None
+        The first is the model's own first token (BOS) if it wants one.
+        """
 
+    def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
+        """Compute the session of ``tokens``, up to the last state; the caller owns the arrays.
 
-class NotObservable(Exception):
-    """A layer's use of stored KV cannot be observed. The message is one sentence."""
+        Args:
+            past: of the first tokens, but not of all, to go on from; it is not changed.
+        """
+
+    def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        """Log-probabilities of the next token after each of ``tokens``, which follow ``session``.
+
+        fp32 (len(tokens), vocabulary), natural logarithm. ``session`` is not changed.
+        """
+
+    @property
+    def sees_states(self) -> bool:
+        """True if layers with windows and recurrent layers are observed, too."""
+
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
+        """Compute the KV of ``tokens``, noting what each layer notices from ``tokens[first]`` on.
+
+        Of layers with windows only those that still hold the first token are noted, of recurrent
+        layers those that can be differentiated.
+
+        Raises:
+            NotObservable: nothing can be seen of this model.
+        """
 
 
 class LayerNotice(NamedTuple):
-    """Says what one layer notices of errors in the K and V before some tokens.
+    """Tells how errors in the K and V before some tokens move one layer.
 
     Attributes:
         of_windows: the layer keeps the newest tokens only; it is numbered among such layers.
@@ -123,7 +120,7 @@ class LayerNotice(NamedTuple):
 
 
 class StateNotice(NamedTuple):
-    """Says what a recurrent layer notices of errors in one array of matrices of its state.
+    """Tells how errors in one array of matrices of its state move a recurrent layer.
 
     Attributes:
         number: of the array among those of a session's state that a codec may pack.
@@ -152,22 +149,3 @@ def draw_seed(tokens: Sequence[int], at: int, number: int) -> int:
     """
     known = np.array([*tokens, at, number], "<i8").tobytes()
     return int.from_bytes(blake2b(known, digest_size=SEED_BYTES).digest(), "little")
-
-
-@runtime_checkable
-class Observing(Protocol):
-    """An instrument that also sees what single layers make of stored KV."""
-
-    @property
-    def sees_states(self) -> bool:
-        """True if it notes layers with windows and recurrent layers, too."""
-
-    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
-        """Do the same as ``prefill``, and note what each layer notices from ``tokens[first]`` on.
-
-        Of layers with windows only those that still hold the first token are noted, of recurrent
-        layers those that can be differentiated.
-
-        Raises:
-            NotObservable: nothing can be seen of this model.
-        """

@@ -62,7 +62,7 @@ def check_turning(instrument: Instrument, ropes: Sequence[Rope | None]) -> None:
         ValueError: they are not equal.
     """
     token = (instrument.encode(" the") or [0])[-1]
-    run = instrument.prefill([token] * NUM_EQUAL_TOKENS)
+    run = instrument.prefill([token] * max(NUM_EQUAL_TOKENS, instrument.state_step)).run
     for rope, (keys, values) in zip(ropes, run, strict=True):
         rotated = values if rope is not None and rope.side == "values" else keys
         plain = _turned_back(widened(rotated, instrument.layout), rope)[:, NUM_UNSETTLED:]

@@ -1,46 +1,41 @@
 """Measures the model that an engine serves, in the engine's own process and idle moments.
 
 The work is done on a thread of the lowest priority. What needs the model goes through an
-``Instrument`` that waits for idle moments of the engine; all else is arithmetic on arrays. When a
-profile was written, the engine chooses its codecs again. After the first verdict more is learned
-in the same way. If anything fails here, serving goes on unchanged.
+``Instrument`` that waits for idle moments of the engine; all else is arithmetic on arrays. Each
+stage writes the profile, and has the engine choose its codecs again: a first verdict comes early,
+and is renewed as more is learned. If anything fails here, serving goes on unchanged.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Protocol
 
 import msgspec
 
 from engines.calibration.agreement import Partners
-from engines.calibration.first_order import further_order
-from engines.calibration.footprint import large_arrays_apart, one_thread, return_freed_memory
-from engines.calibration.gate.profiles import locked, profile_path, save
-from engines.calibration.gate.rules import Bound, is_disturbed, was_learned_on, worth_adopting
+from engines.calibration.calibrate import (
+    CannotCalibrate,
+    calibrate,
+    codecs_to_measure,
+)
+from engines.calibration.gate.profiles import load, locked, make_folder, save
+from engines.calibration.gate.rules import Bound, decided, is_disturbed
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
 from engines.calibration.measuring.times import timed_again
-from engines.calibration.survey import (
-    CannotCalibrate,
-    check_contexts,
-    codecs_to_measure,
-    survey_report,
-)
-from engines.calibration.unfinished import Unfinished
-from engines.config import CalibrationOrder
+from engines.calibration.orders import early_order, further_order
+from engines.calibration.scratch import large_arrays_apart, one_thread, return_freed_memory
+from engines.config import CalibrationOrder, CalibrationReport
 from engines.wire import CodecReport, MeasurementEnd
-from kvstore.codecs.profile import BEFORE, Profile, load_profile
-from kvstore.codecs.quality import Quality
-from kvstore.errors import Corrupt, Mismatch, UnknownCodec
+from kvstore.codecs.profile import Profile
+from kvstore.errors import UnknownCodec
 from kvstore.workers import lower_priority
 
 logger = logging.getLogger(__name__)
@@ -50,65 +45,31 @@ LOG_EVERY_S: Final = 60.0  # in the log; ``progress`` always says the latest
 LOOK_EVERY_S: Final = 2.0
 # Until the next attempt to time a model on a quiet machine; doubled each time, up to the second.
 TIMED_AGAIN_S: Final = (60.0, 3600.0)
-REPORT_BYTES: Final = 1 << 20  # more than a report has
 
 
-class OpenQuestions(NamedTuple):
-    """Says which findings are wanted; asked on the measuring thread.
+class OpenQuestions(Protocol):
+    """Tells what an engine does not know yet of its model; asked on the measuring thread."""
 
-    Attributes:
-        is_needed: whether there is no verdict yet; asked first, and after another process has
-            measured the same model.
-        learns_on: whether more is to be learned; asked once there is a verdict. Only of a
-            measurement that ``resumes``.
-        times_again: whether the verdict hangs on times that other work disturbed; asked last, and
-            after each attempt to time it on a quieter machine. Only of one that ``resumes``.
-    """
+    @property
+    def unmeasured(self) -> bool:
+        """True if there is no verdict yet."""
 
-    is_needed: Callable[[], bool] = lambda: True
-    learns_on: Callable[[], bool] = lambda: False
-    times_again: Callable[[], bool] = lambda: False
+    @property
+    def learns_on(self) -> bool:
+        """True if more is to be learned once there is a verdict."""
 
-
-ALL: Final = OpenQuestions()  # what is asked for by hand
-
-
-@contextmanager
-def _room_for(path: str) -> Iterator[Callable[[bytes], object]]:
-    """Reserve room for a report, so that a disk that is full by then takes it; "" = for none.
-
-    Yields the function that writes it. Raises ``CannotCalibrate``: there is no room now.
-    """
-    if not path:
-        yield lambda report: None
-        return
-    reserved = Path(path).with_suffix(".reserved")
-    try:
-        with reserved.open("wb", buffering=0) as file:
-            try:
-                file.write(bytes(REPORT_BYTES))
-                os.fsync(file.fileno())
-            except OSError as error:
-                where = f"no report can be written into {reserved.parent}; free some space"
-                raise CannotCalibrate(f"{where}: {error.strerror}") from error
-            file.seek(0)
-
-            def write(report: bytes) -> None:
-                file.write(report)
-                file.truncate()
-                reserved.replace(path)
-
-            yield write
-    finally:
-        reserved.unlink(missing_ok=True)
-
-
-def _all_of_it(profile: Profile) -> Profile:
-    return profile
+    @property
+    def times_again(self) -> bool:
+        """True if the verdict hangs on times that other work disturbed."""
 
 
 class SelfMeasurement:
-    """One measurement, begun at once. Its methods can be called from any thread."""
+    """One measurement, begun at once. Its methods can be called from any thread.
+
+    Either an order is carried out as it is, or, with ``stages``, a model is measured for serving:
+    the order is preceded by an early verdict and followed by open questions; presets do not
+    learn again what they know, and no two processes measure one model at a time.
+    """
 
     def __init__(
         self,
@@ -117,8 +78,8 @@ class SelfMeasurement:
         adopt: Callable[[], None],
         *,
         engine: str,
-        resumes: bool = False,
-        wanted: OpenQuestions = ALL,
+        stages: bool = False,
+        open_questions: OpenQuestions | None = None,
         partners: Partners | None = None,
     ) -> None:
         """Begin to measure.
@@ -130,17 +91,15 @@ class SelfMeasurement:
             adopt: called on the measuring thread once the profile was written, also by another
                 process that was measuring this model.
             engine: the name and version of the engine, for the report.
-            resumes: keep what is done in the data folder, go on from there after a restart, and
-                let no two processes measure one model at a time.
-            wanted: see there.
+            open_questions: what is asked for; None = the order, also if it was carried out before.
             partners: the other ranks, if the engine has several.
         """
         self._order = order
         self._open_instrument = open_instrument
         self._adopt = adopt
         self._engine = engine
-        self._resumes = resumes
-        self._wanted = wanted
+        self._stages = stages
+        self._open = open_questions
         self._has_verdict = False
         self._partners = partners
         self._progress = ""
@@ -153,7 +112,7 @@ class SelfMeasurement:
 
     @property
     def _is_awaited(self) -> bool:
-        """True if the report is awaited: every preset of the order is then kept."""
+        """True if somebody waits for the report: the engine was started to measure."""
         return bool(self._order.report_path)
 
     @property
@@ -163,7 +122,7 @@ class SelfMeasurement:
 
     @property
     def has_verdict(self) -> bool:
-        """True once the model is measured, though more may still be learned."""
+        """True once there is a verdict, though more may still be learned."""
         return self._has_verdict
 
     def with_progress(self, report: CodecReport) -> CodecReport:
@@ -186,8 +145,7 @@ class SelfMeasurement:
                 self._measure()
             self._ended = MeasurementEnd(time.time())
         except Interrupted:
-            again = "goes on" if self._resumes else "begins again"
-            logger.info("measuring was interrupted; it %s with the engine's next start", again)
+            logger.info("measuring was interrupted; it begins again with the engine's next start")
         except (CannotCalibrate, UnknownCodec, OSError, ValueError) as error:
             words = " ".join(str(error).split())
             logger.warning("the model is not measured: %s", words)
@@ -205,56 +163,93 @@ class SelfMeasurement:
 
     def _measure(self) -> None:
         instrument = self._open_instrument()
-        if self._is_awaited:
-            check_contexts(instrument, self._order.contexts)
         with self._alone(instrument.fingerprint) as has_waited:
             if has_waited:  # the other may have found what is wanted
                 self._adopt()
-            if self._wanted.is_needed():
-                logger.info(
-                    "measuring what each codec costs this model; until then nothing is lost"
-                )
-                self._carry_out(self._order, instrument, self._better_than_known(instrument))
+            if self._open is None or self._open.unmeasured:
+                self._first_verdict(instrument)
                 self._ended = MeasurementEnd(time.time())
             self._has_verdict, self._progress = True, ""
-            if self._resumes and self._wanted.learns_on():
-                self._learn_on(instrument)
-        if self._resumes:
+            if self._stages and self._open is not None and self._open.learns_on:
+                order = further_order(self._order, instrument.layout.elements_per_token)
+                with self._verdict_stands("no more is learned of the model"):
+                    self._carry_out(order, instrument, "learned from more texts")
+        if self._stages:
             self._time_again(instrument)
+
+    def _first_verdict(self, instrument: Instrument) -> None:
+        logger.info("measuring what each codec costs this model; until then nothing is lost")
+        known = self._known(instrument) if self._stages else None
+        if self._stages and known is None:
+            self._carry_out(early_order(self._order), instrument, "a first verdict")
+        self._carry_out(self._order, instrument, "measured", known)
 
     def _carry_out(
         self,
         order: CalibrationOrder,
         instrument: Instrument,
-        chosen: Callable[[Profile], Profile] = _all_of_it,
+        work: str,
+        known: Profile | None = None,
     ) -> None:
-        """Carry out an order, and have the engine adopt what of it is ``chosen``."""
-        began = time.monotonic()
-        kept = Unfinished.of(order, instrument.fingerprint) if self._resumes else None
-        known = (self._engine, kept, self._on_progress, self._partners, chosen)
-        with _room_for(order.report_path) as write:
-            write(msgspec.json.encode(survey_report(instrument, order, *known)))
-        logger.info("%s in %.0f s", self._work_done, time.monotonic() - began)
+        """Carry out an order, and have the engine adopt the result.
+
+        One that ends early has none if its few texts have left a doubt.
+        """
+        began, data = time.monotonic(), Path(order.data_path)
+        try:
+            make_folder(data)
+        except OSError as error:
+            where = f"nothing can be kept in {data}; choose another data_dir"
+            raise CannotCalibrate(f"{where}: {error.strerror}") from error
+        folder = None if self._is_awaited else data / "profiles"
+        profile = calibrate(instrument, order, known, self._on_progress, folder)
+        if order.ends_early and not decided(profile.rows, Bound(kl=order.max_kl)):
+            logger.info("a few texts do not decide yet")
+            return
+        if self._partners is not None:
+            profile = self._partners.agree(profile)
+        path = self._kept(profile, data)
+        if order.report_path:
+            report = CalibrationReport(
+                fingerprint=instrument.fingerprint,
+                engine=self._engine,
+                dtype=instrument.layout.dtype,
+                rows=profile.rows,
+                profile=path,
+            )
+            Path(order.report_path).write_bytes(msgspec.json.encode(report))
+        logger.info("%s in %.0f s", work, time.monotonic() - began)
         self._check()
-        return_freed_memory()
         self._adopt()
+        self._has_verdict = True
         return_freed_memory()
 
-    def _learn_on(self, instrument: Instrument) -> None:
-        """Learn from more texts, and adopt presets that are better than those of the first few."""
+    def _kept(self, profile: Profile, data: Path) -> str:
+        """Save the profile; returns its file, or "" if that failed.
+
+        A full disk is no reason to lose the report of a measurement that took minutes.
+        """
         try:
-            order = further_order(self._order, instrument.layout.elements_per_token)
-            self._carry_out(order, instrument, self._worth_adopting(self._known(instrument)))
+            return str(save(profile, data))
+        except OSError as error:
+            logger.error("what was learned cannot be kept: %s", error)
+            return ""
+
+    @contextmanager
+    def _verdict_stands(self, failed: str) -> Iterator[None]:
+        """Log any failure of the block, which takes no verdict back."""
+        try:
+            yield
         except Interrupted:
             raise
-        except Exception as error:  # no failure here takes the verdict back
+        except Exception as error:
             words = " ".join(str(error).split()) or type(error).__name__
-            logger.warning("no more is learned of the model: %s", words, exc_info=True)
+            logger.warning("%s: %s", failed, words, exc_info=True)
 
     def _time_again(self, instrument: Instrument) -> None:
         """Time the presets again until it is known how long they take on a quiet machine."""
         wait_s, longest_s = TIMED_AGAIN_S
-        while self._wanted.times_again():
+        while self._open is not None and self._open.times_again:
             self._progress = ""
             self._is_waiting = True
             self._closing.wait(wait_s)
@@ -262,60 +257,30 @@ class SelfMeasurement:
             self._is_waiting = False
             wait_s = min(2 * wait_s, longest_s)
             self._progress = "timing again what was timed on a busy machine"
-            try:
+            with self._verdict_stands("the model is not timed again now"):
                 self._time_once(instrument)
-            except Interrupted:
-                raise
-            except Exception as error:  # no failure here takes the verdict back
-                words = " ".join(str(error).split()) or type(error).__name__
-                logger.warning("the model is not timed again now: %s", words, exc_info=True)
 
     def _time_once(self, instrument: Instrument) -> None:
         data = Path(self._order.data_path)
         with locked(data, instrument.fingerprint, self._wait_for_another):
             profile = self._known(instrument)
-            rows = () if profile is None else self._timed(instrument, profile)
-            if profile is not None and rows:
-                save(replace(profile.in_memory(), rows=rows), data)
-        if rows:
+            if profile is None:
+                return
+            names = [x.preset for x in profile.rows if is_disturbed(x)]
+            again = timed_again(
+                instrument,
+                codecs_to_measure(instrument, names, profile),
+                profile.rows,
+                chunk_tokens=self._order.chunk_tokens,
+                num_threads=self._order.num_threads,
+            )
+            if again:
+                save(replace(profile, rows=tuple(again)), data)
+        if again:
             self._adopt()
 
-    def _timed(self, instrument: Instrument, profile: Profile) -> tuple[Quality, ...]:
-        """Return all rows of the profile if some have better times now, else none."""
-        current = [x for x in profile.rows if not x.preset.startswith(BEFORE)]
-        names = [x.preset for x in current if is_disturbed(x)]
-        again = timed_again(
-            instrument,
-            codecs_to_measure(instrument, names, profile),
-            current,
-            chunk_tokens=self._order.chunk_tokens,
-            num_threads=self._order.num_threads,
-        )
-        if not again:
-            return ()
-        better = {(x.preset, x.context): x for x in again}
-        return tuple(better.get((x.preset, x.context), x) for x in profile.rows)
-
-    def _better_than_known(self, instrument: Instrument) -> Callable[[Profile], Profile]:
-        """Return what keeps tables that more texts taught where a few find hardly better ones."""
-        known = None if self._is_awaited else self._known(instrument)
-        if known is None or not was_learned_on(known):
-            return _all_of_it
-        return self._worth_adopting(known)
-
-    def _worth_adopting(self, before: Profile | None) -> Callable[[Profile], Profile]:
-        return partial(worth_adopting, before=before, bound=Bound(kl=self._order.max_kl))
-
     def _known(self, instrument: Instrument) -> Profile | None:
-        path = profile_path(Path(self._order.data_path), instrument.fingerprint)
-        try:
-            return load_profile(path, mapped=True)
-        except (FileNotFoundError, Corrupt, Mismatch):
-            return None
-
-    @property
-    def _work_done(self) -> str:
-        return "learned from more texts" if self._has_verdict else "measured"
+        return load(Path(self._order.data_path), instrument.fingerprint)
 
     @contextmanager
     def _alone(self, fingerprint: str) -> Iterator[bool]:
@@ -323,7 +288,7 @@ class SelfMeasurement:
 
         The system frees the lock of a process that dies. Raises ``Interrupted``.
         """
-        if not self._resumes:
+        if not self._stages:
             yield False
             return
         with locked(Path(self._order.data_path), fingerprint, self._wait_for_another):

@@ -36,7 +36,7 @@ from engines.mlx_worker.generation import (
     Generation,
     ModelFacts,
 )
-from engines.mlx_worker.measuring_steps import HeldPrefix, IdleSteps
+from engines.mlx_worker.measuring.steps import HeldPrefix, IdleSteps
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.sessions.hot_cache import Cause, ColdSessions
 from engines.mlx_worker.sessions.store_opening import OpenedStore

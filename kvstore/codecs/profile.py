@@ -28,9 +28,7 @@ from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import KVLayout, Rope
 
 MAGIC: Final = b"TCPF"
-# 1: quality rows lack reasoning chains and times. 2: no windows
-VERSION: Final = 3
-READABLE: Final = (1, 2, VERSION)
+VERSION: Final = 4
 DIGEST_BYTES: Final = 32
 MAX_HEADER_BYTES: Final = 1 << 22
 MAX_BYTES: Final = 1 << 33
@@ -40,7 +38,6 @@ BLOCK_BYTES: Final = 1 << 20  # read at a time to compute a file's digest
 DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
 OF_WINDOWS: Final = "@windows"  # suffix of a preset's name: its arrays for layers with windows
-BEFORE: Final = "before:"  # prefix of a preset's name: its arrays before it was learned again
 OF_STATES: Final = "@states"  # instead of a preset's name: the costs of errors in recurrent states
 
 
@@ -76,8 +73,7 @@ class Profile:
     """All arrays learned from one model, and the figures of codecs that were measured on it.
 
     ``learned``: for each preset its arrays by name, from ``calibrated.learn_profile``. ``rows``:
-    the figures, also of presets that learn nothing. Both may have earlier entries, under names that
-    begin with ``BEFORE``.
+    the figures, also of presets that learn nothing.
     """
 
     fingerprint: str
@@ -115,20 +111,6 @@ class Profile:
             windows=other.layout,
             window_ropes=other.ropes,
         )
-
-    def before(self) -> Profile:
-        """Returns the profile as it was before presets were learned again, with only their rows."""
-        old = {
-            name.removeprefix(BEFORE): arrays
-            for name, arrays in self.learned.items()
-            if name.startswith(BEFORE)
-        }
-        rows = tuple(
-            msgspec.structs.replace(x, preset=x.preset.removeprefix(BEFORE))
-            for x in self.rows
-            if x.preset.startswith(BEFORE)
-        )
-        return replace(self, learned={**self.learned, **old}, rows=rows)
 
     def only(self, preset: str) -> Profile:
         """Returns a profile without other presets' arrays, whose memory can then be freed."""
@@ -263,7 +245,7 @@ def _is_whole(file: _File, end: int) -> bool:
 def _header(text: bytes, path: Path) -> _Header:
     try:
         version = msgspec.json.decode(text, type=_Version).version
-        if version not in READABLE:
+        if version != VERSION:
             raise Mismatch(f"{path}: version {version}, {VERSION} expected; calibrate again")
         return msgspec.json.decode(text, type=_Header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -40,11 +40,6 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     # The error of K and V together, over the least error of a white Gaussian source at these bits.
     # Below 0: the codec exploits more of the source than that. None: there is no error.
     gaussian_gap_db: float | None = None
-    # In the measure of ``bounds.RateDistortionBound``, for the codec's own scope or for a layer's.
-    # None: not measured.
-    residual_error: float | None = None
-    # For a codec that has a scope: bits above the water-filling bound of the same residual error.
-    above_bound_bits: float | None = None
     texts: tuple[TextQuality, ...] = ()
     # Difference (packed less exact) of the probability of the text's token: root mean square.
     delta_p: float | None = None

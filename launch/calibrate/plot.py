@@ -1,4 +1,4 @@
-"""Plots rate against distortion: what each preset costs a model, and how far from the bounds.
+"""Plots rate against distortion: what each preset costs a model.
 
 An output path that exists and is no regular file (a pipe, ``/dev/stdout``) is written to directly.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from engines.config import CalibrationReport, WaterFilling
+from engines.config import CalibrationReport
 from kvstore.codecs.names import FLOOR, OWN, first_part
 from kvstore.codecs.quality import Quality
 from launch.errors import LaunchError, UsageError
@@ -122,14 +122,10 @@ def draw(report: CalibrationReport, path: Path) -> None:
     rows = [row for row in report.rows if row.error_k + row.error_v > 0]
     contexts = sorted({row.context for row in rows})
     first = [row for row in rows if contexts and row.context == contexts[0]]
-    residual = [row for row in first if row.residual_error is not None]
-    num_panels = 3 if residual and report.bounds else 2
-    with drawing(path, (6.5 * num_panels, 6), dpi=150) as figure:
-        panels = figure.subplots(1, num_panels)
-        _draw_quality(panels[0], rows, contexts)
-        _draw_errors(panels[1], first)
-        if num_panels == 3:
-            _draw_residuals(panels[2], residual, report.bounds)
+    with drawing(path, (13, 6), dpi=150) as figure:
+        quality, errors = figure.subplots(1, 2)
+        _draw_quality(quality, rows, contexts)
+        _draw_errors(errors, first)
 
 
 def _draw_quality(axes: Axes, rows: Sequence[Quality], contexts: Sequence[int]) -> None:
@@ -169,23 +165,6 @@ def _draw_errors(axes: Axes, rows: Sequence[Quality]) -> None:
         xlabel=BITS,
         ylabel="squared error, dB of the rows themselves",
         title="What is lost of rows",
-    )
-    finish(axes)
-    place_labels(axes, [row.preset for row in rows], points)
-
-
-def _draw_residuals(axes: Axes, rows: Sequence[Quality], bounds: Sequence[WaterFilling]) -> None:
-    """Squared error of rows without their RoPE, mean and size, beside water-filling."""
-    points = [(row.bits_per_element, _db(row.residual_error or 0)) for row in rows]
-    _draw_points(axes, rows, points)
-    _draw_gaussian(axes, rows)
-    for bound in bounds:
-        errors = [_db(x) for x in bound.residual_errors]
-        axes.plot(bound.bits, errors, lw=1, label=f"water-filling over {bound.scope}")
-    axes.set(
-        xlabel=BITS,
-        ylabel="squared error, dB of rows less RoPE, mean and size",
-        title="Loss in the part that a codec has to describe",
     )
     finish(axes)
     place_labels(axes, [row.preset for row in rows], points)

@@ -19,6 +19,7 @@ import msgspec
 
 from engines.base import CodecReport, Engine, EngineError, EngineRefused, EngineUnavailable
 from engines.calibration.gate.profiles import make_folder, profile_path
+from engines.calibration.orders import FIRST_PROBED
 from engines.config import REPORT, CalibrationOrder, CalibrationReport
 from engines.kv_budget import stated_context
 from engines.wire import MeasurementEnd, Welcome
@@ -44,13 +45,13 @@ STORE_BYTES: Final = 16 << 20  # an engine without a cold store does not measure
 watch_log = logging.getLogger("thermocline.calibration")
 WATCH_EVERY_S: Final = 2.0
 USUAL_CONTEXTS = "2048,6144"
-USUAL_WINDOW: Final = 1024  # tokens of a text to learn from
+USUAL_WINDOW: Final = 512  # tokens of a text to learn from
 AFTER_CONTEXT: Final = 512  # tokens after the context: the scored ones, a needle's question
 MOST_CONTEXT: Final = 1 << 20  # tokens that an order may ask for
 SNIFFED_BYTES: Final = 1 << 16  # of a file, to see whether it is text
 # Names that stand for several presets.
 GROUPS: Final[Mapping[str, Iterable[str]]] = {"ours": OWN, "usual": FLOOR, "all": CODECS}
-# With what is usual elsewhere beside them: a figure alone says little.
+# With codecs that are usual elsewhere: a figure alone says little.
 USUAL_PRESETS: Final = "ours,usual"
 
 
@@ -240,6 +241,7 @@ def order_of(
         presets=presets_of(options.presets),
         contexts=_contexts(options.contexts, longest),
         window_tokens=_window_tokens(longest),
+        probed_share=FIRST_PROBED,
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
         eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
         chunk_tokens=CHUNK_TOKENS,

@@ -18,7 +18,7 @@ LOOK_EVERY_S: Final = 2.0
 SILENCE_S: Final = 60.0
 COLUMNS: Final = (
     *("preset", "tokens", "bits", "KL", "perplexity", "delta p", "top 1", "needles"),
-    *("chains: KL", "top 1", "restore", "cos K", "cos V", "of Gaussian", "of bound"),
+    *("chains: KL", "top 1", "restore", "cos K", "cos V", "of Gaussian"),
 )
 
 
@@ -31,8 +31,8 @@ def measure_served(
 ) -> CalibrationReport:
     """Have the server begin, and return its figures when it has ended. Takes minutes.
 
-    The measurement goes on if this is interrupted. The report has no bounds and no single texts,
-    and beside the new figures those that older runs have left of other presets.
+    The measurement goes on if this is interrupted. The report has no single texts, and beside the
+    new figures those that older runs have left of other presets.
 
     Args:
         on_progress: called with the progress, whenever that changes.
@@ -107,7 +107,6 @@ def _cells(row: Quality) -> list[str]:
         f"{row.cos_k:.4f}",
         f"{row.cos_v:.4f}",
         "" if row.gaussian_gap_db is None else f"{row.gaussian_gap_db:+.2f} dB",
-        "" if row.above_bound_bits is None else f"{row.above_bound_bits:+.3f} bits",
     ]
 
 

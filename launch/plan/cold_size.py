@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engines.calibration.first_order import TooShort, first_order, tokens_to_compute
 from engines.calibration.gate.choice import Choice, choose, exact
+from engines.calibration.orders import TooShort, first_order, tokens_to_compute
 from engines.kv_budget import HOT_CODECS, UNSTATED_CONTEXT, stated_context
 from kvstore.blobs.chain import KEY_BYTES, NAME_BYTES
 from kvstore.blobs.format import HEADER_BYTES

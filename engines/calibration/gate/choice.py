@@ -6,12 +6,12 @@ Every engine chooses at its start, and again whenever something was measured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from engines.calibration.first_order import FALLBACKS
 from engines.calibration.gate.rules import Bound, beyond_measured, preferred, refusal
+from engines.calibration.orders import FALLBACKS
 from kvstore.codecs.base import Codec
 from kvstore.codecs.catalogue import USUAL_STATES
 from kvstore.codecs.names import EXACT, JOIN, OWN, USUAL, first_part, for_session, must_learn
@@ -53,26 +53,6 @@ class Choice:
         return self.codec.id if self.session is None else self.session.id
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """A preset that was measured, without its codec: all of them at once would take memory."""
-
-    name: str
-    why: str
-    rows: tuple[Quality, ...]
-
-
-@dataclass(frozen=True)
-class _Offers:
-    """The presets that ``auto`` chooses among."""
-
-    good: Mapping[str, _Offer]  # measured, and within the bound
-    refused: Mapping[str, _Offer]  # measured, and out of it; ``why`` says how far
-    unmeasured: bool
-    missing: str  # why there is no row of ``first``; "" if there is one
-    first: str = USUAL  # without a row of it a model counts as not measured yet
-
-
 def choose(
     name: str,
     config: StoreConfig,
@@ -100,7 +80,7 @@ def choose(
         return exact("this model keeps nothing that a codec could pack")
     model = _Model(layout, profile, unmeasurable, states)
     if name == AUTO:
-        return _from(_offers(config, model), config, model)
+        return _auto(config, model)
     name = for_session(canonical_name(name), *_kinds(states))
     return _named(name, config, model)
 
@@ -119,7 +99,7 @@ def _packed(
     codec.check(layout)
     rows = _rows(profile, name, codec.id)
     choice = Choice(name, codec, f"live KV is packed so; {_figures(name, rows)}", tuple(rows))
-    refused = _refusal(choice, Bound(kl=config.max_kl)) if rows else f"{name} was not measured"
+    refused = refusal(rows, name, Bound(kl=config.max_kl)) if rows else f"{name} was not measured"
     if refused and not config.accept_loss:
         raise CodecRefused(
             f"engine.hot_codec: {refused}; leave it empty, {_OVERRULE}, or measure the model"
@@ -157,49 +137,35 @@ class _Model:
         return f"{rows}{JOIN}{USUAL_STATES}" if self.states.has_matrices else rows
 
 
-def _offers(config: StoreConfig, model: _Model) -> _Offers:
-    bound, unmeasurable = Bound(kl=config.max_kl), model.unmeasurable
-    choices = (_measured(name, model) for name in _by_density(model.profile))
-    measured = {x.name: x for x in choices if x is not None}
+def _auto(config: StoreConfig, model: _Model) -> Choice:
+    """Choose a preset; also says which denser presets, and the first, are out of bounds."""
+    bound, profile, first = Bound(kl=config.max_kl), model.profile, model.first
+    measured = {x: rows for x in _by_density(profile) if (rows := _measured(x, model))}
     refused = {
-        name: replace(x, why=why)
-        for name, x in measured.items()
-        if (why := _refusal(x, bound) or beyond_measured(name, model.profile))
+        x: why
+        for x, rows in measured.items()
+        if (why := refusal(rows, x, bound) or beyond_measured(x, profile))
     }
-    first = model.first
-    missing = "" if first in measured else f"{first} was not measured on this model yet"
-    good = {name: x for name, x in measured.items() if name not in refused}
+    good = {x: rows for x, rows in measured.items() if x not in refused}
     # A fallback may keep a bound that was looser when the model was measured.
     untried = first_part(first) == USUAL and not set(FALLBACKS) <= set(map(first_part, measured))
-    if unmeasurable:
-        missing = f"no codec can be measured here: {unmeasurable}"
-    return _Offers(
-        good=good,
-        refused=refused,
-        unmeasured=(first not in measured or (untried and not good)) and not unmeasurable,
-        missing=missing,
-        first=first,
-    )
-
-
-def _from(offers: _Offers, config: StoreConfig, model: _Model) -> Choice:
-    """Choose a preset; also says which denser presets, and the first, are out of bounds."""
-    reasons = [offers.missing, *(x.why for x in offers.refused.values())]
-    if not offers.good:
-        return exact("; ".join(filter(None, reasons)), unmeasured=offers.unmeasured)
-    rows = {name: x.rows for name, x in offers.good.items()}
-    name, reason = preferred(rows, config.restore_share)
+    unmeasured = (first not in measured or (untried and not good)) and not model.unmeasurable
+    missing = "" if first in measured else f"{first} was not measured on this model yet"
+    if model.unmeasurable:
+        missing = f"no codec can be measured here: {model.unmeasurable}"
+    if not good:
+        words = "; ".join(filter(None, [missing, *refused.values()]))
+        return exact(words, unmeasured=unmeasured)
+    name, reason = preferred(good, config.restore_share)
     found = _opened(name, model)
     assert found is not None  # it was measured
-    reasons = [offers.missing] + [
-        x.why for x in offers.refused.values() if x.name == offers.first or _bits(x) < _bits(found)
-    ]
-    words = "; ".join(filter(None, [found.why, reason, *reasons]))
-    return replace(found, why=words, unmeasured=offers.unmeasured)
+    passed = [y for x, y in refused.items() if x == first or _bits(measured[x]) < _bits(good[name])]
+    words = "; ".join(filter(None, [found.why, reason, missing, *passed]))
+    return replace(found, why=words, unmeasured=unmeasured)
 
 
-def _bits(choice: Choice | _Offer) -> float:
-    return choice.rows[-1].bits_per_element
+def _bits(rows: Sequence[Quality]) -> float:
+    return rows[-1].bits_per_element
 
 
 def _named(name: str, config: StoreConfig, model: _Model) -> Choice:
@@ -209,7 +175,7 @@ def _named(name: str, config: StoreConfig, model: _Model) -> Choice:
         return replace(choice, why=f"{name} loses nothing")
     refused = f"{name} was not measured"
     if choice is not None and choice.rows:
-        refused = _refusal(choice, bound) or beyond_measured(name, model.profile)
+        refused = refusal(choice.rows, name, bound) or beyond_measured(name, model.profile)
     if choice is not None and config.accept_loss:
         return replace(choice, why=f"the loss was accepted: {refused or choice.why}")
     if choice is not None and choice.rows:
@@ -239,13 +205,13 @@ def exact(why: str, *, unmeasured: bool = False) -> Choice:
     return Choice(EXACT, codec_by_name(EXACT), why, (), unmeasured)
 
 
-def _measured(name: str, model: _Model) -> _Offer | None:
-    """A preset that was measured; None if it was not, or cannot pack this model."""
+def _measured(name: str, model: _Model) -> tuple[Quality, ...]:
+    """The rows of a preset; none if it was not measured, or cannot pack this model."""
     try:
         choice = _opened(name, model, serves=False)
     except UnknownCodec:
-        return None
-    return _Offer(name, choice.why, choice.rows) if choice is not None and choice.rows else None
+        return ()
+    return choice.rows if choice is not None else ()
 
 
 def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
@@ -280,10 +246,6 @@ def _rows(profile: Profile | None, name: str, codec_id: str) -> list[Quality]:
     known = profile.rows if profile else ()
     rows = [x for x in known if x.preset == name and x.codec_id == codec_id]
     return sorted(rows, key=lambda x: x.context)
-
-
-def _refusal(choice: Choice | _Offer, bound: Bound) -> str:
-    return refusal(choice.rows, choice.name, bound)
 
 
 def _by_density(profile: Profile | None) -> list[str]:

@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TextIO
 
-import msgspec
-
 from kvstore.codecs.names import first_part
-from kvstore.codecs.profile import BEFORE, OF_WINDOWS, UNFINISHED, Profile, load_profile
+from kvstore.codecs.profile import OF_WINDOWS, UNFINISHED, Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch
 
 logger = logging.getLogger(__name__)
@@ -41,8 +39,7 @@ def make_folder(data: Path) -> None:
 def save(profile: Profile, data: Path) -> Path:
     """Write the profile and return its file. Raises ``OSError``.
 
-    Presets that are only in an older profile of the model are kept from there, and of those that
-    were learned anew what they had learned last: what was packed with them must be readable.
+    Presets that are only in an older profile of the model are kept from there.
     """
     path = profile_path(data, profile.fingerprint)
     make_folder(data)
@@ -53,6 +50,19 @@ def save(profile: Profile, data: Path) -> Path:
             profile = _with_older(profile, path)
         profile.save(path)
     return path
+
+
+def load(data: Path, fingerprint: str) -> Profile | None:
+    """Read the profile of a model; None if there is none that can be used."""
+    path = profile_path(data, fingerprint)
+    try:
+        # Many presets were learned, and one or two serve: only those get memory.
+        return load_profile(path, mapped=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, Corrupt, Mismatch) as error:
+        logger.warning("what was measured on this model cannot be used: %s", error)
+        return None
 
 
 @contextmanager
@@ -94,35 +104,18 @@ def _with_older(profile: Profile, path: Path) -> Profile:
     if older.layout != profile.layout or older.ropes not in ((), ropes):
         return profile
     fresh = {(row.preset, row.context) for row in profile.rows}
-    before = _before(profile, older)
-    gone = {*profile.learned, *before.learned}
+    anew = {x for x, digits in profile.ids.items() if older.ids.get(x) != digits}
     kept = [
         row
         for row in older.rows
-        if first_part(row.preset) not in gone and (row.preset, row.context) not in fresh
+        if anew.isdisjoint((first_part(row.preset), first_part(row.preset) + OF_WINDOWS))
+        and (row.preset, row.context) not in fresh
     ]
     return replace(
         profile,
         ropes=ropes,
-        learned={**older.learned, **profile.learned, **before.learned},
-        rows=(*before.rows, *kept, *profile.rows),
+        learned={**older.learned, **profile.learned},
+        rows=(*kept, *profile.rows),
         windows=profile.windows or older.windows,
         window_ropes=profile.window_ropes or older.window_ropes,
-    )
-
-
-def _before(profile: Profile, older: Profile) -> Profile:
-    """Take what presets had learned that learned anew, and its rows, under names of before."""
-    anew = {
-        name.removesuffix(OF_WINDOWS)
-        for name in profile.learned
-        if name in older.learned and older.ids[name] != profile.ids[name]
-    }
-    rows = [x for x in older.rows if first_part(x.preset) in anew and x.codec_id]
-    names = {first_part(x.preset) for x in rows}
-    known = [y for x in names for y in (x, x + OF_WINDOWS) if y in older.learned]
-    return replace(
-        older,
-        learned={BEFORE + x: older.learned[x] for x in known},
-        rows=tuple(msgspec.structs.replace(x, preset=BEFORE + x.preset) for x in rows),
     )

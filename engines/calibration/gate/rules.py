@@ -1,33 +1,28 @@
 """The rules by which a measured preset may serve a model, and by which one of several is preferred.
 
-A lossy codec must keep a bound to serve. Sessions that rest were packed by the earlier presets, and
-are not packed again when presets are learned again. Of those within the bound, ``auto`` chooses by
-size and by measured times. What a user waits for comes from the fastest tier, so there a restore
-has to be a small part of the prefill that it saves. What rests in a slower tier is there to be
-small.
+A lossy codec must keep a bound to serve. Of those within it, ``auto`` chooses by size and by
+measured times: a restore has to be a small part of the prefill that it saves.
 """
 
 from __future__ import annotations
 
-import logging
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
-from engines.calibration.first_order import DENSEST
-from kvstore.codecs.names import USUAL, first_part, is_learned
-from kvstore.codecs.profile import OF_WINDOWS, Profile
+from kvstore.codecs.names import first_part, is_learned
+from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import is_latent
 
-logger = logging.getLogger(__name__)
-WORTH: Final = 0.9  # of the KL of before: less is no reason to give a preset another form
+# By the number of texts, from three on: Student's t of one in a hundred, one-sided. Of five looks,
+# after the third text to the seventh, one errs in one of twenty measurements at most.
+STUDENT: Final = {3: 6.965, 4: 4.541, 5: 3.747, 6: 3.365, 7: 3.143}
 TOKENS: Final = 2000  # of the restore that is held against its prefill
-QUIET: Final = (
-    0.1  # the share of its time that a thread may wait for a processor on a quiet machine
-)
+QUIET: Final = 0.1  # of its time, that a thread may wait for a processor on a quiet machine
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,6 +57,30 @@ def refusal(rows: Sequence[Quality], preset: str, bound: Bound) -> str:
         if words := _chains_refusal(row, bound):
             return f"{at} {words}"
     return ""
+
+
+def decided(rows: Sequence[Quality], bound: Bound) -> bool | None:
+    """Say what few texts show for certain: whether all presets keep the bound; None = nothing yet.
+
+    The mean over texts has a margin: their standard error times ``STUDENT``.
+    """
+    found = [_decided(row, bound) for row in rows]
+    return False if False in found else None if None in found or not found else True
+
+
+def _decided(row: Quality, bound: Bound) -> bool | None:
+    num_texts = min(len(row.texts), max(STUDENT))
+    if num_texts not in STUDENT:
+        return None
+    kl, top1 = ([getattr(x, name) for x in row.texts] for name in ("kl", "top1"))
+    wide = STUDENT[num_texts] / math.sqrt(len(row.texts))
+    kl_margin, top1_margin = (wide * statistics.stdev(x) for x in (kl, top1))
+    if row.kl - kl_margin > bound.kl or row.needle_found < row.needle_total:
+        return False
+    if _chains_refusal(row, bound):
+        return False
+    sure = row.kl + kl_margin <= bound.kl and row.top1 - top1_margin >= bound.top1
+    return True if sure else None
 
 
 def _chains_refusal(row: Quality, bound: Bound) -> str:
@@ -102,42 +121,6 @@ def beyond_measured(preset: str, profile: Profile | None) -> str:
     return ""
 
 
-def was_learned_on(profile: Profile) -> bool:
-    """Say whether a profile was learned from more texts than the first verdict takes."""
-    return DENSEST in {first_part(x.preset) for x in profile.rows}
-
-
-def worth_adopting(found: Profile, before: Profile | None, bound: Bound) -> Profile:
-    """Leave out of ``found`` each preset that is hardly closer than its earlier form.
-
-    One that keeps ``bound`` takes the place of a form that does not. Forms that were learned from
-    keys rotated in another way are not compared.
-    """
-    if before is None or before.ropes not in ((), found.ropes):
-        return found
-    names = {first_part(x.preset) for x in found.rows}
-    kept = {x for x in names if _is_worth(x, found.rows, before.rows, bound)}
-    for name in sorted(names - kept):
-        logger.info("%s stays as it was learned before: it is now hardly closer", name)
-    dropped = {y for x in names - kept for y in (x, x + OF_WINDOWS)}
-    return replace(
-        found,
-        learned={name: x for name, x in found.learned.items() if name not in dropped},
-        rows=tuple(x for x in found.rows if first_part(x.preset) in kept),
-    )
-
-
-def _is_worth(
-    name: str, rows: tuple[Quality, ...], old_rows: tuple[Quality, ...], bound: Bound
-) -> bool:
-    old = {(x.preset, x.context): x for x in old_rows}
-    own = [x for x in rows if first_part(x.preset) == name]
-    known = [(x, old[x.preset, x.context]) for x in own if (x.preset, x.context) in old]
-    if any(refusal(old_rows, x.preset, bound) and not refusal(rows, x.preset, bound) for x in own):
-        return True
-    return not known or sum(x.kl for x, _ in known) < WORTH * sum(x.kl for _, x in known)
-
-
 def is_disturbed(row: Quality) -> bool:
     """Say whether other work had the processors while a row was timed."""
     return row.restore_share is not None and (row.waited or 0.0) > QUIET
@@ -151,7 +134,7 @@ class Preferred(NamedTuple):
 
 
 def preferred(measured: Mapping[str, Sequence[Quality]], most_share: float) -> Preferred:
-    """Choose the densest preset that restores quickly.
+    """Choose the densest preset that restores quickly; if none does, the quickest.
 
     Args:
         measured: the rows of each preset that may serve; at least one preset, each with a row.
@@ -159,39 +142,21 @@ def preferred(measured: Mapping[str, Sequence[Quality]], most_share: float) -> P
     """
     rows = {name: _usual(found) for name, found in measured.items()}
     by_bits = sorted(rows, key=lambda name: (rows[name].bits_per_element, rows[name].kl))
-    timed = [name for name in by_bits if rows[name].restore_share is not None]
-    if not timed:
-        return _untimed(rows, by_bits)
-    for name in timed:
-        if _share(rows[name]) <= most_share:
-            how = f"the densest within the bound that unpacks in {most_share:.0%} of a prefill: "
-            return Preferred(name, how + _times(rows[name]) + _passed_over(rows, by_bits, name))
-    name = min(timed, key=lambda name: _share(rows[name]))
-    how = f"; none takes {most_share:.0%}, this is the quickest"
-    return Preferred(name, _times(rows[name]) + how + _passed_over(rows, by_bits, name))
-
-
-def _untimed(rows: Mapping[str, Quality], by_bits: Sequence[str]) -> Preferred:
-    """The rule of profiles without times: three bits, else the densest.
-
-    One that is denser and closer than three bits goes before them.
-    """
-    untimed = "its restore was not timed; to choose by times, run:"
-    if USUAL in by_bits and not any(_beats(rows[x], rows[USUAL]) for x in by_bits):
-        return Preferred(USUAL, f"{untimed} thermocline calibrate")
-    return Preferred(by_bits[0], f"the densest of these; {untimed} thermocline calibrate")
-
-
-def _passed_over(rows: Mapping[str, Quality], by_bits: Sequence[str], name: str) -> str:
-    """The presets that would be denser but for the time that they take, with their figures."""
+    quick = [name for name in by_bits if _share(rows[name]) <= most_share]
+    name = quick[0] if quick else min(by_bits, key=lambda name: _share(rows[name]))
+    words = f"none unpacks in {most_share:.0%} of a prefill, this is the quickest: "
+    if quick:
+        words = f"the densest within the bound that unpacks in {most_share:.0%} of a prefill: "
     denser = by_bits[: by_bits.index(name)]
-    return "".join(_beside(x, rows[x], rows[name]) for x in denser)
+    passed_over = "".join(_beside(x, rows[x], rows[name]) for x in denser)
+    return Preferred(name, words + _times(rows[name]) + passed_over)
 
 
 def _beside(name: str, row: Quality, chosen: Quality) -> str:
+    """Say why a denser preset was passed over, with the figures if it loses less as well."""
     untimed = row.restore_share is None
     words = f"; {name} was not timed" if untimed else f"; {name} would take {_share(row):.1%}"
-    if _beats(row, chosen):
+    if row.kl < chosen.kl:
         words += (
             f", though it has {row.bits_per_element:.2f} bits and a KL of {row.kl:.4f}, and this"
             f" {chosen.bits_per_element:.2f} and {chosen.kl:.4f}"
@@ -199,13 +164,9 @@ def _beside(name: str, row: Quality, chosen: Quality) -> str:
     return words
 
 
-def _beats(row: Quality, other: Quality) -> bool:
-    """True if a preset loses less and is no larger."""
-    return row.bits_per_element <= other.bits_per_element and row.kl < other.kl
-
-
 def _times(row: Quality) -> str:
-    assert row.restore_s is not None and row.prefill_s is not None
+    if row.restore_s is None or row.prefill_s is None:
+        return "it was not timed"
     seconds = [x * TOKENS / 1000 for x in (row.restore_s, row.prefill_s)]
     return (
         f"{TOKENS:,} tokens are unpacked in {seconds[0]:.3f} s and prefilled in {seconds[1]:.2f} s,"
@@ -214,11 +175,9 @@ def _times(row: Quality) -> str:
 
 
 def _share(row: Quality) -> float:
-    assert row.restore_share is not None
-    return row.restore_share
+    return math.inf if row.restore_share is None else row.restore_share
 
 
 def _usual(rows: Sequence[Quality]) -> Quality:
     """The row of the context that is nearest to ``TOKENS``, if one was timed a timed one."""
-    timed = [x for x in rows if x.restore_share is not None]
-    return min(timed or rows, key=lambda x: abs(x.context - TOKENS))
+    return min(rows, key=lambda x: (x.restore_share is None, abs(x.context - TOKENS)))

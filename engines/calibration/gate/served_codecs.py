@@ -1,95 +1,39 @@
 """The codecs of a running engine: chosen at its start, and again when a profile was written.
 
-A model is measured more than once, and each time tiers may get other codecs. What was packed before
-is never packed again, since its rows would lose twice. The names of the codecs that packed last are
-kept in ``FINGERPRINT.packed`` beside the profiles, one in a line; they stay readable.
+What was packed by another codec before is read by the profile that lies beside the data, under the
+codec's id (``opened``).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from engines.calibration.first_order import DENSEST
 from engines.calibration.gate.choice import Choice, choose, exact
-from engines.calibration.gate.profiles import profile_path
+from engines.calibration.gate.profiles import load, profile_path
 from engines.calibration.gate.rules import is_disturbed
+from engines.calibration.orders import DENSEST
 from engines.wire import CodecReport
-from kvstore.blobs.packer import StoreCodecs
+from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.codecs.names import EXACT, OWN, first_part
 from kvstore.codecs.presets import warm
-from kvstore.codecs.profile import BEFORE, UNFINISHED, Profile, load_profile
+from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.registration import import_registering
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.config import AUTO, StoreConfig
-from kvstore.errors import CodecRefused, Corrupt, Mismatch, UnknownCodec
+from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.shapes import KVLayout, StateLayout
 
 logger = logging.getLogger(__name__)
 
-MOST: Final = 4  # codecs; each takes memory for its learned arrays
 MAX_OTHERS = 40  # rows of codecs that are not in use; a report goes out every second
-
-
-class PackedBy:
-    """The ids of codecs that packed sessions of a model, the newest last. One thread at a time."""
-
-    def __init__(self, data: Path, fingerprint: str) -> None:
-        self._path = data / "profiles" / f"{fingerprint}.packed"
-
-    def ids(self) -> list[str]:
-        """Read the ids; none if there is no such file."""
-        try:
-            return self._path.read_text("ascii").split()
-        except (OSError, UnicodeDecodeError):
-            return []
-
-    def add(self, ids: Iterable[str]) -> None:
-        """Note codecs that pack from now on. A full disk costs what is packed with them later."""
-        before = self.ids()
-        added = list(dict.fromkeys(ids))
-        now = [*(x for x in before if x not in added), *added][-MOST:]
-        if now == before:
-            return
-        whole = self._path.with_name(f"{self._path.name}.{os.getpid()}{UNFINISHED}")
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            whole.write_text("\n".join(now), "ascii")
-            whole.replace(self._path)
-        except OSError as error:
-            logger.info("it cannot be noted which codecs pack: %s", error)
-
-
-def earlier_codecs(
-    ids: Sequence[str],
-    config: StoreConfig,
-    layout: KVLayout,
-    profile: Profile,
-    states: StateLayout | None,
-) -> list[Choice]:
-    """The codecs of these ids that are known to ``profile`` and may serve, the newest first."""
-    found: dict[str, Choice] = {}
-    for known in (profile, profile.before()):
-        wanted = {x.codec_id: x.preset for x in known.rows if x.codec_id in ids}
-        for codec_id, name in wanted.items():
-            if name.startswith(BEFORE) or codec_id in found:
-                continue
-            try:
-                choice = choose(name, config, layout, known, "", states)
-            except (CodecRefused, UnknownCodec):
-                continue
-            if choice.id == codec_id and not choice.is_exact:
-                found[codec_id] = choice
-    return [found[x] for x in reversed(ids) if x in found]
 
 
 class AdoptCodecs(Protocol):
@@ -102,7 +46,6 @@ class AdoptCodecs(Protocol):
 class _Chosen:
     choice: Choice
     measured: tuple[Quality, ...] = ()  # all rows of the model's profile
-    earlier: tuple[Choice, ...] = ()  # packed before, and may still be read
     profile: Profile | None = None  # of the choice, for other servers
 
     @functools.cached_property
@@ -110,11 +53,7 @@ class _Chosen:
         codecs = StoreCodecs(self.choice.codec, _lossy_session(self.choice))
         if codecs.exact:
             return codecs
-        # From before the measurement, and from before other measurements.
-        sessions = [x for x in map(_lossy_session, self.earlier) if x is not None]
-        rows = (exact("").codec, *(x.codec for x in self.earlier))
-        own = self.profile
-        return replace(codecs, readable=rows, readable_sessions=tuple(sessions), profile=own)
+        return replace(codecs, readable=(RAW,), profile=self.profile)
 
 
 def _lossy_session(choice: Choice) -> SessionCodec | None:
@@ -167,9 +106,7 @@ class ServedCodecs:
         self._data = data
         self._unmeasurable = unmeasurable
         self._lock = threading.Lock()
-        self._packed_by = PackedBy(data, fingerprint) if data is not None else None
         self._chosen = self._choose()
-        self._note_packing()
         self._say()
 
     @property
@@ -208,7 +145,6 @@ class ServedCodecs:
             chosen = self._choose_again()
             adopt(chosen.codecs, keep=self._stands(chosen))
             before, self._chosen = self._chosen, chosen
-            self._note_packing()
             if chosen.codecs != before.codecs:
                 self._say()
 
@@ -222,13 +158,10 @@ class ServedCodecs:
     def _choose(self) -> _Chosen:
         profile = self.profile()
         chosen = _Chosen(self._choice_by(profile))
-        if profile is not None and self._data is not None:
-            rows = tuple(x for x in profile.rows if not x.preset.startswith(BEFORE))
-            earlier = self._earlier(chosen, profile)
+        if profile is not None:
             own = profile.only(chosen.choice.name)
-            chosen = replace(chosen, measured=rows, earlier=earlier, profile=own)
-        for choice in (chosen.choice, *chosen.earlier):
-            self._warm(choice)
+            chosen = replace(chosen, measured=profile.rows, profile=own)
+        self._warm(chosen.choice)
         return chosen
 
     def _warm(self, choice: Choice) -> None:
@@ -238,36 +171,34 @@ class ServedCodecs:
             warm(choice.codec, self.layout)
 
     def opened(self, profile: Profile) -> StoreCodecs | None:
-        """Open the codecs of another server's profile, if they may serve here.
+        """Open the codec of a profile that lies beside the data, if it may serve here.
 
-        Where this server has measured them itself, its own figures count, and it can read them if
-        they keep the bound.
+        Where this server has measured it itself, its own figures count.
         """
-        own = self.profile()
-        ids = dict.fromkeys(x.codec_id for x in profile.rows)
-        is_known = own is not None and any(x.codec_id in ids for x in own.rows)
-        if is_known or self._config.codec == EXACT or not self.is_of_this_model(profile):
+        if self._config.codec == EXACT or not self.is_of_this_model(profile):
             return None
-        found = earlier_codecs(list(ids), self._config, self.layout, profile, self._states)
-        if not found:
-            return None
-        self._warm(found[0])
-        return StoreCodecs(found[0].codec, _lossy_session(found[0]))
+        own, ids = self.profile(), {x.codec_id for x in profile.rows}
+        judged = tuple(x for x in own.rows if x.codec_id in ids) if own is not None else ()
+        known = replace(profile, rows=judged or profile.rows)
+        for name in dict.fromkeys(x.preset for x in known.rows):
+            try:
+                choice = choose(name, self._config, self.layout, known, "", self._states)
+            except (CodecRefused, UnknownCodec):
+                continue
+            if not choice.is_exact:
+                self._warm(choice)
+                return StoreCodecs(choice.codec, _lossy_session(choice))
+        return None
 
     def _choice_by(self, profile: Profile | None) -> Choice:
         """The codec by this profile of the model. Raises ``CodecRefused`` and ``UnknownCodec``."""
         name, known = self._config.codec, (self._config, self.layout, profile, self._unmeasurable)
         return choose(name, *known, self._states)
 
-    def _earlier(self, chosen: _Chosen, profile: Profile) -> tuple[Choice, ...]:
-        """The codecs that packed before this choice, if they may still serve."""
-        used = chosen.choice.id
-        ids = [x for x in self._packed_by.ids() if x != used] if self._packed_by else []
-        return tuple(earlier_codecs(ids, self._config, self.layout, profile, self._states))
-
-    def _note_packing(self) -> None:
-        if self._packed_by is not None and not self.choice.is_exact:
-            self._packed_by.add([self.choice.id])
+    @property
+    def unmeasured(self) -> bool:
+        """True if a measurement may lead to another choice."""
+        return self.choice.unmeasured
 
     @property
     def learns_on(self) -> bool:
@@ -290,7 +221,7 @@ class ServedCodecs:
     @property
     def has_open_questions(self) -> bool:
         """True if a measurement would add something to this model's profile."""
-        return self.choice.unmeasured or self.learns_on or self.times_again
+        return self.unmeasured or self.learns_on or self.times_again
 
     def _stands(self, after: _Chosen) -> bool:
         """True if the codec that packed before may still serve.
@@ -311,16 +242,11 @@ class ServedCodecs:
         """The model's profile as it is now; None if there is none that can be used."""
         if self._data is None:
             return None
-        path = profile_path(self._data, self.measured.fingerprint)
-        try:
-            # All presets were learned, and one or two serve: only those get memory.
-            profile = load_profile(path, mapped=True)
-        except FileNotFoundError:
-            return None
-        except (OSError, Corrupt, Mismatch) as error:
-            logger.warning("what was measured on this model cannot be used: %s", error)
+        profile = load(self._data, self.measured.fingerprint)
+        if profile is None:
             return None
         if not self.is_of_this_model(profile):
+            path = profile_path(self._data, self.measured.fingerprint)
             logger.warning("%s is of another model", path)
             return None
         return profile

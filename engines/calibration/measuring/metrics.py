@@ -1,22 +1,19 @@
 """The distance of a model with an unpacked past from the same model with the exact one.
 
-It is measured case by case, and put together for a preset at one context length. A case's result is
-kept while others are still measured.
+It is measured case by case, and put together for a preset at one context length.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engines.calibration.measuring.cases import Case
-from kvstore.codecs.learning.bounds import gaussian_gap_db
+from engines.calibration.gate.rules import QUIET
+from engines.calibration.measuring.trials import Speed
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.shapes import NUMPY_DTYPES, KVLayout, KVRun
 
@@ -24,7 +21,8 @@ from kvstore.shapes import NUMPY_DTYPES, KVLayout, KVRun
 WORST = 1e9
 
 
-class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Drift:
     """The drift at every scored position of one case, so that cases of any length add up fairly."""
 
     kl: tuple[float, ...]  # nats
@@ -115,33 +113,22 @@ def widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:
     return array.astype(np.float32)
 
 
-class CaseResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Figures of one codec in one case. Without a codec: not even the exact cache answers it."""
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """Figures of one codec in one case."""
 
-    case: str  # digest of its tokens
-    text: str  # its name
+    text: str  # the case's name
     context: int  # tokens
-    codec_id: str = ""
+    codec_id: str
+    prefill: Speed | None  # None: it could not be timed
+    restore: Speed
     found: bool | None = None  # of a needle: it was answered
-    chains: dict[str, Drift] = {}  # of chains: at the answers, by kind of problem
-    # For 1,000 tokens; None if it could not be timed.
-    prefill_s: float | None = None
-    prefill_waited: float = 0.0  # see ``Stopwatch``
-    restore_s: float | None = None
-    restore_waited: float = 0.0
+    chains: dict[str, Drift] = field(default_factory=dict)  # at the answers, by kind of problem
     # Of a text alone:
     moved: Drift | None = None
     bits: float = 0.0
     cos: tuple[float, float] = (0.0, 0.0)  # of K and V
     errors: tuple[float, float] = (0.0, 0.0)
-    residual: float | None = None
-    above_bound: float | None = None
-
-
-def digest_of(case: Case) -> str:
-    """The digest of a case's tokens, in hex."""
-    tokens = np.array([*case.prefix, -1, *case.rest, -1, case.num_answer], "<i8")
-    return blake2b(tokens.tobytes(), digest_size=12).hexdigest()
 
 
 def quality_of(preset: str, results: Sequence[CaseResult]) -> Quality:
@@ -159,8 +146,6 @@ def quality_of(preset: str, results: Sequence[CaseResult]) -> Quality:
     answers = [x for found in chains.values() for x in found]
     bits = _mean([[x.bits for x in texts]], WORST)
     error = _mean([x.errors for x in texts], WORST)
-    residual = [x.residual for x in texts if x.residual is not None]
-    above_bound = [x.above_bound for x in texts if x.above_bound is not None]
     return Quality(
         preset=preset,
         codec_id=results[0].codec_id,
@@ -176,8 +161,6 @@ def quality_of(preset: str, results: Sequence[CaseResult]) -> Quality:
         error_k=_mean([x.errors[:1] for x in texts], WORST),
         error_v=_mean([x.errors[1:] for x in texts], WORST),
         gaussian_gap_db=gaussian_gap_db(bits, error) if error else None,
-        residual_error=_mean([residual], WORST) if residual else None,
-        above_bound_bits=_mean([above_bound], WORST) if above_bound else None,
         texts=tuple(_of_text(x.text, [x.moved]) for x in texts if x.moved is not None),
         delta_p=_root_mean_square(drifts) if drifts else None,
         chain_tokens=sum(len(x.kl) for x in answers),
@@ -190,13 +173,27 @@ def quality_of(preset: str, results: Sequence[CaseResult]) -> Quality:
 
 
 def _times(results: Sequence[CaseResult]) -> dict[str, float]:
-    """The fields of a row that are times. Others may have had the machine: the quickest counts."""
-    prefills = [(x.prefill_s, x.prefill_waited) for x in results if x.prefill_s is not None]
-    restores = [(x.restore_s, x.restore_waited) for x in results if x.restore_s is not None]
-    if not (prefills and restores):
+    """The fields of a row that are times."""
+    prefills = [x.prefill for x in results if x.prefill is not None]
+    if not prefills:
         return {}
-    (prefill_s, first), (restore_s, second) = min(prefills), min(restores)
-    return {"prefill_s": prefill_s, "restore_s": restore_s, "waited": max(first, second)}
+    prefill, restore = _best(prefills), _best([x.restore for x in results])
+    waited = max(prefill.waited, restore.waited)
+    return {"prefill_s": prefill.seconds, "restore_s": restore.seconds, "waited": waited}
+
+
+def _best(speeds: Sequence[Speed]) -> Speed:
+    """The quickest of those that others hardly disturbed, else the least disturbed."""
+    quiet = [x for x in speeds if x.waited <= QUIET]
+    return min(quiet) if quiet else min(speeds, key=lambda x: x.waited)
+
+
+def gaussian_gap_db(bits: float, error: float) -> float:
+    """Return how far an error lies above the least error of a white Gaussian source, in dB.
+
+    ``error``: relative; ``bits``: per element.
+    """
+    return float(10 * np.log10(error) + 20 * np.log10(2) * bits)
 
 
 def _of_text(name: str, drifts: list[Drift]) -> TextQuality:

@@ -6,7 +6,7 @@ machine a prefill can look so slow that a codec seems quick which is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -14,64 +14,61 @@ import msgspec
 from engines.calibration.corpus import held_out_texts
 from engines.calibration.gate.rules import is_disturbed
 from engines.calibration.instrument import Instrument
+from engines.calibration.measuring.cases import Case
+from engines.calibration.measuring.measure import measure
 from engines.calibration.measuring.stopwatch import Stopwatch
-from engines.calibration.measuring.trials import AnyCodec, trials
+from engines.calibration.measuring.trials import AnyCodec
 from kvstore.codecs.quality import Quality
 
 TRIES: Final = 3  # at each context, of which the least disturbed counts
+SCORED: Final = 2  # tokens after it: as few as a case may have
 
 
 def timed_again(
     instrument: Instrument,
     codecs: Mapping[str, AnyCodec],
-    rows: Iterable[Quality],
+    rows: Sequence[Quality],
     *,
     chunk_tokens: int,
     num_threads: int,
     stopwatch: Callable[[], Stopwatch] = Stopwatch,
 ) -> list[Quality]:
-    """Time those of ``rows`` again that were disturbed; returns the ones that were less so now.
+    """Time those of ``rows`` again that were disturbed.
+
+    Returns all rows, with the times of those that were less disturbed now; none if no row was.
 
     Args:
         codecs: by preset, those of the rows; a row of another codec is left as it is.
     """
-    doomed = [x for x in rows if is_disturbed(x) and _is_of(codecs.get(x.preset), x)]
-    found: list[Quality] = []
-    for context in sorted({x.context for x in doomed}):
-        of_context = [x for x in doomed if x.context == context]
-        best = {x.preset: x for x in of_context}
-        tokens = _tokens(instrument, context + TRIES)
+    best = {(x.preset, x.context): x for x in rows}
+    tokens = [y for x in held_out_texts() for y in instrument.encode(x.content)]
+    for context in sorted({x.context for x in rows}):
         for number in range(1, TRIES + 1):
-            how = trials(instrument, chunk_tokens, num_threads, None, stopwatch)
+            doomed = {
+                x.preset: codecs[x.preset]
+                for x in best.values()
+                if x.context == context and is_disturbed(x) and _is_of(codecs.get(x.preset), x)
+            }
             # Another beginning each time: an engine may know what it has read before.
-            session = how.session(tokens[number : number + context])
-            if how.prefill is None or len(tokens) < context + TRIES:
+            text = tuple(tokens[number : number + context + SCORED])
+            if not doomed or len(text) < context + SCORED:
                 break
-            for name, before in best.items():
-                restore = how.trip(codecs[name], session).rows.restore
-                waited = max(how.prefill.waited, restore.waited)
-                if waited < (before.waited or 0.0):
-                    best[name] = msgspec.structs.replace(
-                        before,
-                        prefill_s=how.prefill.seconds,
-                        restore_s=restore.seconds,
-                        waited=waited,
-                    )
-            if not any(map(is_disturbed, best.values())):
-                break
-        found += [best[x.preset] for x in of_context if best[x.preset] != x]
-    return found
+            again = measure(
+                instrument,
+                doomed,
+                [Case("times", text[:context], text[context:])],
+                chunk_tokens,
+                num_threads=num_threads,
+                stopwatch=stopwatch,
+            )
+            for timed in again:
+                row = best[timed.preset, context]
+                if timed.waited is not None and timed.waited < (row.waited or 0.0):
+                    times = {x: getattr(timed, x) for x in ("prefill_s", "restore_s", "waited")}
+                    best[row.preset, context] = msgspec.structs.replace(row, **times)
+    found = [best[x.preset, x.context] for x in rows]
+    return found if found != [*rows] else []
 
 
 def _is_of(codec: AnyCodec | None, row: Quality) -> bool:
     return codec is not None and codec.id == row.codec_id
-
-
-def _tokens(instrument: Instrument, count: int) -> list[int]:
-    """Return the first ``count`` tokens of the texts to judge by, one after the other."""
-    found: list[int] = []
-    for text in held_out_texts():
-        if len(found) >= count:
-            break
-        found += instrument.encode(text.content)
-    return found[:count]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from engines.calibration.self_measurement import ALL, OpenQuestions, SelfMeasurement
+from engines.calibration.self_measurement import OpenQuestions, SelfMeasurement
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.blocks.state_layers import StateBlocks
@@ -86,17 +86,16 @@ class RankMeasuring:
         return ServingInstrument(self._client, EXCHANGE, kv, *known)
 
     def begin(
-        self, wanted: OpenQuestions | None = None, *, order: CalibrationOrder | None = None
+        self, open_questions: OpenQuestions | None = None, order: CalibrationOrder | None = None
     ) -> None:
         """Begin a measurement, unless one runs already or measuring is impossible.
 
-        Without ``wanted`` the model is measured again. Several ranks do not continue to learn:
-        every rank would need to have kept the same presets. ``order``: see
+        Without ``open_questions`` the model is measured again. ``order``: see
         ``engines.wire.Measure``.
         """
         if self._prepared is None or self.is_running:
             return
-        # One rank may have kept results of an interrupted measurement that another rank lacks.
+        # They agree once, on the same presets, and do not continue to learn.
         several = self._config.parallel_config.world_size > 1
         if self._measurement is not None:
             self._measurement.close()
@@ -105,8 +104,8 @@ class RankMeasuring:
             self.open_instrument,
             self._prepared.adopt,
             engine=f"vllm {vllm.__version__}",
-            resumes=order is None and not several,
-            wanted=wanted or ALL,
+            stages=order is None and not several,
+            open_questions=open_questions,
             partners=self._client if several else None,
         )
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from torch import nn
 
-from engines.calibration.instrument import HeldSession, Note, NotObservable
+from engines.calibration.instrument import NOTHING, HeldSession, Note, NotObservable
 from engines.vllm_plugin.measuring.exchange import Exchange, FoundRows
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
 from engines.vllm_plugin.measuring.ropes import ropes_if_found, ropes_of, ropes_of_latents
-from kvstore.blobs.state_tree import StateTree
 from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout, slice_tokens
 
 logger = logging.getLogger("thermocline.vllm")
@@ -48,10 +48,7 @@ class EngineKV:
 
 
 class ServingInstrument:
-    """Implements ``Observing`` and ``StatefulInstrument`` by requests to vLLM.
-
-    Belongs to the measuring thread.
-    """
+    """Measures by requests to vLLM. Belongs to the measuring thread."""
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class ServingInstrument:
         self._tokens: tuple[int, ...] = ()  # of the last prefill
         self._num_misses = 0
         self._num_unseen = 0  # texts in a row
-        self.prefill([0])
+        self.rows([0])
 
     @property
     def layout(self) -> KVLayout:
@@ -115,7 +112,12 @@ class ServingInstrument:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text))
 
-    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+    def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
+        if self._kv.states is not None:
+            return self._whole(tokens, past)
+        return HeldSession(self.rows(tokens, past.run), len(tokens))
+
+    def rows(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
         """Return the KV of ``tokens``, step by step; ``past`` is copied unchanged.
 
         Of a model with states vLLM goes on from whole blocks only, so a step takes one at least.
@@ -136,7 +138,7 @@ class ServingInstrument:
         return False
 
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
-        """Do the same as ``prefill``; the last whole blocks, or more, are computed in a step apart.
+        """Return the KV of ``tokens``; the last whole blocks, or more, are a step of their own.
 
         No notices are given for a text if other requests ran in that step.
         """
@@ -146,12 +148,12 @@ class ServingInstrument:
         block = self._kv.block_tokens
         first = max(first // block, -(-(len(tokens) - STEP_TOKENS) // block)) * block
         if not 0 < first < len(tokens):
-            return self.prefill(tokens)
+            return self.rows(tokens)
         views = LayerViews(self._model, self._kv.layer_names, len(tokens) - first, sum(tokens))
-        run = self.prefill(tokens[:first])
+        run = self.rows(tokens[:first])
         self._exchange.watch(views)
         try:
-            run = self.prefill(tokens, run)
+            run = self.rows(tokens, run)
         finally:
             self._exchange.watch(None)
         try:
@@ -209,24 +211,24 @@ class ServingInstrument:
     def state_step(self) -> int:
         return self._kv.block_tokens
 
-    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
+    def _whole(self, tokens: Sequence[int], past: HeldSession) -> HeldSession:
         """Compute the session of the whole blocks of ``tokens``: states exist only after those.
 
         Without ``past``, blocks in vLLM's own cache are not computed again.
         """
         whole = len(tokens) // self._kv.block_tokens * self._kv.block_tokens
         # With ``past``, a prefix of the prompt is one turn of the prompt being measured. Keep the
-        # whole prompt then: ``log_probs_whole`` needs it.
-        if past is None or tuple(tokens) != self._tokens[: len(tokens)]:
+        # whole prompt then: ``log_probs`` needs it.
+        if not past.num_tokens or tuple(tokens) != self._tokens[: len(tokens)]:
             self._tokens = tuple(tokens)
-        run, session = self._kv.layout.empty(whole), past or HeldSession((), 0)
+        run, session = self._kv.layout.empty(whole), past
         _copy(session.run, run, 0)
         while session.num_tokens < whole:
             done = session.num_tokens
             end = min(done + self._step_tokens, whole)
             # One token more: vLLM keeps a state only where the same prompt could continue from it.
             prompt = [*tokens[:end], (*tokens, tokens[-1])[end]]
-            found = self._found(prompt, done, session if past is not None else None)
+            found = self._found(prompt, done, session if past.num_tokens else None)
             if found.state is None:
                 raise RuntimeError(f"vLLM did not keep its state after {end} tokens")
             _copy(slice_tokens(found.rows, 0, end - done), run, done)
@@ -238,22 +240,20 @@ class ServingInstrument:
         """The tokens prefilled in one step, in whole blocks."""
         return max(1, STEP_TOKENS // self._kv.block_tokens) * self._kv.block_tokens
 
-    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
+    def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         """Log-probabilities after each of ``tokens``: fp32 (num_tokens, vocabulary).
 
-        ``run`` is the KV of the tokens that were prefilled last, or of the first of them. Its whole
-        blocks are given to vLLM; the tokens after them are computed again.
+        ``session`` is the one that was prefilled last, or its first tokens. Its whole blocks are
+        given to vLLM; the prompt's tokens after them are computed again.
         """
-        num_tokens = run[0][0].shape[1]
-        given = num_tokens // self._kv.block_tokens * self._kv.block_tokens
-        return self._scored(slice_tokens(run, 0, given), None, self._tokens[:num_tokens], tokens)
-
-    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """Score ``tokens`` after a session; the prompt's tokens between them are computed, too."""
-        return self._scored(session.run, session.state, self._tokens, tokens)
+        given = session.num_tokens // self._kv.block_tokens * self._kv.block_tokens
+        with_states = self._kv.states is not None
+        prompt = self._tokens if with_states else self._tokens[: session.num_tokens]
+        run = slice_tokens(session.run, 0, given)
+        return self._scored(HeldSession(run, given, session.state), prompt, tokens)
 
     def _scored(
-        self, run: KVRun, state: StateTree, prompt: Sequence[int], tokens: Sequence[int]
+        self, given: HeldSession, prompt: Sequence[int], tokens: Sequence[int]
     ) -> np.ndarray:
         """Score the tokens as a prompt, in one step; if that is impossible, one by one.
 
@@ -261,7 +261,7 @@ class ServingInstrument:
         """
         if self._exchange.sees_rows and self._num_misses < MOST_MISSES:
             try:
-                scores = self._scored_as_prompt(run, state, prompt, tokens)
+                scores = self._scored_as_prompt(given, prompt, tokens)
             except RuntimeError as error:
                 self._num_misses += 1
                 logger.info("tokens are scored one by one: %s", error)
@@ -269,25 +269,24 @@ class ServingInstrument:
                 self._num_misses = 0
                 return scores
         number = self._client.next_number()
-        self._exchange.open(number, _as_copied(run), state)
-        given = run[0][0].shape[1]
-        salt = self._new_salt(number)
-        self._client.order(number, [*prompt, tokens[0]], salt, forced=tokens[1:], given=given)
+        self._exchange.open(number, _as_copied(given.run), given.state)
+        order = partial(self._client.order, number, [*prompt, tokens[0]], self._new_salt(number))
+        order(forced=tokens[1:], given=given.num_tokens)
         scores = self._exchange.scores()
         if len(scores) != len(tokens):
             raise RuntimeError(f"{len(scores)} of {len(tokens)} tokens were scored")
         return scores
 
     def _scored_as_prompt(
-        self, run: KVRun, state: StateTree, prompt: Sequence[int], tokens: Sequence[int]
+        self, given: HeldSession, prompt: Sequence[int], tokens: Sequence[int]
     ) -> np.ndarray:
         number = self._client.next_number()
-        given = run[0][0].shape[1]
-        num_rows = len(prompt) + len(tokens) - given
-        self._exchange.open(number, _as_copied(run), state, num_rows)
+        num_rows = len(prompt) + len(tokens) - given.num_tokens
+        self._exchange.open(number, _as_copied(given.run), given.state, num_rows)
         # One token more: after a prompt's last token vLLM samples, and gives no scores.
         whole = [*prompt, *tokens, tokens[-1]]
-        self._client.order(number, whole, self._new_salt(number), given=given, scored=True)
+        salt = self._new_salt(number)
+        self._client.order(number, whole, salt, given=given.num_tokens, scored=True)
         return self._exchange.scores()[-len(tokens) :]
 
     def _new_salt(self, number: int) -> str:

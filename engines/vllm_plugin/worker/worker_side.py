@@ -15,10 +15,9 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from engines.calibration.first_order import first_order
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.calibration.measuring.trials import least_context
-from engines.calibration.self_measurement import OpenQuestions
+from engines.calibration.orders import first_order
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.blocks.block_layout import (
     BlockLayout,
@@ -234,8 +233,7 @@ def open_worker_side(
         prepared = Prepared(order, lambda x: x.within(*paths), groups, identity, link.adopt)
         measuring.prepare(prepared)
     if config.calibrate and (codecs.has_open_questions if is_alone else codecs.report.unmeasured):
-        wanted = (lambda: codecs.report.unmeasured, lambda: codecs.learns_on)
-        measuring.begin(OpenQuestions(*wanted, lambda: codecs.times_again))
+        measuring.begin(codecs)
     resting = None
     if rank == 0 and wants_events(vllm_config):
         resting = RestingWatch(store, cache.block_tokens, link.send)
@@ -262,7 +260,6 @@ def rank_share(store: StoreConfig, num_ranks: int) -> StoreConfig:
         ram_bytes=store.ram_bytes // num_ranks,
         disk_bytes=store.disk_bytes // num_ranks,
         save_queue_bytes=store.save_queue_bytes // num_ranks,
-        write_queue_bytes=store.write_queue_bytes // num_ranks,
         index_bytes=store.index_bytes // num_ranks,
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines.calibration.survey import survey_report
+from engines.calibration.calibrate import calibrate
+from engines.calibration.gate.profiles import save
 from engines.config import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 
 
@@ -15,4 +16,12 @@ def surveyed(folder: Path, order: CalibrationOrder) -> CalibrationReport:
     """Measure the model of this folder, in float32."""
     loaded = load_model(str(folder), "float32")
     instrument = MlxInstrument(loaded, probe(loaded.model), Path(order.data_path))
-    return survey_report(instrument, order, "mlx")
+    profile = calibrate(instrument, order)
+    path = save(profile, Path(order.data_path))
+    return CalibrationReport(
+        fingerprint=profile.fingerprint,
+        engine="mlx",
+        dtype=profile.layout.dtype,
+        rows=profile.rows,
+        profile=str(path),
+    )

@@ -13,7 +13,7 @@ from engines.calibration.gate.profiles import save
 from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
 from engines.mlx_worker.cache.layout import CannotServe, probe
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.wire import CodecReport
 from kvstore.blobs.chain import CHUNK, STATE, WINDOW
 from kvstore.blobs.format import codec_in
@@ -54,7 +54,7 @@ def calibrate(data: Path, *presets: str, shares: Mapping[str, float] | None = No
     """
     loaded = tiny_model("llama")
     instrument = MlxInstrument(loaded, probe(loaded.model))
-    windows = [instrument.prefill(text(100 + i, 256)) for i in range(3)]
+    windows = [instrument.prefill(text(100 + i, 256)).run for i in range(3)]
     learnable = [x for x in presets if x in ("dense3", "max")]
     samples = Samples(instrument.layout, instrument.ropes, windows)
     profile = learn_profile(samples, instrument.fingerprint, learnable)

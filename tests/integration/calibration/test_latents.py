@@ -12,7 +12,7 @@ from benchmarks.families.latent import write_latent
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.config import CalibrationOrder
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
@@ -38,7 +38,6 @@ def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
         num_scored=16,
         depths=(),
         num_chains=0,
-        with_bounds=False,
         data_path=str(tmp_path),
     )
     report = surveyed(folder, order)
@@ -50,7 +49,7 @@ def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
     config = StoreConfig(codec="dense3", max_kl=1e9, accept_loss=True)
     codec = ServedCodecs(config, layout, report.fingerprint, tmp_path).codecs.rows
     loaded = tiny_model(kind)
-    run = MlxInstrument(loaded, probe(loaded.model), tmp_path).prefill([*range(64)])
+    run = MlxInstrument(loaded, probe(loaded.model), tmp_path).prefill([*range(64)]).run
     back = layout.empty(64)
     codec.decode(memoryview(codec.encode(run, layout, 0)), layout, 0, back)
     for pair, other in zip(run, back, strict=True):

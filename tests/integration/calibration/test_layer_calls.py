@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from engines.calibration.instrument import NUM_DRAWS, LayerNotice, NotObservable, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.layer_calls import noted_calls, noted_rows
 from kvstore.codecs.learning.attention import Attention, gradients
 from tests.integration.tiny_models import tiny_model
@@ -55,7 +55,7 @@ def test_a_model_that_was_seen_is_as_it_was(kind: str) -> None:
     loaded = tiny_model(kind)
     instrument = MlxInstrument(loaded, probe(loaded.model))
     before = [dict(x.children()) for x in loaded.model.layers]
-    run = instrument.prefill(TOKENS)
+    run = instrument.prefill(TOKENS).run
     noticed: list[LayerNotice | StateNotice] = []
     seen = instrument.observe(TOKENS, FIRST, noticed.append)
     assert [dict(x.children()) for x in loaded.model.layers] == before

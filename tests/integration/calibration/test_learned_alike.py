@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 from engines.calibration.corpus import Text
-from engines.calibration.footprint import Scratch
-from engines.calibration.learn import Windows, learn, samples_of
-from engines.mlx_worker.measurement import MlxServingInstrument
+from engines.calibration.learn import deal, learn, samples_of
+from engines.calibration.scratch import Scratch
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 
 pytestmark = pytest.mark.mlx
 
 TEXTS = [Text(str(x), "." * x) for x in (1, 2, 3)]
-WANTED = Windows(3, 192)
 PRESETS = ["dense3", "balanced"]
 
 
-class Instrument(MlxServingInstrument):
+class Instrument(MlxInstrument):
     """Has no tokenizer, as tiny models have none: a text is as long as its number."""
 
     def encode(self, text_: str) -> list[int]:
@@ -49,10 +48,10 @@ def learned(it: Engine, folder: Path, late: Callable[[], None] = lambda: None) -
             late()
             return owner.idle_steps.run(step)
 
-    known, steps = owner.codecs.report.fingerprint, Steps()
-    beside = Instrument(owner.loaded, owner.plan, known, steps, owner.held, 64)  # type: ignore[arg-type]
+    known = owner.codecs.report.fingerprint
+    beside = Instrument(owner.loaded, owner.plan, None, Steps(), owner.held, 64)
     with Scratch(folder) as scratch:
-        samples = samples_of(beside, TEXTS, WANTED, scratch)
+        samples = samples_of(beside, [*deal(TEXTS, beside, 3, 192)], scratch=scratch)
         assert samples.metrics is not None, "nothing was looked back on"
         return learn(samples, known, PRESETS).ids
 
@@ -88,6 +87,6 @@ async def test_other_steps_teach_something_else(tmp_path: Path) -> None:
         found = []
         for step in (64, 32):
             beside = Instrument(owner.loaded, owner.plan, "f", owner.idle_steps, owner.held, step)
-            samples = await asyncio.to_thread(samples_of, beside, TEXTS, WANTED)
+            samples = await asyncio.to_thread(samples_of, beside, [text(x, 192) for x in (1, 2, 3)])
             found.append(learn(samples, "f", ["dense3"]).ids)
     assert found[0] != found[1]

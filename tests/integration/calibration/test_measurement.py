@@ -14,7 +14,7 @@ from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
 from engines.calibration.measuring.stopwatch import Stopwatch
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import open_session_codec
 from tests.integration.tiny_models import VOCAB, tiny_model
@@ -130,9 +130,9 @@ def test_a_whole_session_is_measured(kind: str):
 def test_a_session_that_is_put_back_says_the_same(kind: str):
     loaded = tiny_model(kind)
     instrument = MlxInstrument(loaded, probe(loaded.model))
-    nothing, session = HeldSession((), 0), instrument.prefill_whole(TOKENS[:200])
-    whole = instrument.log_probs_whole(nothing, TOKENS[:204])
-    split = instrument.log_probs_whole(session, TOKENS[200:204])
+    nothing, session = HeldSession((), 0), instrument.prefill(TOKENS[:200])
+    whole = instrument.log_probs(nothing, TOKENS[:204])
+    split = instrument.log_probs(session, TOKENS[200:204])
     assert whole[200:] == pytest.approx(split, abs=1e-3)
     # And once more: nothing was changed by it.
-    assert np.array_equal(instrument.log_probs_whole(session, TOKENS[200:204]), split)
+    assert np.array_equal(instrument.log_probs(session, TOKENS[200:204]), split)

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
-from engines.mlx_worker.model.instrument import rope_of
+from engines.mlx_worker.model.ropes import rope_of
 
 pytestmark = pytest.mark.mlx
 

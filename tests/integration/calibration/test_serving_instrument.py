@@ -12,19 +12,18 @@ import pytest
 
 from engines.calibration.instrument import HeldSession, Interrupted, LayerNotice, StateNotice
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.measurement import MlxServingInstrument
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
+from kvstore.shapes import slice_tokens
 from tests.integration.mlx_owner.harness import Engine, engine, read, session, text
 from tests.integration.tiny_models import tiny_model
 
 pytestmark = pytest.mark.mlx
 
 
-def serving(it: Engine) -> MlxServingInstrument:
+def serving(it: Engine) -> MlxInstrument:
     owner = it.owner
     assert owner.held is not None and owner.codecs is not None
-    known = owner.codecs.report.fingerprint
-    return MlxServingInstrument(owner.loaded, owner.plan, known, owner.idle_steps, owner.held, 64)
+    return MlxInstrument(owner.loaded, owner.plan, None, owner.idle_steps, owner.held, 64)
 
 
 async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
@@ -35,18 +34,17 @@ async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
         beside = serving(it)
         assert (beside.fingerprint, beside.layout) == (alone.fingerprint, alone.layout)
         assert await asyncio.to_thread(lambda: beside.ropes) == alone.ropes
-        run = await asyncio.to_thread(beside.prefill, prompt)
+        whole = await asyncio.to_thread(beside.prefill, prompt)
         expected = alone.prefill(prompt)
-        for pair, other in zip(run, expected, strict=True):
+        for pair, other in zip(whole.run, expected.run, strict=True):
             for array, exact in zip(pair, other, strict=True):
                 assert array.dtype == exact.dtype
                 np.testing.assert_allclose(array, exact, atol=1e-4)
-        again = await asyncio.to_thread(
-            beside.prefill, prompt, [(k[:, :200], v[:, :200]) for k, v in run]
-        )
-        for pair, other in zip(again, run, strict=True):
+        first = HeldSession(slice_tokens(whole.run, 0, 200), 200)
+        again = await asyncio.to_thread(beside.prefill, prompt, first)
+        for pair, other in zip(again.run, whole.run, strict=True):
             np.testing.assert_allclose(pair[1], other[1], atol=1e-4)
-        scores = await asyncio.to_thread(beside.log_probs, run, rest)
+        scores = await asyncio.to_thread(beside.log_probs, whole, rest)
         np.testing.assert_allclose(scores, alone.log_probs(expected, rest), atol=1e-3)
         assert it.owner.held.nbytes == 0
 
@@ -61,14 +59,14 @@ async def test_it_finds_whole_sessions_of_models_with_states(kind: str, tmp_path
         assert beside.fingerprint == alone.fingerprint and beside.states == alone.states
         ropes = await asyncio.to_thread(lambda: (beside.ropes, beside.window_ropes()))
         assert ropes == (alone.ropes, alone.window_ropes())
-        session = await asyncio.to_thread(beside.prefill_whole, prompt)
-        expected = alone.log_probs_whole(alone.prefill_whole(prompt), rest)
-        scores = await asyncio.to_thread(beside.log_probs_whole, session, rest)
+        session = await asyncio.to_thread(beside.prefill, prompt)
+        expected = alone.log_probs(alone.prefill(prompt), rest)
+        scores = await asyncio.to_thread(beside.log_probs, session, rest)
         np.testing.assert_allclose(scores, expected, atol=1e-2)
-        first = await asyncio.to_thread(beside.prefill_whole, prompt[:200])
-        further = await asyncio.to_thread(beside.prefill_whole, prompt, first)
+        first = await asyncio.to_thread(beside.prefill, prompt[:200])
+        further = await asyncio.to_thread(beside.prefill, prompt, first)
         assert (further.num_tokens, first.num_tokens) == (300, 200)
-        again = await asyncio.to_thread(beside.log_probs_whole, further, rest)
+        again = await asyncio.to_thread(beside.log_probs, further, rest)
         np.testing.assert_allclose(again, expected, atol=1e-2)
         assert it.owner.held.nbytes == 0
 
@@ -144,8 +142,8 @@ async def test_its_memory_goes_to_requests_that_need_it(tmp_path: Path) -> None:
         owner, beside = it.owner, serving(it)
         held = owner.held
         assert held is not None
-        run = await asyncio.to_thread(beside.prefill, tokens)
-        await owner.call(lambda: held.begin(HeldSession(run, run[0][0].shape[1])))
+        asleep = await asyncio.to_thread(beside.prefill, tokens)
+        await owner.call(lambda: held.begin(asleep))
         assert 0 < held.nbytes <= nbytes
         assert it.reports.engine().hot_bytes < held.nbytes, "it belongs to no session"
         first = [it.submit(text(20 + i, 700), session(str(i)), max_tokens=8) for i in range(4)]
@@ -154,7 +152,7 @@ async def test_its_memory_goes_to_requests_that_need_it(tmp_path: Path) -> None:
                 pass
         assert held.nbytes == 0
         # And the measurement begins again: the result is the same.
-        scores = await asyncio.to_thread(beside.log_probs, run, rest)
+        scores = await asyncio.to_thread(beside.log_probs, asleep, rest)
         assert scores.shape[0] == len(rest) and np.isfinite(scores).all()
 
 
@@ -172,7 +170,7 @@ async def test_a_prefix_that_went_away_is_computed_again(tmp_path: Path) -> None
                 await owner.call(held.drop)
             await asyncio.sleep(0)
         assert dropped
-        for pair, other in zip(await running, expected, strict=True):
+        for pair, other in zip((await running).run, expected.run, strict=True):
             np.testing.assert_allclose(pair[0], other[0], atol=1e-4)
 
 

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from engines.calibration.instrument import NUM_DRAWS, LayerNotice, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.layer_calls import (
     PIECE_TOKENS,
     arrays_of,
@@ -63,7 +63,7 @@ def test_arrays_are_numbered_as_they_lie_in_a_session(kind: str) -> None:
     found: list[LayerNotice | StateNotice] = []
     instrument.observe(TOKENS, FIRST, found.append)
     states = {x.number: x for x in found if isinstance(x, StateNotice)}
-    session = instrument.prefill_whole(TOKENS[:FIRST])
+    session = instrument.prefill(TOKENS[:FIRST])
     leaves = [x for _, x in tree_flatten(session.state)]
     arrays = [x for x in leaves if isinstance(x, MatrixArray)]
     assert sorted(states) == list(range(len(arrays)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.calibration.gate.served_codecs import ServedCodecs, earlier_codecs
+from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.config import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import probe
 from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, load_profile
@@ -29,7 +29,6 @@ def calibrated(kind: str, data: Path, num_windows: int = 2) -> CalibrationReport
         num_scored=16,
         depths=(),
         num_chains=0,
-        with_bounds=False,
         data_path=str(data),
     )
     return surveyed(folder, order)
@@ -77,24 +76,23 @@ def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> 
 
 
 def test_sessions_asleep_by_dealt_bits_stay_readable_when_more_is_learned(tmp_path: Path) -> None:
-    """Codecs of states are named by what errors in states cost, which is learned once."""
+    """By the profile that lies beside the data, which has what errors in states cost."""
     first = calibrated("qwen3_next", tmp_path)
-    before = load_profile(Path(first.profile))
-    after = load_profile(Path(calibrated("qwen3_next", tmp_path, num_windows=4).profile))
-    assert before.ids["dense3"] != after.ids["dense3"]
-    assert before.ids[OF_STATES] == after.ids[OF_STATES]
-    dealt = {x.preset: x.codec_id for x in first.rows}["dense3+dealt5"]
-    codecs = ServedCodecs(
-        StoreConfig(max_kl=1e9, codec="dense3+dealt5"),
-        before.layout,
-        first.fingerprint,
-        tmp_path,
-        states=probe(tiny_model("qwen3_next").model).states,
-    )
-    assert codecs.choice.name == "dense3+dealt5"
-    ids = [dealt]
-    config, states = StoreConfig(max_kl=1e9), probe(tiny_model("qwen3_next").model).states
-    assert [x.id for x in earlier_codecs(ids, config, after.layout, after, states)] == ids
+    layout, states = load_profile(Path(first.profile)).layout, probe(tiny_model("qwen3_next").model)
+
+    def served_by(codec: str) -> ServedCodecs:
+        config = StoreConfig(max_kl=1e9, codec=codec)
+        known = (config, layout, first.fingerprint, tmp_path)
+        return ServedCodecs(*known, states=states.states)
+
+    before = served_by("dense3+dealt5").codecs
+    assert before.profile is not None and before.session is not None
+    calibrated("qwen3_next", tmp_path, num_windows=4)
+    after = served_by("auto")
+    assert set(before.written_ids) - set(after.codecs.written_ids)
+    read = after.opened(before.profile)
+    assert read is not None and read.session is not None
+    assert read.session.id == before.session.id and read.written_ids == before.written_ids
 
 
 def test_bits_are_dealt_to_a_state_that_is_all_there_is(tmp_path: Path) -> None:

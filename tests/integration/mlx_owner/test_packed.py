@@ -13,13 +13,14 @@ import pytest
 from mlx_lm.models import afm7
 from mlx_lm.models.cache import KVCache
 
-from engines.calibration.survey import survey_report
+from engines.calibration.calibrate import calibrate
+from engines.calibration.gate.profiles import save
 from engines.config import CalibrationOrder, EngineConfig
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, CannotServe, probe
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed_model import with_packed_caches
-from engines.mlx_worker.model.instrument import MlxInstrument
+from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from engines.mlx_worker.sessions.store_opening import store_opener
 from kvstore.codecs import floats
@@ -274,11 +275,12 @@ def test_what_was_measured_with_a_plain_live_cache_counts_for_a_packed_one(tmp_p
         num_chains=0,
         data_path=str(tmp_path),
     )
-    report = survey_report(MlxInstrument(loaded, plan, tmp_path), order, "mlx")
+    profile = calibrate(MlxInstrument(loaded, plan, tmp_path), order)
+    save(profile, tmp_path)
     live, packed = with_packed_caches(loaded.model, plan, EngineConfig(hot_codec="tq4"))
     served = replace(loaded, model=live)
     config = StoreConfig(disk_path=str(tmp_path), ram_bytes=1 << 24, disk_bytes=0)
-    strict = msgspec.structs.replace(config, max_kl=report.rows[0].kl / 2)
+    strict = msgspec.structs.replace(config, max_kl=profile.rows[0].kl / 2)
     with pytest.raises(CannotServe, match="above the bound"):
         store_opener(strict, "tiny")(served, packed)
     with pytest.raises(CannotServe, match="was not measured"):

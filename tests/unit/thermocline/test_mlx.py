@@ -21,7 +21,7 @@ def texts(count: int, length: int) -> list[list[int]]:
     return np.random.default_rng(count).integers(0, VOCAB, (count, length)).tolist()
 
 
-def test_a_model_is_captured_learned_and_judged():
+def test_a_model_is_captured_learned_and_judged(capsys):
     model = tiny_model("llama").model
     assert thermocline.layout_of(model).layers == (thermocline.KVLayer(2, 64, 64),) * 3
     samples = thermocline.mlx.capture(model, texts(2, 80))
@@ -36,6 +36,12 @@ def test_a_model_is_captured_learned_and_judged():
     assert [x.preset for x in rows] == ["raw", "tq2", "tq8", "ratequant", other.id]
     raw, tq2, tq8, learned, _ = rows
     assert raw.kl < tq8.kl < tq2.kl and learned.codec_id.startswith("ratequant.4-")
+    assert capsys.readouterr().err == "", "it is no terminal"
+    thermocline.judge(
+        model, ["raw", "tq2"], texts(1, 144), context=128, num_scored=16, progress=True
+    )
+    said = capsys.readouterr().err
+    assert "judge: 0 of 1 cases, tq2; raw 32.0" in said and "KL 0.0000" in said
     assert tq2.context == 128 and 2 < tq2.bits_per_element < tq8.bits_per_element
 
 

@@ -104,7 +104,6 @@ class Measured:
             "num_scored": 32,
             "depths": (),
             "num_chains": 0,
-            "with_bounds": False,
         }
         return CalibrationOrder(**(usual | order))
 

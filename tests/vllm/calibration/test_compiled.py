@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
-from engines.calibration.first_order import FIRST_WINDOWS
+from engines.calibration.orders import EARLY_WINDOWS
 from tests.vllm.calibration.test_calibration import facts_of
 from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.tiny_model import write_tiny_model
@@ -27,7 +27,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_text_is_looked_back_on(facts: dict[str, Any]) -> None:
     assert facts["compiled"], "torch.compile has the model"
-    seen = f"{FIRST_WINDOWS} of {FIRST_WINDOWS} texts were looked back on"
+    seen = f"{EARLY_WINDOWS} of {EARLY_WINDOWS} texts were looked back on"
     assert seen in facts["notes"]
     assert not [x for x in facts["notes"] if "count alike" in x]
 

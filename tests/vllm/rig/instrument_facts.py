@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engines.calibration.instrument import HeldSession
 from engines.calibration.rope_probe import check_turning
 from kvstore.shapes import KVRun, slice_tokens
 from tests.vllm.rig.instrument import seen_by
@@ -18,13 +20,14 @@ TOKENS = [(37 * i * i + 11 * i + 3) % 1000 for i in range(CONTEXT + 64)]
 
 
 def look(instrument: Any) -> dict[str, object]:
-    run = instrument.prefill(TOKENS[:CONTEXT])
-    short = slice_tokens(run, 0, 1000)  # no whole number of blocks
+    session = instrument.prefill(TOKENS[:CONTEXT])
+    run = session.run
+    short = HeldSession(slice_tokens(run, 0, 1000), 1000)  # no whole number of blocks
     # From token 1000 on: once after the short past, once after a longer one.
     whole = instrument.log_probs(short, TOKENS[1000:])
-    split = instrument.log_probs(run, TOKENS[CONTEXT:])
+    split = instrument.log_probs(session, TOKENS[CONTEXT:])
     again = instrument.log_probs(short, TOKENS[1000:])
-    other = instrument.log_probs(slice_tokens(run, 24, CONTEXT), TOKENS[1000:])
+    other = instrument.log_probs(replace(short, run=slice_tokens(run, 24, CONTEXT)), TOKENS[1000:])
     rope, _ = instrument.ropes
     check_turning(instrument, instrument.ropes)
     return {
@@ -34,7 +37,7 @@ def look(instrument: Any) -> dict[str, object]:
         "split": float(np.abs(whole[CONTEXT - 1000 :] - split).max()),
         "again": float(np.abs(whole - again).max()),
         "other past": float(np.abs(whole - other).max()),
-        "continued": _difference(run, instrument.prefill(TOKENS[:CONTEXT], short)),
+        "continued": _difference(run, instrument.prefill(TOKENS[:CONTEXT], short).run),
         "frequencies": rope.frequencies if rope else (),
         "interleaved": rope is not None and rope.interleaved,
     }

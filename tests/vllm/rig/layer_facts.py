@@ -11,7 +11,7 @@ import numpy as np
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import LayerNotice, NotObservable
-from engines.calibration.learn import Windows, samples_of
+from engines.calibration.learn import deal, samples_of
 from kvstore.codecs.states import fp32, narrowed
 from kvstore.shapes import DType, KVRun, slice_tokens
 from tests.vllm.rig.instrument import seen_by
@@ -38,7 +38,7 @@ def look(instrument: Any) -> dict[str, object]:
     def seen(past: KVRun) -> LayerViews:
         views = LayerViews(model, names, WINDOW - PAST, sum(TOKENS[:WINDOW]))
         EXCHANGE.watch(views)
-        instrument.prefill(TOKENS[:WINDOW], past)
+        instrument.rows(TOKENS[:WINDOW], past)
         EXCHANGE.watch(None)
         return views
 
@@ -60,14 +60,14 @@ def look(instrument: Any) -> dict[str, object]:
             done = fp32(moved[0], dtype) - fp32(moved[1], dtype)
             slopes.append((change, float((done * gradient).sum())))
     unseen = LayerViews(model, names, WINDOW)
-    samples = samples_of(instrument, TEXTS, Windows(2, 200))
+    samples = samples_of(instrument, [*deal(TEXTS, instrument, 2, 200)])
     return {
         "layers": [x.layer for x in found],
         "heads of layers": [[x.num_kv_heads, x.head_dim] for x in instrument.layout.layers],
         "shapes": [list(x.gradients[0].shape) for x in found],
         "same run": all(
             np.allclose(fp32(a, dtype), fp32(b, dtype), atol=1e-4)
-            for pair, other in zip(instrument.prefill(TOKENS[:WINDOW]), run, strict=True)
+            for pair, other in zip(instrument.rows(TOKENS[:WINDOW]), run, strict=True)
             for a, b in zip(pair, other, strict=True)
         ),
         "hooks": hooks,

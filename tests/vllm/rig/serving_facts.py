@@ -56,15 +56,11 @@ def main(model: Path, compiled: bool) -> dict[str, object]:
     )
     front = MeasuringFront(engine)
 
-    def measured() -> bool:
-        codec = engine.report().codec
-        return codec is not None and not codec.unmeasured
-
     def ended() -> bool:
         codec = engine.report().codec
         return codec is not None and codec.ended is not None and not codec.progress
 
-    front.run_until(measured, step=engine.engine.step)
+    front.run_until(ended, step=engine.engine.step)
     order = CalibrationOrder(
         presets=("raw", "tq4"),
         contexts=(256,),
@@ -73,7 +69,6 @@ def main(model: Path, compiled: bool) -> dict[str, object]:
         num_scored=32,
         depths=(),
         num_chains=0,
-        with_bounds=False,
     )
     engine.control(Measure(order))
     front.run_until(ended, step=engine.engine.step)

@@ -19,19 +19,19 @@ EARLIER = CONTEXT - 300  # no whole number of blocks
 
 def look(instrument: Any) -> dict[str, object]:
     prompt, rest = TOKENS[:CONTEXT], TOKENS[CONTEXT:]
-    stranger = instrument.prefill_whole(TOKENS[1 : EARLIER + 1])
-    earlier = instrument.prefill_whole(prompt[:EARLIER])
-    whole = instrument.prefill_whole(prompt)
+    stranger = instrument.prefill(TOKENS[1 : EARLIER + 1])
+    earlier = instrument.prefill(prompt[:EARLIER])
+    whole = instrument.prefill(prompt)
     # As a session does that has slept: on by a turn after the earlier one.
-    later = instrument.prefill_whole(prompt, earlier)
-    wrong = instrument.prefill_whole(prompt, replace(earlier, state=stranger.state))
-    scores = instrument.log_probs_whole(whole, rest)
-    again = instrument.log_probs_whole(later, rest)
+    later = instrument.prefill(prompt, earlier)
+    wrong = instrument.prefill(prompt, replace(earlier, state=stranger.state))
+    scores = instrument.log_probs(whole, rest)
+    again = instrument.log_probs(later, rest)
     return {
         "tokens": [stranger.num_tokens, earlier.num_tokens, whole.num_tokens, later.num_tokens],
         "later": _difference(_values(whole.run), _values(later.run)),
         "wrong": _difference(_values(whole.run), _values(wrong.run)),
-        "rows alone": _difference(_values(whole.run), _values(instrument.prefill(prompt))),
+        "rows alone": _difference(_values(whole.run), _values(instrument.rows(prompt))),
         "scores": _difference(scores, again),
     }
 

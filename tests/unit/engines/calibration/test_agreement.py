@@ -40,8 +40,8 @@ def test_a_row_that_a_rank_lacks_is_left_out():
 
 
 def test_a_figure_that_a_rank_lacks_is_the_first_ranks():
-    found = worst_of([[row(residual_error=None)], [row(residual_error=0.5)]])
-    assert found[0].residual_error is None
+    found = worst_of([[row(gaussian_gap_db=None)], [row(gaussian_gap_db=0.5)]])
+    assert found[0].gaussian_gap_db is None
 
 
 def test_every_rank_keeps_the_id_of_its_own_codec():

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from engines.calibration.instrument import NOTHING, HeldSession
 from engines.calibration.rope_probe import Turned, check_turning, read_rope
-from kvstore.shapes import KVLayer, KVLayout, KVPair, Rope
+from kvstore.shapes import KVLayer, KVLayout, Rope
+from tests.unit.engines.calibration.test_learn import Blind
 
 DIM = 16
 
@@ -60,11 +62,10 @@ def test_a_turn_that_speeds_up_is_not_understood() -> None:
         read_rope(lambda position: plain(position + position // 5))
 
 
-class OneTokenModel:
+class OneTokenModel(Blind):
     """Keys of a prompt of one token: one vector, turned."""
 
     layout = KVLayout("float32", (KVLayer(2, DIM, DIM),))
-    fingerprint = "f"
     ropes = (Rope(tuple(frequencies(8).tolist())),)
 
     def __init__(self, turned: Turned) -> None:
@@ -73,13 +74,10 @@ class OneTokenModel:
     def encode(self, text: str) -> list[int]:
         return [1, 5]
 
-    def prefill(self, tokens: Sequence[int], past: Sequence[KVPair] = ()) -> list[KVPair]:
+    def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
         plain = np.random.default_rng(0).standard_normal((2, DIM)).astype(np.float32)
         keys = np.stack([plain @ self._turned(i) for i in range(len(tokens))], 1)
-        return [(keys, keys)]
-
-    def log_probs(self, run: Sequence[KVPair], tokens: Sequence[int]) -> np.ndarray:
-        raise NotImplementedError
+        return HeldSession([(keys, keys)], len(tokens))
 
 
 def test_keys_that_are_turned_as_was_read() -> None:
@@ -106,11 +104,11 @@ def test_keys_of_a_past_that_is_short_may_be_others() -> None:
     """Attention sinks take more there, and a router may choose other experts."""
 
     class WithSinks(OneTokenModel):
-        def prefill(self, tokens: Sequence[int], past: Sequence[KVPair] = ()) -> list[KVPair]:
-            ((keys, values),) = super().prefill(tokens, past)
+        def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
+            ((keys, values),) = super().prefill(tokens, past).run
             keys[:, :50] *= -1
             keys[:, 200] = 0
-            return [(keys, values)]
+            return HeldSession([(keys, values)], len(tokens))
 
     model = WithSinks(turning(8))
     check_turning(model, model.ropes)

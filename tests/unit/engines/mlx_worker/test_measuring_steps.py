@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engines.calibration.instrument import Interrupted
-from engines.mlx_worker.measuring_steps import IdleSteps
+from engines.mlx_worker.measuring.steps import IdleSteps
 
 
 class Owner:

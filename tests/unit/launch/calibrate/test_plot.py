@@ -11,14 +11,13 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from engines.config import CalibrationReport, WaterFilling
+from engines.config import CalibrationReport
 from kvstore.codecs.quality import Quality
 from launch.calibrate.plot import check_output, draw, place_labels, whole_file
 from launch.errors import LaunchError, UsageError
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 pytestmark = pytest.mark.slow  # to draw takes matplotlib seconds
-WATER = WaterFilling(scope="a layer", bits=(0.0, 1.0, 2.0), residual_errors=(1.0, 0.1, 0.01))
 
 
 def test_a_path_that_can_never_be_written_is_refused_at_once(tmp_path: Path) -> None:
@@ -97,26 +96,17 @@ def row(preset: str, bits: float, **changes: object) -> Quality:
     return msgspec.structs.replace(GOOD, preset=preset, bits_per_element=bits, **changes)
 
 
-def drawn(folder: Path, *rows: Quality, bounds: tuple[WaterFilling, ...] = ()) -> str:
-    report = CalibrationReport(
-        fingerprint="f", engine="e", dtype="float32", rows=rows, bounds=bounds
-    )
+def drawn(folder: Path, *rows: Quality) -> str:
+    report = CalibrationReport(fingerprint="f", engine="e", dtype="float32", rows=rows)
     draw(report, folder / "picture.svg")
     return (folder / "picture.svg").read_text()
 
 
-def test_presets_and_bounds_stand_in_it(tmp_path: Path) -> None:
-    rows = [row("tq3", 3.25, residual_error=0.03), row("manthan", 3.5, residual_error=0.3)]
-    rows.append(row("fp8", 8, residual_error=0.001))
-    found = drawn(tmp_path, *rows, row("max", 0.8, residual_error=0.02), bounds=(WATER,))
+def test_presets_stand_in_it(tmp_path: Path) -> None:
+    found = drawn(tmp_path, row("tq3", 3.25), row("manthan", 3.5), row("fp8", 8), row("max", 0.8))
     groups = ("ours", "usual elsewhere", "of the literature", "Gaussian bound")
-    for word in ("tq3", "manthan", "fp8", "max", "water-filling over a layer", *groups):
+    for word in ("tq3", "manthan", "fp8", "max", *groups):
         assert f"<!-- {word}" in found, word
-
-
-def test_bounds_that_nothing_was_held_against_are_left_out(tmp_path: Path) -> None:
-    found = drawn(tmp_path, row("tq3", 3.25), bounds=(WATER,))
-    assert "<!-- tq3" in found and "water-filling" not in found
 
 
 @pytest.mark.parametrize("rows", [(), (row("raw", 32.0, error_k=0.0, error_v=0.0, kl=0.0),)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engines.calibration.first_order import first_order
+from engines.calibration.orders import first_order
 from kvstore.blobs.packer import StoreCodecs
 from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree, WindowArray, state_nbytes
 from kvstore.codecs.base import Codec

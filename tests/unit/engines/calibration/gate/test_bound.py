@@ -3,10 +3,11 @@ from __future__ import annotations
 import math
 
 import msgspec
+import numpy as np
 import pytest
 
-from engines.calibration.gate.rules import Bound, refusal
-from kvstore.codecs.quality import Quality
+from engines.calibration.gate.rules import STUDENT, Bound, decided, refusal
+from kvstore.codecs.quality import Quality, TextQuality
 
 GOOD = Quality(
     preset="tq3",
@@ -89,3 +90,46 @@ def test_a_row_without_chains_is_judged_by_its_other_figures() -> None:
 
 def test_a_codec_that_was_not_measured_is_refused() -> None:
     assert "thermocline calibrate" in refusal([GOOD], "tq4", BOUND)
+
+
+def judged(*kls: float, **changes: object) -> Quality:
+    texts = tuple(
+        TextQuality(text=str(i), kl=kl, perplexity_change_pct=0.0, top1=0.95 + 0.001 * i)
+        for i, kl in enumerate(kls)
+    )
+    return row(kl=sum(kls) / len(kls), texts=texts, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kls", "wanted"),
+    [
+        ((0.004, 0.004), None),  # of two texts nothing is certain
+        ((0.004, 0.0041, 0.0042), True),
+        ((0.004, 0.002, 0.009), None),  # within the bound, but not for certain
+        ((0.004, 0.002, 0.009, 0.003, 0.004, 0.005), True),
+        ((0.02, 0.0201, 0.0202), False),
+        ((0.02, 0.002, 0.03), None),
+    ],
+)
+def test_few_texts_decide_with_a_margin(kls: tuple[float, ...], wanted: bool | None) -> None:
+    assert decided([judged(*kls)], BOUND) is wanted
+
+
+def test_every_preset_has_to_be_certain() -> None:
+    sure, unsure, bad = judged(0.004, 0.0041, 0.0042), judged(0.004, 0.002, 0.009), judged(*[1] * 3)
+    assert decided([sure, sure], BOUND) is True
+    assert decided([sure, unsure], BOUND) is None and decided([], BOUND) is None
+    assert decided([unsure, bad], BOUND) is False
+    lost = msgspec.structs.replace(sure, needle_found=2)
+    assert decided([lost], BOUND) is False
+    lost = msgspec.structs.replace(sure, **{**CHAINS, "chain_kl": 0.3})
+    assert decided([lost], BOUND) is False
+
+
+@pytest.mark.parametrize("num_texts", STUDENT)
+def test_the_margin_errs_in_one_of_a_hundred(num_texts: int) -> None:
+    """Means of texts lie above the bound, and pass for certain this seldom."""
+    rng = np.random.default_rng(num_texts)
+    draws = 0.0101 + 0.002 * rng.standard_normal((4000, num_texts))
+    passed = sum(decided([judged(*x, top1=0.99)], BOUND) is True for x in draws.tolist())
+    assert passed <= 0.015 * len(draws)

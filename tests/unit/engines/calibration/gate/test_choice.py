@@ -25,12 +25,15 @@ from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_p
 
 LAYOUT = model_layout()
 Rows = tuple[dict[str, Any], ...] | None
+# Of a prefill, that a restore takes.
+SHARES = {"dense3": 0.04, "balanced": 0.09, "max": 0.2, "tq4": 0.3, "safe": 0.3}
 BITS = {"max": 1.0, "balanced": 2.1, "dense3": 3.2, "tq3": 3.25, "tq4": 4.25, "safe": 6.0}
 
 
 def row(preset: str, **changes: object) -> Quality:
     codec_id = open_codec(preset, model_profile()).id
     known = {"preset": preset, "codec_id": codec_id, "bits_per_element": BITS.get(preset, 3.0)}
+    known |= {"prefill_s": 1.0, "restore_s": SHARES.get(preset, 0.04)}
     return msgspec.structs.replace(GOOD, **{**known, **changes})
 
 
@@ -42,7 +45,7 @@ def chosen(profile: Profile | None, codec: str = "auto", unmeasurable: str = "",
     return choose(codec, StoreConfig(**config), LAYOUT, profile, unmeasurable)
 
 
-def test_auto_takes_three_bits_where_they_keep_the_bound():
+def test_auto_takes_three_bits_where_denser_ones_are_slow():
     choice = chosen(measured(row("dense3"), row("max"), row("tq4")))
     assert (choice.name, choice.unmeasured) == ("dense3", False)
     assert choice.codec.id == open_codec("dense3", model_profile()).id
@@ -72,9 +75,6 @@ def test_a_codec_that_loses_the_thread_of_reasoning_is_refused():
 def timed(preset: str, share: float, **changes: object) -> Quality:
     """A row whose restore takes that share of a prefill."""
     return row(preset, prefill_s=1.0, restore_s=share, **changes)
-
-
-SHARES = {"dense3": 0.04, "balanced": 0.09, "max": 0.2, "tq4": 0.3, "safe": 0.3}
 
 
 def all_timed() -> tuple[Quality, ...]:

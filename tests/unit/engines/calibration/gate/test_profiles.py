@@ -55,25 +55,6 @@ def test_rows_of_a_preset_that_was_learned_anew_are_dropped(tmp_path: Path) -> N
     assert found.ids["dense3"] == model_profile().ids["dense3"]
 
 
-def test_one_earlier_generation_of_learned_arrays_is_kept(tmp_path: Path) -> None:
-    """Sessions may rest in it; arrays that were learned before it are dropped."""
-    ids = []
-    for factor in (1, 2, 4):
-        learned = {name: dict(x) for name, x in model_profile().learned.items()}
-        learned["max"]["step"] = np.array(learned["max"]["step"]) * factor
-        profile = dataclasses.replace(model_profile(), learned=learned)
-        ids.append(profile.ids["max"])
-        rows = (msgspec.structs.replace(row("max"), codec_id=f"max.{ids[-1]}"), row("tq3"))
-        path = save(dataclasses.replace(profile, rows=rows), tmp_path)
-    found = load_profile(path)
-    assert found.ids["max"] == ids[2] and found.before().ids["max"] == ids[1]
-    assert [x.codec_id for x in found.before().rows] == [f"max.{ids[1]}"]
-    assert [x.codec_id for x in found.rows if x.preset == "max"] == [f"max.{ids[2]}"]
-    # Saved again with something else measured, it is kept.
-    again = load_profile(save(measured(row("tq4")), tmp_path))
-    assert again.before().ids["max"] == ids[1] and len(again.before().rows) == 1
-
-
 def test_arrays_learned_from_windows_are_kept_beside_another_measurement(tmp_path: Path) -> None:
     known = model_profile()
     windows = dataclasses.replace(known, learned={"dense3": known.learned["dense3"]})
@@ -91,7 +72,8 @@ def test_rows_of_whole_sessions_go_with_the_arrays_that_they_used(tmp_path: Path
     known = model_profile()
     old = (row("max+state8"), row("max+state4"))
     save(dataclasses.replace(known, rows=old), tmp_path)
-    anew = dataclasses.replace(known, learned={"max": known.learned["max"]}, rows=old[:1])
+    learned = {"max": {**known.learned["max"], "step": known.learned["max"]["step"] * 2}}
+    anew = dataclasses.replace(known, learned=learned, rows=old[:1])
     assert load_profile(save(anew, tmp_path)).rows == old[:1]
 
 

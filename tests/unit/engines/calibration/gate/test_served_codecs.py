@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engines.calibration.gate.profiles import profile_path, save
-from engines.calibration.gate.served_codecs import MOST, PackedBy, ServedCodecs
+from engines.calibration.gate.served_codecs import ServedCodecs
 from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile, profile_in
@@ -150,29 +150,18 @@ def learned_anew(factor: float, **changes: object) -> Profile:
     return dataclasses.replace(profile, rows=(row("dense3", codec_id=codec_id, **changes),))
 
 
-def test_a_codec_that_packed_before_is_read_in_the_next_life(tmp_path: Path):
-    (tmp_path / "profiles").mkdir()
-    save(measured(row("dense3")), tmp_path)
-    first = served(tmp_path).codecs.rows.id
-    save(learned_anew(1.01, kl=0.004), tmp_path)
-    codecs = served(tmp_path)
-    assert codecs.codecs.rows.id != first
-    assert [x.id for x in codecs.codecs.readable] == ["raw.1", first]
-    assert {x.codec_id for x in codecs.report.others} == set()
-    more = measured(row("max"))
-    save(dataclasses.replace(more, learned={"max": more.learned["max"]}), tmp_path)
-    codecs = served(tmp_path, codec="max")
-    assert len(codecs.codecs.readable) == 3
-    assert not served(tmp_path, codec="raw").codecs.readable, "nothing with loss is wanted"
-
-
-def test_a_codec_that_packed_before_is_not_read_out_of_the_bound(tmp_path: Path):
+def test_a_codec_that_packed_before_is_read_by_the_profile_beside_the_data(tmp_path: Path):
     (tmp_path / "profiles").mkdir()
     save(measured(row("dense3", kl=0.009)), tmp_path)
-    served(tmp_path)
+    before = served(tmp_path).codecs
+    assert before.profile is not None and [x.id for x in before.readable] == ["raw.1"]
     save(learned_anew(1.01, kl=0.004), tmp_path)
-    assert len(served(tmp_path).codecs.readable) == 2
-    assert len(served(tmp_path, max_kl=0.005).codecs.readable) == 1
+    codecs = served(tmp_path)
+    assert codecs.codecs.rows.id != before.rows.id
+    read = codecs.opened(before.profile)
+    assert read is not None and read.rows.id == before.rows.id
+    assert served(tmp_path, max_kl=0.005).opened(before.profile) is None, "out of the bound"
+    assert served(tmp_path, codec="raw").opened(before.profile) is None, "nothing with loss"
 
 
 def test_what_another_server_learned_is_read_within_this_ones_bound(tmp_path: Path):
@@ -190,20 +179,6 @@ def test_what_another_server_learned_is_read_within_this_ones_bound(tmp_path: Pa
     # Its own figures of the same codec count for more.
     write(learned_anew(1.01, kl=0.5), tmp_path)
     assert here.opened(fetched) is None
-
-
-def test_the_list_of_codecs_that_packed_is_short_and_survives_damage(tmp_path: Path):
-    known = PackedBy(tmp_path, "f")
-    (tmp_path / "profiles").touch()  # no folder can be made: that only costs a recompute later
-    known.add(["a"])
-    assert known.ids() == []
-    (tmp_path / "profiles").unlink()
-    for name in "abcdefg":
-        known.add([name])
-    known.add(["d"])
-    assert known.ids() == ["e", "f", "g", "d"] and MOST == 4
-    (tmp_path / "profiles" / "f.packed").write_bytes(b"\xff\xfe")
-    assert known.ids() == []
 
 
 def test_it_learns_on_until_the_densest_is_known(tmp_path: Path):

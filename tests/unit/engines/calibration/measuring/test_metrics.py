@@ -15,9 +15,11 @@ from engines.calibration.measuring.metrics import (
     answer_drift,
     answers,
     drift,
+    gaussian_gap_db,
     loss,
     quality_of,
 )
+from engines.calibration.measuring.trials import Speed
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayer, KVLayout
 
@@ -26,8 +28,9 @@ def logs(*rows: list[float]) -> np.ndarray:
     return np.log(np.array(rows, np.float32))
 
 
-def result(name: str = "", **figures: Any) -> CaseResult:
-    return CaseResult(case=name, text=name, context=64, codec_id="tq3.2", **figures)
+def result(name: str = "", restore_s: float = 1.0, **figures: Any) -> CaseResult:
+    known = {"prefill": None, "restore": Speed(restore_s)} | figures
+    return CaseResult(text=name, context=64, codec_id="tq3.2", **known)
 
 
 def text(name: str, moved: Drift, **figures: Any) -> CaseResult:
@@ -67,8 +70,8 @@ def test_chains_have_figures_of_their_own() -> None:
     kept, halved = logs([0.5, 0.5], [0.5, 0.5]), logs([0.25, 0.75], [0.5, 0.5])
     moved, same = (answer_drift(kept, x, [1, 0], [1]) for x in (halved, kept))
     results = [
-        text("one", drift(kept, kept, [1, 0]), prefill_s=3.0, restore_s=0.5),
-        result(chains={"table": moved, "counting": same}, prefill_s=2.0, restore_s=0.2),
+        text("one", drift(kept, kept, [1, 0]), prefill=Speed(3.0), restore_s=0.5),
+        result(chains={"table": moved, "counting": same}, prefill=Speed(2.0), restore_s=0.2),
         result(chains={"counting": same}, restore_s=0.4),
         result(chains={"counting": same}),
     ]
@@ -134,3 +137,19 @@ def test_rows_of_zeros_are_equal_to_themselves() -> None:
     layout = KVLayout("bfloat16", (KVLayer(1, 2, 2),))
     zeros = np.zeros((1, 3, 2), np.uint16)
     assert loss([(zeros, zeros)], [(zeros, zeros)], layout, 0).cosine == 1
+
+
+def test_white_noise_at_the_bound_has_no_gap() -> None:
+    assert gaussian_gap_db(3, 1 / 64) == pytest.approx(0)
+    # Eight Lloyd-Max levels leave 0.0345 of a Gaussian: 3.45 dB above the bound.
+    assert gaussian_gap_db(3, 0.03455) == pytest.approx(3.45, abs=0.01)
+
+
+def test_of_times_the_least_disturbed_count() -> None:
+    even = logs([0.5, 0.5], [0.5, 0.5])
+    kept = drift(even, even, [1, 0])
+    speeds = [Speed(3.0, 0.0), Speed(2.0, 0.05), Speed(0.1, 0.9)]
+    found = quality_of("tq3", [text("x", kept, prefill=x, restore=x) for x in speeds])
+    assert (found.prefill_s, found.restore_s, found.waited) == (2.0, 2.0, 0.05)
+    found = quality_of("tq3", [text("x", kept, prefill=x, restore=x) for x in speeds[2:]])
+    assert (found.prefill_s, found.waited) == (0.1, 0.9)

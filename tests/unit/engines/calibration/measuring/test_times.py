@@ -11,14 +11,15 @@ from itertools import count
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from engines.calibration.gate.rules import QUIET, is_disturbed
+from engines.calibration.instrument import NOTHING, HeldSession
 from engines.calibration.measuring.stopwatch import Stopwatch, processor_waits
 from engines.calibration.measuring.times import TRIES, timed_again
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.quality import Quality
-from kvstore.shapes import KVRun
 from kvstore.workers import usable_cores
 from tests.unit.engines.calibration.test_learn import Blind
 
@@ -51,15 +52,23 @@ def stopwatch_of(*waited: float) -> Callable[[], Stopwatch]:
     return partial(Stopwatch, lambda: float(next(ticks)), lambda: {1: next(waits, 0.0)})
 
 
+class Indifferent(Blind):
+    """Expects every token alike, whatever its past."""
+
+    def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        return np.full((len(tokens), 1400), -np.log(1400), np.float32)
+
+
 def timed(rows: list[Quality], *waited: float) -> list[Quality]:
     how = {"chunk_tokens": 32, "num_threads": 1}
-    return timed_again(Blind(), CODECS, rows, **how, stopwatch=stopwatch_of(*waited))  # type: ignore[arg-type]
+    return timed_again(Indifferent(), CODECS, rows, **how, stopwatch=stopwatch_of(*waited))  # type: ignore[arg-type]
 
 
 def test_only_rows_that_were_disturbed_are_timed_again():
     rows = [row("tq3", 0.5), row("tq4", QUIET), row("tq4", None, context=32)]
-    (found,) = timed(rows)
+    found, *others = timed(rows)
     per_1000 = 1000 / 64
+    assert others == rows[1:]
     assert found == msgspec.structs.replace(
         rows[0], prefill_s=per_1000, restore_s=per_1000, waited=0.0
     )
@@ -72,7 +81,7 @@ def test_the_least_disturbed_attempt_counts():
     assert len(shares) == 2 * TRIES
 
 
-class Remembering(Blind):
+class Remembering(Indifferent):
     """Begins no prompt as one that it has read before."""
 
     def __init__(self) -> None:
@@ -82,7 +91,7 @@ class Remembering(Blind):
     def encode(self, text: str) -> list[int]:
         return list(range(1000, 1400))
 
-    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
+    def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
         assert len(tokens) == 64 and tokens[0] not in [1000, *self.beginnings]
         self.beginnings.append(tokens[0])
         return super().prefill(tokens, past)

@@ -7,23 +7,22 @@ from functools import partial
 
 import numpy as np
 
-from engines.calibration.instrument import HeldSession
-from engines.calibration.measuring.cases import Case, in_reading_order
+from engines.calibration.instrument import NOTHING, HeldSession, Note
+from engines.calibration.measuring.cases import SHARED, Case, in_reading_order
 from engines.calibration.measuring.stopwatch import Stopwatch
 from engines.calibration.measuring.trials import (
     LEAST_SHARED,
     SLEEPS,
     TURN_TOKENS,
-    Prefixes,
+    Trials,
     common_length,
     least_context,
-    trials,
 )
 from kvstore.blobs.state_tree import MatrixArray, StateArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
-from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, StateLayout
+from kvstore.shapes import KVLayer, KVLayout, KVRun, StateLayout
 
 RAW = codec_by_name("raw")
 
@@ -34,7 +33,7 @@ class Adding:
     layout = KVLayout("float32", ())
     fingerprint = "f"
     ropes = ()
-    states = StateLayout(has_matrices=True)
+    states: StateLayout | None = StateLayout(has_matrices=True)
 
     def __init__(self, state_step: int = 1) -> None:
         self.state_step = state_step
@@ -43,33 +42,32 @@ class Adding:
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError
 
-    def prefill(self, tokens: Sequence[int], past: object = ()) -> list:  # type: ignore[type-arg]
-        raise NotImplementedError
-
-    def log_probs(self, run: object, tokens: Sequence[int]) -> np.ndarray:
-        raise NotImplementedError
-
     def window_ropes(self) -> tuple[()]:
         return ()
 
-    def prefill_whole(self, tokens: Sequence[int], past: HeldSession | None = None) -> HeldSession:
+    def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
         first = np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 8)
-        self.went_on_from.append(past.num_tokens if past else 0)
-        if past is not None:
+        self.went_on_from.append(past.num_tokens)
+        if past.num_tokens:
             assert isinstance(past.state, StateArray)
             first = past.state.array
         end = len(tokens) // self.state_step * self.state_step
-        added = tokens[past.num_tokens if past else 0 : end]
+        added = tokens[past.num_tokens : end]
         state = MatrixArray("float32", first + np.float32(sum(added)))
         return HeldSession((), end, state)
 
-    def log_probs_whole(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+    def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        raise NotImplementedError
+
+    sees_states = True
+
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         raise NotImplementedError
 
 
 def test_errors_of_all_sleeps_are_in_the_judged_session() -> None:
     instrument, tokens = Adding(), [1] * 200
-    how = trials(instrument, 128, 1, None)
+    how = Trials(instrument, 128, 1)
     session = how.session(tokens)
     before = 200 - (SLEEPS - 1) * TURN_TOKENS
     assert instrument.went_on_from == [0, before]
@@ -87,13 +85,13 @@ def test_errors_of_all_sleeps_are_in_the_judged_session() -> None:
         if number < SLEEPS - 1:
             array = array + np.float32(TURN_TOKENS)
     np.testing.assert_array_equal(trip.session.state.array, array)
-    assert trip.rows.nbytes < 400 and trip.rows.num_elements == 16
+    assert trip.nbytes < 400 and trip.num_elements == 16
 
 
 def test_states_that_exist_only_after_blocks_sleep_as_often_as_there_is_room() -> None:
     for num_tokens, sleeps in [(300, [160, 192, 224]), (70, [32])]:
         instrument = Adding(state_step=32)
-        how = trials(instrument, 128, 1, None)
+        how = Trials(instrument, 128, 1)
         whole = num_tokens // 32 * 32
         first = whole - len(sleeps) * 32
         session = how.session([1] * num_tokens)
@@ -107,7 +105,7 @@ def test_in_the_least_context_a_state_sleeps_as_often_as_it_is_judged_by() -> No
     least = least_context(Adding.states, step)
     for num_tokens, sleeps in [(least, SLEEPS), (least - step, SLEEPS - 1)]:
         instrument = Adding(step)
-        how = trials(instrument, 128, 1, None)
+        how = Trials(instrument, 128, 1)
         session = how.session([1] * num_tokens)
         how.trip(SessionCodec(RAW, None, matrix_codec("state4")), session)
         assert 1 + len(instrument.went_on_from[2:]) == sleeps
@@ -116,7 +114,7 @@ def test_in_the_least_context_a_state_sleeps_as_often_as_it_is_judged_by() -> No
 
 def test_an_exact_codec_changes_nothing() -> None:
     instrument, tokens = Adding(), [1] * 20
-    how = trials(instrument, 128, 1, None)
+    how = Trials(instrument, 128, 1)
     session = how.session(tokens)
     trip = how.trip(SessionCodec(RAW, None, matrix_codec("")), session)
     assert isinstance(session.state, StateArray) and isinstance(trip.session.state, StateArray)
@@ -124,62 +122,56 @@ def test_an_exact_codec_changes_nothing() -> None:
     assert how.session(tokens) is session and len(instrument.went_on_from) == 2
 
 
-class Counting:
+class Counting(Adding):
     """Its KV is the tokens themselves."""
 
     layout = KVLayout("float32", (KVLayer(1, 1, 1),))
-    fingerprint = "f"
-    ropes = (None,)
+    states = None
 
     def __init__(self) -> None:
+        super().__init__()
         self.computed: list[int] = []
 
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def prefill(self, tokens: Sequence[int], past: KVRun = ()) -> list[KVPair]:
-        first = past[0][0].shape[1] if past else 0
+    def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
+        first = past.num_tokens
         self.computed.append(len(tokens) - first)
-        old = past[0][0][0, :, 0] if past else np.empty(0, np.float32)
+        old = past.run[0][0][0, :, 0] if first else np.empty(0, np.float32)
         rows = np.concatenate([old, np.array(tokens[first:], np.float32)])[None, :, None]
-        return [(rows, rows)]
-
-    def log_probs(self, run: KVRun, tokens: Sequence[int]) -> np.ndarray:
-        raise NotImplementedError
+        return HeldSession([(rows, rows)], len(tokens))
 
 
 def test_a_prompt_that_begins_alike_goes_on_from_there() -> None:
     instrument = Counting()
-    prefixes = Prefixes(instrument)
+    trials = Trials(instrument, 128)
     long = list(range(1000))
     for tokens in (long[:400], long, long[:700], [*long[:600], *range(9000, 9300)], [5, 6, 7]):
-        ((keys, _),) = prefixes.run(tokens)
+        ((keys, _),) = trials.session(tokens).run
         assert keys[0, :, 0].tolist() == tokens
-    assert instrument.computed == [400, 600, 300, 3]
+    assert instrument.computed == [400, 600, 1, 300, 3]
 
 
 def test_a_few_tokens_are_computed_again() -> None:
     instrument = Counting()
-    prefixes = Prefixes(instrument)
+    trials = Trials(instrument, 128)
     few = list(range(LEAST_SHARED - 1))
-    prefixes.run([*few, 1000])
-    prefixes.run([*few, 2000])
+    trials.session([*few, 1000])
+    trials.session([*few, 2000])
     assert instrument.computed == [LEAST_SHARED, LEAST_SHARED]
 
 
 def test_a_prompt_is_timed_where_all_of_it_was_computed_for_it() -> None:
     times = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 30.0, 34.0])
     stopwatch = partial(Stopwatch, lambda: next(times), dict)
-    prefixes, long = Prefixes(Counting(), stopwatch=stopwatch), list(range(1000))
-    assert prefixes.prefill is None
-    prefixes.run(long[:400])
-    assert prefixes.prefill == (2 / 0.4, 0)
-    prefixes.run(long)  # goes on from all of it
-    assert prefixes.prefill == (2 + 3, 0)
-    prefixes.run([*long[:600], *range(9000, 9300)])  # from a part of it
-    assert prefixes.prefill is None
-    prefixes.run([5] * 500)
-    assert prefixes.prefill == (8, 0)
+    trials, long = Trials(Counting(), 128, stopwatch=stopwatch), list(range(1000))
+    assert trials.prefill is None
+    trials.session(long[:400])
+    assert trials.prefill == (2 / 0.4, 0)
+    trials.session(long)  # goes on from all of it
+    assert trials.prefill == (2 + 3, 0)
+    trials.session([*long[:600], *range(9000, 9300)])  # from a part of it
+    assert trials.prefill is None
+    trials.session([5] * 500)
+    assert trials.prefill == (8, 0)
 
 
 def test_the_length_of_the_common_prefix() -> None:
@@ -189,6 +181,7 @@ def test_the_length_of_the_common_prefix() -> None:
 
 
 def test_cases_that_begin_alike_follow_each_other() -> None:
-    prefixes = [(5, 5, 5), (1, 2, 3), (5, 5), (1, 2, 9), (5, 5, 5, 1)]
-    ordered = in_reading_order([Case("x", x, (0,)) for x in prefixes])
-    assert [x.prefix for x in ordered] == sorted(prefixes)
+    texts = [(x,) * SHARED for x in (5, 1, 3)]
+    prefixes = [*((*x, 2, 2) for x in texts), (*texts[0], 1), (9, *texts[1]), (*texts[0], 2)]
+    ordered = in_reading_order([Case(str(i), x, (0,)) for i, x in enumerate(prefixes)])
+    assert [x.name for x in ordered] == ["3", "5", "0", "1", "2", "4"]

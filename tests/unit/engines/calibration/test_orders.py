@@ -1,14 +1,16 @@
-"""The order for a model that was never measured."""
+"""The orders by which an engine measures a model that it serves."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from engines.calibration import first_order as first_order_module
-from engines.calibration.first_order import (
+from engines.calibration import orders
+from engines.calibration.orders import (
+    EARLY_WINDOWS,
     FIRST_CONTEXT,
     FIRST_SCORED,
     FIRST_WINDOW_TOKENS,
@@ -16,6 +18,7 @@ from engines.calibration.first_order import (
     MOST_ROW_BYTES,
     MOST_WINDOWS,
     TooShort,
+    early_order,
     first_order,
     further_order,
 )
@@ -66,17 +69,23 @@ def test_it_judges_by_the_same_cases(tmp_path: Path) -> None:
     assert [getattr(more, x) for x in same] == [getattr(order, x) for x in same]
 
 
+def test_an_early_one_learns_from_fewer_texts(tmp_path: Path) -> None:
+    order = first_order(StoreConfig(), 8192, str(tmp_path))
+    early = early_order(order)
+    assert early.num_windows == EARLY_WINDOWS and early.ends_early and not order.ends_early
+    assert early_order(msgspec.structs.replace(order, num_windows=4)).num_windows == 4
+    assert (early.presets, early.contexts) == (order.presets, order.contexts)
+
+
 def test_rows_to_learn_from_fit_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = first_order(StoreConfig(), 8192, str(tmp_path))
 
     def learned(elements_per_token: int, free: int = 1 << 60) -> int:
         disk = SimpleNamespace(free=free)
-        monkeypatch.setattr(first_order_module.shutil, "disk_usage", lambda path: disk)
+        monkeypatch.setattr(orders.shutil, "disk_usage", lambda path: disk)
         return further_order(order, elements_per_token).num_windows
 
     of_token = MOST_ROW_BYTES // (2 * FIRST_WINDOW_TOKENS * 43)
-    assert learned(of_token) == 40
+    assert learned(of_token) == 43
     assert learned(1 << 40) == FIRST_WINDOWS, "those were read before"
     assert learned(1 << 16, free=4 << 30) == FIRST_WINDOWS
-    few = {learned(1 << 15, free=(6 << 30) + (i << 20)) for i in range(8)}
-    assert few == {48}, "an order that was interrupted is found again"

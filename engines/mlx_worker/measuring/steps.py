@@ -13,15 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from engines.calibration.instrument import HeldSession, Interrupted, LayerNotice, StateNotice
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
-from engines.mlx_worker.model.instrument import caches_of, log_probs, session_of
 from engines.mlx_worker.model.layer_calls import (
     NotedRows,
     NotedState,
@@ -29,13 +29,28 @@ from engines.mlx_worker.model.layer_calls import (
     noted_rows,
     noted_states,
 )
+from kvstore.blobs.state_tree import copied_state
 from kvstore.shapes import KVLayout
 
 T = TypeVar("T")
 
 
+class Steps(Protocol):
+    """Runs steps that need the model."""
+
+    def run(self, step: Callable[[], T]) -> T:
+        """Run ``step`` and return what it returns."""
+
+
+class AtOnce:
+    """Runs steps on the calling thread, which loaded the model."""
+
+    def run(self, step: Callable[[], T]) -> T:
+        return step()
+
+
 class IdleSteps:
-    """A line of one: the next step, and the thread that waits for it."""
+    """A line of one: the next step, and the thread that waits for it. A ``Steps``."""
 
     def __init__(
         self, wake: Callable[[], None], monotonic: Callable[[], float] = time.monotonic
@@ -111,6 +126,27 @@ class IdleSteps:
 
 class Dropped(Exception):
     """The prefix was given up for a user's request; its work has to begin again."""
+
+
+def log_probs(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
+    """Feed ``tokens`` after ``caches``; the log-probabilities after each, fp32 (tokens, vocab)."""
+    logits = model(mx.array(list(tokens))[None], cache=caches)[0].astype(mx.float32)
+    scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return scores
+
+
+def caches_of(model: Any, layout: KVLayout, session: HeldSession) -> Caches:
+    """Make caches of a copy of the session; empty ones of no tokens. Raises ``Mismatch``."""
+    if not session.num_tokens:
+        return list(make_prompt_cache(model))
+    return kv_arrays.rebuild(model, layout, session.run, session.state, session.num_tokens)
+
+
+def session_of(caches: Caches, num_tokens: int) -> HeldSession:
+    """Copy everything that caches of ``num_tokens`` tokens hold."""
+    run = [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, num_tokens)]
+    state = copied_state(kv_arrays.state_tree(caches))
+    return HeldSession(run, num_tokens, state)
 
 
 class HeldPrefix:

@@ -1,7 +1,9 @@
-"""The order for a model that was never measured: quick, and carried out while it serves.
+"""The orders by which an engine measures a model that it serves, each more thorough than the last.
 
-The one that follows it, ``further_order``, learns from more texts and takes longer. It judges by
-the same cases, so that figures can be compared.
+``early_order`` learns from a few texts, and ends as soon as the cases seen leave no doubt that its
+presets keep the bound. ``first_order`` judges by all cases. ``further_order`` learns from as many
+texts as there is room for, and has the densest preset. All judge by the same cases, so that figures
+can be compared.
 """
 
 from __future__ import annotations
@@ -30,11 +32,9 @@ FIRST_WINDOWS: Final = 24
 FIRST_WINDOW_TOKENS: Final = 512  # at most half of the context: see ``further_order``
 FIRST_PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
 FIRST_CHAINS: Final = 3
+EARLY_WINDOWS: Final = 12
 DENSEST: Final = "max"  # it learns
 MOST_WINDOWS: Final = 96  # of an order that follows
-# Numbers of texts differ by so many: an order that was interrupted is found again, though the free
-# space has changed meanwhile.
-WINDOWS_STEP: Final = 8
 FURTHER_PROBED: Final = 0.25  # of each window
 MOST_ROW_BYTES: Final = 8 << 30  # of rows to learn from, in a file without a name
 FREE_SHARE: Final = 4  # at most a quarter of that disk's free space
@@ -78,12 +78,17 @@ def first_order(
         probed_share=FIRST_PROBED,
         num_scored=FIRST_SCORED,
         depths=(0.5,),
-        with_bounds=False,  # they are not read here, and cost as much as learning
         num_chains=FIRST_CHAINS,
         num_threads=restoring_threads(store.num_threads),
         chunk_tokens=CHUNK_TOKENS,
         data_path=data_path,
     )
+
+
+def early_order(order: CalibrationOrder) -> CalibrationOrder:
+    """Make the order that goes before a first one, for a verdict within a minute or two."""
+    num_windows = min(order.num_windows, EARLY_WINDOWS)
+    return msgspec.structs.replace(order, num_windows=num_windows, ends_early=True)
 
 
 def further_order(order: CalibrationOrder, elements_per_token: int) -> CalibrationOrder:
@@ -97,7 +102,7 @@ def further_order(order: CalibrationOrder, elements_per_token: int) -> Calibrati
     """
     room = min(MOST_ROW_BYTES, shutil.disk_usage(order.data_path).free // FREE_SHARE)
     of_window = max(1, order.window_tokens * elements_per_token * STORED_BYTES)
-    num_windows = min(MOST_WINDOWS, room // of_window) // WINDOWS_STEP * WINDOWS_STEP
+    num_windows = min(MOST_WINDOWS, room // of_window)
     learned = [x for x in order.presets if is_learned(first_part(x))]
     return msgspec.structs.replace(
         order,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mlx_worker.measurement import (
+from engines.mlx_worker.measuring.instrument import (
     CPU_WORK,
     GPU_WORK,
     LARGEST,
@@ -25,7 +25,7 @@ def test_a_step_stays_within_its_work(num_parameters: int, on_gpu: bool) -> None
 
 
 def test_usual_models() -> None:
-    assert [step_tokens(x, on_gpu=False) for x in (135_000_000, 8_000_000_000)] == [64, SMALLEST]
+    assert [step_tokens(x, on_gpu=False) for x in (135_000_000, 8_000_000_000)] == [128, SMALLEST]
     assert [step_tokens(x, on_gpu=True) for x in (135_000_000, 8_000_000_000)] == [LARGEST, 64]
 
 

@@ -1,0 +1,205 @@
+"""The instrument with which ``engines.calibration`` measures an mlx model, in small steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.utils import get_total_parameters
+
+from engines.calibration.instrument import (
+    NOTHING,
+    HeldSession,
+    Interrupted,
+    LayerNotice,
+    Note,
+    NotObservable,
+    StateNotice,
+    draw_seed,
+)
+from engines.mlx_worker.cache.layout import CachePlan
+from engines.mlx_worker.measuring.steps import AtOnce, Dropped, HeldPrefix, Steps
+from engines.mlx_worker.model.loading import LoadedModel, fingerprint
+from engines.mlx_worker.model.ropes import rope_readers
+from kvstore.session import CHUNK_TOKENS
+from kvstore.shapes import KVLayout, KVRun, Rope, StateLayout
+
+CPU_WORK: Final = 2 * 10**10  # tokens of a step times parameters
+GPU_WORK: Final = 10**12
+SMALLEST: Final = 8
+LARGEST: Final = 512
+T = TypeVar("T")
+MOST_NOTED: Final = 128  # tokens at a time whose calls are differentiated
+
+
+def step_tokens(num_parameters: int, *, on_gpu: bool) -> int:
+    """Return the tokens of a step, a power of two."""
+    wanted = (GPU_WORK if on_gpu else CPU_WORK) // max(num_parameters, 1)
+    return max(SMALLEST, min(LARGEST, 1 << max(wanted.bit_length() - 1, 0)))
+
+
+def step_tokens_of(model: Any) -> int:
+    """Return the tokens of a step of this model, on the device that computes it."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    count: int = get_total_parameters(model)  # type: ignore[no-untyped-call]
+    return step_tokens(count, on_gpu=on_gpu)
+
+
+class MlxInstrument:
+    """Measures a model in this process, or the served one in idle moments of the owner thread.
+
+    In an engine all of its methods raise ``Interrupted`` once the engine ends.
+    """
+
+    sees_states = True
+    state_step = CHUNK_TOKENS
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: CachePlan,
+        folder: Path | None = None,
+        steps: Steps | None = None,
+        held: HeldPrefix | None = None,
+        step_tokens: int = LARGEST,
+    ) -> None:
+        """Look at a loaded model.
+
+        Args:
+            plan: of the served model's cache.
+            folder: see ``fingerprint``.
+            steps, held: the owner thread's; None = the model belongs to this thread.
+            step_tokens: that are fed at a time.
+
+        Raises:
+            ValueError: this model's cache cannot be kept.
+        """
+        if plan.layout is None:
+            raise ValueError(plan.reason)
+        self.layout: KVLayout = plan.layout
+        self.states: StateLayout | None = plan.states
+        self._plan = plan
+        self._loaded = loaded
+        self._folder = folder
+        self._steps: Steps = steps or AtOnce()
+        self._held = held or HeldPrefix(loaded.model, plan.layout)
+        self._step_tokens = step_tokens
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self._loaded, self._plan, self._folder)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._loaded.tokenizer.encode(text, verbose=False))
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        return self._ropes(windows=False)
+
+    def window_ropes(self) -> tuple[Rope | None, ...]:
+        return self._ropes(windows=True)
+
+    def _ropes(self, *, windows: bool) -> tuple[Rope | None, ...]:
+        find = partial(rope_readers, self._loaded.model, self._plan, windows=windows)
+        return tuple(self._steps.run(read) for read in self._steps.run(find))
+
+    def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        return self._until_done(lambda: self._scored(session, tokens))
+
+    def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
+        return self._until_done(lambda: self._whole(tokens, past))
+
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
+        noted = _NotedOnce(note)
+        try:
+            return self._until_done(lambda: self._observed(tokens, first, noted))
+        except (RuntimeError, ValueError) as error:  # mlx says so in either way
+            raise NotObservable(f"mlx cannot differentiate a layer: {error}") from error
+
+    def _until_done(self, work: Callable[[], T]) -> T:
+        """Do work of several steps, again from its start whenever the KV was needed by others."""
+        while True:
+            try:
+                return work()
+            except Dropped:
+                continue  # its first step waits for the next idle moment
+            except Exception:
+                with suppress(Interrupted):
+                    self._steps.run(self._held.drop)
+                raise
+
+    def _whole(self, tokens: Sequence[int], past: HeldSession) -> HeldSession:
+        self._feed(past, tokens[past.num_tokens :])
+        return self._steps.run(lambda: self._held.take(len(tokens)))
+
+    def _feed(self, past: HeldSession, tokens: Sequence[int]) -> None:
+        """Have ``past``, followed by ``tokens``, held."""
+        self._steps.run(lambda: self._held.begin(past))
+        at = 0
+        while at < len(tokens):
+            part = tokens[at : at + self._step_tokens]
+            self._steps.run(partial(self._held.feed, part))
+            at += len(part)
+
+    def _observed(self, tokens: Sequence[int], first: int, noted: _NotedOnce) -> KVRun:
+        noted.begin()
+        self._feed(NOTHING, tokens[:first])
+        at = first
+        while at < len(tokens):
+            part = tokens[at : at + min(self._step_tokens, MOST_NOTED)]
+            for number in range(self._steps.run(partial(self._held.feed_noted, part))):
+                seed = draw_seed(tokens, at, number)
+                look = partial(self._held.notice, number, first, seed)
+                noted.note(partial(self._steps.run, look))
+            at += len(part)
+        return self._steps.run(lambda: self._held.take(len(tokens))).run
+
+    def _scored(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+        self._steps.run(lambda: self._held.begin(session))
+        found, at = np.empty((0, 0), np.float32), 0
+        while at < len(tokens):
+            part = tokens[at : at + self._step_tokens]
+            is_last = at + len(part) == len(tokens)
+            scores = self._steps.run(partial(self._score, part, is_last))
+            if not at:
+                found = np.empty((len(tokens), scores.shape[1]), np.float32)
+            found[at : at + len(part)] = scores
+            at += len(part)
+        return found
+
+    def _score(self, tokens: Sequence[int], is_last: bool) -> np.ndarray:
+        """Score one part, on the owner thread; nothing is held after the last."""
+        found = self._held.score(tokens)
+        if is_last:
+            self._held.drop()
+        return found
+
+
+class _NotedOnce:
+    """Passes each notice of a text on once, also where the text had to be begun again.
+
+    Steps and draws are the same each time, and so is the order of notices.
+    """
+
+    def __init__(self, note: Note) -> None:
+        self._note = note
+        self._num_noted = 0
+        self._number = 0  # of the next look since the text was begun
+
+    def begin(self) -> None:
+        """Begin the text, perhaps again."""
+        self._number = 0
+
+    def note(self, look: Callable[[], LayerNotice | StateNotice | None]) -> None:
+        """Pass on the notice that ``look`` returns, unless that was done before."""
+        self._number += 1
+        if self._number > self._num_noted:
+            notice = look()
+            self._num_noted = self._number
+            if notice is not None:
+                self._note(notice)
