@@ -17,7 +17,7 @@ from rich.text import Text
 
 from launch.errors import LaunchError
 from launch.remote import MOST_BYTES, Address, content_of
-from launch.top_frame import FILTERS, ORDERS, frame, objects, part
+from launch.top_frame import FILTERS, MOST_TENANTS, ORDERS, frame, objects, part
 
 PATH = "/v1/snapshot"
 EVERY_S = 1.0
@@ -174,6 +174,7 @@ class _Screen:
         lines = self._console.height // len(watched)
         for model in watched:
             used = OTHER_LINES + min(7, len(objects(part(model.said, "now").get("requests"))))
+            used += min(MOST_TENANTS + 3, 2 * len(objects(model.said.get("tenants"))))
             shown = frame(
                 model.said,
                 order=self._order,

@@ -32,6 +32,9 @@ STYLES: Final = {
     "cold": "cyan",
     "waking": "yellow",
 }
+KINDS: Final = {"restored": "restored", "hot": "hot", "missed": "missed", "first": "first turns"}
+MOST_TENANTS: Final = 5
+TENANTS: Final = ("tenant", "sessions", "running", "waiting", "tokens/h", "share", "waited")
 REQUESTS: Final = ("request", "session", "client", "prompt", "answered", "since")
 LEAST_NAME: Final = 16  # characters of a session's name that are seen in any case
 GAP: Final = 2  # between two columns
@@ -121,7 +124,10 @@ def frame(
         return Text(trouble or "waiting for the server", style="dim")
     moment = time.time() if now is None else now
     rows = chosen(said, order, kept)
-    parts: list[RenderableType] = [_head(said, moment), _now(said), _memory(said)]
+    parts: list[RenderableType] = [_head(said, moment), _now(said)]
+    if times := _first_token(part(said, "now")):
+        parts.append(_text(times))
+    parts.append(_memory(said))
     if part(said, "quality").get("name"):
         parts.append(_quality(said))
     if trouble:
@@ -129,6 +135,9 @@ def frame(
     requests = objects(part(said, "now").get("requests"))
     if requests:
         parts += [Text(), _requests(requests, moment)]
+    tenants = objects(said.get("tenants"))
+    if len(tenants) > 1:
+        parts += [Text(), _tenants(tenants)]
     parts += [Text(), _sessions(rows[:most_rows], moment, _has_tenants(rows), width)]
     count = int(number(said.get("num_sessions"))) or len(rows)
     words = f"{min(len(rows), most_rows)} of {_sessions_of(count)}, {kept}, by {order}"
@@ -181,6 +190,32 @@ def _saved_today(now: Row) -> str:
     if now.get("saved_s_today") is None:  # the speed of prefill is not known yet
         return f"saved today {tokens} of prefill"
     return f"saved today {_seconds(now['saved_s_today'])} of prefill ({tokens})"
+
+
+def _first_token(now: Row) -> str:
+    """Say how soon returns begin to be answered, against first turns."""
+    times = now.get("first_token")
+    kinds = times if isinstance(times, dict) else {}
+    words = [
+        f"{name} {_seconds(kinds[kind].get('p50_s'))} (p95 {_seconds(kinds[kind].get('p95_s'))})"
+        for kind, name in KINDS.items()
+        if isinstance(kinds.get(kind), dict)
+    ]
+    return f"first token: {' · '.join(words)}" if words else ""
+
+
+def _tenants(tenants: Sequence[Row]) -> Table:
+    def cells(row: Row) -> tuple[str, ...]:
+        counts = (row.get(x) for x in ("sessions", "running", "waiting", "tokens_last_hour"))
+        waited, share = row.get("wait_p95_s"), row.get("share")
+        return (
+            str(row.get("name")),
+            *(str(int(number(x))) for x in counts),
+            "" if share is None else f"{100 * number(share):.0f} %",
+            "" if waited is None else _seconds(waited),
+        )
+
+    return _listing(TENANTS, TENANTS[1:], [cells(x) for x in tenants], MOST_TENANTS)
 
 
 def _memory(said: Row) -> Table:
@@ -240,19 +275,13 @@ def _bar(name: str, tier: Mapping[str, Any], mark: float = 0.0) -> tuple[Text, T
 
 
 def _requests(requests: Sequence[Row], moment: float) -> Table:
-    table = _table(REQUESTS, right=("answered", "since"))
-    for row in requests[:MOST_REQUESTS]:
-        table.add_row(
-            _text(str(row.get("phase"))),
-            _text(str(row.get("session") or "")),
-            _text(str(row.get("client") or "")),
-            _text(_progress(row)),
-            _text(str(int(number(row.get("answered_tokens"))))),
-            _text(_since(row.get("started_at"), moment)),
-        )
-    if len(requests) > MOST_REQUESTS:
-        table.add_row(_text(f"and {len(requests) - MOST_REQUESTS} more", "dim"))
-    return table
+    def cells(row: Row) -> tuple[str, ...]:
+        answered, since = number(row.get("answered_tokens")), _since(row.get("started_at"), moment)
+        who = (str(row.get("session") or ""), str(row.get("client") or ""))
+        return (str(row.get("phase")), *who, _progress(row), str(int(answered)), since)
+
+    right = ("answered", "since")
+    return _listing(REQUESTS, right, [cells(x) for x in requests], MOST_REQUESTS)
 
 
 def _progress(row: Row) -> str:
@@ -341,11 +370,17 @@ def _last_turn(row: Row) -> str:
     return f"{source.removeprefix('cold-')} {reason}".strip()
 
 
-def _table(columns: Sequence[str], right: Sequence[str]) -> Table:
+def _listing(
+    columns: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[str]], most: int
+) -> Table:
+    """Make a plain table of the first rows; ``right`` are the columns set to the right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
-        justify = "right" if name in right else "left"
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    for row in rows[:most]:
+        table.add_row(*map(_text, row))
+    if len(rows) > most:
+        table.add_row(_text(f"and {len(rows) - most} more", "dim"))
     return table
 
 

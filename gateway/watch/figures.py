@@ -5,7 +5,7 @@ Figures of the whole machine would show a tenant how busy the others are.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
@@ -32,10 +32,18 @@ MAX_VERDICTS: Final = 20
 EXPECTED: Final = "about 1/5 to 1/11 of bf16"
 
 
+class TenantSums:
+    """The sums over one tenant's sessions."""
+
+    def __init__(self) -> None:
+        self.num_sessions = self.hot_bytes = self.cold_bytes = 0
+
+
 class Sums:
     """The sums over the sessions that a reader may see."""
 
     def __init__(self) -> None:
+        self.of: defaultdict[str, TenantSums] = defaultdict(TenantSums)  # by tenant
         self.states: Counter[str] = Counter()
         self.tier_sessions: Counter[TierName] = Counter()
         self.tier_bytes: Counter[TierName] = Counter()
@@ -49,9 +57,13 @@ class Sums:
             hot_bytes: that it takes while it is hot.
             bf16_bytes: that its cold KV would take in bf16.
         """
+        own = self.of[session.ref.tenant]
+        own.num_sessions += 1
+        own.cold_bytes += session.cold_bytes
         self.num_sessions += 1
         self.states[session.state.value] += 1
         if session.hot:
+            own.hot_bytes += hot_bytes
             self.hot_bytes += hot_bytes
         if session.state is State.IDLE:
             self.idle_bytes += hot_bytes
@@ -136,16 +148,16 @@ class Verdicts:
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._last: tuple[object, ...] | None = None
-        self._heard: deque[CodecVerdict] = deque(maxlen=MAX_VERDICTS)
+        self._known: deque[CodecVerdict] = deque(maxlen=MAX_VERDICTS)
 
     def note(self, codec: CodecReport | None) -> list[CodecVerdict]:
         """Note the engine's report, if it is another verdict; return all that are known."""
         if codec is None or not codec.id:
-            return list(self._heard)
+            return list(self._known)
         verdict = (codec.id, codec.why, codec.unmeasured)
         if verdict != self._last:
             self._last = verdict
-            self._heard.append(
+            self._known.append(
                 CodecVerdict(
                     at=round(self._wall(), 1),
                     codec=codec.id,
@@ -154,7 +166,7 @@ class Verdicts:
                     worst_kl=max((x.kl for x in codec.rows), default=None),
                 )
             )
-        return list(self._heard)
+        return list(self._known)
 
 
 def quality_shown(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -29,6 +29,7 @@ from gateway.watch.shape import (
     ServerStatus,
     SessionDetail,
     Snapshot,
+    TenantStatus,
 )
 from gateway.watch.snapshots import Snapshots
 from gateway.watch.tally import HOUR_S, STEP_S, PrefillSpeed, Tallies
@@ -38,6 +39,7 @@ from scheduler.sessions import SessionManager
 ASK_S = 0.5  # that the engine may take to answer
 STALE_S = 3.0  # of the engine's figures
 MAX_REQUESTS = 400  # shown
+MAX_TENANTS = 200  # shown
 DIALECTS = ("chat.completions", "completions", "responses", "messages")
 COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps mean nothing
 
@@ -239,6 +241,7 @@ class Live(Observer):
             ),
             hour=hour,
             moves=moves,
+            tenants=self._tenants(sums) if tenant is None else [],
             num_sessions=sums.num_sessions,
             sessions=[],
         )
@@ -292,7 +295,36 @@ class Live(Observer):
             saved_tokens_today=tokens,
             saved_s_today=seconds,
             turns_today=turns,
+            first_token=tally.first_tokens.shown(),
         )
+
+    def _tenants(self, sums: Sums) -> list[TenantStatus]:
+        """Show what each tenant has and uses; those of long ago, without sessions, are left out."""
+        now, requests = self._clock(), Counter(x.ref.tenant for x in self._requests)
+        in_engine = Counter(x.ref.tenant for x in self._requests if x.in_engine)
+        all_tokens = self._tallies[None].tokens_last_hour(now)
+        shown = []
+        for name in {x for x in self._tallies if x is not None} | set(sums.of) | set(requests):
+            tally, own = self._tallies[name], sums.of[name]
+            tokens = tally.tokens_last_hour(now)
+            if not (tokens or own.num_sessions or requests[name]):
+                continue
+            shown.append(
+                TenantStatus(
+                    name=name,
+                    sessions=own.num_sessions,
+                    hot_bytes=own.hot_bytes,
+                    cold_bytes=own.cold_bytes,
+                    running=in_engine[name],
+                    waiting=requests[name] - in_engine[name],
+                    tokens_last_hour=tokens,
+                    share=round(tokens / all_tokens, 3) if all_tokens else None,
+                    wait_p95_s=tally.wait_p95_s,
+                    saved_tokens_today=tally.today[0],
+                )
+            )
+        shown.sort(key=lambda x: (-x.tokens_last_hour, x.name))
+        return shown[:MAX_TENANTS]
 
 
 def _shown(request: LiveRequest, admin: bool) -> RequestStatus:

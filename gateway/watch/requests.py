@@ -43,7 +43,7 @@ class _TokenCount:
 
 
 class LiveRequest:
-    """One request that is being served: hears of it, and counts it in the metrics.
+    """Follows one request while it is served, and counts it in the metrics.
 
     Belongs to the event loop.
     """

@@ -56,6 +56,19 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None  # why not more of it was reused
 
 
+# Of a turn: its session began; it went on in hot memory, or from a tier; nothing was found.
+TurnKind: TypeAlias = Literal["first", "hot", "restored", "missed"]
+
+
+class FirstTokenTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The time from a request's arrival to its first token, over the latest streams of a kind."""
+
+    turns: int
+    p50_s: float
+    p95_s: float
+    prompt_tokens: int  # the median
+
+
 class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """This moment, as far as the caller may see it."""
 
@@ -70,6 +83,22 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     saved_tokens_today: int  # restored or hot, since midnight UTC or the start
     saved_s_today: float | None  # null: the speed of prefill is not known yet
     turns_today: int
+    first_token: dict[TurnKind, FirstTokenTimes]  # kinds that were seen, since the server's start
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant has and uses."""
+
+    name: str
+    sessions: int
+    hot_bytes: int
+    cold_bytes: int
+    running: int  # requests inside the engine
+    waiting: int  # and in the gateway's line
+    tokens_last_hour: int  # that were computed, of prompts and answers
+    share: float | None  # of those of all tenants; null while there are none
+    wait_p95_s: float | None  # in the gateway's line, over its latest turns
+    saved_tokens_today: int
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +209,7 @@ class QualityBound(msgspec.Struct, frozen=True):
 class CodecVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict of the gate, from then on until the next."""
 
-    at: float  # when this server heard of it
+    at: float  # when this server learned it
     codec: str  # id
     why: str
     measured: bool
@@ -200,7 +229,7 @@ class QualityStatus(msgspec.Struct, frozen=True, kw_only=True):
     can_measure: bool  # ``POST /admin/measure`` starts one
     bound: QualityBound | None
     rows: list[QualityRow]
-    history: list[CodecVerdict]  # that this server has heard, the oldest first
+    history: list[CodecVerdict]  # since this server's start, the oldest first
 
 
 class HourlySpeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,6 +266,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     quality: QualityStatus | None  # null while the engine starts
     hour: HourlySpeeds
     moves: list[Move]  # of the last hour, the oldest first; the latest ``MAX_MOVES``
+    tenants: list[TenantStatus]  # for admins only; who used most in the last hour first
     num_sessions: int  # may be more than are listed
     sessions: list[SessionStatus]  # the most recently used first
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Final
 
+from engines.http import CacheOutcome
 from gateway.watch.requests import LiveRequest, Stretch
-from gateway.watch.shape import MAX_MOVES, Move
+from gateway.watch.shape import MAX_MOVES, FirstTokenTimes, Move, TurnKind
+
+LATEST_TURNS: Final = 500  # over which times are shown
 
 RATE_S = 10.0
 LEAST_RATE_S = 1.0  # a shorter time depends more on one step of the engine than on its speed
@@ -120,9 +125,52 @@ class Pace:
             return round(self._recent.since(int(self._began)) / max(LEAST_RATE_S, over_s), 1)
         return round(self._recent.since(now - RATE_S) / RATE_S, 1)
 
+    def in_hour(self, now: float) -> float:
+        """Return the tokens of the last hour; it begins with a step."""
+        return self._hour.since(now // STEP_S * STEP_S - HOUR_S)
+
     def hour(self, first: int, until: int) -> list[float]:
         """Return the rates of steps, by their numbers."""
         return [round(self._hour.of(number) / STEP_S, 1) for number in range(first, until)]
+
+
+class FirstTokens:
+    """Times to first token of the latest streams, by the kind of turn."""
+
+    def __init__(self) -> None:
+        self._latest: dict[TurnKind, deque[tuple[float, int]]] = {}
+
+    def add(self, kind: TurnKind, seconds: float, prompt_tokens: int) -> None:
+        latest = self._latest.setdefault(kind, deque(maxlen=LATEST_TURNS))
+        latest.append((seconds, prompt_tokens))
+
+    def shown(self) -> dict[TurnKind, FirstTokenTimes]:
+        """Return the median and the 95th percentile of each kind that was seen."""
+        return {kind: self._times(latest) for kind, latest in self._latest.items()}
+
+    def _times(self, latest: Collection[tuple[float, int]]) -> FirstTokenTimes:
+        seconds = [x for x, _ in latest]
+        return FirstTokenTimes(
+            turns=len(seconds),
+            p50_s=round(statistics.median(seconds), 3),
+            p95_s=round(p95(seconds), 3),
+            prompt_tokens=round(statistics.median(x for _, x in latest)),
+        )
+
+
+def p95(values: Collection[float]) -> float:
+    """Return the 95th percentile of at least one value: one that was seen, never less."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)]
+
+
+def kind_of(cache: CacheOutcome) -> TurnKind:
+    """Return the kind of a turn; a first one has nothing to return to."""
+    if cache.source == "hot":
+        return "hot"
+    if cache.source.startswith("cold"):
+        return "restored"
+    return "first" if cache.reason == "never-stored" else "missed"
 
 
 class Tally:
@@ -134,6 +182,8 @@ class Tally:
         self._saved_tokens = self._turns = 0
         self._saved_s: float | None = None  # until it is known of some
         self.prompts, self.answers = Pace(), Pace()
+        self.first_tokens = FirstTokens()
+        self._waits: deque[float] = deque(maxlen=LATEST_TURNS)
         self.moves: deque[Move] = deque(maxlen=MAX_MOVES)
         self.outcomes: dict[str, dict[str, int]] = {}
         self.departures: dict[str, dict[str, int]] = {}
@@ -142,6 +192,10 @@ class Tally:
         """Count a turn that is over."""
         self._turn_day()
         self._turns += 1
+        self._waits.append(request.waited_s)
+        if request.cache is not None and request.first_token_s is not None:
+            kind, prompt_tokens = kind_of(request.cache), request.prompt_tokens or 0
+            self.first_tokens.add(kind, request.first_token_s, prompt_tokens)
         self._saved_tokens += request.reused_tokens
         if request.reused_tokens and saved_s is not None:
             self._saved_s = (self._saved_s or 0.0) + saved_s
@@ -158,6 +212,15 @@ class Tally:
         ):
             if num_tokens:
                 pace.add(stretch.begin, stretch.end, num_tokens)
+
+    @property
+    def wait_p95_s(self) -> float | None:
+        """The 95th percentile of the latest turns' time in the gateway's line."""
+        return round(p95(self._waits), 3) if self._waits else None
+
+    def tokens_last_hour(self, now: float) -> int:
+        """Count the tokens that were computed in the last hour, of prompts and answers."""
+        return round(self.prompts.in_hour(now) + self.answers.in_hour(now))
 
     def hour(self, now: float, started: float) -> tuple[float, list[float], list[float]]:
         """Return when the last hour's first step began, and each step's rates, of both kinds."""

@@ -8,14 +8,15 @@ import { ThemeSwitch } from "./parts/theme.js";
 import { call, keyOf, modelOf, setKey, setModel } from "./live/api.js";
 import { connection, findKey, now, reset, rowKey, server } from "./live/store.js";
 import { start } from "./live/poll.js";
+import { Chat } from "./views/chat.js";
 import { Memory } from "./views/memory.js";
 import { Now } from "./views/now.js";
 import { Quality } from "./views/quality.js";
 import { filter, NO_FILTER, Sessions } from "./views/sessions.js";
 import { Setup } from "./views/setup.js";
 
-const VIEWS = ["now", "sessions", "memory", "quality", "setup"];
-const LABELS = { now: "Now", sessions: "Sessions", memory: "Memory", quality: "Quality", setup: "Set-up" };
+const VIEWS = ["now", "sessions", "chat", "memory", "quality", "setup"];
+const LABELS = { now: "Now", sessions: "Sessions", chat: "Chat", memory: "Memory", quality: "Quality", setup: "Set-up" };
 const PHASES = {
   connecting: "connecting",
   live: "live",
@@ -71,6 +72,8 @@ function View() {
   switch (place.value.view) {
     case "sessions":
       return html`<${Sessions} chosen=${findKey(place.value.open)} open=${open} close=${() => go("sessions")} />`;
+    case "chat":
+      return html`<${Chat} open=${open} />`;
     case "memory":
       return html`<${Memory} />`;
     case "quality":

@@ -24,19 +24,27 @@ def cell(page, name):
 
 def test_a_chat_is_opened_sleeps_comes_back_is_pinned_and_forgotten(server, browser):
     page = browser.open(key=KEYS["alice"][0])
-    page.get_by_role("button", name="Try it: send one short chat").click()
-    page.get_by_text("You said:").first.wait_for()
+    page.get_by_role("link", name="chat here").click()
+    page.get_by_label("Message").fill("one two three")
+    page.get_by_label("Message").press("Enter")
+    page.get_by_text("You said: one two three").wait_for()
     cell(page, "Hot 1 session").wait_for()
 
     page.get_by_role("button", name="Let it sleep").click()
     cell(page, "Packed RAM 1 session").wait_for()
-    page.get_by_role("button", name="Come back to it").click()
+    page.get_by_role("button", name="Wake").wait_for()
+    page.get_by_label("Message").fill("four five six")
+    page.get_by_role("button", name="Send").click()
     page.locator(".talk").get_by_text("from RAM").wait_for()
     cell(page, "Hot 1 session").wait_for()
+    page.get_by_role("tab", name="Now").click()
+    page.get_by_role("term").filter(has_text="First token of a return").wait_for()
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_text("You said: one two three").wait_for()
 
     page.get_by_role("button", name="Show this session").click()
     side = page.get_by_role("complementary")
-    side.get_by_role("heading", name="try-it").wait_for()
+    side.get_by_role("heading", name=re.compile("^page-")).wait_for()
     side.get_by_role("button", name="Pin", exact=True).click()
     side.get_by_role("button", name="Unpin").wait_for()
     assert side.get_by_role("button", name="Let it sleep").is_disabled()
@@ -111,7 +119,7 @@ def test_another_tenant_sees_nothing_of_it(server, browser):
     hers.get_by_role("button", name="alices-secret-plan").wait_for()
     his = browser.open("sessions", key=KEYS["bob"][0])
     his.get_by_text("No conversations yet").first.wait_for()
-    for view in ("Now", "Sessions", "Memory", "Quality", "Set-up"):
+    for view in ("Now", "Sessions", "Chat", "Memory", "Quality", "Set-up"):
         his.get_by_role("tab", name=re.compile(f"^{view}")).click()
         his.get_by_role("tabpanel").first.wait_for()
         assert "alice" not in his.content(), view
@@ -124,7 +132,10 @@ def test_another_tenant_sees_nothing_of_it(server, browser):
 def test_an_admin_sees_all_tenants_and_acts_on_their_sessions(server, browser):
     server.chat("bob", "of-bob", "one two three")
     server.chat("carol", "of-carol", "one two three")
-    page = browser.open("sessions", key=KEYS["root"][0])
+    page = browser.open("now", key=KEYS["root"][0])
+    tenants = page.get_by_role("region", name="All tenants").get_by_role("rowheader")
+    tenants.filter(has_text="carol").wait_for()
+    page.get_by_role("tab", name="Sessions").click()
     page.get_by_role("columnheader", name="Tenant").wait_for()
     page.get_by_role("button", name="of-carol").wait_for()
     page.get_by_role("button", name="of-bob").click()

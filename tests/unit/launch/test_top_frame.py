@@ -38,7 +38,15 @@ SNAPSHOT = {
         "requests": [
             {"phase": "prefill", "session": "s2", "prompt_tokens": 9, "prefilled_tokens": 4}
         ],
+        "first_token": {
+            "first": {"turns": 3, "p50_s": 3.2, "p95_s": 4.0, "prompt_tokens": 900},
+            "restored": {"turns": 9, "p50_s": 0.4, "p95_s": 1.5, "prompt_tokens": 950},
+        },
     },
+    "tenants": [
+        {"name": "alice", "sessions": 2, "tokens_last_hour": 750, "share": 0.75, "wait_p95_s": 2},
+        {"name": "bob", "sessions": 1, "running": 1, "tokens_last_hour": 250, "share": 0.25},
+    ],
     "memory": {
         "hot": {"bytes": 90, "capacity_bytes": 100, "high_water": 0.85, "idle_bytes": 5},
         "tiers": [{"name": "ram", "bytes": 1, "capacity_bytes": 4, "codec": "dense3"}],
@@ -69,11 +77,14 @@ def test_a_frame_shows_server_memory_requests_and_sessions():
         "m on mlx · thermocline 1 · ready · up 100 s · all tenants",
         "1 running, 2 waiting",
         "saved today 90 s of prefill (12,345 tokens) · memory free 1 GiB",
+        "first token: restored 0.4 s (p95 1.5 s) · first turns 3.2 s (p95 4 s)",
         "10 B packed, 51 B in bf16: 5.1x",
         "4 of 9 tokens",
         "2 of 2 sessions, all, by recent    q quit",
     ):
         assert words in text
+    (alice,) = [line for line in text.splitlines() if line.startswith("alice")]
+    assert alice.split() == ["alice", "2", "0", "0", "750", "75", "%", "2", "s"]
     (row,) = [line for line in text.splitlines() if line.startswith("s1")]
     assert row.split() == (
         "s1 codex disk 812 3.5 MiB 5.1x 1 m pin missed diverged 4.1 s 7".split()  # noqa: SIM905

@@ -21,6 +21,7 @@ export const memory = signal(null);
 export const quality = signal(null);
 // True once something that is asleep takes less room than in bf16.
 export const packed = computed(() => memory.value?.bf16_bytes > LEAST_RATIO * memory.value?.cold_bytes);
+export const tenantRows = signal([]); // for administrators
 export const numSessions = signal(0); // may be more than are listed
 export const tick = signal(Date.now() / 1000); // the server's clock, once a second
 export const rows = new Map();
@@ -65,6 +66,7 @@ export function snapshot(said) {
     memory.value = said.memory ?? null;
     quality.value = said.quality ?? null;
     now.value = said.now ?? null;
+    tenantRows.value = said.tenants ?? [];
     numSessions.value = said.num_sessions ?? 0;
     moves.value = [...(said.moves ?? [])].reverse();
     note(said.hour, said.now ?? {});

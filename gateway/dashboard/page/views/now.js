@@ -4,10 +4,11 @@ import { html } from "../parts/html.js";
 import { Chart } from "../parts/chart.js";
 import { Client, Since, Source } from "../parts/badges.js";
 import { Meter } from "../parts/meter.js";
-import { now, rows, rowsVersion, titleOf } from "../live/store.js";
-import { bytes, count, plural, rate, saved } from "../live/format.js";
+import { now, rows, rowsVersion, tenantRows, titleOf } from "../live/store.js";
+import { bytes, count, plural, rate, saved, seconds } from "../live/format.js";
+import { NoConversations } from "./chat.js";
 import { Moves } from "./moves.js";
-import { isTrying, OfferToTry, TryIt } from "./try_it.js";
+import { Tenants } from "./tenants.js";
 
 const SPEEDS = [
   { name: "prompt tokens/s", of: "prompt", tone: "prompt", show: rate },
@@ -26,8 +27,9 @@ export function Now({ open }) {
       ${it.memory_available_bytes != null && html`<${Figure} name="Memory free" value=${bytes(it.memory_available_bytes)} note="on this machine" />`}
       <${Figure} name="Prefill saved today" value=${saved(it.saved_s_today, it.saved_tokens_today)} good
         note=${it.saved_s_today == null ? "not computed again" : `${count(it.saved_tokens_today)} tokens not computed again`} />
+      <${FirstToken} times=${it.first_token ?? {}} />
     </dl>
-    ${isTrying() || (rows.size === 0 && requests.length === 0) ? html`<${TryIt} open=${open} />` : ""}
+    ${rows.size === 0 && requests.length === 0 ? html`<${NoConversations} />` : ""}
     <section class="card" aria-labelledby="flight">
       <h2 id="flight">Requests in flight</h2>
       ${requests.length ? html`<${Requests} requests=${requests} open=${open} />` : html`<p class="hint">None at this moment.</p>`}
@@ -39,14 +41,26 @@ export function Now({ open }) {
       </section>
       <${Moves} open=${open} />
     </div>
-    ${rows.size && !isTrying() ? html`<${OfferToTry} />` : ""}
+    <${Tenants} tenants=${tenantRows.value} />
   `;
 }
 
 const waiting = (it) => (it.waiting ? `${plural(it.waiting, "turn")} waiting` : "none waiting");
 
-export function Figure({ name, value, unit, note, good }) {
-  return html`<div class="figure-card ${good ? "good" : ""}">
+// The benefit in one figure: how soon a return from a tier begins to answer, against a first turn.
+function FirstToken({ times: { restored, first } }) {
+  if (!restored) return "";
+  const note = first ? `first turns ${both(first)}` : `p95 ${seconds(restored.p95_s)}`;
+  return html`<${Figure} name="First token of a return" value=${seconds(restored.p50_s)} good note=${note}
+    title=${[sentence("Returns from a tier", restored), first && sentence("First turns", first)].filter(Boolean).join(" ")} />`;
+}
+
+const both = (x) => `${seconds(x.p50_s)}, p95 ${seconds(x.p95_s)}`;
+const sentence = (name, x) =>
+  `${name}: median ${both(x)}, over ${plural(x.turns, "stream")} with prompts of ${count(x.prompt_tokens)} tokens in the median.`;
+
+export function Figure({ name, value, unit, note, good, title }) {
+  return html`<div class="figure-card ${good ? "good" : ""}" title=${title}>
     <dt>${name}</dt>
     <dd><b>${value}</b>${unit && html` <span class="unit">${unit}</span>`}${note && html`<span class="note">${note}</span>`}</dd>
   </div>`;

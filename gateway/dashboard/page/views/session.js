@@ -8,8 +8,8 @@ import { Steps } from "./steps.js";
 import { call, sessionPath } from "../live/api.js";
 import { isHot, now, rowKey, TIER_NAMES } from "../live/store.js";
 import { bytes, count, density, plural, saved } from "../live/format.js";
+import { forgotten } from "./chat.js";
 import { Journey } from "./journey.js";
-import { forgotten } from "./try_it.js";
 import { Turns } from "./turns.js";
 
 const ASK_AGAIN_MS = 250; // after a change, so that several of them cost one question

@@ -6,7 +6,7 @@ import { Rows } from "../parts/rows.js";
 import { clients, endOf, idOf, nameOf, numSessions, placeOf, rowKey, rows, rowsVersion, tenants, TIER_NAMES } from "../live/store.js";
 import { bytes, count, density, ratio, saved } from "../live/format.js";
 import { Session } from "./session.js";
-import { TryIt } from "./try_it.js";
+import { NoConversations } from "./chat.js";
 
 export const NO_FILTER = { words: "", place: "", client: "", last: "", pinned: false };
 export const filter = signal(NO_FILTER);
@@ -90,7 +90,7 @@ export function Sessions({ chosen, open, close }) {
       <h2 id="all-sessions" class="sr">Sessions</h2>
       <${Filters} shown=${items.length} />
       ${rows.size === 0
-        ? html`<${TryIt} open=${open} />`
+        ? html`<${NoConversations} />`
         : items.length === 0
           ? html`<p class="hint">No session is like that. <button type="button" class="link" onClick=${() => (filter.value = NO_FILTER)}>Show all</button></p>`
           : html`<${Rows} columns=${columns} items=${items} keyOf=${rowKey} nameOf=${nameOf} chosen=${chosen}

@@ -325,3 +325,50 @@ async def test_a_title_is_shown_to_its_tenant_and_goes_with_its_session(watched:
     watched.forget("s")
     watched.turn("s")
     assert "title" not in (await watched.seen("alice"))["sessions"][0]
+
+
+def streamed(watched: Watched, tenant: str, cache: CacheOutcome, first_s: float) -> None:
+    """One turn of a stream with 100 tokens of prompt, whose first token came after ``first_s``."""
+    with watched.live.request(SessionRef(tenant, "s", b""), "r", "chat", "curl") as it:
+        it.admitted()
+        it.cache, it.reported_prompt_tokens = cache, 100
+        watched.clock.now += first_s
+        it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+
+
+async def test_first_tokens_of_returns_are_shown_beside_those_of_first_turns(watched: Watched):
+    assert (await watched.seen("alice"))["now"]["first_token"] == {}
+    for first_s in (2.0, 3.0, 4.0):
+        streamed(watched, "alice", CacheOutcome("miss", 0, "never-stored"), first_s)
+    for number in range(20):
+        source = "cold-disk" if number % 2 else "cold-ram"
+        streamed(watched, "alice", CacheOutcome(source, 90), 0.25 if number < 19 else 1.0)  # type: ignore[arg-type]
+    streamed(watched, "alice", CacheOutcome("miss", 0, "evicted"), 5.0)
+    streamed(watched, "bob", CacheOutcome("hot", 90), 0.125)
+    shown = (await watched.seen("alice"))["now"]["first_token"]
+    assert shown == {
+        "first": {"turns": 3, "p50_s": 3.0, "p95_s": 4.0, "prompt_tokens": 100},
+        "restored": {"turns": 20, "p50_s": 0.25, "p95_s": 1.0, "prompt_tokens": 100},
+        "missed": {"turns": 1, "p50_s": 5.0, "p95_s": 5.0, "prompt_tokens": 100},
+    }
+    assert (await watched.seen(None))["now"]["first_token"]["hot"]["turns"] == 1
+
+
+async def test_an_admin_sees_what_each_tenant_has_and_uses_and_no_one_else_does(watched: Watched):
+    watched.turn("s1", "alice")
+    watched.turn("s2", "alice", tokens=20)
+    watched.turn("s", "bob")
+    for tenant, turns in (("alice", 3), ("bob", 1)):
+        for _ in range(turns):
+            streamed(watched, tenant, CacheOutcome("miss", 0, "never-stored"), 1.0)
+    with watched.live.request(SessionRef("carol", "c", b""), "r", "chat", "curl"):
+        alice, bob, carol = (await watched.seen(None))["tenants"]
+        assert (alice["name"], alice["sessions"], alice["hot_bytes"]) == ("alice", 2, 3000)
+        assert alice["cold_bytes"] == 600 and alice["wait_p95_s"] == 0.0
+        assert (alice["tokens_last_hour"], alice["share"]) == (303, 0.75)
+        assert (bob["tokens_last_hour"], bob["share"]) == (101, 0.25)
+        assert (carol["waiting"], carol["running"], carol["wait_p95_s"]) == (1, 0, None)
+        assert (await watched.seen("alice"))["tenants"] == []
+    watched.clock.now += 2 * 3600.0
+    names = [x["name"] for x in (await watched.seen(None))["tenants"]]
+    assert names == ["alice", "bob"], "they still have sessions"
