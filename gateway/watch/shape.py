@@ -87,7 +87,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tenant has and uses."""
+    """Counts what one tenant has and uses."""
 
     name: str
     sessions: int
