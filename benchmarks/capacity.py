@@ -1,17 +1,21 @@
-"""Many sessions on hot memory for a few: do all come back, and is memory really bounded?
+"""Many sessions on memory for a few: how many come back, round after round, and is memory bounded?
 
-    python benchmarks/capacity.py [--sessions 24] [--tokens 1000] [--hot-for 3] [--json OUT]
+    python -m benchmarks.capacity [--engine vllm] [--sessions 24] [--tokens 1000] [--hot-for 3]
+        [--room 24] [--rounds 1] [--plain] [--json OUT]
 
-Every session has a first turn of about ``--tokens`` tokens; later each comes back once, in the same
-order, which is the worst one for a least-recently-used cache. Reported: the share of the reusable
-prefix (all that was in the cache when the first turn ended) that was not prefilled again, failures,
-and the engine's memory as the operating system and mlx measure it.
+Every session has a first turn of about ``--tokens`` tokens; then all come back ``--rounds`` times,
+in the same order, which is the worst one for a least-recently-used cache. The RAM tier, which is
+the only one, is for ``--room`` sessions of that size, by what one of them takes in a first server.
+Printed for each round: how many came back (half of the first prompt or more was reused), what was
+reused of what could be, and the median time to first token; then the engine's memory as the
+operating system counts it. ``--plain``: the same on vLLM without us, with the same pool.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 from typing import Any
 
 from benchmarks.stacks.product_stack import (
@@ -25,83 +29,102 @@ from benchmarks.stacks.product_stack import (
     rss_mib,
     write_json,
 )
+from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, PlainVllm, with_plugin
 
-# SmolLM2-135M on CPU: 30 layers x 3 heads x (64 + 64) values of four bytes.
-BYTES_PER_TOKEN = 30 * 3 * 128 * 4
+TURN_TOKENS = 128  # for a session beside its first message
+PROBE_BYTES = 256 * MIB
 
-
-async def first_turns(client: Client, count: int, words: int) -> list[list[dict[str, str]]]:
-    histories = []
-    for i in range(count):
-        messages = [{"role": "user", "content": f"Notes {i}: {prose(i, words)}\nOne word, please."}]
-        reply = await client.chat(messages, session=f"s{i}")
-        assert reply.status == 200 and reply.error is None, reply
-        histories.append([*messages, {"role": "assistant", "content": reply.text}])
-        print(f"  first turn {i}: {reply.prompt_tokens} tokens, {reply.cache}", flush=True)
-    return histories
+History = list[dict[str, str]]
 
 
-async def second_turns(
-    client: Client, stack: Stack, histories: list[list[dict[str, str]]], peaks: dict[str, float]
-) -> list[Reply]:
-    replies = []
-    for i, history in enumerate(histories):
-        question = {"role": "user", "content": "And another one?"}
-        reply = await client.chat([*history, question], session=f"s{i}")
-        replies.append(reply)
-        peaks["rss_mib"] = max(peaks["rss_mib"], rss_mib(stack.engine))
-        print(f"  return {i}: {reply.cache}, TTFT {reply.ttft_s:.2f} s", flush=True)
-    return replies
+async def first_turn(client: Client, i: int, tokens: int) -> tuple[History, Reply]:
+    words = prose(i, int(tokens / WORD_TOKENS))
+    messages = [{"role": "user", "content": f"Notes {i}: {words}\nOne word, please."}]
+    reply = await client.chat(messages, session=f"s{i}")
+    assert reply.ok, reply
+    return [*messages, {"role": "assistant", "content": reply.text}], reply
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    hot_bytes = int(args.hot_for * (args.tokens + 128) * BYTES_PER_TOKEN)
-    ram_bytes = args.ram_mib * MIB
+def figures(firsts: list[tuple[History, Reply]], returns: list[Reply]) -> dict[str, Any]:
+    """Sum up one round."""
+    reusable = [first.prompt_tokens + first.completion_tokens - 1 for _, first in firsts]
+    shares = [x.cached_tokens / y for x, y in zip(returns, reusable, strict=True)]
+    return {
+        "came_back": sum(share >= 0.5 for share in shares),
+        "failed": sum(not x.ok for x in returns),
+        "reused_share": round(statistics.mean(shares), 4),
+        "ttft_median_s": round(statistics.median(x.ttft_s for x in returns), 3),
+    }
+
+
+async def cycle(server: Stack | PlainVllm, args: argparse.Namespace) -> dict[str, Any]:
+    """Play all rounds on one server."""
+    async with client_of(server) as client:
+        await client.chat([{"role": "user", "content": "Hello"}], session="warm")
+        before = rss_mib(server.engine) if isinstance(server, Stack) else 0.0
+        firsts = [await first_turn(client, i, args.tokens) for i in range(args.sessions)]
+        question, peak, rounds = {"role": "user", "content": "And another one?"}, before, []
+        for number in range(args.rounds):
+            returns = []
+            for i, (history, _) in enumerate(firsts):
+                returns.append(await client.chat([*history, question], session=f"s{i}"))
+                if isinstance(server, Stack):
+                    peak = max(peak, rss_mib(server.engine))
+            rounds.append(figures(firsts, returns))
+            print(f"  round {number + 1}: {rounds[-1]}", flush=True)
+    first_s = statistics.median(x.ttft_s for _, x in firsts)
+    grew = {"engine_grew_mib": round(peak - before, 1)} if peak else {}
+    return {"first_ttft_median_s": round(first_s, 3), "rounds": rounds, **grew}
+
+
+def product(args: argparse.Namespace, ram_bytes: int) -> Stack:
+    hot_bytes = int(args.hot_for * (args.tokens + TURN_TOKENS) * BYTES_PER_TOKEN)
+    if args.engine == "vllm":
+        context = args.tokens + 4 * TURN_TOKENS
+        return with_plugin(hot_bytes, args.codec, ram_bytes, max_context=context)
     settings = {
-        "engine": {"hot_bytes": hot_bytes},
-        "store": {"ram_bytes": ram_bytes, "codec": args.codec},
+        "engine": {"kind": "mlx", "hot_bytes": hot_bytes},
+        "store": {"ram_bytes": ram_bytes, "disk_bytes": 0, "codec": args.codec},
         "scheduler": {"idle_after_s": 3600.0},
     }
-    with Stack(settings) as stack:
-        async with client_of(stack) as client:
-            await client.chat([{"role": "user", "content": "Hello"}], session="warm")
-            before, peaks = rss_mib(stack.engine), {"rss_mib": 0.0}
-            histories = await first_turns(client, args.sessions, int(args.tokens / WORD_TOKENS))
-            reusable = [x["tokens"] for x in (await client.get("/v1/sessions"))["data"]]
-            replies = await second_turns(client, stack, histories, peaks)
-    failed = [x for x in replies if x.status != 200 or x.error]
-    # What could be reused: everything of the prompt but the new user message.
-    shares = [x.cached_tokens / max(1, x.prompt_tokens - args.new_tokens) for x in replies]
-    return {
-        "sessions": args.sessions,
-        "codec": args.codec,
-        "hot_budget_mib": round(hot_bytes / MIB, 1),
-        "all_sessions_hot_would_need_mib": round(sum(reusable) * BYTES_PER_TOKEN / MIB, 1),
-        "failed": len(failed),
-        "reused_share_min": round(min(shares), 4),
-        "reused_share_mean": round(sum(shares) / len(shares), 4),
-        "sources": {
-            x: sum(r.cache.startswith(x) for r in replies) for x in ("hot", "cold", "miss")
-        },
-        "engine_rss_before_mib": round(before, 1),
-        "engine_rss_peak_mib": round(peaks["rss_mib"], 1),
-        "engine_rss_grew_mib": round(peaks["rss_mib"] - before, 1),
-        "budgets_mib": round((hot_bytes + ram_bytes) / MIB, 1),
-        "return_ttft_median_s": round(sorted(x.ttft_s for x in replies)[len(replies) // 2], 3),
-    }
+    return Stack(settings)
+
+
+async def bytes_of_one(server: Stack, args: argparse.Namespace) -> int:
+    """Return the packed bytes of one session."""
+    async with client_of(server) as client:
+        await first_turn(client, 0, args.tokens)
+        await client.post("/v1/sessions/s0/demote")
+        return int((await client.until("s0", "cold"))["cold_bytes"])
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    with product(args, PROBE_BYTES) as server:
+        one = asyncio.run(bytes_of_one(server, args))
+    result: dict[str, Any] = {**vars(args), "session_kib": round(one / 1024, 1)}
+    with product(args, args.room * one) as server:
+        result["thermocline"] = asyncio.run(cycle(server, args))
+    if args.plain:
+        pool = int(args.hot_for * (args.tokens + TURN_TOKENS) * BYTES_PER_TOKEN)
+        with PlainVllm(pool, max_context=args.tokens + 4 * TURN_TOKENS) as plain:
+            result["plain_vllm"] = asyncio.run(cycle(plain, args))
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=["mlx", "vllm"], default="mlx")
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--hot-for", type=float, default=3)
-    parser.add_argument("--ram-mib", type=int, default=256)
+    parser.add_argument("--hot-for", type=float, default=3, help="sessions whose KV fits unpacked")
+    parser.add_argument("--room", type=int, default=0, help="sessions that fit packed; 0 = all")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--codec", default="tq3")
-    parser.add_argument("--new-tokens", type=int, default=12, help="of the second message")
+    parser.add_argument("--plain", action="store_true", help="plain vLLM afterwards, too")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
-    write_json(args.json, asyncio.run(measure(args)))
+    args.room = args.room or args.sessions + 1  # and the first request's
+    write_json(args.json, measure(args))
 
 
 if __name__ == "__main__":
