@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 
 import thermocline
-from benchmarks.quality import table
+from benchmarks.markdown import table
 from kvstore.codecs.floats import round_to_bf16, widen
 
 HEADS: Final = 4

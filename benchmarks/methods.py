@@ -26,7 +26,7 @@ import numpy as np
 import thermocline
 import thermocline.mlx
 from benchmarks.families.fast_blas import begin_with_blas
-from benchmarks.quality import table
+from benchmarks.markdown import replace_table, table
 from engines.calibration.corpus import Text, fit_texts, held_out_texts
 from kvstore.codecs.names import OWN, family_of, is_learned, split_names
 from kvstore.shapes import KVRun, slice_tokens
@@ -36,7 +36,6 @@ LEARN_TOKENS: Final = 1024
 NUM_SCORED: Final = 192
 SPEED_TOKENS: Final = 1024
 ENOUGH_S: Final = 1.0  # after so long, the best round so far counts
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 NAMES: Final = (
     *(
         "q8",
@@ -223,19 +222,6 @@ def _rounds(work: Callable[[], object]) -> Iterator[float]:
         yield time.perf_counter() - before
         if time.perf_counter() - begun > ENOUGH_S:
             return
-
-
-def replace_table(page: Path, text: str) -> None:
-    """Replace the text between the two marks of a page.
-
-    Raises:
-        ValueError: the page lacks one of them.
-    """
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} has no table to replace: {BEGIN} ... {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.markdown import table
 from engines.calibration.gate.choice import choose
 from engines.config import CalibrationReport
 from kvstore.codecs.profile import load_profile
@@ -113,11 +114,6 @@ def markdown(report: CalibrationReport, seconds: float) -> str:
 
 def _answers_of(chains: Sequence[TextQuality]) -> Iterator[str]:
     yield from (f"{x.kl:.4f}, {x.top1:.0%}" for x in chains)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
 def _cells(row: Quality) -> Iterator[str]:

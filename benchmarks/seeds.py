@@ -23,8 +23,8 @@ from typing import Final
 import numpy as np
 
 import thermocline
+from benchmarks.markdown import table
 from benchmarks.methods import replace_table
-from benchmarks.quality import table
 
 TOKENS: Final = 1024
 FIRST: Final = 128  # tokens that are left out of cosines
