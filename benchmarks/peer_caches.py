@@ -79,7 +79,6 @@ CACHES: Final[dict[str, tuple[float, Callable[[], Fill]]]] = {
 }
 
 
-@torch.no_grad()
 def scored(model: Any, cache: Cache, ids: torch.Tensor, first: int) -> torch.Tensor:
     """Return log probabilities, (tokens, vocabulary), of what follows ``first`` tokens."""
     places = torch.arange(first, ids.shape[1])[None]
@@ -87,7 +86,6 @@ def scored(model: Any, cache: Cache, ids: torch.Tensor, first: int) -> torch.Ten
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-@torch.no_grad()
 def loss(model: Any, fill: Fill, texts: list[torch.Tensor]) -> dict[str, float]:
     """Compare a cache with the exact one, over all scored tokens of all texts."""
     kl, top, change = [], [], []
@@ -116,7 +114,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="the page whose table is replaced")
     args = parser.parse_args()
     folder = str(sample_model(default_cache_dir(os.environ)))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.set_grad_enabled(False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     encode = AutoTokenizer.from_pretrained(folder).encode
     length = args.context + NUM_SCORED
     ids = (encode(x.content[: 8 * length])[:length] for x in held_out_texts())

@@ -23,8 +23,7 @@ from typing import Final
 import numpy as np
 
 import thermocline
-from benchmarks.markdown import table
-from benchmarks.methods import replace_table
+from benchmarks.markdown import replace_table, table
 
 TOKENS: Final = 1024
 FIRST: Final = 128  # tokens that are left out of cosines
