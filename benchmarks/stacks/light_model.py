@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -17,8 +18,8 @@ WIDTH = 72  # a multiple of the heads
 NOT_COPIED = ("config.json", "model.safetensors")
 
 
-def light_model(sample: Path, folder: Path) -> Path:
-    """Write it into ``folder``; ``sample`` is the sample model's."""
+def light_model(sample: Path, folder: Path, **other: Any) -> Path:
+    """Write it into ``folder``; ``sample`` is the sample model's. ``other``: in its config."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sample.iterdir():
         if (
@@ -30,7 +31,7 @@ def light_model(sample: Path, folder: Path) -> Path:
     config = json.loads((sample / "config.json").read_text())
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     config |= {"hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": head_dim}
-    config |= {"tie_word_embeddings": True}
+    config |= {"tie_word_embeddings": True, **other}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_weights(config, head_dim), folder / "model.safetensors", {"format": "pt"})
     return folder

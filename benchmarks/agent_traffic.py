@@ -1,0 +1,279 @@
+"""Long agents' sessions: what a turn costs beyond the model, and what returns of many.
+
+    python -m benchmarks.agent_traffic turns                   a turn of some 14 tokens, by length
+    python -m benchmarks.agent_traffic traffic --profile agentx --sessions 20 --hot-for 3
+    python -m benchmarks.agent_traffic traffic --kill          the engine is killed half-way
+    python -m benchmarks.agent_traffic traffic --without       nothing sleeps
+
+The model has one layer with one head, random weights and the sample model's tokenizer, so
+bookkeeping is what is measured; ``--sample`` takes the sample model at a sixteenth of the length.
+Processor time is that of whole processes, saves included; the model's own part is timed here: the
+same model, as many new tokens, a cache as long. Sessions rest exactly (``raw``). Answers are
+compared with those of a run in which nothing sleeps and one request comes after another; a session
+is wrong if one of its answers differs. ``turns`` draws docs/pictures/agent-turns.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+import mlx.core as mx
+import numpy as np
+from matplotlib.figure import Figure
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load, load_model
+
+from benchmarks.stacks.light_model import light_model
+from benchmarks.stacks.product_stack import WORD_TOKENS, Client, Reply, Stack, client_of, rss_mib
+from benchmarks.stacks.product_stack import prose as words
+from launch.machine.folders import default_cache_dir
+from launch.model import sample_model
+
+ONE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+LIGHT: Final = {**dict.fromkeys(ONE, 1), "max_position_embeddings": 1 << 18}
+HEAD_DIM: Final = 64
+TOKEN_BYTES: Final = 2 * HEAD_DIM * 4  # of live KV, for each layer and head
+LENGTHS: Final = (10_000, 40_000, 80_000, 145_000)
+PICTURE: Final = Path(__file__).parents[1] / "docs" / "pictures" / "agent-turns.png"
+TASKS: Final = ("Suggest a title for", "Name three tags of", "Suggest follow-up questions to")
+
+
+class Profile(NamedTuple):
+    turns: int
+    head: int  # tokens of system text and tools, which all sessions share
+    last: int  # tokens at the end
+    answer: int
+    subagents: float = 0.0  # share of sessions that have one, of a quarter of the turns
+    tasks: int = 0  # helpers' prompts after the first turn
+
+
+PROFILES: Final = {
+    "swe": Profile(30, 6_000, 80_000, 19),
+    "agentx": Profile(43, 12_000, 142_000, 10, subagents=0.44),
+    "webui": Profile(4, 5_400, 6_200, 24, tasks=3),
+}
+
+
+def prose(seed: str | int, tokens: float) -> str:
+    return words(seed, max(4, int(tokens / WORD_TOKENS)))
+
+
+@dataclass
+class Run:
+    """The turns of all sessions, and their sums."""
+
+    client: Client
+    profile: Profile
+    scale: int  # divides all lengths
+    think_s: float
+    answers: dict[tuple[str, int], str] = field(default_factory=dict)
+    ttfts: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    reusable_tokens: int = 0  # of prompts, what the session's last turn left
+    asked_again: int = 0
+
+    async def ask(self, name: str, turn: int, messages: list[dict[str, str]], known: int) -> Reply:
+        """Ask until there is an answer, as clients do."""
+        reply, session = Reply(0), "" if turn < 0 else name
+        while not reply.ok:
+            try:
+                reply = await self.client.chat(messages, session, self.profile.answer)
+            except aiohttp.ClientError:
+                reply = Reply(0)
+            if not reply.ok:
+                assert reply.status in (0, 200, 429) or reply.status >= 500, reply
+                self.asked_again += 1
+                await asyncio.sleep(1.0)
+        self.ttfts.append(reply.ttft_s)
+        self.prompt_tokens += reply.prompt_tokens
+        self.cached_tokens += reply.cached_tokens
+        self.reusable_tokens += min(known, reply.prompt_tokens - 1)
+        self.answers[name, turn] = reply.text
+        return reply
+
+    async def session(self, name: str, turns: int, has_child: bool = False) -> None:
+        """Have one conversation, with its subagent and its helpers' prompts."""
+        rng, profile, known = random.Random(name), self.profile, 0
+        each = (profile.last - profile.head) / profile.turns - profile.answer
+        messages = [{"role": "system", "content": prose("head", profile.head / self.scale)}]
+        for turn in range(turns):
+            text = prose(f"{name} {turn}", each * rng.uniform(0.5, 1.5) / self.scale)
+            messages.append({"role": "user", "content": text})
+            reply = await self.ask(name, turn, messages, known)
+            known = reply.prompt_tokens + reply.completion_tokens
+            messages.append({"role": "assistant", "content": reply.text})
+            for number, task in enumerate(TASKS[: 0 if turn else profile.tasks], 1):
+                text = f"### Task:\n{task} this chat: {prose(name, 250 / self.scale)}"
+                await self.ask(f"{name} task", -number, [{"role": "user", "content": text}], 0)
+            if has_child and turn == turns // 3:
+                await self.session(f"{name} sub", turns // 4)
+            await asyncio.sleep(rng.expovariate(1 / self.think_s) if self.think_s else 0.0)
+
+
+@contextmanager
+def stack_of(sample: bool, hot_bytes: int, sleeps: bool) -> Iterator[tuple[Stack, Path]]:
+    """Start the product; yields it and the folder of its model."""
+    model = sample_model(default_cache_dir(os.environ))
+    ram, disk = (hot_bytes, 16 << 30) if sleeps else (0, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        if not sample:
+            model = light_model(model, Path(folder) / "light", **LIGHT)
+        settings: dict[str, dict[str, Any]] = {
+            "engine": {"kind": "mlx", "model": str(model), "hot_bytes": hot_bytes},
+            "store": {"codec": "raw", "ram_bytes": ram, "disk_bytes": disk},
+            "scheduler": {"idle_after_s": 3600.0},
+        }
+        with Stack(settings) as stack:
+            yield stack, model
+
+
+def cpu_ms(stack: Stack) -> np.ndarray:
+    """Processor time of gateway and engine."""
+    times = [x.cpu_times() for x in (stack.gateway, stack.engine)]
+    return np.array([1000 * (x.user + x.system) for x in times])
+
+
+async def traffic(args: argparse.Namespace, *, undisturbed: bool) -> tuple[Run, dict[str, float]]:
+    profile, scale = PROFILES[args.profile], 16 if args.sample else args.scale
+    each = int(profile.last * 1.2 / scale) * TOKEN_BYTES * (30 * 3 if args.sample else 1)
+    hot = max(each * (3 * args.sessions if undisturbed else args.hot_for + 1), 16 << 20)
+    with stack_of(args.sample, hot, not (undisturbed or args.without)) as (stack, _):
+        async with client_of(stack) as client:
+            run = Run(client, profile, scale, 0.0 if undisturbed else args.think_s)
+            before, names = cpu_ms(stack), [f"s{i}" for i in range(args.sessions)]
+            rng = random.Random(args.sessions)
+            parents = set(rng.sample(names, round(profile.subagents * len(names))))
+            sessions = [run.session(x, profile.turns, x in parents) for x in names]
+            if undisturbed:
+                for session in sessions:
+                    await session
+            else:
+                kill = [kill_half_way(stack, run, args.sessions)] if args.kill else []
+                await asyncio.gather(*sessions, *kill)
+            # Of a killed engine nothing counts but what clients saw.
+            cpu, count = cpu_ms(stack) - before, len(run.ttfts)
+            figures = {
+                "turns": count,
+                "gateway_ms_a_turn": cpu[0] / count,
+                "engine_ms_a_turn": cpu[1] / count,
+                "ttft_p50_s": np.percentile(run.ttfts, 50),
+                "ttft_p95_s": np.percentile(run.ttfts, 95),
+                "not_computed": run.cached_tokens / run.prompt_tokens,
+                "of_reusable": run.cached_tokens / max(1, run.reusable_tokens),
+                "written_kib_a_turn": stack.engine.io_counters().write_bytes / 1024 / count,
+                "engine_mib": rss_mib(stack.engine),
+                "gateway_mib": rss_mib(stack.gateway),
+                "asked_again": run.asked_again,
+            }
+    return run, {key: round(float(value), 4) for key, value in figures.items()}
+
+
+async def kill_half_way(stack: Stack, run: Run, num_sessions: int) -> None:
+    while len(run.ttfts) < num_sessions * run.profile.turns // 2:
+        await asyncio.sleep(0.2)
+    await asyncio.to_thread(stack.kill_engine)
+
+
+async def compared(args: argparse.Namespace) -> dict[str, Any]:
+    run, figures = await traffic(args, undisturbed=False)
+    print(json.dumps(figures), flush=True)
+    expected, _ = await traffic(args, undisturbed=True)
+    wrong = {name for (name, turn), x in expected.answers.items() if run.answers[name, turn] != x}
+    return {**figures, "profile": args.profile, "wrong": sorted(wrong)}
+
+
+def model_ms(model: Path, num_tokens: int, num_new: int, answer: int) -> float:
+    """Processor time of the model's own steps in such a turn, by mlx_lm alone."""
+    loaded, _ = load_model(model)
+    loaded.set_dtype(mx.float32)
+    cache: Any = make_prompt_cache(loaded)[0]
+    empty = mx.zeros((1, 1, num_tokens, HEAD_DIM))
+    cache.update_and_fetch(empty, empty)
+    mx.eval(cache.state[:2])
+    began = time.process_time()
+    loaded(mx.array([[5] * num_new]), cache=[cache])
+    mx.eval(cache.state[:2])
+    steps: Any = BatchGenerator(loaded, stream=mx.default_stream(mx.default_device()))
+    steps.insert([[5]], max_tokens=[answer], caches=[[cache]], all_tokens=[[]])
+    for _ in range(answer + 1):
+        steps.next()
+    return 1000 * (time.process_time() - began)
+
+
+async def turns(args: argparse.Namespace) -> None:
+    rows, answer = [], 2
+    with stack_of(False, 4 << 30, not args.without) as (stack, model):
+        encode = load(str(model))[1].encode
+        async with client_of(stack) as client:
+            for length in args.lengths:
+                spent, messages = [], [{"role": "user", "content": prose(length, length)}]
+                for turn in range(args.rounds):
+                    before = cpu_ms(stack)
+                    reply = await client.chat(messages, f"t{length}", max_tokens=answer)
+                    await asyncio.sleep(1.0)  # it is saved meanwhile
+                    spent.append(cpu_ms(stack) - before)
+                    messages.append({"role": "assistant", "content": reply.text})
+                    messages.append({"role": "user", "content": f"And {turn}?"})
+                gateway, engine = np.median(spent[1:], axis=0)  # the first one is prefilled
+                num_new = reply.prompt_tokens - reply.cached_tokens
+                own = [model_ms(model, reply.cached_tokens, num_new, answer) for _ in range(3)]
+                began = time.process_time()
+                encode("".join(x["content"] for x in messages))
+                row = {"tokens": reply.prompt_tokens, "new": num_new, "gateway_ms": gateway}
+                row |= {"engine_ms": engine, "model_ms": statistics.median(own)}
+                row |= {"beyond_ms": gateway + engine - row["model_ms"]}
+                row |= {"encoding_ms": 1000 * (time.process_time() - began)}
+                rows.append({key: round(float(value), 1) for key, value in row.items()})
+                print(json.dumps(rows[-1]), flush=True)
+    draw(rows)
+
+
+def draw(rows: list[dict[str, float]]) -> None:
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    axes, places = figure.subplots(), [x["tokens"] / 1000 for x in rows]
+    lines = {"encoding_ms": "encoding the prompt once", "beyond_ms": "a turn, beyond the model"}
+    for (key, name), color in zip(lines.items(), ("#8d99ae", "#2e86ab"), strict=True):
+        axes.plot(places, [x[key] for x in rows], "o-", color=color, label=name)
+    axes.set(xlabel="thousand tokens of context", ylabel="processor time, ms", ylim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    figure.savefig(PICTURE, dpi=120, facecolor="white")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["turns", "traffic"])
+    parser.add_argument("--profile", choices=PROFILES, default="agentx")
+    parser.add_argument("--sessions", type=int, default=20)
+    parser.add_argument("--hot-for", type=int, default=3)
+    parser.add_argument("--think-s", type=float, default=2.0)
+    parser.add_argument("--scale", type=int, default=1, help="divides all lengths")
+    parser.add_argument("--sample", action="store_true", help="the sample model, a sixteenth")
+    parser.add_argument("--without", action="store_true", help="no cold store")
+    parser.add_argument("--kill", action="store_true", help="the engine, half-way")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args()
+    if args.what == "turns":
+        asyncio.run(turns(args))
+    else:
+        print(json.dumps(asyncio.run(compared(args)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
