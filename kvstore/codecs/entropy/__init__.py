@@ -1,1 +1,1 @@
-"""Entropy coding of integers into about their information content: static tables, rANS, deflate."""
+"""Entropy coding of integers into about their information content: static tables and rANS."""

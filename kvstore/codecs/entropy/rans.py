@@ -1,19 +1,17 @@
-"""Range asymmetric numeral systems (Duda, arXiv 1311.2540), eight lanes side by side.
+"""Range asymmetric numeral systems (Duda, arXiv 1311.2540), 32 lanes side by side.
 
 A lane's state is a number of 32 bits. Coding a symbol of frequency f (of 4096) multiplies it by
-4096 / f; when it grows too large, its lower 16 bits become a word of the stream. Eight lanes hide
-each other's latency: symbol ``t`` of a row belongs to lane ``t % 8``, and the words of all lanes
-share one stream, in the order in which the decoder reads them.
+4096 / f; when it grows too large, its lower 16 bits become a word of the stream. The lanes hide
+each other's latency, and fill vectors: symbol ``t`` of a row belongs to lane ``t % 32``, and the
+words of all lanes share one stream, in the order in which the decoder reads them.
 
-The stream is the eight final states (u32), then the words (u16), little-endian. Decoding is defined
-here in numpy; ``compiled_rans`` decodes the same a hundred times faster, and encodes. A test
-compares its bytes with those of an encoder in numpy.
+The stream is the 32 final states (u32), then the words (u16), little-endian. Both ways are defined
+here in numpy; ``kernels.units.rans_rows`` gives the same bytes hundreds of times faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -22,45 +20,54 @@ from kvstore.codecs.entropy.tables import PRECISION, TOTAL, SymbolTables
 from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.errors import Corrupt
 
-COMPILED: Final = "kvstore.codecs.entropy.compiled_rans"
-LANES = 8
+COMPILED: Final = "kvstore.codecs.kernels.units.rans_rows"
+LANES = 32
 LOWEST = 1 << 16  # a state lies in LOWEST .. LOWEST << 16
 HEAD_BYTES = 4 * LANES
 
-# Arguments: words, classes; symbols, frequencies and starts of the tables; states; symbols to fill.
+# Arguments: words, their number, classes, slots, states, outputs to fill, number of tokens.
 Decoder: TypeAlias = Callable[..., int]
+# Arguments: symbols, classes, coding of the tables, states, words to fill, number of tokens.
+Encoder: TypeAlias = Callable[..., int]
 
 
-def compiled_rans() -> ModuleType | None:
-    """Returns the compiled coder; None without numba."""
-    return compiled_module(COMPILED)
+def padded_tokens(num_tokens: int) -> int:
+    """Returns the length of a row in memory: whole vectors of lanes."""
+    return -(-num_tokens // LANES) * LANES
 
 
-def encode(symbols: np.ndarray, classes: np.ndarray, tables: SymbolTables) -> bytes:
-    """Codes ``symbols``, uint8 (rows, tokens), none above the escape of its row's class.
+def encode(
+    symbols: np.ndarray,
+    num_tokens: int,
+    classes: np.ndarray,
+    tables: SymbolTables,
+    run: Encoder | None = None,
+) -> bytes:
+    """Codes ``symbols``, none above the escape of its row's class.
 
-    ``classes``: int64 (rows,). Only where ``compiled_rans`` returns a coder.
+    ``symbols``: uint8 (rows, padded tokens), contiguous. ``classes``: int64 (rows,). ``run``: the
+    encoder; by default the fastest.
     """
-    compiled = compiled_rans()
-    assert compiled is not None
     states = np.full(LANES, LOWEST, np.uint32)
-    words = np.empty(symbols.size + LANES, np.uint16)  # a symbol adds at most one word
-    first = compiled.encode(
-        np.ascontiguousarray(symbols), classes, tables.frequencies, tables.starts, states, words
-    )
-    return states.astype("<u4").tobytes() + words[first:].astype("<u2").tobytes()
+    # A symbol adds at most one word; vectors are stored whole.
+    words = np.empty(len(classes) * num_tokens + LANES, np.uint16)
+    compiled = compiled_module(COMPILED)
+    run = run or (encode_reference if compiled is None else compiled.encode)
+    count = run(symbols, classes, tables.coding, states, words, num_tokens)
+    backwards: np.ndarray = words[:count][::-1]
+    return states.astype("<u4").tobytes() + backwards.astype("<u2").tobytes()
 
 
 def decode(
     stream: np.ndarray,
     classes: np.ndarray,
     num_tokens: int,
-    tables: SymbolTables,
+    slots: np.ndarray,
     run: Decoder | None = None,
 ) -> np.ndarray:
-    """Decodes a whole stream, uint8 (nbytes,), to uint8 (rows, num_tokens).
+    """Decodes a whole stream, uint8 (nbytes,), to uint8 (rows, padded tokens).
 
-    ``run``: the decoder; by default the fastest.
+    ``slots``: of ``SymbolTables``. ``run``: the decoder; by default the fastest.
 
     Raises:
         Corrupt: ``encode`` did not write the stream for so many symbols.
@@ -68,47 +75,71 @@ def decode(
     if len(stream) < HEAD_BYTES or len(stream) % 2:
         raise Corrupt(f"an entropy-coded stream of {len(stream)} bytes")
     states = stream[:HEAD_BYTES].view("<u4").astype(np.uint32)
-    words = stream[HEAD_BYTES:].view("<u2").astype(np.uint16)
-    symbols = np.empty((len(classes), num_tokens), np.uint8)
-    known = (tables.symbols, tables.frequencies, tables.starts)
-    used = (run or decoder())(words, classes, *known, states, symbols)
-    if used != len(words) or np.any(states != LOWEST):
+    num_words, row = (len(stream) - HEAD_BYTES) // 2, padded_tokens(num_tokens)
+    # A row that reads beyond the end reads zeros: at most one for each symbol, in whole vectors.
+    words = np.zeros(num_words + row + LANES, np.uint16)
+    words[:num_words] = stream[HEAD_BYTES:].view("<u2")
+    found = np.empty((len(classes), row), np.uint8)
+    compiled = compiled_module(COMPILED)
+    run = run or (decode_reference if compiled is None else compiled.decode)
+    used = run(words, num_words, classes, slots, states, found, num_tokens)
+    if used != num_words or np.any(states != LOWEST):
         raise Corrupt("an entropy-coded stream does not end where it should")
-    return symbols
+    return found
+
+
+def encode_reference(
+    symbols: np.ndarray,
+    classes: np.ndarray,
+    coding: np.ndarray,
+    states: np.ndarray,
+    words: np.ndarray,
+    num_tokens: int,
+) -> int:
+    """Puts words, the last one first, and the final states; returns the number of words."""
+    used = 0
+    for row in range(len(classes) - 1, -1, -1):
+        for at in range((num_tokens - 1) // LANES * LANES, -1, -LANES):
+            state = states[: num_tokens - at].astype(np.uint64)
+            entries = coding[classes[row], symbols[row, at : at + len(state)]].astype(np.uint64)
+            shares = entries & np.uint64(0xFFFF)
+            full = np.flatnonzero(state >= shares << np.uint64(32 - PRECISION))[::-1]
+            words[used : used + len(full)] = state[full] & np.uint64(0xFFFF)
+            used += len(full)
+            state[full] >>= np.uint64(16)
+            quotients, rest = np.divmod(state, shares)
+            coded = (quotients << np.uint64(PRECISION)) + rest + (entries >> np.uint64(16))
+            states[: len(state)] = coded
+    return used
 
 
 def decode_reference(
     words: np.ndarray,
+    num_words: int,
     classes: np.ndarray,
-    table: np.ndarray,
-    frequencies: np.ndarray,
-    starts: np.ndarray,
+    slots: np.ndarray,
     states: np.ndarray,
-    symbols: np.ndarray,
+    found: np.ndarray,
+    num_tokens: int,
 ) -> int:
-    """Fills ``symbols``, and writes the final states to ``states``.
+    """Fills ``found``, and writes the final states to ``states``.
 
     Returns the number of words used, or -1 if there are too few.
     """
     used = 0
     for row, number in enumerate(classes):
-        for at in range(0, symbols.shape[1], LANES):
-            state = states[: symbols.shape[1] - at].astype(np.uint64)
-            slot = state & np.uint64(TOTAL - 1)
-            block = table[number, slot]
-            symbols[row, at : at + LANES] = block
-            state = frequencies[number, block] * (state >> np.uint64(PRECISION))
-            state += slot - starts[number, block]
+        for at in range(0, num_tokens, LANES):
+            state = states[: num_tokens - at].astype(np.uint64)
+            entries = slots[number, state & np.uint64(TOTAL - 1)].astype(np.uint64)
+            found[row, at : at + len(state)] = entries >> np.uint64(24)
+            state = (entries >> np.uint64(PRECISION) & np.uint64(TOTAL - 1)) * (
+                state >> np.uint64(PRECISION)
+            )
+            state += entries & np.uint64(TOTAL - 1)
             low = np.flatnonzero(state < LOWEST)
-            if used + len(low) > len(words):
-                return -1
             state[low] = state[low] << np.uint64(16) | words[used : used + len(low)]
             used += len(low)
-            states[: len(block)] = state
+            states[: len(state)] = state
+        if used > num_words:
+            return -1
     return used
-
-
-def decoder() -> Decoder:
-    """Returns the fastest decoder on this host."""
-    compiled = compiled_rans()
-    return decode_reference if compiled is None else compiled.decode

@@ -24,9 +24,17 @@ MAX_LARGEST = 62
 NUM_SYMBOLS = 2 * MAX_LARGEST + 2
 PRECISION = 12  # bits of a frequency
 TOTAL = 1 << PRECISION
+# The first class whose codes take 16-bit levels (see ``one_step.closed_loop``). In lower classes no
+# symbol stands for a code above ``MOST_NARROW``, whose level a byte holds.
+FIRST_WIDE = 47
+MOST_NARROW = 15
 CODED_BITS = 3  # that symbols carry of a ratio of 8 and more; lower bits go into planes
 RARE = 2.0**-14
 PRIOR_WEIGHT = 20.0
+
+
+# The outputs of a decoder that writes the symbols themselves.
+SYMBOLS = np.tile(np.arange(NUM_SYMBOLS, dtype=np.uint8), (NUM_CLASSES, 1))
 
 
 def classes_of(ratios: np.ndarray) -> np.ndarray:
@@ -69,7 +77,8 @@ class SymbolTables:
         beyond = np.arange(NUM_SYMBOLS) > self.escapes[:, None]
         if np.any(self.frequencies.astype(np.int64).sum(axis=1) != TOTAL):
             raise ValueError("frequencies of a class do not add up")
-        if np.any(self.largest > MAX_LARGEST) or np.any((self.frequencies > 0) == beyond):
+        most = np.where(np.arange(NUM_CLASSES) < FIRST_WIDE, MOST_NARROW, MAX_LARGEST)
+        if np.any(self.largest > most) or np.any((self.frequencies > 0) == beyond):
             raise ValueError("a symbol has no frequency, or one beyond the alphabet has")
 
     @functools.cached_property
@@ -88,6 +97,26 @@ class SymbolTables:
         """The symbol to which each slot of the total belongs, uint8 (NUM_CLASSES, TOTAL)."""
         numbers = np.arange(NUM_SYMBOLS, dtype=np.uint8)
         return np.stack([np.repeat(numbers, row) for row in self.frequencies.astype(np.int64)])
+
+    @functools.cached_property
+    def coding(self) -> np.ndarray:
+        """The entries of an encoder, uint32 (NUM_CLASSES, NUM_SYMBOLS): start << 16 | frequency."""
+        joined: np.ndarray = self.starts << np.uint32(16) | self.frequencies
+        return joined
+
+    def slots(self, outputs: np.ndarray = SYMBOLS) -> np.ndarray:
+        """Returns what a decoder looks up, uint32 (NUM_CLASSES, TOTAL).
+
+        An entry is an output << 24 | the symbol's frequency << 12 | the slot less the symbol's
+        start. ``outputs``: the byte that a decoder writes for each symbol, uint8 (NUM_CLASSES,
+        NUM_SYMBOLS).
+        """
+        rows, symbols = np.arange(NUM_CLASSES)[:, None], self.symbols
+        rest = np.arange(TOTAL, dtype=np.uint32) - self.starts[rows, symbols]
+        frequencies = self.frequencies[rows, symbols].astype(np.uint32)
+        entries: np.ndarray = outputs[rows, symbols].astype(np.uint32) << 24
+        entries |= frequencies << PRECISION | rest
+        return entries
 
     def bits(self) -> np.ndarray:
         """Returns the mean bits of a code of each class, planes included, fp64 (NUM_CLASSES,)."""
@@ -115,7 +144,8 @@ def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables
             counts[number] += np.bincount(values.reshape(-1), minlength=NUM_SYMBOLS - 1)
     shares = counts + PRIOR_WEIGHT * _prior()
     shares /= shares.sum(axis=1, keepdims=True)
-    rows = [_row(row) for row in shares]
+    limits = (MOST_NARROW if number < FIRST_WIDE else MAX_LARGEST for number in range(NUM_CLASSES))
+    rows = [_row(row, most) for row, most in zip(shares, limits, strict=True)]
     return SymbolTables(
         np.stack([frequencies for frequencies, _ in rows]),
         np.array([largest for _, largest in rows], np.uint8),
@@ -132,11 +162,11 @@ def _prior() -> np.ndarray:
     return np.asarray(prior)
 
 
-def _row(shares: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns the integer frequencies of one class, and its ``largest``."""
+def _row(shares: np.ndarray, most: int) -> tuple[np.ndarray, int]:
+    """Returns the integer frequencies of one class, and its ``largest``, at most ``most``."""
     sizes = np.abs(np.arange(len(shares)) - MAX_LARGEST)
-    tails = [shares[sizes > largest].sum() for largest in range(MAX_LARGEST)]
-    largest = next((k for k, tail in enumerate(tails) if tail < RARE), MAX_LARGEST)
+    tails = [shares[sizes > largest].sum() for largest in range(most)]
+    largest = next((k for k, tail in enumerate(tails) if tail < RARE), most)
     kept = shares[sizes <= largest]
     exact = np.append(kept, max(1 - kept.sum(), 0.0)) * TOTAL
     counts = np.maximum(np.rint(exact), 1)

@@ -1,6 +1,6 @@
 """Learned presets that are entropy-coded (``balanced``, ``max``, ``safe``).
 
-Reading order: ``spectrum`` and ``prediction_design`` learn, ``step_integers`` derives small
-integers and checks them when a profile is opened, ``one_step`` packs and restores
-stage by stage, ``fused_steps`` in one pass each.
+Reading order: ``closed_loop`` defines packing and restoring in whole numbers, ``loop_learning``
+learns these, ``loop_checks`` checks them when a profile is opened, ``one_step`` are the presets,
+``fused_loop`` packs and restores in one pass each.
 """

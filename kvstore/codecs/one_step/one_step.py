@@ -1,109 +1,98 @@
-"""Calibrated presets that are entropy-coded: KLT over heads, K|V or layers, and one step for all.
+"""Calibrated presets that are entropy-coded: a closed loop over units, and one step for all.
 
-The stages: un-RoPE, the model's mean, a gain of 1.5 dB steps for K and V of each layer, the metric
-of each head, KLT, one step for every component of the model, rANS with static tables. Rows are
-restored with integers (see ``stages.integer_rows``).
+The stages: un-RoPE, the model's mean, a gain of 1.5 dB steps for K and V of each layer, the loop of
+``closed_loop``, rANS with static tables. The step is one of rows of unit size in the metric of the
+errors. So a preset leaves the same weighted error in every model, and the bits follow.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.codecs.entropy.class_coder import ClassCoder
-from kvstore.codecs.entropy.tables import (
-    NUM_CLASSES,
-    SymbolTables,
-    classes_of,
-    fit_tables,
-    plane_bits,
-)
+from kvstore.codecs.entropy.tables import SymbolTables, fit_tables
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.one_step.fused_steps import fused_steps
-from kvstore.codecs.one_step.prediction_design import NOISE, PredictionWindow
-from kvstore.codecs.one_step.spectrum import ROUNDING, Spectrum, codes_of
-from kvstore.codecs.one_step.step_integers import ARRAYS, StepIntegers
+from kvstore.codecs.one_step.closed_loop import ClosedLoop
+from kvstore.codecs.one_step.fused_loop import fused_loop
+from kvstore.codecs.one_step.loop_checks import ARRAYS, LEVELS, OF_GAINS, checked_integers
+from kvstore.codecs.one_step.loop_learning import (
+    PREPARING_TOKENS,
+    SAMPLED_TOKENS,
+    Centroids,
+    StackLearner,
+)
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.gain import LogGain
-from kvstore.codecs.stages.integer_rows import IntegerRows, StepRows
 from kvstore.codecs.stages.model_transforms import ModelMean, UnRope
-from kvstore.codecs.stages.uniform import NUM_SHIFTS, PredictedStep, Predictors, UniformStep
 from kvstore.shapes import KVLayout
 
-MISSES_AT_A_TIME = 1024  # rows at a time
-MOST_RATIO = 1024  # of a deviation to the step
-SMALLEST_STEP = 1e-12  # for a model whose KV is the same for all tokens
+DEPTH, MOST_KNOWN = 2, 2048
 
 
 @dataclass(frozen=True)
 class OneStep:
-    """Spends ``bits`` per element in calibration, without gains.
+    """Spends a step of ``step``, of rows of unit size.
 
-    ``window``: the units from which others are predicted; None = no prediction.
+    A unit is predicted from ``depth`` units before; but from no more channels than ``most_known``,
+    the last ones.
     """
 
     scope: Scope
-    bits: float
-    window: PredictionWindow | None = None
+    step: float
+    depth: int = DEPTH
+    most_known: int = MOST_KNOWN
 
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
-        shapes = stack_shapes(self.scope, samples.layout)
-        spectra = [Spectrum(samples, shape, means) for shape in shapes]
-        if self.window is not None:
-            step = _expected_step([x.deviations for x in spectra], self.bits)
-            for spectrum in spectra:
-                spectrum.predict(self.window, step)
-        step = _find_step(spectra, self.bits)
-        learned = {"step": np.array([step], np.float32)}
-        for number, spectrum in enumerate(spectra):
-            spectrum.truncate(step)
-            learned |= {f"{name}.{number}": x for name, x in spectrum.learned().items()}
-        learned |= _learned_tables("", (x.codes(step) for x in spectra))
-        shifts = _shifts(itertools.chain.from_iterable(_misses(x, step) for x in spectra))
-        for number, spectrum in enumerate(spectra):
-            learned |= _learned_integers(number, *spectrum.integers(step, shifts))
-        learned |= _learned_tables("gain_", (x.gain_codes() for x in spectra))
+        centroids = Centroids()
+        for learner in self._learners(samples, means, centroids.levels(), PREPARING_TOKENS):
+            learner.centroids = centroids
+            for _ in learner.codes():
+                pass
+        levels = centroids.levels()
+        learners = self._learners(samples, means, levels, SAMPLED_TOKENS)
+        learned = _learned_tables("", itertools.chain.from_iterable(x.codes() for x in learners))
+        codes = itertools.chain.from_iterable(x.gain_codes() for x in learners)
+        learned |= {LEVELS: levels, **_learned_tables("gain_", codes)}
+        for number, learner in enumerate(learners):
+            own = vars(learner.integers) | dict(zip(OF_GAINS, learner.gains(), strict=True))
+            learned |= {f"{name}.{number}": own[name] for name in ARRAYS}
         return learned
+
+    def _learners(
+        self, samples: Samples, means: np.ndarray, levels: np.ndarray, num_tokens: int
+    ) -> list[StackLearner]:
+        learners = []
+        for shape in stack_shapes(self.scope, samples.layout):
+            reach = min(min(self.depth, shape.num_units - 1) * shape.width, self.most_known)
+            known = (samples, shape, means, self.step, reach, levels, num_tokens)
+            learners.append(StackLearner(*known))
+        return learners
 
     def assemble(
         self, profile: Profile, learned: Mapping[str, np.ndarray], layout: KVLayout
     ) -> tuple[StackPacker, ...]:
-        step = float(learned["step"][0])
-        tables = _tables(learned, "")
-        gain_tables = _tables(learned, "gain_")
+        tables, gain_tables = _tables(learned, ""), _tables(learned, "gain_")
         parts = []
         for number, shape in enumerate(stack_shapes(self.scope, layout)):
-            own = StepIntegers(shape, step, **{x: learned[f"{x}.{number}"] for x in ARRAYS})
-            coder, rows, predictors = (
-                ClassCoder(own.classes, tables),
-                own.step_rows,
-                own.predictors,
-            )
-            steps = UniformStep(step, own.levels, ROUNDING)
-            stage = PredictedStep(steps, predictors, own.coded) if predictors.components else steps
+            arrays = {name: learned[f"{name}.{number}"] for name in ARRAYS}
+            integers = checked_integers(shape, arrays | {LEVELS: learned[LEVELS]})
+            centres, classes = (arrays[name] for name in OF_GAINS)
             pipeline = Pipeline(
                 shape,
                 (UnRope(shape, profile.ropes), ModelMean(shape, learned["means"])),
-                LogGain(shape, own.gain_centres, ClassCoder(own.gain_classes, gain_tables)),
-                (IntegerRows(rows),),
-                stage,
-                coder,
+                LogGain(shape, centres, ClassCoder(classes, gain_tables)),
+                (),
+                ClosedLoop(integers),
+                ClassCoder(integers.classes, tables),
             )
-            known = (rows, own.levels, predictors, learned["means"])
-            parts.append(fused_steps(pipeline, stage, profile, known))
+            parts.append(fused_loop(pipeline, integers, profile, learned["means"]))
         return tuple(parts)
-
-
-def _learned_integers(
-    number: int, rows: StepRows, levels: np.ndarray, predictors: Predictors
-) -> dict[str, np.ndarray]:
-    learned = {"levels": levels, **vars(rows), **vars(predictors)}
-    return {f"{name}.{number}": x for name, x in learned.items()}
 
 
 def _learned_tables(
@@ -119,70 +108,6 @@ def _tables(learned: Mapping[str, np.ndarray], prefix: str) -> SymbolTables:
     return SymbolTables(frequencies, np.array(learned[f"{prefix}largest"]))
 
 
-def _expected_step(deviations: list[np.ndarray], bits: float) -> float:
-    """Estimates the step that takes so many bits, by reverse water-filling.
-
-    A step leaves an error of ``NOISE`` times its square.
-    """
-    variances = np.square(np.concatenate([x.reshape(-1) for x in deviations]))
-    low, high = 0.0, max(float(variances.max()), SMALLEST_STEP**2)
-    for _ in range(40):
-        level = (low + high) / 2
-        spent = float(np.log2(np.maximum(variances / level, 1)).mean() / 2)
-        low, high = (level, high) if spent > bits else (low, level)
-    return float(np.sqrt(high / NOISE))
-
-
-def _find_step(spectra: list[Spectrum], bits: float) -> float:
-    """Finds the step that takes so many bits, by bisection in octaves; finer steps take more.
-
-    Rows of low rank get fewer bits: with a finer step their levels would not fit 16 bits.
-    """
-    size = sum(spectrum.left.size for spectrum in spectra)
-    largest = max(spectrum.deviations.max() for spectrum in spectra)
-    high = float(np.log2(max(largest, SMALLEST_STEP)))
-    low = high - 20
-    for _ in range(16):
-        step = 2 ** ((low + high) / 2)
-        spent = sum(_entropy(*spectrum.codes(step)) for spectrum in spectra) / size
-        low, high = ((low + high) / 2, high) if spent > bits else (low, (low + high) / 2)
-    return max(2 ** ((low + high) / 2), float(largest) / MOST_RATIO)
-
-
-def _misses(spectrum: Spectrum, step: float) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields sizes of codes, how far values lie above these, and classes, a few rows at a time."""
-    components, deviations = spectrum.beyond(step)
-    for first in range(0, len(components), MISSES_AT_A_TIME):
-        rows = slice(first, first + MISSES_AT_A_TIME)
-        sizes = np.abs(codes_of(components[rows], step))
-        above = np.abs(components[rows]) / step - sizes
-        yield np.minimum(sizes, NUM_SHIFTS - 1), above, classes_of(deviations[rows] / step)
-
-
-def _entropy(codes: np.ndarray, classes: np.ndarray) -> float:
-    """Returns the bits of one token's codes under one table for each class."""
-    total = 0.0
-    for number in np.unique(classes):
-        low = int(plane_bits(number))
-        high = codes[classes == number] >> low
-        counts = np.bincount((high - high.min()).reshape(-1))
-        shares = counts[counts > 0] / high.size
-        total += len(high) * (low - float((shares * np.log2(shares)).sum()))
-    return total
-
-
-def _shifts(misses: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Returns how far centroids lie from the middles of cells, fp32 (NUM_CLASSES, NUM_SHIFTS)."""
-    totals, counts = np.zeros((2, NUM_CLASSES * NUM_SHIFTS))
-    for sizes, beyond, classes in misses:
-        keys = (classes[:, None] * NUM_SHIFTS + sizes).reshape(-1)
-        totals += np.bincount(keys, beyond.reshape(-1), len(totals))
-        counts += np.bincount(keys, minlength=len(counts))
-    shifts = (totals / (counts + 50)).reshape(NUM_CLASSES, NUM_SHIFTS).astype(np.float32)
-    shifts[:, 0] = 0
-    return shifts
-
-
-BALANCED = OneStep(Scope("layer"), 1.35, PredictionWindow(384, 2))
-MAX = OneStep(Scope("group", 10), 0.70, PredictionWindow(768, 2))
-SAFE = OneStep(Scope("layer"), 5.2, PredictionWindow(384, 2))
+BALANCED = OneStep(Scope("layer"), 0.325)
+MAX = OneStep(Scope("group", 10), 0.5, most_known=768)
+SAFE = OneStep(Scope("layer"), 0.028)

@@ -109,9 +109,6 @@ class FusedPacker(ABC):
     def least_nbytes(self, num_tokens: int) -> int:
         return self.pipeline.least_nbytes(num_tokens)
 
-    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
-        return self.pipeline.encode(run, first, first_token, dtype)
-
     def decode(
         self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
     ) -> None:
@@ -133,6 +130,10 @@ class FusedPacker(ABC):
     @functools.cached_property
     def _addresses(self) -> HeadAddresses:
         return HeadAddresses(self.pipeline.shape, self.kernels)
+
+    @abstractmethod
+    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
+        """Returns what the pipeline returns."""
 
     @abstractmethod
     def unpack(

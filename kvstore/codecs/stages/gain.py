@@ -12,11 +12,21 @@ from kvstore.codecs.floats import FP16_LARGEST
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stacks.stage_protocols import Coder
+from kvstore.codecs.stages.octave_gain import (
+    INFINITY,
+    MANTISSA_BITS,
+    STEP_BITS,
+    STEPS,
+    squared_sizes,
+    steps_of,
+)
 from kvstore.errors import Corrupt
 
 FP16_SMALLEST = np.float32(2.0**-14)
 COARSE = 4  # steps per factor of two: 1.5 dB each
 REACH = 31 * COARSE
+FINER = STEPS // COARSE  # of the steps of ``octave_gain``
+FURTHEST = 60 * COARSE  # no gain is larger than 2^60 or smaller than 2^-60
 
 
 def root_mean_squares(stack: np.ndarray, shape: StackShape) -> np.ndarray:
@@ -99,24 +109,30 @@ class LogGain:
 
         Gains lie within ``REACH`` steps of their centre.
         """
-        self._shape = shape
-        self._centres = centres[:, None].astype(np.int32)
+        self.centres = centres.astype(np.int32)
+        self._parts = shape.gain_groups
         self._coder = coder
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The factors from sums of squares to means, fp32 (gain groups,)."""
+        return np.array([1 / (part.stop - part.start) for part in self._parts], np.float32)
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Measures gains.
 
         A row too small for any gain gets the smallest, which is close enough to zero.
         """
-        sizes = root_mean_squares(stack, self._shape)
+        with np.errstate(all="ignore"):
+            squares = [squared_sizes(stack[:, :, part.start : part.stop]) for part in self._parts]
+            sizes = np.sqrt(np.stack(squares, axis=2) * self.shares)
         steps = self._steps(sizes)
-        fits = steps <= REACH
+        fits = (sizes.view(np.uint32) < INFINITY) & (steps <= REACH)
         steps = np.where(fits, np.maximum(steps, -REACH), 0)
         return self._gains(steps), ~fits
 
     def write(self, gains: np.ndarray) -> bytes:
-        steps = np.clip(self._steps(gains), -REACH, REACH)
-        return self._coder.write(steps.astype(np.int32))
+        return self._coder.write(np.clip(self._steps(gains), -REACH, REACH))
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
         codes = self._coder.read(reader, num_tokens).astype(np.int32)
@@ -126,11 +142,11 @@ class LogGain:
         return self._coder.nbytes(num_tokens)
 
     def _steps(self, sizes: np.ndarray) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            steps: np.ndarray = np.rint(np.float32(COARSE) * np.log2(sizes)) - self._centres
+        steps: np.ndarray = (steps_of(sizes) + FINER // 2) // FINER - self.centres[:, None]
         return steps
 
     def _gains(self, steps: np.ndarray) -> np.ndarray:
-        octaves = (steps + self._centres) / np.float32(COARSE)
-        gains: np.ndarray = np.exp2(np.clip(octaves, -60, 60)).astype(np.float32)
+        whole = np.clip(steps + self.centres[:, None], -FURTHEST, FURTHEST)
+        bits = STEP_BITS[whole % COARSE * FINER] + (whole // COARSE << MANTISSA_BITS)
+        gains: np.ndarray = bits.astype(np.int32).view(np.float32)
         return gains

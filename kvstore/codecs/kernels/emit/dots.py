@@ -74,39 +74,16 @@ def emit_tile(e: Emitter, tokens: int, vectors: int, dot: Dot, args: tuple[Value
         first = e.load(begin, 4 * e.lanes * column, e.words)
         for row in sums:
             b.store(first, row[column])
-    _emit_products(e, sums, dot, (source, matrix, count, source_step, matrix_step))
-    _emit_stores(e, sums, target, target_step)
+    emit_products(e, sums, dot, (source, matrix, count, source_step, matrix_step))
+    emit_stores(e, sums, target, target_step)
 
 
-def emit_split_tile(
-    e: Emitter, tokens: int, vectors: int, dot: Dot, args: tuple[Value, ...]
-) -> None:
-    """Emit sums of products of words, shifted right and rounded, plus sums of ``dot``, to memory.
+def emit_products(e: Emitter, sums: list[list[Value]], dot: Dot, args: tuple[Value, ...]) -> None:
+    """Emit the addition of products to the sums of a tile: variables, by token and by vector.
 
-    ``args``: for the words, then for the others: address of the first token's first group, address
-    of the columns' first groups, number of groups. Then: the number of bits by which the words'
-    sums are shifted; addresses of the values added to them afterwards and of the results; bytes
-    from one token's results to the next's. Groups of a tile, and of its columns, are contiguous.
+    ``args``: addresses of the first token's first group and of the columns' first groups; number of
+    groups; bytes from one group to the next of a token and of a column.
     """
-    *words, finer, begin, target, target_step = args
-    b = e.builder
-    one = ir.Constant(I32, 1)
-    half = e.splat_word(b.lshr(b.shl(one, finer), one))
-    sums = [[e.variable(e.words) for _ in range(vectors)] for _ in range(tokens)]
-    for total in (total for row in sums for total in row):
-        b.store(half, total)
-    steps = (ir.Constant(I64, 4 * tokens), ir.Constant(I64, 4 * e.lanes * vectors))
-    _emit_products(e, sums, dot_of_words, (*words[:3], *steps))
-    shift = e.splat_word(finer)
-    for column in range(vectors):
-        first = e.load(begin, 4 * e.lanes * column, e.words)
-        for row in sums:
-            b.store(b.add(b.ashr(b.load(row[column]), shift), first), row[column])
-    _emit_products(e, sums, dot, (*words[3:], *steps))
-    _emit_stores(e, sums, target, target_step)
-
-
-def _emit_products(e: Emitter, sums: list[list[Value]], dot: Dot, args: tuple[Value, ...]) -> None:
     source, matrix, count, source_step, matrix_step = args
     b = e.builder
     with cgutils.for_range(b, count) as loop:
@@ -119,7 +96,8 @@ def _emit_products(e: Emitter, sums: list[list[Value]], dot: Dot, args: tuple[Va
                 b.store(dot(e, b.load(total), groups, column_groups), total)
 
 
-def _emit_stores(e: Emitter, sums: list[list[Value]], target: Value, target_step: Value) -> None:
+def emit_stores(e: Emitter, sums: list[list[Value]], target: Value, target_step: Value) -> None:
+    """Emit the stores of a tile's sums, token by token."""
     for row in sums:
         for column, total in enumerate(row):
             e.store(e.builder.load(total), target, 4 * e.lanes * column)

@@ -31,7 +31,7 @@ HOST = dots.host_vectors()
 GROUP, LANES, TILE_VECTORS, OFFSET = HOST.group, HOST.lanes, HOST.tile_vectors, HOST.offset
 
 
-def _plain(emit: Callable[..., None]) -> Any:
+def plain(emit: Callable[..., None]) -> Any:
     """Make an intrinsic (literal digest of the sources, tuple of numbers) that returns nothing."""
 
     def typed(context: Any, sources: Any, values: Any) -> Any:
@@ -40,7 +40,7 @@ def _plain(emit: Callable[..., None]) -> Any:
     return intrinsic(prefer_literal=True)(typed)
 
 
-def _with_number(emit: Callable[..., None]) -> Any:
+def with_number(emit: Callable[..., None]) -> Any:
     """Make an intrinsic (literal digest of the sources, literal number, tuple of numbers)."""
 
     def typed(context: Any, sources: Any, number: Any, values: Any) -> Any:
@@ -55,31 +55,25 @@ def _emit_tile_of_levels(b: Any, args: Any) -> None:
     dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dot, args)
 
 
-def _emit_split_tile(b: Any, args: Any) -> None:
-    dot = dots.dot_of_bytes if GROUP == 4 else dots.dot_of_words
-    dots.emit_split_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dot, args)
-
-
 def _emit_tile_of_rows(b: Any, args: Any) -> None:
     dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dots.dot_of_words, args)
 
 
-put_levels: Any = _with_number(lambda b, bits, args: dots.emit_levels(b, bits, OFFSET, args))
-put_groups: Any = _plain(lambda b, args: dots.emit_groups(b, GROUP, args))
-tile_of_levels: Any = _plain(_emit_tile_of_levels)
-split_tile: Any = _plain(_emit_split_tile)
-_put_rows: Any = _with_number(
+put_levels: Any = with_number(lambda b, bits, args: dots.emit_levels(b, bits, OFFSET, args))
+put_groups: Any = plain(lambda b, args: dots.emit_groups(b, GROUP, args))
+tile_of_levels: Any = plain(_emit_tile_of_levels)
+_put_rows: Any = with_number(
     lambda b, words, args: engine_rows.emit_rows(b, LANES, words == 1, args)
 )
 
-load_rows: Any = _with_number(
+load_rows: Any = with_number(
     lambda b, words, args: engine_rows.emit_load(b, LANES, words == 1, args)
 )
-put_squares: Any = _plain(lambda b, args: engine_rows.emit_squares(b, LANES, args))
-put_integers: Any = _plain(lambda b, args: engine_rows.emit_integers(b, LANES, args))
-put_columns: Any = _plain(lambda b, args: engine_rows.emit_transposed(b, LANES, args))
-tile_of_rows: Any = _plain(_emit_tile_of_rows)
-put_codes: Any = _with_number(lambda b, bits, args: engine_rows.emit_codes(b, LANES, bits, args))
+put_squares: Any = plain(lambda b, args: engine_rows.emit_squares(b, LANES, args))
+put_integers: Any = plain(lambda b, args: engine_rows.emit_integers(b, LANES, args))
+put_columns: Any = plain(lambda b, args: engine_rows.emit_transposed(b, LANES, args))
+tile_of_rows: Any = plain(_emit_tile_of_rows)
+put_codes: Any = with_number(lambda b, bits, args: engine_rows.emit_codes(b, LANES, bits, args))
 
 
 BLOCK = 64  # tokens that a kernel processes together

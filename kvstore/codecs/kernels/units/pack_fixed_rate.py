@@ -130,9 +130,10 @@ def fit(gains: Any, sums: Any) -> None:
 
 
 @njit
-def _load_block(
+def load_block(
     unit: Any, block: Any, count: Any, means: Any, columns: Any, ropes: Any, sources: Any, rows: Any
 ) -> None:
+    """Load rows of a unit from token ``block`` on, without RoPE and means, to address ``rows``."""
     rope_of, halves, cosines, sines, dim, as_words = ropes
     addresses, strides = sources
     for segment in range(addresses.shape[1]):
@@ -277,7 +278,7 @@ def _pack_function(sources: int) -> Any:
             for block in range(0, num_tokens, BLOCK):
                 count = min(num_tokens - block, BLOCK)
                 mean = address_of(means[unit])
-                _load_block(unit, block, count, mean, columns, ropes, segments, rows)
+                load_block(unit, block, count, mean, columns, ropes, segments, rows)
                 squared = (rows, NBYTES * columns, columns, address_of(squares), count)
                 put_squares(SOURCES, squared)
                 here = (steps[:count], codes[:count], gains[:count])

@@ -131,7 +131,7 @@ def test_an_id_stands_for_the_learned_arrays_and_nothing_else():
     measured = dataclasses.replace(profile, rows=(ROW,), fingerprint="other name")
     assert measured.ids == profile.ids
     changed = {name: dict(arrays) for name, arrays in profile.learned.items()}
-    changed["max"]["step"] = changed["max"]["step"] * 2
+    changed["max"]["means"] = changed["max"]["means"] * 2
     other = dataclasses.replace(profile, learned=changed)
     differing = [name for name in CALIBRATED if other.ids[name] != profile.ids[name]]
     assert differing == ["max"]
@@ -145,7 +145,7 @@ def test_a_preset_that_was_not_learned_is_unknown():
 
 
 def test_arrays_of_another_release_are_refused():
-    for change in ("frequencies", "rows.0", "step"):
+    for change in ("frequencies", "own.0", "levels"):
         arrays = dict(model_profile().learned["max"])
         del arrays[change]
         profile = dataclasses.replace(model_profile(), learned={"max": arrays})

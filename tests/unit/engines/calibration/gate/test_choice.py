@@ -168,7 +168,7 @@ def test_nothing_is_lost_before_it_was_measured(rows: Rows):
 
 def test_a_codec_that_another_release_learned_is_measured_again():
     known = model_profile().learned
-    learned = {**known, "dense3": {"other": known["max"]["step"]}}
+    learned = {**known, "dense3": {"other": known["max"]["means"]}}
     profile = dataclasses.replace(measured(row("dense3"), row("tq4")), learned=learned)
     choice = chosen(profile)
     assert (choice.name, choice.unmeasured) == ("tq4", True)

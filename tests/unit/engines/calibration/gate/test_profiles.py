@@ -44,7 +44,7 @@ def test_earlier_rows_are_found_after_another_measurement(tmp_path: Path) -> Non
 def test_rows_of_a_preset_that_was_learned_anew_are_dropped(tmp_path: Path) -> None:
     save(dataclasses.replace(model_profile(), rows=(row("max"), row("max", 6144))), tmp_path)
     learned = {name: dict(arrays) for name, arrays in model_profile().learned.items()}
-    learned["max"]["step"] = np.array(learned["max"]["step"]) * 2
+    learned["max"]["means"] = np.array(learned["max"]["means"]) * 2
     path = save(
         dataclasses.replace(model_profile(), learned={"max": learned["max"]}, rows=(row("max"),)),
         tmp_path,
@@ -72,7 +72,7 @@ def test_rows_of_whole_sessions_go_with_the_arrays_that_they_used(tmp_path: Path
     known = model_profile()
     old = (row("max+state8"), row("max+state4"))
     save(dataclasses.replace(known, rows=old), tmp_path)
-    learned = {"max": {**known.learned["max"], "step": known.learned["max"]["step"] * 2}}
+    learned = {"max": {**known.learned["max"], "means": known.learned["max"]["means"] * 2}}
     anew = dataclasses.replace(known, learned=learned, rows=old[:1])
     assert load_profile(save(anew, tmp_path)).rows == old[:1]
 

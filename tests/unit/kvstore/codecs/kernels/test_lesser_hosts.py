@@ -17,14 +17,14 @@ SUITES = (
         "attention/test_rotated.py",
         "attention/test_planes.py",
     ),
-    *("fixed_rate/test_fused_rate.py", "one_step/test_fused_steps.py"),
+    *("fixed_rate/test_fused_rate.py", "one_step/test_fused_loop.py"),
 )
 # Each shape of rows is compiled again: one for each width of vectors that an instruction set has.
 CHOSEN = " or ".join(
     [
         "(test_golden and (tq3-16 or tq3-64 or tq3-80 or tq3-256 or tq4-128))",
         "(test_fused_rate and (frozen or kernels_give_the))",
-        "(test_fused_steps and (frozen or predicted_from or kernels_give_the))",
+        "(test_fused_loop and (frozen or predicted_from or kernels_give_the))",
         "any_number_of_rows",
         "(code_agrees and 3-64)",
         "(planes_agree and (1-3 or 5-1))",

@@ -1,43 +1,48 @@
-"""Made-up models for codecs of one step: bases, deviations and tables of a formula."""
+"""Made-up models for codecs of one step: axes, deviations and tables of a formula."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvstore.codecs.entropy.tables import classes_of, fit_tables
-from kvstore.codecs.one_step.fused_steps import FusedSteps
+from kvstore.codecs.one_step.closed_loop import LoopIntegers
+from kvstore.codecs.one_step.fused_loop import FusedLoop
+from kvstore.codecs.one_step.loop_checks import ARRAYS, LEVELS, OF_GAINS
+from kvstore.codecs.one_step.loop_learning import Centroids, integers_of, stacked
 from kvstore.codecs.one_step.one_step import OneStep
-from kvstore.codecs.one_step.prediction_design import PredictionWindow
-from kvstore.codecs.one_step.step_integers import rows_of
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import Scope, StackShape, stack_shapes
-from kvstore.codecs.stages.uniform import MOST_FINER
 from kvstore.shapes import KVLayout, Rope
 
 SCOPE = Scope("group", 2)
 STEP = 0.25
-SHIFTS = (0.0, -0.1, -0.02, 0.08)
-ALONE = PredictionWindow(0, 0)
-USUAL = (32.0, 0.3)  # largest deviation over step, and below which one is dead
+USUAL = (32.0, 0.3)  # largest deviation over step, and below which there is no component
+
+
+def model_levels() -> np.ndarray:
+    levels = Centroids().levels()
+    levels[:, 1:] = levels[:, :1] * np.array([-0.125, 0.0625, 0.125])
+    return levels
 
 
 def profile_of(
     layout: KVLayout,
     rope: Rope | None,
     spectra: Sequence[tuple[float, float]] = (USUAL,),
-    window: PredictionWindow = ALONE,
+    reach: int = 0,
     layers: int = SCOPE.num_layers,
 ) -> Profile:
-    """``spectra``: of one unit after the other, over again."""
+    """``spectra``: of one unit after the other, over again. ``reach``: the known channels."""
     elements = np.arange(layout.elements_per_token)
     tables, gain_tables = fit_tables([]), fit_tables([])
     learned = {
         "means": ((elements % 13 - 6) / 16).astype(np.float32),
-        "step": np.array([STEP], np.float32),
+        LEVELS: model_levels(),
         "frequencies": tables.frequencies,
         "largest": tables.largest,
         "gain_frequencies": gain_tables.frequencies,
@@ -46,37 +51,38 @@ def profile_of(
     first = 0
     for number, shape in enumerate(stack_shapes(Scope("group", layers), layout)):
         chosen = [spectra[(first + k) % len(spectra)] for k in range(shape.num_units)]
-        known = _stack(shape, chosen) | _predictors(shape, window)
-        learned |= {f"{name}.{number}": array for name, array in known.items()}
+        parts = (shape.num_units, len(shape.gain_groups))
+        gains = (
+            np.full(parts, 1, np.int16),
+            np.full(parts, classes_of(np.array(3.0)), np.uint8),
+        )
+        known = vars(integers_for(shape, chosen, reach)) | dict(zip(OF_GAINS, gains, strict=True))
+        learned |= {f"{name}.{number}": known[name] for name in ARRAYS}
         first += shape.num_units
     return Profile("made up", layout, (rope,) * len(layout.layers), {"max": learned})
 
 
-def _stack(shape: StackShape, spectra: list[tuple[float, float]]) -> dict[str, np.ndarray]:
-    units, width = shape.num_units, shape.width
-    falling = np.exp2(-8 * np.arange(width) / width)
-    ratios = np.stack([np.where(top * falling < low, 0, top * falling) for top, low in spectra])
-    basis = np.stack([_reflection(width, unit) for unit in range(units)])
-    shifts = np.tile(np.array(SHIFTS), (units, width, 1))
-    rows, levels = rows_of(basis, basis * STEP, ratios, shifts)
-    parts = (units, len(shape.gain_groups))
-    return {
-        "left": (ratios * STEP).astype(np.float32),
-        "gain_centres": np.full(parts, 1, np.int16),
-        "gain_classes": np.full(parts, classes_of(np.array(3.0)), np.uint8),
-        "levels": levels,
-        **vars(rows),
-    }
-
-
-def _predictors(shape: StackShape, window: PredictionWindow) -> dict[str, np.ndarray]:
-    """Factors of all sizes, most of them small, and some sums that are far too large."""
-    known = (shape.num_units, window.components, window.components * window.depth)
-    numbers = np.arange(np.prod(known)).reshape(known)
-    factors = (numbers * 40503 % 65535 - 32767) >> (numbers % 17)
-    factors[: min(window.depth, 1)] = 0
-    finer = np.arange(known[0] * known[1]).reshape(known[:2]) * 5 % (MOST_FINER + 1)
-    return {"factors": factors.astype(np.int16), "finer": finer.astype(np.int32)}
+def integers_for(
+    shape: StackShape, spectra: Sequence[tuple[float, float]], reach: int = 0
+) -> LoopIntegers:
+    """Predictions are of all sizes, most of them small."""
+    width, units = shape.width, []
+    for unit, (top, low) in enumerate(spectra):
+        ratios = top * np.exp2(-8 * np.arange(width) / width)
+        classes = classes_of(ratios[ratios >= low])
+        axes = _reflection(width, unit)[: len(classes)]
+        ones = np.ones(width)
+        weights = np.zeros((0, width))
+        found = integers_of(
+            model_levels(), reach, weights, (axes / STEP, axes * STEP), classes, (16 * ones, ones)
+        )
+        numbers = np.arange(reach * width).reshape(1, reach, width) + unit
+        known = (numbers * 40503 % 255 - 127) >> (numbers % 7)
+        known[:, : max(reach - unit * width, 0)] = 0
+        up = (np.arange(width)[None] * 5 + unit) % 2
+        changed = {"known": known.astype(np.int8), "up": up.astype(np.uint8)}
+        units.append(dataclasses.replace(found, **changed))
+    return stacked(units)
 
 
 def _reflection(width: int, unit: int) -> np.ndarray:
@@ -86,7 +92,7 @@ def _reflection(width: int, unit: int) -> np.ndarray:
 
 
 def parts_of(profile: Profile) -> Sequence[StackPacker]:
-    return OneStep(SCOPE, 1.0).assemble(profile, profile.learned["max"], profile.layout)
+    return OneStep(SCOPE, STEP).assemble(profile, profile.learned["max"], profile.layout)
 
 
 def codec_of(parts: Sequence[StackPacker]) -> StackCodec:
@@ -94,9 +100,9 @@ def codec_of(parts: Sequence[StackPacker]) -> StackCodec:
 
 
 def is_fused(parts: Sequence[StackPacker]) -> bool:
-    return all(isinstance(part, FusedSteps) for part in parts)
+    return all(isinstance(part, FusedLoop) for part in parts)
 
 
 def pipelines_of(parts: Sequence[StackPacker]) -> list[Pipeline]:
     """The same without kernels."""
-    return [part.pipeline if isinstance(part, FusedSteps) else part for part in parts]
+    return [part.pipeline if isinstance(part, FusedLoop) else part for part in parts]

@@ -13,7 +13,6 @@ from kvstore.codecs.stacks.stack_shape import KEY, Scope, stack_shapes
 from kvstore.codecs.stages.gain import HalfGain, NoGain
 from kvstore.codecs.stages.model_transforms import UnRope
 from kvstore.codecs.stages.planes import BitPlanes
-from kvstore.codecs.stages.uniform import UniformStep
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayer, KVLayout, Rope
 from tests.unit.kvstore.codecs.samples import layout_of, run_of, shape_of, uneven
@@ -98,17 +97,6 @@ def test_a_damaged_centroid_is_a_finite_one():
     note = np.full(clusters.note_nbytes(5) // 2, np.nan, "<f2").tobytes()
     centroids, _ = clusters.read(Reader(memoryview(note)), 5)
     assert np.isfinite(centroids).all()
-
-
-def test_codes_stand_for_centroids():
-    levels = np.tile(np.array([10, -1, 0, 2], np.int16), (1, 2, 1))
-    quantiser = UniformStep(0.5, levels)
-    exact = np.array([[[0.2, -0.6], [1.1, 50.0], [1e9, -1e9]]], np.float32)
-    codes = quantiser.quantise(exact)
-    assert codes.tolist() == [[[0, -1], [2, 100], [32767, -32767]]]
-    assert quantiser.restore(codes).tolist() == [[[0, -9], [20, 1002], [32767, -32767]]]
-    assert quantiser.restore(codes.astype(np.int32) << 16).max() == 32767
-    assert UniformStep(1.0, levels, rounding=0.3).quantise(exact)[0, 0].tolist() == [0, 0]
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=9), st.integers(1, 140), st.integers(0, 99))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.codecs.one_step.prediction_design import PredictionWindow
-from kvstore.codecs.one_step.step_integers import ARRAYS
+from kvstore.codecs.one_step.loop_checks import ARRAYS, LEVELS
 from kvstore.codecs.profile import Profile
 from tests.unit.kvstore.codecs.damages import (
     SHAPES,
@@ -23,24 +22,20 @@ from tests.unit.kvstore.codecs.fixed_rate.integer_models import layout_with, rop
 from tests.unit.kvstore.codecs.one_step.step_models import profile_of
 
 # As ``max`` has it: groups of ten layers. Kernels take the first, the pipeline the second.
-WINDOW = PredictionWindow(34, 1)
-FUSED = profile_of(layout_with(*[(16, 16)] * 20), None, window=WINDOW, layers=10)
-APART = profile_of(layout_with(*[(24, 24)] * 20), rope_of(24), window=WINDOW, layers=10)
+FUSED = profile_of(layout_with(*[(16, 16)] * 20), None, reach=48, layers=10)
+APART = profile_of(layout_with(*[(24, 24)] * 20), rope_of(24), reach=50, layers=10)
 PROFILES = pytest.mark.parametrize("profile", [FUSED, APART], ids=["fused", "apart"])
 VALUES: list[tuple[str, tuple[int, ...], Any]] = [
-    *((name, (0,), x) for name in ("scales", "rates", "left") for x in (np.nan, np.inf, -1.0)),
-    ("scales", (0,), 0.0),
-    ("scales", (0,), 0.3),  # multiplying by it would round
-    ("levels", (0, 0, 0), 0),
-    ("levels", (0, 0, 0), -5),
+    *(("rates", (0,), x) for x in (np.nan, np.inf, -1.0)),
+    ("exponents", (0, 0), -28),  # a row of that unit does not fit 32 bits
+    ("exponents", (0, 0), 21),
+    *((name, (0, 0), 31) for name in ("up", "down", "rest")),
+    ("finer", (0,), 9),
     ("gain_classes", (0, 0), 255),
-    ("counts", (0, 0), -1),
-    ("counts", (0, 0), 9999),
-    ("counts", (0, 1), 9999),
-    ("counts", (0, 2), 16),
-    ("counts", (0,), 0),  # components are coded
-    ("finer", (0, 0), -1),
-    ("finer", (0, 0), 15),
+    ("classes", (0, 0), 255),
+    ("classes", (0, 1), 127),  # they fall
+    ("classes", (0,), 1),  # more of bytes than there are rows
+    ("classes", (0,), 100),  # more wide ones
 ]
 
 
@@ -51,17 +46,17 @@ def test_a_learned_profile_is_taken(profile: Profile):
 
 @PROFILES
 @pytest.mark.parametrize("damage", SHAPES)
-@pytest.mark.parametrize("name", [*ARRAYS, "means"])
+@pytest.mark.parametrize("name", [*ARRAYS, LEVELS, "means"])
 def test_arrays_of_another_form_are_refused(profile: Profile, name: str, damage: str):
-    key = name if name == "means" else f"{name}.0"
+    key = name if name in ("means", LEVELS) else f"{name}.0"
     assert is_refused(changed(profile, key, SHAPES[damage](profile.learned["max"][key])))
 
 
 @PROFILES
-@pytest.mark.parametrize("length", [33, 35, 67])
-def test_factors_of_parts_of_units_are_refused(profile: Profile, length: int):
-    factors = np.resize(profile.learned["max"]["factors.0"], (2, 34, length))
-    assert is_refused(changed(profile, "factors.0", factors))
+def test_a_prediction_from_more_channels_than_there_are_is_refused(profile: Profile):
+    known = profile.learned["max"]["known.0"]
+    longer = np.resize(known, (2, 2 * known.shape[2] + 16, known.shape[2]))
+    assert is_refused(changed(profile, "known.0", longer))
 
 
 @PROFILES
@@ -75,9 +70,22 @@ def test_values_that_no_learning_gives_are_refused(
 
 
 @PROFILES
-@pytest.mark.parametrize("step", [np.nan, np.inf, 0.0, -0.25])
-def test_a_step_that_is_none_is_refused(profile: Profile, step: float):
-    assert is_refused(changed(profile, "step", np.array([step], np.float32)))
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ((60, 0), 0),
+        ((60, 0), -5),
+        ((20, 0), 9),  # a byte does not hold fifteen such steps
+        ((20, 3), 8),
+        ((60, 1), -33),  # a code of one would be below zero
+    ],
+)
+def test_levels_that_no_learning_gives_are_refused(
+    profile: Profile, place: tuple[int, int], value: int
+):
+    levels = profile.learned["max"][LEVELS].copy()
+    levels[place] = value
+    assert is_refused(changed(profile, LEVELS, levels))
 
 
 @PROFILES

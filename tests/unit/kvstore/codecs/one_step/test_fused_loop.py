@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.codecs.one_step.prediction_design import PredictionWindow
 from kvstore.codecs.reader import count_bytes
 from kvstore.shapes import Rope
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import layout_with, rope_of
@@ -35,9 +34,7 @@ CODEC, PIECES = codec_of(PARTS), codec_of(pipelines_of(PARTS))
 
 FOUR_UNITS = layout_with(*[(32, 32)] * 8)
 PREDICTED = parts_of(
-    profile_of(
-        FOUR_UNITS, rope_of(32), [(32.0, 0.3), (9.0, 0.5), (700.0, 0.01)], PredictionWindow(38, 2)
-    )
+    profile_of(FOUR_UNITS, rope_of(32), [(32.0, 0.3), (9.0, 0.5), (700.0, 0.01)], 192)
 )
 MODELS = pytest.mark.parametrize(
     ("parts", "layout"), [(PARTS, LAYOUT), (PREDICTED, FOUR_UNITS)], ids=["alone", "predicted"]
@@ -47,6 +44,7 @@ MODELS = pytest.mark.parametrize(
 def assert_same(parts, run, layout, first_token):
     num_tokens = run[0][0].shape[1]
     payload = codec_of(parts).encode(run, layout, first_token)
+    assert payload == codec_of(pipelines_of(parts)).encode(run, layout, first_token)
     out, expected = (
         restored(codec_of(x), payload, layout, num_tokens, first_token)
         for x in (parts, pipelines_of(parts))
@@ -83,17 +81,9 @@ def test_every_length(num_tokens, first_token, parts, layout):
     assert_same(parts, run_of(layout, num_tokens), layout, first_token)
 
 
-@pytest.mark.parametrize(
-    "window",
-    [
-        PredictionWindow(2, 1),
-        PredictionWindow(64, 3),
-        PredictionWindow(66, 1),
-        PredictionWindow(32, 7),
-    ],
-)
-def test_units_are_predicted_from_any_number_of_others(window):
-    parts = parts_of(profile_of(FOUR_UNITS, rope_of(32), [USUAL, (3.1, 3.0)], window))
+@pytest.mark.parametrize("reach", [16, 128, 256, 272, 512])
+def test_units_are_predicted_from_any_number_of_channels(reach):
+    parts = parts_of(profile_of(FOUR_UNITS, rope_of(32), [USUAL, (3.1, 3.0)], reach))
     assert is_fused(parts)
     for num_tokens in (6, 70):
         assert_same(parts, run_of(FOUR_UNITS, num_tokens), FOUR_UNITS, 5)
@@ -106,7 +96,8 @@ def test_units_are_predicted_from_any_number_of_others(window):
         (700.0, 3.1),  # all are
         (700.0, 0.01),  # none is dead
         (1.0, 0.9),  # very few are live
-        (3.1, 3.0),  # one wide one, or a few, and nothing else
+        (3.1, 3.0),  # a few, and nothing else
+        (0.2, 0.3),  # none at all
     ],
 )
 def test_any_share_of_wide_and_live_components(spectrum):
@@ -136,7 +127,8 @@ def test_extreme_codes(data, parts, layout):
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     codes = []
     for part in pipelines_of(parts):
-        shape = (part.shape.num_units, num_tokens, part.shape.width)
+        units, components = part.quantiser.integers.classes.shape
+        shape = (units, num_tokens, components)
         sizes = np.array(data.draw(st.lists(SIZES, min_size=1, max_size=4)))
         share = data.draw(st.sampled_from([0.001, 0.05, 1.0]))
         chosen = rng.choice(sizes, shape) * (rng.random(shape) < share)
@@ -210,7 +202,7 @@ def test_damage_is_found_or_gives_other_values(data, parts, layout):
 
 @pytest.mark.parametrize(
     ("parts", "layout", "digest"),
-    [(PARTS, LAYOUT, "ea71890936abbf49"), (PREDICTED, FOUR_UNITS, "03c6823892933da0")],
+    [(PARTS, LAYOUT, "0d8a1f9cdae8a803"), (PREDICTED, FOUR_UNITS, "6907e8c0b23ccd03")],
     ids=["alone", "predicted"],
 )
 @pytest.mark.parametrize("fused", [True, False])
@@ -218,9 +210,10 @@ def test_restored_values_are_frozen(parts, layout, digest, fused):
     """Codes and gains of a formula: whole numbers from there on, on every host alike."""
     num_tokens, codes = 70, []
     for part in pipelines_of(parts):
-        shape = (part.shape.num_units, num_tokens, part.shape.width)
+        units, components = part.quantiser.integers.classes.shape
+        shape = (units, num_tokens, components)
         numbers = np.arange(np.prod(shape)).reshape(shape)
-        sizes = numbers * 7919 % 101 // (1 + numbers % part.shape.width // 8)
+        sizes = numbers * 7919 % 101 // (1 + numbers % components // 8)
         codes.append(np.where(numbers % 3 == 0, -sizes, sizes).astype(np.int32))
     codec = codec_of(parts if fused else pipelines_of(parts))
     out = restored(codec, payload_of(parts, codes, num_tokens), layout, num_tokens, 9)

@@ -1,0 +1,143 @@
+"""Parts that packing and restoring in a closed loop share: intrinsics, tables, known units.
+
+See ``one_step.closed_loop`` and ``emit.loop_tiles``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from kvstore.codecs.kernels.emit import loop_tiles
+from kvstore.codecs.kernels.units.kernel_parts import GROUP, LANES, plain, with_number
+from kvstore.codecs.loops.numba_functions import (
+    NBYTES,
+    address_of,
+    array_of,
+    sources_of,
+    tuple_of,
+)
+
+SOURCES = sources_of(__file__)
+
+TOKENS, COLUMNS = loop_tiles.TOKENS, loop_tiles.COLUMNS
+_expected_tile: Any = plain(loop_tiles.emit_expected)
+_restored_tile: Any = plain(loop_tiles.emit_restored)
+_bytes_of_sums: Any = plain(loop_tiles.emit_bytes)
+components_tile: Any = plain(loop_tiles.emit_components)
+residuals_of_rows: Any = plain(loop_tiles.emit_residuals)
+codes_of_sums: Any = with_number(loop_tiles.emit_codes)
+grouped_rows: Any = plain(loop_tiles.emit_grouped)
+
+_PANELS = array_of(types.uint32, 4)
+# ``one_step.fused_loop.LoopTables.shared``: counts, known, wide, own, begins, shifts, finer, rows,
+# constants.
+TABLES = tuple_of(
+    array_of(types.int64, 2),
+    _PANELS,
+    _PANELS,
+    _PANELS,
+    array_of(types.int32, 3),
+    array_of(types.int32, 3),
+    array_of(types.int32, 1),
+    array_of(types.int8, 3),
+    array_of(types.int32, 3),
+)
+
+
+@njit
+def ring_of(tables: Any, width: Any, num_tiles: Any) -> Any:
+    """Allocate the bytes of the last units, uint32, in groups; return the groups of a tile, too.
+
+    Units follow one another, and begin again at the start: there is room for one more than any
+    prediction goes back.
+    """
+    own = width // GROUP
+    slots = (tables[1].shape[2] + own - 1) // own + 1
+    return np.empty(num_tiles * slots * own * TOKENS, np.uint32), slots * own
+
+
+@njit
+def expect(tables: Any, unit: Any, tile: Any, ring: Any, own: Any, sums: Any) -> None:
+    """Put the sums to which the units before lead into ``sums``, int32 (TOKENS, padded width).
+
+    ``ring``: from ``ring_of``. ``own``: groups of a unit.
+    """
+    known, begins, shifts = tables[1], tables[4], tables[5]
+    groups, size = ring
+    reach = np.int64(known.shape[2])
+    num = min(unit * own, reach)
+    end = unit * own % size
+    first = (end - num) % size
+    before = min(num, size - first)
+    base = address_of(groups) + NBYTES * TOKENS * size * tile
+    for panel in range(known.shape[1]):
+        matrix = address_of(known[unit, panel]) + NBYTES * COLUMNS * (reach - num)
+        args = (
+            base + NBYTES * TOKENS * first,
+            np.int64(before),
+            base,
+            np.int64(num - before),
+            matrix,
+            address_of(shifts[unit, 0]) + NBYTES * COLUMNS * panel,
+            address_of(begins[unit, 0]) + NBYTES * COLUMNS * panel,
+            address_of(sums) + NBYTES * COLUMNS * panel,
+            np.int64(NBYTES * sums.shape[1]),
+        )
+        _expected_tile(SOURCES, args)
+
+
+@njit
+def restore(tables: Any, unit: Any, words: Any, levels: Any, sums: Any) -> None:
+    """Add a unit's own levels to the expected ``sums``.
+
+    ``words``, ``levels``: the addresses of a tile's groups of wide levels and of others.
+    """
+    counts, wide, own, begins, finer = tables[0], tables[2], tables[3], tables[4], tables[6]
+    for panel in range(own.shape[1]):
+        args = (
+            words,
+            address_of(wide[unit, panel]),
+            (counts[unit, 0] + 1) // 2,
+            levels,
+            address_of(own[unit, panel]),
+            (counts[unit, 1] + GROUP - 1) // GROUP,
+            finer[unit],
+            address_of(begins[unit, 1]) + NBYTES * COLUMNS * panel,
+            address_of(sums) + NBYTES * COLUMNS * panel,
+            np.int64(NBYTES * sums.shape[1]),
+        )
+        _restored_tile(SOURCES, args)
+
+
+@njit
+def add_excess(
+    tables: Any, excess: Any, at: Any, unit: Any, first: Any, width: Any, sums: Any
+) -> Any:
+    """Add what bytes of levels cannot hold to the sums of a tile; return the next entry.
+
+    ``excess``: int32 (entries, 4): unit, token, component and excess, in this order. ``first``: the
+    tile's first token.
+    """
+    rows = tables[7]
+    while at < len(excess) and excess[at, 0] == unit and excess[at, 1] < first + TOKENS:
+        within, row = excess[at, 1] - first, rows[unit, excess[at, 2]]
+        for column in range(width):
+            product = np.int32(excess[at, 3] * np.int32(row[column]))
+            sums[within, column] = np.int32(sums[within, column] + product)
+        at += 1
+    return at
+
+
+@njit
+def keep_bytes(
+    tables: Any, unit: Any, tile: Any, ring: Any, own: Any, left: Any, sums: Any
+) -> None:
+    """Keep a tile's rows as bytes for later units, and shift its sums by ``left`` (an address)."""
+    groups, size = ring
+    place = address_of(groups) + NBYTES * TOKENS * (size * tile + unit * own % size)
+    down, step = address_of(tables[5][unit, 1]), np.int64(NBYTES * sums.shape[1])
+    vectors = np.int64(own * GROUP // LANES)
+    _bytes_of_sums(SOURCES, (address_of(sums), step, down, left, place, vectors))

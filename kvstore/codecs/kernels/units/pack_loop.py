@@ -1,0 +1,254 @@
+"""Turns rows into symbols in one pass, in numba; undone by ``unpack_loop``.
+
+Unit by unit and tile by tile: what the units before lead to expect is subtracted, the residual is
+turned into components and quantised, and the rows are restored as a reader will have them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from kvstore.codecs.kernels.emit.emitter import log2
+from kvstore.codecs.kernels.units.kernel_parts import (
+    GROUP,
+    LANES,
+    ROPE_TABLES,
+    SEGMENTS,
+    put_squares,
+)
+from kvstore.codecs.kernels.units.loop_parts import (
+    COLUMNS,
+    TABLES,
+    TOKENS,
+    add_excess,
+    codes_of_sums,
+    components_tile,
+    expect,
+    keep_bytes,
+    residuals_of_rows,
+    restore,
+    ring_of,
+)
+from kvstore.codecs.kernels.units.pack_fixed_rate import load_block, steps_of
+from kvstore.codecs.loops.numba_functions import (
+    NBYTES,
+    address_of,
+    array_of,
+    compiled,
+    sources_of,
+    tuple_of,
+)
+from kvstore.codecs.one_step.closed_loop import BYTE, LARGEST_LEVEL
+from kvstore.codecs.stages.gain import COARSE, FINER, FURTHEST, REACH
+from kvstore.codecs.stages.octave_gain import INFINITY, MANTISSA_BITS, STEP_BITS
+
+SOURCES = sources_of(__file__)
+
+COARSE_BITS, FINER_BITS = log2(COARSE), log2(FINER)
+
+
+@njit
+def _components(encode: Any, pairs: Any, live: Any, sums: Any) -> None:
+    """Put the components of a tile into ``sums``, int32 (TOKENS, components)."""
+    step = np.int64(NBYTES * sums.shape[1])
+    for panel in range((live + COLUMNS - 1) // COLUMNS):
+        target = address_of(sums) + NBYTES * COLUMNS * panel
+        num = np.int64(encode.shape[1])
+        args = (address_of(pairs), address_of(encode[panel]), num, target, step)
+        components_tile(SOURCES, args)
+
+
+@njit
+def _scale(rows: Any, count: Any, unit: Any, sizes: Any, squares: Any, first: Any) -> bool:
+    """Divide the rows of a tile, fp32 (TOKENS, width), by their gains; False if one has none.
+
+    ``sizes``: first columns and numbers of columns of gain groups, factors of sums of squares,
+    centres, and gains to fill; ``first``: the tile's first token.
+    """
+    parts, shares, centres, gains = sizes
+    step_bytes = np.int64(NBYTES * rows.shape[1])
+    steps = np.empty(TOKENS, np.int32)
+    for part in range(len(parts)):
+        start, columns = parts[part, 0], parts[part, 1]
+        source = address_of(rows) + NBYTES * start
+        put_squares(SOURCES, (source, step_bytes, columns, address_of(squares), np.int64(TOKENS)))
+        for token in range(TOKENS):
+            squares[token] = np.sqrt(squares[token] * shares[part])
+        steps_of(squares, steps)
+        bits, centre = squares.view(np.uint32), centres[unit, part]
+        for token in range(count):
+            step = np.int32((steps[token] + FINER // 2) >> np.int32(FINER_BITS)) - centre
+            if bits[token] >= INFINITY or step > REACH:
+                return False
+            whole = min(max(max(step, -REACH) + centre, -FURTHEST), FURTHEST)
+            octave = whole >> COARSE_BITS
+            found = STEP_BITS[(whole - (octave << COARSE_BITS)) * FINER] + (octave << MANTISSA_BITS)
+            gains.view(np.int32)[unit, part, first + token] = found
+            factor = np.float32(1) / gains[unit, part, first + token]
+            for column in range(start, start + columns):
+                rows[token, column] *= factor
+    return True
+
+
+@njit
+def _note_rare(codes: Any, known: Any, place: Any, count: Any, found: Any) -> Any:
+    """Note escaped codes of a tile, and the excess of levels over a byte.
+
+    ``codes``: int32 (TOKENS, components); ``known``: int32 (CONSTANTS, components). ``place``: the
+    number of the first component's row, whether components are wide, unit, first token, end of the
+    tokens. ``found``: keys and codes of rare ones, excess, and how many there are of both.
+    """
+    keys, rare, excess, used = found
+    row, is_wide, unit, first, end = place
+    for within in range(min(TOKENS, end - first)):
+        for k in range(count):
+            code = codes[within, k]
+            high = code >> known[6, k]
+            if abs(high) <= known[5, k]:
+                continue
+            keys[used[0]], rare[used[0]] = (row + k) * end + first + within, high
+            used[0] += 1
+            size = abs(code)
+            added = known[4, k] if size > 2 else (known[3, k] if size > 1 else known[2, k])
+            level = min(size * known[1, k] + added, LARGEST_LEVEL)
+            if not is_wide and level > BYTE:
+                more = level - BYTE if code > 0 else BYTE - level
+                excess[used[1], 0], excess[used[1], 1] = unit, first + within
+                excess[used[1], 2], excess[used[1], 3] = k, more
+                used[1] += 1
+
+
+def _pack_function(digest: int) -> Any:
+    """Make the function; ``digest`` is part of numba's cache key, which covers one file only."""
+
+    def pack_units(
+        sources: Any,
+        num_tokens: int,
+        tables: Any,
+        units: Any,
+        limit: Any,
+        sizes: Any,
+        ropes: Any,
+        symbols: Any,
+        found: Any,
+    ) -> Any:
+        """Put gains and symbols of rows; return the number of rare codes, -1 if a row has no gain.
+
+        ``sources``: the engine's rows. ``tables``, ``units`` (means, channels, rest, encode): see
+        ``one_step.fused_loop.LoopTables``. ``limit``: the largest residual. ``sizes``: see
+        ``_scale``. ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. ``symbols``: symbols, and
+        low bits of wide components; both uint8 (components and ``LANES`` more, padded tokens).
+        ``found``: keys (component times tokens plus token) and rare codes, in no order; room for
+        excess.
+        """
+        means, channels, rest, encode = units
+        counts, constants = tables[0], tables[8]
+        symbols, low = symbols
+        keys, rare, excess = found
+        width, padded = means.shape[1], tables[4].shape[2]
+        num_tiles, own = (num_tokens + TOKENS - 1) // TOKENS, np.int64(width // GROUP)
+        rows, squares = np.zeros((TOKENS, width), np.float32), np.empty(TOKENS, np.float32)
+        ring = ring_of(tables, width, num_tiles)
+        sums = np.empty((TOKENS, padded), np.int32)
+        pairs = np.empty(width // 2 * TOKENS, np.uint32)
+        room = constants.shape[2]
+        components = np.empty((TOKENS, room), np.int32)
+        codes = np.empty((TOKENS, room), np.int32)
+        words = np.empty((room // 2 + LANES) * TOKENS, np.uint32)
+        levels = np.empty((room // GROUP + LANES) * TOKENS, np.uint32)
+        no_shifts, flag = np.zeros(padded, np.int32), np.zeros(1, np.int32)
+        used = np.zeros(2, np.int64)
+        row, low_row = np.int64(0), np.int64(0)
+        for unit in range(len(counts)):
+            wide, others = counts[unit, 0], counts[unit, 1]
+            apart = (wide + LANES - 1) // LANES * LANES
+            known, step = constants[unit], np.int64(NBYTES * room)
+            for tile in range(num_tiles):
+                first = tile * TOKENS
+                here = min(num_tokens - first, TOKENS)
+                mean, target = address_of(means[unit]), address_of(rows)
+                if here < TOKENS:
+                    rows[here:] = 0
+                load_block(unit, first, here, mean, width, ropes, sources, target)
+                if not _scale(rows, here, unit, sizes, squares, first):
+                    return -1
+                expect(tables, unit, tile, ring, own, sums)
+                residual = (
+                    address_of(rows),
+                    np.int64(NBYTES * width),
+                    address_of(channels[unit]),
+                    address_of(sums),
+                    np.int64(NBYTES * padded),
+                    address_of(rest[unit]),
+                    limit,
+                    address_of(pairs),
+                    np.int64(width // LANES),
+                )
+                residuals_of_rows(SOURCES, residual)
+                _components(encode[unit], pairs, apart + others, components)
+                used[1] = 0
+                for is_wide in range(1, -1, -1):
+                    start, count = (0, wide) if is_wide else (apart, others)
+                    if not count:
+                        continue
+                    first_row = row if is_wide else row + wide
+                    args = (
+                        address_of(components) + NBYTES * start,
+                        step,
+                        address_of(known) + NBYTES * start,
+                        step,
+                        address_of(words if is_wide else levels),
+                        address_of(symbols) + first_row * symbols.shape[1] + first,
+                        address_of(low) + low_row * low.shape[1] + first,
+                        np.int64(symbols.shape[1]),
+                        address_of(codes) + NBYTES * start,
+                        address_of(flag),
+                        (count + LANES - 1) // LANES,
+                    )
+                    if is_wide:
+                        codes_of_sums(SOURCES, 1, args)
+                    else:
+                        codes_of_sums(SOURCES, 0, args)
+                    if flag[0]:
+                        place = (first_row, is_wide, unit, first, num_tokens)
+                        lists = (keys, rare, excess, used)
+                        _note_rare(codes[:, start:], known[:, start:], place, count, lists)
+                restore(tables, unit, address_of(words), address_of(levels), sums)
+                add_excess(tables, excess[: used[1]], 0, unit, first, width, sums)
+                keep_bytes(tables, unit, tile, ring, own, address_of(no_shifts), sums)
+            row, low_row = row + wide + others, low_row + wide
+        # numba frees an array after its last use; its address does not count as a use
+        ring[0][0], sums[0, 0], pairs[0], components[0, 0] = digest & 0, 0, 0, 0
+        codes[0, 0], words[0], levels[0], no_shifts[0], flag[0] = 0, 0, 0, 0, 0
+        rows[0, 0], squares[0] = 0, 0
+        return used[0]
+
+    return pack_units
+
+
+pack = compiled(
+    types.int64,
+    _pack_function(SOURCES),
+    SEGMENTS,
+    types.int64,
+    TABLES,
+    tuple_of(
+        array_of(types.float32, 2),
+        array_of(types.float32, 2),
+        array_of(types.int32, 2),
+        array_of(types.uint32, 4),
+    ),
+    types.int32,
+    tuple_of(
+        array_of(types.int64, 2),
+        array_of(types.float32, 1),
+        array_of(types.int32, 2),
+        array_of(types.float32, 3),
+    ),
+    tuple_of(*ROPE_TABLES, types.boolean),
+    tuple_of(array_of(types.uint8, 2), array_of(types.uint8, 2)),
+    tuple_of(array_of(types.int64, 1), array_of(types.int32, 1), array_of(types.int32, 2)),
+)

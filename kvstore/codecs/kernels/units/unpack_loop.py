@@ -1,0 +1,175 @@
+"""Restores rows in one pass from decoded levels, in numba; see ``one_step.closed_loop``.
+
+Unit by unit: levels of all tokens become groups, which stay in the second-level cache. Then tile by
+tile: the prediction, the unit's own levels, bytes for later units, and rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from kvstore.codecs.kernels.emit.loop_tiles import CONSTANTS as CONSTANTS
+from kvstore.codecs.kernels.emit.loop_tiles import ROW
+from kvstore.codecs.kernels.units.kernel_parts import GROUP, ROPE_TABLES, SEGMENTS, put_tile
+from kvstore.codecs.kernels.units.kernel_parts import LANES as LANES
+from kvstore.codecs.kernels.units.kernel_parts import OFFSET as OFFSET
+from kvstore.codecs.kernels.units.loop_parts import COLUMNS as COLUMNS
+from kvstore.codecs.kernels.units.loop_parts import (
+    TABLES,
+    TOKENS,
+    add_excess,
+    expect,
+    grouped_rows,
+    keep_bytes,
+    restore,
+    ring_of,
+)
+from kvstore.codecs.loops.array_places import places_of as places_of
+from kvstore.codecs.loops.numba_functions import (
+    NBYTES,
+    address_of,
+    array_of,
+    compiled,
+    sources_of,
+    tuple_of,
+)
+from kvstore.codecs.one_step.closed_loop import LARGEST_CODE, LARGEST_LEVEL
+
+SOURCES = sources_of(__file__)
+
+
+@njit
+def _put_wide(symbols: Any, low: Any, known: Any, rare: Any, used: Any, levels: Any) -> Any:
+    """Put the levels of one wide component, int32 (tokens,), into ``levels``.
+
+    ``symbols``, ``low``: uint8 (tokens,); ``known``: int32 (CONSTANTS,). Returns the number of
+    ``rare`` codes used so far.
+    """
+    per_step, first, second, third = known[1], known[2], known[3], known[4]
+    largest, low_bits = known[5], known[6]
+    escapes = 0
+    for token in range(len(levels)):
+        levels[token] = np.int32(symbols[token]) - largest
+        escapes += levels[token] > largest
+    if escapes:
+        for token in range(len(levels)):
+            if levels[token] > largest:
+                levels[token] = rare[used]
+                used += 1
+    if low_bits:
+        for token in range(len(levels)):
+            levels[token] = np.int32((levels[token] << low_bits) + low[token])
+    for token in range(len(levels)):
+        code = min(max(levels[token], np.int32(-LARGEST_CODE)), np.int32(LARGEST_CODE))
+        size = np.int32(abs(code))
+        added = third if size > 2 else (second if size > 1 else (first if size else np.int32(0)))
+        level = min(np.int32(np.int32(size * per_step) + added), np.int32(LARGEST_LEVEL))
+        levels[token] = -level if code < 0 else level
+    return used
+
+
+@njit
+def _pair_up(levels: Any, component: Any, pairs: Any, words: Any) -> None:
+    """Put levels into ``words``, int16, in groups of two components, tile by tile."""
+    group, lane = component // 2, component % 2
+    for token in range(len(levels)):
+        tile, within = token // TOKENS, token % TOKENS
+        words[((tile * pairs + group) * TOKENS + within) * 2 + lane] = np.int16(levels[token])
+
+
+@njit
+def _group_up(symbols: Any, first: Any, count: Any, groups: Any) -> None:
+    """Join rows of bytes into groups; rows beyond the last are multiplied by zeros."""
+    num, step = (count + GROUP - 1) // GROUP, symbols.shape[1]
+    base, last = address_of(symbols) + first * step, count - 1
+    for group in range(num):
+        row, target = GROUP * group, address_of(groups) + NBYTES * TOKENS * group
+        place = (target, NBYTES * TOKENS * num, np.int64(step // ROW))
+        one = (base + step * row, base + step * min(row + 1, last))
+        if GROUP == 2:
+            grouped_rows(SOURCES, (*one, *place))
+        else:
+            two = (base + step * min(row + 2, last), base + step * min(row + 3, last))
+            grouped_rows(SOURCES, (*one, *two, *place))
+
+
+def _unpack_function(sources: int) -> Any:
+    """Make the function; ``sources`` is part of numba's cache key, which covers one file only."""
+
+    def unpack_units(
+        coded: Any, excess: Any, tables: Any, units: Any, gains: Any, ropes: Any, targets: Any
+    ) -> None:
+        """Unpack rows into ``targets``.
+
+        ``coded``: levels of components, uint8 (components, padded tokens), but symbols of wide
+        ones; low bits of those that have some; rare codes of wide ones. ``excess``: see
+        ``add_excess``. ``units``: shifts to a common unit, means, parts, see
+        ``one_step.fused_loop.LoopTables``. ``gains``: fp32 (units, parts, tokens), times the unit.
+        ``ropes``: ``ROPE_TABLES`` and whether rows are fp32.
+        """
+        symbols, low, rare = coded
+        left, means, part_of = units
+        counts, constants = tables[0], tables[8]
+        dim, segments = ropes[4], targets[0].shape[1]
+        width, num_tokens = segments * dim, gains.shape[2]
+        num_tiles = symbols.shape[1] // TOKENS
+        own = np.int64(width // GROUP)
+        ring = ring_of(tables, width, num_tiles)
+        words = np.zeros(num_tiles * tables[2].shape[2] * TOKENS * 2 + 1, np.int16)
+        groups = np.empty(num_tiles * tables[3].shape[2] * TOKENS + 1, np.uint32)
+        sums = np.empty((TOKENS, tables[4].shape[2]), np.int32)
+        levels = np.empty(num_tokens, np.int32)
+        row, low_row, used, at = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+        for unit in range(len(counts)):
+            wide, others = counts[unit, 0], counts[unit, 1]
+            pairs, num_groups = (wide + 1) // 2, (others + GROUP - 1) // GROUP
+            if wide % 2:
+                levels[:] = 0
+                _pair_up(levels, wide, pairs, words)
+            for component in range(wide):
+                known = constants[unit, :, component]
+                has_low = known[6] > 0
+                bits = low[low_row if has_low else 0]
+                used = _put_wide(symbols[row], bits, known, rare, used, levels)
+                _pair_up(levels, component, pairs, words)
+                row, low_row = row + 1, low_row + has_low
+            if others:
+                _group_up(symbols, row, others, groups)
+            row += others
+            for tile in range((num_tokens + TOKENS - 1) // TOKENS):
+                first = tile * TOKENS
+                count = min(num_tokens - first, TOKENS)
+                expect(tables, unit, tile, ring, own, sums)
+                pairs_at = address_of(words) + NBYTES * TOKENS * pairs * tile
+                groups_at = address_of(groups) + NBYTES * TOKENS * num_groups * tile
+                restore(tables, unit, pairs_at, groups_at, sums)
+                at = add_excess(tables, excess, at, unit, first, width, sums)
+                keep_bytes(tables, unit, tile, ring, own, address_of(left[unit]), sums)
+                for segment in range(segments):
+                    column = NBYTES * segment * dim
+                    gain = address_of(gains[unit, part_of[segment]]) + NBYTES * first
+                    place = (unit, segment, first, count)
+                    mean = address_of(means[unit]) + column
+                    total = address_of(sums) + column
+                    put_tile(total, sums.shape[1], mean, gain, place, ropes, targets)
+        # numba frees an array after its last use; its address does not count as a use
+        ring[0][0], words[0], groups[0], sums[0, 0] = sources & 0, 0, 0, 0
+
+    return unpack_units
+
+
+_CODED = tuple_of(array_of(types.uint8, 2), array_of(types.uint8, 2), array_of(types.int32, 1))
+unpack = compiled(
+    types.void,
+    _unpack_function(SOURCES),
+    _CODED,
+    array_of(types.int32, 2),
+    TABLES,
+    tuple_of(array_of(types.int32, 2), array_of(types.float32, 2), array_of(types.int64, 1)),
+    array_of(types.float32, 3),
+    tuple_of(*ROPE_TABLES, types.boolean),
+    SEGMENTS,
+)

@@ -1,0 +1,270 @@
+"""Packs and restores a closed loop in one pass each: the bytes and rows of its pipeline, faster.
+
+From rows to symbols, and from levels to rows. Only where numba is installed, heads are
+multiples of 16 channels, and engines hold bf16 or fp32. The pipeline handles all other cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvstore.codecs.entropy.class_coder import ClassCoder, Coded, Outputs
+from kvstore.codecs.entropy.rans import padded_tokens
+from kvstore.codecs.entropy.tables import (
+    FIRST_WIDE,
+    NUM_CLASSES,
+    NUM_SYMBOLS,
+    SYMBOLS,
+    SymbolTables,
+    plane_bits,
+)
+from kvstore.codecs.one_step.closed_loop import BYTE, LoopIntegers, levels_of, most_input
+from kvstore.codecs.profile import Profile
+from kvstore.codecs.reader import Reader, count_bytes
+from kvstore.codecs.stacks.fused import (
+    FusedPacker,
+    aligned,
+    kernels_for,
+    padded,
+    proven_or_pipeline,
+    rope_tables,
+    wave_run,
+)
+from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
+from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stages.gain import LogGain
+from kvstore.shapes import DType, KVRun
+
+CODECS = "one-step codecs"  # in the log
+KERNELS: Final = "kvstore.codecs.kernels.units.unpack_loop"
+PACKING: Final = "kvstore.codecs.kernels.units.pack_loop"
+ESCAPED: Final = -128  # the level of an escaped symbol, which no other symbol has
+KNOWN_BY: Final = 16  # known channels come in such groups
+
+
+class LoopTables(NamedTuple):
+    """The integers of all units, in the order in which kernels read them.
+
+    ``shared``: counts, int64 (units, 2), of wide components and others. Then three matrices, uint32
+    (units, panels, groups, columns), where a group holds several known channels, two wide
+    components, or several others. The initial values of known and of own sums, int32 (units, 2,
+    columns). Shifts up and down, int32 (units, 2, columns). Bits by which sums of wide components
+    are finer, int32 (units,). The others' rows, int8 (units, others, width). ``CONSTANTS`` of
+    components, int32 (units, CONSTANTS, components), wide ones first, then others from a multiple
+    of the lanes on.
+
+    ``restoring``: shifts to a common unit, int32 (units, columns); means, fp32 (units, width); the
+    gain group of each head vector, int64. ``packing``: means; one over channels' units, fp32
+    (units, columns); shifts of residuals, int32 (units, columns); their matrix, uint32 (units,
+    panels, pairs of channels, components).
+    """
+
+    shared: tuple[np.ndarray, ...]
+    restoring: tuple[np.ndarray, ...]
+    packing: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FusedLoop(FusedPacker):
+    """Packs and restores in one pass each. Implements ``StackPacker``.
+
+    ``components``: for each coded one its unit, its number among the unit's others, negative if it
+    is wide, and its class; int64 (coded, 3). ``groups``: first columns and numbers of columns of
+    gain groups, int64 (groups, 2), factors from sums of their squares to means, fp32, and centres,
+    int32 (units, groups).
+    """
+
+    packing: ModuleType
+    coder: ClassCoder
+    integers: LoopIntegers
+    outputs: Outputs
+    tables: LoopTables
+    components: np.ndarray
+    groups: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
+        pipeline, t = self.pipeline, self.tables
+        addresses, num_tokens = self.addresses(run, first, dtype), run[0][0].shape[1] - first
+        if addresses is None:
+            return pipeline.encode(run, first, first_token, dtype)
+        shape, num_rows = pipeline.shape, len(self.components)
+        wide = np.flatnonzero(self.components[:, 1] < 0)
+        spare, length = self.packing.LANES, padded_tokens(num_tokens)
+        symbols = np.empty((num_rows + spare, length), np.uint8)
+        low = np.empty((len(wide) + spare, length), np.uint8)
+        gains = np.empty((shape.num_units, len(shape.gain_groups), num_tokens), np.float32)
+        # Pages that are never written take no memory.
+        keys, rare = (np.empty(num_rows * num_tokens, kind) for kind in (np.int64, np.int32))
+        excess = np.empty((self.packing.TOKENS * t.shared[-1].shape[2], 4), np.int32)
+        count = self.packing.pack(
+            addresses,
+            num_tokens,
+            t.shared,
+            t.packing,
+            np.int32(most_input(shape.width)),
+            (*self.groups, gains),
+            self.turns.of(shape, first_token, num_tokens, dtype),
+            (symbols, low),
+            (keys, rare, excess),
+        )
+        if count < 0:
+            return pipeline.encode(run, first, first_token, dtype)
+        kept_low = low[:-spare, :num_tokens][plane_bits(self.components[wide, 2]) > 0]
+        found = Coded(symbols[:num_rows], kept_low, rare[np.argsort(keys[:count])])
+        coded = self.coder.write_coded(found, num_tokens)
+        return b"".join([count_bytes(0), pipeline.gain.write(gains.swapaxes(1, 2)), coded])
+
+    def unpack(
+        self,
+        reader: Reader,
+        num_tokens: int,
+        turns: tuple[object, ...],
+        addresses: tuple[np.ndarray, np.ndarray],
+    ) -> None:
+        t, scales = self.tables, self.integers.scales
+        gains = self.pipeline.gain.read(reader, num_tokens) * scales[:, None, None]
+        coded, places = self.coder.read_coded(reader, num_tokens, self.outputs)
+        rows, tokens = np.divmod(places, num_tokens)
+        is_wide = self.components[rows, 1] < 0
+        excess = self._put_rare(coded, rows, tokens, ~is_wide)
+        self.kernels.unpack(
+            (coded.symbols, np.ascontiguousarray(coded.low), coded.rare[is_wide]),
+            excess,
+            t.shared,
+            t.restoring,
+            np.ascontiguousarray(gains.swapaxes(1, 2), np.float32),
+            turns,
+            addresses,
+        )
+
+    def _put_rare(
+        self, coded: Coded, rows: np.ndarray, tokens: np.ndarray, chosen: np.ndarray
+    ) -> np.ndarray:
+        """Puts the levels of escaped symbols of bytes; returns what bytes cannot hold.
+
+        That is int32 (entries, 4): unit, token, number of the component, and excess, in order.
+        """
+        rows, tokens = rows[chosen], tokens[chosen]
+        units, numbers, classes = self.components[rows].T
+        levels = levels_of(coded.rare[chosen], self.integers.levels[classes].astype(np.int32))
+        cut = np.clip(levels, -BYTE, BYTE)
+        coded.symbols[rows, tokens] = cut.astype(np.uint8) ^ np.uint8(self.kernels.OFFSET)
+        beyond = np.flatnonzero(levels != cut)
+        entries = np.stack([units, tokens, numbers, levels - cut], axis=1)[beyond]
+        ordered = entries[np.lexsort((entries[:, 1], entries[:, 0]))]
+        return np.ascontiguousarray(ordered, np.int32)
+
+
+def fused_loop(
+    pipeline: Pipeline, integers: LoopIntegers, profile: Profile, means: np.ndarray
+) -> StackPacker:
+    """Makes the fused packer of a pipeline; the pipeline itself if it cannot be fused on this host.
+
+    ``means``: of all elements of a token.
+    """
+    shape, layout = pipeline.shape, profile.layout
+    turns = rope_tables(shape, profile.ropes)
+    kernels, packing = (kernels_for(shape, layout, x) for x in (KERNELS, PACKING))
+    coder, gain = pipeline.coder, pipeline.gain
+    assert isinstance(coder, ClassCoder) and isinstance(gain, LogGain)
+    fits = not integers.known.shape[1] % KNOWN_BY
+    if turns is None or kernels is None or packing is None or not fits:
+        return pipeline
+    outputs = coder.outputs(_outputs(coder.tables, integers.levels, kernels.OFFSET))
+    tables = _tables(shape, kernels, integers, coder.tables, means)
+    columns = [(part.start, part.stop - part.start) for part in shape.gain_groups]
+    groups = (np.array(columns, np.int64), gain.shares, np.ascontiguousarray(gain.centres))
+    known = (packing, coder, integers, outputs, tables, _components(integers), groups)
+    return proven_or_pipeline(
+        FusedLoop(pipeline, turns, kernels, *known), layout, wave_run(layout), CODECS
+    )
+
+
+def _components(integers: LoopIntegers) -> np.ndarray:
+    units, numbers = np.nonzero(integers.classes)
+    classes = integers.classes[units, numbers].astype(np.int64)
+    return np.stack([units, numbers - integers.counts[units, 0], classes], axis=1)
+
+
+def _outputs(tables: SymbolTables, levels: np.ndarray, offset: int) -> np.ndarray:
+    """Returns what the decoder writes: levels of bytes, but symbols of wide classes."""
+    codes = SYMBOLS.astype(np.int32) - tables.largest[:, None]
+    found = levels_of(codes, levels[:, None].astype(np.int32))
+    found[tables.escapes[:, None] <= SYMBOLS] = ESCAPED
+    is_wide = np.arange(NUM_CLASSES)[:, None] >= FIRST_WIDE
+    outputs: np.ndarray = np.where(is_wide, SYMBOLS, found.astype(np.uint8) ^ np.uint8(offset))
+    assert outputs.shape == (NUM_CLASSES, NUM_SYMBOLS)
+    return outputs
+
+
+def _tables(
+    shape: StackShape,
+    kernels: ModuleType,
+    integers: LoopIntegers,
+    symbols: SymbolTables,
+    means: np.ndarray,
+) -> LoopTables:
+    i, columns = integers, kernels.COLUMNS
+    width = -(-shape.width // columns) * columns
+    constants, encode = _coding(i, symbols, kernels)
+    sums = [x.sum(axis=1, dtype=np.int32) for x in (i.known, i.own)]
+    starts = [part.start for part in shape.gain_groups]
+    own_means = aligned(means[shape.elements].astype(np.float32))
+    channels = np.ldexp(np.float32(1), -i.exponents.astype(np.int32))
+    shared = (
+        i.counts.astype(np.int64),
+        _panels(i.known, kernels.GROUP, columns),
+        _panels(i.wide, 2, columns),
+        _panels(i.own, kernels.GROUP, columns),
+        aligned(-kernels.OFFSET * padded(np.stack(sums, axis=1), 2, width)),
+        aligned(padded(np.stack([i.up, i.down], axis=1).astype(np.int32), 2, width)),
+        i.finer.astype(np.int32),
+        np.array(i.own),
+        aligned(constants),
+    )
+    parts = np.searchsorted(starts, shape.starts, side="right").astype(np.int64) - 1
+    rest = aligned(padded(i.rest.astype(np.int32), width))
+    packing = (own_means, aligned(padded(channels, width)), rest, encode)
+    return LoopTables(shared, (aligned(padded(i.left, width)), own_means, parts), packing)
+
+
+def _coding(
+    integers: LoopIntegers, symbols: SymbolTables, kernels: ModuleType
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns constants and panels of the components, at the places that kernels give them."""
+    counts, lanes = integers.counts, kernels.LANES
+    apart = -(-counts[:, 0] // lanes) * lanes
+    room = -(-int((apart + counts[:, 1]).max() + lanes) // kernels.COLUMNS) * kernels.COLUMNS
+    units, width = len(counts), integers.encode.shape[2]
+    constants = np.zeros((units, kernels.CONSTANTS, room), np.int32)
+    rows = np.zeros((units, room, width), np.int16)
+    for unit, (wide, others) in enumerate(counts.tolist()):
+        places = np.concatenate([np.arange(wide), apart[unit] + np.arange(others)])
+        live = slice(0, wide + others)
+        classes = integers.classes[unit, live]
+        rates = np.ascontiguousarray(integers.rates[unit, live]).view(np.int32)
+        known = (symbols.largest[classes], plane_bits(classes.astype(np.int64)))
+        constants[unit, :, places] = np.stack([rates, *integers.levels[classes].T, *known], axis=1)
+        rows[unit, places] = integers.encode[unit, live]
+    return constants, _panels(rows.swapaxes(1, 2), 2, kernels.COLUMNS)
+
+
+def _panels(rows: np.ndarray, size: int, columns: int) -> np.ndarray:
+    """Joins ``size`` consecutive rows into one, 32 bits a column, with columns padded to panels.
+
+    ``rows``: (units, rows, columns). Returns uint32 (units, panels, groups, columns).
+    """
+    kind = {2: np.int16, 4: np.int8}[size]
+    units, num_rows, width = rows.shape
+    groups, panels = -(-num_rows // size), -(-width // columns)
+    panelled = aligned(np.zeros((units, panels, groups, columns), np.uint32))
+    view = panelled.view(kind).reshape(units, panels, groups, columns, size)
+    for unit in range(units):
+        filled = padded(rows[unit][None], groups * size, panels * columns)
+        parts = filled.reshape(groups, size, panels, columns)
+        view[unit] = parts.transpose(2, 0, 3, 1)
+    return panelled
