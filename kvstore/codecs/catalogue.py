@@ -112,7 +112,7 @@ OWN: Final[dict[str, CodecEntry]] = {
         learn=f"{_ONE_STEP}:BALANCED",
     ),
     "max": CodecEntry(
-        0.8,
+        0.95,
         "A learned transform of ten layers at once, entropy-coded: the densest.",
         learn=f"{_ONE_STEP}:MAX",
     ),
