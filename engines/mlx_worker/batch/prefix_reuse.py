@@ -72,8 +72,8 @@ class PrefixReuse:
             task.reuse(hot.take_caches(), hot.num_tokens, hot.session.saved)
             task.request.note_restored(min(hot.session.restored_tokens, hot.num_tokens))
             if self._cold is not None:
-                num_chunks = hot.num_tokens // self._cold.store.chunk_tokens
-                task.request.chain = hot.session.chain[:num_chunks]
+                size = self._cold.store.chunk_tokens
+                task.request.note_chain(hot.session.chain[: hot.num_tokens // size], size)
         if self._cold is None:
             missed: MissReason = "diverged" if had_own else "disabled"
             then(_outcome(task, hot, None if hot else missed))
@@ -99,12 +99,15 @@ class PrefixReuse:
         if task not in self._asked:  # cancelled meanwhile
             return
         hot, then = self._asked.pop(task)
-        task.request.chain = found.chain or task.request.chain
         outcome = self._use_cold(task, found)
         then(outcome or _outcome(task, hot, found.reason))
 
     def _use_cold(self, task: PrefillTask, found: ColdPrefix) -> CacheOutcome | None:
-        if self._cold is None or found.restored is None or found.tier is None:
+        if self._cold is None:
+            return None
+        if found.chain:
+            task.request.note_chain(found.chain, self._cold.store.chunk_tokens)
+        if found.restored is None or found.tier is None:
             return None
         began = time.perf_counter()
         try:

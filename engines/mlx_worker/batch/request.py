@@ -126,7 +126,7 @@ class Request:
     # Its state at ends of chunks that a later turn may come back to, for the save at the end: those
     # in the prompt, and the newest in the answer.
     states: list[StateAt] = field(default_factory=list)
-    # The names of its first chunks, as far as they are known: they are not hashed again.
+    # The names of its prompt's first chunks, as far as they are known: they are not hashed again.
     chain: Chain = ()
     answer_state: StateAt | None = None
 
@@ -143,6 +143,10 @@ class Request:
     def taken_states(self) -> list[StateAt]:
         """All states that it holds."""
         return [*self.states, *([self.answer_state] if self.answer_state else [])]
+
+    def note_chain(self, chain: Chain, chunk_tokens: int) -> None:
+        """Remember names of chunks of one of its answers, as far as all its answers share them."""
+        self.chain = chain[: (len(self.prompt) - 1) // chunk_tokens]
 
     def note_restored(self, num_tokens: int) -> None:
         """Remember that its first ``num_tokens`` may come from a lossy copy."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engines.mlx_worker.generation import SequenceSampling
+from kvstore.session import CHUNK_TOKENS
 from tests.integration.mlx_owner.harness import Engine, engine, read, session, text, whole
 
 pytestmark = pytest.mark.mlx
@@ -97,6 +98,35 @@ async def test_rows_that_outgrow_the_budget_step_back_and_finish_all_the_same(tm
     assert peak.nbytes <= budget
 
 
+async def test_an_answer_that_steps_back_gives_its_name_to_no_other(tmp_path: Path):
+    """The first answer is kept, and its chunks are named by its own tokens."""
+    prompt = text(1, 40)
+    async with engine("llama", tmp_path) as it:
+        budget, requests = it.owner.parts.budget, it.owner.parts.requests
+
+        def shortest() -> int:
+            return min((len(y.tokens) for x in requests.all() for y in x.sequences), default=0)
+
+        sampling = [SequenceSampling(Always(x)) for x in (20, 30)]
+        reading = asyncio.create_task(
+            it.turn(prompt, session("s"), sampling=sampling, max_tokens=400)
+        )
+        while await it.owner.call(shortest) < 120:
+            await asyncio.sleep(0.002)
+        roomy, budget.hot_bytes = budget.hot_bytes, 1
+        while not it.reports.engine().counters.get("sent_back"):
+            await asyncio.sleep(0.002)
+        budget.hot_bytes = roomy
+        answer = await reading
+        await it.settled()
+        (record,) = it.store.records()
+        salt = session("s").salt
+        expected = it.store.maker.of_tokens(salt, np.array(prompt + answer.tokens, np.int32))
+    assert set(answer.rows[1]) == {30}
+    assert record.names == expected[: record.num_chunks]
+    assert record.num_chunks == (len(prompt) + 400 - 1) // CHUNK_TOKENS
+
+
 async def test_a_row_that_steps_back_samples_every_position_once(tmp_path: Path):
     """Seeded samplers and grammars count on it."""
     budget = 4 * (200 + 256) * TOKEN_BYTES
@@ -113,6 +143,16 @@ async def test_a_row_that_steps_back_samples_every_position_once(tmp_path: Path)
         assert it.reports.engine().counters["sent_back"] >= 1
     for answer in answers:
         assert answer.tokens == [i % 400 for i in range(200)]
+
+
+class Always:
+    """Every token is this one."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        return mx.array([self._token])
 
 
 class Counting:
