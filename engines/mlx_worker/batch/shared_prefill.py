@@ -47,7 +47,7 @@ class SharedPrefills:
         if shared - task.num_cached < SHORTEST_SHARED:
             return 0
         self._waits[task] = _Wait(leader, shared, outcome, then)
-        if not kv_arrays.can_trim(leader.caches):
+        if not kv_arrays.can_always_trim(leader.caches):
             leader.pauses.add(shared)
         self.fed(leader)
         return shared

@@ -43,8 +43,13 @@ MOST_SPARE = 8
 
 
 def can_trim(caches: Caches) -> bool:
-    """True if all of them can be cut back to any earlier token."""
+    """True if all of them can be cut back to any earlier token, as they are now."""
     return bool(can_trim_prompt_cache(caches))
+
+
+def can_always_trim(caches: Caches) -> bool:
+    """True if that holds whatever they take in; a window loses it once it is full."""
+    return all(map(is_growing, leaves(caches)))
 
 
 def trim(caches: Caches, surplus: int) -> None:

@@ -40,6 +40,17 @@ async def test_eight_prompts_with_one_new_beginning_compute_it_once(kind: str) -
     assert headers == [*["hot; tokens=400"] * 7, "miss; tokens=0; reason=disabled"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_whoever_waits_gets_what_it_was_promised(kind: str) -> None:
+    """A window can be cut back only until it is full, so the leader stops where it must be cut."""
+    loop = Loop(kind)
+    leader, follower = loop.arrive(PROMPTS[0], A), loop.arrive(PROMPTS[1], B)
+    loop.end(follower)
+    if leader.sequences:
+        loop.end(leader)
+    assert loop.num_computed == len(PROMPTS[0]) + len(PROMPTS[1]) - len(BEGINNING)
+
+
 class Loop:
     """The owner thread's parts, stepped by hand."""
 
