@@ -40,6 +40,7 @@ ASK_S = 0.5  # that the engine may take to answer
 STALE_S = 3.0  # of the engine's figures
 MAX_REQUESTS = 400  # shown
 MAX_TENANTS = 200  # shown
+TENANTS_AT_ONCE = 50  # then others get their turn
 DIALECTS = ("chat.completions", "completions", "responses", "messages")
 COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps mean nothing
 
@@ -119,8 +120,8 @@ class Live(Observer):
 
     def _count(self, request: LiveRequest) -> None:
         for stretch in request.uncounted():
-            for tenant in (None, request.ref.tenant):
-                self._tallies[tenant].count(stretch)
+            for tally in self._tallies.counting(request.ref.tenant):
+                tally.count(stretch)
 
     def _take(self, request: LiveRequest) -> None:
         if not request.in_engine:  # the engine never had it: refused, or its client left
@@ -130,8 +131,8 @@ class Live(Observer):
         saved_s = self._speed.saved_s(request)
         if saved_s and request.cache is not None:
             self._metrics.saved(request.cache.source, saved_s)
-        for tenant in (None, request.ref.tenant):
-            self._tallies[tenant].add(request, saved_s)
+        for tally in self._tallies.counting(request.ref.tenant):
+            tally.add(request, saved_s)
         key = (request.ref.tenant, request.ref.id)
         if self._rows.session(key) is not None:
             self.histories.turned(key, request.turn(saved_s), request.title)
@@ -141,8 +142,8 @@ class Live(Observer):
     def transition(self, ref: SessionRef, step: Step) -> None:
         key = (ref.tenant, ref.id)
         if step.left:
-            for tenant in (None, ref.tenant):
-                self._tallies[tenant].left(step.left, step.why)
+            for tally in self._tallies.counting(ref.tenant):
+                tally.left(step.left, step.why)
         if step.after in ("gone", "leaving"):
             self.histories.forget(key)
             return
@@ -169,9 +170,9 @@ class Live(Observer):
             bytes=hot_bytes if after == "hot" else session.cold_bytes,
             bf16_bytes=self._rows.bf16_bytes(session.tokens),
         )
-        self._tallies[None].moves.append(moved)
-        own = msgspec.structs.replace(moved, tenant=UNSET)
-        self._tallies[session.ref.tenant].moves.append(own)
+        everybodys, own = self._tallies.counting(session.ref.tenant)
+        everybodys.moves.append(moved)
+        own.moves.append(msgspec.structs.replace(moved, tenant=UNSET))
 
     def engine_reported(self, report: EngineReport) -> None:
         self.report = report
@@ -223,7 +224,7 @@ class Live(Observer):
         for request in self._requests:
             self._count(request)
         codec, welcome = self._engine.codec, self._engine.welcome
-        tally, (hour, moves) = self._tallies[tenant], self._past(tenant)
+        tally, (hour, moves) = self._tallies.shown(tenant), self._past(tenant)
         return Snapshot(
             server=self._server(tenant),
             now=self._now(tenant),
@@ -241,14 +242,14 @@ class Live(Observer):
             ),
             hour=hour,
             moves=moves,
-            tenants=self._tenants(sums) if tenant is None else [],
+            tenants=await self._tenants(sums) if tenant is None else [],
             num_sessions=sums.num_sessions,
             sessions=[],
         )
 
     def _past(self, tenant: str | None) -> tuple[HourlySpeeds, list[Move]]:
         """Show the last hour."""
-        tally, now, wall = self._tallies[tenant], self._clock(), self._wall()
+        tally, now, wall = self._tallies.shown(tenant), self._clock(), self._wall()
         since, prompts, answers = tally.hour(now, self._started)
         hour = HourlySpeeds(
             since=round(wall - (now - since), 3),
@@ -279,7 +280,7 @@ class Live(Observer):
         )
 
     def _now(self, tenant: str | None) -> Activity:
-        mine, tally = of_tenant(self._requests, tenant), self._tallies[tenant]
+        mine, tally = of_tenant(self._requests, tenant), self._tallies.shown(tenant)
         tokens, seconds, turns = tally.today
         waiting = sum(not x.in_engine for x in mine)
         speed = self._speed.tokens_per_s
@@ -298,14 +299,16 @@ class Live(Observer):
             first_token=tally.first_tokens.shown(),
         )
 
-    def _tenants(self, sums: Sums) -> list[TenantStatus]:
+    async def _tenants(self, sums: Sums) -> list[TenantStatus]:
         """Show what each tenant has and uses; those of long ago, without sessions, are left out."""
         now, requests = self._clock(), Counter(x.ref.tenant for x in self._requests)
         in_engine = Counter(x.ref.tenant for x in self._requests if x.in_engine)
-        all_tokens = self._tallies[None].tokens_last_hour(now)
+        all_tokens = self._tallies.shown(None).tokens_last_hour(now)
         shown = []
-        for name in {x for x in self._tallies if x is not None} | set(sums.of) | set(requests):
-            tally, own = self._tallies[name], sums.of[name]
+        for at, name in enumerate(self._tallies.names() | set(sums.of) | set(requests), 1):
+            if at % TENANTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            tally, own = self._tallies.shown(name), sums.of[name]
             tokens = tally.tokens_last_hour(now)
             if not (tokens or own.num_sessions or requests[name]):
                 continue

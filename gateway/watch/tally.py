@@ -246,15 +246,29 @@ class Tally:
             self._day, self._saved_tokens, self._saved_s, self._turns = day, 0, None, 0
 
 
-class Tallies(dict[str | None, Tally]):
-    """The sums of each tenant; those of None are everybody's. Of too many the first seen go."""
+class Tallies:
+    """The sums of each tenant, and everybody's; those not counted in for longest go."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
-        super().__init__({None: Tally(wall)})
         self._wall = wall
+        self._everybody, self._none = Tally(wall), Tally(wall)
+        self._of: dict[str, Tally] = {}
 
-    def __missing__(self, tenant: str | None) -> Tally:
-        if len(self) > MAX_TENANTS:
-            del self[next(x for x in self if x is not None)]
-        made = self[tenant] = Tally(self._wall)
-        return made
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def names(self) -> set[str]:
+        """Return the tenants that have sums."""
+        return set(self._of)
+
+    def counting(self, tenant: str) -> tuple[Tally, Tally]:
+        """Return what is counted in for a tenant: everybody's sums and its own."""
+        own = self._of.pop(tenant, None) or Tally(self._wall)
+        self._of[tenant] = own
+        if len(self._of) > MAX_TENANTS:
+            del self._of[next(iter(self._of))]
+        return self._everybody, own
+
+    def shown(self, tenant: str | None) -> Tally:
+        """Return the sums for a reader; None: everybody's. Whoever has none is shown empty ones."""
+        return self._everybody if tenant is None else self._of.get(tenant, self._none)

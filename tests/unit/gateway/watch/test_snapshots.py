@@ -14,6 +14,7 @@ from engines.wire import KVSize
 from gateway.watch.live import Live
 from gateway.watch.metrics import Metrics
 from gateway.watch.snapshots import LINGER_S, MAX_ROWS, Made
+from gateway.watch.tally import MAX_TENANTS as MAX_TALLIES
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event
 from scheduler.sessions import SessionManager
@@ -372,3 +373,14 @@ async def test_an_admin_sees_what_each_tenant_has_and_uses_and_no_one_else_does(
     watched.clock.now += 2 * 3600.0
     names = [x["name"] for x in (await watched.seen(None))["tenants"]]
     assert names == ["alice", "bob"], "they still have sessions"
+
+
+async def test_sums_stay_while_an_admin_looks_at_more_tenants_than_have_any(watched: Watched):
+    first = CacheOutcome("miss", 0, "never-stored")
+    for i in range(MAX_TALLIES + 1):
+        watched.turn("s", f"quiet/{i}")
+    for i in range(MAX_TALLIES + 1):
+        streamed(watched, "alice" if i % 9 == 0 else f"ui/{i}", first, 0.5)
+    for _ in range(2):
+        tenants = {x["name"]: x for x in (await watched.seen(None))["tenants"]}
+        assert tenants["alice"]["tokens_last_hour"] > 0
