@@ -22,6 +22,7 @@ KEY_PREFIX = "tc-"
 ANONYMOUS = "local"
 MAX_WEIGHT = 1_000_000
 _USER_MARK = "/"  # no tenant's name has it
+_HASH_MARK = "~"  # no word begins with it
 _USER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 WEIGHT = "weight"  # a word of a key's line, beside its limits
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,15})*)")
@@ -192,12 +193,11 @@ class Tenants:
         """Return a user of a tenant's, as a tenant: its sessions and cold data are its own.
 
         Args:
-            user: any text; one that is no plain word is shown as a hash.
+            user: any text; one that is no plain word is shown as a hash, which no word can be.
         """
         if not _USER.fullmatch(user):
-            user = hashlib.blake2b(
-                user.encode("utf-8", "surrogateescape"), digest_size=12
-            ).hexdigest()
+            said = user.encode("utf-8", "surrogateescape")
+            user = _HASH_MARK + hashlib.blake2b(said, digest_size=12).hexdigest()
         name = f"{tenant.name}{_USER_MARK}{user}"
         return tenant._replace(
             name=name, salt=self.salt_of(name), key_id=f"{tenant.key_id}{_USER_MARK}{user}"

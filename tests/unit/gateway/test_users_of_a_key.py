@@ -86,6 +86,14 @@ def test_a_name_that_is_no_word_is_hashed_and_stays_apart() -> None:
     assert not any(map(tenants.holds, users))
 
 
+def test_a_user_who_goes_by_the_hash_of_anothers_name_is_not_that_one() -> None:
+    tenants = Tenants(bytes(16), [LINE])
+    ui = tenants.authenticate(KEY)
+    shown = tenants.user(ui, "joe+work@example.com").name.partition("/")[2]
+    for name in (shown, shown.removeprefix("~")):
+        assert tenants.user(ui, name).salt != tenants.user(ui, "joe+work@example.com").salt
+
+
 def test_a_user_of_an_open_server_keeps_its_rights() -> None:
     tenants = Tenants(bytes(16))
     assert tenants.holds(tenants.user(tenants.authenticate(None), "u"))
