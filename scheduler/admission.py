@@ -8,7 +8,8 @@ place, not by a thousand; and one that comes back begins at the least of those t
 pause is no credit, or at its own if that is more, so that to leave for a moment pays no debt.
 
 Tasks, which programs ask beside a conversation, have lines of their own, since no user waits for
-them: one gets a place when no other turn waits, and never the spare one.
+them: one gets a place when no other turn waits, and never the spare one. Where the line is full,
+the newest task in it makes room for a turn.
 
 Turns may last for hours, so one tenant's turns could hold all places and free none. There is one
 *spare place* beyond them, for a tenant with nothing running. The engine has it too. Its turn moves
@@ -29,7 +30,7 @@ import asyncio
 import enum
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -176,10 +177,21 @@ class AdmissionQueue:
             return
         # A quarter of the line is kept from the tenant that waits most, for the other tenants.
         most = self._max_waiting - self._max_waiting // 4
-        if share.num_waiting >= most or self.num_waiting >= self._max_waiting:
-            message = f"{self.num_waiting} requests are waiting already"
-            raise Overloaded(message, self._retry_after_s())
+        if share.num_waiting >= most:
+            self._make_room([] if is_task else [share])
+        elif self.num_waiting >= self._max_waiting:
+            self._make_room([] if is_task else self._tenants.values())
         await self._wait(share.tasks if is_task else share.line, share, turn)
+
+    def _make_room(self, shares: Collection[_TenantShare]) -> None:
+        """Refuse the newest task of that share which has most. Raises ``Overloaded``: none has."""
+        full = Overloaded(f"{self.num_waiting} requests are waiting already", self._retry_after_s())
+        # One that is refused leaves its line in a moment, by itself.
+        lines = ([x for x in share.tasks if not x.called.done()] for share in shares)
+        tasks = max(lines, key=len, default=[])
+        if not tasks:
+            raise full
+        tasks[-1].called.set_exception(full)
 
     @property
     def _has_place(self) -> bool:

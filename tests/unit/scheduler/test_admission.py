@@ -326,3 +326,30 @@ async def test_a_task_that_gives_up_leaves_its_line():
             async with line.slot("b", is_task=True):
                 pass
         assert line.num_waiting == 0
+
+
+@pytest.mark.parametrize("tenants", [("a",), ("a", "b", "c")])
+async def test_tasks_keep_no_turn_out_of_a_full_line(tenants: tuple[str, ...]):
+    line = AdmissionQueue(1, 8, 60.0)
+
+    async def stay(number: int, *, is_task: bool) -> None:
+        async with line.slot(tenants[number % len(tenants)], is_task=is_task):
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(stay(0, is_task=False))
+    await settle()
+    tasks = [asyncio.create_task(stay(i, is_task=True)) for i in range(12)]
+    await settle()
+    room = line.num_waiting
+    turns = [asyncio.create_task(stay(0, is_task=False)) for _ in range(4)]
+    await settle()
+    assert line.num_waiting == room and not any(x.done() for x in turns)
+    refused = [x.done() and isinstance(x.exception(), Overloaded) for x in tasks]
+    assert sum(refused) == 16 - room and not refused[1], "the newest of those that have most go"
+    last = asyncio.create_task(stay(1, is_task=True))
+    await settle()
+    assert isinstance(last.exception(), Overloaded), "a task makes no room for another"
+    for task in (running, *tasks, *turns):
+        task.cancel()
+    await asyncio.gather(running, *tasks, *turns, return_exceptions=True)
+    assert (line.num_running, line.num_waiting) == (0, 0)
