@@ -8,7 +8,7 @@ import { ThemeSwitch } from "./parts/theme.js";
 import { call, keyOf, modelOf, setKey, setModel } from "./live/api.js";
 import { connection, findKey, now, reset, rowKey, server } from "./live/store.js";
 import { start } from "./live/poll.js";
-import { Chat } from "./views/chat.js";
+import { Chat, startOver } from "./views/chat.js";
 import { Memory } from "./views/memory.js";
 import { Now } from "./views/now.js";
 import { Quality } from "./views/quality.js";
@@ -130,6 +130,7 @@ function ModelPicker() {
 
 function leave() {
   setKey("");
+  startOver();
   start();
 }
 
@@ -150,7 +151,9 @@ function AskForKey() {
   useEffect(() => field.current?.focus(), []);
   const enter = (event) => {
     event.preventDefault();
-    setKey(field.current.value.trim());
+    const key = field.current.value.trim();
+    if (key !== keyOf()) startOver();
+    setKey(key);
     connection.value = { phase: "connecting", why: "" };
     start();
   };

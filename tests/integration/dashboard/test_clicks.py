@@ -60,6 +60,46 @@ def test_a_chat_is_opened_sleeps_comes_back_is_pinned_and_forgotten(server, brow
     page.context.close()
 
 
+def ask(page, question):
+    page.get_by_label("Message").fill(question)
+    page.get_by_label("Message").press("Enter")
+    page.get_by_text(f"You said: {question}").wait_for()
+
+
+def test_a_chat_ends_when_its_reader_signs_out(server, browser):
+    page = browser.open("chat", key=KEYS["alice"][0])
+    ask(page, "known to alice alone")
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("API key").fill(KEYS["bob"][0])
+    page.get_by_role("button", name="Open").click()
+    page.get_by_label("Message").wait_for()
+    expect(page.get_by_text("known to alice alone")).to_have_count(0)
+    ask(page, "of bob")
+    page.context.close()
+
+
+def test_a_question_without_an_answer_may_be_sent_again(server, browser):
+    page = browser.open("chat", key=KEYS["alice"][0])
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.get_by_label("Message").fill("asked in vain")
+    page.get_by_label("Message").press("Enter")
+    page.get_by_role("alert").filter(has_text="does not answer").wait_for()
+    expect(page.get_by_label("Message")).to_have_value("asked in vain")
+    expect(page.locator(".talk li")).to_have_count(0)
+    page.unroute("**/v1/chat/completions")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("You said: asked in vain").wait_for()
+    page.context.close()
+
+
+def test_the_latest_answer_of_a_long_chat_is_in_sight(server, browser):
+    page = browser.open("chat", key=KEYS["alice"][0], viewport={"width": 390, "height": 700})
+    for number in range(5):
+        ask(page, f"number {number}")
+    expect(page.get_by_text("You said: number 4")).to_be_in_viewport(ratio=1)
+    page.context.close()
+
+
 def test_steps_distinguish_a_wake_ahead_from_a_turn(server, browser):
     server.chat("alice", "woken-ahead", "one two three")
     server.post("alice", "/v1/sessions/woken-ahead/demote")

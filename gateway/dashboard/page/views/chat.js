@@ -12,6 +12,7 @@ const FIRST_QUESTION = "In one sentence: what is a thermocline in a lake?";
 const MOST_TOKENS = 512; // of an answer
 const TRY_AGAIN_MS = 250;
 const MOST_TRIES = 40;
+const NEAR_PX = 40; // of the end, as a reader sees it
 
 // turns: [{question, answer, source, reason, cached, first}], ``first`` in seconds to the first word
 const fresh = () => ({ id: `page-${crypto.getRandomValues(new Uint32Array(1))[0].toString(16)}`, turns: [], busy: "", trouble: "" });
@@ -20,28 +21,48 @@ let answering = null; // AbortController of the answer that comes
 
 const change = (part) => (talk.value = { ...talk.value, ...part });
 
-// The session was forgotten elsewhere on the page: its talk is over.
-export function forgotten(id) {
-  if (id === talk.value.id) talk.value = fresh();
+// Begins another chat: its session was forgotten elsewhere on the page, or its reader has left.
+export function startOver() {
+  answering?.abort();
+  talk.value = fresh();
 }
 
+export function forgotten(id) {
+  if (id === talk.value.id) startOver();
+}
+
+// Returns whether the deed was done. What it changes is shown while its chat is the one on the page.
 async function during(busy, deed) {
+  const { id } = talk.value;
+  const ofChat = (part) => id === talk.value.id && change(part);
   change({ busy, trouble: "" });
   try {
-    await deed();
+    await deed(ofChat);
+    return true;
   } catch (error) {
-    if (error.name !== "AbortError") change({ trouble: error.message });
+    if (error.name !== "AbortError") ofChat({ trouble: error.message });
+    return false;
   } finally {
-    change({ busy: "" });
+    ofChat({ busy: "" });
   }
 }
 
-const ask = (question) =>
-  during("answering", async () => {
-    const { id, turns } = talk.value;
+// Returns whether the question has an answer; a turn without a word of one is taken back.
+async function ask(question) {
+  const { id, turns } = talk.value;
+  let answer = "";
+  await during("answering", async (ofChat) => {
     answering = new AbortController();
-    for await (const turn of answered(id, turns, question, answering.signal)) change({ turns: [...turns, turn] });
+    ofChat({ turns: [...turns, { question, answer, cached: 0, first: null }] });
+    for await (const turn of answered(id, turns, question, answering.signal)) {
+      ({ answer } = turn);
+      ofChat({ turns: [...turns, turn] });
+    }
+    if (!answer) throw new Error(`There was no word of an answer within ${MOST_TOKENS} tokens.`);
   });
+  if (!answer && id === talk.value.id) change({ turns });
+  return answer !== "";
+}
 
 // A click before the packed copy is written waits for it.
 const sleep = () =>
@@ -66,13 +87,17 @@ export function Chat({ open }) {
   const row = rows.get(findKey(rowKey({ id })));
   const model = server.value?.model;
   const end = useRef(null);
-  useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [turns]);
+  const list = useRef(null);
+  const atEnd = useRef(true); // the reader has not scrolled back
+  useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [turns.length]);
+  useEffect(() => void (atEnd.current && (list.current.scrollTop = list.current.scrollHeight)), [turns]);
+  const onScroll = ({ target: x }) => (atEnd.current = x.scrollHeight - x.scrollTop - x.clientHeight < NEAR_PX);
   return html`<section class="card chat" aria-labelledby="chat">
     <header><h2 id="chat">Chat with ${model ?? "the model"}</h2>
       ${row && html`<p class="tags"><${Whereabouts} row=${row} /> <span class="faint">${count(row.tokens)} tokens</span></p>`}</header>
     ${turns.length === 0 && html`<p class="hint">Each answer says what of its prompt was reused, and from where. Let the session sleep in between, and ask again.
       <button type="button" class="link" disabled=${!model || busy} onClick=${() => ask(FIRST_QUESTION)}>${FIRST_QUESTION}</button></p>`}
-    <ol class="talk" aria-live="polite">${turns.map((x, i) => html`<${Turn} key=${i} turn=${x} />`)}</ol>
+    <ol class="talk" aria-live="polite" aria-busy=${!!busy} aria-label="Questions and answers" tabindex="0" ref=${list} onScroll=${onScroll}>${turns.map((x, i) => html`<${Turn} key=${i} turn=${x} />`)}</ol>
     ${trouble && html`<p class="bad" role="alert">${trouble}</p>`}
     <${Ask} disabled=${!model || !!busy} />
     <p class="actions" ref=${end}>
@@ -93,12 +118,12 @@ function Turn({ turn: x }) {
 
 function Ask({ disabled }) {
   const field = useRef(null);
-  const submit = (event) => {
-    event?.preventDefault();
+  const submit = async (event) => {
+    event.preventDefault();
     const question = field.current.value.trim();
     if (!question || disabled) return;
     field.current.value = "";
-    ask(question);
+    if (!(await ask(question)) && field.current) field.current.value ||= question;
   };
   const onKeyDown = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
