@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from http import HTTPStatus
+from math import ceil
 from typing import Final
 
 import msgspec
@@ -111,8 +112,8 @@ class Failure(msgspec.Struct, frozen=True):
         """``retry-after`` where the same request may succeed later, and how to send a key."""
         headers = dict(self.headers)
         if self.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, round(self.retry_after_s)))
-            headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
+            headers["retry-after"] = str(max(1, ceil(self.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, ceil(self.retry_after_s * 1000)))
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
         return headers
