@@ -40,6 +40,7 @@ _BYTES_A_TOKEN = 4  # of most texts at most, so that half of the bytes is half o
 
 MAX_KNOWN_CHATS = 50_000  # for each tenant
 MAX_TENANTS = 10_000  # a key may have any number of users; those that were quiet for longest go
+MAX_OF_ALL = 200_000  # as many as the table has rows
 # Chats that are distinguished before any of them goes on; a client that asks the same again and
 # again opens no more of them.
 MAX_ALIKE = 8
@@ -56,9 +57,15 @@ class Link(NamedTuple):
 class KnownChats:
     """The heads of chats that came without an id; the longest unused are forgotten first."""
 
-    def __init__(self, capacity_per_tenant: int) -> None:
-        self._capacity = capacity_per_tenant
+    def __init__(self, capacity_per_tenant: int, capacity: int = MAX_OF_ALL) -> None:
+        """``capacity``: of all tenants together."""
+        self._capacity_per_tenant = capacity_per_tenant
+        self._capacity = capacity
         self._heads_of: dict[str, _Heads] = {}
+        self._num_chats = 0
+
+    def __len__(self) -> int:
+        return self._num_chats
 
     def identify(
         self,
@@ -79,10 +86,9 @@ class KnownChats:
             tokens_of: returns the tokens of a session; 0 if there is none.
             is_answered: says whether a session's latest request was answered.
         """
-        heads = self._heads_of.pop(tenant.name, None) or _Heads(self._capacity)
+        heads = self._heads_of.pop(tenant.name, None) or _Heads(self._capacity_per_tenant)
         self._heads_of[tenant.name] = heads
-        if len(self._heads_of) > MAX_TENANTS:
-            del self._heads_of[next(iter(self._heads_of))]
+        self._num_chats -= len(heads)
         seen = _Seen(exists, is_quiet, tokens_of, is_answered)
         session_id = (
             heads.take(chain, seen)
@@ -91,7 +97,16 @@ class KnownChats:
             or heads.unused(chain[-1], seen)
         )
         heads.put(chain, session_id)
+        self._num_chats += len(heads)
+        self._make_room()
         return session_id
+
+    def _make_room(self) -> None:
+        """Forget the chats of tenants that were quiet for longest, but not of the latest one."""
+        while len(self._heads_of) > MAX_TENANTS or (
+            self._num_chats > self._capacity and len(self._heads_of) > 1
+        ):
+            self._num_chats -= len(self._heads_of.pop(next(iter(self._heads_of))))
 
 
 class _Seen(NamedTuple):
@@ -119,6 +134,9 @@ class _Heads:
         self._head_of: dict[str, Link] = {}
         self._stems_of: dict[str, Sequence[bytes]] = {}
         self._session_with: dict[bytes, str] = {}  # by stem; of several the latest
+
+    def __len__(self) -> int:
+        return len(self._head_of)
 
     def take(self, chain: Sequence[Link], seen: _Seen) -> str | None:
         """Remove the head that lies furthest down the chain; return its session, if any."""

@@ -113,3 +113,14 @@ def test_no_number_of_users_grows_what_is_kept_of_them() -> None:
         chats.identify(tenant, [Link(b"d" * 16, 9, True)], lambda id: False)
     assert len(tallies) == MAX_TALLIES
     assert len(chats._heads_of) <= MAX_TENANTS
+
+
+def test_all_users_together_have_no_more_chats_than_one_table_of_sessions() -> None:
+    chats, latest = KnownChats(50, 100), Tenant("ui/latest", b"s" * 32)
+    for i in range(400):
+        for tenant in (Tenant(f"ui/{i // 20}", b"s" * 32), latest):
+            link = Link(i.to_bytes(16), 9, True)
+            named = chats.identify(tenant, [link], lambda id: False)
+            assert chats.identify(tenant, [link], lambda id: False) == named
+            assert len(chats) <= 100
+    assert len(chats) > 70, "only those quiet for longest were forgotten"
