@@ -27,6 +27,7 @@ MINUTE_S: Final = 60.0
 PARTS: Final[Mapping[str, int]] = {"requests": 100, "tokens": 1}
 SPACE: Final = "thermocline:rates"
 MAX_ASKING: Final = 8  # calls at once: each has a connection to Redis
+WAIT_S: Final = 1.0  # for one of these and its answer
 LOOK_S: Final = 0.5  # between two looks at whether Redis answers
 SAY_EVERY_S: Final = 60.0  # that it does not
 AGAIN_S: Final = 1.0
@@ -115,16 +116,19 @@ class Rates:
         redis: RunsOnRedis | None = None,
         name_of: Callable[[str], str] = str,
         on_change: Callable[[bool], None] = lambda _: None,
+        wait_s: float = WAIT_S,
     ) -> None:
         """
         Args:
             redis: owned by this object; None: this gateway is the only one.
             name_of: makes a name for a key that reveals nothing of it to others.
             on_change: called with True when Redis begins to count, with False when it ends to.
+            wait_s: that a call may take, in line for a connection included.
         """
         self._redis = redis
         self._name_of = name_of
         self.on_change = on_change
+        self._wait_s = wait_s
         self._local = Limiter(MemoryStorage())
         self._shared: tuple[Any, Limiter] | None = None  # with the client that it is on
         self._asking = asyncio.Semaphore(MAX_ASKING)
@@ -181,8 +185,10 @@ class Rates:
         """Ask the count of all gateways, or this one's where that does not answer."""
         if self._redis is not None and self._is_shared:
             try:
-                async with self._asking:
+                async with asyncio.timeout(self._wait_s), self._asking:
                     return await self._redis.within(lambda client: call(self._on(client)))
+            except TimeoutError:
+                self._change(False, "it is too slow for so many requests")
             except (TierUnavailable, ValueError, TypeError) as error:  # or no answer of a count
                 self._change(False, str(error))
         return await call(self._local)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 import pytest
 import redis
@@ -19,6 +20,7 @@ from tests.waiting import eventually
 
 TURN = ROUTE_COSTS["chat_completions"]
 MOST = {"requests": 20, "tokens": 1000}
+T = TypeVar("T")
 
 
 def later(window: MinuteUse, seconds: float) -> MinuteUse:
@@ -56,6 +58,32 @@ def test_what_is_used_is_shown_at_once() -> None:
     window = MinuteUse(200, 100).plus(0.5)
     assert (window.remaining, window.plus(1).remaining, window.plus(5).remaining) == (1, 0, 0)
     assert window.wait_s(1) == 0 and window.wait_s(2) > 0
+
+
+class FarRedis:
+    """Is there, and answers about no count in time."""
+
+    async def run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [None for _ in commands]
+
+    async def within(self, call: Callable[[Any], Awaitable[T]]) -> T:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_no_request_waits_in_line_for_a_redis_that_is_far_away() -> None:
+    changes: list[bool] = []
+    rates = Rates(FarRedis(), on_change=changes.append, wait_s=0.01)
+    looking = asyncio.create_task(rates.run())
+    await eventually(lambda: changes == [True])
+    async with asyncio.timeout(10.0):
+        taken = await asyncio.gather(*(rates.take("k", MOST, TURN) for _ in range(20)))
+    assert not any(x.refused for x in taken) and changes == [True, False]
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
 
 
 # ---- at several gateways
