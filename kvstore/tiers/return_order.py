@@ -125,7 +125,10 @@ class ReturnOrder(Generic[V]):
         for key in new:
             if not self._fit(key, self._size_of(key, values[key]), owner, line, update.evicted):
                 break
+            former = self._runs.gone[key].parent if key in self._runs.gone else None
             run = self._runs.next_run(key, owner, line[0] if line else None, self._clock())
+            if former is not None:
+                self._place(former)  # nothing may continue it any more
             if run not in line:
                 self._judge(run)
                 run.is_open = True

@@ -124,6 +124,20 @@ async def test_another_tenants_bytes_are_not_touched():
     assert gateway.bytes.used("bob")["ram"]["held"] == bobs
 
 
+async def test_a_user_of_a_key_has_that_keys_bytes():
+    gateway = OneGateway(most=0)
+    gateway.tenants.replace([f"{TENANT}:{DIGEST} ram_bytes={MOST}"])
+    (engine,) = gateway.engines
+    await gateway.rounds()
+    assert engine.save(f"{TENANT}/u1", times=30) and engine.save(f"{TENANT}/u2")
+    assert MOST - 2 * SESSION < engine.held <= MOST + SESSION
+    await gateway.rounds()
+    assert gateway.bytes.used(f"{TENANT}/u1")["ram"]["limit"] == MOST
+    assert gateway.full == {"ram": 1}
+    assert engine.save("bob", times=30), "whose key has no limit"
+    assert engine.held > 2 * MOST
+
+
 async def test_without_limits_engines_are_asked_once():
     gateway = OneGateway(most=0)
     await gateway.rounds(6)
