@@ -146,15 +146,6 @@ class Tenants:
     def num_admin_keys(self) -> int:
         return len(self._admin_keys)
 
-    def holds(self, caller: Tenant) -> bool:
-        """Say whether the key by which a caller was known still gives it the same rights."""
-        key_id, name = (x.partition(_USER_MARK)[0] for x in (caller.key_id, caller.name))
-        if not key_id:
-            return self.open_to_all or caller.admin
-        known = (key_id, name, caller.admin)
-        keys = (*self._keys, *self._admin_keys)
-        return any((_id_of(x), x.tenant, x.admin) == known for x in keys)
-
     def authenticate(self, authorization: str | None, x_api_key: str | None = None) -> Tenant:
         """Find the tenant whose key an ``Authorization`` header or an ``X-API-Key`` header holds.
 
@@ -192,6 +183,8 @@ class Tenants:
     def user(self, tenant: Tenant, user: str) -> Tenant:
         """Return a user of a tenant's, as a tenant: its sessions and cold data are its own.
 
+        It is no admin: whoever has a front end's key chooses that header, its users perhaps.
+
         Args:
             user: any text; one that is no plain word is shown as a hash, which no word can be.
         """
@@ -199,9 +192,8 @@ class Tenants:
             said = user.encode("utf-8", "surrogateescape")
             user = _HASH_MARK + hashlib.blake2b(said, digest_size=12).hexdigest()
         name = f"{tenant.name}{_USER_MARK}{user}"
-        return tenant._replace(
-            name=name, salt=self.salt_of(name), key_id=f"{tenant.key_id}{_USER_MARK}{user}"
-        )
+        key_id = f"{tenant.key_id}{_USER_MARK}{user}"
+        return tenant._replace(name=name, salt=self.salt_of(name), key_id=key_id, admin=False)
 
     def bytes_of(self, tier: TierName, usual: Limits) -> dict[str, int]:
         """Return how many bytes of a tier each tenant may hold: the most that one of its keys says.
