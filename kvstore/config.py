@@ -81,9 +81,13 @@ class TenantLimits(msgspec.Struct, frozen=True):
     def of(self, tenant: str) -> int | None:
         """Return a tenant's limit in bytes; None = any number.
 
-        Blobs whose tenant is not known, those of "", have no limit.
+        A tenant ``NAME/USER``, a user of a key's, has the limit of ``NAME`` for itself. Blobs whose
+        tenant is not known, those of "", have no limit.
         """
-        return self.named.get(tenant, self.others) if tenant else None
+        if not tenant:
+            return None
+        name = tenant if tenant in self.named else tenant.partition("/")[0]
+        return self.named.get(name, self.others)
 
 
 NO_LIMITS = TenantLimits()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engines.base import EngineError, LimitsTenants, TenantLimits, TierName, Welcome
-from gateway.keys import Limits, Tenants
+from gateway.keys import Limits, Tenants, key_owner
 from kvstore.session import TIER_NAMES
 
 TICK_S: Final = 0.5
@@ -47,7 +47,7 @@ class Rules:
 
     def most(self, tier: TierName, tenant: str) -> int:
         """Return a limit; 0 = any number."""
-        return self._named[tier].get(tenant, self._usual[tier])
+        return self._named[tier].get(key_owner(tenant), self._usual[tier])
 
 
 @dataclass
