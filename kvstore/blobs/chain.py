@@ -28,7 +28,7 @@ The key does not depend on how KV is packed: the header of a blob names its code
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
@@ -144,6 +144,19 @@ def chunk_before(keys: Sequence[bytes], key: bytes) -> bytes:
     """Return the last chunk before a key among a session's keys; b"" = none, or no such key."""
     before = keys[: keys.index(key)] if key in keys else ()
     return next((x for x in reversed(before) if x[:1] == CHUNK), b"")
+
+
+def stretches(chain: Sequence[bytes], keys: Container[bytes]) -> Iterator[list[bytes]]:
+    """Yield those of ``keys`` that are in a chain, in its order, cut at chunks that are not."""
+    found: list[bytes] = []
+    for key in chain:
+        if key in keys:
+            found.append(key)
+        elif key[:1] == CHUNK and found:
+            yield found
+            found = []
+    if found:
+        yield found
 
 
 class ChainKeys:

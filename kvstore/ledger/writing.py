@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from kvstore.blobs.chain import chunk_before
+from kvstore.blobs.chain import chunk_before, stretches
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.record import SessionRecord
 from kvstore.ledger.stack import TierStack
@@ -77,7 +77,7 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
     """
     wanted = delivery.chain if whole else [x for x in delivery.chain if x in delivery.fresh]
     held = stack.holds(level, wanted)
-    missing = [key for key, there in zip(wanted, held, strict=True) if not there]
+    missing = {key for key, there in zip(wanted, held, strict=True) if not there}
     complete = _write(stack, level, delivery, missing)
     # Part of a session is better than none, but not better than an older one that is whole.
     if not complete and stack.may_hold(level, delivery.record_key):
@@ -89,9 +89,13 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
     return Delivered(True, stack.delete(level, delivery.obsolete) and complete)
 
 
-def _write(stack: TierStack, level: int, delivery: Delivery, missing: Sequence[bytes]) -> bool:
+def _write(stack: TierStack, level: int, delivery: Delivery, missing: Container[bytes]) -> bool:
     """Write the missing blobs, as far as a tier has them; True if that was all of them."""
-    batches = (missing[i : i + WRITE_BATCH] for i in range(0, len(missing), WRITE_BATCH))
+    batches = (
+        keys[i : i + WRITE_BATCH]
+        for keys in stretches(delivery.chain, missing)
+        for i in range(0, len(keys), WRITE_BATCH)
+    )
     return all(_write_batch(stack, level, delivery, batch) for batch in batches)
 
 

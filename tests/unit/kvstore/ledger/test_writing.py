@@ -80,6 +80,18 @@ def test_a_session_larger_than_its_tier_keeps_its_head():
     assert tier.contains_many([RECORD_KEY]) == [True]
 
 
+def test_a_chain_that_grew_at_two_places_is_evicted_from_its_end():
+    """A state goes between chunks that are held, and further chunks come after them."""
+    tier = RamTier(60 * 300)
+    deliver(stack_of(tier), 0, delivery(KEYS[:30], KEYS[:30]), whole=True)
+    grown = delivery([*KEYS[:10], OLD_STATE, *KEYS[10:]], [OLD_STATE, *KEYS[30:]])
+    assert deliver(stack_of(tier), 0, grown, whole=True).complete
+    tier.put_many([(CHUNK_KIND + bytes([i]) * 32, b"blob") for i in range(100, 130)])
+    held = tier.contains_many(KEYS)
+    assert 0 < sum(held) < len(KEYS)
+    assert held == sorted(held, reverse=True)
+
+
 def test_the_queue_is_bounded_and_says_who_is_behind():
     stack = stack_of(ram(), slow())
     tier = stack._tiers[1]
