@@ -26,13 +26,13 @@ TASK_TOKENS: Final = 384
 _NUM_SHARED_ROWS: Final = 16
 _NUM_FIRST_CHARS: Final = 48  # these tell a program's tasks apart
 _BEGINNINGS: Final = re.compile(
-    r"### Task:\n(?=.*(?:<chat_history>|### Chat History:))"  # Open WebUI; its RAG has no history
-    r"|(?:Provide|Please generate) a concise, 5-word-or-less title for the conversation"
+    r"(?:Provide|Please generate) a concise, 5-word-or-less title for the conversation"
     r"|Analyze this conversation and provide:\n1\. The detected language"  # both LibreChat's
     r"|Progressively summarize the lines of conversation provided"  # LangChain's memory
-    r"|Write a concise summary of the following:\n\n\n\"",  # and its chains
-    re.DOTALL,
+    r"|Write a concise summary of the following:\n\n\n\""  # and its chains
 )
+# Open WebUI's. A question about documents begins so as well, and may quote such a prompt in them.
+_OPEN_WEBUI: Final = "### Task:\n", "</chat_history>"
 _SHARED_ROW: Final = re.compile(r"task-[0-9a-f]")
 
 
@@ -45,9 +45,16 @@ def shared_task_row(chat: Json) -> str | None:
     if last["role"] != "user" or (first is not last and first["role"] == "user"):
         return None
     text = _first_text(last.get("content")).lstrip()
-    if first["role"] in ("assistant", "tool", "function") or not _BEGINNINGS.match(text):
+    if first["role"] in ("assistant", "tool", "function") or not _asks_for_task(text):
         return None
     return f"task-{crc32(text[:_NUM_FIRST_CHARS].encode()) % _NUM_SHARED_ROWS:x}"
+
+
+def _asks_for_task(text: str) -> bool:
+    begins, ends = _OPEN_WEBUI
+    return bool(_BEGINNINGS.match(text)) or (
+        text.startswith(begins) and text.rstrip().endswith(ends)
+    )
 
 
 def is_task_row(session_id: str) -> bool:

@@ -37,6 +37,7 @@ def test_a_programs_prompt_is_a_task(text: str) -> None:
     [
         chat("hi"),
         chat(RAG),
+        chat(f"{RAG}\n<context>{HISTORY}</context>\nWhat does that prompt do?"),
         chat(f"Explain this prompt: {TITLE}"),
         chat("### Task: write a poem"),
         chat(TITLE, stream=True),  # somebody reads it as it comes
