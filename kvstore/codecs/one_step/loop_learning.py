@@ -2,13 +2,16 @@
 
 A unit's rows are regressed on the restored bytes of the units before, the residual's principal axes
 are found in the metric of the errors, and the unit is packed, so that the next one learns from the
-bytes that a reader will have.
+bytes that a reader will have. Rows of all texts together would take gibibytes where units are wide:
+each step goes over them piece by piece, and only the bytes stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,7 +36,9 @@ from kvstore.codecs.stages.model_transforms import HeadMetric
 # from, and for each of a unit. A preparation, for the levels alone, needs fewer.
 SAMPLED_TOKENS, PREPARING_TOKENS = 12_288, 3_072
 TOKENS_OF_KNOWN, TOKENS_OF_OWN = 8, 4
-PIECE_TOKENS = 1024  # packed at a time
+# Values of rows that are looked at together, and of a unit's rows that stay in memory meanwhile; if
+# there are more, they are made anew for each look.
+PIECE_VALUES, KEPT_VALUES = 1 << 20, 8 << 20
 RIDGE, LEAST_RIDGE = 0.003, 1e-30  # of the known channels' mean variance
 # A component whose residual's deviation is less than this share of a step is dropped: its rare
 # codes cost more bits than their effect is worth.
@@ -78,6 +83,20 @@ class Centroids:
         return words
 
 
+class _Piece(NamedTuple):
+    """Sampled rows of one unit, fp32 (tokens, width), of unit size; the gains of all rows.
+
+    ``past``: int8 (tokens, channels), the bytes of the units before.
+    """
+
+    rows: np.ndarray
+    gains: np.ndarray
+    past: np.ndarray
+
+
+_Pieces: TypeAlias = Callable[[], Iterable[_Piece]]
+
+
 class StackLearner:
     """Learns one stack. Iterating over ``codes`` does all of the work."""
 
@@ -107,33 +126,54 @@ class StackLearner:
         self.centroids: Centroids | None = None
 
     def codes(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the codes of one unit after the other, and their classes.
+        """Yields the codes of one unit after the other, piece by piece, and their classes.
 
         They are int32 (components, tokens) and int64 (components,).
         """
-        past, units = np.zeros((0, 0), np.int8), np.zeros(0, np.float32)
+        past, units = list[np.ndarray](), np.zeros(0, np.float32)
         for number in range(self._shape.num_units):
             own = StackShape((self._shape.units[number],), self._shape.gain_groups)
-            rows, steps = self._rows(own)
-            self._gain_steps.append(steps)
-            past = past if past.size else np.zeros((len(rows), 0), np.int8)
-            integers = self._learn(own, rows, past, units)
+            pieces = self._pieces_of(own, past)
+            integers = self._learn(own, pieces, units)
             self._units.append(integers)
-            loop = ClosedLoop(integers)
-            codes, known = _packed(loop, rows, past)
+            loop, num = ClosedLoop(integers), int(integers.counts.sum())
+            after, gains = list[np.ndarray](), list[np.ndarray]()
+            for piece in pieces():
+                codes, _, known = loop.follow(0, piece.rows, piece.past)
+                after.append(loop.joined(piece.past, known))
+                gains.append(piece.gains)
+                yield codes[:, :num].T, integers.classes[0, :num].astype(np.int64)
+            steps = np.rint(COARSE * np.log2(np.concatenate(gains)))
+            self._gain_steps.append(steps.astype(np.int64))
             values = np.exp2(integers.exponents[0].astype(np.float32) + integers.down[0])
-            past, units = loop.joined(past, known), loop.joined(units[None], values[None])[0]
-            num = int(integers.counts.sum())
-            yield codes[:, :num].T, integers.classes[0, :num].astype(np.int64)
+            past, units = after, loop.joined(units[None], values[None])[0]
 
-    def _rows(self, own: StackShape) -> tuple[np.ndarray, np.ndarray]:
-        """Returns sampled rows, fp32 (tokens, width), and the steps of all gains."""
-        rows, gains = [], []
-        for stack, sizes in unit_rows(self._samples, own, self._means, self._sizes):
-            rows.append(stack[0, :: self._stride].copy())
-            gains.append(sizes[0])
-        steps = np.rint(COARSE * np.log2(np.concatenate(gains)))
-        return np.concatenate(rows), steps.astype(np.int64)
+    def _pieces_of(self, own: StackShape, past: Sequence[np.ndarray]) -> _Pieces:
+        """Returns the sampled rows of one unit, to go over several times."""
+        if self._samples.num_tokens // self._stride * own.width > KEPT_VALUES:
+            return functools.partial(self._pieces, own, past)
+        kept = list(self._pieces(own, past))
+        return lambda: kept
+
+    def _pieces(self, own: StackShape, past: Sequence[np.ndarray]) -> Iterator[_Piece]:
+        """Yields the sampled rows of one unit. ``past``: of each piece, or empty."""
+        for number, parts in enumerate(self._parts(own)):
+            rows, gains = (np.concatenate(x) for x in zip(*parts, strict=True))
+            before = past[number] if past else np.zeros((len(rows), 0), np.int8)
+            yield _Piece(rows, gains, before)
+
+    def _parts(self, own: StackShape) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
+        """Yields sampled rows and the gains of all rows, as many as make a piece."""
+        parts, num_tokens = list[tuple[np.ndarray, np.ndarray]](), 0
+        for stack, gains in unit_rows(self._samples, own, self._means, self._sizes):
+            rows = stack[0, :: self._stride].copy()
+            parts.append((rows, gains[0]))
+            num_tokens += len(rows)
+            if num_tokens * own.width >= PIECE_VALUES:
+                yield parts
+                parts, num_tokens = [], 0
+        if parts:
+            yield parts
 
     def _sizes(self, stack: np.ndarray) -> np.ndarray:
         sizes = root_mean_squares(stack, self._shape)
@@ -141,24 +181,36 @@ class StackLearner:
         gains: np.ndarray = np.exp2(steps / COARSE).astype(np.float32)
         return gains
 
-    def _learn(
-        self, own: StackShape, rows: np.ndarray, past: np.ndarray, units: np.ndarray
-    ) -> LoopIntegers:
-        weights = _regression(past.astype(np.float32) * units, rows) * units[:, None]
-        residuals = rows - past.astype(np.float32) @ weights
+    def _learn(self, own: StackShape, pieces: _Pieces, units: np.ndarray) -> LoopIntegers:
         metric = HeadMetric(own, self._samples.roots(own))
-        weighted = metric.forward(residuals[None], 0)[0][0]
-        variances, axes = np.linalg.eigh(weighted.T @ weighted / len(weighted))
+        weights, row_sizes = _regression(own.width, pieces, units)
+
+        def residuals() -> Iterator[np.ndarray]:
+            for piece in pieces():
+                yield piece.rows - piece.past.astype(np.float32) @ weights
+
+        width = own.width
+        covariance, squares = np.zeros((width, width), np.float32), np.zeros(width)
+        num_tokens = 0
+        for rows in residuals():
+            weighted = metric.forward(rows[None], 0)[0][0]
+            covariance += weighted.T @ weighted
+            squares += np.square(rows).sum(axis=0)
+            num_tokens += len(rows)
+        covariance /= num_tokens
+        variances, axes = np.linalg.eigh(covariance)
         deviations = np.sqrt(np.maximum(variances[::-1], 0))
         num = int((deviations > LIVE_RATIO * self._step).sum())
         axes = np.ascontiguousarray(axes[:, ::-1][:, :num].T)
         classes = classes_of(deviations[:num] / self._step)
         if self.centroids is not None:
-            self.centroids.add(weighted @ axes.T / self._step, classes)
+            for rows in residuals():
+                weighted = metric.forward(rows[None], 0)[0][0]
+                self.centroids.add(weighted @ axes.T / self._step, classes)
         # The metric's roots are symmetric, so it may be applied to rows as if they were columns.
         encode = metric.forward(axes[None], 0)[0][0] / self._step
         decode = metric.backward(axes[None], 0, None)[0] * self._step
-        sizes = (np.sqrt(np.square(residuals).mean(axis=0)), np.sqrt(np.square(rows).mean(axis=0)))
+        sizes = (np.sqrt(squares / num_tokens).astype(np.float32), row_sizes)
         return integers_of(self._levels, self._reach, weights, (encode, decode), classes, sizes)
 
     @property
@@ -178,13 +230,6 @@ class StackLearner:
         """Yields the codes of one unit's gains after the other, and their classes."""
         for steps, centre, classes in zip(self._gain_steps, *self.gains(), strict=True):
             yield (steps - centre).T, classes.astype(np.int64)
-
-
-def _packed(loop: ClosedLoop, rows: np.ndarray, past: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the codes of one unit's rows, and the bytes that later units know."""
-    places = [slice(at, at + PIECE_TOKENS) for at in range(0, len(rows), PIECE_TOKENS)]
-    followed = [loop.follow(0, rows[at], past[at]) for at in places]
-    return np.concatenate([x.codes for x in followed]), np.concatenate([x.known for x in followed])
 
 
 def integers_of(
@@ -237,15 +282,29 @@ def stacked(units: list[LoopIntegers]) -> LoopIntegers:
     return LoopIntegers(**stacks, levels=units[0].levels)
 
 
-def _regression(known: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns the weights with which known channels predict rows, fp32 (known, width)."""
-    if not known.shape[1]:
-        return np.zeros((0, rows.shape[1]), np.float32)
-    among = (known.T @ known / len(known)).astype(np.float64)
-    ridge = max(RIDGE * float(np.diag(among).mean()), LEAST_RIDGE)
+def _regression(width: int, pieces: _Pieces, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the weights with which known bytes predict rows, and the deviations of rows.
+
+    They are fp32 (known, width) and (width,). ``units``: of the bytes.
+    """
+    num_known = len(units)
+    among, with_rows = np.zeros((num_known, num_known)), np.zeros((num_known, width))
+    squares, num_tokens = np.zeros(width), 0
+    for rows, _, past in pieces():
+        known = past.astype(np.float32) * units
+        among += known.T @ known
+        with_rows += known.T @ rows
+        squares += np.square(rows).sum(axis=0)
+        num_tokens += len(rows)
+    if not num_tokens:
+        raise ValueError("nothing can be learned from no text")
+    sizes = np.sqrt(squares / num_tokens).astype(np.float32)
+    if not num_known:
+        return np.zeros((0, width), np.float32), sizes
+    ridge = max(RIDGE * float(np.diag(among).mean()), LEAST_RIDGE * num_tokens)
     among[np.diag_indices_from(among)] += ridge
-    with_rows = (known.T @ rows / len(known)).astype(np.float64)
-    return np.linalg.solve(among, with_rows).astype(np.float32)
+    weights = np.linalg.solve(among, with_rows) * units[:, None]
+    return weights.astype(np.float32), sizes
 
 
 def _bits(sizes: np.ndarray) -> np.ndarray:

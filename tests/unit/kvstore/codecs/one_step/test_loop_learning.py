@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from kvstore.codecs.floats import narrow
 from kvstore.codecs.learning.samples import Samples, element_means
+from kvstore.codecs.one_step import loop_learning
 from kvstore.codecs.one_step.one_step import OneStep
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader
@@ -89,3 +92,25 @@ def test_layers_of_another_width_that_do_not_matter():
     metrics = [np.eye(16, dtype=np.float32)] * 8 + [np.eye(32, dtype=np.float32) * 1e-9] * 8
     parts = learned(0.3, 2, texts, layout, metrics)
     assert all(part.encode(texts[0], 0, 0, "bfloat16") for part in parts)
+
+
+def test_rows_of_all_texts_need_not_be_in_memory_at_once(monkeypatch: pytest.MonkeyPatch):
+    """So that wide units can be learned; what is learned is the same."""
+    layout = KVLayout("bfloat16", (KVLayer(2, 64, 64),) * 2)
+    rng = np.random.default_rng(0)
+    text = layout.empty(1000)
+    for array in (x for pair in text for x in pair):
+        array[:] = narrow(rng.standard_normal(array.shape, np.float32), "bfloat16")
+    samples = Samples(layout, (None, None), [text] * 4)
+    means, peaks, found = element_means(samples), [], []
+    for piece, kept in ((1 << 20, 8 << 20), (1 << 16, 0)):
+        monkeypatch.setattr(loop_learning, "PIECE_VALUES", piece)
+        monkeypatch.setattr(loop_learning, "KEPT_VALUES", kept)
+        tracemalloc.start()
+        found.append(OneStep(Scope("layer"), 0.5, 1).learn(samples, means))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 0.6 * peaks[0]
+    whole, by_pieces = found
+    assert np.abs(whole["classes.0"].astype(int) - by_pieces["classes.0"]).max() <= 1
+    assert np.array_equal(whole["gain_centres.0"], by_pieces["gain_centres.0"])
