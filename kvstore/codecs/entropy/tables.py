@@ -74,6 +74,8 @@ class SymbolTables:
         shapes = (self.frequencies.shape, self.largest.shape)
         if shapes != ((NUM_CLASSES, NUM_SYMBOLS), (NUM_CLASSES,)):
             raise ValueError(f"symbol tables of shapes {shapes}")
+        if self.frequencies.dtype != np.uint16 or self.largest.dtype != np.uint8:
+            raise ValueError(f"symbol tables of {self.frequencies.dtype}, {self.largest.dtype}")
         beyond = np.arange(NUM_SYMBOLS) > self.escapes[:, None]
         if np.any(self.frequencies.astype(np.int64).sum(axis=1) != TOTAL):
             raise ValueError("frequencies of a class do not add up")

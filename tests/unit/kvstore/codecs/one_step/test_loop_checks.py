@@ -89,6 +89,15 @@ def test_levels_that_no_learning_gives_are_refused(
 
 
 @PROFILES
+@pytest.mark.parametrize("name", ["largest", "gain_largest"])
+@pytest.mark.parametrize("kind", ["f4", "i4"])
+def test_symbol_tables_of_other_numbers_are_refused(profile: Profile, name: str, kind: str):
+    """A float may be NaN, which no bound excludes."""
+    largest = profile.learned["max"][name].astype(kind)
+    assert is_refused(changed(profile, name, largest))
+
+
+@PROFILES
 def test_an_array_that_is_missing_is_refused(profile: Profile):
     assert all(map(is_refused, incomplete(profile)))
 
