@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -206,10 +207,14 @@ class _Calibration:
                 needed = context + order.num_scored
                 words = f"no text has {needed} tokens; give longer ones by --eval-text"
                 raise CannotCalibrate(words)
-            yield from of_texts
-            yield from needle_cases(texts, encode, context, order.depths)
             tokens = (encode(text.content) for text in texts)
-            yield from chain_cases(tokens, encode, context, order.num_chains, order.num_scored)
+            chains = chain_cases(tokens, encode, context, order.num_chains, order.num_scored)
+            # One of each kind goes first, since few texts may decide.
+            yield of_texts[0]
+            yield from needle_cases(texts, encode, context, order.depths)
+            yield from itertools.islice(chains, 1)
+            yield from of_texts[1:]
+            yield from chains
 
     def _contexts(self) -> list[int]:
         """The contexts to measure. With states they end where a state can rest.

@@ -52,7 +52,7 @@ class OpenQuestions(Protocol):
 
     @property
     def unmeasured(self) -> bool:
-        """True if there is no verdict yet."""
+        """True if there is no verdict yet, or one of few texts, which an end kept from renewal."""
 
     @property
     def learns_on(self) -> bool:
@@ -206,6 +206,9 @@ class SelfMeasurement:
         if order.ends_early and not decided(profile.rows, Bound(kl=order.max_kl)):
             logger.info("a few texts do not decide yet")
             return
+        if order.ends_early:
+            rows = tuple(msgspec.structs.replace(x, is_early=True) for x in profile.rows)
+            profile = replace(profile, rows=rows)
         if self._partners is not None:
             profile = self._partners.agree(profile)
         path = self._kept(profile, data)

@@ -197,8 +197,10 @@ class ServedCodecs:
 
     @property
     def unmeasured(self) -> bool:
-        """True if a measurement may lead to another choice."""
-        return self.choice.unmeasured
+        """True if a measurement may lead to another choice: few texts do not decide for good."""
+        rows = self.choice.rows
+        is_early = bool(rows) and all(x.is_early for x in rows) and not self._unmeasurable
+        return self.choice.unmeasured or is_early
 
     @property
     def learns_on(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -172,7 +173,7 @@ def quality_of(preset: str, results: Sequence[CaseResult]) -> Quality:
     )
 
 
-def _times(results: Sequence[CaseResult]) -> dict[str, float]:
+def _times(results: Sequence[CaseResult]) -> dict[str, Any]:
     """The fields of a row that are times."""
     prefills = [x.prefill for x in results if x.prefill is not None]
     if not prefills:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -134,9 +135,25 @@ def test_a_first_verdict_comes_early_and_is_renewed(tmp_path: Path):
     assert verdicts == [False, True]
     for profile in (early, whole):
         assert {x.preset for x in profile.rows} == set(FIRST_PRESETS) <= set(profile.learned)
+    assert all(x.is_early for x in early.rows) and not any(x.is_early for x in whole.rows)
     assert early.ids["balanced"] != whole.ids["balanced"]
     assert 3 <= len(early.rows[0].texts) < len(whole.rows[0].texts)
     assert EARLY_WINDOWS < orders.FIRST_WINDOWS
+
+
+def test_one_case_of_each_kind_is_judged_before_other_texts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Also where a prefix is too short to begin as its text does."""
+    caplog.set_level(logging.INFO)
+    usual = first_order(StoreConfig(), 1000, str(tmp_path))
+    order = msgspec.structs.replace(
+        usual, presets=("raw",), fallbacks=(), contexts=(208,), num_scored=128, num_chains=2
+    )
+    assert Engine(tmp_path, Talking(), order=order, stages=False).ended() == ""
+    names = [x.args[0] for x in caplog.records if x.name.endswith("measure") and x.args]
+    kinds = [str(x).partition(" ")[0] for x in names]
+    assert {"needle", "chains"} <= set(kinds[:3]) and kinds.count("chains") == 2
 
 
 def test_an_interrupted_one_keeps_its_last_verdict(tmp_path: Path):

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -65,6 +66,17 @@ def test_a_profile_that_comes_later_is_adopted(tmp_path: Path):
         (codecs.codecs.rows.id, True),
     ]
     assert codecs.report.name == "dense3" and not codecs.report.unmeasured
+
+
+def test_a_verdict_of_few_texts_serves_and_is_still_to_be_renewed(tmp_path: Path):
+    early = msgspec.structs.replace(row("dense3"), is_early=True)
+    write(measured(early), tmp_path)
+    codecs = served(tmp_path, learn_on=False)
+    assert codecs.report.name == "dense3" and not codecs.report.unmeasured
+    assert codecs.unmeasured and codecs.has_open_questions
+    write(measured(early, row("dense3", context=1024)), tmp_path)
+    codecs.renew(Store().adopt)
+    assert not codecs.has_open_questions
 
 
 def test_a_worse_measurement_takes_a_codec_back_and_its_blobs_with_it(tmp_path: Path):
