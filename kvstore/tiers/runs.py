@@ -110,7 +110,8 @@ class Runs(Generic[V]):
             if not (before.is_shared or before.children or key in self.gone or has_record):
                 return before
         run = self.gone.pop(key, None)
-        if run is None or (run.keys and run.owner != owner):
+        is_before = run is not None and before is not None and run in before.line()
+        if run is None or is_before or (run.keys and run.owner != owner):
             run = Run(owner, key, now_s)
         else:
             self.part(run)

@@ -192,6 +192,18 @@ def test_a_state_goes_with_the_links_after_which_it_was_entered():
     assert held(order, chain("a", 5)) == 4
 
 
+def test_a_chain_that_comes_back_to_its_state_does_not_come_after_itself():
+    order = order_of(200)
+    first, second, third = chain("a", 3)
+    order.add({first: 10, b"s 1": 5, second: 10, third: 10})
+    order.add({b"c branch": 10}, after=first)
+    assert order.evict(20) == [third, second]
+    order.add({b"s 1": 5, second: 10}, after=first)
+    check(order)
+    order.evict(200)
+    assert len(order) == 0
+
+
 # ---- sessions in turn, and other traffic
 
 
