@@ -204,6 +204,24 @@ def test_a_chain_that_comes_back_to_its_state_does_not_come_after_itself():
     assert len(order) == 0
 
 
+def test_a_state_that_a_chain_left_behind_can_be_evicted():
+    order = order_of(200)
+    first, second = chain("a", 2)
+    order.add({first: 10, b"c other": 10})
+    order.add({b"s 1": 5}, after=first)
+    for record in (b"r 1", b"r 2"):
+        order.replace(record, 3, "", b"s 1")
+    order.add({second: 10}, after=b"s 1")
+    order.replace(b"r 3", 3, "", second)
+    order.touch([b"c other"])
+    order.remove([b"r 1", b"r 2"])
+    assert order.evict(10) == [second]
+    order.add({second: 10}, after=first)
+    check(order)
+    order.evict(200)
+    assert len(order) == 0
+
+
 # ---- sessions in turn, and other traffic
 
 
