@@ -15,10 +15,11 @@ from launch.settings.units import show_bytes, show_duration
 
 Row = Mapping[str, Any]
 FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
-    "all": lambda row: True,
+    "all": lambda row: row.get("kind") != "task",
     "awake": lambda row: row.get("state") in ("active", "idle", "waking"),
     "asleep": lambda row: row.get("state") in ("cold", "saving", "hibernating"),
     "pinned": lambda row: bool(row.get("pinned")),
+    "tasks": lambda row: row.get("kind") == "task",  # titles and the like, of programs
 }
 BAR_CELLS: Final = 24
 END_CHARACTERS: Final = 6  # of an id

@@ -156,8 +156,9 @@ def test_a_title_comes_first_and_the_end_of_its_id_after():
 @pytest.mark.parametrize("kept", FILTERS)
 def test_every_order_and_filter_takes_every_row(order, kept):
     rows = [ROW, {"id": "bare"}, {**ROW, "id": "x", "tokens": None, "saved_s": None}]
+    rows.append({**ROW, "id": "t", "kind": "task", "state": "gone", "pinned": False})
     found = chosen({**SNAPSHOT, "sessions": rows}, order, kept)
-    assert len(found) == {"all": 3, "awake": 0, "asleep": 2, "pinned": 2}[kept]
+    assert len(found) == {"all": 3, "awake": 0, "asleep": 2, "pinned": 2, "tasks": 1}[kept]
 
 
 def test_served_sessions_come_first_then_the_latest():

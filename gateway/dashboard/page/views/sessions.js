@@ -8,7 +8,7 @@ import { bytes, count, density, ratio, saved } from "../live/format.js";
 import { Session } from "./session.js";
 import { NoConversations } from "./chat.js";
 
-export const NO_FILTER = { words: "", place: "", client: "", last: "", pinned: false };
+export const NO_FILTER = { words: "", place: "", client: "", last: "", pinned: false, tasks: false };
 export const filter = signal(NO_FILTER);
 const sort = signal({ by: "idle", down: false });
 
@@ -32,9 +32,10 @@ const found = computed(() => {
   return [...rows.values()].filter(fitting(filter.value)).sort(comparing(sort.value));
 });
 
-function fitting({ words, place, client, last, pinned }) {
+function fitting({ words, place, client, last, pinned, tasks }) {
   const needle = words.trim().toLowerCase();
   return (row) =>
+    (row.kind === "task") === tasks &&
     (!place || placeOf(row) === place) &&
     (!client || row.client === client) &&
     (!last || lastOf(row) === last) &&
@@ -115,6 +116,7 @@ function Filters({ shown }) {
     <${Choice} label="Last return" value=${it.last} set=${set("last")} any="any last return"
       options=${{ hot: "continued hot", "cold-ram": "from RAM", "cold-disk": "from disk", "cold-redis": "from Redis", miss: "missed", first: "first turn" }} />
     <label class="check"><input type="checkbox" checked=${it.pinned} onChange=${set("pinned")} /> pinned</label>
+    <label class="check" title="titles, tags and the like, which programs ask for by themselves"><input type="checkbox" checked=${it.tasks} onChange=${set("tasks")} /> tasks</label>
     <output aria-live="polite">${shown === all ? count(all) : `${count(shown)} of ${count(all)}`}${listed < all ? ` (the ${count(listed)} last used are listed)` : ""}</output>
   </form>`;
 }
