@@ -16,7 +16,7 @@ def test_a_real_chat_sleeps_comes_back_is_pinned_and_forgotten(stack: Stack):
     with chromium() as launched:
         browser = Browser(launched, stack.url, wait_ms=200_000)
         page = browser.open()
-        page.get_by_role("link", name="chat here").click()
+        page.get_by_role("tab", name="Chat").click()
         page.get_by_role("button", name=re.compile("^In one sentence")).click()
         page.get_by_role("button", name="Let it sleep").click()
         page.get_by_role("button", name="Wake").wait_for()
