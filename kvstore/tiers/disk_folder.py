@@ -128,10 +128,13 @@ class DiskFolder:
         )
         try:
             with env.begin() as txn:
-                strange = [name for name, _ in txn.cursor() if name not in DATABASES]
+                names = [name for name, _ in txn.cursor()]
+            strange = [name for name in names if name not in DATABASES]
             if strange and all(map(_OURS.fullmatch, strange)):
                 raise lmdb.InvalidError("another release laid it out")
-            if strange:
+            if strange and (len(strange) < len(names) or self._verify()):
+                raise lmdb.InvalidError(f"a database of it has the name {strange[0]!r}")
+            if strange:  # a whole file without any database of ours
                 raise TierUnavailable(
                     f"{self.data} is another program's: it holds {strange[0]!r}; choose another "
                     "folder with disk_path"
