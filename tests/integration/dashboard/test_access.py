@@ -86,7 +86,7 @@ def test_the_table_says_its_order_and_walks_by_arrows(page):
 def test_tabs_are_one_stop_and_arrows_walk_between_them(page):
     page.get_by_role("tab", name="Sessions").focus()
     page.keyboard.press("ArrowRight")
-    expect(page.get_by_role("tab", name="Memory")).to_be_focused()
+    expect(page.get_by_role("tab", name="Chat")).to_be_focused()
     chosen = page.get_by_role("tablist", name="Views").locator("[tabindex='0']")
     assert chosen.count() == 1
     assert chosen.get_attribute("aria-selected") == "true"
