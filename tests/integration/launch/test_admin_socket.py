@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import stat
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 from typer.testing import CliRunner
 
+from gateway.edge.connections import most_connections
 from gateway.keys import generate_key
 from launch.cli.main import app
 from launch.errors import LaunchError
 from tests.integration.launch.test_serve import Server
 
 pytestmark = pytest.mark.slow
+FEW_FILES = 256  # the fewest with which a server starts
 
 
 async def snapshot_on(path: Path) -> bytes:
@@ -77,8 +82,7 @@ def test_who_opens_the_socket_gets_into_a_server_that_is_full(
 ):
     path = tmp_path / "admin.sock"
     monkeypatch.setenv("THERMOCLINE_GATEWAY__ADMIN_SOCKET", str(path))
-    monkeypatch.setenv("THERMOCLINE_GATEWAY__MAX_CONNECTIONS", "1")
-    server = Server(tmp_path)
+    server = Server(tmp_path, within=["prlimit", f"--nofile={FEW_FILES}"])
     try:
         asked_for: dict[str, object] = {
             "model": "fake",
@@ -87,10 +91,14 @@ def test_who_opens_the_socket_gets_into_a_server_that_is_full(
             "metadata": {"fake": "chunks=2000 delay_s=0.05"},
         }
         body = json.dumps(asked_for).encode()
-        headers = {"content-type": "application/json"}
-        asked = urllib.request.Request(f"{server.url}/v1/chat/completions", body, headers)
-        with urllib.request.urlopen(asked, timeout=30) as answer:
-            assert answer.readline()
+        place = urlsplit(server.url)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {place.netloc}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        with ExitStack() as served:
+            for _ in range(most_connections(FEW_FILES, wanted=0)):
+                one = socket.create_connection((place.hostname, place.port), 30)
+                served.enter_context(one).sendall(head.encode() + body)
+            assert one.recv(1)  # the last of them is being served, too
             with pytest.raises(urllib.error.HTTPError, match="503"):
                 urllib.request.urlopen(f"{server.url}/livez", timeout=30)
             assert asyncio.run(status_on(path, "/livez")) == 200
