@@ -1,6 +1,7 @@
 """The HTTP face: OpenAI in, OpenAI out; knows sessions by id only.
 
-A request's walk: ``server`` reads its head, ``front`` gives it a request id and a bound,
-``turns`` checks its body, ``identity`` finds its session, ``relay/turn_response`` admits it
-and opens the engine, ``relay/passthrough`` sends the answer's bytes on.
+A request's way: ``edge/protocol`` receives it within bounds, ``middleware`` gives it an id,
+``context`` finds its key and charges its cost, ``turns`` checks its body, ``identity`` finds its
+session, ``relay/turn_response`` admits it and opens the engine, ``relay/passthrough`` sends the
+answer's bytes on.
 """

@@ -5,8 +5,8 @@
 Ray's own program is a child that stays in front. Replicas and their list listen on 127.0.0.1, Ray
 itself at this machine's address, with a token of its own. At SIGTERM or SIGINT the replicas are
 drained, and Ray ends. With ``--address`` (it is printed) the replicas of a running one are changed
-instead: their number, or a setting, which Serve rolls out replica by replica. ``launch/ray.sh``
-starts it together with a gateway; on a cluster ``serve deploy`` takes its place.
+instead: their number, or a setting, which Serve rolls out replica by replica. ``ray.sh``
+beside this file starts it together with a gateway; on a cluster ``serve deploy`` takes its place.
 """
 
 from __future__ import annotations

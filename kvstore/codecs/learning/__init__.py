@@ -1,6 +1,5 @@
-"""Samples from which presets learn, how much their errors matter, and theoretical bounds.
+"""Samples from which presets learn, and how much their errors matter.
 
-``samples`` (KV of some texts, and its statistics), ``sensitivity`` (how much errors matter), with
-``attention``; ``bounds`` of rate-distortion theory; ``array_checks`` checks the arrays of a profile
-before kernels read them.
+``samples`` has the KV of some texts and its statistics; ``sensitivity``, with ``attention``, how
+much errors matter; ``array_checks`` checks the arrays of a profile before kernels read them.
 """
