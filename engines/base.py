@@ -143,7 +143,7 @@ class Engine(Protocol):
 
     @property
     def codec(self) -> CodecReport | None:
-        """The codec as last heard; unlike the rest of the welcome it may change at any time."""
+        """The codec as last reported; unlike the rest of the welcome it may change at any time."""
 
     @property
     def ready(self) -> bool: ...

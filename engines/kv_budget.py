@@ -36,7 +36,7 @@ UNSTATED_CONTEXT = 32_768
 # Bits per element of each ``engine.hot_codec``.
 HOT_CODECS: Final[Mapping[str, int]] = {"tq3": 3, "tq4": 4}
 # At least NUM_RECENT and less than NUM_RECENT + BLOCK of the newest tokens stay unpacked. The
-# packed part ends at a multiple of BLOCK tokens, so a row's bytes do not depend on its company.
+# packed part ends at a multiple of BLOCK tokens, so a row's bytes do not depend on its batch.
 NUM_RECENT: Final = 64
 BLOCK: Final = 64
 MOST_EXACT: Final = NUM_SINKS + NUM_RECENT + BLOCK  # tokens of one session, between two calls

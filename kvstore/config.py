@@ -57,10 +57,10 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # A session that was not used for this long is dropped from every tier. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
-    # No settings: one value serves everybody. Tests have others, in a subclass.
+    # Not settings: one value suits all servers. Tests have others, in a subclass.
     #
     # For ``auto``: a restore from the fastest tier may take this share of the prefill it saves, so
-    # that nobody waits for a return as for a first turn.
+    # that a return waits much less than a first turn.
     restore_share: ClassVar[float] = 0.1
     # Blobs in Redis expire this long after they were last used, or after ``ttl_s`` if that is less.
     # What an engine leaves there that never comes back is gone then, and a session that rested over

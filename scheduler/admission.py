@@ -4,16 +4,16 @@ This is the only fair queue: engines serve first come, first served. Every tenan
 and a *virtual time*: the seconds for which it held places, divided by its weight. A free place goes
 to the tenant whose virtual time is least, counting each place that it holds for as long as turns
 usually last. A tenant with a thousand requests therefore delays another's single request by one
-place, not by a thousand; and one that comes back begins at the least of those that are here, so its
-pause is no credit, or at its own if that is more, so that to leave for a moment pays no debt.
+place, not by a thousand; and one that comes back begins at the least time of those present, so a
+pause earns nothing, or at its own if that is more, so a short absence saves nothing.
 
-Tasks, which programs ask beside a conversation, have lines of their own, since no user waits for
+Tasks, which programs send beside a conversation, have lines of their own, since no user waits for
 them: one gets a place when no other turn waits, and never the spare one. Where the line is full,
 the newest task in it makes room for a turn.
 
 Turns may last for hours, so one tenant's turns could hold all places and free none. There is one
-*spare place* beyond them, for a tenant with nothing running. The engine has it too. Its turn moves
-to a place of the others once one is free for which none waits.
+*spare place* beyond them, for a tenant with nothing running. The engine has it too. The turn in it
+moves to an ordinary place once one is free and no turn waits for it.
 
 If the GPU shares the CPU's memory (GB10), one allocation too many does not fail: the whole machine
 hangs. So the scheduler acts before that, at three marks. Below ``memory_low_bytes`` the longest
@@ -119,7 +119,7 @@ class AdmissionQueue:
 
         Args:
             weight: of the tenant, from now on.
-            is_task: it waits behind all turns that are none.
+            is_task: it gets a place only when no other turn waits.
 
         Raises (on entering):
             Overloaded: the queue is full, or no place was free in time.

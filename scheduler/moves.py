@@ -35,7 +35,7 @@ class Moves:
         self._table = table
         self._clock = clock
         self._observer = observer
-        # Two gates: urgent jobs never wait until an engine has released other sessions.
+        # Two semaphores: urgent jobs never wait until an engine has released other sessions.
         self._ordinary_gate = asyncio.Semaphore(config.max_hibernations)
         self._urgent_gate = asyncio.Semaphore(config.max_hibernations)
         # Sessions that sleep when they are saved: the tier and the job, by the number of the row.

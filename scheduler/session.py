@@ -5,11 +5,11 @@
     hibernating  a job is dropping the hot copy (the cold copy was written when the turn ended)
     cold         only the packed copy exists; which tier holds it is an attribute, not a state
     waking       the packed copy is being restored, for a turn or ahead of one
-    leaving      forgotten on request while a turn was served: data that the turn saves must go, too
+    leaving      deleted on request while a turn was served: what it saves must be deleted, too
     gone         nothing is left; a new turn starts a new session under the same id
 
 A session that was asked to sleep while it is being saved is shown as *saving* until it sleeps: an
-attribute again, which a turn takes away.
+attribute again, which a turn clears.
 
 "Hot" means active, idle or hibernating. Two rules make the table safe:
 
@@ -17,8 +17,8 @@ attribute again, which a turn takes away.
 - *A job carries its number.* A hibernation that ends after a later turn has overtaken it is stale
   and must not be applied: see ``complete``.
 
-The table is the gateway's belief. Engines evict on their own, so a belief may be wrong; the price
-is a prefill, never a wrong answer. ``learn`` takes over the engine's reports.
+The table is what the gateway knows of sessions. Engines evict on their own, so it may be out of
+date; the price is a prefill, never a wrong answer. ``learn`` takes over the engine's reports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chooses sessions to put to sleep, and looks at the table in a loop to do so.
+"""Decides which sessions are put to sleep, and when: a loop that looks at the table.
 
 The value of keeping a session hot is the time that waking it would cost, per byte it holds, halved
 for every ``half_life_s`` of silence:
@@ -9,15 +9,15 @@ A session with a cold copy wakes by unpacking, which costs far less than a prefi
 expensive to lose. Prefill grows faster than linearly with the prompt since every token attends to
 all before it. Only the order of the values matters, so the rates are plain constants.
 
-A session's rank comes before its value. Tasks go first, since nothing continues them; then children
-of other sessions, which end with their parent's errand. Sessions that their clients ask to keep go
-late. A parent goes last while a child of it is being served, since it continues when the
-child is done. A request to keep counts only within the tenant's share of the memory in question.
-Otherwise tenants that ask to keep everything would push out those that ask for nothing.
+A session's rank comes before its value. Tasks sleep first, since nothing continues them; then child
+sessions, which end with a job of their parent; then ordinary ones; then those that their clients
+ask to keep; last the parents of a child that is being served, since they continue when it is done.
+A client's wish counts only within its tenant's share of the memory in question. Otherwise tenants
+that ask to keep everything would push out those that ask for nothing.
 
-A look only starts jobs. So an engine that takes a minute to release a session does not delay the
-next look at the machine's memory. Jobs that are to free memory are urgent: they have a gate of
-their own (``scheduler.moves``).
+``Sweeps.look`` only starts jobs. So an engine that takes a minute to release a session does not
+delay the next look at the machine's memory. Jobs that are to free memory are urgent: a semaphore of
+their own admits them (``scheduler.moves``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All sessions of one engine as rows: found by name, the quiet ones also in order of last use.
 
-The table is the gateway's belief; the engine's blocks are the truth. It is bounded: a row that is
-dropped to make room costs its session nothing, except that it is not put to sleep from here.
+The table may be out of date; the engine's blocks decide. It is bounded: a row that is dropped to
+make room costs its session nothing, except that the sweeps no longer put it to sleep.
 
 Quiet rows are in queues, one for each thing that can be done with them, in the order of their last
 use. A sweep looks at the heads of queues, so sessions that are not due cost it nothing, however

@@ -8,9 +8,9 @@ from pathlib import Path
 from docs.generators.tables import page, table
 
 INTRODUCTION = """
-The reasons for the design: one page for each choice, with the measurements and the alternatives that
-were not taken. They are for developers of the code; users do not need them. Numbers have gaps, since
-some decisions were withdrawn.
+The reasons for the design: one page for each choice, with the measurements and the alternatives
+that were not taken. They are for developers of the code; users do not need them. Numbers have gaps:
+at first each package had a range of its own, and some decisions were withdrawn.
 """
 FOLDER = Path(__file__).parents[1] / "decisions"
 

@@ -43,7 +43,7 @@ MEANINGS = {
     "bodies_full": "bodies of other requests fill the room that all have; try again",
     "body_timeout": "the body took longer than a minute",
     "body_too_large": "the body is longer than `gateway.max_body_bytes`",
-    "cannot_measure": "this engine measures nothing when told; `thermocline calibrate` does",
+    "cannot_measure": "this engine does not measure on request; use `thermocline calibrate`",
     "completion_not_found": "no stored chat of the caller has this id",
     "context_length_exceeded": "the prompt leaves no room for an answer; shorten it",
     "conversation_not_found": "no conversation of the caller has this id",

@@ -1,7 +1,7 @@
 """The mlx_lm engine: a process of its own, ``python -m engines.mlx_worker``.
 
-No other room imports it. One owner thread touches mlx; an asyncio side speaks HTTP and the control
-protocol; codec threads see numpy only. A chat's walk:
+No other package imports it. One owner thread uses mlx; an asyncio thread serves HTTP and the
+control protocol; codec threads use numpy only. The way of a chat:
 
 1. ``http.py`` checks the request; the gateway has named its session.
 2. ``prompt/request_planner.py`` plans it, off the event loop: token ids, sampling, grammar.

@@ -242,7 +242,7 @@ class Owner:
     def _run(self) -> None:
         try:
             self._open()
-        except BaseException as error:  # of any kind: the caller of start() must hear of it
+        except BaseException as error:  # of any kind: the caller of start() must get it
             mx.clear_streams()  # see _close
             self._started.set_exception(error)
             return

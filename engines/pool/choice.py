@@ -1,9 +1,9 @@
 """Chooses the replica of a session: its home, unless that one is away or far ahead of the next.
 
 A session's home is found on a ring, the same in every gateway. Each replica has ``POINTS`` points
-on it, by a hash of its name. A key walks from its own point on. So a replica that is away gives its
-sessions to many others, and no other session moves. To hash a thousand names for each session takes
-milliseconds; to find a point takes microseconds.
+on it, by a hash of its name. A session belongs to the first point after its own. So a replica that
+is away gives its sessions to many others, and no other session moves. To hash a thousand names for
+each session takes milliseconds; to find a point takes microseconds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def least_behind(near: Sequence[T], load: Callable[[T], int], moves_at: int) -> 
 class Homes:
     """The homes that this gateway has seen; those used longest ago are dropped first.
 
-    A home is a belief: a wrong one costs a restore, or a prefill.
+    A home may be out of date: a wrong one costs a restore, or a prefill.
     """
 
     def __init__(self, most: int) -> None:

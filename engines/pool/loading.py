@@ -106,7 +106,7 @@ class OnDemand:
     refused_until: float = float("-inf")  # after them
 
     def to(self, state: LoadState) -> None:
-        """Change the state; the log and readers of events hear of it."""
+        """Change the state, and log it."""
         assert state in _NEXT[self.state], f"{self.name}: {self.state.value} -> {state.value}"
         log.info("model %s: %s -> %s", self.name, self.state.value, state.value)
         self.state = state

@@ -102,7 +102,7 @@ def _file(name: str, content: bytes) -> PageFile:
 
 @router.get("/")
 async def root(request: Request) -> Response:
-    """Send browsers to the dashboard; programs hear that there is nothing here."""
+    """Redirect browsers to the dashboard; answer programs with 404."""
     if "text/html" not in request.headers.get("accept", ""):
         raise HTTPException(404)
     return RedirectResponse("ui", 302, {"vary": "accept"})

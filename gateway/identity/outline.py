@@ -1,9 +1,8 @@
 """A request as hashes of its parts, and its comparison with the one before it in its session.
 
-Every message is encoded and hashed once, here: what tells chats apart (``known_chats``) is made of
-these hashes. The comparison helps an operator find the client that changes its own prompt: which
-part changed, at which message, and how many tokens were reused. Bounded in bytes; the longest
-unused go first.
+Every message is encoded and hashed once, here; ``known_chats`` recognises chats by these hashes.
+The comparison helps an operator find the client that changes its own prompt: which part changed, at
+which message, and how many tokens were reused. Bounded in bytes; the longest unused go first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tasks: prompts that a program asks beside a conversation, such as one for its title.
+"""Tasks: prompts that a program sends beside a conversation, such as one for its title.
 
 Open WebUI asks for titles, tags, follow-up questions and searches, LibreChat for titles, LangChain
 for summaries: one message whose first words no person types, answered as a whole, and continued by
-nothing. A task is no conversation. It is served after the turns for which somebody waits, and its
+nothing. A task is no conversation. It is served after the turns for which a user waits, and its
 KV is the first to go.
 
 Tasks of a conversation that is known have one row, ``ID/task``, which is deleted with it. All

@@ -1,9 +1,10 @@
 """The sessions that a store knows, the blobs that they share, and claims on sessions.
 
-The index is a belief. It avoids reading a record at every turn, lists the sessions, and knows which
-blobs more than one of them needs. Only the tiers know whether a session can be restored. The index
-is filled from the local tiers at the start; a session that only a shared tier has is found there
-when it returns. It is bounded in bytes; beyond that the longest unused sessions are dropped first.
+The index may be out of date. It avoids reading a record at every turn, lists the sessions, and
+knows which blobs more than one of them needs. Only the tiers know whether a session can be
+restored. The index is filled from the local tiers at the start; a session that only a shared tier
+has is found there when it returns. It is bounded in bytes; beyond that the longest unused sessions
+are dropped first.
 """
 
 from __future__ import annotations

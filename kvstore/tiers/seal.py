@@ -76,7 +76,7 @@ class Seal:
         self._key = _derived(secret, purpose, 32)
         self._place = place.encode() + b"\0"
         self._cipher = AESGCM(self._key) if encrypt else None
-        # Identifies this key without revealing it, so that deployments of other secrets never meet.
+        # Identifies this key without revealing it, so that deployments of other secrets stay apart.
         self.key_name = _derived(secret, purpose + b" name", KEY_NAME_BYTES)
 
     def close(self, name: bytes, blob: Blob) -> bytearray:

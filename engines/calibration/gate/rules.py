@@ -21,7 +21,7 @@ from kvstore.shapes import is_latent
 # By the number of texts, from three on: Student's t of one in a hundred, one-sided. Of five looks,
 # after the third text to the seventh, one errs in one of twenty measurements at most.
 STUDENT: Final = {3: 6.965, 4: 4.541, 5: 3.747, 6: 3.365, 7: 3.143}
-TOKENS: Final = 2000  # of the restore that is held against its prefill
+TOKENS: Final = 2000  # of the restore whose time is compared with its prefill
 QUIET: Final = 0.1  # of its time, that a thread may wait for a processor on a quiet machine
 
 

@@ -2,12 +2,12 @@
 
 Appending keeps new tokens as they are; tokens that leave the recent window are packed, a block at a
 time; reading unpacks what is packed. Where the border lies depends on the session's own length
-only, never on its company in a batch, and a batch is a list of sessions: nothing is padded in
-memory, and joining, leaving and reordering move no bytes.
+only, never on the other sessions of a batch, and a batch is a list of sessions: nothing is padded
+in memory, and joining, leaving and reordering move no bytes.
 
-mlx_lm finds the methods by name (``merge`` ... ``nbytes``); there is no class to derive from that
-promises them. No attribute here may be called ``bits`` or ``group_size``: mlx_lm takes a cache that
-has those for a quantized one of its own.
+mlx_lm finds the methods by name (``merge`` ... ``nbytes``); no base class declares them. No
+attribute here may be called ``bits`` or ``group_size``: mlx_lm takes a cache that has those for a
+quantized one of its own.
 """
 
 from __future__ import annotations
