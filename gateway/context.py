@@ -1,4 +1,4 @@
-"""The parts that every request handler works with, and how a handler gets at them."""
+"""The parts that every request handler works with, and how a handler reaches them."""
 
 from __future__ import annotations
 

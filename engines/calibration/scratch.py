@@ -1,4 +1,4 @@
-"""Keeps a measurement small beside those who are served.
+"""Bounds the memory and the threads of a measurement, which runs beside users' requests.
 
 One BLAS thread, freed memory returned, and arrays in a file without a name: they take disk and no
 memory that the system could not reclaim. A measurement inside an engine learns from hundreds of

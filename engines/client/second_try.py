@@ -1,9 +1,9 @@
-"""Asks an engine, and once more if it ends before it has said anything of its answer.
+"""Sends a request to an engine, and once more if that ends before it has begun its answer.
 
-Once: a request that its engine dies of is not to kill one after the other. The second one asked is
-the next life of the same engine, or another replica (``engines.pool``). The client sees a longer
-wait, not an error. A connection that an engine has no room for at the moment is tried until it is
-taken; the caller limits the time of the whole request.
+Once only: a request that crashes its engine must not crash one after the other. The second attempt
+goes to the same engine when it was started again, or to another replica (``engines.pool``). The
+client sees a longer wait, not an error. If an engine has no room for a connection at the moment,
+connecting is tried until it succeeds; the caller limits the time of the whole request.
 """
 
 from __future__ import annotations

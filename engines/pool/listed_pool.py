@@ -1,8 +1,8 @@
-"""The replicas of a model that an orchestrator starts and ends, as a list says that there are.
+"""The replicas of a model that an orchestrator starts and ends, read from a list that it serves.
 
-A replica that leaves gets no new request and no verb but deletions, while it answers what it has
-and saves its sessions; it is let go of once its control connection ends. Its disk may come back
-with another replica: so that one is given the deletions of the last day, but for sessions that have
+A replica that leaves gets no new request and no verb but deletions, while it finishes its requests
+and saves its sessions; it is dropped once its control connection ends. Its disk may come back with
+another replica: so that one is given the deletions of the last day, except for sessions that have
 begun again since.
 
 While the list cannot be read, what was read last holds: a replica that is gone is noticed by its

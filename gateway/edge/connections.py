@@ -1,9 +1,9 @@
-"""Connections: how many may be open, in total and per address, which must go, and how they end.
+"""Bounds open connections, in total and per address; closes idle ones first, and ends them all.
 
-A place is given to each new connection. At the limit the connection that has been idle longest
-makes room; where none is idle, the newcomer is refused, except a few that come where only admins
-do. One address may hold so many at once: of IPv6 a /64, since a client has all of it. Proxies that
-are trusted speak for many clients and are counted in the total only.
+At the limit the connection that has been idle longest is closed for a new one; where none is idle,
+the new one is refused, except a few at the admins' own address. Each address may hold a bounded
+number; an IPv6 /64 counts as one address, since one client has all of it. The connections of
+trusted proxies, which serve many clients, are counted in the total only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Holds tenants to bytes of the tiers: one number for each tenant, tier and engine.
+"""Limits the bytes that a tenant may hold in a tier, on each engine.
 
-The engines enforce it: a tenant's own oldest copies make way. Each is sent all numbers, again and
-again, so one that has begun anew or was away has them within ``TICK_S``, and its answer says which
-bytes each tenant holds there.
+The engines enforce it: beyond the limit a tenant's own oldest copies are evicted. Each engine is
+sent all limits again and again, so one that was restarted or unreachable has them within
+``TICK_S``; its answer reports the bytes that each tenant holds there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Deletions that a tier owes: it was unavailable when they were asked for.
+"""Deletions that a tier still has to do, since it was unavailable when they were ordered.
 
-They lie in a file: otherwise one that waits for Redis would end with the process, and the next life
-would list the session again. It has one line of JSON for each; lines that cannot be read are
+They are kept in a file: otherwise one that waits for Redis would end with the process, and the next
+life would list the session again. It has one line of JSON for each; lines that cannot be read are
 ignored.
 """
 

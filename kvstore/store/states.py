@@ -1,4 +1,4 @@
-"""States between an engine and the store: apart from their windows' rows, and joined again."""
+"""Splits an engine's states from the rows of their windows for the store, and joins them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's addresses: taken before the slow things start, opened to clients after them."""
+"""The gateway's addresses: bound before the server is built, opened to clients once it is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKLOG = 2048
 
 
 def take_port(config: GatewayConfig) -> socket.socket:
-    """A socket bound to the gateway's address, taken before the slow things start.
+    """A socket bound to the gateway's address, taken before the server is built.
 
     It refuses connections until ``listen``, so that no client hangs while a start takes its time.
 
