@@ -37,7 +37,7 @@ app = typer.Typer(
 )
 
 
-app.add_typer(sessions_cli.app, name="sessions", no_args_is_help=True)
+app.add_typer(sessions_cli.app, name="sessions")
 keys_app = typer.Typer(help="API keys.")
 app.add_typer(keys_app, name="keys", no_args_is_help=True)
 

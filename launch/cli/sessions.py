@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from launch.cli.options import Json
 from launch.errors import UsageError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from launch.cli.remote import Remote
 
 
-app = typer.Typer(help="List, move, pin and forget the sessions of a running server.")
+app = typer.Typer()
 
 Url = Annotated[
     str,
@@ -34,6 +35,15 @@ Key = Annotated[
 OfModel = Annotated[str, typer.Option("--model", help="Of several that are served, this one.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Session ids.")]
 TIERS = ("ram", "disk", "redis")
+
+
+@app.callback(invoke_without_command=True)
+def sessions(context: typer.Context) -> None:
+    """List, move, pin and forget the sessions of a running server; alone: list them."""
+    if context.invoked_subcommand is None and isinstance(context.command, TyperGroup):
+        command = context.command.commands["list"]
+        with command.make_context("list", [], parent=context) as own:
+            command.invoke(own)
 
 
 @app.command("list")
@@ -161,11 +171,13 @@ def chat(
     system: Annotated[
         str, typer.Option(help="Instructions for the model, before the conversation.")
     ] = "",
-    max_tokens: Annotated[int, typer.Option(min=0, help="Of an answer; 0 = the server's own.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(min=0, help="Of an answer; 0 = the server's own.")
+    ] = 512,
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0, max=2, help="0 = always the likeliest; default: server's."),
-    ] = None,
+        float,
+        typer.Option(min=0, max=2, help="0 = always the likeliest token."),
+    ] = 0.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="The answers, and nothing else.")] = False,
 ) -> None:
     """Chat in the terminal, and see the session sleep and come back.

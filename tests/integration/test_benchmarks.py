@@ -9,28 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import find_binary
-
 ROOT = Path(__file__).parents[2]
 
 PLAIN = {
     "attention_scores": "--methods tq3 --tokens 128 --dims 64 --queries 1,2",
-    "chunk_size": "--codecs tq3 --rounds 1",
     "codec_speed": "--codec tq3 --dims 64 --threads 1 --seconds 0.1",
     "fuzz": "--count 200 --only tq3",
     "idle_connections": "--idle 50 --seconds 1",
     "relay": "--readers 2 --chunks 10 --answers 1 --rounds 1 --ttft-rounds 5",
-    "snapshots": "--seconds 1",
-    "replicas": "--engines 20 --sessions 100",
 }
 OF_THE_SAMPLE_MODEL = {
+    "capacity": "--sessions 3 --tokens 200 --room 2",
     "cycles": "--cycles 2 --tokens 100",
     "density": "--codec tq3",
     "live_cache": "--tokens 200 --codecs tq3 --scored 2 --steps 1 --rounds 1",
     "live_sessions": "--tokens 200 --users 2 --rounds 1 --answer 4 --hot-mib 64 --enough 1",
     "methods": "--only tq3 --context 256 --texts 1 --learn 1",
     "restore_ttft": "--tokens 300 --rounds 1",
-    "seal_cost": "--tokens 300 --rounds 2 --codec tq3",
 }
 
 
@@ -54,12 +49,3 @@ def test_a_benchmark_runs(name, tmp_path):
 @pytest.mark.parametrize("name", OF_THE_SAMPLE_MODEL)
 def test_a_benchmark_of_the_sample_model_runs(name, tmp_path):
     run(name, OF_THE_SAMPLE_MODEL[name], tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.model
-@pytest.mark.redis
-@pytest.mark.slow
-@pytest.mark.skipif(find_binary() is None, reason="no redis-server")
-def test_sessions_return_from_redis_in_a_benchmark(tmp_path):
-    run("redis_restores", "--sessions 1 --tokens 128 --rounds 1", tmp_path)

@@ -125,8 +125,13 @@ class PrefixReuse:
 
 
 def _is_enough(task: PrefillTask, hot: HotPrefix | None, chunk_tokens: int) -> bool:
-    """True if no tier can add a chunk to this hot beginning."""
-    whole = hot is not None and hot.own and not hot.diverged
+    """True if no tier can add a chunk to this hot beginning.
+
+    Without one the store is asked also for less than a chunk: it knows why there is nothing.
+    """
+    if hot is None:
+        return False
+    whole = hot.own and not hot.diverged
     return whole or task.target // chunk_tokens * chunk_tokens <= task.num_cached
 
 

@@ -35,7 +35,7 @@ def test_a_model_is_captured_learned_and_judged(capsys):
     )
     assert [x.preset for x in rows] == ["raw", "tq2", "tq8", "ratequant", other.id]
     raw, tq2, tq8, learned, _ = rows
-    assert raw.kl < tq8.kl < tq2.kl and learned.codec_id.startswith("ratequant.4-")
+    assert raw.kl < tq8.kl < tq2.kl and learned.codec_id.startswith("ratequant.5-")
     assert capsys.readouterr().err == "", "it is no terminal"
     thermocline.judge(
         model, ["raw", "tq2"], texts(1, 144), context=128, num_scored=16, progress=True

@@ -66,6 +66,9 @@ async def test_bodies_that_are_no_request_for_embeddings() -> None:
         ({"model": MODEL}, "input"),
         ({"input": "a"}, "model"),
         ({"model": MODEL, "input": [["a"]]}, "input"),
+        ({"model": MODEL, "input": [1, "a"]}, "input"),
+        ({"model": MODEL, "input": [-1]}, "input"),
+        ({"model": MODEL, "input": ["a"] * 2049}, "input"),
         ({"model": MODEL, "input": "a", "dimensions": "4"}, "dimensions"),
     ):
         reply = await app.post(PATH, body)
