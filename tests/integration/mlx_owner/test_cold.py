@@ -48,6 +48,12 @@ def cache(answer: Answer) -> CacheOutcome:
     return answer.cache
 
 
+async def test_a_first_turn_of_less_than_a_chunk_says_that_nothing_was_stored(tmp_path: Path):
+    async with engine("llama", tmp_path) as it:
+        first = await it.turn(text(1, CHUNK_TOKENS - 8), session("short"))
+        assert cache(first).header() == "miss; tokens=0; reason=never-stored"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_session_that_slept_answers_as_one_that_did_not(kind: str, tmp_path: Path):
     """Three turns; before the third one copy sleeps."""

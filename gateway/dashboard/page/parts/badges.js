@@ -15,6 +15,8 @@ const SOURCE_WORDS = {
 // Why a turn had to compute what it might have reused; the server's words in short ones of ours.
 export const REASONS = {
   "never-stored": "nothing of it was stored here",
+  "too-short": "it was shorter than the least that is stored",
+  "computed-sooner": "computing was faster than unpacking",
   diverged: "the prompt changed",
   evicted: "its tier ran out of room",
   ttl: "kept for too long",

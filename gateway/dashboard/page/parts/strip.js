@@ -81,7 +81,7 @@ function Missed({ outcomes, chosen, choose }) {
     <${Meter} parts=${[{ name: "computed anew", value: all, tone: "computed" }]} total=${returns || 1}
       words=${`${all} of ${returns} returns found nothing to reuse`} />
     <span class="small">${[returns ? "" : "no return yet", fresh ? plural(fresh, "first turn") : ""].filter(Boolean).join(" · ") || "\u00a0"}</span>
-    <span class="small back">${worst ? `mostly: ${REASONS[worst[0]] ?? worst[0]}` : returns ? "each found something to reuse" : "\u00a0"}</span>
+    <span class="small back">${worst?.[0] ? `mostly: ${REASONS[worst[0]] ?? worst[0]}` : returns && !worst ? "each found something to reuse" : "\u00a0"}</span>
   </button>`;
 }
 
