@@ -209,6 +209,10 @@ class ColdSessions:
 
     def _look_up(self, query: PrefixQuery) -> ColdPrefix:
         chain = self.chain(query.session, query.tokens[: query.limit], query.chain)
+        if not chain:  # of less than a chunk there is nothing to match
+            known = self.store.record(query.session) is not None
+            why = "diverged" if known else self.store.ledger.why_unknown(query.session)
+            return ColdPrefix(None, why)
         match = self.store.match(query.session, chain)
         more = match.num_tokens - query.held
         computing_s = query.prefill_s(more) if query.held and more > 0 else 0.0
