@@ -62,7 +62,7 @@ def pruned(share: float) -> Fill:
     def fill(model: Any, ids: torch.Tensor) -> Cache:
         cache = DynamicCache(config=model.config)
         with ExpectedAttentionPress(compression_ratio=share)(model):
-            places = torch.arange(ids.shape[1])  # the press asks for what transformers left behind
+            places = torch.arange(ids.shape[1])  # transformers no longer passes it
             model.model(ids, past_key_values=cache, cache_position=places)
         return cache
 

@@ -104,7 +104,7 @@ class Instrument(Protocol):
 
 
 class LayerNotice(NamedTuple):
-    """Tells how errors in the K and V before some tokens move one layer.
+    """Reports how errors in the K and V before some tokens move one layer.
 
     Attributes:
         of_windows: the layer keeps the newest tokens only; it is numbered among such layers.
@@ -120,7 +120,7 @@ class LayerNotice(NamedTuple):
 
 
 class StateNotice(NamedTuple):
-    """Tells how errors in one array of matrices of its state move a recurrent layer.
+    """Reports how errors in one array of matrices of its state move a recurrent layer.
 
     Attributes:
         number: of the array among those of a session's state that a codec may pack.

@@ -48,7 +48,7 @@ TIMED_AGAIN_S: Final = (60.0, 3600.0)
 
 
 class OpenQuestions(Protocol):
-    """Tells what an engine does not know yet of its model; asked on the measuring thread."""
+    """Lists what an engine does not know yet of its model; asked on the measuring thread."""
 
     @property
     def unmeasured(self) -> bool:
@@ -112,7 +112,7 @@ class SelfMeasurement:
 
     @property
     def _is_awaited(self) -> bool:
-        """True if somebody waits for the report: the engine was started to measure."""
+        """True if a command waits for the report: the engine was started to measure."""
         return bool(self._order.report_path)
 
     @property

@@ -75,7 +75,7 @@ class Admission:
         self._queue.appendleft(task)
 
     def remove(self, task: PrefillTask, *, failed: bool = False) -> None:
-        """Forget a task, wherever it is: its sequences are all gone.
+        """Forget a task, in line or in a batch: its sequences are all gone.
 
         ``failed``: its KV is of no use to those that wait for it.
         """
