@@ -14,7 +14,8 @@ from gateway.keys import generate_key
 from tests.integration.dashboard.browser import Browser, chromium
 
 KEYS = {
-    tenant: generate_key(tenant) for tenant in ("alice", "bob", "carol", "dora", "erin", "root")
+    tenant: generate_key(tenant)
+    for tenant in ("alice", "bob", "carol", "dora", "erin", "quiet", "root")
 }
 
 

@@ -157,7 +157,7 @@ def test_another_tenant_sees_nothing_of_it(server, browser):
     server.chat("alice", "alices-secret-plan", "one two three")
     hers = browser.open("sessions", key=KEYS["alice"][0])
     hers.get_by_role("button", name="alices-secret-plan").wait_for()
-    his = browser.open("sessions", key=KEYS["bob"][0])
+    his = browser.open("sessions", key=KEYS["quiet"][0])
     his.get_by_text("No conversations yet").first.wait_for()
     for view in ("Now", "Sessions", "Chat", "Memory", "Quality", "Set-up"):
         his.get_by_role("tab", name=re.compile(f"^{view}")).click()
