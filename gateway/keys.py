@@ -188,7 +188,7 @@ class Tenants:
     def user(self, tenant: Tenant, user: str) -> Tenant:
         """Return a user of a tenant's, as a tenant: its sessions and cold data are its own.
 
-        It is no admin: whoever has a front end's key chooses that header, its users perhaps.
+        It is no admin: the holder of a front end's key, perhaps a user, chooses that header.
 
         Args:
             user: any text; one that is no plain word is shown as a hash, which no word can be.

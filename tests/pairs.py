@@ -1,4 +1,4 @@
-"""Combinations of which every two values meet, in place of all combinations."""
+"""Combinations that contain every pair of values, in place of all combinations."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ TASK_SUFFIX: Final = "/task"
 # small model may think before a title.
 TASK_TOKENS: Final = 384
 _NUM_SHARED_ROWS: Final = 16
-_NUM_FIRST_CHARS: Final = 48  # these tell a program's tasks apart
+_NUM_FIRST_CHARS: Final = 48  # these distinguish a program's tasks
 _BEGINNINGS: Final = re.compile(
     r"(?:Provide|Please generate) a concise, 5-word-or-less title for the conversation"
     r"|Analyze this conversation and provide:\n1\. The detected language"  # both LibreChat's

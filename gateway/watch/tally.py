@@ -270,5 +270,5 @@ class Tallies:
         return self._everybody, own
 
     def shown(self, tenant: str | None) -> Tally:
-        """Return the sums for a reader; None: everybody's. Whoever has none is shown empty ones."""
+        """Return the sums for a reader; None: all tenants'. Without any, empty ones."""
         return self._everybody if tenant is None else self._of.get(tenant, self._none)

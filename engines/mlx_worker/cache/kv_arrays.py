@@ -48,7 +48,7 @@ def can_trim(caches: Caches) -> bool:
 
 
 def can_always_trim(caches: Caches) -> bool:
-    """True if that holds whatever they take in; a window loses it once it is full."""
+    """True if that holds for any number of tokens; a window loses it once it is full."""
     return all(map(is_growing, leaves(caches)))
 
 
