@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [x for x in items if x.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [x for x in items if x not in set(left_out)]
-    if config.getoption("dist", "no") == "loadgroup":
+    if config.getoption("loadgroup", default=False):  # a worker's "dist" is always "no"
         groups = {x: _group_of(x) for x in items}
         for item, group in groups.items():
             item.add_marker(pytest.mark.xdist_group(group))
