@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.planted.__main__ import table
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,3 +26,9 @@ def test_the_catalogue_has_every_case() -> None:
     rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 59))
     assert [x for x in rows if not re.match(r"holds(?!, partly)", x[1])] == []
+
+
+def test_each_planted_defect_fits_the_code() -> None:
+    """What replaces code that a defect breaks has a defect of its own, or the old entry goes."""
+    stale = [str(x) for x in table() if any(edit.is_stale(ROOT) for edit in x.edits)]
+    assert len(table()) > 90 and stale == []
