@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvstore.blobs.chain import CHUNK, chunk_before
+from kvstore.blobs.chain import CHUNK, chunk_before, stretches
 from kvstore.errors import ForeignCodec, RefusedCodec, TierUnavailable, Unusable
 from kvstore.ledger.index import Claims, SessionIndex
+from kvstore.ledger.record import SessionRecord
 from kvstore.ledger.stack import TierStack
 from kvstore.session import MissReason
 from kvstore.stats import Counters
@@ -118,18 +119,36 @@ class Promotion:
             slow: those of them that were read from a slower tier.
         """
         self._touch(record_key, keys)  # before they grow: the order learns how much was held
-        wanted = self._wanted(record_key, slow)
+        wanted = dict(self._wanted(record_key, slow))
+        if not wanted:
+            return
         record = None if record_key is None else self._index.get(record_key)
-        if wanted:
-            chain = self._index.blob_keys(record) if record else keys
-            places = {key: i for i, key in enumerate(chain)}
-            wanted.sort(key=lambda x: places.get(x[0], len(places)))
-            after = chunk_before(chain, wanted[0][0])
-            if self._stack.put(0, wanted, record.tenant if record else "", after):
-                self._counters.add("promoted_blobs", len(wanted))
+        self._put(keys, wanted, record)
         # Meanwhile the session may have been saved, or forgotten.
-        still = {key for key, _ in self._wanted(record_key, wanted)}
-        self._stack.delete(0, [key for key, _ in wanted if key not in still])
+        gone = wanted.keys() - {key for key, _ in self._wanted(record_key, [*wanted.items()])}
+        if record_key is not None and self._index.get(record_key) is None:
+            gone.add(record_key)
+        self._stack.delete(0, [*gone])
+
+    def _put(
+        self, keys: Sequence[bytes], blobs: Mapping[bytes, Blob], record: SessionRecord | None
+    ) -> None:
+        """Put blobs into the fastest tier, each after the chunk before it in their chain.
+
+        Args:
+            keys: of all blobs that were read.
+        """
+        chain = keys if record is None else self._index.blob_keys(record)
+        if not blobs.keys() <= set(chain):  # the prompt continued as another session does
+            chain = keys
+        tenant = record.tenant if record else ""
+        for stretch in stretches(chain, blobs):
+            items = [(key, blobs[key]) for key in stretch]
+            if self._stack.put(0, items, tenant, chunk_before(chain, stretch[0])):
+                self._counters.add("promoted_blobs", len(items))
+        if record is not None and record.pinned:  # with its record they are evicted last
+            blob, end = self._index.records.pack(record), self._stack.last_held(0, chain)
+            self._stack.replace(0, self._index.key(record), blob, tenant, end)
 
     def _wanted(
         self, record_key: bytes | None, blobs: Sequence[tuple[bytes, Blob]]

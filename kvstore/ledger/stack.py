@@ -125,6 +125,13 @@ class TierStack:
         held = self._if_up(i, lambda: self._tiers[i].contains_many(keys), [False] * len(keys))
         return self._unless_hidden(i, keys, held, False)
 
+    def last_held(self, i: int, chain: Sequence[bytes]) -> bytes:
+        """Return the last key of a chain that one tier holds; b"" = none."""
+        if not chain or self.holds(i, chain[-1:])[0]:
+            return chain[-1] if chain else b""
+        held = self.holds(i, chain)
+        return next((key for key, yes in zip(chain[::-1], held[::-1], strict=True) if yes), b"")
+
     def may_hold(self, i: int, key: bytes) -> bool:
         """False only if the tier answers that it does not hold the blob."""
         return self._if_up(i, lambda: self._tiers[i].contains_many([key])[0], True)

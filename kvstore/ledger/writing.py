@@ -82,7 +82,7 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
     # Part of a session is better than none, but not better than an older one that is whole.
     if not complete and stack.may_hold(level, delivery.record_key):
         return Delivered(False, False)
-    end = _end(stack, level, delivery, complete)
+    end = stack.last_held(level, delivery.chain)
     if not stack.replace(level, delivery.record_key, delivery.record, delivery.tenant, end):
         return Delivered(False, False)
     stack.saved_by(level, delivery.tenant, [delivery.record_key, *delivery.chain])
@@ -97,15 +97,6 @@ def _write(stack: TierStack, level: int, delivery: Delivery, missing: Container[
         for i in range(0, len(keys), WRITE_BATCH)
     )
     return all(_write_batch(stack, level, delivery, batch) for batch in batches)
-
-
-def _end(stack: TierStack, level: int, delivery: Delivery, complete: bool) -> bytes:
-    """Return the last key of the chain that a tier holds; b"" = none."""
-    chain = delivery.chain
-    if complete and chain:
-        return chain[-1]
-    held = stack.holds(level, chain)
-    return next((key for key, yes in zip(chain[::-1], held[::-1], strict=True) if yes), b"")
 
 
 def _write_batch(stack: TierStack, level: int, delivery: Delivery, keys: Sequence[bytes]) -> bool:

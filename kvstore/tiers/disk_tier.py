@@ -2,8 +2,9 @@
 
 **Crashes.** A kill -9 at any moment loses nothing that was committed; a batch in flight is whole or
 absent. A power cut may lose the last commit (``batch_bytes``), never the file. With each blob lies
-the key before it in its chain, so that after a restart, too, a chain is evicted from its end. When
-each was used is in the records, which the store reads (``own``).
+the key before it in its chain, so that after a restart, too, a chain is evicted from its end, and
+when it was written: what a lowered budget has no room for goes in that order. When each was used is
+in the records, which the store reads (``own``).
 
 **Budget.** ``capacity_bytes`` bounds the live blobs, counted in whole pages. The file also holds
 pages that are free but not reusable yet, and some gaps; it never exceeds ``file_bytes_limit``
@@ -115,7 +116,7 @@ class DiskTier(IndexedTier[int]):
         self._index = ReturnOrder(self._index.capacity_bytes, self._monotonic, stated_size)
         self._blobs = LmdbBlobs(self._env)
         with self._env.begin(buffers=True) as txn:
-            entries = self._blobs.entries(txn)
+            entries = sorted(self._blobs.entries(txn), key=lambda x: x[1].written_s)
         sizes = {key: self._blobs.nbytes(entry.length) for key, entry in entries}
         self._index.load(sizes, {key: entry.after for key, entry in entries})
         evicted = self._index.evict()

@@ -1,6 +1,6 @@
 """The layout of blobs in LMDB: an index entry each, and fragments of 128 KB; its calls guarded.
 
-    database ``index.3``    key               -> its entry, see ``BlobEntry``, and a checksum
+    database ``index.4``    key               -> its entry, see ``BlobEntry``, and a checksum
     database ``pieces.1``   key, fragment no. -> 128 KB of the blob, the last fragment shorter
 
 **Fragments**, because LMDB needs consecutive free pages for a value: with whole blobs of mixed
@@ -31,6 +31,7 @@ import logging
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -41,7 +42,7 @@ from crc32c import crc32c
 
 from kvstore.errors import TierUnavailable
 
-DATABASES = (b"index.3", b"pieces.1")  # the numbers are the versions of these layouts
+DATABASES = (b"index.4", b"pieces.1")  # the numbers are the versions of these layouts
 FRAGMENT_BYTES = 128 << 10  # of file, header included
 HEADER_BYTES = 16  # LMDB 0.9 data format on 64-bit machines, before a value in its own pages
 # Keys, node headers and the tree's fill grade of about two thirds, for each fragment.
@@ -49,7 +50,7 @@ NODE_BYTES = 128
 ENTRY_BYTES = 256  # the same for an index entry, with two keys
 
 MAX_BLOB_BYTES = 1 << 32
-_ENTRY = struct.Struct("<Q")  # blob length; then the key before it
+_ENTRY = struct.Struct("<Qd")  # blob length, when it was written; then the key before it
 _CHECKSUM = struct.Struct("<I")  # crc32c of key and entry
 _FRAGMENT_NUMBER = struct.Struct(">H")  # big-endian: fragments of a blob are neighbours in the tree
 _PAGE_NUMBER = struct.Struct("=Q")
@@ -61,10 +62,11 @@ _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
 class BlobEntry(NamedTuple):
-    """The index entry of one blob: its length, and the key before it in its chain."""
+    """The index entry of one blob: its length, the key before it in its chain, and its time."""
 
     length: int
-    after: bytes = b""
+    after: bytes
+    written_s: float  # by the clock of the machine: a hint in which order to evict
 
 
 class FileExtent(NamedTuple):
@@ -160,7 +162,7 @@ class LmdbBlobs:
             padding = self._padded(len(fragment)) - len(fragment)
             value = bytes(fragment) + bytes(padding) if padding else fragment
             txn.put(key + _FRAGMENT_NUMBER.pack(number), value, db=self._fragments)
-        txn.put(key, _pack(key, BlobEntry(len(blob), after)), db=self._index)
+        txn.put(key, _pack(key, BlobEntry(len(blob), after, time.time())), db=self._index)
 
     def delete(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bool:
         """Delete a blob, without erasing its bytes; False if its key is absent."""
@@ -219,7 +221,7 @@ def erase(extent: FileExtent, data_fd: int) -> bool:
 
 
 def _pack(key: bytes, entry: BlobEntry) -> bytes:
-    packed = _ENTRY.pack(entry.length) + entry.after
+    packed = _ENTRY.pack(entry.length, entry.written_s) + entry.after
     return packed + _CHECKSUM.pack(crc32c(key + packed))
 
 
@@ -227,8 +229,8 @@ def _unpack(key: bytes, packed: bytes) -> BlobEntry:
     fields, checksum = packed[: -_CHECKSUM.size], packed[-_CHECKSUM.size :]
     if len(fields) < _ENTRY.size or checksum != _CHECKSUM.pack(crc32c(key + fields)):
         raise lmdb.CorruptedError("an index entry is damaged")
-    (length,) = _ENTRY.unpack_from(fields)
-    return BlobEntry(length, fields[_ENTRY.size :])
+    length, written_s = _ENTRY.unpack_from(fields)
+    return BlobEntry(length, fields[_ENTRY.size :], written_s)
 
 
 def is_want_of_room(error: lmdb.Error) -> bool:

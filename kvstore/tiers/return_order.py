@@ -210,15 +210,15 @@ class ReturnOrder(Generic[V]):
 
     def own(self, owner: str, keys: Iterable[bytes]) -> None:
         """Assign runs without an owner to theirs, as just used and kept while there is room."""
-        for run in dict.fromkeys(self._runs.of[key] for key in keys if key in self):
-            if not run.owner:
-                self._held[""] -= run.nbytes
-                self._held[owner] += run.nbytes
-                self._of[""].pop(run, None)
-                run.owner, run.used_s = owner, self._clock()
-                self._keep(run, True)
-                self._place(run)
-        self._settle(())
+        runs = dict.fromkeys(self._runs.of[key] for key in keys if key in self)
+        new = [run for run in runs if not run.owner]
+        for run in new:
+            self._held[""] -= run.nbytes
+            self._held[owner] += run.nbytes
+            self._of[""].pop(run, None)
+            run.owner, run.used_s, run.is_spare = owner, self._clock(), False
+            self._keep(run, True)
+        self._settle(new)
 
     # ---- restart
 
@@ -229,13 +229,16 @@ class ReturnOrder(Generic[V]):
     def load(self, values: Mapping[bytes, V], before: Mapping[bytes, bytes]) -> None:
         """Enter blobs of an earlier life into an empty order, even beyond the budget.
 
-        ``before``: the link before each in its chain. ``own`` says when they were used.
+        ``values``: the earliest written first. ``before``: the link before each in its chain.
+        ``own`` says when they were used.
         """
         for key in parents_first(before):
             after = before[key]
             parent = self._runs.ending_at(after) if after in self else None
             self._enter(self._runs.next_run(key, "", parent, self._clock()), key, values[key])
-        self._settle(dict.fromkeys(self._runs.of.values()))
+        runs = [*dict.fromkeys(self._runs.of[key] for key in reversed([*values]))]
+        self._settle(runs)  # what there is room to keep
+        self._settle(reversed(runs))  # in order
 
     # ---- judging
 

@@ -74,3 +74,17 @@ def test_a_pin_waits_for_the_first_save(store):
     assert store.record(ref()).pinned
     store.pin(ref("new"), True)
     assert store.record(ref("new")) is None
+
+
+def test_chunks_of_a_pinned_session_that_were_brought_near_go_last_too(tmp_path, opened):
+    store = opened([disk(tmp_path)])
+    save(store, ref(), HISTORY)
+    store.pin(ref(), True)
+    store.close()
+    store = opened([ram(187_000), disk(tmp_path)])
+    assert come_back(store, ref(), HISTORY)[1].tier == "disk"
+    assert store.workers.quiet(10)
+    for i in range(10):
+        save(store, ref(f"other {i}"), tokens(200, 50 + i))
+    assert store.stats().tiers[0].evictions > 0
+    assert come_back(store, ref(), HISTORY)[1].tier == "ram"

@@ -162,3 +162,13 @@ def test_blobs_read_by_content_are_brought_near(store):
     assert come_back(store, ref("new"), HISTORY)[1].tier == "disk"
     assert store.workers.quiet(10)
     assert come_back(store, ref("new"), HISTORY)[1].tier == "ram"
+
+
+def test_what_is_brought_near_follows_the_chunk_before_it(store, tiers):
+    save(store, ref(), HISTORY)
+    keys = [b"c" + x for x in chain_of(store, ref(), HISTORY)]
+    slow = list(zip(keys, store.ledger.stack.find(1, keys), strict=True))
+    tiers[0].delete_many(keys[8:9])  # and all after it
+    store.ledger.promotion.used(store.ledger.index.key_of(ref()), keys, [slow[2], *slow[8:]])
+    order = tiers[0]._index
+    assert [x for x in order.evict(order.nbytes) if x in keys] == keys[::-1]

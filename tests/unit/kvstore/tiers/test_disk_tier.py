@@ -278,6 +278,17 @@ def test_a_lowered_budget_shrinks_blobs_and_file(opened: Open, tmp_path: Path):
     put(tier, range(200, 203), 1_000_000)
 
 
+def test_a_lowered_budget_evicts_what_was_written_longest_ago(opened: Open):
+    tier = opened(256 * MB)
+    for session in range(9, -1, -1):
+        put(tier, range(10 * session, 10 * session + 4), 1_000_000)
+        tier.replace(b"r%032d" % session, b"record", after=keys(10 * session + 3)[0])
+    tier.replace(b"r%032d" % 9, b"newer record", after=keys(93)[0])
+    tier = opened(16 * MB)
+    left = [session for session in range(10) if all(tier.contains_many(keys(10 * session)))]
+    assert left[:2] == [0, 1] and left[-1] == 9 and len(left) < 6
+
+
 def test_forgotten_content_leaves_the_file(opened: Open, tmp_path: Path):
     tier = opened()
     for i, length in enumerate((10, 1000, 4000, 140_000, 1_000_000)):
@@ -322,7 +333,7 @@ def test_a_file_that_another_release_laid_out_is_swept(
 
 def test_a_format_of_blobs_has_a_layout_of_its_own():
     """Else blobs of the format before would fill the file until they are evicted."""
-    assert (FORMAT_VERSION, DATABASES) == (3, (b"index.3", b"pieces.1"))
+    assert (FORMAT_VERSION, DATABASES) == (3, (b"index.4", b"pieces.1"))
 
 
 def test_a_file_of_another_program_is_left_alone(opened: Open, tmp_path: Path):
