@@ -47,6 +47,9 @@ class VllmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     args: tuple[str, ...] = ()  # passed on to vLLM as they are
 
 
+# The CPU kernels need a multiple of it; vLLM's default of 128 wastes tails.
+CPU_BLOCK_TOKENS: Final = 32
+
 # The gateway lets one turn of a tenant with nothing running in beyond ``max_batch``
 # (``scheduler.admission``); the engine has a place for it.
 SPARE_PLACE: Final = 1

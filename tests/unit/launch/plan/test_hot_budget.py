@@ -86,6 +86,19 @@ def test_vllm_needs_room_for_the_context_that_was_context_is_set():
     assert "one context of 64 tokens takes 3 MiB" in budget(2, pays_for_work=False).refusal()
 
 
+def test_vllm_takes_whole_blocks_and_keeps_one_free(tmp_path):
+    """Else its worker ends at each start: 26 whole blocks of this pool hold 800 tokens."""
+    nbytes = 856 * SMOLLM2.hot_bytes(1, 4)
+    pool = HotBudget(SMOLLM2, 4, nbytes, 812, False, True, block_tokens=32)
+    assert pool.longest_context() == 800
+    assert "one context of 812 tokens takes 38 MiB" in pool.refusal()
+    assert dataclasses.replace(pool, wanted_context=800).refusal() == ""
+    effective = served_settings(tmp_path, LLAMA, {"engine__kind": "vllm", "engine__hot_codec": ""})
+    for widens, usual in ((True, 32), (False, 16)):
+        found = hot_budget_of(dataclasses.replace(effective, widens=widens), LLAMA, SMOLLM2)
+        assert found.block_tokens == usual
+
+
 def test_a_session_without_a_cache_divides_nothing_by_zero():
     assert budget(1, CacheShape()).sessions(10) > 0
 
