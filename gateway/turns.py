@@ -51,10 +51,7 @@ from gateway.models import ServedModel
 from gateway.relay.answer_format import (
     LIMITS,
     AnswerFormat,
-    HiddenUsage,
-    PassThrough,
     StoreAnswer,
-    WithoutContent,
     asks_for_nothing,
     asks_for_usage,
 )
@@ -86,7 +83,7 @@ Translate: TypeAlias = Callable[[Json], Translated]
 
 def as_it_is(raw: Json) -> Translated:
     """Take a body that engines know as it stands."""
-    return Translated(raw, PassThrough(), retain_s=asked_seconds(raw))
+    return Translated(raw, AnswerFormat(), retain_s=asked_seconds(raw))
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -178,11 +175,9 @@ async def _prepared(
         if gateway.config.keep_reasoning and "messages" in raw:
             keep_reasoning(raw, rules)
         _even_out(raw, model.served.max_context, _usual_length(gateway.config, asked.task_row))
-        if asks_for_usage(raw):
-            answer = HiddenUsage(answer)
+        answer.hides_usage = asks_for_usage(raw)
         is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
-        if model.served.engine == "vllm" and asks_for_nothing(raw):
-            answer = WithoutContent(answer)
+        is_silent = model.served.engine == "vllm" and asks_for_nothing(raw)
         gateway.metrics.left_out(asked.translated.left_out)
         if asked.task_row is not None:
             named = _row_of_task(model, tenant, asked.session, asked.task_row)
@@ -218,6 +213,7 @@ async def _prepared(
         title,
         asked.foreign,
         asked.left_out,
+        is_silent,
     )
     request_id = request_id_of(request.scope)
     return TurnResponse(gateway, model, turn, request_id, answer, asked.translated.keep)

@@ -24,14 +24,7 @@ from gateway.anthropic.message import (
     signature,
 )
 from gateway.errors import Failure
-from gateway.relay.chat_chunks import (
-    DONE,
-    KEEPALIVE,
-    AnswerChoice,
-    CallPart,
-    EventReader,
-    read_chunk,
-)
+from gateway.relay.chat_chunks import AnswerChoice, CallPart, TranslatedStream, read_chunk
 from gateway.watch.metrics import Usage
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -40,8 +33,10 @@ _BROKEN: Final = Failure(502, "The engine's answer cannot be read.", None, "engi
 _encode = msgspec.json.encode
 
 
-class MessageEvents:
+class MessageEvents(TranslatedStream):
     """One streamed message: the engine's bytes in, Anthropic's events out."""
+
+    comment = b""
 
     def __init__(
         self,
@@ -50,19 +45,15 @@ class MessageEvents:
         prompt: Usage | None = None,
     ) -> None:
         """``prompt``: the counts of the prompt, where they are known when the message begins."""
+        super().__init__()
         self._asked = asked
         self._prompt = prompt or Usage()
         self._diagnostics = diagnostics
-        self._reader = EventReader()
         self._index = -1  # of the newest block
         self._open = ""  # the kind of the block that is open, "" if none is
         self._call = -1  # the engine's number of the newest call
         self._finish: str | None = None
         self._stop: str | int | None = None
-        self._usage: Usage | None = None
-        self.begun = False
-        self.complete = False
-        self.failed = False
 
     def opening(self) -> bytes:
         """Return ``message_start``."""
@@ -74,14 +65,10 @@ class MessageEvents:
         """Take the engine's next bytes; return all events that can go out now."""
         if self.failed:
             return b""
-        out = []
         try:
-            for data in self._reader.feed(chunk):
-                out.append(self._translated(data))
+            return super().feed(chunk)
         except EngineUnavailable:
-            self.failed = True
-            out.append(_BROKEN.anthropic_event())
-        return b"".join(out)
+            return self._broken()
 
     def ending(self, failure: Failure | None) -> bytes:
         """Return the events that end the message, or the one that reports ``failure``."""
@@ -89,7 +76,7 @@ class MessageEvents:
             return b""
         if failure is not None:
             return failure.anthropic_event()
-        usage = self._usage or Usage()
+        usage = self.usage or Usage()
         called = self._call >= 0
         end = ending(self._asked, self._finish, self._stop, called, usage)
         shown = 0 if self._asked.max_tokens == 0 else None
@@ -99,24 +86,20 @@ class MessageEvents:
         last = _event("message_delta", {"delta": {**delta, "container": None}, "usage": counts})
         return self._close() + last + b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
-    def usage(self) -> Usage | None:
-        """Return the token counts of the answer; None if the engine reported none."""
-        return self._usage
-
     # ---- the engine's events
 
-    def _translated(self, data: bytes) -> bytes:
-        if self.failed or self.complete or data == KEEPALIVE:
+    def translated(self, data: bytes) -> bytes:
+        if self.failed or self.complete:
             return b""
-        if data == DONE:
-            self.complete = True
-            return b""
-        chunk = read_chunk(data)
+        try:
+            chunk = read_chunk(data)
+        except EngineUnavailable:  # here, so that the events before it go out
+            return self._broken()
         if chunk.failure is not None:
             self.failed = True
             return Failure(502, chunk.failure, None, "engine").anthropic_event()
         if chunk.usage is not None:
-            self._usage = chunk.usage
+            self.usage = chunk.usage
         return self._choice(chunk.choices[0]) if chunk.choices else b""
 
     def _choice(self, choice: AnswerChoice) -> bytes:
@@ -133,9 +116,11 @@ class MessageEvents:
             out += _TEXT % (self._index, _encode(said.content))
         for call in said.tool_calls or ():
             out += self._called(call)
-        if out:
-            self.begun = True
         return out
+
+    def _broken(self) -> bytes:
+        self.failed = True
+        return _BROKEN.anthropic_event()
 
     def _thought(self, thoughts: str) -> bytes:
         out = self._in_block("thinking", _THINKING_BLOCK)

@@ -18,14 +18,15 @@ from gateway.anthropic.message import Asked, Ttl, whole_message
 from gateway.anthropic.request import CountRequest, MessagesRequest, ToolChoice, chat_messages
 from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.identity.names import seconds_of
+from gateway.relay.answer_format import AnswerFormat
 from gateway.turns import Translated
-from gateway.watch.metrics import PromptDetails, Usage
+from gateway.watch.metrics import Usage
 
 # Fields of the same name and meaning in both dialects.
 _SAME = ("model", "temperature", "top_p", "top_k", "metadata")
 
 
-class MessageFormat:
+class MessageFormat(AnswerFormat):
     """The shape of one message, as an answer to one request."""
 
     def __init__(self, asked: Asked, streamed: bool, request_id: str | None = None) -> None:
@@ -34,13 +35,9 @@ class MessageFormat:
         # Says what changed since an earlier request; asked when the answer begins.
         self.diagnose: Callable[[], Json | None] = lambda: None
         self._streamed = streamed
-        self._prompt: Usage | None = None
 
-    def prompt_taken(self, prompt_tokens: int, cached_tokens: int) -> None:
-        self._prompt = Usage(prompt_tokens, 0, PromptDetails(cached_tokens))
-
-    def events(self) -> MessageEvents:
-        return MessageEvents(self.asked, self.diagnose(), self._prompt)
+    def events(self, prompt: Usage | None) -> MessageEvents:
+        return MessageEvents(self.asked, self.diagnose(), prompt)
 
     def whole(self, body: bytes) -> bytes:
         try:

@@ -32,8 +32,8 @@ from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.openai.chat_fields import ChatCalls, custom_input, for_engine, metadata_of
 from gateway.openai.stored_chats import keep_completion, rows_of
-from gateway.relay.answer_format import NotStored, PassThrough
-from gateway.relay.chat_chunks import DONE, KEEPALIVE, EventReader
+from gateway.relay.answer_format import AnswerFormat, NotStored
+from gateway.relay.chat_chunks import TranslatedStream
 from gateway.turns import Operation, Translate, Translated, accept, as_it_is
 from gateway.watch.metrics import Usage
 
@@ -41,8 +41,8 @@ _encode = msgspec.json.Encoder().encode
 router = new_router()
 
 
-class ChatAnswer:
-    """See ``gateway.relay.answer_format.AnswerFormat``."""
+class ChatAnswer(AnswerFormat):
+    """A chat whose calls are written as the client knows them, or which is to be stored."""
 
     def __init__(self, calls: ChatCalls) -> None:
         self._calls = calls
@@ -56,8 +56,8 @@ class ChatAnswer:
             return self._events.completion if self._events.whole else None
         return self._whole
 
-    def events(self) -> ChatEvents:
-        self._events = ChatEvents(self._calls)
+    def events(self, prompt: Usage | None) -> ChatEvents:
+        self._events = ChatEvents(self._calls, self.hides_usage)
         return self._events
 
     def whole(self, body: bytes) -> bytes:
@@ -67,57 +67,38 @@ class ChatAnswer:
         self._whole = said
         return _encode(said)
 
-    def refusal(self, failure: Failure) -> Response:
-        return failure.response()
 
+class ChatEvents(TranslatedStream):
+    """Rewrites the chunks of one stream, and joins them."""
 
-class ChatEvents:
-    """Rewrites the chunks of one stream, and joins them; see ``EventStream`` of the relay."""
-
-    def __init__(self, calls: ChatCalls) -> None:
+    def __init__(self, calls: ChatCalls, hides_usage: bool = False) -> None:
+        super().__init__(hides_usage)
         self._calls = calls
-        self._reader = EventReader()
         self._customs: dict[tuple[int, int], Json] = {}  # calls whose input is not whole yet
-        self._usage: Usage | None = None
         self.completion: Json = {}
-        self.begun = False
-        self.complete = False
-        self.failed = False
 
     @property
     def whole(self) -> bool:
         """True if the stream ended as it should."""
         return self.complete and not self.failed and bool(self.completion)
 
-    def opening(self) -> bytes:
-        return b""
-
-    def feed(self, chunk: bytes) -> bytes:
-        return b"".join(self._rewritten(data) for data in self._reader.feed(chunk))
-
     def ending(self, failure: Failure | None) -> bytes:
+        # [DONE] comes here, not earlier: clients look for the stored object then.
         self.failed = self.failed or failure is not None
         return failure.event() if failure else b"data: [DONE]\n\n"
 
-    def usage(self) -> Usage | None:
-        return self._usage
-
-    def _rewritten(self, data: bytes) -> bytes:
-        if data == KEEPALIVE:
-            return data
-        if data == DONE:
-            self.complete = True  # sent with the ending: clients look for the stored object then
-            return b""
+    def translated(self, data: bytes) -> bytes:
         chunk = _parsed(data)
         if "error" in chunk:
             self.failed = True
         if chunk.get("usage"):
-            self._usage = msgspec.convert(chunk["usage"], Usage)
+            self.usage = msgspec.convert(chunk["usage"], Usage)
         for choice in chunk.get("choices") or ():
             self._show(choice)
         if "error" not in chunk:
             _join(self.completion, chunk)
-            self.begun = True
+        if self._hides_usage and chunk.get("choices") == [] and chunk.get("usage"):
+            return b""
         return b"data: " + _encode(chunk) + b"\n\n"
 
     def _show(self, choice: Json) -> None:
@@ -246,7 +227,7 @@ def _translate(gateway: Gateway, image_support: ImageSupport, asked: Json) -> Tr
     retain_s = asked_seconds(asked)
     stores = asked.get("store") is True and gateway.stored.enabled
     if calls == ChatCalls() and not stores:
-        return Translated(raw, PassThrough(), None, left_out, retain_s)
+        return Translated(raw, AnswerFormat(), None, left_out, retain_s)
     answer = ChatAnswer(calls)
     if not stores:
         return Translated(raw, answer, None, left_out, retain_s)

@@ -10,21 +10,19 @@ for one token, which is not shown.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 from starlette.responses import Response
 
-from engines.base import SessionRef
+from engines.base import SessionRef, Upstream
 from engines.openai.messages import Json
 from gateway.errors import Failure
-from gateway.relay.chat_chunks import DONE, KEEPALIVE, EventReader, SseFramer
+from gateway.relay.chat_chunks import AnswerStream, TranslatedStream
 from gateway.watch.metrics import Usage
 
 STORED_HEADER = "x-thermocline-stored"
-# Marks of this event alone; no text inside JSON can hold them, as their quotes are escaped there.
-_COMPACT, _SPACED = b'"choices":[]', b'"choices": []'
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
 _encode = msgspec.json.Encoder().encode
 
@@ -46,97 +44,26 @@ class NotStored(NamedTuple):
 StoreAnswer: TypeAlias = Callable[[SessionRef], Awaitable[NotStored | None]]
 
 
-class EventStream(Protocol):
-    """The events of one streamed answer: the engine's bytes in, the client's bytes out."""
+class AnswerFormat:
+    """The shape of one turn's answer, whichever way it ends; this one is the engine's own."""
 
-    @property
-    def begun(self) -> bool:
-        """True once an event that holds some of the answer has gone out."""
+    hides_usage = False  # of a stream whose client did not ask for it
 
-    @property
-    def complete(self) -> bool:
-        """True once the engine's stream ended as a stream should."""
-
-    @property
-    def failed(self) -> bool:
-        """True if the engine itself reported an error in the stream."""
-
-    def opening(self) -> bytes:
-        """Return what goes out together with the head, before the engine says anything."""
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Take the engine's next bytes; return all whole events that can go out now."""
-
-    def ending(self, failure: Failure | None) -> bytes:
-        """Return the last bytes of the answer, which report ``failure`` if there was one."""
-
-    def usage(self) -> Usage | None:
-        """Return the token counts of the answer; None if the engine reported none."""
-
-
-class AnswerFormat(Protocol):
-    """The shape of one turn's answer, whichever way it ends."""
-
-    def events(self) -> EventStream:
-        """Begin a streamed answer."""
+    def events(self, prompt: Usage | None) -> AnswerStream:
+        """Begin a streamed answer; ``prompt`` has the counts of the prompt, if they are known."""
+        return AnswerStream(self.hides_usage)
 
     def whole(self, body: bytes) -> bytes:
         """Return the body for the client, made of the engine's JSON of a whole answer."""
-
-    def refusal(self, failure: Failure) -> Response:
-        """Return the answer to a request that the engine refused."""
-
-
-@runtime_checkable
-class TakesPromptUsage(Protocol):
-    """An ``AnswerFormat`` whose first event says how long the prompt is."""
-
-    def prompt_taken(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Take it from the head of the engine's answer, before any event is made."""
-
-
-class PassThrough:
-    """The engine's own bytes: it speaks what the client asked in."""
-
-    def events(self) -> EventStream:
-        return SseFramer()
-
-    def whole(self, body: bytes) -> bytes:
         return body
 
     def refusal(self, failure: Failure) -> Response:
+        """Return the answer to a request that the engine refused."""
         return failure.response()
 
-
-class EventsAround:
-    """An ``EventStream`` around another: a subclass changes the chunks that are fed."""
-
-    def __init__(self, events: EventStream) -> None:
-        self._events = events
-
-    @property
-    def begun(self) -> bool:
-        return self._events.begun
-
-    @property
-    def complete(self) -> bool:
-        return self._events.complete
-
-    @property
-    def failed(self) -> bool:
-        return self._events.failed
-
-    def opening(self) -> bytes:
-        return self._events.opening()
-
-    def feed(self, chunk: bytes) -> bytes:
-        return self._events.feed(chunk)
-
-    def ending(self, failure: Failure | None) -> bytes:
-        return self._events.ending(failure)
-
-    def usage(self) -> Usage | None:
-        return self._events.usage()
+    def sign_of_life(self) -> bytes:
+        """Return the dialect's event for "still at it"; b"" if there is none."""
+        return b""
 
 
 def asks_for_usage(raw: Json) -> bool:
@@ -146,62 +73,6 @@ def asks_for_usage(raw: Json) -> bool:
         return False
     raw["stream_options"] = {**options, "include_usage": True}
     return True
-
-
-class _Around:
-    """The part of an ``AnswerFormat`` that is another's."""
-
-    def __init__(self, answer: AnswerFormat) -> None:
-        self._answer = answer
-
-    def whole(self, body: bytes) -> bytes:
-        return self._answer.whole(body)
-
-    def refusal(self, failure: Failure) -> Response:
-        return self._answer.refusal(failure)
-
-
-class HiddenUsage(_Around):
-    """An ``AnswerFormat`` whose streams lack the event of the token counts."""
-
-    def events(self) -> _WithoutUsage:
-        return _WithoutUsage(self._answer.events())
-
-
-class _WithoutUsage(EventsAround):
-    """The events but for that of the token counts."""
-
-    def feed(self, chunk: bytes) -> bytes:
-        out = self._events.feed(chunk)
-        if _COMPACT not in out and _SPACED not in out:  # for every chunk, so it must be cheap
-            return out
-        return b"".join(x for x in _split(out) if not _is_usage(x))
-
-
-class _Event(msgspec.Struct, frozen=True):
-    choices: list[Any] | None = None
-    usage: Any = None
-
-
-_decoder = msgspec.json.Decoder(_Event)
-
-
-def _split(events: bytes) -> list[bytes]:
-    """Cut whole events apart, each with the empty line after it."""
-    for end in (b"\r\n\r\n", b"\n\n"):
-        if events.endswith(end):
-            return [x + end for x in events.split(end)[:-1]]
-    return [events]
-
-
-def _is_usage(event: bytes) -> bool:
-    if not event.startswith(b"data: {"):
-        return False
-    try:
-        said = _decoder.decode(event[len(b"data: ") :])
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    return said.choices == [] and said.usage is not None
 
 
 def asks_for_nothing(raw: Json) -> bool:
@@ -214,31 +85,35 @@ def asks_for_nothing(raw: Json) -> bool:
     return True
 
 
-class WithoutContent(_Around):
-    """An ``AnswerFormat`` that empties the engine's answer before another writes it."""
+class WithoutContent:
+    """An engine's answer with nothing said in it; an ``engines.base.Upstream``."""
 
-    def events(self) -> _EmptiedEvents:
-        return _EmptiedEvents(self._answer.events())
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
 
-    def whole(self, body: bytes) -> bytes:
-        return self._answer.whole(_emptied(body))
+    @property
+    def status(self) -> int:
+        return self._upstream.status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._upstream.headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        events = _EmptiedStream()
+        async for chunk in self._upstream.chunks():
+            if emptied := events.feed(chunk):
+                yield emptied
+        if events.complete:
+            yield b"data: [DONE]\n\n"
+
+    async def read(self) -> bytes:
+        return _emptied(await self._upstream.read())
 
 
-class _EmptiedEvents(EventsAround):
-    """The events with nothing said in them."""
-
-    def __init__(self, events: EventStream) -> None:
-        super().__init__(events)
-        self._reader = EventReader()
-
-    def feed(self, chunk: bytes) -> bytes:
-        return b"".join(self._events.feed(_event(data)) for data in self._reader.feed(chunk))
-
-
-def _event(data: bytes) -> bytes:
-    if data == KEEPALIVE:
-        return data
-    return b"data: " + (data if data == DONE else _emptied(data)) + b"\n\n"
+class _EmptiedStream(TranslatedStream):
+    def translated(self, data: bytes) -> bytes:
+        return b"data: " + _emptied(data) + b"\n\n"
 
 
 def _emptied(data: bytes) -> bytes:

@@ -1,7 +1,10 @@
 """Reads the engine's answers to a chat: whole events of a stream, and the fields in them.
 
+``AnswerStream`` looks at each chunk of a stream, once, for all that want to know of it: what goes
+out, when the first token came and how many there are, what the turn used, how the stream ended.
 Only whole events go out, so that a stream which breaks can be ended with an event of ours and a
-client never sees half of one. Only the last few events are ever parsed, at the end.
+client never sees half of one. Of a stream that is passed on, events that only add to the answer are
+counted and never parsed.
 
 Only the fields that a translation needs are read. Both names of a model's reasoning are known:
 ``reasoning_content``, and ``reasoning`` as newer vLLM writes it.
@@ -9,8 +12,8 @@ Only the fields that a translation needs are read. Both names of a model's reaso
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 import msgspec
 
@@ -21,87 +24,14 @@ from gateway.watch.metrics import Usage
 
 # An event larger than this is passed on before it is whole.
 MAX_HELD_BYTES = 1 << 20
-# A stream ends with finish reason, usage and [DONE]; a chunk holds at least one event.
-KEPT_CHUNKS = 6
-KEPT_LINES = 4  # [DONE], the empty line after it, and a comment perhaps
 # An event larger than this is no chunk of an answer.
 MAX_EVENT_BYTES = 16 << 20
 DONE = b"[DONE]"
 KEEPALIVE = b": keepalive\n\n"
-
-
-class SseFramer:
-    """Takes chunks with any boundaries, gives whole events, and remembers how the stream ended."""
-
-    def __init__(self) -> None:
-        self._held = b""
-        self._last: deque[bytes] = deque(maxlen=KEPT_CHUNKS)
-        self.begun = False  # an event (not just a keep-alive comment) has gone out
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Take the next bytes; return all events that are whole now, b"" if there are none."""
-        if self._held or not chunk.endswith(b"\n\n"):
-            chunk = self._whole_events(self._held + chunk)
-            if not chunk:
-                return chunk
-        self._last.append(chunk)
-        if not self.begun and b"data:" in chunk:
-            self.begun = True
-        return chunk
-
-    def opening(self) -> bytes:
-        """Return nothing: the engine says all there is to say."""
-        return b""
-
-    def ending(self, failure: Failure | None) -> bytes:
-        """Return an event that reports ``failure``; nothing more if there was none."""
-        return failure.event() if failure else b""
-
-    def _whole_events(self, data: bytes) -> bytes:
-        cut = max(_end_of_last(data, b"\n\n"), _end_of_last(data, b"\r\n\r\n"))
-        if len(data) - cut > MAX_HELD_BYTES:
-            cut = len(data)
-        self._held = data[cut:]
-        return data[:cut]
-
-    @property
-    def complete(self) -> bool:
-        """True if [DONE] came on a line of its own; the text of an answer may contain it, too."""
-        return b"data: [DONE]" in b"".join(self._last).splitlines()[-KEPT_LINES:]
-
-    def usage(self) -> Usage | None:
-        """Read the token counts in the last events; None if they hold none."""
-        for line in reversed(b"".join(self._last).splitlines()):
-            if line.startswith(b"data: {") and b'"usage"' in line:
-                usage = parse_usage(line[len(b"data: ") :])
-                if usage is not None:
-                    return usage
-        return None
-
-    @property
-    def failed(self) -> bool:
-        """True if the engine itself reported an error in the stream."""
-        return b'data: {"error"' in b"".join(self._last)
-
-
-class _WithUsage(msgspec.Struct, frozen=True):
-    usage: Usage | None = None
-
-
-_with_usage = msgspec.json.Decoder(_WithUsage)
-
-
-def parse_usage(body: bytes) -> Usage | None:
-    """Read ``usage`` of an answer's or event's JSON; None if it has none that can be read."""
-    try:
-        return _with_usage.decode(body).usage
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-def _end_of_last(data: bytes, boundary: bytes) -> int:
-    found = data.rfind(boundary)
-    return found + len(boundary) if found >= 0 else 0
+_EVENT, _PREFILL = b"data:", b": prefill "
+_LONGEST_COMMENT = 60
+# No text inside JSON can hold it, as its quotes are escaped there.
+_ADDS = b'"choices":[{'
 
 
 class FunctionPart(msgspec.Struct, frozen=True):
@@ -189,31 +119,159 @@ def read_chunk(data: bytes) -> Chunk:
         raise EngineUnavailable("its answer cannot be read") from error
 
 
-class EventReader:
-    """Takes the engine's bytes with any boundaries, gives the data of its whole events."""
+class AnswerStream:
+    """The events of one streamed answer: the engine's bytes in, the client's bytes out.
 
-    def __init__(self) -> None:
+    This one passes them on as they are; see ``TranslatedStream``.
+    """
+
+    def __init__(self, hides_usage: bool = False) -> None:
+        """``hides_usage``: leave out the event of the token counts."""
+        self._hides_usage = hides_usage
         self._held = b""
+        self.num_events = 0  # that hold some of the answer, each about a token
+        self.prefill: tuple[int, int] | None = None  # tokens of the prompt that are there, and all
+        self.usage: Usage | None = None  # None: the engine has not reported it
+        self.complete = False  # it ended as a stream should
+        self.failed = False  # the engine itself reported an error
 
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the data of all events that are whole now; a comment gives ``KEEPALIVE``.
+    def opening(self) -> bytes:
+        """Return what goes out together with the head, before the engine says anything."""
+        return b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take the engine's next bytes; return all whole events that can go out now."""
+        if self._held or not chunk.endswith(b"\n\n"):
+            chunk = self._whole_events(self._held + chunk)
+        num_events = chunk.count(_EVENT)
+        if self.num_events and num_events == chunk.count(_ADDS):
+            self.num_events += num_events
+            return chunk
+        return b"".join(self._shown(chunk.splitlines(keepends=True)))
+
+    def ending(self, failure: Failure | None) -> bytes:
+        """Return the last bytes of the answer, which report ``failure`` if there was one."""
+        return failure.event() if failure else b""
+
+    def _whole_events(self, data: bytes) -> bytes:
+        cut = max(_end_of_last(data, b"\n\n"), _end_of_last(data, b"\r\n\r\n"))
+        if len(data) - cut > MAX_HELD_BYTES:
+            cut = len(data)
+        self._held = data[cut:]
+        return data[:cut]
+
+    def _shown(self, lines: list[bytes]) -> Iterator[bytes]:
+        is_hidden = False
+        for line in lines:
+            if is_hidden and not line.strip():  # the empty line after it
+                is_hidden = False
+                continue
+            is_hidden = self._is_usage(line) and self._hides_usage
+            if not is_hidden:
+                yield line
+
+    def _is_usage(self, line: bytes) -> bool:
+        """Learn from a line; True for the event that only counts tokens."""
+        if line.startswith(b":"):
+            self._comment(line)
+        if not line.startswith(_EVENT):
+            return False
+        data = line[len(_EVENT) :].strip()
+        if data == DONE:
+            self.complete = True
+            return False
+        said = _peek(data)
+        if said.error is not None:
+            self.failed = True
+        if said.usage is not None:
+            self.usage = said.usage
+        is_usage = said.choices == [] and said.usage is not None
+        if not is_usage:
+            self._count(data)
+        return is_usage
+
+    def _count(self, event: bytes) -> None:
+        """Count an event unless it only begins the answer, and holds none of it."""
+        begins = b'"role"' in event and (b'"content":""' in event or b'"content":null' in event)
+        if self.num_events or not begins:
+            self.num_events += 1
+
+    def _comment(self, line: bytes) -> None:
+        """Read ``: prefill 128/1905``."""
+        if not line.startswith(_PREFILL) or len(line) > _LONGEST_COMMENT:
+            return
+        done, _, whole = line[len(_PREFILL) :].strip().partition(b"/")
+        if done.isdigit() and whole.isdigit():
+            self.prefill = min(int(done), int(whole)), int(whole)
+
+
+class TranslatedStream(AnswerStream):
+    """A stream whose events are each made anew: a subclass says what of."""
+
+    comment = KEEPALIVE  # what goes out for a comment of the engine's
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See ``AnswerStream.feed``.
 
         Raises:
-            EngineUnavailable: an event is too large to be one; its bytes are dropped.
+            EngineUnavailable: an event cannot be read, or is too large to be one.
         """
         if self._held:
-            chunk = self._held + chunk
-            self._held = b""
+            chunk, self._held = self._held + chunk, b""
         cut = chunk.rfind(b"\n") + 1
         if cut < len(chunk):
             self._held = chunk[cut:]
             if len(self._held) > MAX_EVENT_BYTES:
                 self._held = b""
                 raise EngineUnavailable("its answer cannot be read")
-        return [x for x in map(_data, chunk[:cut].splitlines()) if x]
+        return b"".join(map(self._line, chunk[:cut].splitlines()))
+
+    def translated(self, data: bytes) -> bytes:
+        """Return what goes out for an event's data; sets ``usage`` and ``failed``.
+
+        Raises:
+            EngineUnavailable: it cannot be read.
+        """
+        raise NotImplementedError
+
+    def _line(self, line: bytes) -> bytes:
+        if line.startswith(b":"):
+            self._comment(line)
+            return self.comment
+        if not line.startswith(_EVENT):
+            return b""
+        data = line[len(_EVENT) :].strip()
+        if data == DONE:
+            self.complete = True
+            return b""
+        self._count(data)
+        return self.translated(data)
 
 
-def _data(line: bytes) -> bytes:
-    if line.startswith(b"data:"):
-        return line[5:].strip()
-    return KEEPALIVE if line.startswith(b":") else b""
+class _Peek(msgspec.Struct, frozen=True):
+    """The fields that tell the end of a stream."""
+
+    choices: list[msgspec.Raw] | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+
+_peek_decoder: Final = msgspec.json.Decoder(_Peek)
+_NOTHING_SAID: Final = _Peek()
+
+
+def _peek(data: bytes) -> _Peek:
+    try:
+        return _peek_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _NOTHING_SAID
+
+
+def parse_usage(body: bytes) -> Usage | None:
+    """Read ``usage`` of an answer's JSON; None if it has none that can be read."""
+    return _peek(body).usage
+
+
+def _end_of_last(data: bytes, boundary: bytes) -> int:
+    found = data.rfind(boundary)
+    return found + len(boundary) if found >= 0 else 0

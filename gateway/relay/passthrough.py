@@ -16,7 +16,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Protocol, runtime_checkable
 
 import msgspec
 from starlette.responses import Response
@@ -27,7 +26,9 @@ from engines.client.http_exchange import StallWatchdog
 from engines.http import CACHE_HEADER, ClientGone
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
-from gateway.relay.answer_format import AnswerFormat, EventStream
+from gateway.relay.answer_format import AnswerFormat
+from gateway.relay.chat_chunks import AnswerStream
+from gateway.watch.metrics import Usage
 
 log = logging.getLogger("thermocline.gateway")
 EVENT_STREAM = "text/event-stream"
@@ -53,12 +54,12 @@ def passed_on(upstream: Upstream) -> list[tuple[bytes, bytes]]:
 
 async def relay_events(
     upstream: Upstream,
-    events: EventStream,
+    events: AnswerStream,
     send: Send,
     *,
     ends_at: float,
     client_stall_s: float,
-    on_chunk: Callable[[bytes], object],
+    on_chunk: Callable[[], object],
 ) -> Failure | None:
     """Pass a stream's events on until it ends; the caller sends the head before and the end after.
 
@@ -67,7 +68,7 @@ async def relay_events(
     Args:
         ends_at: the time of the event loop's clock at which it breaks off.
         client_stall_s: how long the client may take nothing.
-        on_chunk: called with the engine's bytes as they come.
+        on_chunk: called whenever the stream was fed.
 
     Raises:
         ClientGone: the client took nothing for ``client_stall_s`` seconds.
@@ -84,18 +85,18 @@ async def relay_events(
 
 async def _pump(
     upstream: Upstream,
-    events: EventStream,
+    events: AnswerStream,
     send: Send,
     client_stall_s: float,
-    on_chunk: Callable[[bytes], object],
+    on_chunk: Callable[[], object],
 ) -> None:
     reader = asyncio.timeout(None)
     watchdog = StallWatchdog(client_stall_s, lambda: reader.reschedule(0.0))
     try:
         async with reader:
             async for chunk in upstream.chunks():
-                on_chunk(chunk)
                 body = events.feed(chunk)
+                on_chunk()
                 if not body:
                     continue
                 watchdog.edges += 1
@@ -183,14 +184,6 @@ def _failure_from(status: int, error: Json) -> Failure:
     )
 
 
-@runtime_checkable
-class KeepAlive(Protocol):
-    """An ``AnswerFormat`` of a dialect that has an event for "still at it"."""
-
-    def sign_of_life(self) -> bytes:
-        """Return that event; b"" for an answer that is not streamed."""
-
-
 class StreamOut:
     """Sends one streamed answer, and notes its progress. Belongs to the event loop."""
 
@@ -211,11 +204,11 @@ class StreamOut:
         self._send_body = send_body
         self._answer = answer
         self._clock = asyncio.get_running_loop().time
-        self._sign = answer.sign_of_life() if isinstance(answer, KeepAlive) else b""
+        self._sign = answer.sign_of_life()
         self._head_sent = head_sent
         self._beginning = asyncio.Lock()
         self._last_sent = self._clock()
-        self._events: EventStream | None = None
+        self._events: AnswerStream | None = None
         # Who shows life needs to know when something went out; others need nothing between.
         self.send: Send = self._noted if self._sign else send_body
 
@@ -225,17 +218,17 @@ class StreamOut:
         return self._events is not None
 
     @property
-    def events(self) -> EventStream:
+    def events(self) -> AnswerStream:
         """The answer's events; ``begin`` has been called."""
         assert self._events is not None
         return self._events
 
-    async def begin(self, headers: Headers) -> None:
-        """Send head and opening, unless that was done."""
+    async def begin(self, headers: Headers, prompt: Usage | None = None) -> None:
+        """Send head and opening, unless that was done; ``prompt``: its counts, if known."""
         async with self._beginning:
             if self._events is not None:
                 return
-            self._events = self._answer.events()
+            self._events = self._answer.events(prompt)
             if not self._head_sent:
                 await send_head(self._send, 200, [*headers, *STREAM_HEADERS])
             opening = self._events.opening()

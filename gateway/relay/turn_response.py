@@ -29,7 +29,7 @@ from gateway.identity.names import id_to_header
 from gateway.identity.outline import Compared
 from gateway.middleware import body_send_of
 from gateway.models import ServedModel
-from gateway.relay.answer_format import AnswerFormat, NotStored, StoreAnswer, TakesPromptUsage
+from gateway.relay.answer_format import AnswerFormat, NotStored, StoreAnswer, WithoutContent
 from gateway.relay.chat_chunks import parse_usage
 from gateway.relay.passthrough import (
     EVENT_STREAM,
@@ -45,7 +45,6 @@ from gateway.relay.passthrough import (
     send_response,
     send_whole,
 )
-from gateway.watch.metrics import Usage
 from gateway.watch.telemetry import context_of
 from scheduler.session import TurnHints
 from scheduler.sessions import Turn
@@ -72,6 +71,7 @@ class TurnRequest(NamedTuple):
     title: str = ""  # for its session
     foreign: Mapping[str, str] = {}  # the client's names of the engine's fields
     left_out: Sequence[str] = ()  # keywords of JSON schemas
+    is_silent: bool = False  # nothing of the answer is shown
 
 
 class TurnResponse(Response):
@@ -141,17 +141,17 @@ class TurnResponse(Response):
                 return self._broken_off(out, failure_of(error))
 
     async def _ask(self, out: StreamOut) -> Ending:
-        async with asyncio.timeout_at(self._ends_at) as limit, self._turn() as (turn, upstream):
+        async with asyncio.timeout_at(self._ends_at) as limit, self._turn() as upstream:
             if upstream.status >= 400:
                 return await self._refused(upstream, out)
             if not is_event_stream(upstream):
-                return await self._whole(turn, upstream)
+                return await self._whole(upstream)
             if not limit.expired():
                 limit.reschedule(None)  # the relay keeps it: it ends the stream in its own way
-            return await self._stream(turn, upstream, out)
+            return await self._stream(upstream, out)
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[tuple[Turn, Upstream]]:
+    async def _turn(self) -> AsyncIterator[Upstream]:
         asked, engine = self._asked, self._model.engine
         headers = {
             **engine.session_headers(self._session),
@@ -167,14 +167,14 @@ class TurnResponse(Response):
             opening = engine.open(asked.path, self._body, headers, wait_s)
             self._let_go()
             async with opening as upstream:
-                self._taken(upstream)
+                self._live.engine_answered(upstream.headers)
                 if upstream.status < 400:
                     turn.engine_answered(self._live.cache)
                 try:
-                    yield turn, upstream
+                    yield WithoutContent(upstream) if asked.is_silent else upstream
                 finally:
-                    if self._live.usage is None and upstream.status < 400:
-                        self._count(turn, self._live.used_so_far())
+                    if upstream.status < 400:
+                        self._count(turn)
 
     def _let_go(self) -> None:
         """Count the body no longer, and hold it no longer: it goes to the engine.
@@ -185,13 +185,6 @@ class TurnResponse(Response):
         self._body = b""
         self._share.give_back()
 
-    def _taken(self, upstream: Upstream) -> None:
-        """Read what the engine says of its cache."""
-        self._live.engine_answered(upstream.headers)
-        prompt_tokens = self._live.reported_prompt_tokens
-        if isinstance(self._answer, TakesPromptUsage) and prompt_tokens is not None:
-            self._answer.prompt_taken(prompt_tokens, self._live.reused_tokens)
-
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
         message, param = renamed(failure.message, failure.param, self._asked.foreign)
@@ -201,9 +194,9 @@ class TurnResponse(Response):
         self._live.error = _word(failure)
         return partial(send_response, response=self._answer.refusal(failure))
 
-    async def _whole(self, turn: Turn, upstream: Upstream) -> Ending:
+    async def _whole(self, upstream: Upstream) -> Ending:
         body = await upstream.read()
-        self._used(turn, parse_usage(body))
+        self._live.answered(parse_usage(body))
         shown, head = self._answer.whole(body), self._head(upstream)
         if lost := await self._kept():
             shown = shown if lost.body is None else lost.body
@@ -221,18 +214,18 @@ class TurnResponse(Response):
         self._live.error = _word(failure)
         return partial(send_end, body=out.events.ending(failure))
 
-    async def _stream(self, turn: Turn, upstream: Upstream, out: StreamOut) -> Ending:
-        await out.begin(self._head(upstream))
-        events = out.events
+    async def _stream(self, upstream: Upstream, out: StreamOut) -> Ending:
+        await out.begin(self._head(upstream), self._live.usage)
+        events = self._live.stream = out.events
         failure = await relay_events(
             upstream,
             events,
             out.send,
             ends_at=self._ends_at,
             client_stall_s=self._gateway.config.client_stall_s,
-            on_chunk=self._live.took,
+            on_chunk=self._live.look,
         )
-        self._used(turn, events.usage())
+        self._live.answered(events.usage)
         self._live.error = _word(failure) if failure else "engine" if events.failed else ""
         if failure is not None:
             log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
@@ -244,14 +237,10 @@ class TurnResponse(Response):
     async def _kept(self) -> NotStored | None:
         return await self._keep(self._session) if self._keep is not None else None
 
-    def _used(self, turn: Turn, usage: Usage | None) -> None:
-        self._live.answered(usage)
-        if usage is not None:
-            self._count(turn, usage)
-
-    def _count(self, turn: Turn, usage: Usage) -> None:
-        self._live.count(usage)
-        num_tokens = usage.prompt_tokens + usage.completion_tokens
+    def _count(self, turn: Turn) -> None:
+        """Count what the turn used, however it ended."""
+        used = self._live.count()
+        num_tokens = used.prompt_tokens + used.completion_tokens
         turn.used(num_tokens)
         if self._place is not None:
             self._place.used_tokens(num_tokens)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from engines.http import CACHE_HEADER, PROMPT_HEADER, CacheOutcome
 from engines.wire import RequestProgress, SessionRef
@@ -13,8 +15,6 @@ from gateway.watch.metrics import Metrics, PromptDetails, Usage
 from gateway.watch.shape import Phase, TurnRecord
 
 log = logging.getLogger("thermocline.gateway")
-
-_LONGEST_COMMENT = 60
 
 
 class Stretch(NamedTuple):
@@ -40,6 +40,18 @@ class _TokenCount:
             return []
         self._num_tokens, self._until = num_tokens, max(begin, end)
         return [(begin, self._until, new)]
+
+
+class StreamProgress(Protocol):
+    """A streamed answer, as far as it has come."""
+
+    @property
+    def num_events(self) -> int:
+        """Its events that hold some of the answer, each about a token."""
+
+    @property
+    def prefill(self) -> tuple[int, int] | None:
+        """The tokens of the prompt that are there, and all; None if the engine did not say."""
 
 
 class LiveRequest:
@@ -76,13 +88,15 @@ class LiveRequest:
         self.compared: Compared | None = None  # with the request before it in its session
         self.phase: Phase = "waiting"
         self.cache: CacheOutcome | None = None
+        # The one account of what it used: of its prompt from the head of the engine's answer on,
+        # of all when the engine has counted.
         self.usage: Usage | None = None
+        self.is_counted = False
+        self.stream: StreamProgress | None = None
         self.first_token_s: float | None = None
         self.waited_s = 0.0
         self.error = ""
         self.progress: RequestProgress | None = None  # the engine's latest report
-        self.reported_prompt_tokens: int | None = None  # by the head of the engine's answer
-        self.num_events = 0  # of a stream, each about a token
         self._metrics = metrics
         self._clock = clock
         self._began = clock()
@@ -101,18 +115,19 @@ class LiveRequest:
         self.cache = CacheOutcome.parse(headers.get(CACHE_HEADER, ""))
         if CACHE_HEADER in headers:
             self._metrics.cache_outcome(self.cache)
-        if self.cache is None:
-            return
-        if self.compared is not None:
-            self.compared.cached_tokens = self.cache.cached_tokens
         prompt_tokens = headers.get(PROMPT_HEADER, "")
-        if prompt_tokens.isdecimal():
-            self.reported_prompt_tokens = int(prompt_tokens)
+        if self.cache is not None and prompt_tokens.isdecimal():
+            cached = PromptDetails(cached_tokens=self.cache.cached_tokens)
+            self.usage = Usage(int(prompt_tokens), 0, cached)
+        if self.compared is not None:
+            self.compared.cached_tokens = self.reused_tokens
 
     def answered(self, usage: Usage | None) -> None:
         """Take the engine's counts, if it sent any, at the end of its answer."""
         if usage is not None:
-            self.usage = usage
+            details = usage.prompt_tokens_details or PromptDetails(self.reused_tokens)
+            self.usage = msgspec.structs.replace(usage, prompt_tokens_details=details)
+            self.is_counted = True
             if self.compared is not None:
                 self.compared.prompt_tokens = usage.prompt_tokens
                 self.compared.answer_tokens = usage.completion_tokens
@@ -135,9 +150,11 @@ class LiveRequest:
             extra={"request_id": self.id, "session": self.ref.id},
         )
 
-    def count(self, usage: Usage) -> None:
-        """Count the tokens of a turn that the engine served."""
-        self._metrics.used(self.operation, self.model, usage)
+    def count(self) -> Usage:
+        """Count and return the tokens of a turn that the engine served."""
+        used = self.usage if self.usage is not None and self.is_counted else self._used_so_far()
+        self._metrics.used(self.operation, self.model, used)
+        return used
 
     def ended(self) -> None:
         """Count the request once it is over, by its ``error``."""
@@ -159,7 +176,7 @@ class LiveRequest:
         if not self.in_engine:
             return []
         now, begin = self._clock(), self._opened
-        if self.phase_now == "decode" or self.usage is not None:
+        if self.phase_now == "decode" or self.is_counted:
             num_computed = self.computed_tokens or 0
         else:
             num_computed = max(0, (self.prefilled_tokens or 0) - self.reused_tokens)
@@ -195,6 +212,9 @@ class LiveRequest:
 
     @property
     def reused_tokens(self) -> int:
+        """The part of the prompt that was not computed."""
+        if self.usage is not None:
+            return self.usage.cached
         return self.cache.cached_tokens if self.cache else 0
 
     @property
@@ -202,15 +222,17 @@ class LiveRequest:
         """The part of the prompt that was not reused; None while its length is not known."""
         if self.prompt_tokens is None:
             return None
-        cached = self.usage.cached if self.usage else 0
-        return max(0, self.prompt_tokens - max(cached, self.reused_tokens))
+        return max(0, self.prompt_tokens - self.reused_tokens)
 
     @property
     def answered_tokens(self) -> int:
         """The tokens of the answer so far, by its events or as the engine last reported."""
-        if self.usage is not None:
+        if self.usage is not None and self.is_counted:
             return self.usage.completion_tokens
-        return max(self.num_events, self.progress.answered_tokens if self.progress else 0)
+        return max(
+            self.stream.num_events if self.stream else 0,
+            self.progress.answered_tokens if self.progress else 0,
+        )
 
     @property
     def phase_now(self) -> Phase:
@@ -222,7 +244,7 @@ class LiveRequest:
     def prompt_tokens(self) -> int | None:
         if self.usage is not None:
             return self.usage.prompt_tokens
-        return self.progress.prompt_tokens if self.progress else self.reported_prompt_tokens
+        return self.progress.prompt_tokens if self.progress else None
 
     @property
     def prefilled_tokens(self) -> int | None:
@@ -231,12 +253,12 @@ class LiveRequest:
             return self.prompt_tokens
         return self.progress.prefilled_tokens if self.progress else None
 
-    def used_so_far(self) -> Usage:
+    def _used_so_far(self) -> Usage:
         """Estimate the counts of an answer that ended before the engine reported them.
 
         Of a prefill that was broken off only what was computed counts.
         """
-        prompt = self.reported_prompt_tokens or self.prompt_tokens or 0
+        prompt = self.prompt_tokens or 0
         if self.phase_now != "decode":
             prompt = self.prefilled_tokens or min(prompt, self.reused_tokens)
         cached = PromptDetails(cached_tokens=min(prompt, self.reused_tokens))
@@ -257,7 +279,7 @@ class LiveRequest:
         if self.cache is not None:
             known["thermocline.cache.source"] = self.cache.source
             known["thermocline.cache.reason"] = self.cache.reason
-        if (usage := self.usage) is not None:
+        if (usage := self.usage) is not None and self.is_counted:
             known |= {
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
                 "gen_ai.usage.output_tokens": usage.completion_tokens,
@@ -267,37 +289,24 @@ class LiveRequest:
             }
         return {name: value for name, value in known.items() if value is not None}
 
-    def took(self, chunk: bytes) -> bool:
-        """Look at some bytes of the engine's answer; return True if they hold the first token.
+    def look(self) -> None:
+        """See how far the stream is; called whenever more of it has come."""
+        if self.first_token_s is None and self.stream is not None:
+            self._look_for_first_token(self.stream)
 
-        Comments of the engine's show how far a prefill is. The first event holds the role only.
-        """
-        if self.first_token_s is not None:
-            self.num_events += chunk.count(b"data: {")
-            return False
-        for line in chunk.splitlines():
-            if line.startswith(b": prefill "):
-                self._prefilled(line)
-            elif line.startswith(b"data: {") and not _is_opening(line):
-                self.num_events += 1
-        if self.num_events:
+    def _look_for_first_token(self, stream: StreamProgress) -> None:
+        if stream.num_events:
             self.phase = "decode"
             self.first_token_s = self._clock() - self._began
             self._metrics.first_token(self.operation, self.model, self.first_token_s, self.cache)
-        return self.num_events > 0
-
-    def _prefilled(self, comment: bytes) -> None:
-        """Read ``: prefill 128/1905``."""
-        done, _, whole = comment.rpartition(b" ")[2].partition(b"/")
-        if done.isdigit() and whole.isdigit() and len(comment) < _LONGEST_COMMENT:
-            self.progress = RequestProgress(
-                self.ref.tenant, self.ref.id, int(whole), min(int(done), int(whole)), 0
-            )
+        elif stream.prefill is not None:
+            done, whole = stream.prefill
+            self.progress = RequestProgress(self.ref.tenant, self.ref.id, whole, done, 0)
             self._prefilled_s = self._clock() - self._opened
 
     def turn(self, saved_s: float | None) -> TurnRecord:
         """Sum it up when it is over."""
-        cache, usage = self.cache, self.usage
+        cache = self.cache
         change = self.compared.change if self.compared else None
         restored = cache is not None and cache.source.startswith("cold")
         return TurnRecord(
@@ -310,7 +319,7 @@ class LiveRequest:
             reused_tokens=self.reused_tokens,
             restored_tokens=self.reused_tokens if restored else 0,
             computed_tokens=self.computed_tokens,
-            answered_tokens=self.answered_tokens or (0 if usage else None),
+            answered_tokens=self.answered_tokens or (0 if self.is_counted else None),
             waited_s=round(self.waited_s, 3),
             first_token_s=None if self.first_token_s is None else round(self.first_token_s, 3),
             total_s=round(self._clock() - self._began, 3),
@@ -319,11 +328,6 @@ class LiveRequest:
             at_message=change.at_message if change and change.part == "messages" else None,
             error=self.error,
         )
-
-
-def _is_opening(event: bytes) -> bool:
-    """Say whether an event only begins an answer, and holds none of it."""
-    return b'"role"' in event and (b'"content":""' in event or b'"content":null' in event)
 
 
 def of_tenant(requests: Iterable[LiveRequest], tenant: str | None) -> list[LiveRequest]:

@@ -17,7 +17,8 @@ from gateway.openai.responses.history import Context
 from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import Output
 from gateway.openai.responses.response import Draft, ResponseFields, cut_short, shown_error
-from gateway.relay.chat_chunks import DONE, KEEPALIVE, AnswerChoice, EventReader, read_chunk
+from gateway.relay.answer_format import AnswerFormat
+from gateway.relay.chat_chunks import AnswerChoice, TranslatedStream, read_chunk
 from gateway.watch.metrics import Usage
 
 _encode = msgspec.json.Encoder().encode
@@ -60,47 +61,37 @@ class EventWriter:
         return self.write(events)
 
 
-class ResponseEvents:
-    """Translates one stream; see ``gateway.relay.answer_format.EventStream``.
+class ResponseEvents(TranslatedStream):
+    """Translates one stream.
 
     After ``ending`` the whole response is there as ``response``, unless it failed.
     """
 
     def __init__(self, draft: Draft, output: Output) -> None:
+        super().__init__()
         self._draft = draft
         self._output = output
-        self._reader = EventReader()
         self._writer = EventWriter()
-        self._usage: Usage | None = None
         self._finish_reason = ""
         self._error: str | None = None  # what the engine reported
         self._ending: list[Json] = []
-        self.begun = False
-        self.complete = False
         self.response: Json | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
 
     def opening(self) -> bytes:
         shown = self._draft.shown("in_progress")
         kinds = ("response.created", "response.in_progress")
         return self._writer.write({"type": kind, "response": shown} for kind in kinds)
 
-    def feed(self, chunk: bytes) -> bytes:
-        return b"".join(self._translated(data) for data in self._reader.feed(chunk))
-
     def ending(self, failure: Failure | None) -> bytes:
         if self._error is not None:  # says more than that the stream broke off after it
             failure = Failure(502, self._error, None, "engine")
         if failure is not None:
             failed = self._draft.shown(
-                "failed", self._output.items, self._usage, shown_error(failure)
+                "failed", self._output.items, self.usage, shown_error(failure)
             )
             return self._writer.write([{"type": "response.failed", "response": failed}])
         last = list(self._output.close(whole=not cut_short(self._finish_reason)))
-        whole = self._draft.finished(self._output.items, self._usage, self._finish_reason)
+        whole = self._draft.finished(self._output.items, self.usage, self._finish_reason)
         self.response = whole
         self._ending = [*last, {"type": f"response.{whole['status']}", "response": whole}]
         return self._writer.write(self._ending)
@@ -111,26 +102,17 @@ class ResponseEvents:
         self.response["store"] = False
         return self._writer.write_again(self._ending)
 
-    def usage(self) -> Usage | None:
-        return self._usage
-
-    def _translated(self, data: bytes) -> bytes:
-        if data == DONE:
-            self.complete = True
-            return b""
-        if data == KEEPALIVE:
-            return data
+    def translated(self, data: bytes) -> bytes:
         chunk = read_chunk(data)
         self._error = chunk.failure or self._error
+        self.failed = self._error is not None
         if chunk.usage is not None:
-            self._usage = chunk.usage
+            self.usage = chunk.usage
         if not chunk.choices:
             return b""
         choice = chunk.choices[0]
         self._finish_reason = choice.finish_reason or self._finish_reason
-        written = self._writer.write(self._output.add(choice.part, choice.scores))
-        self.begun = self.begun or bool(written)
-        return written
+        return self._writer.write(self._output.add(choice.part, choice.scores))
 
 
 def renamed(param: str | None) -> str | None:
@@ -143,8 +125,8 @@ def renamed(param: str | None) -> str | None:
     return RENAMED.get(field, param)
 
 
-class ResponseAnswer:
-    """See ``gateway.relay.answer_format.AnswerFormat``."""
+class ResponseAnswer(AnswerFormat):
+    """The answer as a response object, or as its events."""
 
     def __init__(self, draft: Draft, customs: Collection[str]) -> None:
         self._draft = draft
@@ -165,7 +147,7 @@ class ResponseAnswer:
         self._whole["store"] = False
         return msgspec.json.encode(self._whole)
 
-    def events(self) -> ResponseEvents:
+    def events(self, prompt: Usage | None) -> ResponseEvents:
         self._events = ResponseEvents(self._draft, Output(self._customs))
         return self._events
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.http import CACHE_HEADER, PROMPT_HEADER
-from gateway.relay.answer_format import HiddenUsage, PassThrough
+from gateway.relay.chat_chunks import AnswerStream
 from tests.unit.gateway.in_process import WELCOME, Answered, App, RecordingEngine
 
 SAID = b'data: {"choices":[{"delta":{"content":"\\"choices\\":[]"}}],"usage":null}\n\n'
@@ -58,12 +58,12 @@ async def figures(app: App) -> str:
 @given(st.lists(st.integers(1, len(SAID + USAGE + DONE) - 1), max_size=20))
 def test_the_event_is_left_out_however_the_stream_is_cut(cuts: list[int]) -> None:
     stream = SAID + USAGE + DONE
-    events = HiddenUsage(PassThrough()).events()
+    events = AnswerStream(hides_usage=True)
     edges = [0, *sorted(set(cuts)), len(stream)]
     sent = b"".join(events.feed(stream[a:b]) for a, b in zip(edges, edges[1:], strict=False))
     assert sent == SAID + DONE
     assert events.complete
-    assert events.usage().completion_tokens == 9
+    assert events.usage.completion_tokens == 9
 
 
 @pytest.mark.parametrize("fields", [{}, {"store": True}, {"functions": [{"name": "f"}]}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.relay.chat_chunks import MAX_HELD_BYTES, SseFramer, parse_usage
+from gateway.relay.chat_chunks import MAX_HELD_BYTES, AnswerStream, parse_usage
 
 STREAM = (
     b": keep-alive\n\n"
@@ -19,7 +19,7 @@ STREAM = (
 
 @given(st.lists(st.integers(1, len(STREAM) - 1), max_size=30))
 def test_any_cut_gives_the_same_bytes_in_whole_events(cuts: list[int]) -> None:
-    events = SseFramer()
+    events = AnswerStream()
     edges = [0, *sorted(set(cuts)), len(STREAM)]
     sent = [events.feed(STREAM[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
     assert b"".join(sent) == STREAM
@@ -28,45 +28,65 @@ def test_any_cut_gives_the_same_bytes_in_whole_events(cuts: list[int]) -> None:
 
 
 def test_byte_by_byte() -> None:
-    events = SseFramer()
+    events = AnswerStream()
     sent = [events.feed(STREAM[i : i + 1]) for i in range(len(STREAM))]
     assert b"".join(sent) == STREAM
-    usage = events.usage()
+    usage = events.usage
     assert usage.prompt_tokens == 7
     assert usage.prompt_tokens_details.cached_tokens == 5
 
 
 def test_carriage_returns_end_events_too() -> None:
-    events = SseFramer()
+    events = AnswerStream()
     assert events.feed(b"data: 1\r\n\r\ndata: 2\r\n") == b"data: 1\r\n\r\n"
     assert events.feed(b"\r\n") == b"data: 2\r\n\r\n"
 
 
 def test_half_an_event_is_held_back() -> None:
-    events = SseFramer()
+    events = AnswerStream()
     assert events.feed(b"data: 1\n\ndata: {hal") == b"data: 1\n\n"
     assert events.feed(b"f}") == b""
     assert not events.complete
 
 
 def test_a_huge_event_is_passed_on_in_pieces() -> None:
-    events = SseFramer()
+    events = AnswerStream()
     piece = b"x" * (MAX_HELD_BYTES // 2)
     sent = [events.feed(x) for x in (b"data: ", piece, piece, piece, b"\n\n")]
     assert b"".join(sent) == b"data: " + piece * 3 + b"\n\n"
     assert len(sent[-1]) < MAX_HELD_BYTES
 
 
-def test_a_keep_alive_is_no_first_event() -> None:
-    events = SseFramer()
+def test_neither_a_comment_nor_an_opening_is_a_token() -> None:
+    events = AnswerStream()
     events.feed(b": prefill 1/3\n\n")
-    assert not events.begun
-    events.feed(b"data: 1\n\n")
-    assert events.begun
+    events.feed(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n')
+    assert (events.num_events, events.prefill) == (0, (1, 3))
+    events.feed(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n' * 3)
+    assert events.num_events == 3
+
+
+def test_an_end_that_comes_together_with_the_last_tokens_is_seen() -> None:
+    said = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    for usage, num in ((b'data: {"choices":[],"usage":{"prompt_tokens":7}}\n\n', 5), (b"", 5)):
+        events = AnswerStream(hides_usage=True)
+        end = said * 3 + usage + b"data: [DONE]\n\n"
+        assert events.feed(said * 2) + events.feed(end) == said * 5 + b"data: [DONE]\n\n"
+        assert events.complete and events.num_events == num
+        assert (events.usage is not None) == bool(usage)
+
+
+def test_an_engine_that_writes_with_spaces_is_understood() -> None:
+    events = AnswerStream(hides_usage=True)
+    said = b'data: {"choices": [{"delta": {"content": "data: {"}}]}\n\n'
+    assert events.feed(said * 3) + events.feed(said) == said * 4
+    assert events.num_events == 4
+    assert events.feed(b'data: {"choices": [], "usage": {"prompt_tokens": 7}}\n\n') == b""
+    assert events.usage.prompt_tokens == 7
 
 
 def test_the_word_done_inside_a_text_is_not_the_end() -> None:
-    events = SseFramer()
+    events = AnswerStream()
     events.feed(b'data: {"choices":[{"delta":{"content":"say: data: [DONE]"}}], "padding": "')
     events.feed(b"y" * 100 + b'"}\n\n')
     assert not events.complete
@@ -74,7 +94,7 @@ def test_the_word_done_inside_a_text_is_not_the_end() -> None:
 
 def test_an_answer_that_says_done_has_not_ended() -> None:
     for text in (b"data: [DONE]", b"x\\ndata: [DONE]", b"\\n\\ndata: [DONE]\\n\\n"):
-        events = SseFramer()
+        events = AnswerStream()
         events.feed(b'data: {"choices":[{"delta":{"content":"' + text + b'"}}]}\n\n')
         assert not events.complete
         events.feed(b"data: [DONE]\n\n")
@@ -83,13 +103,13 @@ def test_an_answer_that_says_done_has_not_ended() -> None:
 
 def test_an_end_with_carriage_returns_or_a_comment_after_it_is_one() -> None:
     for end in (b"data: [DONE]\r\n\r\n", b"data: [DONE]\n\n: bye\n\n"):
-        events = SseFramer()
+        events = AnswerStream()
         events.feed(end)
         assert events.complete
 
 
 def test_an_error_of_the_engine_is_noticed() -> None:
-    events = SseFramer()
+    events = AnswerStream()
     events.feed(b'data: {"choices":[]}\n\ndata: {"error":{"message":"x"}}\n\ndata: [DONE]\n\n')
     assert events.failed and events.complete
 

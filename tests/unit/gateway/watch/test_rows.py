@@ -13,6 +13,7 @@ from gateway.watch.shape import TurnRecord
 from gateway.watch.tally import Pace, PrefillSpeed, Tally
 from scheduler.session import Step
 from tests.clock import Clock
+from tests.unit.gateway.watch.streamed import answered, said
 
 REF = SessionRef("alice", "s", b"")
 KEY = ("alice", "s")
@@ -27,12 +28,14 @@ def request(clock: Clock, source: str, cached: int, prompt: int, first_s: float)
     made = live_request("req_1", clock)
     clock.now += 1.0
     made.admitted()
-    made.cache = CacheOutcome(source, cached)  # type: ignore[arg-type]
+    answered(made, CacheOutcome(source, cached), prompt)  # type: ignore[arg-type]
     clock.now += first_s
-    assert not made.took(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n')
-    assert made.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+    said(made, b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n')
+    assert made.first_token_s is None
+    said(made)
+    assert made.first_token_s is not None
     clock.now += 0.5
-    made.usage = Usage(prompt, 7, PromptDetails(cached))
+    made.answered(Usage(prompt, 7, PromptDetails(cached)))
     return made
 
 
@@ -62,9 +65,10 @@ def test_an_engines_comments_say_how_far_a_prefill_is_and_its_speed():
     made.admitted()
     made.cache = CacheOutcome("miss", 0)
     clock.now += 2.0
-    assert not made.took(b": prefill 500/2000\n\n")
+    said(made, b": prefill 500/2000\n\n")
     for odd in (b": prefill x/y\n\n", b": prefill 9\n\n", b": prefill " + b"9" * 99 + b"/1\n\n"):
-        assert not made.took(odd)
+        said(made, odd)
+    assert made.first_token_s is None
     assert (made.prompt_tokens, made.prefilled_tokens) == (2000, 500)
     assert made.phase_now == "prefill"
     speed.learn(made)  # the client gave up, and yet something was learned
@@ -120,15 +124,14 @@ def test_the_first_rate_of_an_answer_is_its_own_speed_after_any_time_without_rea
     assert rates(pace, clock) == (0.0, 0.0)
     made = live_request("req_2", clock)
     made.admitted()
-    made.cache = CacheOutcome("miss", 0)
-    made.reported_prompt_tokens = 90
+    answered(made, CacheOutcome("miss", 0), 90)
     clock.now += 9.0
-    assert made.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+    said(made)
     paced(made, pace)
     assert rates(pace, clock)[0] == 10.0, "90 tokens in 9 s"
     for _ in range(63):
         clock.now += 17 / 64
-        made.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+        said(made)
         paced(made, pace)
         assert 2.0 <= rates(pace, clock)[1] <= 5.0
     assert rates(pace, clock)[1] == 3.8, "64 tokens in 17 s"
@@ -140,7 +143,7 @@ def test_an_answer_that_comes_whole_counts_over_the_time_that_it_took():
     made.admitted()
     clock.now += 20.0
     assert made.uncounted() == [], "nothing is known yet"
-    made.usage = Usage(100, 60, PromptDetails(0))
+    made.answered(Usage(100, 60, PromptDetails(0)))
     paced(made, pace)
     assert rates(pace, clock) == (5.0, 3.0)
     paced(made, pace)
@@ -153,7 +156,7 @@ def test_an_answer_that_comes_whole_counts_over_the_time_that_it_took():
 
 def test_a_request_that_waits_is_not_counted():
     waiting = live_request("req_1", Clock())
-    waiting.reported_prompt_tokens = 10
+    waiting.usage = Usage(10)
     assert (waiting.uncounted(), waiting.tokens_so_far, waiting.in_engine) == ([], 0, False)
 
 

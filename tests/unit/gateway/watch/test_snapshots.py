@@ -20,6 +20,7 @@ from scheduler.session import Event
 from scheduler.sessions import SessionManager
 from tests.clock import Clock
 from tests.unit.gateway.in_process import WELCOME, RecordingEngine
+from tests.unit.gateway.watch.streamed import WORD, answered, said
 
 
 class Watched:
@@ -239,10 +240,10 @@ async def test_a_session_is_listed_with_its_first_answer_while_that_comes(watche
         assert (await watched.seen("alice"))["sessions"] == [], "it waits, and has no row yet"
         row = watched.sessions.table.begin(ref)
         it.admitted()
-        it.cache, it.reported_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 90
+        answered(it, CacheOutcome("miss", 0, "never-stored"), 90)
         for _ in range(2):
             watched.clock.now += 1.0
-            it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n' * 5)
+            said(it, WORD * 5)
         sent = await watched.seen("alice")
         (shown,) = sent["sessions"]
         seen = {name: shown[name] for name in ("tokens", "bytes", "bf16_bytes", "client", "turns")}
@@ -263,9 +264,9 @@ async def test_a_snapshot_has_the_last_hour_and_its_moves(watched: Watched):
     with watched.live.request(ref, "r", "chat", "curl") as it:
         row = watched.sessions.table.begin(ref)
         it.admitted()
-        it.cache, it.reported_prompt_tokens = CacheOutcome("miss", 0, "never-stored"), 400
+        answered(it, CacheOutcome("miss", 0, "never-stored"), 400)
         watched.clock.now += 20.0
-        it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+        said(it)
         row.known, row.tokens = True, 401
         watched.sessions.table.end(row)
     watched.clock.now += 15.0  # no reader has come so far
@@ -296,7 +297,7 @@ async def test_until_the_speed_of_prefill_is_known_tokens_are_shown_only(watched
         with watched.live.request(ref, "r", "chat", "curl") as it:
             row = watched.sessions.table.begin(ref)
             it.admitted()
-            it.cache, it.reported_prompt_tokens = CacheOutcome("hot", cached, None), 310
+            answered(it, CacheOutcome("hot", cached, None), 310)
             row.known = True
             watched.sessions.table.end(row)
     sent = await watched.seen("alice")
@@ -332,9 +333,9 @@ def streamed(watched: Watched, tenant: str, cache: CacheOutcome, first_s: float)
     """One turn of a stream with 100 tokens of prompt, whose first token came after ``first_s``."""
     with watched.live.request(SessionRef(tenant, "s", b""), "r", "chat", "curl") as it:
         it.admitted()
-        it.cache, it.reported_prompt_tokens = cache, 100
+        answered(it, cache, 100)
         watched.clock.now += first_s
-        it.took(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+        said(it)
 
 
 async def test_first_tokens_of_returns_are_shown_beside_those_of_first_turns(watched: Watched):

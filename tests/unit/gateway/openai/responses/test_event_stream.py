@@ -61,7 +61,7 @@ def everything(reason: str) -> bytes:
 
 def answered(pieces: list[bytes], failure: Failure | None = None) -> tuple[bytes, Any]:
     answer = ResponseAnswer(Draft(ResponseFields(model="m")), {"patch"})
-    events = answer.events()
+    events = answer.events(None)
     stream = events.opening() + b"".join(map(events.feed, pieces)) + events.ending(failure)
     return stream, answer
 
