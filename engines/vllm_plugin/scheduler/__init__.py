@@ -1,8 +1,8 @@
 """The plug-in's side in EngineCore, next to vLLM's scheduler: plans restores, saves and drops.
 
 ``scheduler_side`` assembles the parts. ``request_tracker`` follows vLLM's requests (each a
-``tracked_request``): ``restores`` when they come, ``turn_saves`` when they end.
-``measured_requests`` are those of a measurement. ``resident_sessions`` finds the
-blocks of a session that vLLM itself still holds, ``verbs`` carries out the gateway's orders.
-``hub`` connects to the workers.
+``tracked_request``): ``shared_prefills`` and ``restores`` when they come, ``turn_saves`` when they
+end. ``measured_requests`` are those of a measurement. ``resident_sessions`` finds the blocks of a
+session that vLLM itself still holds, ``verbs`` carries out the gateway's orders. ``hub`` connects
+to the workers.
 """

@@ -3,6 +3,7 @@
 The stages of a request (``->`` marks calls by vLLM, on its own thread):
 
     -> add                 finds the request's session
+    -> match  None         another request computes what comes next; see ``shared_prefills``
     -> match  None         too much is staged for other requests already; the request waits
     -> match  None         the ranks were asked to stage the stored blobs: to read and verify them;
                            if no other request runs, blobs in memory are staged within this call
@@ -28,6 +29,7 @@ from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import PATIENCE_S, Restores
+from engines.vllm_plugin.scheduler.shared_prefills import SharedPrefills
 from engines.vllm_plugin.scheduler.tracked_request import TrackedRequest
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from engines.wire import RequestProgress
@@ -41,6 +43,7 @@ class RequestTracker:
     def __init__(
         self,
         restores: Restores,
+        shared: SharedPrefills,
         saves: TurnSaves,
         resident: ResidentSessions,
         measured: MeasuredRequests,
@@ -51,6 +54,7 @@ class RequestTracker:
     ) -> None:
         """``on_admitted`` is called for each request that begins to run."""
         self._restores = restores
+        self._shared = shared
         self._saves = saves
         self._resident = resident
         self._measured = measured
@@ -75,13 +79,19 @@ class RequestTracker:
             self._resident.begin(session)
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Answer vLLM's ``get_num_new_matched_tokens``: see ``Restores.match``."""
+        """Answer vLLM's ``get_num_new_matched_tokens``: see ``Restores.match``.
+
+        None as the number means that vLLM is to ask again in its next step.
+        """
         if request.request_id in self._measured:
             given = self._measured.num_given(request, num_computed_tokens)
             return given, given > 0
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0, False
+        if self._shared.computes_next(tracked, num_computed_tokens):
+            self._restores.release(tracked)
+            return None, False
         return self._restores.match(tracked, num_computed_tokens, idle=not self._num_running)
 
     def allocated(
@@ -92,6 +102,7 @@ class RequestTracker:
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             self._restores.plan_load(tracked, tables, num_external_tokens)
+            self._shared.begin(request)
 
     # ---- a step
 
@@ -105,6 +116,7 @@ class RequestTracker:
             scheduled: ids of all requests for which it computes tokens.
         """
         self._resident.drop_asked()
+        self._shared.forget_computed()
         for request_id, num_computed_tokens in admitted:
             self._report(request_id, num_computed_tokens)
         patience_s = 0.0 if self._num_running else PATIENCE_S
@@ -185,6 +197,7 @@ class RequestTracker:
         if tracked is None:
             return None
         self._num_running -= tracked.reported
+        self._shared.end(request.request_id)
         # While a load is planned or runs, the contents of the blocks are undefined.
         is_loading = self._restores.is_loading(request.request_id)
         if not is_loading:

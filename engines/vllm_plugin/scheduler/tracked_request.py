@@ -101,6 +101,9 @@ class TrackedRequest:
     tier: TierName | None = None
     reason: MissReason | None = None
     reported: bool = False
+    # What it last waited for (``SharedPrefills``): the other's id, tokens, and own tokens then
+    awaited: tuple[str, int, int] | None = None
+    num_stalled: int = 0  # the questions since then with the same answer
 
     def outcome(self, num_computed_tokens: int) -> tuple[CacheSource, MissReason | None]:
         """The source of the prompt's KV, and the reason why no more of it was found."""

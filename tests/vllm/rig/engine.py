@@ -128,26 +128,42 @@ class RealEngine:
         abort_when: Callable[[], bool] | None = None,
         **sampling: Any,
     ) -> list[Result]:
+        started = time.perf_counter()
+        names = [self.begin(x, y, tokens=tokens, salt=salt, **sampling) for x, y in prompts]
+        return self._drain(names, started, abort_when)
+
+    def begin(
+        self,
+        ids: Sequence[int],
+        session: str = "",
+        *,
+        tokens: int = 24,
+        salt: str | None = None,
+        **sampling: Any,
+    ) -> str:
+        """Send a request, and return its name; ``finish`` waits for its answer."""
         from vllm import SamplingParams
 
-        started, names = time.perf_counter(), []
-        for ids, session in prompts:
-            self._count += 1
-            names.append(f"request{self._count}")
-            ours = {"thermocline": {"tenant": "t", "session": session}}
-            params = SamplingParams(
-                max_tokens=tokens,
-                temperature=0,
-                ignore_eos=True,
-                logprobs=2,
-                extra_args={"kv_transfer_params": ours} if session else None,
-                **sampling,
-            )
-            prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
-            if salt:
-                prompt["cache_salt"] = salt
-            self.engine.add_request(names[-1], prompt, params)
-        return self._drain(names, started, abort_when)
+        self._count += 1
+        name = f"request{self._count}"
+        ours = {"thermocline": {"tenant": "t", "session": session}}
+        params = SamplingParams(
+            max_tokens=tokens,
+            temperature=0,
+            ignore_eos=True,
+            logprobs=2,
+            extra_args={"kv_transfer_params": ours} if session else None,
+            **sampling,
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
+        if salt:
+            prompt["cache_salt"] = salt
+        self.engine.add_request(name, prompt, params)
+        return name
+
+    def finish(self, names: list[str]) -> list[Result]:
+        """The answers to these requests, all that were begun."""
+        return self._drain(names, time.perf_counter(), None)
 
     def _drain(
         self, names: list[str], started: float, abort_when: Callable[[], bool] | None

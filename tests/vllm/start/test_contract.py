@@ -48,7 +48,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend
@@ -194,6 +194,8 @@ def test_requests_and_outputs_have_what_we_read():
     wanted |= {"all_token_ids", "mm_features", "prompt_embeds"}
     for name in (*wanted, "session_id", "kv_transfer_params", "lora_request"):
         assert f"self.{name}" in source, name
+    assert "RUNNING" in RequestStatus.__members__
+    assert "self.status" in source
     assert {"req_id", "num_computed_tokens"} <= set(NewRequestData.__annotations__)
     assert {"scheduled_new_reqs", "num_scheduled_tokens"} <= {*SchedulerOutput.__annotations__}
     fields = set(KVConnectorOutput.__annotations__)

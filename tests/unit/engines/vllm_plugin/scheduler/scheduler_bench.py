@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from engines.vllm_plugin.groups import DENSE, Groups
@@ -11,6 +12,7 @@ from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
+from engines.vllm_plugin.scheduler.shared_prefills import SharedPrefills
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from kvstore.session import SessionRef
@@ -82,6 +84,15 @@ class Asked:
         self.answers[stage.ticket] = Staged(stage.ticket, end_block, tier, reason)
 
 
+class Status(Enum):
+    """Those of vLLM's states that a request has before it ends."""
+
+    WAITING = 1
+    WAITING_FOR_REMOTE_KVS = 2
+    RUNNING = 3
+    PREEMPTED = 4
+
+
 class Request:
     """vLLM's request, as far as the plug-in reads it."""
 
@@ -99,6 +110,7 @@ class Request:
         self.skip_reading_prefix_cache = False
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
+        self.status = Status.WAITING
         for key, value in fields.items():
             setattr(self, key, value)
 
@@ -143,6 +155,7 @@ def new_bench(
             max_staged_bytes=max_staged_bytes,
             monotonic=lambda: now[0],
         ),
+        SharedPrefills(blocks),
         saves,
         hot,
         MeasuredRequests(orders.get, saves, blocks),
