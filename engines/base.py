@@ -16,6 +16,7 @@ from engines.config import CalibrationOrder
 from engines.http import CacheOutcome as CacheOutcome
 from engines.wire import CodecReport as CodecReport
 from engines.wire import EngineReport as EngineReport
+from engines.wire import KeptReason as KeptReason
 from engines.wire import Notice as Notice
 from engines.wire import SessionReport as SessionReport
 from engines.wire import TenantUses as TenantUses
@@ -68,12 +69,12 @@ class Overloaded(Exception):
 class Demoted(msgspec.Struct, frozen=True):
     """The outcome of a demote.
 
-    ``report`` is None for a session that the engine does not know; ``kept`` says why it is still
-    hot, "" if it is not.
+    ``report`` is None for a session that the engine does not know; ``kept`` is None if it is not
+    hot any more.
     """
 
     report: SessionReport | None
-    kept: str
+    kept: KeptReason | None
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):

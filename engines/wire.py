@@ -4,7 +4,7 @@ A frame is a four-byte big-endian length and a msgpack body of at most ``MAX_FRA
 gateway sends ``ControlRequest``; the engine answers each with one ``ControlReply`` of the same
 number, and may send ``Notice`` at any time. KV bytes never travel here.
 
-Every engine obeys all verbs, the last three only if its ``Welcome`` says so.
+Every engine obeys all verbs but ``Measure`` and ``LimitTenants``, which its ``Welcome`` announces.
 """
 
 from __future__ import annotations
@@ -252,6 +252,17 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     version: int = WIRE_VERSION
 
 
+# Why a demote left a session as it was.
+KeptReason: TypeAlias = Literal[
+    "busy",  # a turn of it is being served
+    "pinned",
+    "saving",  # its cold copy is on its way
+    "no-cold-copy",  # it could not be saved, so it would be lost
+    "disabled",  # the engine serves without hibernation
+    "no-room",  # the tier did not take all of it
+]
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The answer to a verb about one session.
 
@@ -259,7 +270,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """
 
     report: SessionReport | None
-    kept: str = ""  # "busy", "pinned", "saving", "no-cold-copy", "disabled"
+    kept: KeptReason | None = None
 
 
 class Sessions(msgspec.Struct, frozen=True, tag="session_list"):
@@ -315,7 +326,7 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 
     cause: Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
     session: SessionReport
-    why: str = ""  # of "moved" and "lost": "budget", "share", "found", ...; "" = not said
+    why: str = ""  # of "moved" and "lost": "budget", "limit", "found", ...; "" = unknown
 
 
 FromEngine: TypeAlias = ControlReply | Notice

@@ -152,7 +152,7 @@ async def parsed(
         empty: taken for a body of no bytes.
 
     Raises (on entering):
-        Refused: 503, the bodies of all requests take too much.
+        RequestRefused: 503, the bodies of all requests take too much.
         InvalidRequest: it is no JSON object, or has too many values; see ``read_json_body``, too.
     """
     body = await read_json_body(request, gateway.config) or empty
@@ -187,7 +187,8 @@ async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
     back: those that came, and those that they were unpacked to.
 
     Raises:
-        Refused: 503, the bodies of all requests take too much; 415, it is in an unknown encoding.
+        RequestRefused: 503, the bodies of all requests take too much; 415, its encoding is
+            unknown.
         InvalidRequest: it takes too long (408), is too large (413), not declared as JSON (415), or
             is not what it says (400).
     """

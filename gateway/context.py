@@ -39,7 +39,7 @@ from gateway.watch.telemetry import LogRing, PassOn, Tracing
 
 LAST_WORDS_S = 1.0  # for all streams to send their ending
 _CALLER = "caller"  # where a request's tenant is in the scope's state
-_KNOWN = "known"  # and the tenant of its key, before the request is charged
+_KNOWN = "known"  # where the tenant of its key is before the request is charged
 
 
 @dataclass
@@ -275,7 +275,7 @@ def caller_of(request: Request) -> Tenant:
 
     Raises:
         InvalidRequest: 401, no key, an unknown one, or two that differ.
-        Refused: 429, the key has used up what it may.
+        RequestRefused: 429, the key has used up what it may.
     """
     state = request.scope["state"]
     if (known := state.get(_CALLER)) is not None:

@@ -7,6 +7,7 @@ fault is found: by the host's check, the router, the key, the body's reader.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 from math import ceil
 from typing import Final
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from engines.base import EngineError, EngineStalled, EngineUnavailable
+from engines.base import EngineError, EngineStalled, EngineUnavailable, KeptReason
 from engines.openai.requests import InvalidRequest, error_body, error_type
 from gateway.stored.table import StoreFailed
 from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
@@ -47,8 +48,9 @@ _HINTS = {
     " /v1/completions, /v1/messages and /v1/sessions.",
     405: "This path does not take that method.",
 }
-# Reasons why a session was not put to sleep: a code for programs, and words.
-_KEPT = {
+# Reasons why a session was not put to sleep: a code for programs, and words. One that is being
+# saved sleeps when that is done.
+_KEPT: Final[Mapping[KeptReason, tuple[str, str]]] = {
     "busy": ("session_busy", "a turn of it is being served"),
     "pinned": ("session_pinned", "it is pinned; unpin it first"),
     "no-cold-copy": ("no_cold_copy", "it could not be saved, so it would be lost"),
@@ -161,7 +163,7 @@ def failure_of(error: Exception) -> Failure:
             message = f"The engine is not available: {error}. Try again later."
             return Failure(503, message, None, "engine_unavailable", RETRY_LATER_S)
         case SessionKept():
-            code, why = _KEPT.get(error.reason, ("session_kept", error.reason))
+            code, why = _KEPT[error.reason]
             return Failure(409, f"This session stays as it is: {why}.", "session_id", code)
         case EngineError():
             return Failure(502, f"The engine refused: {error}.", None, "engine_refused")

@@ -38,10 +38,7 @@ MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connec
 
 @dataclass(eq=False)
 class ServedModel:
-    """One model, its engine and its sessions.
-
-    A reload changes its aliases, requests its last four fields, and nothing any other.
-    """
+    """One model, its engine and its sessions."""
 
     engine: Engine
     sessions: SessionManager
@@ -49,9 +46,11 @@ class ServedModel:
     chats: KnownChats
     remote_images: bool  # gateway.remote_images
     given_name: str = ""  # in the settings; "" = as its engine says
-    aliases: Sequence[str] = ()  # further names, of this model only
     prefixes: PrefixWatch = field(default_factory=PrefixWatch)
     on_demand: OnDemand | None = None  # None: it is loaded for as long as the server runs
+    # Changed by a reload of the settings:
+    aliases: Sequence[str] = ()  # further names, of this model only
+    # Changed by requests:
     seen: Welcome | None = None  # what its engine said when a request last found it ready
     num_awaiting: int = 0  # requests that wait for the engine to come back
     counted: Counter[tuple[str, str]] = field(default_factory=Counter)  # sessions by state and tier
@@ -83,7 +82,14 @@ class ServedModel:
         )
         chats = KnownChats(MAX_KNOWN_CHATS)
         return cls(
-            engine, sessions, live, chats, config.remote_images, name, aliases, on_demand=on_demand
+            engine=engine,
+            sessions=sessions,
+            live=live,
+            chats=chats,
+            remote_images=config.remote_images,
+            given_name=name,
+            on_demand=on_demand,
+            aliases=aliases,
         )
 
     @property

@@ -39,7 +39,7 @@ from gateway.shared.session_rows import SessionRow
 from gateway.shared.shared_sessions import Elsewhere
 from gateway.stored.table import StoreFailed
 from scheduler.session import SAVING, Kind, SessionView
-from scheduler.sessions import CONVERSATIONS, Overloaded, Place
+from scheduler.sessions import CONVERSATIONS, ListCursor, Overloaded
 
 router = new_router()
 MAX_ROWS = 1000  # of one list: some milliseconds of work, for which all other requests wait
@@ -177,7 +177,7 @@ async def forget(request: Request) -> Response:
     return json_response(deleted | ({"unlisted_models": sorted(unseen)} if unseen else {}))
 
 
-def _after(request: Request) -> tuple[int, Place | None]:
+def _after(request: Request) -> tuple[int, ListCursor | None]:
     """Return the number of the model, and the place in its list, that ``after`` names."""
     if not (given := request.query_params.get("after")):
         return 0, None

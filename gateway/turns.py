@@ -37,11 +37,11 @@ from gateway.identity.names import (
     SUFFIX,
     NamedSession,
     asked_seconds,
+    choose_session,
     client_name,
     group_of,
     named_by_agent,
     named_session,
-    row_of,
 )
 from gateway.identity.outline import Compared, Outline, hashed
 from gateway.identity.tasks import TASK_SUFFIX, TASK_TOKENS, shared_task_row
@@ -157,7 +157,7 @@ async def _prepared(
 
     Raises:
         InvalidRequest: the request cannot be served as it stands.
-        Refused: the caller's key, or all bodies together, have what they may have.
+        RequestRefused: the caller's key, or all bodies together, have what they may have.
         EngineUnavailable: there is no engine, or none again in time.
     """
     gateway = gateway_of(request)
@@ -174,17 +174,17 @@ async def _prepared(
         raw["model"] = served_name(model, gateway.config, asked.model)
         if gateway.config.keep_reasoning and "messages" in raw:
             keep_reasoning(raw, rules)
-        _even_out(raw, model.served.max_context, _usual_length(gateway.config, asked.task_row))
+        _normalize(raw, model.served.max_context, _usual_length(gateway.config, asked.task_row))
         answer.hides_usage = asks_for_usage(raw)
         is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
         is_silent = model.served.engine == "vllm" and asks_for_nothing(raw)
         gateway.metrics.left_out(asked.translated.left_out)
         if asked.task_row is not None:
-            named = _row_of_task(model, tenant, asked.session, asked.task_row)
+            named = _task_session(model, tenant, asked.session, asked.task_row)
         else:
             named = asked.session or _found(model, tenant, asked.chain)
             if asked.outline is not None and named_by_agent(headers):
-                named = _row_of(gateway, model, tenant, named, asked.outline)
+                named = _session_of(gateway, model, tenant, named, asked.outline)
             await gateway.check_new_session(tenant, model, named.id)
             gateway.limits.comes(tenant, model.coming(named.id), request.scope)
         if gateway.shared_sessions is not None and asked.session is not None:
@@ -277,13 +277,13 @@ def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
     return msgspec.json.encode(engine.prepare_body(raw, session))
 
 
-def _even_out(raw: Json, max_context: int, default_max_tokens: int) -> None:
-    """Change what engines answer differently to, where OpenAI's meaning is plain.
+def _normalize(raw: Json, max_context: int, default_max_tokens: int) -> None:
+    """Give fields that engines interpret differently the meaning that they have at OpenAI.
 
-    Options of a stream mean nothing without one. A chat's answer that may be as long as the context
-    may be as long as there is room; one that has no limit gets the default, if there is one. A
-    text's answer has 16 tokens if the request says no more, so its limit is cut down, not left out.
-    A limit of -1 is none. A bias of zero changes nothing, for any key.
+    ``stream_options`` go where nothing is streamed. A chat's limit of the whole context is left
+    out, so that its answer may fill the room that the prompt leaves; a chat without a limit gets
+    the default, if there is one. A text completion without a limit has 16 tokens, so its limit is
+    lowered and not left out. A limit of -1 is none. A bias of zero is none.
     """
     raw |= {name: max_context for name in LIMITS if raw.get(name) == NO_LIMIT}
     if biases := raw.pop("logit_bias", None):
@@ -313,19 +313,19 @@ def served_name(model: ServedModel, config: GatewayConfig, asked: str) -> str:
     return served
 
 
-def _row_of(
+def _session_of(
     gateway: Gateway, model: ServedModel, tenant: Tenant, named: NamedSession, outline: Outline
 ) -> NamedSession:
     """Find the row of an agent's request; one that there is no room for is not opened."""
     latest = partial(model.prefixes.latest, tenant.name)
-    row = row_of(named.id, outline, latest, partial(model.is_quiet, tenant))
+    row = choose_session(named.id, outline, latest, partial(model.is_quiet, tenant))
     if not gateway.has_room_for(tenant, model, row.id) or len(row.id.encode()) > MAX_ID_BYTES:
         return named
     parent = named.parent or (named.id if row.is_lesser and row.id.endswith(SUFFIX) else None)
     return NamedSession(row.id, parent, named.is_child or row.is_lesser)
 
 
-def _row_of_task(
+def _task_session(
     model: ServedModel, tenant: Tenant, named: NamedSession | None, shared_row: str
 ) -> NamedSession:
     """Find the row of a task: that of its conversation, if this is known."""

@@ -83,7 +83,7 @@ class Column(NamedTuple):
 
     name: str
     side: Literal["left", "right"]
-    goes: int = 0  # as which one, where room is short; 0 = never
+    goes: int = 0  # its place in the order in which columns are left out; 0 = never
 
 
 COLUMNS: Final = (

@@ -4,8 +4,8 @@ This is the only fair queue: engines serve first come, first served. Every tenan
 and a *virtual time*: the seconds for which it held places, divided by its weight. A free place goes
 to the tenant whose virtual time is least, counting each place that it holds for as long as turns
 usually last. A tenant with a thousand requests therefore delays another's single request by one
-place, not by a thousand; and one that comes back begins at the least time of those present, so a
-pause earns nothing, or at its own if that is more, so a short absence saves nothing.
+place, not by a thousand. A tenant that comes back begins at its own virtual time or at the least of
+the tenants present, whichever is more, as in start-time fair queueing: a pause earns nothing.
 
 Tasks, which programs send beside a conversation, have lines of their own, since no user waits for
 them: one gets a place when no other turn waits, and never the spare one. Where the line is full,

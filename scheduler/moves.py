@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from engines.base import Engine, EngineError, SessionReport, TierName
+from engines.base import Engine, EngineError, KeptReason, SessionReport, TierName
 from scheduler.config import SchedulerConfig
 from scheduler.session import SAVING, Event, Observer, Session, State
 from scheduler.table import SessionTable
@@ -42,7 +42,7 @@ class Moves:
         self._waits: dict[int, tuple[TierName | None, asyncio.Task[None]]] = {}
         self._prefetches = asyncio.Semaphore(config.max_prefetches)
 
-    async def demote(self, session: Session, tier: TierName | None) -> str:
+    async def demote(self, session: Session, tier: TierName | None) -> KeptReason | None:
         """Put a session to sleep that was asked to; returns and raises as ``hibernate`` does.
 
         "saving": the engine has yet to save it. It sleeps as soon as that is done, unless a turn
@@ -73,7 +73,7 @@ class Moves:
         job.add_done_callback(ended)
 
     async def _until_asleep(self, session: Session, tier: TierName | None) -> None:
-        kept = SAVING
+        kept: str | None = SAVING
         while kept == SAVING:
             await asyncio.sleep(SAVING_LOOK_S)
             if not session.saving:  # a turn came
@@ -92,11 +92,11 @@ class Moves:
 
     async def hibernate(
         self, session: Session, tier: TierName | None, why: str, *, urgent: bool = False
-    ) -> str:
+    ) -> KeptReason | None:
         """Drop the hot copy; with ``tier`` also move the cold copy down.
 
         A session that is busy, or was used while this waited at its gate, stays as it is.
-        Returns why the session stayed, "" if it went.
+        Returns why the session stayed, None if it went.
 
         Args:
             why: the reason for sleeping, in a word; see ``scheduler.session.Step``.
@@ -113,9 +113,11 @@ class Moves:
                 return await self._drop_hot_copy(session, tier, why)
             if session.state is State.COLD and tier is not None:
                 return await self._move_down(session, tier, why)
-            return ""
+            return None
 
-    async def _drop_hot_copy(self, session: Session, tier: TierName | None, why: str) -> str:
+    async def _drop_hot_copy(
+        self, session: Session, tier: TierName | None, why: str
+    ) -> KeptReason | None:
         session.apply(Event.HIBERNATE)
         job = session.hibernation
         try:
@@ -129,19 +131,19 @@ class Moves:
             session.keep_until = self._clock() + KEPT_RETRY_S
         if not session.complete(outcome, job, demoted.report, why):
             # A turn has overtaken the job, or the session was forgotten meanwhile.
-            return "" if session.state is State.GONE else "busy"
+            return None if session.state is State.GONE else "busy"
         if demoted.report is not None:
             self._table.learn(session, demoted.report)
         return demoted.kept
 
-    async def _move_down(self, session: Session, tier: TierName, why: str) -> str:
+    async def _move_down(self, session: Session, tier: TierName, why: str) -> KeptReason | None:
         session.keep_until = self._clock() + KEPT_RETRY_S  # reset below if it gets there
         demoted = await self._engine.demote(session.ref, tier)
         self._table.take(session, demoted.report, why)
         if session.tier != tier:
             return demoted.kept or "no-room"
         session.keep_until = 0.0
-        return ""
+        return None
 
     async def wake(self, session: Session) -> None:
         """Make a cold session hot: a prefetch is a turn without tokens.

@@ -30,7 +30,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from engines.base import EngineReport, SessionRef, SessionReport, TierName
+from engines.base import EngineReport, KeptReason, SessionRef, SessionReport, TierName
 
 
 class Step(NamedTuple):
@@ -77,7 +77,7 @@ class Event(enum.Enum):
 
 Kind: TypeAlias = Literal["main", "child", "task"]
 S, E = State, Event
-SAVING: Final = "saving"
+SAVING: Final[KeptReason] = "saving"
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
     S.ACTIVE: {E.TURN: S.ACTIVE, E.QUIET: S.IDLE, E.EXPIRE: S.LEAVING},

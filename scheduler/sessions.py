@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from engines.base import CacheOutcome, Engine, SessionRef, TierName
+from engines.base import CacheOutcome, Engine, KeptReason, SessionRef, TierName
 from engines.base import Overloaded as Overloaded
 from scheduler.admission import AdmissionQueue, Headroom
 from scheduler.admission import Draining as Draining
@@ -47,18 +47,15 @@ CONVERSATIONS: Final[Collection[Kind]] = ("main", "child")
 RELOADABLE = ("idle_after_s",)
 
 
-# The place of a session in its tenant's list: by its last use, then by its id.
-Place: TypeAlias = tuple[float, str]
-_place: Callable[[Session], Place] = attrgetter("last_used", "ref.id")
+# Where a list of a tenant's sessions goes on: after this last use and id.
+ListCursor: TypeAlias = tuple[float, str]
+_cursor: Callable[[Session], ListCursor] = attrgetter("last_used", "ref.id")
 
 
 class SessionKept(Exception):
-    """A session was not put to sleep.
+    """A session was not put to sleep."""
 
-    ``reason``: "busy", "pinned", "no-cold-copy", "disabled", or "no-room" in the tier.
-    """
-
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: KeptReason) -> None:
         super().__init__(reason)
         self.reason = reason
 
@@ -269,7 +266,7 @@ class SessionManager:
         self,
         tenant: str,
         most: int | None = None,
-        after: Place | None = None,
+        after: ListCursor | None = None,
         kinds: Collection[Kind] = CONVERSATIONS,
     ) -> list[SessionView]:
         """List a tenant's sessions of some kinds, the most recently used first.
@@ -283,15 +280,15 @@ class SessionManager:
             for x in self.table.of(tenant)
             if x.kind in kinds
             and x.state is not State.LEAVING
-            and (after is None or _place(x) < after)
+            and (after is None or _cursor(x) < after)
         ]
-        few = sorted(mine, key=_place, reverse=True)[:most]
+        few = sorted(mine, key=_cursor, reverse=True)[:most]
         return [self._view(x) for x in few]
 
-    def place(self, ref: SessionRef) -> Place | None:
+    def place(self, ref: SessionRef) -> ListCursor | None:
         """Return the place of a session in the list; None if it is unknown."""
         session = self._known(ref)
-        return _place(session) if session else None
+        return _cursor(session) if session else None
 
     def began(self, tenant: str, id: str) -> float | None:
         """Return when a session's first turn here began, by the scheduler's clock.
@@ -319,7 +316,7 @@ class SessionManager:
         session = self._known(ref)
         if session is None:
             return None
-        if (kept := await self._moves.demote(session, tier)) not in ("", SAVING):
+        if (kept := await self._moves.demote(session, tier)) not in (None, SAVING):
             raise SessionKept(kept)
         return self.get(ref)
 

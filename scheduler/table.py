@@ -177,7 +177,7 @@ class SessionTable:
 
         Args:
             report: None if the engine does not know the session.
-            why: the reason why it may have left a place, in a word; see ``observer.Step``.
+            why: the reason why it may have left a place, in a word; see ``scheduler.session.Step``.
         """
         held_by = session.tier
         if report is not None:

@@ -10,12 +10,14 @@ from starlette.exceptions import HTTPException
 
 from docs.generators.error_calls import ErrorCode, error_codes
 from docs.generators.tables import code, page, table
+from engines.base import KeptReason
 from engines.openai.errors import ERROR_TYPES
 from gateway.errors import Failure, failure_of
 from gateway.openai.conversations import CONVERSATION
 from gateway.openai.responses.routes import RESPONSES
 from gateway.openai.stored_chats import COMPLETION
 from kvstore.session import MissReason
+from scheduler.session import SAVING
 from scheduler.sessions import SessionKept
 
 INTRODUCTION = """
@@ -92,7 +94,6 @@ MEANINGS = {
     "too_many_connections": "the client, or all of them, have too many connections open",
     "too_many_values": "the body has too many values, however short it is",
 }
-KEPT_REASONS = ("busy", "pinned", "no-cold-copy", "disabled", "no-room")
 MISS_MEANINGS = {
     "never-stored": "nothing of this session was ever saved here",
     "too-short": "the session has fewer tokens than a chunk, and is not stored",
@@ -142,7 +143,9 @@ def errors_page() -> str:
 def all_codes() -> set[ErrorCode]:
     """Add to the codes that are written out those that are computed."""
     computed = [failure_of(HTTPException(status)) for status in (404, 405)]
-    computed += [failure_of(SessionKept(reason)) for reason in KEPT_REASONS]
+    computed += [
+        failure_of(SessionKept(reason)) for reason in get_args(KeptReason) if reason != SAVING
+    ]
     found = error_codes() | {ErrorCode(x.code, x.status) for x in computed if x.code}
     return found | {ErrorCode(x.code, 404) for x in (COMPLETION, CONVERSATION, RESPONSES)}
 

@@ -45,40 +45,41 @@ class NextLife:
         self,
         engine: Callable[[], object],
         wait_s: float,
-        no_hope: Callable[[], bool],
-        there: Callable[[], bool] | None = None,
+        gave_up: Callable[[], bool],
+        has_other: Callable[[], bool] | None = None,
     ) -> None:
-        """Remember the engine of now.
+        """Remember the present control connection.
 
         Args:
             engine: returns one object for as long as the control connection lasts, None without.
-            wait_s: the longest wait for the next one, in seconds.
-            no_hope: says that none will come.
-            there: says that another one can be asked; None = only the next life of this one.
+            wait_s: the longest wait for the next connection, in seconds.
+            gave_up: returns True once no engine will be started any more.
+            has_other: returns True while another engine can be asked; None = there is none, only
+                the next life of this one.
         """
         self._engine = engine
-        self._then = engine()
+        self._original = engine()
         self._wait_s = wait_s
-        self._no_hope = no_hope
-        self._beside = there is not None
-        self._there = there or (lambda: engine() is not None)
+        self._gave_up = gave_up
+        self._may_ask_other = has_other is not None
+        self._has_next = has_other or (lambda: engine() is not None)
 
     @property
     def ended(self) -> bool:
-        """True once the engine of then has ended."""
-        return self._engine() is not self._then
+        """True once the original connection is lost."""
+        return self._engine() is not self._original
 
     @property
-    def another_is_there(self) -> bool:
-        """True if one can be asked beside the engine of then."""
-        return self._beside and self._there()
+    def has_other(self) -> bool:
+        """True if another engine can be asked while the original one still runs."""
+        return self._may_ask_other and self._has_next()
 
     async def ready(self) -> bool:
-        """Wait until the engine has ended and one is there again; False if not in time."""
+        """Wait until the connection is lost and there is another one; False if not in time."""
         loop = asyncio.get_running_loop()
         noticed, end = loop.time() + NOTICED_S, loop.time() + self._wait_s
-        while loop.time() < end and not self._no_hope():
-            if self.ended and self._there():
+        while loop.time() < end and not self._gave_up():
+            if self.ended and self._has_next():
                 return True
             if not self.ended and loop.time() > noticed:
                 return False
@@ -179,7 +180,7 @@ class SecondTry:
         if body is None or not body.content or self._asked is None:
             return False
         life, next_life = self._asked.life, self._asked.next_life
-        if broke and next_life.another_is_there:
+        if broke and next_life.has_other:
             log.warning("a connection to a replica broke; another one is asked")
             await self._stack.aclose()
             try:

@@ -24,6 +24,7 @@ from engines.wire import (
     CodecReport,
     Done,
     EngineReport,
+    KeptReason,
     Notice,
     RequestProgress,
     SessionReport,
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
 # How long a demote waits for a save that is on its way before the gateway is to ask again.
 SAVE_WAIT_S: Final = 5.0
-# How long smaller budgets are waited for before the gateway is to ask again, and how often it is
-# looked whether they hold.
 # How long a prefetch may take before the caller gets an answer without it.
 WAKE_WAIT_S: Final = 60.0
 
@@ -243,23 +242,23 @@ class MlxVerbs:
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
         """Drop the hot copy once there is a cold one; ``tier`` also moves the cold copy down."""
         store = self._owner.store
-        kept = await self._cool(session) if store else "disabled"
+        kept: KeptReason | None = await self._cool(session) if store else "disabled"
         if not kept and store and tier:
             await asyncio.to_thread(store.demote, session, tier)
         return Done(await self.report(session), kept)
 
-    async def _cool(self, session: SessionRef) -> str:
-        """Drop the hot copy. Returns "", or why it is still there."""
+    async def _cool(self, session: SessionRef) -> KeptReason | None:
+        """Drop the hot copy. Returns why it is still there, None if it is not."""
         key = session.name
         # On the owner thread, because a turn whose end the client has just seen ends there.
         hot = await self._owner.call(lambda: self._candidate(key))
         if hot is None or isinstance(hot, str):
-            return hot or ""
+            return hot
         # wait(), because its time limit does not cancel the save.
         await asyncio.wait([asyncio.wrap_future(hot.saved)], timeout=SAVE_WAIT_S)
         return await self._owner.call(lambda: self._drop(hot))
 
-    def _candidate(self, key: SessionName) -> HotSession | str | None:
+    def _candidate(self, key: SessionName) -> HotSession | KeptReason | None:
         """The hot session, which may go once it is saved; or why it may not; None = not hot."""
         if self._hot.is_busy(key):
             return "busy"
@@ -269,14 +268,14 @@ class MlxVerbs:
             self._hot_cache.save_again(hot)
         return hot
 
-    def _drop(self, hot: HotSession) -> str:
+    def _drop(self, hot: HotSession) -> KeptReason | None:
         """Drop it unless something changed. On the owner thread, so nothing comes in between."""
         if self._hot.is_busy(hot.key) or self._hot.get(hot.key) is not hot:
             return "busy"
         if not hot.is_saved:
             return "no-cold-copy" if hot.saved.done() else "saving"
         self._hot_cache.drop(hot)
-        return ""
+        return None
 
     async def prefetch(self, session: SessionRef) -> Done:
         """Make the session hot, as far as there is room, and report on it."""

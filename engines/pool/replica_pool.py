@@ -216,7 +216,7 @@ class ReplicaPool:
                 lambda: replica.engine.welcome,
                 max(wait_s or 0.0, LEAST_WAIT_S),
                 lambda: self._stopping or self.gave_up,
-                there=lambda: any(x.takes_beside(life) for x in self._replicas),
+                has_other=lambda: any(x.takes_beside(life) for x in self._replicas),
             )
             asked = partial(self._asked, replica, session, path, headers)
             return Candidate(replica.name, life, next_life, asked, replica.avoid)

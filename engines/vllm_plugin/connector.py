@@ -1,4 +1,4 @@
-"""The class that vLLM loads: forwards vLLM's calls to the plug-in's two sides, and nothing else.
+"""The class that vLLM loads: forwards vLLM's calls to the plug-in's two sides.
 
     --kv-transfer-config '{"kv_connector": "ThermoclineConnector",
         "kv_connector_module_path": "engines.vllm_plugin.connector", "kv_role": "kv_both",

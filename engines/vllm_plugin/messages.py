@@ -191,7 +191,7 @@ class RankLost(msgspec.Struct, frozen=True, tag="lost"):
     """News that a stored session is gone, or is in a slower tier now."""
 
     session: SessionRef
-    why: str = ""  # "budget", "share", "limit" or "expired"
+    why: str = ""  # "budget", "limit" or "expired"
     is_gone: bool = True
 
 

@@ -112,7 +112,7 @@ async def _changed(change: Callable[[], T]) -> T:
     """Do something to the list, beside the event loop: it reads and writes a file.
 
     Raises:
-        Refused: 409, the list cannot be changed so.
+        RequestRefused: 409, the list cannot be changed so.
     """
     try:
         return await asyncio.to_thread(change)

@@ -1,9 +1,9 @@
 r"""Bodies of requests: counted in bytes, unpacked, weighed and parsed, each within a bound.
 
-A body counts by the bytes that have come, not by those that it declares, until its turn is called:
-through the waiting line, but not while the engine computes. Questions that are no turn have no
-line here, and count until they are answered. Stored objects that a request recalls count as its
-body does. One tenant's leave room for others.
+Received bytes, not the declared length, count in the budget of all bodies, until the body is handed
+to the engine: while it waits in line, but not while the engine computes. Questions that are no turn
+do not wait in line; they count until they are answered. Stored objects that a request recalls count
+as its body does. The bodies of one tenant never take the whole budget.
 
 A few bytes can unpack to gigabytes. So no more than a step is unpacked before it is counted, the
 memory that a zstd frame asks for is bounded, and one body is unpacked at a time. Parsed, a body of
@@ -158,7 +158,7 @@ def encoding_of(declared: str) -> str:
     """Return the encoding of a body whose ``Content-Encoding`` is ``declared``; "" if it has none.
 
     Raises:
-        Refused: 415, it is another than ``ENCODINGS``, or there are several.
+        RequestRefused: 415, it is another than ``ENCODINGS``, or there are several.
     """
     names = [
         x for x in (y.strip().lower() for y in declared.split(",")) if x not in ("", "identity")

@@ -19,8 +19,9 @@ from gateway.edge.route_costs import RouteCost
 from gateway.errors import Failure, RequestRefused
 from gateway.keys import Limits, Tenant
 
-KEY_SHARE = "key_share"  # where a request's share is in the scope's state
-TAKEN = "taken"  # and what ``Rates`` said of it
+# Keys of the scope's state:
+KEY_SHARE = "key_share"  # the request's share of its key's limits
+TAKEN = "taken"  # the answer of ``Rates`` to the request
 Headers = tuple[tuple[str, str], ...]
 
 
@@ -72,7 +73,7 @@ class KeyLimits:
         return not (cost.computes and at_once) or self._running[_name(tenant)] < at_once
 
     def run(self, tenant: Tenant, more: int) -> None:
-        """Count so many more that compute; fewer, if it is less than nothing."""
+        """Add ``more``, which may be negative, to the key's running requests."""
         name = _name(tenant)
         self._running[name] += more
         if not self._running[name]:

@@ -1,8 +1,8 @@
 """Counts what keys use in a minute, by the library ``limits``.
 
-The window slides: of the minute before, so much still counts as of it lies within the last 60 s.
-Where several gateways share a Redis, one count there is for all of them. While it does not answer,
-each gateway counts for itself, and no request fails for it; that is said in the log and a metric.
+The window slides: the previous minute counts by the part of it that lies within the last 60 s.
+Gateways that share a Redis share its count. While it does not answer, each gateway counts for
+itself, and no request fails for it; the log and a metric say so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ Most: TypeAlias = Mapping[str, int]  # "requests" and "tokens" that a key may us
 
 
 class MinuteUse(NamedTuple):
-    """Holds what a key used of one limit in two minutes, in parts, and how long each counts."""
+    """A key's use of one limit in the previous and the current minute, in units of 1 / ``parts``.
+
+    ``previous_s`` and ``current_s``: seconds for which each still counts.
+    """
 
     most: int
     parts: int

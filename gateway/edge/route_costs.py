@@ -1,7 +1,8 @@
 """What each route takes of a key's limits, and the bound on the rest of its work.
 
-A request is charged once, when its caller is known (``context.caller_of``) and before its body is
-read. A route without a cost cannot be served, and ``tests/architecture`` finds it before that.
+``context.count`` counts a request in its key's minute before it is routed; ``context.caller_of``
+then refuses it with 429, or takes a place among the key's running requests. Both come before its
+body is read. A route without a cost cannot be served, and ``tests/architecture`` finds it first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from starlette.types import Scope
 
 
 class Work(Enum):
-    """The place where a request's work is done, and the bound that is known before it begins."""
+    """Says which part of the server bounds a route's work, and by what.
+
+    Each bound is enforced in that part. This is read by the tests and by the page of the routes.
+    """
 
     FIXED = "little work of fixed size, on the event loop"
     TABLE = "at most 1,000 rows of the gateway's own tables, one tenant's"

@@ -57,7 +57,7 @@ class Member:
     engine: LimitsTenants
     life: Welcome
     held: Mapping[TierName, Mapping[str, int]] = field(default_factory=dict)
-    is_limited: bool = True  # perhaps, by an earlier gateway
+    is_limited: bool = True  # an earlier gateway may have limited it
 
 
 class TierBytes:

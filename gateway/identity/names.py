@@ -303,20 +303,20 @@ def _session_in(user_id: str) -> str | None:
     return named[1] if named and isinstance(fields.get("session_id"), str) else None
 
 
-class Row(NamedTuple):
-    """The row of a request."""
+class SessionChoice(NamedTuple):
+    """The session that a request belongs to."""
 
     id: str
-    is_lesser: bool = False  # the other row holds more
+    is_lesser: bool = False  # the other of the two sessions holds more
 
 
-def row_of(
+def choose_session(
     session_id: str,
     now: Outline,
     latest: Callable[[str], Outline | None],
     is_quiet: Callable[[str], bool],
-) -> Row:
-    """Choose the row of a request that names ``session_id``.
+) -> SessionChoice:
+    """Choose the session of a request that names ``session_id``: that one, or the one beside it.
 
     Args:
         latest: the latest request of a row; None if none is remembered.
@@ -325,16 +325,16 @@ def row_of(
     beside = session_id + SUFFIX
     held = latest(session_id)
     if held is None or begin_alike(held, now):
-        return _row(session_id, now, latest(beside))
+        return _choice(session_id, now, latest(beside))
     other = latest(beside)
     if other is not None and begin_alike(other, now):
-        return _row(beside, now, held)
+        return _choice(beside, now, held)
     largest = max(held.size, other.size if other else 0)
     if now.size * _MUCH_SHORTER >= largest and is_quiet(session_id):
-        return Row(session_id)  # as a client does that begins anew
+        return SessionChoice(session_id)  # as a client does that begins anew
     if other is not None and other.size > held.size:
-        return _row(session_id, now, other)
-    return _row(beside, now, held)
+        return _choice(session_id, now, other)
+    return _choice(beside, now, held)
 
 
 def begin_alike(one: Outline, other: Outline) -> bool:
@@ -344,5 +344,5 @@ def begin_alike(one: Outline, other: Outline) -> bool:
     return one.messages[:DIGEST_BYTES] == other.messages[:DIGEST_BYTES]
 
 
-def _row(id: str, now: Outline, other: Outline | None) -> Row:
-    return Row(id, other is not None and now.size < other.size)
+def _choice(id: str, now: Outline, other: Outline | None) -> SessionChoice:
+    return SessionChoice(id, other is not None and now.size < other.size)

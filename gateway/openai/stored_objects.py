@@ -92,7 +92,7 @@ class StoredKind(NamedTuple):
 
         Raises:
             InvalidRequest: 404, it is not there.
-            Refused: 503, the bodies of all requests take too much.
+            RequestRefused: 503, the bodies of all requests take too much.
         """
         tenant, id = caller_of(request).name, request.path_params[self.param]
         found = await gateway_of(request).stored.ask(

@@ -31,7 +31,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     next: int  # number of the next page
     body: Page
     pages: tuple[Page, ...] = ()
-    outputs: int = 0  # of the pages, the last ones
+    outputs: int = 0  # how many of the last pages the answer added
     about: dict[str, str] = {}
     labels: tuple[Label, ...] | None = None
 

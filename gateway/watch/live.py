@@ -23,8 +23,8 @@ from gateway.watch.rows import Histories, Key, Rows
 from gateway.watch.shape import (
     Activity,
     HourlySpeeds,
+    KVPlace,
     Move,
-    Place,
     RequestStatus,
     ServerStatus,
     SessionDetail,
@@ -151,7 +151,7 @@ class Live(Observer):
         if before != after:
             self._moved(key, step, before, after)
 
-    def _moved(self, key: Key, step: Step, before: Place, after: Place) -> None:
+    def _moved(self, key: Key, step: Step, before: KVPlace, after: KVPlace) -> None:
         session = self._rows.session(key)
         if session is None or not session.known:  # the engine refused its first turn
             return

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from engines.wire import KVSize, Welcome
 from gateway.watch.requests import LiveRequest
-from gateway.watch.shape import Place, SessionStatus, Transition, TurnRecord
+from gateway.watch.shape import KVPlace, SessionStatus, Transition, TurnRecord
 from scheduler.session import Session, State, Step
 from scheduler.table import SessionTable
 
@@ -55,7 +55,7 @@ class SessionPast:
     __slots__ = ("num_turns", "place", "saved_s", "saved_tokens", "steps", "title", "turns")
 
     def __init__(self) -> None:
-        self.place: Place = ""  # of its KV, since its last step
+        self.place: KVPlace = ""  # of its KV, since its last step
         self.title = ""
         self.turns: deque[TurnRecord] = deque(maxlen=MAX_TURNS)
         self.steps: deque[Transition] = deque(maxlen=MAX_STEPS)
@@ -67,7 +67,7 @@ class SessionPast:
     def num_records(self) -> int:
         return 1 + len(self.turns) + len(self.steps)
 
-    def step(self, shown: Transition) -> tuple[Place, Place]:
+    def step(self, shown: Transition) -> tuple[KVPlace, KVPlace]:
         """Take a step in; return where its KV was before, and where it is now."""
         before = self.place or self._place_before(shown)
         self.place = before
@@ -78,7 +78,7 @@ class SessionPast:
         self.steps.append(shown)
         return before, self.place
 
-    def _place_before(self, first: Transition) -> Place:
+    def _place_before(self, first: Transition) -> KVPlace:
         """Say by its first step where a session was: one that was adopted is quiet then."""
         if first.before in _HOT:
             return "" if first.before == "active" else "hot"
@@ -98,7 +98,7 @@ class Histories:
         """Return a session's past; None if nothing of it is remembered."""
         return self._pasts.get(key)
 
-    def stepped(self, key: Key, step: Step) -> tuple[Place, Place]:
+    def stepped(self, key: Key, step: Step) -> tuple[KVPlace, KVPlace]:
         """Note a transition; return where the session's KV was, and where it is now."""
         past = self._open(key)
         places = past.step(_shown(step, round(self._wall(), 3)))

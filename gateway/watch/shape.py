@@ -16,7 +16,7 @@ from engines.base import TierName
 
 Phase: TypeAlias = Literal["waiting", "prefill", "decode"]
 MAX_MOVES = 60  # of one tenant, or of all
-Place: TypeAlias = Literal["", "hot", "ram", "disk", "redis"]  # of a session's KV; "" = none yet
+KVPlace: TypeAlias = Literal["", "hot", "ram", "disk", "redis"]  # of a session's KV; "" = none yet
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,8 +248,8 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     id: str
     tenant: str | UnsetType = UNSET  # for admins only
-    before: Place  # "" = it began
-    after: Place
+    before: KVPlace  # "" = it began
+    after: KVPlace
     event: str  # of ``Transition``
     why: str
     tokens: int

@@ -47,8 +47,8 @@ class Profiles:
 
     Args:
         fingerprint: of the model; a part of every key.
-        read_too: makes codecs of other stores readable, and those of the call before no more;
-            raises ``UnknownCodec`` for those of another layout.
+        read_too: replaces the codecs of other stores that can be read; raises ``UnknownCodec`` for
+            those of another layout.
 
     Attributes:
         opened: see ``OpenProfile``. Until it is set, no profile is fetched.

@@ -55,8 +55,8 @@ class Restored:
         state: for a cache that cannot be cut, its state after exactly these tokens.
         tier: the slowest that was read.
         reason: why there are fewer tokens than the match promised.
-        lossy_tokens: no row, and no state, from this token on came from a lossy codec; a source
-            of a later save of these rows says so of the rows before it.
+        lossy_tokens: the number of first tokens whose rows or states may come from a lossy codec;
+            a later save must report them as restored (``RowSource.is_restored``).
     """
 
     num_tokens: int

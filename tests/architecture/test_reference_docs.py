@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 import thermocline
-from docs.generators.errors_page import KEPT_REASONS, MEANINGS, MISS_MEANINGS, all_codes
+from docs.generators.errors_page import MEANINGS, MISS_MEANINGS, all_codes
 from docs.generators.headers_page import PRIVATE, described_headers, headers_in_sources
 from docs.generators.pages import DOCS, PAGES
 from launch.errors import UsageError
 from launch.settings.fields import Fields
 from launch.settings.schema import Settings, flat
-from scheduler.sessions import SessionKept
 
 ROOT = Path(__file__).parents[2]
 CONFIGURATION = DOCS / "configuration.md"
@@ -31,11 +30,6 @@ def test_every_code_of_an_error_has_its_meaning():
     assert codes - set(MEANINGS) == set()
     assert set(MEANINGS) - codes == set()
     assert len(codes) > 30
-
-
-def test_every_reason_to_stay_awake_is_asked_for():
-    said = re.findall(r'"([a-z-]+)"', SessionKept.__doc__ or "")
-    assert sorted(said) == sorted(KEPT_REASONS)
 
 
 def test_every_reason_of_a_miss_has_its_meaning():

@@ -28,7 +28,7 @@ async def serve(folder: Path, fault: str) -> None:
     async with engine("llama", folder) as it:
         await a_turn(it, 0)
         await it.settled()
-        assert (await it.verbs.demote(session("0"), "disk")).kept == ""
+        assert (await it.verbs.demote(session("0"), "disk")).kept is None
         (data,) = folder.rglob("data.mdb")
         forbid_writing_beyond(data.stat().st_size if fault == "full" else 0)
         for number in range(1, NUM_WHILE + 1):

@@ -101,7 +101,7 @@ async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_pa
         assert cache == "hot; tokens=299"
         assert again["choices"] == first["choices"]
         demoted = await server.demote(ONE, "disk")
-        assert demoted.kept == "" and demoted.report is not None
+        assert demoted.kept is None and demoted.report is not None
         assert (demoted.report.hot, demoted.report.tier) == (False, "disk")
         report = await server.prefetch(ONE)
         assert report.hot
@@ -169,7 +169,7 @@ async def test_a_kill_in_the_middle_of_a_restore_costs_a_recompute_at_most(
         store = msgspec.structs.replace(config.store, restore_deadline_s=60.0, **own)
         async with running(msgspec.structs.replace(config, store=store)) as server:
             expected, _ = await complete(server, PROMPT)
-            assert (await server.demote(ONE)).kept == ""
+            assert (await server.demote(ONE)).kept is None
             pid, before, line.bytes_per_s = server.pid, line.answered_bytes, SLOW
             assert pid is not None
             waking = asyncio.create_task(complete(server, PROMPT))
@@ -215,7 +215,7 @@ async def test_another_model_begins_anew_and_leaves_the_first_ones_sessions(
     right = await fresh(other, tmp_path / "fresh")
     async with running(config) as server:
         expected, _ = await complete(server, PROMPT)
-        assert (await server.demote(ONE, "disk")).kept == ""
+        assert (await server.demote(ONE, "disk")).kept is None
     async with running(other) as server:
         answer, cache = await complete(server, PROMPT)
         assert cache.startswith("miss"), cache

@@ -90,7 +90,8 @@ def _packed(
 ) -> Choice:
     """The choice for a live cache that is packed itself, and sleeps in that form only.
 
-    No exact codec can serve until it was measured: it keeps the bound, or is refused.
+    There is no exact codec to fall back on: one that is unmeasured or loses too much is refused,
+    unless ``store.accept_loss`` is set.
     """
     from kvstore.codecs.rows.packed_codec import packed_codec
 
@@ -129,7 +130,7 @@ class _Model:
 
     @property
     def first(self) -> str:
-        """The preset without a row of which the model counts as not measured yet."""
+        """The preset that must have been measured for the model to count as measured."""
         if self.states is None:
             return USUAL
         has_rows = bool(self.layout.layers or self.states.windows)

@@ -78,9 +78,9 @@ class BatchLoop:
         )
 
     def lacks(self, nbytes: int) -> bool:
-        """True if requests are held up, or soon will be, by ``nbytes`` that others than they hold.
+        """True if requests wait, or soon will, for memory of which a measurement holds ``nbytes``.
 
-        No other request's memory counts while nothing runs or waits.
+        False while nothing runs or waits.
         """
         runs = self.is_working or self._prefiller.num_admitted
         return self.is_waiting or bool(runs and self._budget.missing() + nbytes > 0)

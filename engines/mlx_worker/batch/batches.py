@@ -6,10 +6,10 @@ next. The batch itself (merge, filter, step, stop sequences) is mlx_lm's ``Batch
 
 ``MemoryBudget`` is the rule of admission: is there memory for one more? Everything that was
 admitted is charged as if it decoded already, in the bucket it will be in: sequences x longest. To
-this are added the bytes that a sequence takes for a moment when it joins or leaves a batch, the KV
-of idle sessions. If the sum is over the budget, idle sessions go; if that is not enough, the
-newcomer waits; if running sequences outgrow the budget, the youngest is sent back: it goes into the
-queue, and its KV becomes an idle session like any other.
+this are added the copy that is made while a sequence joins or leaves a batch, the KV of idle
+sessions, and the states that running requests keep. If the sum is over the budget, idle sessions
+go; if that is not enough, the newcomer waits; if running sequences outgrow the budget, the youngest
+is sent back: it goes into the queue, and its KV becomes an idle session like any other.
 """
 
 from __future__ import annotations

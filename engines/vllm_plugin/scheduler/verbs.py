@@ -27,6 +27,7 @@ from engines.wire import (
     EngineReport,
     Forget,
     GetStats,
+    KeptReason,
     LimitTenants,
     ListSessions,
     Measure,
@@ -141,16 +142,18 @@ class VllmVerbs:
                 return True
         return False
 
-    def _why_kept(self, name: SessionName, found: RankSession | None, settled: bool) -> str:
+    def _why_kept(
+        self, name: SessionName, found: RankSession | None, settled: bool
+    ) -> KeptReason | None:
         if self._resident.is_busy(name):
             return "busy"
         if not settled and not (found is not None and found.pinned):
             return "saving"
         if found is None:
-            return "no-cold-copy" if self._resident.num_resident(name) else ""
+            return "no-cold-copy" if self._resident.num_resident(name) else None
         if found.pinned:
             return "pinned"
-        return "" if found.tier else "no-cold-copy"
+        return None if found.tier else "no-cold-copy"
 
     async def prefetch(self, session: SessionRef) -> Done:
         """Bring the blobs to the fastest tier; vLLM fills blocks only for a running request."""

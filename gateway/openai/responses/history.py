@@ -129,7 +129,8 @@ async def context_of(
     Raises:
         ClientGone: the client left meanwhile.
         InvalidRequest: something that it names is not there, or too large.
-        Refused: 503, the bodies of all requests, with the items they recall, take too much.
+        RequestRefused: 503, the bodies of all requests, with the items that they recall, take too
+            much.
         StoreFailed: the store does not answer.
     """
     if fields.conversation is not None and not fields.conversation_id:

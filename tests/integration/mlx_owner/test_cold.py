@@ -65,7 +65,7 @@ async def test_a_session_that_slept_answers_as_one_that_did_not(kind: str, tmp_p
             same(*answers)
             history = history + answers[0].tokens + NEW
         await it.settled()
-        assert (await it.verbs.demote(sleeper, None)).kept == ""
+        assert (await it.verbs.demote(sleeper, None)).kept is None
         report = await it.verbs.report(sleeper)
         assert not report.hot and report.tier == "ram"
         kept, woken = await it.turn(history, awake), await it.turn(history, sleeper)
@@ -227,7 +227,7 @@ async def test_demoting_gives_the_memory_back(tmp_path: Path):
         await it.turn(text(1, 2000), one)
         await it.settled()
         hot = it.reports.engine()
-        assert (await it.verbs.demote(one, None)).kept == ""
+        assert (await it.verbs.demote(one, None)).kept is None
         cold = it.reports.engine()
     nbytes = 2000 * 3072  # three layers, two heads of 64, K and V, float32
     assert hot.idle_hot_bytes >= nbytes and cold.idle_hot_bytes == 0
@@ -249,7 +249,7 @@ async def test_what_cannot_be_demoted_says_why(tmp_path: Path):
         pinned = await it.verbs.demote(one, None)
         assert pinned.kept == "pinned" and pinned.report is not None and pinned.report.hot
         await it.verbs.pin(one, False)
-        assert (await it.verbs.demote(one, "disk")).kept == ""
+        assert (await it.verbs.demote(one, "disk")).kept is None
         report = await it.verbs.report(one)
     assert report.tier == "disk" and not report.hot
     async with engine("llama") as it:
@@ -277,7 +277,7 @@ async def test_a_demote_does_not_wait_for_a_long_save(
         assert done.kept == "saving" and done.report is not None and done.report.hot
         ends.pop()()
         await it.settled()
-        assert (await it.verbs.demote(one, None)).kept == ""
+        assert (await it.verbs.demote(one, None)).kept is None
 
 
 @pytest.mark.parametrize("prefetched", [True, False])
@@ -296,7 +296,7 @@ async def test_a_pinned_session_stays_hot_after_a_restart_too(prefetched: bool, 
         assert done.kept == "pinned" and done.report is not None and done.report.hot
         await it.verbs.pin(one, False)
         await it.settled()
-        assert (await it.verbs.demote(one, None)).kept == ""
+        assert (await it.verbs.demote(one, None)).kept is None
 
 
 async def test_prefetch_makes_a_session_hot_before_its_turn(tmp_path: Path):

@@ -76,7 +76,7 @@ async def test_a_save_that_fails_fails_no_request(tmp_path: Path, caplog: pytest
         await it.settled()  # the others' saves take as long as they take
         assert not it.owner.parts.hot_cache.is_saving
         surround(it, save=store.save)
-        assert (await it.verbs.demote(A, None)).kept == ""
+        assert (await it.verbs.demote(A, None)).kept is None
     assert "could not be saved" in caplog.text
 
 

@@ -28,7 +28,7 @@ async def test_a_session_that_the_store_lost_is_reported_and_loses_its_pin(tmp_p
         it.verbs.store_changed(StoreNotice(gone, "budget"))
         assert hot.is_pinned(("tenant", "one"))  # its hot copy is still there to be kept
         await it.verbs.pin(one, False)
-        assert (await it.verbs.demote(one, None)).kept == ""
+        assert (await it.verbs.demote(one, None)).kept is None
         hot.pin(("tenant", "one"), True)
         it.verbs.store_changed(StoreNotice(gone, "budget"))
         assert not hot.is_pinned(("tenant", "one"))

@@ -126,7 +126,7 @@ class RecordingEngine:
         return body
 
     async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
-        return Demoted(None, "")
+        return Demoted(None, None)
 
     async def prefetch(self, session: SessionRef) -> SessionReport | None:
         return None

@@ -29,7 +29,7 @@ class SavingEngine(RecordingEngine):
             pinned=False,
             busy=False,
         )
-        return Demoted(report, "" if self.is_saved else "saving")
+        return Demoted(report, None if self.is_saved else "saving")
 
 
 async def test_a_session_that_is_still_being_saved_sleeps_when_it_is() -> None:

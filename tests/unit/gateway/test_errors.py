@@ -27,7 +27,7 @@ KEYS = {"message", "type", "param", "code"}
         (EngineUnavailable("starting"), 503),
         (EngineRefused("no"), 502),
         (SessionKept("busy"), 409),
-        (SessionKept("a reason of tomorrow"), 409),
+        (SessionKept("no-room"), 409),
         (EngineError("odd"), 502),
         (TimeoutError(), 504),
         (HTTPException(404), 404),

@@ -15,6 +15,7 @@ from engines.base import (
     Demoted,
     EngineReport,
     EngineUnavailable,
+    KeptReason,
     Notice,
     SessionRef,
     SessionReport,
@@ -93,7 +94,7 @@ class RowsEngine:
         self.held: dict[tuple[str, str], Held] = {}
         self.capacity = 1000
         self.down = False
-        self.kept = ""
+        self.kept: KeptReason | None = None
         self.wakes = True  # it has room to wake sessions ahead of their turns
         self.gate: asyncio.Event | None = None  # demote and prefetch wait here
         self.forget_gate: asyncio.Event | None = None

@@ -80,7 +80,7 @@ async def test_a_session_that_is_being_saved_sleeps_as_soon_as_it_is(
     assert (await manager.demote(ref("a"))).state == "saving"
     assert manager.get(ref("a")).state == "saving"
     assert (await manager.demote(ref("b"))) is None
-    engine.kept = ""
+    engine.kept = None
     async with asyncio.timeout(5):
         while manager.get(ref("a")).state != "cold":
             await asyncio.sleep(0.01)
@@ -94,7 +94,7 @@ async def test_a_session_that_is_being_saved_may_be_asked_again_for_a_tier(
     engine.kept = "saving"
     assert (await manager.demote(ref("a"))).state == "saving"
     assert (await manager.demote(ref("a"), "disk")).state == "saving"
-    engine.kept = ""
+    engine.kept = None
     async with asyncio.timeout(5):
         while manager.get(ref("a")).tier != "disk":
             await asyncio.sleep(0.01)
@@ -123,7 +123,7 @@ async def test_a_turn_keeps_a_session_awake_that_was_to_sleep_when_saved(
     engine.kept = "saving"
     assert (await manager.demote(ref("a"))).state == "saving"
     await talk(manager, ref("a"))
-    engine.kept = ""
+    engine.kept = None
     await asyncio.sleep(0.1)
     assert manager.get(ref("a")).state == "idle"
 

@@ -34,7 +34,7 @@ def test_a_demoted_session_is_cold_and_wakes(engine, sessions):
     assert (report.hot, report.tier, report.busy) == (True, "ram", False)
     assert report.tokens >= 608
     demoted = done(engine, Demote(ref("sleeper"), "disk"))
-    assert demoted.kept == ""
+    assert demoted.kept is None
     assert (demoted.report.hot, demoted.report.tier) == (False, "disk")
     back = engine.ask(sessions[0], "sleeper")
     assert (back.tokens, back.restored, back.tier) == (right, WHOLE, "disk")
@@ -54,7 +54,7 @@ def test_a_pinned_session_stays(engine, sessions):
     assert done(engine, Pin(ref("pinned"))).report.pinned
     assert done(engine, Demote(ref("pinned"), "disk")).kept == "pinned"
     assert not done(engine, Unpin(ref("pinned"))).report.pinned
-    assert done(engine, Demote(ref("pinned"), "disk")).kept == ""
+    assert done(engine, Demote(ref("pinned"), "disk")).kept is None
 
 
 def test_a_forgotten_session_is_gone_everywhere(engine, sessions):

@@ -88,7 +88,7 @@ async def test_more_sessions_than_fit_in_one_message(folder: Path, fake: FakePro
 async def test_control_verbs(client: EngineClient):
     await answer(client, asked())
     demoted = await client.demote(SESSION, "disk")
-    assert (demoted.report.hot, demoted.report.tier, demoted.kept) == (False, "disk", "")
+    assert (demoted.report.hot, demoted.report.tier, demoted.kept) == (False, "disk", None)
     woken = await client.prefetch(SESSION)
     assert woken.hot
     pinned = await client.pin(SESSION, True)

@@ -103,7 +103,7 @@ class Busy(Engine):
             raise EngineUnavailable("too large")
         held = msgspec.structs.replace(self.held[session.id], tier="redis", hot=False)
         self.held[session.id] = held
-        return Demoted(held, "")
+        return Demoted(held, None)
 
 
 def busy(num_looks: int = 1) -> Busy:

@@ -80,7 +80,7 @@ class Engine(RecordingEngine):
 
     async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
         self.demoted.append(session.id)
-        return Demoted(None, "")
+        return Demoted(None, None)
 
     async def forget(self, session: SessionRef) -> SessionReport | None:
         if not self.ready:

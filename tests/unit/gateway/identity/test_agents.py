@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 
 from engines.openai.requests import InvalidRequest
-from gateway.identity.names import NamedSession, Row, by_headers, by_user_id, row_of
+from gateway.identity.names import (
+    NamedSession,
+    SessionChoice,
+    by_headers,
+    by_user_id,
+    choose_session,
+)
 from gateway.identity.outline import Outline, hashed
 from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
 
 CLAUDE = {"x-claude-code-session-id": "s1"}
 SALT = b"s" * 32
-MINE, LESSER = Row("s"), Row("s/beside", True)
+MINE, LESSER = SessionChoice("s"), SessionChoice("s/beside", True)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +139,9 @@ class Rows:
         self.held: dict[str, Outline] = {}
         self.busy: set[str] = set()
 
-    def take(self, body: dict[str, Any]) -> Row:
+    def take(self, body: dict[str, Any]) -> SessionChoice:
         now = hashed(body["model"], body["messages"], None, SALT).outline
-        row = row_of("s", now, self.held.get, lambda id: id not in self.busy)
+        row = choose_session("s", now, self.held.get, lambda id: id not in self.busy)
         self.held[row.id] = now
         return row
 
@@ -152,7 +158,7 @@ class Rows:
         ([MAIN, ANEW, MAIN], [MINE, MINE, MINE]),
     ],
 )
-def test_rows(asked: list[dict[str, Any]], rows: list[Row]) -> None:
+def test_rows(asked: list[dict[str, Any]], rows: list[SessionChoice]) -> None:
     session = Rows()
     assert [session.take(body) for body in asked] == rows
 
@@ -161,11 +167,11 @@ def test_a_conversation_that_comes_while_its_title_is_made_keeps_a_row_of_its_ow
     session = Rows()
     session.take(TITLE)
     session.busy.add("s")
-    assert session.take(MAIN) == Row("s/beside")
+    assert session.take(MAIN) == SessionChoice("s/beside")
     session.busy.clear()
-    assert session.take(LATER) == Row("s/beside")
-    assert session.take(TITLE_2) == Row("s", True)
-    assert session.take(PROBE) == Row("s", True)
+    assert session.take(LATER) == SessionChoice("s/beside")
+    assert session.take(TITLE_2) == SessionChoice("s", True)
+    assert session.take(PROBE) == SessionChoice("s", True)
 
 
 async def answered_as(app: App, body: dict[str, Any], **headers: str) -> str:

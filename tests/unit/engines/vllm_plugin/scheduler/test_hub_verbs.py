@@ -44,7 +44,7 @@ def test_a_session_is_cold_only_where_every_rank_has_it(engine):
 def test_demote_waits_for_a_save_that_is_under_way(engine):
     threading.Timer(0.1, engine.begin_save().set).start()
     done = engine.done(Demote(ref(), "disk"))
-    assert (done.report.tier, done.kept) == ("disk", "")
+    assert (done.report.tier, done.kept) == ("disk", None)
 
 
 def test_demote_waits_until_the_blocks_are_handed_over(engine):
@@ -53,7 +53,7 @@ def test_demote_waits_until_the_blocks_are_handed_over(engine):
     engine.hot.count_save(ref(), +1)
     engine.hot.end(ref(), CHAIN)
     threading.Timer(0.1, engine.hot.count_save, (ref(), -1)).start()
-    assert engine.done(Demote(ref())).kept == ""
+    assert engine.done(Demote(ref())).kept is None
     assert not engine.hot.is_saving(("t", "s"))
 
 
@@ -71,13 +71,13 @@ def test_demote_says_that_a_save_is_still_under_way(engine, monkeypatch):
     done = engine.done(Demote(ref()))
     assert (done.kept, done.report.hot) == ("saving", True)
     go_on.set()
-    until(lambda: engine.done(Demote(ref())).kept == "")
+    until(lambda: engine.done(Demote(ref())).kept is None)
 
 
 def test_demote_moves_it_down_on_every_rank(engine):
     engine.save()
     done = engine.done(Demote(ref(), "disk"))
-    assert (done.report.tier, done.kept) == ("disk", "")
+    assert (done.report.tier, done.kept) == ("disk", None)
     assert [x.tier_of(x.record(ref())) for x in engine.stores] == ["disk", "disk"]
     assert engine.done(Prefetch(ref())).report.tier == "ram"
 
