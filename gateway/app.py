@@ -32,7 +32,7 @@ from gateway.middleware import RequestMiddleware
 from gateway.models import Models, ServedModel
 from gateway.openai import chat, conversations, models, stored_chats
 from gateway.openai.responses import routes as responses
-from gateway.relay.answer_format import STORED_HEADER
+from gateway.relay.answer import STORED_HEADER
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics

@@ -35,7 +35,7 @@ from gateway.edge.bodies import (
     parse_whole,
     unpacked,
 )
-from gateway.edge.route_costs import cost_of
+from gateway.edge.key_limits import cost_of
 from gateway.models import ServedModel
 
 T = TypeVar("T")

@@ -24,9 +24,8 @@ from engines.pool.loading import Loading, OnDemand
 from engines.wire import Welcome
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.bodies import BodyBudget, body_share_of
-from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
+from gateway.edge.key_limits import KeyLimits, KeyShare, RouteCost, cost_of, key_share_of
 from gateway.edge.key_list import KeyList
-from gateway.edge.route_costs import RouteCost, cost_of
 from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import Failure, RequestRefused
 from gateway.keys import Tenant, Tenants

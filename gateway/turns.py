@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -48,17 +48,15 @@ from gateway.identity.tasks import TASK_SUFFIX, TASK_TOKENS, shared_task_row
 from gateway.keys import Tenant
 from gateway.middleware import headers_of, request_id_of
 from gateway.models import ServedModel
-from gateway.relay.answer_format import (
-    LIMITS,
+from gateway.relay.answer import (
     AnswerFormat,
     StoreAnswer,
-    asks_for_nothing,
-    asks_for_usage,
 )
 from gateway.relay.turn_response import AwaitingModel, TurnRequest, TurnResponse
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints
 
+LIMITS: Final = ("max_tokens", "max_completion_tokens")
 # Names of sessions, which the gateway has read, and hints that only it may give to an engine. Of
 # vLLM's own fields ``take_foreign`` has left none but those that a client may set.
 _PRIVATE_FIELDS = frozenset(
@@ -175,9 +173,9 @@ async def _prepared(
         if gateway.config.keep_reasoning and "messages" in raw:
             keep_reasoning(raw, rules)
         _normalize(raw, model.served.max_context, _usual_length(gateway.config, asked.task_row))
-        answer.hides_usage = asks_for_usage(raw)
+        answer.hides_usage = _asks_for_usage(raw)
         is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
-        is_silent = model.served.engine == "vllm" and asks_for_nothing(raw)
+        is_silent = model.served.engine == "vllm" and _asks_for_nothing(raw)
         gateway.metrics.left_out(asked.translated.left_out)
         if asked.task_row is not None:
             named = _task_session(model, tenant, asked.session, asked.task_row)
@@ -299,6 +297,25 @@ def _normalize(raw: Json, max_context: int, default_max_tokens: int) -> None:
     for name in LIMITS:
         if (raw.get(name) or 0) >= max_context:
             del raw[name]
+
+
+def _asks_for_usage(raw: Json) -> bool:
+    """Have the engine send a stream's token counts; True if its client did not ask for them."""
+    options = raw.get("stream_options") or {}
+    if not raw.get("stream") or options.get("include_usage"):
+        return False
+    raw["stream_options"] = {**options, "include_usage": True}
+    return True
+
+
+def _asks_for_nothing(raw: Json) -> bool:
+    """Have a chat take one token if it asks for none; True if it did."""
+    if "messages" not in raw or not any(raw.get(name) == 0 for name in LIMITS):
+        return False
+    for name in LIMITS:
+        if name in raw:
+            raw[name] = 1
+    return True
 
 
 def served_name(model: ServedModel, config: GatewayConfig, asked: str) -> str:

@@ -6,7 +6,7 @@ from typing import Final
 
 from docs.generators.tables import code, page, table
 from gateway.app import ROUTES
-from gateway.edge.route_costs import ROUTE_COSTS, Work
+from gateway.edge.key_limits import ROUTE_COSTS, Work
 
 # Questions of the gateway to an engine (``engines.wire``), by the verb's tag; each has a deadline.
 VERBS: Final[dict[str, str]] = {

@@ -21,9 +21,8 @@ from engines.base import (
     EngineUnreached,
     Upstream,
 )
-from engines.client.connection import HttpAddress
+from engines.client.connection import HttpAddress, HttpExchange
 from engines.client.control_link import SILENCE_S, ControlLink
-from engines.client.http_exchange import HttpExchange
 from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
 from engines.config import CalibrationOrder, WorkerConfig
 from engines.http import session_headers, with_session

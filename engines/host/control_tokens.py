@@ -15,6 +15,10 @@ Tokens that are only ``added`` to a tokenizer, such as Qwen's ``<tool_call>``, a
 they change no role, and occur in answers that come back. Some tokenizers mark the tokens of their
 roles as only added, too (DeepSeek's ``<｜User｜>``), so every token with bars in the chat template
 is treated as a control token.
+
+The tokenizers library panics at some texts ("AddedVocabulary bad split"), where added tokens
+overlap and take the blanks beside them. Its ``PanicException`` is no ``Exception``, so what keeps a
+thread or a task alive lets it pass; here it becomes an error that a request can be refused with.
 """
 
 from __future__ import annotations
@@ -22,11 +26,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeAlias
-
-from engines.host.tokenizer_panics import UnreadableText
 
 Encode: TypeAlias = Callable[[str], list[int]]
 _DIGITS: Final = 6
@@ -313,3 +315,24 @@ def _branches(node: dict[str, Any]) -> str:
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")
+
+
+_PANIC: Final = "PanicException"  # of pyo3; each library has a class of its own
+
+
+class UnreadableText(ValueError):
+    """A text that the model's tokenizer cannot take."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's tokenizer cannot read this text: leave out odd characters")
+
+
+@contextmanager
+def panics_refused() -> Iterator[None]:
+    """Raise ``UnreadableText`` in the place of a panic."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != _PANIC:
+            raise
+        raise UnreadableText from error

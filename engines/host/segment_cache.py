@@ -18,8 +18,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from engines.host.control_tokens import UnreadableText, panics_refused
 from engines.host.safe_cuts import Cuts, holds, safe_cuts, tokenizing
-from engines.host.tokenizer_panics import UnreadableText, panics_refused
 
 logger = logging.getLogger(__name__)
 Encode: TypeAlias = Callable[[str], list[int]]

@@ -26,8 +26,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from engines.base import SAVE_S, Engine, EngineError, EngineUnavailable, SessionRef
-from engines.client.connection import HttpAddress
-from engines.client.http_exchange import HttpExchange
+from engines.client.connection import HttpAddress, HttpExchange
 from engines.pool.choice import Homes
 from engines.pool.replica import Replica, ReplicaDeletions
 from engines.pool.replica_pool import MOVES_AT, ReplicaPool

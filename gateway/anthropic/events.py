@@ -24,7 +24,7 @@ from gateway.anthropic.message import (
     signature,
 )
 from gateway.errors import Failure
-from gateway.relay.chat_chunks import AnswerChoice, CallPart, TranslatedStream, read_chunk
+from gateway.relay.answer import AnswerChoice, CallPart, TranslatedStream, read_chunk
 from gateway.watch.metrics import Usage
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -9,7 +9,7 @@ import msgspec
 
 from engines.base import EngineUnavailable
 from engines.openai.requests import Json
-from gateway.relay.chat_chunks import MessagePart, read_chunk
+from gateway.relay.answer import MessagePart, read_chunk
 from gateway.watch.metrics import PromptDetails, Usage
 
 Ttl: TypeAlias = Literal["5m", "1h"]

@@ -20,7 +20,7 @@ from gateway.identity.outline import Compared, change_between
 from gateway.keys import Tenant
 from gateway.middleware import request_id_of
 from gateway.models import ServedModel
-from gateway.relay.answer_format import AnswerFormat
+from gateway.relay.answer import AnswerFormat
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.turns import Operation, Translate, accept, served_name
 

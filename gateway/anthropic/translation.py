@@ -18,7 +18,7 @@ from gateway.anthropic.message import Asked, Ttl, whole_message
 from gateway.anthropic.request import CountRequest, MessagesRequest, ToolChoice, chat_messages
 from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.identity.names import seconds_of
-from gateway.relay.answer_format import AnswerFormat
+from gateway.relay.answer import AnswerFormat
 from gateway.turns import Translated
 from gateway.watch.metrics import Usage
 

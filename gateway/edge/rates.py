@@ -19,7 +19,6 @@ from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.storage.redis.redispy import RedispyBridge
 from limits.aio.strategies import SlidingWindowCounterRateLimiter as Limiter
 
-from gateway.edge.route_costs import RouteCost
 from kvstore.errors import TierUnavailable
 
 MINUTE_S: Final = 60.0
@@ -149,31 +148,33 @@ class Rates:
         """True while the count should be that of all gateways, and is not."""
         return self.on_redis and not self._is_shared
 
-    async def take(self, key: str, most: Most, cost: RouteCost) -> Taken:
-        """Count a request of a key, if there is room for it."""
+    async def take(self, key: str, most: Most, number: float, computes: bool) -> Taken:
+        """Count a request of a key, or a part of one, if there is room for it.
+
+        One that ``computes`` has to wait while the key owes tokens.
+        """
         if under_way := [task for task, of in self._counting.items() if of == key]:
             await asyncio.gather(*under_way, return_exceptions=True)
         name = self._name_of(key)
         windows = await self._ask(lambda limiter: _windows(limiter, name, most))
-        needed = {"requests": cost.requests, "tokens": float(cost.computes)}
+        needed = {"requests": number, "tokens": float(computes)}
         for what, window in windows.items():
             if needed[what] and (wait_s := window.wait_s(needed[what])):
                 return Taken(windows, what, wait_s)
         if (requests := windows.get("requests")) is not None:
-            item, parts = _item("requests", most), round(cost.requests * requests.parts)
+            item, parts = _item("requests", most["requests"]), round(number * requests.parts)
             if not await self._ask(lambda limiter: limiter.hit(item, name, "requests", cost=parts)):
                 return Taken(windows, "requests", AGAIN_S)  # another one was quicker
-            windows["requests"] = requests.plus(cost.requests)
+            windows["requests"] = requests.plus(number)
         return Taken(windows)
 
-    def use_tokens(self, key: str, most: Most, number: int) -> None:
-        """Count tokens that were used; at most a full minute's worth."""
-        if number > 0 and "tokens" in most:
-            counting = asyncio.create_task(self._use_tokens(key, most, number), name="tokens")
-            self._counting[counting] = key
-            counting.add_done_callback(self._counting.pop)
+    def use_tokens(self, key: str, most: int, number: int) -> None:
+        """Count tokens that were used; at most a full minute's worth, which is ``most``."""
+        counting = asyncio.create_task(self._use_tokens(key, most, number), name="tokens")
+        self._counting[counting] = key
+        counting.add_done_callback(self._counting.pop)
 
-    async def _use_tokens(self, key: str, most: Most, number: int) -> None:
+    async def _use_tokens(self, key: str, most: int, number: int) -> None:
         name, item = self._name_of(key), _item("tokens", most)
 
         async def count(limiter: Limiter) -> None:
@@ -228,15 +229,15 @@ class Rates:
             log.warning("keys' limits hold at this gateway alone, until Redis answers: %s", why)
 
 
-def _item(what: str, most: Most) -> RateLimitItemPerMinute:
-    return RateLimitItemPerMinute(most[what] * PARTS[what])
+def _item(what: str, most: int) -> RateLimitItemPerMinute:
+    return RateLimitItemPerMinute(most * PARTS[what])
 
 
 async def _windows(limiter: Limiter, name: str, most: Most) -> dict[str, MinuteUse]:
     storage: Any = limiter.storage
 
     async def window(what: str) -> MinuteUse:
-        item = _item(what, most)
+        item = _item(what, most[what])
         found = await storage.get_sliding_window(item.key_for(name, what), item.get_expiry())
         return MinuteUse(item.amount, PARTS[what], *found)
 

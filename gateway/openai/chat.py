@@ -32,8 +32,7 @@ from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.openai.chat_fields import ChatCalls, custom_input, for_engine, metadata_of
 from gateway.openai.stored_chats import keep_completion, rows_of
-from gateway.relay.answer_format import AnswerFormat, NotStored
-from gateway.relay.chat_chunks import TranslatedStream
+from gateway.relay.answer import AnswerFormat, NotStored, TranslatedStream
 from gateway.turns import Operation, Translate, Translated, accept, as_it_is
 from gateway.watch.metrics import Usage
 

@@ -46,7 +46,7 @@ from gateway.edge.bodies import body_share_of
 from gateway.edge.key_limits import key_share_of
 from gateway.models import ServedModel
 from gateway.openai.chat_fields import with_results
-from gateway.relay.chat_chunks import parse_usage
+from gateway.relay.answer import parse_usage
 from gateway.relay.question import answer_to
 from gateway.turns import served_name
 

@@ -22,12 +22,11 @@ from starlette.responses import Response
 from starlette.types import Message, Send
 
 from engines.base import EngineUnavailable, Upstream
-from engines.client.http_exchange import StallWatchdog
+from engines.client.connection import StallWatchdog
 from engines.http import CACHE_HEADER, ClientGone
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
-from gateway.relay.answer_format import AnswerFormat
-from gateway.relay.chat_chunks import AnswerStream
+from gateway.relay.answer import AnswerFormat, AnswerStream
 from gateway.watch.metrics import Usage
 
 log = logging.getLogger("thermocline.gateway")

@@ -29,8 +29,7 @@ from gateway.identity.names import id_to_header
 from gateway.identity.outline import Compared
 from gateway.middleware import body_send_of
 from gateway.models import ServedModel
-from gateway.relay.answer_format import AnswerFormat, NotStored, StoreAnswer, WithoutContent
-from gateway.relay.chat_chunks import parse_usage
+from gateway.relay.answer import AnswerFormat, NotStored, StoreAnswer, WithoutContent, parse_usage
 from gateway.relay.passthrough import (
     EVENT_STREAM,
     STREAM_HEADERS,

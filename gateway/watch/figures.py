@@ -190,12 +190,6 @@ def quality_shown(
     )
 
 
-def prefill_speed(codec: CodecReport | None) -> float | None:
-    """Return tokens a second of a prefill, as timed when codecs were measured; None if not."""
-    timed = [x.prefill_s for x in codec.rows if x.prefill_s] if codec else []
-    return 1000 / max(timed) if timed else None
-
-
 def _bound(max_kl: float) -> QualityBound:
     bound = Bound(kl=max_kl)
     chain_kl = bound.chain_factor * bound.kl

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET
 
 from engines.base import Engine, EngineError, EngineReport, SessionRef
-from gateway.watch.figures import Sums, Verdicts, memory_shown, prefill_speed, quality_shown
+from gateway.watch.figures import Sums, Verdicts, memory_shown, quality_shown
 from gateway.watch.metrics import Metrics
 from gateway.watch.requests import LiveRequest, of_tenant
 from gateway.watch.rows import Histories, Key, Rows
@@ -126,8 +126,7 @@ class Live(Observer):
     def _take(self, request: LiveRequest) -> None:
         if not request.in_engine:  # the engine never had it: refused, or its client left
             return
-        self._speed.learn(request)
-        self._speed.reported = prefill_speed(self._engine.codec)
+        self._speed.learn(request, self._engine.codec)
         saved_s = self._speed.saved_s(request)
         if saved_s and request.cache is not None:
             self._metrics.saved(request.cache.source, saved_s)

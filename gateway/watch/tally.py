@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from engines.http import CacheOutcome
+from engines.wire import CodecReport
 from gateway.watch.requests import LiveRequest, Stretch
 from gateway.watch.shape import MAX_MOVES, FirstTokenTimes, Move, TurnKind
 
@@ -28,11 +29,16 @@ class PrefillSpeed:
     LEAST_TOKENS = 64  # shorter prompts depend more on the step than on the speed
 
     def __init__(self) -> None:
-        self.reported: float | None = None  # by the engine, from when its codecs were measured
+        self._reported: float | None = None  # by the engine, from when its codecs were measured
         self._seen: float | None = None
 
-    def learn(self, request: LiveRequest) -> None:
-        """Learn from a turn. One that was restored counts less: unpacking took some of its time."""
+    def learn(self, request: LiveRequest, codec: CodecReport | None = None) -> None:
+        """Learn from a turn. One that was restored counts less: unpacking took some of its time.
+
+        ``codec``: the engine's report, which has times of prefills.
+        """
+        timed = [x.prefill_s for x in codec.rows if x.prefill_s] if codec else []
+        self._reported = 1000 / max(timed) if timed else None
         computed, took_s = request.prefill_seen
         if took_s <= 0 or computed < self.LEAST_TOKENS:
             return
@@ -44,7 +50,7 @@ class PrefillSpeed:
     @property
     def tokens_per_s(self) -> float | None:
         """The speed on turns, else as the engine measured it for its codecs; None if neither is."""
-        return self._seen or self.reported
+        return self._seen or self._reported
 
     def saved_s(self, request: LiveRequest) -> float | None:
         """Estimate the seconds that a prefill of the reused tokens would have taken longer.

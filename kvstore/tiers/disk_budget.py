@@ -13,7 +13,6 @@ unusual sizes need more, the tier evicts more.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvstore.errors import TierUnavailable
@@ -28,20 +27,6 @@ _MAP_STEP: Final = 1 << 16  # a multiple of every page size
 def batch_bytes(capacity_bytes: int) -> int:
     """The most bytes of blobs in one commit, unless a single blob is larger."""
     return max(_LEAST_BATCH_BYTES, min(MOST_BATCH_BYTES, capacity_bytes // 32))
-
-
-def first_batch(
-    pending: Sequence[bytes], blobs: Mapping[bytes, memoryview], max_bytes: int
-) -> dict[bytes, memoryview]:
-    """Return the first of the pending blobs, as many as one commit takes; at least one."""
-    batch: dict[bytes, memoryview] = {}
-    total = 0
-    for key in pending:
-        total += len(blobs[key])
-        if batch and total > max_bytes:
-            break
-        batch[key] = blobs[key]
-    return batch
 
 
 def file_bytes_limit(capacity_bytes: int) -> int:

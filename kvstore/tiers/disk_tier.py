@@ -34,10 +34,10 @@ import lmdb
 from kvstore.config import TenantLimits
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Blob
-from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit, first_batch
+from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit
 from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
-from kvstore.tiers.indexed_tier import IndexedTier
 from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
+from kvstore.tiers.ram_tier import IndexedTier
 from kvstore.tiers.return_order import ReturnOrder, Update, stated_size
 from kvstore.tiers.runs import links_before
 
@@ -236,7 +236,7 @@ class DiskTier(IndexedTier[int]):
         pending, evicted = list(update.added), list(update.evicted)
         try:
             while pending or evicted:
-                batch = first_batch(pending, blobs, self._batch_bytes)
+                batch = _first_batch(pending, blobs, self._batch_bytes)
                 self._commit_batch(evicted, batch, blobs, remains)
                 del pending[: len(batch)]
         except lmdb.Error as error:
@@ -356,3 +356,17 @@ class DiskTier(IndexedTier[int]):
             clean = False
         self._env.close()
         self._folder.release(clean=clean)
+
+
+def _first_batch(
+    pending: Sequence[bytes], blobs: Mapping[bytes, memoryview], max_bytes: int
+) -> dict[bytes, memoryview]:
+    """Return the first of the pending blobs, as many as one commit takes; at least one."""
+    batch: dict[bytes, memoryview] = {}
+    total = 0
+    for key in pending:
+        total += len(blobs[key])
+        if batch and total > max_bytes:
+            break
+        batch[key] = blobs[key]
+    return batch

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from docs.generators.route_costs_page import VERBS
 from engines import wire
 from gateway.app import ROUTES
-from gateway.edge.route_costs import ROUTE_COSTS, Work
+from gateway.edge.key_limits import ROUTE_COSTS, Work
 
 ROOT = Path(__file__).parents[2]
 

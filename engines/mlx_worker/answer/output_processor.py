@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engines.mlx_worker.answer.tool_calls import CallDelta, CallReader, NoCalls, ParsedText
+from engines.mlx_worker.answer.tool_calls import CallDelta, CallReader, ParsedText
 from engines.mlx_worker.generation import FinishReason, Token
 from engines.mlx_worker.model.loading import Vocabulary
 
@@ -237,6 +237,18 @@ class AnswerText:
         self._owed -= len(text) - len(shown)
         self.num_chars += len(shown)
         return shown
+
+
+class NoCalls:
+    """No tools were offered: everything is content."""
+
+    num_calls = 0
+
+    def feed(self, section: str, text: str) -> ParsedText:
+        return ParsedText(text)
+
+    def finish(self) -> ParsedText:
+        return ParsedText()
 
 
 class OutputProcessor:

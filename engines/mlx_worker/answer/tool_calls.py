@@ -59,18 +59,6 @@ class CallReader(Protocol):
         """Return what was held back: the answer is over."""
 
 
-class NoCalls:
-    """No tools were offered: everything is content."""
-
-    num_calls = 0
-
-    def feed(self, section: str, text: str) -> ParsedText:
-        return ParsedText(text)
-
-    def finish(self) -> ParsedText:
-        return ParsedText()
-
-
 class MarkedCalls:
     """Reads what stands between the model's own markers with mlx_lm's parser for it."""
 

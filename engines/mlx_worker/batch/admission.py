@@ -15,9 +15,8 @@ from engines.host.work_line import QueueLimit
 from engines.http import CacheOutcome
 from engines.mlx_worker.batch.batches import MemoryBudget
 from engines.mlx_worker.batch.prefill import Prefiller
-from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefixReuse
+from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefixReuse, SharedPrefills
 from engines.mlx_worker.batch.request import PrefillTask, Request
-from engines.mlx_worker.batch.shared_prefill import SharedPrefills
 from engines.mlx_worker.generation import EventBuffer, PromptAdmitted
 from engines.mlx_worker.sessions.hot_cache import HotCache
 from kvstore.session import SessionName, SessionRef

@@ -23,7 +23,7 @@ from mlx_lm.sample_utils import (
     make_repetition_penalty,
 )
 
-from engines.host.tokenizer_panics import UnreadableText, panics_refused
+from engines.host.control_tokens import UnreadableText, panics_refused
 from engines.host.work_line import WorkLine, to_its_end
 from engines.mlx_worker.answer.output_processor import (
     AnswerText,
@@ -32,7 +32,12 @@ from engines.mlx_worker.answer.output_processor import (
     plain_sections,
 )
 from engines.mlx_worker.answer.reply import RequestPlan
-from engines.mlx_worker.generation import Generation, LogitsProcessor, ModelFacts, SequenceSampling
+from engines.mlx_worker.generation import (
+    Generation,
+    LogitsProcessor,
+    ModelFacts,
+    SequenceSampling,
+)
 from engines.mlx_worker.grammar import Grammar, GrammarProcessor
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.chat_template import ChatPrompt, PromptWriter

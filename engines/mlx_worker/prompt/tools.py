@@ -30,7 +30,6 @@ from engines.mlx_worker.answer.tool_calls import (
     CallReader,
     LineCalls,
     MarkedCalls,
-    NoCalls,
 )
 from engines.mlx_worker.grammar import Grammar
 from engines.mlx_worker.model.loading import Vocabulary
@@ -53,7 +52,7 @@ class ToolPlan:
     tools: Sequence[ChatMessage]  # as the client sent them, for the chat template
     style: Literal["none", "marked", "bare", "lines"]
     grammar: Grammar | None
-    reader: Callable[[], CallReader]  # one per answer
+    reader: Callable[[], CallReader | None]  # one per answer; None: all of it is content
 
     @property
     def marked(self) -> bool:
@@ -81,7 +80,7 @@ def plan_tools(
     tools = _offered(request)
     shown = [_plain(tool) for tool in request.tools or ()]
     if not tools:
-        return ToolPlan(shown, "none", grammar, NoCalls)
+        return ToolPlan(shown, "none", grammar, lambda: None)
     names = [tool.function.name for tool in tools]
     if grammar is not None:
         return ToolPlan(shown, "lines", grammar, partial(LineCalls, names))

@@ -31,9 +31,8 @@ from vllm.renderers.deepseek_v32 import DeepseekV32Renderer
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 
-from engines.host.control_tokens import ControlTokens
+from engines.host.control_tokens import ControlTokens, UnreadableText, panics_refused
 from engines.host.segment_cache import SegmentCache
-from engines.host.tokenizer_panics import UnreadableText, panics_refused
 from engines.host.work_line import WorkLine, to_its_end
 from engines.openai.requests import MAX_CONTEXTS
 from engines.vllm_plugin.identity import TENANT

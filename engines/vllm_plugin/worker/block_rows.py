@@ -27,7 +27,7 @@ class RankBlocks:
 
 
 class BlockRows:
-    """Implements ``kvstore.store.save_queue.RowSource``.
+    """Implements ``kvstore.store.saver.RowSource``.
 
     Args:
         ready: the mark after the work that fills the blocks.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 
 from engines.openai.messages import Json
 from gateway.openai.chat_fields import custom_input
-from gateway.relay.chat_chunks import CallPart, MessagePart
+from gateway.relay.answer import CallPart, MessagePart
 
 
 def new_id(prefix: str) -> str:

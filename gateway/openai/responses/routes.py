@@ -40,7 +40,7 @@ from gateway.openai.responses.translation import (
     validate,
 )
 from gateway.openai.stored_objects import StoredKind
-from gateway.relay.answer_format import NotStored
+from gateway.relay.answer import NotStored
 from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.turns import Operation, Translate, Translated, accept

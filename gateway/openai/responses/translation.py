@@ -17,8 +17,7 @@ from gateway.openai.responses.history import Context
 from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import Output
 from gateway.openai.responses.response import Draft, ResponseFields, cut_short, shown_error
-from gateway.relay.answer_format import AnswerFormat
-from gateway.relay.chat_chunks import AnswerChoice, TranslatedStream, read_chunk
+from gateway.relay.answer import AnswerChoice, AnswerFormat, TranslatedStream, read_chunk
 from gateway.watch.metrics import Usage
 
 _encode = msgspec.json.Encoder().encode

@@ -14,8 +14,7 @@ from starlette.types import Message
 from engines.base import Engine, ReplicaState
 from engines.pool.loading import Loading, OnDemand
 from gateway.app import create_app
-from gateway.edge.key_limits import key_share_of
-from gateway.edge.route_costs import ROUTE_COSTS
+from gateway.edge.key_limits import ROUTE_COSTS, key_share_of
 from gateway.keys import generate_key
 from gateway.models import ServedModel
 from scheduler.config import SchedulerConfig

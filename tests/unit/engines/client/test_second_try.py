@@ -13,9 +13,8 @@ import pytest
 import uvloop
 
 from engines.base import EngineStalled, EngineUnavailable, EngineUnreached
-from engines.client.connection import HttpAddress
+from engines.client.connection import HttpAddress, HttpExchange
 from engines.client.engine_client import EngineClient
-from engines.client.http_exchange import HttpExchange
 from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
 from engines.wire import Welcome
 from tests.unit.engines.conftest import WELCOME, FakeProcess

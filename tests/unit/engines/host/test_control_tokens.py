@@ -17,8 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from engines.host.control_tokens import ControlTokens
-from engines.host.tokenizer_panics import UnreadableText, panics_refused
+from engines.host.control_tokens import ControlTokens, UnreadableText, panics_refused
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.mlx

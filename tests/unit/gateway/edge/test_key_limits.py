@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.edge.key_limits import KeyLimits, KeyShare, key_share_of
-from gateway.edge.route_costs import ROUTE_COSTS, RouteCost
+from gateway.edge.key_limits import ROUTE_COSTS, KeyLimits, KeyShare, RouteCost, key_share_of
 from gateway.errors import RequestRefused
 from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
 from gateway.models import Models, ServedModel

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.edge.rates import MINUTE_S, MinuteUse, Rates
-from gateway.edge.route_costs import ROUTE_COSTS
 from gateway.shared.redis_client import AsyncRedis
 from tests.redis_server import RedisServer
 from tests.waiting import eventually
 
-TURN = ROUTE_COSTS["chat_completions"]
+TURN = 1.0, True  # a request, which computes
 MOST = {"requests": 20, "tokens": 1000}
 T = TypeVar("T")
 
@@ -80,7 +79,7 @@ async def test_no_request_waits_in_line_for_a_redis_that_is_far_away() -> None:
     looking = asyncio.create_task(rates.run())
     await eventually(lambda: changes == [True])
     async with asyncio.timeout(10.0):
-        taken = await asyncio.gather(*(rates.take("k", MOST, TURN) for _ in range(20)))
+        taken = await asyncio.gather(*(rates.take("k", MOST, *TURN) for _ in range(20)))
     assert not any(x.refused for x in taken) and changes == [True, False]
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
@@ -101,7 +100,7 @@ class Gateway:
 
     async def burst(self, number: int) -> int:
         """Ask at once; returns how many were let in."""
-        taken = await asyncio.gather(*(self.rates.take("k", MOST, TURN) for _ in range(number)))
+        taken = await asyncio.gather(*(self.rates.take("k", MOST, *TURN) for _ in range(number)))
         assert all(x.wait_s > 0 for x in taken if x.refused)
         return sum(not x.refused for x in taken)
 
@@ -131,13 +130,13 @@ async def test_a_burst_at_two_gateways_is_let_in_once(server: RedisServer, clien
 
 async def test_tokens_that_one_used_count_at_the_other(server: RedisServer, client: redis.Redis):
     async with gateways(server.url) as (one, two):
-        one.rates.use_tokens("k", MOST, 900)
+        one.rates.use_tokens("k", MOST["tokens"], 900)
         await eventually(lambda: not one.rates._counting)
-        taken = await two.rates.take("k", MOST, TURN)
+        taken = await two.rates.take("k", MOST, *TURN)
         assert not taken.refused and taken.windows["tokens"].remaining == 100
-        two.rates.use_tokens("k", MOST, 5000)  # beyond what there is: a full minute
+        two.rates.use_tokens("k", MOST["tokens"], 5000)  # beyond what there is: a full minute
         await eventually(lambda: not two.rates._counting)
-        taken = await one.rates.take("k", MOST, TURN)
+        taken = await one.rates.take("k", MOST, *TURN)
         assert (taken.refused, taken.windows["tokens"].remaining) == ("tokens", 0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.http import CACHE_HEADER, PROMPT_HEADER
-from gateway.relay.chat_chunks import AnswerStream
+from gateway.relay.answer import AnswerStream
 from tests.unit.gateway.in_process import WELCOME, Answered, App, RecordingEngine
 
 SAID = b'data: {"choices":[{"delta":{"content":"\\"choices\\":[]"}}],"usage":null}\n\n'

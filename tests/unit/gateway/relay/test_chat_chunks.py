@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.relay.chat_chunks import MAX_HELD_BYTES, AnswerStream, parse_usage
+from gateway.relay.answer import MAX_HELD_BYTES, AnswerStream, parse_usage
 
 STREAM = (
     b": keep-alive\n\n"

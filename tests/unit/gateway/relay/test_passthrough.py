@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from engines.base import EngineStalled, EngineUnavailable
 from engines.http import ClientGone
-from gateway.relay.chat_chunks import AnswerStream
+from gateway.relay.answer import AnswerStream
 from gateway.relay.passthrough import (
     SLICE_BYTES,
     passed_on,

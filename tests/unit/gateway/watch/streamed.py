@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engines.http import CACHE_HEADER, PROMPT_HEADER, CacheOutcome
-from gateway.relay.chat_chunks import AnswerStream
+from gateway.relay.answer import AnswerStream
 from gateway.watch.requests import LiveRequest
 
 WORD = b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n'

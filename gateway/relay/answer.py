@@ -1,4 +1,4 @@
-"""Reads the engine's answers to a chat: whole events of a stream, and the fields in them.
+"""The answer to one turn: what the engine says, and how it is written to the client.
 
 ``AnswerStream`` looks at each chunk of a stream, once, for all that want to know of it: what goes
 out, when the first token came and how many there are, what the turn used, how the stream ended.
@@ -6,18 +6,24 @@ Only whole events go out, so that a stream which breaks can be ended with an eve
 client never sees half of one. Of a stream that is passed on, events that only add to the answer are
 counted and never parsed.
 
+Engines send the token counts of a stream in an event of its own, without choices, and only if
+asked. The gateway always asks, since limits and figures need them; clients that did not would trip
+over the event. ``max_tokens: 0`` has the prompt read and kept for the turn to come. vLLM refuses
+it, so it is asked for one token, which is not shown.
+
 Only the fields that a translation needs are read. Both names of a model's reasoning are known:
 ``reasoning_content``, and ``reasoning`` as newer vLLM writes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
+from starlette.responses import Response
 
-from engines.base import EngineUnavailable
+from engines.base import EngineUnavailable, SessionRef, Upstream
 from engines.openai.messages import Json
 from gateway.errors import Failure
 from gateway.watch.metrics import Usage
@@ -275,3 +281,97 @@ def parse_usage(body: bytes) -> Usage | None:
 def _end_of_last(data: bytes, boundary: bytes) -> int:
     found = data.rfind(boundary)
     return found + len(boundary) if found >= 0 else 0
+
+
+STORED_HEADER = "x-thermocline-stored"
+_encode = msgspec.json.Encoder().encode
+
+
+class NotStored(NamedTuple):
+    """An answer could not be stored."""
+
+    reason: str  # one of ``NOT_STORED``, see docs/generators/headers_page.py
+    body: bytes | None = None  # what goes out in place of the answer, or its end; None: nothing
+
+    @property
+    def header(self) -> tuple[bytes, bytes]:
+        """A header of the answer; that of a stream has gone out before."""
+        return STORED_HEADER.encode(), f"no; reason={self.reason}".encode()
+
+
+# Stores what must outlive an answer. Called once, when the answer is whole and before its end goes
+# out, so that a client which has seen the end finds it. It must not raise: the answer goes on.
+StoreAnswer: TypeAlias = Callable[[SessionRef], Awaitable[NotStored | None]]
+
+
+class AnswerFormat:
+    """The shape of one turn's answer, whichever way it ends; this one is the engine's own."""
+
+    hides_usage = False  # of a stream whose client did not ask for it
+
+    def events(self, prompt: Usage | None) -> AnswerStream:
+        """Begin a streamed answer; ``prompt`` has the counts of the prompt, if they are known."""
+        return AnswerStream(self.hides_usage)
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the body for the client, made of the engine's JSON of a whole answer."""
+        return body
+
+    def refusal(self, failure: Failure) -> Response:
+        """Return the answer to a request that the engine refused."""
+        return failure.response()
+
+    def sign_of_life(self) -> bytes:
+        """Return the dialect's event for "still at it"; b"" if there is none."""
+        return b""
+
+
+class WithoutContent:
+    """An engine's answer with nothing said in it; an ``engines.base.Upstream``."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    @property
+    def status(self) -> int:
+        return self._upstream.status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._upstream.headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        events = _EmptiedStream()
+        async for chunk in self._upstream.chunks():
+            if emptied := events.feed(chunk):
+                yield emptied
+        if events.complete:
+            yield b"data: [DONE]\n\n"
+
+    async def read(self) -> bytes:
+        return _emptied(await self._upstream.read())
+
+
+class _EmptiedStream(TranslatedStream):
+    def translated(self, data: bytes) -> bytes:
+        return b"data: " + _emptied(data) + b"\n\n"
+
+
+def _emptied(data: bytes) -> bytes:
+    """Take what was said out of an answer, or of a chunk; what is none stays as it is."""
+    try:
+        said = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return data
+    if not isinstance(said, dict) or "choices" not in said:
+        return data
+    for choice in said["choices"] or ():
+        for name in ("message", "delta"):
+            if isinstance(choice.get(name), dict):
+                choice[name] = {"role": choice[name].get("role", "assistant"), "content": ""}
+        if choice.get("finish_reason"):
+            choice["finish_reason"] = "length"
+        choice["logprobs"] = None
+    if isinstance(usage := said.get("usage"), dict):
+        usage |= {"completion_tokens": 0, "total_tokens": usage.get("prompt_tokens", 0)}
+    return _encode(said)
