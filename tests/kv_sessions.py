@@ -190,19 +190,23 @@ def save(
     restored_tokens: int = 0,
 ) -> Rows:
     """Save and wait until every tier has it; ``positions``: of states, at ends of chunks."""
-    states = [StateAt(x, state_at(token_ids, x)) for x in positions]
-    source = Rows(
-        store, kv_of(token_ids, store.model.layout) if run is None else run, states, restored_tokens
-    )
-    assert store.save(
-        session,
-        chain_of(store, session, token_ids),
-        source,
-        states=[x // store.chunk_tokens for x in positions],
-        state_bytes=sum(state_nbytes(x.tree) for x in states),
-    )
+    run = kv_of(token_ids, store.model.layout) if run is None else run
+    source = Rows(store, run, states_at(token_ids, positions), restored_tokens)
+    chain = chain_of(store, session, token_ids)
+    assert store.save(session, chain, source, **state_options(store, token_ids, positions))
     assert store.flush(20)
     return source
+
+
+def states_at(token_ids: Sequence[int], positions: Sequence[int]) -> list[StateAt]:
+    return [StateAt(x, state_at(token_ids, x)) for x in positions]
+
+
+def state_options(
+    store: ColdStore, token_ids: Sequence[int], positions: Sequence[int]
+) -> dict[str, Any]:
+    nbytes = sum(state_nbytes(x.tree) for x in states_at(token_ids, positions))
+    return {"states": [x // store.chunk_tokens for x in positions], "state_bytes": nbytes}
 
 
 def begin_save(
@@ -210,6 +214,7 @@ def begin_save(
     session: SessionRef,
     token_ids: Sequence[int],
     restored: Restored | None = None,
+    positions: Sequence[int] = (),
     **options: Any,
 ) -> bool:
     """Save without waiting, as an engine that went on from what was restored."""
@@ -217,7 +222,9 @@ def begin_save(
     for pair, before in zip(run, restored.run, strict=True) if restored else ():
         for array, rows in zip(pair, before, strict=True):
             array[:, : rows.shape[1]] = rows
-    source = Rows(store, run, (), restored.lossy_tokens if restored else 0)
+    states = states_at(token_ids, positions)
+    source = Rows(store, run, states, restored.lossy_tokens if restored else 0)
+    options |= state_options(store, token_ids, positions)
     return store.save(session, chain_of(store, session, token_ids), source, **options)
 
 

@@ -111,8 +111,8 @@ def test_a_save_that_fails_anywhere_leaves_the_older_session(needs_state):
         save(store, ref(), HISTORY[:100], [96] * needs_state)
         first = len(tier.calls)
         tier.fails = lambda number, method: number == first + k
-        longer = HISTORY[:150]
-        begin_save(store, ref(), longer)
+        longer = HISTORY[:170]
+        begin_save(store, ref(), longer, positions=[128, 160] * needs_state)
         store.flush(10)
         tier.fails = lambda number, method: False
         assert come_back(store, ref(), HISTORY)[1].num_tokens >= 96
