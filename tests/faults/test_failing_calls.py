@@ -81,7 +81,7 @@ def next_life(folder: Path) -> dict[bytes, bytes]:
     return there
 
 
-@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
+@pytest.mark.parametrize("error", ["EIO", pytest.param("ENOSPC", marks=pytest.mark.thorough)])
 def test_each_call_of_the_system_fails_once(tmp_path: Path, error: str) -> None:
     """The tier refuses, or is refused with a sentence; no blob is ever another's."""
     for where, folder, life in lives(tmp_path, f"error={error}"):

@@ -157,7 +157,13 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+USUAL = "qwen3_next"  # it has states and rows
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [x if x == USUAL else pytest.param(x, marks=pytest.mark.thorough) for x in WHOLE],
+)
 async def test_a_model_with_states_is_judged_by_whole_sessions(kind: str, tmp_path: Path) -> None:
     async with engine(kind, tmp_path, codec="auto", gate={}) as it:
         report = await report_of(it)

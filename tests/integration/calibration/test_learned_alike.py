@@ -56,7 +56,7 @@ def learned(it: Engine, folder: Path, late: Callable[[], None] = lambda: None) -
         return learn(samples, known, PRESETS).ids
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.thorough)])
 async def test_delays_drops_and_users_change_nothing(kind: str, tmp_path: Path) -> None:
     async with engine(kind, tmp_path / "one", codec="auto", gate={}) as it:
         quiet = await asyncio.to_thread(learned, it, tmp_path)

@@ -99,6 +99,7 @@ def test_what_cannot_be_done(folder: Path, arguments: tuple[str, ...], said: str
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_profile_that_cannot_be_kept_costs_no_figures(folder: Path) -> None:
     out = folder / "rows.json"
     arguments = ("--presets", "tq3", "--no-needles", "--json", str(out))
