@@ -14,7 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from engines.http import CACHE_HEADER, SESSION_HEADER
 from engines.pool.loading import Loading
 from gateway import openapi, sessions
-from gateway.admin import findings
+from gateway.admin import findings, shelf
 from gateway.admin import routes as admin
 from gateway.anthropic import routes as anthropic
 from gateway.config import GatewayConfig
@@ -43,7 +43,7 @@ log = logging.getLogger("thermocline.gateway")
 RESTART_LOOP_S = 1.0
 ROUTES = (
     *(chat, stored_chats, responses, conversations, models, anthropic),
-    *(sessions, snapshot, openapi, admin, findings, dashboard),
+    *(sessions, snapshot, openapi, admin, findings, shelf, dashboard),
 )
 
 
@@ -149,6 +149,7 @@ async def _running(
             task.cancel()
         await asyncio.gather(*housekeeping, return_exceptions=True)
         await asyncio.gather(*(x.engine.stop(0) for x in gateway.models))
+        await gateway.hub.stop()
         await gateway.stored.close()
         await asyncio.to_thread(gateway.tracing.close)
 

@@ -20,7 +20,9 @@ from starlette.types import Scope
 
 from engines.http import while_client_stays
 from engines.openai.requests import InvalidRequest
-from engines.pool.loading import Loading, OnDemand
+from engines.pool.hub_cache import HubCache
+from engines.pool.loading import Loading
+from engines.pool.on_demand import OnDemand
 from engines.wire import Welcome
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.bodies import BodyBudget, body_share_of
@@ -58,6 +60,7 @@ class Gateway:
     shared_sessions: SharedSessions | None = None  # None: no other server shares any with this one
     tracing: Tracing = field(default_factory=PassOn)
     log_ring: LogRing = field(default_factory=LogRing)
+    hub: HubCache = field(default_factory=HubCache)
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 

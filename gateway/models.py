@@ -18,7 +18,7 @@ from engines.base import (
 )
 from engines.openai.errors import unknown_model
 from engines.openai.messages import ImageSupport
-from engines.pool.loading import LoadState, OnDemand
+from engines.pool.on_demand import LoadState, OnDemand
 from engines.wire import Welcome
 from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.identity.known_chats import MAX_KNOWN_CHATS, KnownChats
@@ -46,6 +46,8 @@ class ServedModel:
     chats: KnownChats
     remote_images: bool  # gateway.remote_images
     given_name: str = ""  # in the settings; "" = as its engine says
+    path: str = ""  # the folder or hub id that its engine reads; "" = unknown
+    weights_bytes: int | None = None  # on disk; None: they are not here, or were not looked for
     prefixes: PrefixWatch = field(default_factory=PrefixWatch)
     on_demand: OnDemand | None = None  # None: it is loaded for as long as the server runs
     # Changed by a reload of the settings:
@@ -66,6 +68,8 @@ class ServedModel:
         *,
         name: str = "",
         aliases: Sequence[str] = (),
+        path: str = "",
+        weights_bytes: int | None = None,
         on_demand: OnDemand | None = None,
     ) -> ServedModel:
         """Make a model of its engine and its sessions; nothing is started.
@@ -90,6 +94,8 @@ class ServedModel:
             given_name=name,
             on_demand=on_demand,
             aliases=aliases,
+            path=path,
+            weights_bytes=weights_bytes,
         )
 
     @property

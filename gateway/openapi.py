@@ -26,7 +26,10 @@ from gateway.openai.stored_objects import MAX_ROWS
 from gateway.sessions import MAX_ROWS as MAX_SESSIONS
 
 router = new_router()
-_OTHER_GOOD = {("POST", "/admin/keys"): 201, ("POST", "/admin/measure"): 202}
+_OTHER_GOOD = {("POST", "/admin/keys"): 201} | {
+    ("POST", f"/admin/{x}"): 202
+    for x in ("measure", "models/load", "models/unload", "models/download")
+}
 _STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 _NUMBER_OF_ROWS = {"type": "integer", "minimum": 1, "maximum": MAX_ROWS}
 _LISTS = re.compile(r"/(items|input_items|messages)$|^/v1/chat/completions$")

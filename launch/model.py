@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from engines.pool.hub_cache import HUB_ID
 from engines.vllm_environment.model_files import model_folder
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import default_cache_dir
@@ -38,7 +38,6 @@ SEEN = ".verified.json"
 CONVERTER_VERSION = 1  # raise it whenever the converter writes other bytes
 WEIGHTS_BYTES = 269 << 20  # a little more than they take, in bfloat16
 _WANTED = "--model wants the folder of a model in Hugging Face's layout"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -341,7 +340,7 @@ def find_model(given: str, cache_dir: Path) -> Model:
     path = Path(given).expanduser()
     if path.is_dir():
         return _local(path.resolve())
-    if not _HUB_ID.fullmatch(given):
+    if not HUB_ID.fullmatch(given):
         raise UsageError(
             f"{given!r} is no model: give a folder that holds config.json, or a hub id like"
             " organisation/name, or nothing for the sample model"

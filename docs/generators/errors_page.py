@@ -40,6 +40,7 @@ A miss is no error: the prompt is computed. `x-thermocline-cache` and `/metrics`
 # What a code means, and what to do about it. A test finds codes that are missing here, or gone.
 MEANINGS = {
     "admin_only": "this needs a key of `gateway.admin_keys`",
+    "always_loaded": "this model is not on demand (`load`, in `[[engines]]`): it stays loaded",
     "bad_key": "the line cannot be a key's; nothing was changed",
     "bad_http": "what was sent is no HTTP/1.1 request, or could be read in two ways",
     "bodies_full": "bodies of other requests fill the room that all have; try again",
@@ -71,9 +72,13 @@ MEANINGS = {
     "keys_fixed": "keys can be changed only where they are in `gateway.api_keys_file`",
     "method_not_allowed": "`allow` lists the methods that the path takes",
     "memory_scarce": "too little memory is left (`scheduler.memory_low_bytes`); try again",
+    "model_in_use": "requests use the model, or this server is to serve it; the message says which",
     "model_not_found": "another model is served; `/v1/models`, or set `gateway.model_aliases`",
+    "model_not_loaded": "the model is not loaded, or is on its way in or out",
     "no_cold_copy": "the session could not be saved, so that to sleep would lose it",
     "not_cancellable": "there are no background responses to cancel",
+    "not_deleted": "the model stays in the hub client's cache; the message says why",
+    "not_downloaded": "no download was begun: it is no hub id, or another is on its way",
     "not_found": "there is no such path",
     "not_stored": "nothing is stored here, or it is too large (`gateway.stored_bytes`)",
     "not_supported": "this server, or this engine, does not do that",

@@ -5,9 +5,6 @@ request for one that is not loaded waits in line. An engine that ends writes all
 tiers that outlive it; the next one finds them there, so that a model comes back with its
 conversations.
 
-    unloaded --start--> loading --ready--> loaded --stop--> unloading --ended--> unloaded
-                           '------failed----------------------^
-
 Belongs to the event loop. ``Loading`` alone changes which models are loaded, in tasks that ``run``
 starts. A request must not wait for one model while it uses another: with one place it would wait
 for itself.
@@ -21,11 +18,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
-from engines.base import Engine, EngineError, EngineUnavailable, Overloaded, TierName
+from engines.base import EngineError, EngineUnavailable, Overloaded
+from engines.pool.on_demand import LoadState, OnDemand, Waiting
 
 log = logging.getLogger("thermocline.engines")
 
@@ -43,73 +39,6 @@ STAY_S: Final = (10.0, 60.0)
 UNLOAD_S: Final = 600.0  # an engine may save for so long: it ends for memory, not in a hurry
 MAX_USERS: Final = 1000
 SHUTTING_DOWN: Final = "the server is shutting down"
-
-
-class LoadState(Enum):
-    """Says whether a model can be asked."""
-
-    UNLOADED = "unloaded"
-    LOADING = "loading"
-    LOADED = "loaded"
-    UNLOADING = "unloading"
-
-
-_NEXT: Final = {
-    LoadState.UNLOADED: (LoadState.LOADING,),
-    LoadState.LOADING: (LoadState.LOADED, LoadState.UNLOADING),
-    LoadState.LOADED: (LoadState.UNLOADING,),
-    LoadState.UNLOADING: (LoadState.UNLOADED,),
-}
-
-
-class Waiting(NamedTuple):
-    """A request that waits for a model to be loaded."""
-
-    tenant: str
-    future: asyncio.Future[None]
-    since: float
-
-
-class EngineSessions(Protocol):
-    """The sessions of an engine, as far as loading asks of them; see ``scheduler.sessions``."""
-
-    @property
-    def settled(self) -> bool:
-        """True once the engine has listed its sessions."""
-
-    @property
-    def memory_is_scarce(self) -> bool: ...
-
-    def engine_unloaded(self, rests_in: TierName) -> None:
-        """Note that all of them are cold now, in that tier."""
-
-
-@dataclass(eq=False)
-class OnDemand:
-    """One model that is loaded when it is asked for. ``Loading`` is its only writer."""
-
-    name: str
-    engine: Engine
-    sessions: EngineSessions
-    unload_after_s: float  # without a request
-    load_timeout_s: float
-    rests_in: TierName  # the tier that outlives the engine
-    state: LoadState = LoadState.UNLOADED
-    num_uses: int = 0  # requests that need it loaded
-    last_used: float = 0.0
-    waiting: list[Waiting] = field(default_factory=list)
-    was_listed: bool = False  # its engine has listed its sessions since this server began
-    users: set[str] = field(default_factory=set)  # tenants that used it since it was loaded
-    stays_until: float = float("-inf")  # for its own tenants
-    failed: str = ""  # why it could not be loaded
-    num_failures: int = 0  # in a row
-    refused_until: float = float("-inf")  # after them
-
-    def to(self, state: LoadState) -> None:
-        """Change the state, and log it."""
-        assert state in _NEXT[self.state], f"{self.name}: {self.state.value} -> {state.value}"
-        log.info("model %s: %s -> %s", self.name, self.state.value, state.value)
-        self.state = state
 
 
 class Loading:
@@ -161,6 +90,27 @@ class Loading:
             model.users.add(tenant)
         model.last_used = self._clock()
 
+    def load(self, model: OnDemand, tenant: str) -> None:
+        """Have a model loaded that no request waits for, also soon after it could not be."""
+        model.failed, model.refused_until = "", float("-inf")
+        self._start(self._load_ahead(model, tenant))
+
+    async def _load_ahead(self, model: OnDemand, tenant: str) -> None:
+        try:
+            await self.enter(model, tenant)
+        except (EngineError, Overloaded) as error:
+            model.failed = str(error)
+        else:
+            self.leave(model)
+
+    def unload(self, model: OnDemand) -> bool:
+        """Begin to unload a model; return False if it is not loaded, or requests use it."""
+        if model.state is not LoadState.LOADED or model.num_uses:
+            return False
+        model.to(LoadState.UNLOADING)
+        self._start(self._unload(model))
+        return True
+
     def leave(self, model: OnDemand) -> None:
         """End a use of a model."""
         model.num_uses -= 1
@@ -172,7 +122,11 @@ class Loading:
         if model in self._wanted:
             place = self._wanted.index(model) + 1
             return f"the model {model.name} waits to be loaded, number {place} in line"
-        return f"the model {model.name} is {model.state.value}"
+        words = f"the model {model.name} is {model.state.value}"
+        if model.state is LoadState.LOADING:
+            words += f", for {self._clock() - model.began:.0f} s"
+            words += f" of the {model.took_s:.0f} s of last time" if model.took_s else ""
+        return words
 
     def _takes(self, model: OnDemand) -> bool:
         """Say whether requests may have the model now.
@@ -239,10 +193,8 @@ class Loading:
             self._wanted.pop(0)
         for model in self._models:
             idle_s = self._clock() - model.last_used
-            is_idle = model.state is LoadState.LOADED and not model.num_uses
-            if is_idle and (idle_s > model.unload_after_s or model.sessions.memory_is_scarce):
-                model.to(LoadState.UNLOADING)
-                self._start(self._unload(model))
+            if idle_s > model.unload_after_s or model.sessions.memory_is_scarce:
+                self.unload(model)
 
     def _refuse_late(self, model: OnDemand) -> None:
         late = [x for x in model.waiting if self._clock() - x.since > self._max_wait_s]
@@ -265,9 +217,8 @@ class Loading:
             self._start(self._load(model))
             return True
         leaving = self._leaving()
-        if leaving is not None and not leaving.num_uses:
-            leaving.to(LoadState.UNLOADING)
-            self._start(self._unload(leaving))
+        if leaving is not None:
+            self.unload(leaving)
         return False
 
     def _leaving(self) -> OnDemand | None:
@@ -307,11 +258,11 @@ class Loading:
             log.error("a model was not loaded or unloaded as it should be", exc_info=error)
 
     async def _load(self, model: OnDemand) -> None:
-        began, why = self._clock(), ""
+        model.began, why = self._clock(), ""
         try:
             await model.engine.start()
             while not (model.engine.ready and model.sessions.settled):
-                if self._clock() - began > model.load_timeout_s or model.engine.gave_up:
+                if self._clock() - model.began > model.load_timeout_s or model.engine.gave_up:
                     why = model.engine.trouble or "it takes too long"
                     break
                 await asyncio.sleep(READY_POLL_S)
@@ -320,8 +271,8 @@ class Loading:
             why = str(error) or type(error).__name__
         if not why:
             model.to(LoadState.LOADED)
-            model.was_listed, model.num_failures = True, 0
-            took_s = self._clock() - began
+            model.was_listed, model.num_failures, model.failed = True, 0, ""
+            model.took_s = took_s = self._clock() - model.began
             log.info("model %s was loaded in %.1f s", model.name, took_s)
             self._on_load(model.name, took_s, True)
             model.users = {x.tenant for x in model.waiting}
@@ -333,7 +284,7 @@ class Loading:
         model.num_failures += 1
         model.refused_until = self._clock() + wait_s
         log.error("%s", model.failed)
-        self._on_load(model.name, self._clock() - began, False)
+        self._on_load(model.name, self._clock() - model.began, False)
         _answer(model, EngineUnavailable(model.failed))
         model.to(LoadState.UNLOADING)
         await self._end_engine(model)

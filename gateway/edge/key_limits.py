@@ -286,6 +286,12 @@ ROUTE_COSTS: Final[dict[str, RouteCost]] = {
     "show_findings": _ADMIN,
     "show_log": _ADMIN,
     "measure": _ADMIN_CHANGE,
+    "show_shelf": _ADMIN,
+    "load_model": _ADMIN_CHANGE,
+    "unload_model": _ADMIN_CHANGE,
+    "download_model": _ADMIN_CHANGE,
+    "stop_download": _ADMIN_CHANGE,
+    "delete_model": _ADMIN_CHANGE,
 }
 
 

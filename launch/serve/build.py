@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,9 @@ from fastapi import FastAPI
 
 from engines.base import Engine, TierName
 from engines.pool.choice import Homes
-from engines.pool.loading import Loading, OnDemand
+from engines.pool.hub_cache import HubCache
+from engines.pool.loading import Loading
+from engines.pool.on_demand import OnDemand
 from engines.pool.replica_pool import MOVES_AT, MOVES_AT_ALONE, ReplicaPool
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
@@ -126,6 +129,8 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
                     metrics,
                     name=entry.name,
                     aliases=entry.aliases,
+                    path=model.path,
+                    weights_bytes=weights_bytes(model.folder, False) if model.folder else None,
                     on_demand=on_demand[-1] if entry.load == "on-demand" else None,
                 )
             )
@@ -150,7 +155,14 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             sessions_of_all,
         )
         app.state.gateway.tracing = tracing_of(settings.gateway)
+        app.state.gateway.hub = HubCache(_hub_python(entries))
         yield BuiltServer(app, engines, tenants)
+
+
+def _hub_python(entries: Sequence[EngineSettings]) -> str:
+    """The Python that has the hub's client: vLLM's own, where it is ours to start."""
+    found = (x.effective.settings.engine.vllm.python for x in entries)
+    return next(filter(None, found), sys.executable)
 
 
 def _checked_model(engine: EngineSettings) -> Model:

@@ -10,13 +10,14 @@ import { connection, findKey, now, reset, rowKey, server } from "./live/store.js
 import { start } from "./live/poll.js";
 import { Chat, startOver } from "./views/chat.js";
 import { Memory } from "./views/memory.js";
+import { Models } from "./views/models.js";
 import { Now } from "./views/now.js";
 import { Quality } from "./views/quality.js";
 import { filter, NO_FILTER, Sessions } from "./views/sessions.js";
 import { Setup } from "./views/setup.js";
 
-const VIEWS = ["now", "sessions", "chat", "memory", "quality", "setup"];
-const LABELS = { now: "Now", sessions: "Sessions", chat: "Chat", memory: "Memory", quality: "Quality", setup: "Set-up" };
+const VIEWS = ["now", "sessions", "chat", "memory", "quality", "models", "setup"];
+const LABELS = { now: "Now", sessions: "Sessions", chat: "Chat", memory: "Memory", quality: "Quality", models: "Models", setup: "Set-up" };
 const PHASES = {
   connecting: "connecting",
   live: "live",
@@ -78,6 +79,8 @@ function View() {
       return html`<${Memory} />`;
     case "quality":
       return html`<${Quality} />`;
+    case "models":
+      return html`<${Models} />`;
     case "setup":
       return html`<${Setup} />`;
     default:

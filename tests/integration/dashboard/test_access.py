@@ -12,7 +12,7 @@ from tests.integration.dashboard.conftest import KEYS
 
 pytestmark = pytest.mark.slow
 expect = pytest.importorskip("playwright.sync_api").expect
-VIEWS = ("now", "sessions", "chat", "memory", "quality", "setup")
+VIEWS = ("now", "sessions", "chat", "memory", "quality", "models", "setup")
 NUM_SESSIONS = 60
 
 

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from engines.base import Engine, ReplicaState
-from engines.pool.loading import Loading, OnDemand
+from engines.pool.loading import Loading
+from engines.pool.on_demand import OnDemand
 from gateway.app import create_app
 from gateway.edge.key_limits import ROUTE_COSTS, key_share_of
 from gateway.keys import generate_key

@@ -16,9 +16,8 @@ from engines.pool.loading import (
     STAY_S,
     UNLOAD_S,
     Loading,
-    LoadState,
-    OnDemand,
 )
+from engines.pool.on_demand import LoadState, OnDemand
 from engines.wire import EngineReport, Notice
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event
@@ -342,3 +341,33 @@ async def test_an_engine_that_still_packs_is_not_ended():
         assert model.engine.ready  # it was not ended
         model.engine.save_queue_bytes = 0
         await rig.until(0, LoadState.UNLOADED)
+
+
+async def test_an_operator_loads_and_unloads_a_model_that_no_request_asked_for():
+    async with Rig() as rig:
+        first = rig.models[0]
+        rig.loading.load(first, "root")
+        await rig.until(0, LoadState.LOADED)
+        assert first.num_uses == 0
+        await rig.begin(0)
+        assert not rig.loading.unload(first)  # a request uses it
+        rig.loading.leave(first)
+        assert rig.loading.unload(first)
+        assert not rig.loading.unload(first)
+        await rig.until(0, LoadState.UNLOADED)
+
+
+async def test_an_operator_tries_again_at_once_and_is_told_why_it_fails():
+    async with Rig() as rig:
+        first = rig.models[0]
+        first.engine.fails = True
+        rig.loading.load(first, "root")
+        await eventually(lambda: first.failed)
+        await rig.until(0, LoadState.UNLOADED)
+        assert "cannot be loaded" in first.failed
+        with pytest.raises(EngineUnavailable):
+            await rig.begin(0)
+        first.engine.fails = False
+        rig.loading.load(first, "root")
+        await rig.until(0, LoadState.LOADED)
+        assert first.failed == ""

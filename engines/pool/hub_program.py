@@ -1,0 +1,134 @@
+"""Lists, downloads and deletes models in the hub client's cache: a program of its own.
+
+    python hub_program.py list
+    python hub_program.py download organisation/name
+    python hub_program.py delete organisation/name
+
+It prints one JSON object a line. The hub's client is slow to import and reads variables of its own,
+so ``hub_cache`` starts it here instead; it may be run by another environment's Python, so it
+imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Final
+
+LOOK_S: Final = 0.5
+# Weights in safetensors, tokenizers, templates and settings; the engines read nothing else.
+WANTED: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+
+
+class Refusal(Exception):
+    """The deed cannot be done; the message says why."""
+
+
+def listed() -> Iterator[Mapping[str, Any]]:
+    """Name each model in the cache with its bytes, and the bytes that are free beside them."""
+    models = [
+        {
+            "id": x.repo_id,
+            "folder": str(x.repo_path),
+            "nbytes": _bytes_in(x.repo_path),
+            "used_at": x.last_accessed,
+        }
+        for x in _repositories()
+    ]
+    models.sort(key=lambda x: -x["nbytes"])
+    yield {"models": models, "free_bytes": _free_bytes()}
+
+
+def downloaded(name: str) -> Iterator[Mapping[str, Any]]:
+    """Download a model, and say each half second how many bytes of it are here."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.file_download import repo_folder_name
+
+    about = HfApi().model_info(name, files_metadata=True)
+    wanted = [x for x in about.siblings or () if any(fnmatch(x.rfilename, y) for y in WANTED)]
+    if not any(x.rfilename.endswith(".safetensors") for x in wanted):
+        raise Refusal(f"{name} has no weights in safetensors, which the engines read")
+    total = sum(x.size or 0 for x in wanted)
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    free = _free_bytes() + _bytes_in(folder)
+    if total > free:
+        raise Refusal(f"{name} needs {total / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free")
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(snapshot_download, name, revision=about.sha, allow_patterns=list(WANTED))
+        while not job.done():
+            yield {"done_bytes": min(total, _bytes_in(folder)), "total_bytes": total}
+            wait([job], timeout=LOOK_S)
+        job.result()
+    yield {"done_bytes": total, "total_bytes": total}
+
+
+def deleted(name: str) -> Iterator[Mapping[str, Any]]:
+    """Delete a model with all of its revisions."""
+    from huggingface_hub import scan_cache_dir
+
+    found = [x for x in _repositories() if x.repo_id == name]
+    if not found:
+        raise Refusal(f"{name} is not in the cache")
+    freed = sum(_bytes_in(x.repo_path) for x in found)
+    hashes = [y.commit_hash for x in found for y in x.revisions]
+    scan_cache_dir().delete_revisions(*hashes).execute()
+    yield {"freed_bytes": freed}
+
+
+def _repositories() -> list[Any]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return [x for x in scan_cache_dir().repos if x.repo_type == "model"]
+    except CacheNotFound:
+        return []
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the bytes of all files below, those of unfinished downloads included."""
+    try:
+        return sum(x.lstat().st_size for x in folder.rglob("*") if not x.is_dir())
+    except OSError:  # a file was renamed just now
+        return 0
+
+
+def _free_bytes() -> int:
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    return shutil.disk_usage(next(x for x in (folder, *folder.parents) if x.exists())).free
+
+
+DEEDS: Final[Mapping[str, Callable[..., Iterator[Mapping[str, Any]]]]] = {
+    "list": listed,
+    "download": downloaded,
+    "delete": deleted,
+}
+
+
+def main(verb: str, *names: str) -> int:
+    """Print what a verb yields; an error is a line with its reason."""
+    try:
+        for said in DEEDS[verb](*names):
+            print(json.dumps(said), flush=True)
+    except BrokenPipeError:  # who asked is gone: the download ends, too
+        os._exit(1)
+    except ImportError:
+        why = "the server's Python has no huggingface_hub"
+    except Exception as error:  # of the network, the hub, the disk
+        why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    else:
+        return 0
+    print(json.dumps({"problem": why}), flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

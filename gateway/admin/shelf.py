@@ -1,0 +1,164 @@
+"""/admin/models: the models that are served, loaded and unloaded; those on disk, fetched, deleted.
+
+Which models a server has is said by its settings. What is fetched here lies in the hub client's
+cache, and is served once the settings name it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engines.base import HasReplicas
+from engines.openai.requests import InvalidRequest
+from engines.pool.hub_cache import HubRefusal
+from engines.pool.loading import Loading
+from engines.pool.on_demand import OnDemand
+from gateway.admin.routes import answer, for_admin
+from gateway.body import read_json_body
+from gateway.context import Gateway, admin_of, gateway_of, new_router, takes
+from gateway.errors import Failure, RequestRefused
+from gateway.models import ServedModel
+
+router = new_router()
+
+
+class NamedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a request about a model: its name, or its id at the hub."""
+
+    model: str
+
+
+@router.get("/admin/models")
+async def show_shelf(request: Request) -> Response:
+    """Show the models that are served, those in the hub client's cache, and the last download."""
+    gateway = for_admin(request)
+    cached = await gateway.hub.listed()
+    rows = [
+        {**structs.asdict(x), "served_as": _served_as(gateway, x.id, x.folder)}
+        for x in cached.models
+    ]
+    return answer(
+        {
+            "object": "list",
+            "data": [_row(gateway, x) for x in gateway.models],
+            "cached": rows,
+            "free_bytes": cached.free_bytes,
+            "problem": cached.problem,
+            "download": gateway.hub.download,
+        }
+    )
+
+
+@router.post("/admin/models/load", openapi_extra=takes(NamedModel))
+async def load_model(request: Request) -> Response:
+    """Begin to load a model that is loaded on demand."""
+    caller = admin_of(request)
+    gateway, model, on_demand, loading = await _on_demand(request)
+    loading.load(on_demand, caller.name)
+    await asyncio.sleep(0)  # the answer shows it in line
+    return answer(_row(gateway, model), 202)
+
+
+@router.post("/admin/models/unload", openapi_extra=takes(NamedModel))
+async def unload_model(request: Request) -> Response:
+    """Begin to unload a model that is loaded on demand; its sessions are saved first."""
+    gateway, model, on_demand, loading = await _on_demand(request)
+    if not loading.unload(on_demand):
+        if on_demand.num_uses:
+            raise _conflict(f"{on_demand.num_uses} requests use {model.label} now.", "model_in_use")
+        raise _conflict(f"{model.label} is {model.state}.", "model_not_loaded")
+    return answer(_row(gateway, model), 202)
+
+
+@router.post("/admin/models/download", openapi_extra=takes(NamedModel))
+async def download_model(request: Request) -> Response:
+    """Begin to download a model from the hub; the list shows how far it is."""
+    gateway = for_admin(request)
+    try:
+        return answer(gateway.hub.begin(await _name(request)), 202)
+    except HubRefusal as error:
+        raise _conflict(f"Nothing is downloaded: {error}.", "not_downloaded") from error
+
+
+@router.delete("/admin/models/download")
+async def stop_download(request: Request) -> Response:
+    """End the download; what is here of it is used when it begins again."""
+    gateway = for_admin(request)
+    await gateway.hub.stop()
+    return answer(gateway.hub.download)
+
+
+@router.delete("/admin/models/cached/{name:path}")
+async def delete_model(request: Request) -> Response:
+    """Delete a model from the hub client's cache; not one that this server is to serve."""
+    gateway, name = for_admin(request), str(request.path_params["name"])
+    cached = await gateway.hub.listed()
+    found = next((x for x in cached.models if x.id == name), None)
+    if found is None:
+        raise InvalidRequest("There is no such model in the cache.", "name", "model_not_found", 404)
+    if served_as := _served_as(gateway, name, found.folder):
+        message = f"This server serves it as {served_as}. Take it out of the settings first."
+        raise _conflict(message, "model_in_use")
+    try:
+        freed = await gateway.hub.delete(name)
+    except HubRefusal as error:
+        raise _conflict(f"Nothing was deleted: {error}.", "not_deleted") from error
+    return answer({"id": name, "object": "model", "deleted": True, "freed_bytes": freed})
+
+
+async def _name(request: Request) -> str:
+    body = await read_json_body(request, gateway_of(request).config)
+    try:
+        return msgspec.json.decode(body or b"{}", type=NamedModel).model
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is {{'model': NAME}}: {error}.", "model") from error
+
+
+async def _on_demand(request: Request) -> tuple[Gateway, ServedModel, OnDemand, Loading]:
+    """Find the model that is meant. Raises ``RequestRefused`` (409): it is always loaded."""
+    gateway = for_admin(request)
+    model = gateway.models.named(await _name(request), gateway.config)
+    if model.on_demand is None or gateway.loading is None:
+        message = f"{model.label} is always loaded; see load = 'on-demand' of [[engines]]."
+        raise _conflict(message, "always_loaded")
+    return gateway, model, model.on_demand, gateway.loading
+
+
+def _conflict(message: str, code: str) -> RequestRefused:
+    return RequestRefused(Failure(409, message, None, code))
+
+
+def _row(gateway: Gateway, model: ServedModel) -> dict[str, Any]:
+    on_demand, loading, engine = model.on_demand, gateway.loading, model.engine
+    said, in_use = model.trouble, 0
+    if on_demand is not None and loading is not None:
+        in_use = on_demand.num_uses
+        is_moving = on_demand.waiting or model.state in ("loading", "unloading")
+        said = loading.progress(on_demand) if is_moving else on_demand.failed or said
+    return {
+        "name": model.label,
+        "aliases": model.aliases,
+        "state": model.state,
+        "on_demand": on_demand is not None,
+        "said": said,
+        "in_use": in_use,
+        "weights_bytes": model.weights_bytes,
+        "held_bytes": model.held_bytes if engine.ready else 0,
+        "num_sessions": len(model.sessions.table),
+        "replicas": engine.replicas if isinstance(engine, HasReplicas) else (),
+    }
+
+
+def _served_as(gateway: Gateway, name: str, folder: str) -> str:
+    """Return the name of the model that is served from there; "" if none is."""
+    for model in gateway.models:
+        if model.path == name or (model.path and Path(model.path).is_relative_to(folder)):
+            return model.label or name
+    return ""

@@ -1,0 +1,79 @@
+"""The hub client's cache: the real client, and a hub on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from engines.pool.hub_cache import HubCache, HubRefusal
+from tests.hub import FILES, MODEL, hub
+from tests.waiting import eventually
+
+pytest.importorskip("huggingface_hub")
+WANTED = len(FILES["config.json"]) + len(FILES["model.safetensors"])
+
+
+async def test_a_model_is_downloaded_listed_and_deleted(tmp_path, monkeypatch):
+    with hub(tmp_path / "hub", monkeypatch):
+        cache = HubCache()
+        assert (await cache.listed()).models == ()
+        download = cache.begin(MODEL)
+        await eventually(lambda: download.state != "running", within_s=60)
+        assert (download.state, download.problem) == ("done", "")
+        assert download.done_bytes == download.total_bytes == WANTED
+        listed = await cache.listed()
+        (model,) = listed.models
+        assert model.id == MODEL and model.nbytes >= WANTED
+        assert listed.free_bytes and not listed.problem
+        assert not list(tmp_path.rglob("README.md"))
+        assert await cache.delete(MODEL) >= WANTED
+        assert (await cache.listed()).models == ()
+        assert not list(tmp_path.rglob("model.safetensors"))
+
+
+async def test_a_download_shows_how_far_it_is_and_can_be_stopped(tmp_path, monkeypatch):
+    with hub(tmp_path / "hub", monkeypatch, wait_s=2.0):
+        cache = HubCache()
+        download = cache.begin(MODEL)
+        with pytest.raises(HubRefusal, match=f"{MODEL} is being downloaded; one at a time"):
+            cache.begin("another/model")
+        await eventually(lambda: download.total_bytes > 0, within_s=60)
+        assert download.done_bytes < download.total_bytes == WANTED
+        with pytest.raises(HubRefusal, match="is being downloaded"):
+            await cache.delete(MODEL)
+        await cache.stop()
+        assert download.state == "stopped" and not cache.is_downloading
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("unknown/model", "404"), ("../../etc", "no hub id"), ("--help/x", "no hub id")],
+)
+async def test_what_cannot_be_downloaded_says_why(tmp_path, monkeypatch, name, why):
+    with hub(tmp_path / "hub", monkeypatch):
+        cache = HubCache()
+        if why == "no hub id":
+            with pytest.raises(HubRefusal, match=why):
+                cache.begin(name)
+            return
+        download = cache.begin(name)
+        await eventually(lambda: download.state == "failed", within_s=60)
+        assert why in download.problem
+
+
+async def test_without_the_hubs_client_the_reason_is_said(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    cache = HubCache(str(bare))
+    assert "huggingface_hub" in (await cache.listed()).problem
+    missing = HubCache(str(tmp_path / "nothing"))
+    assert "cannot be started" in (await missing.listed()).problem
+
+
+async def test_a_model_that_is_not_there_is_not_deleted(tmp_path, monkeypatch):
+    refused = pytest.raises(HubRefusal, match="not in the cache")
+    with hub(tmp_path / "hub", monkeypatch), refused:
+        await asyncio.wait_for(HubCache().delete("no/model"), 60)
