@@ -21,11 +21,11 @@ from starlette.responses import Response
 
 from engines.base import Engine, SessionRef
 from engines.openai.errors import InvalidRequest, unknown_model
-from engines.openai.foreign_request import Dialect, renamed, take_foreign
+from engines.openai.foreign_request import Dialect, ignored_fields, renamed, take_foreign
 from engines.openai.keywords import left_out, with_enforceable_formats
 from engines.openai.messages import ImageSupport, with_known_parts
 from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
-from engines.pool.loading import OnDemand
+from engines.pool.on_demand import OnDemand
 from engines.wire import TemplateRules
 from gateway.body import ParsedBody, body_for_engine, fitted, keep_reasoning
 from gateway.config import GatewayConfig
@@ -114,6 +114,7 @@ class CheckedRequest(NamedTuple):
     outline: Outline | None  # None: it is no chat
     task_row: str | None  # None: it is no task
     foreign: Mapping[str, str]  # the client's names of the engine's fields, if they are others
+    ignored: Sequence[str]  # fields that nobody here knows
     left_out: Sequence[str]  # keywords of JSON schemas
     num_answers: int
 
@@ -210,6 +211,7 @@ async def _prepared(
         asked.num_answers,
         title,
         asked.foreign,
+        asked.ignored,
         asked.left_out,
         is_silent,
     )
@@ -228,7 +230,9 @@ def _check(
     translated, (rules, image_support, engine) = translate(asked), served
     raw = dict(translated.raw)  # it may be the client's body, which is still read
     foreign: dict[str, str] = {}
+    ignored: list[str] = []
     if operation.dialect is not None:
+        ignored = ignored_fields(asked, operation.dialect)
         foreign = take_foreign(asked, raw, operation.dialect, engine)
     try:
         request = operation.validate(raw, image_support)
@@ -260,12 +264,13 @@ def _check(
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
     found = translated._replace(raw=raw), request.model, named, chain, outline, task_row
-    return CheckedRequest(*found, foreign, keywords, request.num_answers)
+    return CheckedRequest(*found, foreign, ignored, keywords, request.num_answers)
 
 
 def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:
     """Check a copy of a body, as far as that is possible before its model is loaded."""
     if operation.dialect is not None:
+        ignored_fields(asked, operation.dialect)
         take_foreign(asked, asked, operation.dialect, "")
     if operation.check_early is not None:
         operation.check_early(model, asked)

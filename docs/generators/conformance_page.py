@@ -23,7 +23,8 @@ sampler's neutral value) are always taken. Two constraints for one answer are re
 for one field OpenAI's counts. Chats' fields that Anthropic's messages and OpenAI's responses lack
 (`top_k`, `min_p`, `seed`, penalties, `logit_bias`, `ignore_eos`, `min_tokens`,
 `structured_outputs`, `response_format`, `chat_template_kwargs`) count there, too. Other fields are
-ignored.
+ignored and named in the header `x-thermocline-ignored`; only one that looks like a misspelt field
+that changes the answer (`temprature`), where that is not sent as well, is refused with its name.
 
 Keywords of JSON schemas that no grammar has are left out, and named in the header
 `x-thermocline-left-out`: `propertyNames`, `uniqueItems`, `contains`, `not`, `if`,

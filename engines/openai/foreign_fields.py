@@ -3,8 +3,8 @@
 A field on which some server acts, and which changes the answer, is honoured or refused by name: an
 answer that looks right and ignores a constraint is worse than none. Fields that only hint (where to
 cache, which figures to report) are taken, and change nothing. ``docs/conformance.md`` shows the
-list. A field that is neither in it nor ours is ignored, so clients newer than this file keep
-working. ``foreign_request`` applies it.
+list. A field that is neither in it nor ours is ignored and named, so clients newer than this file
+keep working (``unknown_fields``). ``foreign_request`` applies it.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from engines.openai.foreign_fields import (
     wider_format,
 )
 from engines.openai.messages import Json
+from engines.openai.unknown_fields import CHANGE_NOTHING, unknown_fields
 
 # Fields of our chats that other dialects have not, or under another name.
 CHAT_FIELDS: Final = (
@@ -50,6 +51,16 @@ def take_foreign(asked: Json, raw: Json, dialect: Dialect, engine: str) -> dict[
         InvalidRequest: a field asks for something that is not done here; names it.
     """
     return _Taking(asked, raw, dialect, engine).take()
+
+
+def ignored_fields(asked: Json, dialect: Dialect) -> list[str]:
+    """List the fields of the client's body that nobody here knows.
+
+    Raises:
+        InvalidRequest: a field seems to be a misspelt one that changes the answer.
+    """
+    ours = {*dialect.fields, *CHAT_FIELDS} - CHANGE_NOTHING
+    return unknown_fields(asked, ours | CHANGE_NOTHING | _KNOWN.keys(), ours)
 
 
 class _Taking:

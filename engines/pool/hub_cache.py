@@ -59,7 +59,7 @@ class Download(msgspec.Struct):
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What ``hub_program`` prints."""
+    """A line of those that ``hub_program`` prints."""
 
     models: tuple[CachedModel, ...] = ()
     free_bytes: int = 0

@@ -72,8 +72,17 @@ async def unload_model(request: Request) -> Response:
     gateway, model, on_demand, loading = await _on_demand(request)
     if not loading.unload(on_demand):
         if on_demand.num_uses:
-            raise _conflict(f"{on_demand.num_uses} requests use {model.label} now.", "model_in_use")
-        raise _conflict(f"{model.label} is {model.state}.", "model_not_loaded")
+            raise RequestRefused(
+                Failure(
+                    409,
+                    f"{on_demand.num_uses} requests use {model.label} now.",
+                    None,
+                    "model_in_use",
+                )
+            )
+        raise RequestRefused(
+            Failure(409, f"{model.label} is {model.state}.", None, "model_not_loaded")
+        )
     return answer(_row(gateway, model), 202)
 
 
@@ -84,7 +93,9 @@ async def download_model(request: Request) -> Response:
     try:
         return answer(gateway.hub.begin(await _name(request)), 202)
     except HubRefusal as error:
-        raise _conflict(f"Nothing is downloaded: {error}.", "not_downloaded") from error
+        raise RequestRefused(
+            Failure(409, f"Nothing is downloaded: {error}.", None, "not_downloaded")
+        ) from error
 
 
 @router.delete("/admin/models/download")
@@ -105,11 +116,13 @@ async def delete_model(request: Request) -> Response:
         raise InvalidRequest("There is no such model in the cache.", "name", "model_not_found", 404)
     if served_as := _served_as(gateway, name, found.folder):
         message = f"This server serves it as {served_as}. Take it out of the settings first."
-        raise _conflict(message, "model_in_use")
+        raise RequestRefused(Failure(409, message, None, "model_in_use"))
     try:
         freed = await gateway.hub.delete(name)
     except HubRefusal as error:
-        raise _conflict(f"Nothing was deleted: {error}.", "not_deleted") from error
+        raise RequestRefused(
+            Failure(409, f"Nothing was deleted: {error}.", None, "not_deleted")
+        ) from error
     return answer({"id": name, "object": "model", "deleted": True, "freed_bytes": freed})
 
 
@@ -127,12 +140,8 @@ async def _on_demand(request: Request) -> tuple[Gateway, ServedModel, OnDemand, 
     model = gateway.models.named(await _name(request), gateway.config)
     if model.on_demand is None or gateway.loading is None:
         message = f"{model.label} is always loaded; see load = 'on-demand' of [[engines]]."
-        raise _conflict(message, "always_loaded")
+        raise RequestRefused(Failure(409, message, None, "always_loaded"))
     return gateway, model, model.on_demand, gateway.loading
-
-
-def _conflict(message: str, code: str) -> RequestRefused:
-    return RequestRefused(Failure(409, message, None, code))
 
 
 def _row(gateway: Gateway, model: ServedModel) -> dict[str, Any]:

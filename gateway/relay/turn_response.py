@@ -49,6 +49,7 @@ from scheduler.session import TurnHints
 from scheduler.sessions import Turn
 
 LEFT_OUT_HEADER = "x-thermocline-left-out"
+IGNORED_HEADER = "x-thermocline-ignored"
 log = logging.getLogger("thermocline.gateway")
 
 # Sends the rest of the answer when the turn is over.
@@ -69,6 +70,7 @@ class TurnRequest(NamedTuple):
     num_answers: int = 1
     title: str = ""  # for its session
     foreign: Mapping[str, str] = {}  # the client's names of the engine's fields
+    ignored: Sequence[str] = ()  # fields of the client's that nobody here knows
     left_out: Sequence[str] = ()  # keywords of JSON schemas
     is_silent: bool = False  # nothing of the answer is shown
 
@@ -249,6 +251,8 @@ class TurnResponse(Response):
 
     def _own_headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(SESSION_HEADER.encode(), id_to_header(self._session.id).encode())]
+        if self._asked.ignored:
+            headers.append((IGNORED_HEADER.encode(), ", ".join(self._asked.ignored).encode()))
         if self._asked.left_out:
             headers.append((LEFT_OUT_HEADER.encode(), ", ".join(self._asked.left_out).encode()))
         return headers

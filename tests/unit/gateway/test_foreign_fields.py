@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from engines.openai.foreign_fields import FOREIGN_FIELDS, Fate
+from engines.openai.foreign_request import Dialect, ignored_fields
 from engines.openai.requests import ChatRequest, CompletionRequest
 from gateway.anthropic.request import MessagesRequest
 from gateway.openai.responses.response import ResponseFields
@@ -278,3 +279,75 @@ async def test_tools_stay_in_the_prompt_as_they_were_sent() -> None:
     refused = await ask(app, "/v1/responses", tools=[said])
     assert refused.error["param"] == "tools[0].parameters"
     assert "'propertyNames' is not permitted" in refused.error["message"]
+
+
+# ---- fields that nobody here knows
+
+MISSPELT = (
+    ("temprature", "temperature"),
+    ("temperatur", "temperature"),
+    ("Temperature", "temperature"),
+    ("topP", "top_p"),
+    ("presence_penality", "presence_penalty"),
+    ("respones_format", "response_format"),
+)
+
+
+@dialects
+@pytest.mark.parametrize(("wrong", "meant"), MISSPELT)
+async def test_a_misspelt_field_that_changes_the_answer_is_refused(
+    path: str, wrong: str, meant: str
+) -> None:
+    app = app_with("mlx")
+    reply = await ask(app, path, **{wrong: 0.5})
+    assert reply.status == 400
+    assert f"did you mean {meant}?" in error_of(reply)["message"]
+    assert not app.engine.asked
+
+
+async def test_beside_the_right_field_or_with_nothing_in_it_a_misspelt_one_is_ignored() -> None:
+    app = app_with("mlx")
+    path = "/v1/chat/completions"
+    both = await ask(app, path, temperature=0.5, temprature=0.7, maxTokens=5, max_tokens=9)
+    assert both.status == 200
+    assert both.headers["x-thermocline-ignored"] == "temprature, maxTokens"
+    nothing = await ask(app, path, temprature=None)
+    assert nothing.status == 200 and "x-thermocline-ignored" not in nothing.headers
+
+
+@dialects
+async def test_what_nobody_knows_is_ignored_and_named(path: str) -> None:
+    app = app_with("mlx")
+    fields = {"chat_id": "1", "trace": {}, "naïve\r\nx: y": 1, "filter_ids": [], "n_" * 40: 2}
+    reply = await ask(app, path, **fields)
+    assert reply.status == 200, reply.body
+    named = f"chat_id, trace, na?ve??x??y, filter_ids, {'n_' * 20}"
+    assert reply.headers["x-thermocline-ignored"] == named
+    many = await ask(app, path, **{f"field-{i}": 1 for i in range(100)})
+    assert many.status == 200
+    assert len(many.headers["x-thermocline-ignored"].split(", ")) == 16
+
+
+@dialects
+async def test_no_field_of_the_list_is_taken_for_a_misspelt_one(path: str) -> None:
+    """Nor is one that other clients send besides."""
+    known = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    known |= {*MessagesRequest.__struct_fields__, *ResponseFields.__struct_fields__}
+    theirs = known | {x.name for x in FOREIGN_FIELDS} | OF_CLIENTS
+    dialect = Dialect(OWN[path].__struct_fields__)
+    for name in theirs:
+        assert ignored_fields({name: 1}, dialect) in ([], [name]), name
+
+
+# Open WebUI, LibreChat, LangChain, LiteLLM, aider, text-generation-webui, KoboldCpp, SillyTavern.
+OF_CLIENTS = {
+    *("chat_id", "background_tasks", "features", "variables", "model_item", "filter_ids", "files"),
+    *("tool_ids", "session", "streaming", "modelLabel", "promptPrefix", "endpoint", "iconURL"),
+    *("temperature_last", "max_length", "max_context_length", "rep_pen"),
+    *("repetition_penalty_range", "guidance_scale", "negative_prompt", "mode", "character"),
+    *("custom_token_bans", "auto_max_new_tokens", "ban_eos_token", "prompt_lookup_num_tokens"),
+    *("num_retries", "extra_headers", "drop_params", "caching", "fallbacks", "tags", "api_base"),
+    *("max_retries", "request_timeout", "use_responses_api", "disabled_params", "top_a", "tfs"),
+    *("presencePenaltyEnabled", "thinking", "enable_thinking", "usage", "provider", "transforms"),
+    *("models", "route", "plugins", "safe_prompt", "random_seed", "preset", "logit_bias_exp"),
+}
