@@ -181,7 +181,7 @@ def _answers(path: str, method: str) -> Json:
     error = {"application/json": {"schema": {"$ref": _REFS.format(name="Error")}}}
     statuses = [400, 408, 413, 415, 429, 502, 503, 504] if method == "POST" else [400, 503]
     statuses += [] if path in _OPEN else [401]
-    statuses += [404] if path == "/" or path.startswith("/v1/") or "{" in path else []
+    statuses += [404] if path.startswith("/v1/") or "{" in path else []
     statuses += [403, 409] if path.startswith("/admin/") else []
     good = _OTHER_GOOD.get((method, path), 200)
     goods = [good, 202] if path.endswith("/demote") else [good]

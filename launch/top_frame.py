@@ -32,6 +32,7 @@ STYLES: Final = {
     "hibernating": "blue",
     "cold": "cyan",
     "waking": "yellow",
+    "away": "red",  # with an engine that is not there
 }
 KINDS: Final = {"restored": "restored", "hot": "hot", "missed": "missed", "first": "first turns"}
 MOST_TENANTS: Final = 5
@@ -259,6 +260,8 @@ def _quality(said: Row) -> Text:
     if quality.get("progress"):
         following = f", then {quality['expected']}" if quality.get("expected") else ""
         words.append(f"{quality['progress']}{following}")
+        if quality.get("measured") is False:
+            words.append("in idle moments")
     return _text(" · ".join(words))
 
 
@@ -358,7 +361,7 @@ def _where(row: Row) -> str:
     state = str(row.get("state"))
     if state == "active":
         return "answering"
-    if state in ("waking", "saving", "hibernating"):
+    if state in ("waking", "saving", "hibernating", "away"):
         return state
     return "hot" if state == "idle" else str(row.get("tier") or state)
 

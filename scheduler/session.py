@@ -9,7 +9,8 @@
     gone         nothing is left; a new turn starts a new session under the same id
 
 A session that was asked to sleep while it is being saved is shown as *saving* until it sleeps: an
-attribute again, which a turn clears.
+attribute again, which a turn clears. While the engine is away, what lay in its memory is shown as
+*away*: a restarted engine says what is left.
 
 "Hot" means active, idle or hibernating. Two rules make the table safe:
 
@@ -78,6 +79,7 @@ class Event(enum.Enum):
 Kind: TypeAlias = Literal["main", "child", "task"]
 S, E = State, Event
 SAVING: Final[KeptReason] = "saving"
+AWAY: Final = "away"
 
 TRANSITIONS: dict[State, dict[Event, State]] = {
     S.ACTIVE: {E.TURN: S.ACTIVE, E.QUIET: S.IDLE, E.EXPIRE: S.LEAVING},
@@ -167,10 +169,11 @@ class Session:
         """Its use: a conversation, one that serves another, or single questions of programs."""
         return "task" if self.is_task else "child" if self.is_child else "main"
 
-    @property
-    def shown_state(self) -> str:
-        """The state for readers; see above."""
+    def shown_state(self, engine_is_there: bool) -> str:
+        """Return the state for readers; see above."""
         quiet = self.state in (S.IDLE, S.HIBERNATING)
+        if not engine_is_there and (quiet or (self.state is S.COLD and self.tier == "ram")):
+            return AWAY
         return SAVING if self.saving and quiet else self.state.value
 
     def can(self, event: Event) -> bool:
@@ -256,12 +259,13 @@ class SessionView(msgspec.Struct, frozen=True):
     retain_s: float  # for how much longer its client asks to keep it
 
 
-def view_of(session: Session, now: float) -> SessionView:
+def view_of(session: Session, now: float, engine_is_there: bool) -> SessionView:
     """Make the view of a row; ``now`` is a reading of the scheduler's clock."""
+    state = session.shown_state(engine_is_there)
     return SessionView(
         id=session.ref.id,
-        state=session.shown_state,
-        tier=session.tier,
+        state=state,
+        tier=None if state == AWAY else session.tier,
         tokens=session.tokens,
         bytes=session.hot_bytes if session.hot else session.cold_bytes,
         idle_s=0.0 if session.num_turns else round(max(0.0, now - session.last_used), 3),

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from engines.base import CacheOutcome, Engine, KeptReason, SessionRef, TierName
+from engines.base import CacheOutcome, Engine, KeptReason, KVSize, SessionRef, TierName
 from engines.base import Overloaded as Overloaded
 from scheduler.admission import AdmissionQueue, Headroom
 from scheduler.admission import Draining as Draining
@@ -63,10 +63,15 @@ class SessionKept(Exception):
 class Turn:
     """One request of a session while it is being served."""
 
-    def __init__(self, session: Session, patience_s: float) -> None:
-        """``patience_s``: what is left of ``max_wait_s`` for the engine's own line, in seconds."""
+    def __init__(self, session: Session, patience_s: float, live_kv: KVSize | None) -> None:
+        """
+        Args:
+            patience_s: what is left of ``max_wait_s`` for the engine's own line, in seconds.
+            live_kv: what the engine's KV takes; None if it does not say.
+        """
         self._session = session
         self.patience_s = patience_s
+        self._live_kv = live_kv
 
     def engine_answered(self, cache: CacheOutcome | None) -> None:
         """Record that the engine has taken the turn, and whether it restored KV for it.
@@ -82,8 +87,12 @@ class Turn:
             self._session.apply(Event.LOST if lost else Event.RESTORED)
 
     def used(self, num_tokens: int) -> None:
-        """Record the tokens of prompt and answer: the length until the engine reports it."""
-        self._session.tokens = max(self._session.tokens, num_tokens)
+        """Record the tokens of prompt and answer: length and size until the engine says them."""
+        session = self._session
+        if num_tokens > session.tokens:
+            session.tokens = num_tokens
+            live_bytes = self._live_kv.of(num_tokens) if self._live_kv else 0
+            session.hot_bytes = max(session.hot_bytes, live_bytes)
 
 
 class SessionManager:
@@ -188,9 +197,10 @@ class SessionManager:
                 self.headroom.admit()
                 waited_s = self._clock() - came
                 self._observers.turn_waited(waited_s)
-                session = self.table.begin(ref, hints)
+                session, engine = self.table.begin(ref, hints), self._engine.welcome
+                live_kv = engine.live_kv if engine else None
                 try:
-                    yield Turn(session, self._config.max_wait_s - waited_s)
+                    yield Turn(session, self._config.max_wait_s - waited_s, live_kv)
                 finally:
                     self.table.end(session)
                     self.sweeps.hurry()
@@ -385,4 +395,4 @@ class SessionManager:
         return None if session is None or session.state is State.LEAVING else session
 
     def _view(self, session: Session) -> SessionView:
-        return view_of(session, self._clock())
+        return view_of(session, self._clock(), self._engine.welcome is not None)

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from gateway.context import new_router
+from gateway.context import json_response, new_router
 
 FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"
@@ -49,6 +49,14 @@ PAGE_HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",  # for browsers that do not know ``frame-ancestors``
+}
+PLACES: Final = {
+    "name": "thermocline",
+    "dashboard": "/ui",
+    "api": "/v1",
+    "description": "/docs",
+    "ready": "/readyz",
+    "metrics": "/metrics",
 }
 _FOR_EVER: Final = "public, max-age=31536000, immutable"
 
@@ -102,9 +110,9 @@ def _file(name: str, content: bytes) -> PageFile:
 
 @router.get("/")
 async def root(request: Request) -> Response:
-    """Redirect browsers to the dashboard; answer programs with 404."""
+    """Redirect browsers to the dashboard; tell programs what is where."""
     if "text/html" not in request.headers.get("accept", ""):
-        raise HTTPException(404)
+        return json_response(PLACES)
     return RedirectResponse("ui", 302, {"vary": "accept"})
 
 

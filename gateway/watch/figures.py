@@ -24,7 +24,7 @@ from gateway.watch.shape import (
 )
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.quality import Quality
-from scheduler.session import Session, State
+from scheduler.session import AWAY, Session, State
 
 Counts: TypeAlias = Mapping[str, Mapping[str, int]]
 MAX_VERDICTS: Final = 20
@@ -50,18 +50,21 @@ class Sums:
         self.num_sessions = 0
         self.hot_bytes = self.idle_bytes = self.cold_bytes = self.bf16_bytes = 0
 
-    def add(self, session: Session, hot_bytes: int, bf16_bytes: int) -> None:
+    def add(self, session: Session, hot_bytes: int, bf16_bytes: int, is_away: bool = False) -> None:
         """Count a session.
 
         Args:
             hot_bytes: that it takes while it is hot.
             bf16_bytes: that its cold KV would take in bf16.
+            is_away: it lay in the memory of an engine that is not there now.
         """
         own = self.of[session.ref.tenant]
         own.num_sessions += 1
-        own.cold_bytes += session.cold_bytes
         self.num_sessions += 1
-        self.states[session.state.value] += 1
+        self.states[AWAY if is_away else session.state.value] += 1
+        if is_away:
+            return
+        own.cold_bytes += session.cold_bytes
         if session.hot:
             own.hot_bytes += hot_bytes
             self.hot_bytes += hot_bytes

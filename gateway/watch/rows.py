@@ -10,7 +10,7 @@ from msgspec import UNSET
 from engines.wire import KVSize, Welcome
 from gateway.watch.requests import LiveRequest
 from gateway.watch.shape import KVPlace, SessionStatus, Transition, TurnRecord
-from scheduler.session import Session, State, Step
+from scheduler.session import AWAY, Session, State, Step
 from scheduler.table import SessionTable
 
 MAX_TITLE = 60  # characters
@@ -179,6 +179,10 @@ class Rows:
         rows = self._table if tenant is None else self._table.of(tenant)
         return [x for x in rows if x.state is not State.LEAVING]
 
+    def state(self, session: Session) -> str:
+        """Return a session's state as it is shown."""
+        return session.shown_state(self._welcome() is not None)
+
     # ---- sizes
 
     def tokens(self, session: Session) -> int:
@@ -214,6 +218,7 @@ class Rows:
         cache = now.cache if now else None
         title = (now.title if now else "") or (past.title if past else "")
         num_tokens, in_bf16 = self.tokens(session), self.bf16_bytes(session.cold_tokens)
+        state = self.state(session)
         return SessionStatus(
             id=session.ref.id,
             tenant=session.ref.tenant if admin else UNSET,
@@ -221,8 +226,8 @@ class Rows:
             client=now.client if now else last.client if last else None,
             parent=session.parent,
             kind=session.kind,
-            state=session.shown_state,
-            tier=session.tier,
+            state=state,
+            tier=None if state == AWAY else session.tier,
             tokens=num_tokens,
             bytes=self.hot_bytes(session) if session.hot else session.cold_bytes,
             cold_bytes=session.cold_bytes,

@@ -110,7 +110,7 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     client: str | None  # of its latest turn
     parent: str | None
     kind: Literal["main", "child", "task"]
-    state: str  # active, idle, saving, hibernating, cold or waking
+    state: str  # active, idle, saving, hibernating, cold, waking or away
     tier: TierName | None  # the fastest that holds a cold copy
     tokens: int  # while it is served: those of the prompt and of the answer so far
     bytes: int | None  # hot bytes while hot (about, while it is served), packed bytes while cold

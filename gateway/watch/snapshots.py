@@ -20,6 +20,7 @@ import msgspec
 from gateway.watch.figures import Sums
 from gateway.watch.rows import Rows
 from gateway.watch.shape import SessionStatus, Snapshot
+from scheduler.session import AWAY
 
 EVERY_S = 1.0
 REST = 20.0
@@ -88,7 +89,8 @@ class Snapshots:
         sessions, sums = self._rows.sessions(tenant), Sums()
         for at, session in enumerate(sessions, 1):
             in_bf16 = self._rows.bf16_bytes(session.cold_tokens) if session.cold_bytes else 0
-            sums.add(session, self._rows.hot_bytes(session) or 0, in_bf16 or 0)
+            is_away = self._rows.state(session) == AWAY
+            sums.add(session, self._rows.hot_bytes(session) or 0, in_bf16 or 0, is_away)
             if at % (8 * ROWS_AT_ONCE) == 0:
                 await asyncio.sleep(0)
         latest = heapq.nlargest(most, sessions, key=lambda x: x.last_used)

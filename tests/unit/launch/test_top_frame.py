@@ -96,7 +96,7 @@ def test_a_frame_shows_server_memory_requests_and_sessions():
     [
         (
             {"name": "tq3", "measured": False, "progress": "measuring: 2 of 9"},
-            "codec tq3 · not measured on this model · measuring: 2 of 9",
+            "codec tq3 · not measured on this model · measuring: 2 of 9 · in idle moments",
         ),
         (
             {
@@ -117,6 +117,12 @@ def test_a_frame_shows_server_memory_requests_and_sessions():
 def test_a_frame_shows_the_gates_verdict(quality, words):
     lines = text_of({**SNAPSHOT, "quality": quality}).splitlines()
     assert words in [x.strip() for x in lines]
+
+
+def test_a_session_of_an_engine_that_is_away_is_not_called_hot():
+    text = text_of({**SNAPSHOT, "sessions": [{**ROW, "state": "away", "tier": None}]})
+    (row,) = [line for line in text.splitlines() if line.startswith("s1")]
+    assert row.split()[2] == "away"
 
 
 def test_the_same_id_of_two_tenants_is_two_rows():

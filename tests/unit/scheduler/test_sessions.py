@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.base import CacheOutcome, EngineUnavailable, Notice, SessionRef
+from engines.base import CacheOutcome, EngineUnavailable, KVSize, Notice, SessionRef
 from engines.wire import absent
 from scheduler import moves
 from scheduler.config import SchedulerConfig
@@ -400,3 +401,40 @@ async def test_a_refused_turn_leaves_no_departure(manager, ref, log):
         pass  # the engine never answered
     assert manager.get(ref("a")) is None
     assert log.departures == []
+
+
+async def test_what_lay_in_an_engines_memory_is_away_while_the_engine_is(
+    manager, engine, ref, talk
+):
+    for id in ("hot", "ram", "disk"):
+        await talk(manager, ref(id))
+    await manager.demote(ref("ram"))
+    await manager.demote(ref("disk"), "disk")
+    welcome, engine.welcome = engine.welcome, None
+    seen = {x.id: (x.state, x.tier) for x in manager.list("alice")}
+    assert seen == {"hot": ("away", None), "ram": ("away", None), "disk": ("cold", "disk")}
+    engine.welcome = welcome
+    assert {x.id: x.state for x in manager.list("alice")} == {
+        "hot": "idle",
+        "ram": "cold",
+        "disk": "cold",
+    }
+
+
+async def test_bytes_grow_with_the_tokens_of_a_turn_until_the_engine_says_them(
+    manager, engine, ref, talk
+):
+    engine.welcome = msgspec.structs.replace(engine.welcome, live_kv=KVSize(per_token=10))
+    async with manager.turn(ref("a")) as turn:
+        turn.engine_answered(CacheOutcome("miss", 0))
+        turn.used(50)
+    assert manager.get(ref("a")).bytes == 500
+    async with manager.turn(ref("a")) as turn:
+        turn.engine_answered(CacheOutcome("hot", 50))
+        turn.used(70)
+        turn.used(60)  # counted once more, by an earlier figure
+    view = manager.get(ref("a"))
+    assert (view.tokens, view.bytes) == (70, 700)
+    report = Held(tokens=64, hot_bytes=650).report("alice", "a")
+    manager.follower.receive(Notice("saved", report))
+    assert manager.get(ref("a")).bytes == 650

@@ -76,7 +76,7 @@ export function Tier({ name }) {
 // A state as a reader thinks of it: what goes on, then where the KV is.
 export function Whereabouts({ row }) {
   const place = placeOf(row);
-  const doing = { active: "answering", waking: "waking", saving: "being saved", hibernating: "falling asleep" }[row.state];
+  const doing = { active: "answering", waking: "waking", saving: "being saved", hibernating: "falling asleep", away: "engine away" }[row.state];
   return html`<span class="mark ${place || "none"} ${doing ? "busy" : ""}"
     >${doing ?? TIER_NAMES[place] ?? "nowhere yet"}</span
   >`;

@@ -51,7 +51,8 @@ function Measuring({ it }) {
   const may = it.can_measure && server.value?.admin && !it.progress;
   if (!it.progress && !may) return "";
   return html`<div class="measuring">
-    ${it.progress && html`<p role="status"><span class="spin" aria-hidden="true"></span>${it.progress}</p>${progressOf(it.progress)}`}
+    ${it.progress && html`<p role="status"><span class="spin" aria-hidden="true"></span>${it.progress}</p>${progressOf(it.progress)}
+      ${it.measured === false && html`<span class="faint">In idle moments only: it hardly moves while requests are answered. A restart before the first verdict begins anew.</span>`}`}
     ${may && html`<button type="button" disabled=${busy} onClick=${measure}>Measure now</button>
       <span class="faint">Takes some minutes, while the engine is idle; requests do not wait for it.</span>`}
   </div>`;

@@ -67,10 +67,13 @@ async def test_another_version_has_no_files():
     assert (await App().get("/ui/0123456789abcdef/app.js")).status == 404
 
 
-async def test_browsers_are_led_to_the_page_and_programs_are_not(app: App):
+async def test_browsers_are_led_to_the_page_and_programs_are_told_what_is_where(app: App):
     led = await app.get("/", accept="text/html,*/*;q=0.8")
     assert (led.status, led.headers["location"]) == (302, "ui")
-    assert (await app.get("/", accept="*/*")).error["code"] == "not_found"
+    told = await app.get("/", accept="*/*")
+    assert (told.status, told.json["dashboard"], told.json["api"]) == (200, "/ui", "/v1")
+    for name in ("dashboard", "description", "ready", "metrics"):
+        assert (await app.get(told.json[name])).status in (200, 503)  # none is ready here
     slash = await app.get("/ui/")
     assert (slash.status, slash.headers["location"]) == (308, "../ui")
 

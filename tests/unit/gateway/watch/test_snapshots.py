@@ -385,3 +385,15 @@ async def test_sums_stay_while_an_admin_looks_at_more_tenants_than_have_any(watc
     for _ in range(2):
         tenants = {x["name"]: x for x in (await watched.seen(None))["tenants"]}
         assert tenants["alice"]["tokens_last_hour"] > 0
+
+
+async def test_while_the_engine_is_away_nothing_of_its_memory_is_shown_as_there():
+    watched = Watched()
+    watched.turn("s")
+    before = await watched.seen("alice")
+    assert before["sessions"][0]["state"] == "idle" and before["memory"]["hot"]["bytes"] == 1000
+    watched.engine.welcome = None
+    after = await watched.seen("alice")
+    assert (after["sessions"][0]["state"], after["sessions"][0]["tier"]) == ("away", None)
+    assert after["memory"]["sessions"] == {"away": 1}
+    assert after["memory"]["hot"]["bytes"] == after["memory"]["cold_bytes"] == 0
