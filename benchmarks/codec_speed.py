@@ -150,7 +150,7 @@ class Slices:
 
     def decode(self, number: int) -> None:
         assert self.kernel is not None
-        self.kernel.unpack(self.packed[number], self.group, self._halves(self.target, number))
+        self.kernel.unpack([self.packed[number]], self.group, self._halves(self.target, number))
 
     def encode_chunk(self, number: int) -> None:
         run = slice_tokens(self.whole, number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)

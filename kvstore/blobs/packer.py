@@ -8,6 +8,8 @@ have seen a byte of it.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias, TypeVar
@@ -21,7 +23,7 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.rows import sinks
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.errors import ForeignCodec, Mismatch, RefusedCodec
-from kvstore.shapes import KVLayout, KVRun, StoredModel, tokens_in
+from kvstore.shapes import KVLayout, KVRun, StoredModel, slice_tokens, tokens_in
 from kvstore.tiers.base import Blob
 
 RAW: Final = RawCodec()
@@ -271,6 +273,20 @@ class Packer:
         assert tokens_in(out) == piece.num_tokens
         codec, payload = self.open_rows(blob, piece)
         sinks.decode(codec, payload, self.layout_of(piece.key[:1]), piece.first_token, out)
+
+    def unpack_chunks(self, chunks: Sequence[tuple[AnyBlob, Piece]], out: KVRun) -> None:
+        """Fill ``out`` with chunks in a row, all that are in one codec together.
+
+        Raises:
+            Unusable: one is damaged, not the requested blob, or in a codec that is not known.
+        """
+        kind, first = chunks[0][1].key[:1], chunks[0][1].first_token
+        opened = [(*self.open_rows(blob, piece), piece) for blob, piece in chunks]
+        for codec, group in itertools.groupby(opened, key=operator.itemgetter(0)):
+            _, payloads, pieces = zip(*group, strict=True)
+            begin = pieces[0].first_token
+            rows = slice_tokens(out, begin - first, pieces[-1].end_token - first)
+            sinks.decode_chunks(codec, payloads, self.layout_of(kind), begin, rows)
 
     def _reader(self, kind: bytes, name: bytes) -> Codec:
         codec = self._known.of(kind).get(name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from kvstore.errors import Corrupt, UnknownCodec
-from kvstore.shapes import KVLayout, KVRun
+from kvstore.shapes import KVLayout, KVRun, slice_tokens, tokens_in
 
 Payload: TypeAlias = bytes | memoryview
 
@@ -81,6 +82,30 @@ class Codec(Protocol):
             Corrupt: the payload does not have the length or structure that ``out`` requires.
                 ``out`` may then hold any values and must not be used.
         """
+
+
+@runtime_checkable
+class ChunksCodec(Codec, Protocol):
+    """A codec that unpacks chunks in a row in less time than one after another."""
+
+    def decode_chunks(
+        self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
+    ) -> None:
+        """Unpacks as ``decode_each``."""
+
+
+def decode_each(
+    codec: Codec, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
+) -> None:
+    """Unpacks the payloads of chunks in a row, as ``Codec.decode`` unpacks one.
+
+    All have equally many tokens, together those of ``out``; none is of a session's first tokens.
+    """
+    size = tokens_in(out) // len(payloads)
+    for number, payload in enumerate(payloads):
+        begin = number * size
+        rows = slice_tokens(out, begin, begin + size)
+        codec.decode(payload, layout, first_token + begin, rows)
 
 
 def check_claim(

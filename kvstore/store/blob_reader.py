@@ -3,7 +3,8 @@
 Blobs are read in batches, a few ahead of the codec threads. A codec thread verifies each and may
 unpack it; the thread that waits for them takes blobs that no codec thread has begun. If a blob is
 missing or damaged in one tier, it is looked for in the others. If no tier has it, the blobs before
-it are still good. When time runs out, those read so far are kept, and prefill computes the rest.
+it are still good. Blobs that are used together are used one by one if one of them is bad. When time
+runs out, those read so far are kept, and prefill computes the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
-from kvstore.errors import TierUnavailable
+from kvstore.errors import TierUnavailable, Unusable
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import CopyReader, GoodCopy
 from kvstore.session import MissReason
@@ -29,8 +30,8 @@ READ_BATCH: Final = 8  # blobs per call to a tier
 READS_AHEAD: Final = 2  # batches being read while earlier ones are used
 USED_TOGETHER: Final = 8  # using a small blob takes less than handing it to a thread
 
-# Verifies a copy, and may unpack it; raises ``Unusable`` to reject it.
-Use: TypeAlias = Callable[[BlobRead, Blob], T]
+# Verifies copies of blobs in a row, and may unpack them; raises ``Unusable`` to reject any.
+Use: TypeAlias = Callable[[Sequence[tuple[BlobRead, Blob]]], list[T]]
 # The result of asking a tier for a blob.
 Answer: TypeAlias = Blob | TierUnavailable | None
 # Blobs that are being used by a codec thread, or wait for one.
@@ -110,7 +111,21 @@ class BlobReader:
     def _good_copies(
         self, answers: Sequence[tuple[BlobRead, Answer]], use: Use[T], give_up_at: float
     ) -> list[GoodCopy[T] | MissReason]:
-        return [self._good_copy(x, answer, use, give_up_at) for x, answer in answers]
+        together = self._good_together(answers, use)
+        return together or [self._good_copy(x, y, use, give_up_at) for x, y in answers]
+
+    def _good_together(
+        self, answers: Sequence[tuple[BlobRead, Answer]], use: Use[T]
+    ) -> list[GoodCopy[T] | MissReason]:
+        """Use the planned tiers' copies in one call; none of them if one is missing or bad."""
+        pairs = [(x, y) for x, y in answers if y is not None and not isinstance(y, TierUnavailable)]
+        if len(pairs) < len(answers):
+            return []
+        try:
+            values = use(pairs)
+        except Unusable:
+            return []
+        return [GoodCopy(y, x.level, value) for (x, y), value in zip(pairs, values, strict=True)]
 
     def _good_copy(
         self, read: BlobRead, answer: Answer, use: Use[T], give_up_at: float
@@ -129,7 +144,7 @@ class BlobReader:
             return answer
 
         levels = (read.level, *(i for i in range(len(self._stack)) if i != read.level))
-        return self._copies.read(read.key, levels, partial(use, read), asked)
+        return self._copies.read(read.key, levels, lambda blob: use([(read, blob)])[0], asked)
 
     # ---- all of them
 

@@ -6,7 +6,7 @@ its blocks only for a moment, so it gets verified blobs (``Fetched``) and unpack
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.blobs.chain import ChainKeys
@@ -18,7 +18,7 @@ from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import GoodCopy
 from kvstore.session import MissReason, TierName
 from kvstore.shapes import KVPair, slice_tokens
-from kvstore.store.blob_reader import BlobReader
+from kvstore.store.blob_reader import BlobReader, Use
 from kvstore.store.planner import BlobRead
 from kvstore.store.states import unpack_state
 from kvstore.tiers.base import Blob
@@ -109,11 +109,12 @@ class Restorer:
         size, layout = self._chunk_tokens, self._packer.layout
         out = layout.empty(match.num_tokens)
 
-        def use(read: BlobRead, blob: Blob) -> VerifiedBlob:
-            verified = self._verified(read, blob)
-            if read.piece.is_chunk:
-                target = slice_tokens(out, read.piece.first_token, read.piece.end_token)
-                self._packer.unpack_rows(verified, read.piece, target)
+        def use(pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:
+            verified = self._verified(pairs)
+            found = [(x, read.piece) for (read, _), x in zip(pairs, verified, strict=True)]
+            if chunks := [x for x in found if x[1].is_chunk]:
+                rows = slice_tokens(out, chunks[0][1].first_token, chunks[-1][1].end_token)
+                self._packer.unpack_chunks(chunks, rows)
             return verified
 
         try:
@@ -165,15 +166,15 @@ class Restorer:
     def _read(
         self,
         match: Match,
-        use: Callable[[BlobRead, Blob], VerifiedBlob],
+        use: Use[VerifiedBlob],
         deadline_s: float | None,
     ) -> tuple[list[GoodCopy[VerifiedBlob]], MissReason | None]:
         end = self._monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
         foreign: set[str] = set()
 
-        def noting(read: BlobRead, blob: Blob) -> VerifiedBlob:
+        def noting(pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:
             try:
-                return use(read, blob)
+                return use(pairs)
             except ForeignCodec as error:
                 if self._profiles.is_refused(error.codec_id):
                     raise RefusedCodec(str(error), error.codec_id) from error
@@ -196,8 +197,8 @@ class Restorer:
             self._ledger.workers.later(used, match.record_key, [x.key for x in reads], slow)
         return good, reason
 
-    def _verified(self, read: BlobRead, blob: Blob) -> VerifiedBlob:
-        return self._packer.verify(blob, read.piece)
+    def _verified(self, pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:
+        return [self._packer.verify(blob, read.piece) for read, blob in pairs]
 
     def _state_of(self, match: Match, good: Sequence[GoodCopy[VerifiedBlob]]) -> StateTree:
         pairs = [(x, y.value) for x, y in zip(match.reads, good, strict=False)]

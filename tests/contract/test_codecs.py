@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.codecs.names import LEARNABLE, LITERATURE, READY
 from kvstore.codecs.presets import codec_by_name, open_codec
+from kvstore.codecs.rows import sinks
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayer, KVLayout, slice_tokens
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
@@ -117,6 +118,25 @@ def test_length_is_what_was_announced(codec, name, kind, layout, num_tokens, fir
         assert len(payload) == pytest.approx(announced, rel=0.15)
     assert codec.least_nbytes(layout, num_tokens, first_token) <= len(payload)
     restored(codec, payload, layout, num_tokens, first_token)
+
+
+@in_bf16
+@pytest.mark.parametrize(("size", "first_token"), [(32, 0), (32, 128), (20, 128)])
+def test_chunks_restored_together_are_those_restored_one_by_one(codec, layout, size, first_token):
+    run = rows_of(layout, 3 * size, first_token)
+    arrays(run)[1][0, size + 3, 2] = 0x7F80  # infinite: a row that lossy codecs keep
+    payloads, each = [], layout.empty(3 * size)
+    for number in range(3):
+        span, at = (number * size, (number + 1) * size), first_token + number * size
+        payloads.append(memoryview(sinks.encode(codec, slice_tokens(run, *span), layout, at)))
+        sinks.decode(codec, payloads[-1], layout, at, slice_tokens(each, *span))
+    together = layout.empty(3 * size)
+    sinks.decode_chunks(codec, payloads, layout, first_token, together)
+    for one, other in zip(arrays(each), arrays(together), strict=True):
+        assert one.tobytes() == other.tobytes()
+    with pytest.raises(Corrupt):
+        damaged = [payloads[0], payloads[1][:-1], payloads[2]]
+        sinks.decode_chunks(codec, damaged, layout, first_token, together)
 
 
 @everywhere

@@ -189,8 +189,13 @@ class HostBlocks:
 
     def _decoded(self, group: Sequence[Filling]) -> Decoded:
         run, size = self._runs.take(self._group_tokens), self._chunk_tokens
-        slices = [slice_tokens(run, i * size, (i + 1) * size) for i in range(len(group))]
-        return run, [self._unpacked(x, y) for x, y in zip(group, slices, strict=True)]
+        try:
+            chunks = [(x.blob, x.piece) for x in group]
+            self._store.packer.unpack_chunks(chunks, slice_tokens(run, 0, len(group) * size))
+            return run, [True] * len(group)
+        except Unusable:  # the good ones by themselves
+            slices = [slice_tokens(run, i * size, (i + 1) * size) for i in range(len(group))]
+            return run, [self._unpacked(x, y) for x, y in zip(group, slices, strict=True)]
 
     def _unpacked(self, filling: Filling, out: list[KVPair]) -> bool:
         try:

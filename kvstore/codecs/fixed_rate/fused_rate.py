@@ -6,7 +6,7 @@ The pipeline handles all other cases, and every chunk with a row that must be st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
@@ -22,6 +22,7 @@ from kvstore.codecs.stacks.fused import (
     padded,
     proven_or_pipeline,
     rope_tables,
+    side_by_side,
 )
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
@@ -86,16 +87,22 @@ class FusedRate(FusedPacker):
 
     def unpack(
         self,
-        reader: Reader,
+        readers: Sequence[Reader],
         num_tokens: int,
         turns: tuple[object, ...],
         addresses: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        pairs = reader.take("u1", self.pipeline.shape.num_units, pairs_of(num_tokens))
-        planes = reader.take("u1", self.num_planes * -(-num_tokens // 8))
-        t = self.tables
+        taken = [
+            (
+                reader.take("u1", self.pipeline.shape.num_units, pairs_of(num_tokens)),
+                reader.take("u1", self.num_planes, -(-num_tokens // 8)),
+            )
+            for reader in readers
+        ]
+        pairs, planes = taken[0] if len(taken) == 1 else map(side_by_side, zip(*taken, strict=True))
+        t, num_tokens = self.tables, len(readers) * num_tokens
         units = (t.runs, t.levels, t.matrix, t.begins, t.means, t.gains)
-        self.kernels.unpack(planes, num_tokens, units, pairs, turns, addresses)
+        self.kernels.unpack(planes.reshape(-1), num_tokens, units, pairs, turns, addresses)
 
 
 def fused_rate(
@@ -123,7 +130,7 @@ def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KV
     payload[:4] = 0  # no row is stored unquantised
     payload[4 : 4 + pipeline.gain.nbytes(num_tokens)] &= 0x77  # and none has a large gain
     run = layout.empty(num_tokens)
-    pipeline.decode(Reader(payload.data), run, 0, 9, layout.dtype)
+    pipeline.decode([Reader(payload.data)], run, 0, 9, layout.dtype)
     return run
 
 

@@ -6,6 +6,7 @@ multiples of 16 channels, and engines hold bf16 or fp32. The pipeline handles al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Final, NamedTuple
@@ -32,6 +33,7 @@ from kvstore.codecs.stacks.fused import (
     padded,
     proven_or_pipeline,
     rope_tables,
+    side_by_side,
     wave_run,
 )
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
@@ -120,15 +122,16 @@ class FusedLoop(FusedPacker):
 
     def unpack(
         self,
-        reader: Reader,
+        readers: Sequence[Reader],
         num_tokens: int,
         turns: tuple[object, ...],
         addresses: tuple[np.ndarray, np.ndarray],
     ) -> None:
         t, scales = self.tables, self.integers.scales
-        gains = self.pipeline.gain.read(reader, num_tokens) * scales[:, None, None]
-        coded, places = self.coder.read_coded(reader, num_tokens, self.outputs)
-        rows, tokens = np.divmod(places, num_tokens)
+        parts = [self._read(reader, num_tokens) for reader in readers]
+        sizes, coded, places = parts[0] if len(parts) == 1 else _joined(parts, num_tokens)
+        gains = sizes * scales[:, None, None]
+        rows, tokens = np.divmod(places, gains.shape[1])
         is_wide = self.components[rows, 1] < 0
         excess = self._put_rare(coded, rows, tokens, ~is_wide)
         self.kernels.unpack(
@@ -140,6 +143,11 @@ class FusedLoop(FusedPacker):
             turns,
             addresses,
         )
+
+    def _read(self, reader: Reader, num_tokens: int) -> tuple[np.ndarray, Coded, np.ndarray]:
+        """Returns gains, and what ``ClassCoder.read_coded`` returns."""
+        gains = self.pipeline.gain.read(reader, num_tokens)
+        return gains, *self.coder.read_coded(reader, num_tokens, self.outputs)
 
     def _put_rare(
         self, coded: Coded, rows: np.ndarray, tokens: np.ndarray, chosen: np.ndarray
@@ -182,6 +190,20 @@ def fused_loop(
     return proven_or_pipeline(
         FusedLoop(pipeline, turns, kernels, *known), layout, wave_run(layout), CODECS
     )
+
+
+def _joined(
+    parts: Sequence[tuple[np.ndarray, Coded, np.ndarray]], num_tokens: int
+) -> tuple[np.ndarray, Coded, np.ndarray]:
+    """Joins what payloads of whole vectors of tokens hold, as if it were one payload's."""
+    gains, coded, places = zip(*parts, strict=True)
+    found = [np.divmod(x, num_tokens) for x in places]
+    each = [rows * len(parts) + number for number, (rows, _) in enumerate(found)]
+    joined = np.concatenate([x * num_tokens + y for x, (_, y) in zip(each, found, strict=True)])
+    order = np.argsort(joined)
+    symbols, low = (side_by_side([getattr(x, name) for x in coded]) for name in ("symbols", "low"))
+    rare = np.concatenate([x.rare for x in coded])[order]
+    return np.concatenate(gains, axis=1), Coded(symbols, low, rare), joined[order]
 
 
 def _components(integers: LoopIntegers) -> np.ndarray:

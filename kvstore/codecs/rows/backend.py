@@ -36,11 +36,13 @@ class ArrayKernel(Protocol):
         heads and tokens; its rows are contiguous. ``payload``: uint8 (nbytes,).
         """
 
-    def unpack(self, payload: np.ndarray, group: SlotGroup, outs: Sequence[np.ndarray]) -> None:
+    def unpack(
+        self, payloads: Sequence[np.ndarray], group: SlotGroup, outs: Sequence[np.ndarray]
+    ) -> None:
         """Fills ``outs``, arrays of the form that ``pack`` takes, from the slots of ``group``.
 
-        ``payload``: uint8 (nbytes,). Rows whose scale is zero become finite values without
-        meaning.
+        ``payloads``: uint8 (nbytes,) each; their tokens follow one another. Rows whose scale is
+        zero become finite values without meaning.
         """
 
 
@@ -58,9 +60,13 @@ class ReferenceKernel:
         for source, slot in zip(sources, group.slots, strict=True):
             self._pack(source, payload, slot)
 
-    def unpack(self, payload: np.ndarray, group: SlotGroup, outs: Sequence[np.ndarray]) -> None:
+    def unpack(
+        self, payloads: Sequence[np.ndarray], group: SlotGroup, outs: Sequence[np.ndarray]
+    ) -> None:
         for out, slot in zip(outs, group.slots, strict=True):
-            self._unpack(payload, slot, out)
+            for number, payload in enumerate(payloads):
+                first = number * slot.num_tokens
+                self._unpack(payload, slot, out[:, first : first + slot.num_tokens])
 
     def _pack(self, source: np.ndarray, payload: np.ndarray, slot: ArraySlot) -> None:
         flat = source.reshape(slot.num_rows, slot.dim)
@@ -122,5 +128,5 @@ def agree(
     payloads = [np.zeros(plan.nbytes, np.uint8) for _ in outs]
     for packer, payload, out in zip((kernel, reference), payloads, outs, strict=True):
         packer.pack((source, second), payload, plan.groups[0])
-        packer.unpack(payload, plan.groups[0], out)
+        packer.unpack([payload], plan.groups[0], out)
     return all(a.tobytes() == b.tobytes() for a, b in (payloads, *zip(*outs, strict=True)))

@@ -13,7 +13,7 @@ from typing import Final, cast
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.base import Codec, Payload, check_run
+from kvstore.codecs.base import Codec, Payload, check_run, decode_each
 from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout
 from kvstore.codecs.rows.payload import ArraySlot, plan_payload
 from kvstore.codecs.rows.row_codec import RowCodec, keep_rows, restore_rows
@@ -56,6 +56,11 @@ class PackedCodec(RowCodec):
             array.scales[:, sinks:] = slot.scales(view).reshape(shape)
             array.codes[:, sinks:] = slot.packed(view).reshape(*shape, slot.row_nbytes)
         restore_rows(kept, view, plan, _exact(arrays), STORED)
+
+    def decode_chunks(
+        self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
+    ) -> None:
+        decode_each(self, payloads, layout, first_token, out)
 
     def _fill(self, payload: np.ndarray, array: PackedArray, slot: ArraySlot) -> None:
         """Copy the tokens before the newest, and pack single rows that are not packed yet."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,10 +42,7 @@ class RowCodec:
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
         num_sinks = min(max(NUM_SINKS - first_token, 0), num_tokens)
         exact = num_sinks * layout.elements_per_token * KEPT_DTYPE.itemsize
-        sides = ((x.num_kv_heads, dim) for x in layout.layers for dim in (x.head_dim, x.value_dim))
-        scale = self.rows.scale_dtype.itemsize
-        row = sum(heads * (self.rows.packed_nbytes(dim) + scale) for heads, dim in sides if dim)
-        return exact + (num_tokens - num_sinks) * row
+        return exact + (num_tokens - num_sinks) * _token_nbytes(self.rows, layout)
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         plan = plan_payload(self.rows, layout, check_run(run, layout), first_token)
@@ -61,18 +59,28 @@ class RowCodec:
         return b"".join([payload.data, *kept]) if kept else payload.data
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        plan = plan_payload(self.rows, layout, check_run(out, layout), first_token)
-        view = np.frombuffer(payload, np.uint8)
-        unpacked = self.check_payload(view, plan)
+        self.decode_chunks([payload], layout, first_token, out)
+
+    def decode_chunks(
+        self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
+    ) -> None:
+        """Implements ``ChunksCodec``."""
+        num_tokens = check_run(out, layout) // len(payloads)
+        plan = plan_payload(self.rows, layout, num_tokens, first_token)
+        views = [np.frombuffer(payload, np.uint8) for payload in payloads]
+        unpacked = [self.check_payload(view, plan) for view in views]
         arrays = _arrays(out)
         if plan.num_sinks:
             for array, slot in zip(arrays, plan.slots, strict=True):
-                sinks = slot.sinks(view)
+                sinks = slot.sinks(views[0])
                 array[:, : slot.num_sinks] = floats.from_stored(sinks, layout.dtype)
         for group in plan.groups:
             kernel = self.backend(self.rows, group.dim, layout.dtype)
-            kernel.unpack(view, group, _after_sinks(arrays, plan, group))
-        restore_rows(unpacked, view, plan, arrays, layout.dtype)
+            kernel.unpack(views, group, _after_sinks(arrays, plan, group))
+        for number, (view, rows) in enumerate(zip(views, unpacked, strict=True)):
+            if len(rows):
+                own = [array[:, number * num_tokens :] for array in arrays]
+                restore_rows(rows, view, plan, own, layout.dtype)
 
     def check_payload(self, payload: np.ndarray, plan: PayloadPlan) -> np.ndarray:
         """Checks a payload and returns the numbers of the rows that were stored unquantised.
@@ -97,6 +105,14 @@ class RowCodec:
         if len(payload) != nbytes:
             raise Corrupt(f"payload of {len(payload)} bytes, {nbytes} expected")
         return kept
+
+
+@functools.lru_cache(maxsize=64)
+def _token_nbytes(rows: RowFormat, layout: KVLayout) -> int:
+    """Return the bytes of a packed token."""
+    sides = ((x.num_kv_heads, dim) for x in layout.layers for dim in (x.head_dim, x.value_dim))
+    scale = rows.scale_dtype.itemsize
+    return sum(heads * (rows.packed_nbytes(dim) + scale) for heads, dim in sides if dim)
 
 
 def lm3() -> Codec:

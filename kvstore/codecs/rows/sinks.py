@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from kvstore.codecs.base import NUM_SINKS, Codec, Payload
+from kvstore.codecs.base import NUM_SINKS, ChunksCodec, Codec, Payload, decode_each
 from kvstore.codecs.floats import from_stored, to_stored
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, KVRun, slice_tokens, tokens_in
@@ -60,6 +62,23 @@ def decode(
         raise Corrupt("a payload is too short for its tokens")
     ThinRows(layout).decode(thin, NUM_SINKS, slice_tokens(out, 0, NUM_SINKS))
     codec.decode(rest, layout, NUM_SINKS, slice_tokens(out, NUM_SINKS, count))
+
+
+def decode_chunks(
+    codec: Codec, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
+) -> None:
+    """Unpack chunks in a row, of equally many tokens each, into ``out``. Raises ``Corrupt``."""
+    count, size = tokens_in(out), tokens_in(out) // len(payloads)
+    if len(payloads) == 1 or first_token < NUM_SINKS:
+        decode(codec, payloads[0], layout, first_token, slice_tokens(out, 0, size))
+        if len(payloads) > 1:
+            rest = slice_tokens(out, size, count)
+            decode_chunks(codec, payloads[1:], layout, first_token + size, rest)
+        return
+    if min(map(len, payloads)) < codec.least_nbytes(layout, size, first_token):
+        raise Corrupt("a payload is too short for its tokens")
+    unpack = codec.decode_chunks if isinstance(codec, ChunksCodec) else partial(decode_each, codec)
+    unpack(payloads, layout, first_token, out)
 
 
 def packed_nbytes(codec: Codec, layout: KVLayout, num_tokens: int, first_token: int) -> int:

@@ -20,7 +20,7 @@ from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.shapes import DType, KVLayout, KVRun, Rope, angle_tables
+from kvstore.shapes import DType, KVLayout, KVRun, Rope, angle_tables, slice_tokens
 
 logger = logging.getLogger(__name__)
 LINE = 64  # bytes
@@ -110,16 +110,21 @@ class FusedPacker(ABC):
         return self.pipeline.least_nbytes(num_tokens)
 
     def decode(
-        self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
+        self, readers: Sequence[Reader], out: KVRun, first: int, first_token: int, dtype: DType
     ) -> None:
         addresses = self.addresses(out, first, dtype)
         if addresses is None:
-            return self.pipeline.decode(reader, out, first, first_token, dtype)
+            return self.pipeline.decode(readers, out, first, first_token, dtype)
         num_tokens = out[0][0].shape[1] - first
-        kept, exact = self.pipeline.read_kept(reader, num_tokens)
+        size = num_tokens // len(readers)
+        kept = [self.pipeline.read_kept(reader, size) for reader in readers]
         turns = self.turns.of(self.pipeline.shape, first_token, num_tokens, dtype)
-        self.unpack(reader, num_tokens, turns, addresses)
-        self.pipeline.put_kept(out, first, kept, exact, dtype)
+        self.unpack(readers, size, turns, addresses)
+        for number, (places, exact) in enumerate(kept):
+            if exact:
+                begin = first + number * size
+                rows = slice_tokens(out, begin, begin + size)
+                self.pipeline.put_kept(rows, places, exact, dtype)
 
     def addresses(
         self, run: KVRun, first: int, dtype: DType
@@ -138,12 +143,15 @@ class FusedPacker(ABC):
     @abstractmethod
     def unpack(
         self,
-        reader: Reader,
+        readers: Sequence[Reader],
         num_tokens: int,
         turns: tuple[object, ...],
         addresses: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """Restores all rows that a payload has packed, after those that it keeps."""
+        """Restores all rows that payloads have packed, after those that they keep.
+
+        ``num_tokens``: of each.
+        """
 
 
 def kernels_for(shape: StackShape, layout: KVLayout, name: str) -> ModuleType | None:
@@ -176,7 +184,7 @@ def agrees(fused: FusedPacker, layout: KVLayout, run: KVRun) -> bool:
     for part, out in zip(parts, outs, strict=True):
         for array in (x for pair in out for x in pair):
             array.fill(0)
-        part.decode(Reader(memoryview(payloads[1])), out, 0, 9, layout.dtype)
+        part.decode([Reader(memoryview(payloads[1]))], out, 0, 9, layout.dtype)
     flat = [[x.tobytes() for pair in out for x in pair] for out in outs]
     return payloads[0] == payloads[1] and flat[0] == flat[1]
 
@@ -196,6 +204,11 @@ def padded(array: np.ndarray, *lengths: int) -> np.ndarray:
     missing = [(0, length - have) for length, have in zip(lengths, array.shape[1:], strict=False)]
     rest = [(0, 0)] * (array.ndim - 1 - len(missing))
     return np.pad(array, [(0, 0), *missing, *rest])
+
+
+def side_by_side(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins the tokens of several payloads, along the second axis."""
+    return np.concatenate(parts, axis=1)
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ out of range) is *kept*: it is stored unquantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -19,7 +19,7 @@ from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks.stack_shape import StackShape, TokenColumns
 from kvstore.codecs.stacks.stage_protocols import Coder, Gain, Quantiser, Transform
 from kvstore.errors import Corrupt
-from kvstore.shapes import DType, KVRun
+from kvstore.shapes import DType, KVRun, slice_tokens
 
 
 class StackPacker(Protocol):
@@ -42,12 +42,14 @@ class StackPacker(Protocol):
         """Returns this stack's part of a payload. ``run`` is read only."""
 
     def decode(
-        self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
+        self, readers: Sequence[Reader], out: KVRun, first: int, first_token: int, dtype: DType
     ) -> None:
-        """Fills this stack's part of ``out``.
+        """Fills this stack's part of ``out`` from payloads of equally many tokens each.
+
+        Several have a multiple of ``rans.LANES`` tokens.
 
         Raises:
-            Corrupt: no packer like this wrote the payload; ``out`` may then hold any values.
+            Corrupt: no packer like this wrote a payload; ``out`` may then hold any values.
         """
 
 
@@ -89,13 +91,16 @@ class Pipeline:
         return b"".join([self.kept_bytes(run, first, kept, dtype), *packed])
 
     def decode(
-        self, reader: Reader, out: KVRun, first: int, first_token: int, dtype: DType
+        self, readers: Sequence[Reader], out: KVRun, first: int, first_token: int, dtype: DType
     ) -> None:
-        num_tokens = out[0][0].shape[1] - first
-        kept, exact = self.read_kept(reader, num_tokens)
-        stack = self._unpack(reader, num_tokens, first_token)
-        self.shape.scatter(stack, out, first, dtype)
-        self.put_kept(out, first, kept, exact, dtype)
+        size = (out[0][0].shape[1] - first) // len(readers)
+        for number, reader in enumerate(readers):
+            begin = number * size
+            rows = slice_tokens(out, first + begin, first + begin + size)
+            kept, exact = self.read_kept(reader, size)
+            stack = self._unpack(reader, size, first_token + begin)
+            self.shape.scatter(stack, rows, 0, dtype)
+            self.put_kept(rows, kept, exact, dtype)
 
     def _pack(self, stack: np.ndarray, first_token: int) -> tuple[list[bytes], np.ndarray]:
         """Returns all but the kept groups, and a mask of those: bool (units, tokens, gain groups).
@@ -182,12 +187,12 @@ class Pipeline:
         return numbers, [reader.take("<u2", x.columns.stop - x.columns.start) for x in places]
 
     def put_kept(
-        self, out: KVRun, first: int, numbers: np.ndarray, exact: list[np.ndarray], dtype: DType
+        self, out: KVRun, numbers: np.ndarray, exact: list[np.ndarray], dtype: DType
     ) -> None:
-        """Writes to ``out`` the groups that ``read_kept`` returned."""
-        places = self._places(numbers, out[0][0].shape[1] - first)
+        """Writes to ``out``, of one payload's tokens, the groups that ``read_kept`` returned."""
+        places = self._places(numbers, out[0][0].shape[1])
         for place, bits in zip(places, exact, strict=True):
-            self.shape.put_stored(out, first, place, bits, dtype)
+            self.shape.put_stored(out, 0, place, bits, dtype)
 
     def _places(self, numbers: np.ndarray, num_tokens: int) -> list[TokenColumns]:
         parts = self.shape.gain_groups

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from kvstore.codecs import floats
-from kvstore.codecs.base import NUM_SINKS, check_run
+from kvstore.codecs.base import NUM_SINKS, check_run, decode_each
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import StackPacker
 from kvstore.shapes import KVLayer, KVLayout, KVRun
+
+WHOLE_TOKENS: Final = 32  # chunks of multiples of it are unpacked together: whole vectors of lanes
 
 # Makes one packer for each stack of a layout, the same objects every time.
 Assemble: TypeAlias = Callable[[KVLayout], Sequence[StackPacker]]
@@ -72,8 +74,20 @@ class StackCodec:
             stored = reader.take("<u2", array.shape[0], sinks, array.shape[2])
             array[:, :sinks] = floats.from_stored(stored, layout.dtype)
         for part in self.assemble(layout) if num_tokens > sinks else ():
-            part.decode(reader, out, sinks, first_token + sinks, layout.dtype)
+            part.decode([reader], out, sinks, first_token + sinks, layout.dtype)
         reader.expect_end()
+
+    def decode_chunks(
+        self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
+    ) -> None:
+        """Implements ``ChunksCodec``: matrices, which are larger than the cache, are read once."""
+        if check_run(out, layout) // len(payloads) % WHOLE_TOKENS:
+            return decode_each(self, payloads, layout, first_token, out)
+        readers = [Reader(payload) for payload in payloads]
+        for part in self.assemble(layout):
+            part.decode(readers, out, 0, first_token, layout.dtype)
+        for reader in readers:
+            reader.expect_end()
 
 
 def one_head_each(layout: KVLayout) -> KVLayout:

@@ -79,7 +79,7 @@ class HostRowPacker(MlxRowPacker):
     ) -> None:
         """Unpack into ``out``, (num_kv_heads, num_tokens, dim), head by head."""
         payload = np.concatenate([_bytes_of(scales), _bytes_of(codes)])
-        kernel.unpack(payload, _group(self.kind, out.shape[0], out.shape[1]), (out,))
+        kernel.unpack([payload], _group(self.kind, out.shape[0], out.shape[1]), (out,))
         zero = scales.reshape(out.shape[:2]) == 0
         if zero.any():
             out[zero] = 0

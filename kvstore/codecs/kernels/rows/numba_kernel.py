@@ -119,31 +119,31 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
                     scales += count * SCALE_NBYTES
         scratch[0] = 0  # numba frees an array after its last use; its address does not count
 
-    return compiled(types.void, pack, *_argument_types(payload_is_input=False))
+    return compiled(types.void, pack, array_of(types.uint8, 1), _NUMBERS, _NUMBERS)
 
 
 def _unpack_function(bits: int, dim: int, dtype: int) -> Any:
     sources, row_nbytes = SOURCES, bits * dim // 8
 
-    def unpack(payload: Any, offsets: Any, places: Any) -> None:
-        for number in range(len(offsets)):
-            address, to_head, to_token, _, heads, tokens, _, _ = places[number]
-            packed = payload.ctypes.data + offsets[number, 0]
-            scale = payload.ctypes.data + offsets[number, 1]
-            for head in range(heads):
-                row = address + head * to_head
-                for _ in range(tokens):
-                    _unpack_row(bits, dim, dtype, sources, (packed, scale, row))
-                    row += to_token
-                    packed += row_nbytes
-                    scale += SCALE_NBYTES
+    def unpack(payloads: Any, offsets: Any, places: Any) -> None:
+        for which in range(len(payloads)):
+            for number in range(len(offsets)):
+                address, to_head, to_token, _, heads, tokens, _, _ = places[number]
+                packed = payloads[which] + offsets[number, 0]
+                scale = payloads[which] + offsets[number, 1]
+                count = tokens // len(payloads)
+                for head in range(heads):
+                    row = address + head * to_head + which * count * to_token
+                    for _ in range(count):
+                        _unpack_row(bits, dim, dtype, sources, (packed, scale, row))
+                        row += to_token
+                        packed += row_nbytes
+                        scale += SCALE_NBYTES
 
-    return compiled(types.void, unpack, *_argument_types(payload_is_input=True))
+    return compiled(types.void, unpack, array_of(types.int64, 1), _NUMBERS, _NUMBERS)
 
 
-def _argument_types(payload_is_input: bool) -> tuple[Any, ...]:
-    numbers = array_of(types.int64, 2)
-    return types.Array(types.uint8, 1, "C", readonly=payload_is_input), numbers, numbers
+_NUMBERS = array_of(types.int64, 2)
 
 
 @dataclass(frozen=True)
@@ -162,13 +162,16 @@ class NumbaKernel:
         """
         self.pack_rows(payload, group.offsets, self._places(places_of(sources)))
 
-    def unpack(self, payload: np.ndarray, group: SlotGroup, outs: Sequence[np.ndarray]) -> None:
+    def unpack(
+        self, payloads: Sequence[np.ndarray], group: SlotGroup, outs: Sequence[np.ndarray]
+    ) -> None:
         """Unpack rows into arrays; see ``ArrayKernel.unpack``.
 
         Raises:
             ValueError: the values of a row are not contiguous, or an array is read only.
         """
-        self.unpack_rows(payload, group.offsets, self._places(places_of(outs, written=True)))
+        addresses = np.array([payload.ctypes.data for payload in payloads], np.int64)
+        self.unpack_rows(addresses, group.offsets, self._places(places_of(outs, written=True)))
 
     def _places(self, places: np.ndarray) -> np.ndarray:
         apart = places[places[:, STRIDES + 2] != self.value_nbytes]

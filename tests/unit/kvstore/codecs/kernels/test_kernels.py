@@ -76,7 +76,7 @@ def pack_with(kernel, source, plan):
 
 def unpack_with(kernel, payload, plan, like):
     outs = [np.zeros(like.shape, like.dtype) for _ in plan.slots]
-    kernel.unpack(payload, plan.groups[0], outs)
+    kernel.unpack([payload], plan.groups[0], outs)
     return b"".join(out.tobytes() for out in outs)
 
 
@@ -136,7 +136,7 @@ def test_any_strides(how, dtype):
     )
     payload = pack_with(kernel, source, plan)
     outs = [strided(np.zeros(source.shape, source.dtype), how) for _ in range(2)]
-    kernel.unpack(payload, plan.groups[0], outs)
+    kernel.unpack([payload], plan.groups[0], outs)
     expected = unpack_with(kernel, payload, plan, source)
     assert b"".join(out.tobytes() for out in outs) == expected
 
@@ -154,7 +154,7 @@ def test_scattered_values_are_refused():
     with pytest.raises(ValueError, match="side by side"):
         kernel.pack((scattered, scattered), payload, plan.groups[0])
     with pytest.raises(ValueError, match="side by side"):
-        kernel.unpack(payload, plan.groups[0], (scattered, scattered))
+        kernel.unpack([payload], plan.groups[0], (scattered, scattered))
 
 
 def test_random_scales_and_planes_unpack_alike():
@@ -218,8 +218,8 @@ def test_threads_that_flush_denormals_get_the_same_bytes():
 
 def test_a_kernel_that_is_wrong_is_found_out():
     class OffByOne(ReferenceKernel):
-        def unpack(self, payload, group, outs):
-            super().unpack(payload, group, outs)
+        def unpack(self, payloads, group, outs):
+            super().unpack(payloads, group, outs)
             outs[-1][-1, -1, -1] += 1
 
     rows = RotatedRows(3)

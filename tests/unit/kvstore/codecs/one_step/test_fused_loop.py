@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.codecs.base import decode_each
 from kvstore.codecs.reader import count_bytes
 from kvstore.shapes import Rope
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import layout_with, rope_of
@@ -116,7 +117,8 @@ def payload_of(parts, codes, num_tokens):
     return b"".join(chunks)
 
 
-SIZES = st.sampled_from([1, 2, 3, 8, 40, 127, 128, 700, 4095, 32767, 32768, 1 << 20, 1 << 24])
+EXTREMES = (1, 2, 3, 8, 40, 127, 128, 700, 4095, 32767, 32768, 1 << 20, 1 << 24)
+SIZES = st.sampled_from(EXTREMES)
 
 
 @pytest.mark.slow
@@ -137,6 +139,23 @@ def test_extreme_codes(data, parts, layout):
     codecs = (codec_of(parts), codec_of(pipelines_of(parts)))
     outs = [restored(codec, payload, layout, num_tokens, 9) for codec in codecs]
     assert raw(outs[0]) == raw(outs[1])
+
+
+@MODELS
+def test_extreme_codes_of_chunks_that_are_restored_together(parts, layout):
+    rng, payloads = np.random.default_rng(0), []
+    for _ in range(3):
+        codes = []
+        for part in pipelines_of(parts):
+            units, components = part.quantiser.integers.classes.shape
+            shape = (units, 32, components)
+            chosen = rng.choice(EXTREMES, shape) * (rng.random(shape) < 0.05)
+            codes.append((chosen * rng.choice([-1, 1], shape)).astype(np.int32))
+        payloads.append(memoryview(payload_of(parts, codes, 32)))
+    together, each = layout.empty(96), layout.empty(96)
+    codec_of(parts).decode_chunks(payloads, layout, 32, together)
+    decode_each(codec_of(parts), payloads, layout, 32, each)
+    assert raw(together) == raw(each)
 
 
 def test_parts_that_no_gain_can_represent():

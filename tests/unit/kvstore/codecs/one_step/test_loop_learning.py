@@ -50,7 +50,7 @@ def cost_of(parts, run, layout):
     nbytes, out = 0, layout.empty(run[0][0].shape[1])
     for part in parts:
         payload = part.encode(run, 0, 0, layout.dtype)
-        part.decode(Reader(memoryview(payload)), out, 0, 0, layout.dtype)
+        part.decode([Reader(memoryview(payload))], out, 0, 0, layout.dtype)
         nbytes += len(payload)
     pairs = zip((x for p in out for x in p), (x for p in run for x in p), strict=True)
     errors = [np.square(floats(a) - floats(b)).mean() for a, b in pairs]
@@ -77,9 +77,8 @@ def test_layers_that_are_the_same_for_all_tokens(layers, value):
     parts = learned(0.3, 2, runs[1:])
     out = SIX_LAYERS.empty(60)
     for part in parts:
-        part.decode(
-            Reader(memoryview(part.encode(runs[0], 0, 0, "bfloat16"))), out, 0, 0, "bfloat16"
-        )
+        reader = Reader(memoryview(part.encode(runs[0], 0, 0, "bfloat16")))
+        part.decode([reader], out, 0, 0, "bfloat16")
     assert all(np.isfinite(floats(x)).all() for pair in out for x in pair)
 
 
