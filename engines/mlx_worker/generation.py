@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from engines.http import CacheOutcome
+from engines.openai.usual_sampling import UsualSampling
 from kvstore.session import SessionRef
 
 # (1, vocab) log-probabilities -> (1,) token. Called on the owner thread only.
@@ -107,6 +108,7 @@ class ModelFacts:
     vocab_size: int  # width of the logits
     hibernation: bool
     hibernation_reason: str = ""  # why not
+    usual_sampling: UsualSampling = UsualSampling()
 
 
 class Generator(Protocol):

@@ -328,6 +328,7 @@ class Owner:
             vocab_size=self._loaded.vocab_size,
             hibernation=cold is not None,
             hibernation_reason=opened if isinstance(opened, str) else "",
+            usual_sampling=self._loaded.usual_sampling,
         )
         # What a measurement has live, if this model can be measured.
         layout = self._plan.layout

@@ -33,6 +33,7 @@ from engines.config import EngineConfig
 from engines.host.weights import weight_digests
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from engines.mlx_worker.cache.layout import CachePlan
+from engines.openai.usual_sampling import UsualSampling
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Raise when what is stored changes its meaning.
@@ -63,6 +64,11 @@ class LoadedModel:
         """Width of the logits."""
         text = self.config.get("text_config") or self.config
         return int(text["vocab_size"])
+
+    @property
+    def usual_sampling(self) -> UsualSampling:
+        """The sampling that its files ask for."""
+        return UsualSampling.of(self.path) if self.path else UsualSampling()
 
 
 def load_model(model_path: str, dtype: str = "auto") -> LoadedModel:

@@ -231,6 +231,7 @@ class RequestPlanner:
             InvalidRequest: this model cannot do it.
         """
         self._check_bias(request)
+        request = self._facts.usual_sampling.filled_in(request)
         tools = plan_tools(request, self._vocabulary, grammar)
         prompt = self._prompts.chat(request, tools, session.salt if session else None)
         plan = RequestPlan(request.num_choices)
@@ -259,6 +260,7 @@ class RequestPlanner:
         """
         self._check_bias(request)
         _check_text(request)
+        request = self._facts.usual_sampling.filled_in(request)
         plan = RequestPlan(request.num_choices)
         only = session if len(request.prompts) == 1 else None
         wanted = _TEXT_TOKENS if request.max_tokens is None else request.max_tokens

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from engines.config import EngineConfig
 from engines.host.work_line import QueueFull
 from engines.mlx_worker.generation import ContextTooLong, SequenceSampling
+from engines.mlx_worker.owner import Owner
+from engines.openai.usual_sampling import UsualSampling
 from tests.integration.mlx_owner.harness import begun, engine, read, session, text
-from tests.integration.tiny_models import KINDS
+from tests.integration.tiny_models import KINDS, tiny_model
 
 pytestmark = pytest.mark.mlx
 
@@ -330,3 +334,14 @@ async def test_a_defect_of_the_loop_fails_what_runs_and_the_next_turn_is_right(
     assert "ZeroDivisionError" in answer.failed
     assert again.tokens == expected.tokens
     assert it.owner.ended.is_set()
+
+
+async def test_the_sampling_of_a_models_files_is_known(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    loaded = replace(tiny_model("llama"), path=tmp_path)
+    owner = Owner(lambda: loaded, EngineConfig(), "tiny")
+    await owner.start()
+    try:
+        assert owner.facts.usual_sampling == UsualSampling(temperature=0.6, top_k=20)
+    finally:
+        await owner.close()

@@ -14,14 +14,22 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 from engines.mlx_worker.generation import ModelFacts
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptWriter
-from engines.mlx_worker.prompt.request_planner import PIECE_CHARS, Planning, make_processors, pieces
+from engines.mlx_worker.prompt.request_planner import (
+    PIECE_CHARS,
+    Planning,
+    RequestPlanner,
+    make_processors,
+    pieces,
+)
 from engines.openai.requests import (
     MAX_EMBEDDED_TOKENS,
     MAX_INPUTS,
     InvalidRequest,
     validate_chat,
+    validate_completion,
     validate_embeddings,
 )
+from engines.openai.usual_sampling import UsualSampling
 from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.mlx
@@ -200,3 +208,20 @@ def test_bias_is_added() -> None:
 def test_all_of_them_together() -> None:
     together = penalised([2], logit_bias={"0": 1}, presence_penalty=1, frequency_penalty=0.5)
     assert together == [3, 2, 0.5, -2]
+
+
+def test_a_chat_that_names_no_sampling_gets_the_models_own(tmp_path: Path) -> None:
+    known, _ = vocabulary(tmp_path)
+    greedy = ModelFacts("toy", 500, 400, True, usual_sampling=UsualSampling(temperature=0.0))
+    asked = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
+    planner = RequestPlanner(known, greedy)
+
+    def draws(**fields: Any) -> bool:
+        (generation,) = planner.chat(validate_chat({**asked, **fields}), None).generations
+        return generation.sampling[0].sampler is not None
+
+    assert not draws()
+    assert draws(temperature=0.5)
+    assert not draws(temperature=0.5, top_k=1)
+    text = planner.text(validate_completion({"model": "toy", "prompt": "a"}), None)
+    assert text.generations[0].sampling[0].sampler is None
