@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 SERVED: Final = ("tokens", "tier", "codec", "bytes", "states", "vs live", "sessions")
 MACHINES: Final = (
-    "machine", "tokens", "alive", "instead of", "reserve", "for KV", "awake", "in RAM", "on disk",
-    "codec",
+    "machine", "tokens", "alive", "without sleep", "reserve", "for KV", "awake", "in RAM",
+    "on disk", "codec",
 )  # fmt: skip
 BAR_WIDTH: Final = 40
 BAR: Final = "█"
@@ -56,7 +56,9 @@ Bars = Sequence[tuple[str, dict[str, int]]]  # a name, and sessions by tier
 
 def alive(alive: int, num_tokens: int, instead: int) -> str:
     """Say in one sentence how many sessions stay alive, and how many would without sleep."""
-    return f"alive: {alive:,} sessions of {num_tokens:,} tokens instead of {instead:,}"
+    return (
+        f"alive: {alive:,} sessions of {num_tokens:,} tokens instead of {instead:,} without sleep"
+    )
 
 
 def print_plan(plan: CapacityPlan) -> None:
@@ -77,18 +79,26 @@ def print_plan(plan: CapacityPlan) -> None:
         say(f"note: {note}")
     say()
     tiers = [tier for tier in plan.budgets if tier != "hot"]
-    print_table(
-        SERVED, [x for context in plan.contexts for x in _served(context)], right=SERVED[2:]
-    )
+    _print_filled(SERVED, [x for context in plan.contexts for x in _served(context)], SERVED[2:])
     say()
     print_bars(bars_of(plan))
     say("\nwhat each codec would take:")
     columns = ("tokens", "kept", "KL", "bytes", "states", *RATIOS, "per GiB", "hot", *tiers)
     rows = [row for context in plan.contexts for row in _rows(context, tiers)]
-    print_table(columns, rows, right=[x for x in columns if x != "kept"])
+    _print_filled(columns, rows, [x for x in columns if x != "kept"])
     refusals = {cold.codec: cold.refused for x in plan.contexts for cold in x.cold if cold.refused}
     for codec, reason in refusals.items():
         say(f"{codec}: {reason}")
+
+
+def _print_filled(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+) -> None:
+    """Print a table without the columns in which nothing stands."""
+    filled = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    print_table(
+        [columns[i] for i in filled], [[row[i] for i in filled] for row in rows], right=right
+    )
 
 
 def print_bars(bars: Bars) -> None:
@@ -108,8 +118,8 @@ def print_machines(model: str, rows: Sequence[MachinePlan]) -> None:
         say(f"weights: {show_bytes(rows[0].weights_bytes)}{estimated}")
     print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:9])
     say(
-        "alive: sessions that come back, awake or asleep. instead of: all memory for KV holds live"
-        "\nbf16, without a cold store. reserve: beside weights and KV, for the system and for work."
+        "alive: sessions that come back, awake or asleep. without sleep: those that the same memory"
+        "\nholds live in bf16. reserve: beside weights and KV, for the system and for work."
     )
 
 

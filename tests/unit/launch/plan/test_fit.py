@@ -210,8 +210,11 @@ def test_the_first_words_are_how_many_sessions_stay_alive(run, model):
     )["contexts"]
     alive = max(x["sessions"] for x in plan["served"])
     assert out.startswith(
-        f"alive: {alive:,} sessions of 512 tokens instead of {plan['without_sleep']:,}\n"
+        f"alive: {alive:,} sessions of 512 tokens instead of"
+        f" {plan['without_sleep']:,} without sleep\n"
     )
+    heads = [x.split() for x in out.splitlines() if x.lstrip().startswith("tokens")]
+    assert [("states" in x, "KL" in x) for x in heads] == [(False, False)] * 2  # they were empty
     assert alive > 8 * plan["without_sleep"] > 8 * plan["hot_sessions"] > 0
     assert {x["codec"] for x in plan["served"]} == {"dense3"}  # by then the model is measured
     assert "until the first start has measured this model, sessions sleep exactly" in out
