@@ -174,35 +174,18 @@ def open_worker_side(
     cache = attention_cache(vllm_config, caches, groups.layers)
     states = state_blocks(vllm_config, kv_cache_config, caches, groups)
     layout = states.layout if states is not None else None
-    config = rank_share(settings.store, vllm_config.parallel_config.world_size)
-    identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
     data = Path(settings.data_path or settings.disk_path)
     why = unmeasurable(vllm_config, groups)
+    identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
+    config = rank_share(settings.store, vllm_config.parallel_config.world_size)
     codecs = ServedCodecs(config, cache.layout, identity, data, why, layout)
-    size, kept = chunk_of_blocks(cache.block_tokens), layout or StateLayout()
-    name = f"{settings.served_model_name} rank {rank}"
-    model = StoredModel(
-        name, identity, cache.layout, states is not None, kept.windows, kept.window_tokens
-    )
-    tiers = open_usable_tiers(config, vllm_rank_folder(Path(settings.disk_path), rank))
-    stored = StoredAs(
-        model=settings.served_model_name,
-        part=f"rank {rank}",
-        fingerprint=identity,
-        chunk_tokens=size,
-        encrypt=config.encrypt,
-        hash_seed=os.environ.get("PYTHONHASHSEED", ""),  # as vLLM itself reads it
-    )
-    store = ColdStore(config, model, codecs.codecs, tiers, chunk_tokens=size)
-    store.ledger.compare(likeness_of(config, stored))
-    store.ledger.profiles.opened = codecs.opened
-    staging = StagingArea()
+    store = _open_store(settings, config, rank, cache, layout, codecs, identity)
     blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)
     stateful = None
     if states is not None:
         stateful = StatefulBlocks(states, store, stream_of(cache.device), cache.block_tokens)
+    staging = StagingArea()
     transfer = Transfer(RankBlocks(blocks, stateful, store, cache.block_tokens), staging)
-    packed = packed_bytes_per_token(store)
     client = ForwardClient(rank, lambda order: link.send(order))
     measuring = RankMeasuring(vllm_config, cache, states, client, settings.token)
     link = RankLink(
@@ -211,7 +194,7 @@ def open_worker_side(
             rank,
             codecs.codecs.rows.id,
             cache.layout.bytes_per_token,
-            packed,
+            packed_bytes_per_token(store),
             *kv_sizes(cache.layout, states),
         ),
         store,
@@ -221,17 +204,16 @@ def open_worker_side(
         codecs,
         measuring,
     )
-    # A state can be stored only after whole blocks, which may be hundreds of tokens long.
-    least = least_context(layout, cache.block_tokens)
-    longest = longest_prompt(vllm_config)
-    # Several ranks do not continue to learn.
-    is_alone = vllm_config.parallel_config.world_size == 1
     if not why:
+        # A state can be stored only after whole blocks, which may be hundreds of tokens long.
+        least = least_context(layout, cache.block_tokens)
         step = cache.block_tokens if layout is not None else 1
+        longest = longest_prompt(vllm_config)
         order = partial(first_order, settings.store, longest, str(data), least, step)
         paths = settings.runtime_dir, str(data), rank
-        prepared = Prepared(order, lambda x: x.within(*paths), groups, identity, link.adopt)
-        measuring.prepare(prepared)
+        measuring.prepare(Prepared(order, lambda x: x.within(*paths), groups, identity, link.adopt))
+    # Several ranks do not continue to learn.
+    is_alone = vllm_config.parallel_config.world_size == 1
     if config.calibrate and (codecs.has_open_questions if is_alone else codecs.report.unmeasured):
         measuring.begin(codecs)
     resting = None
@@ -243,6 +225,41 @@ def open_worker_side(
     ways = type(cache.views[0][0]).__name__, type(blocks).__name__
     logger.info("rank %d: %s, %s", rank, *ways)
     return worker
+
+
+def _open_store(
+    settings: PluginSettings,
+    config: StoreConfig,
+    rank: int,
+    cache: PagedCache,
+    layout: StateLayout | None,
+    codecs: ServedCodecs,
+    identity: str,
+) -> ColdStore:
+    """Open the store of a rank with this fingerprint; ``layout``: None if it has no states."""
+    kept = layout or StateLayout()
+    model = StoredModel(
+        f"{settings.served_model_name} rank {rank}",
+        identity,
+        cache.layout,
+        layout is not None,
+        kept.windows,
+        kept.window_tokens,
+    )
+    tiers = open_usable_tiers(config, vllm_rank_folder(Path(settings.disk_path), rank))
+    size = chunk_of_blocks(cache.block_tokens)
+    store = ColdStore(config, model, codecs.codecs, tiers, chunk_tokens=size)
+    stored = StoredAs(
+        model=settings.served_model_name,
+        part=f"rank {rank}",
+        fingerprint=identity,
+        chunk_tokens=size,
+        encrypt=config.encrypt,
+        hash_seed=os.environ.get("PYTHONHASHSEED", ""),  # as vLLM itself reads it
+    )
+    store.ledger.compare(likeness_of(config, stored))
+    store.ledger.profiles.opened = codecs.opened
+    return store
 
 
 def kv_sizes(layout: KVLayout, states: StateBlocks | None) -> tuple[KVSize, KVSize]:
