@@ -42,14 +42,12 @@ class Probes:
         self._deadline_s = deadline_s
         self._monotonic = monotonic
 
-    def finds_nothing(
-        self, tracked: TrackedRequest, first_block: int, hashes: Sequence[bytes]
-    ) -> bool:
-        """True once all ranks have answered that nothing is stored, or one does not answer in time.
+    def poll(self, tracked: TrackedRequest, first_block: int, hashes: Sequence[bytes]) -> bool:
+        """Send the request's probe, or look at its answer. Returns True once no rank has anything.
 
-        The first call sends the probe; an answer that something is stored is asked for again after
-        the deadline, since a rank may fall silent meanwhile. ``hashes``: of the prompt's blocks,
-        from its beginning.
+        That is so when all ranks have answered that nothing is stored, or one has not answered in
+        time. Ranks that have something are asked again after the deadline, since one may fall
+        silent meanwhile. ``hashes``: of the prompt's blocks, from its beginning.
         """
         now, probe = self._monotonic(), tracked.probe
         if probe is not None:
@@ -143,7 +141,7 @@ class Restores:
         self, tracked: TrackedRequest, first: int, hashes: Sequence[bytes]
     ) -> tuple[int | None, bool]:
         """Let a request without stored blobs continue; others wait while the ranks answer."""
-        if not self._probes.finds_nothing(tracked, first, hashes):
+        if not self._probes.poll(tracked, first, hashes):
             return None, False
         tracked.barred = True
         self.release(tracked)
