@@ -8,7 +8,7 @@ made up here after the documented shapes.
 
     python benchmarks/agents.py                      the real engine and the sample model
     python benchmarks/agents.py --engine fake        counts words; takes seconds
-    python benchmarks/agents.py --without            nonce left in, helpers under their parent's id
+    python benchmarks/agents.py --without            helpers under their parent's id
 """
 
 from __future__ import annotations
@@ -195,18 +195,13 @@ def replay(wire: Wire, turns: int, words: int) -> dict[str, Any]:
 
 
 @contextmanager
-def stack_of(engine: str, strip: bool, model: str = "") -> Iterator[str]:
+def stack_of(engine: str, model: str = "") -> Iterator[str]:
     """Start gateway and engine; yields their URL."""
-    gateway = {"strip_attribution": strip}
     if engine == "fake":
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            FakeStack(Path(folder), gateway=gateway) as fake,
-        ):
+        with tempfile.TemporaryDirectory() as folder, FakeStack(Path(folder)) as fake:
             yield fake.url
         return
     settings = {
-        "gateway": gateway,
         "engine": {"hot_bytes": 1024 * MIB, "model": model},
         "store": {**UNMEASURED, "ram_bytes": 512 * MIB, "disk_bytes": 1024 * MIB},
         "scheduler": {"idle_after_s": 3600.0},
@@ -221,10 +216,10 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a folder; default: the sample model")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--words", type=int, default=1500, help="of the main system text")
-    parser.add_argument("--without", action="store_true", help="nothing of all this is recognised")
+    parser.add_argument("--without", action="store_true", help="helpers are not recognised")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    with stack_of(args.engine, not args.without, args.model) as url:
+    with stack_of(args.engine, args.model) as url:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
             model = json.load(answer)["data"][0]["id"]
         figures: dict[str, Any] = replay(Wire(url, model, not args.without), args.turns, args.words)

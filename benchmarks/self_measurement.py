@@ -49,7 +49,7 @@ def settings(args: argparse.Namespace, *, measures: bool) -> dict[str, dict[str,
     store = {"codec": "auto", "accept_loss": False, "calibrate": measures}
     # A stack that was stopped for a while must not take its engine for a dead one. vLLM's pool of
     # blocks is memory that counts once it is used: a large one would be so by measuring alone.
-    engine = {"kind": args.engine, "stall_timeout_s": 3600.0, "hot_bytes": POOL_BYTES}
+    engine = {"kind": args.engine, "hot_bytes": POOL_BYTES}
     return {"engine": engine, "store": store}
 
 

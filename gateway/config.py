@@ -32,10 +32,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # is a tenant of its own within the key, TENANT/USER. "" = none. Whoever has a key can name any
     # user of that key, so it is for servers whose callers are trusted to tell their users apart.
     trust_user_header: Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9-]{1,64})?$")] = ""
-    # 0 = admins use the same address as all others. Else they have this port, on ``admin_host``,
-    # and no caller is an admin anywhere else.
-    admin_port: Port = 0
-    admin_host: str = "127.0.0.1"
+    # "" = admins use the same address as all others. Else they have this one, HOST:PORT, and no
+    # caller is an admin anywhere else.
+    admin_address: Annotated[str, msgspec.Meta(pattern=r"^([^\s:]+:[1-9]\d{0,4})?$")] = ""
     # A unix socket (0600) besides: a process that may open it is an admin, without a key. "" =
     # none.
     admin_socket: str = ""
@@ -61,8 +60,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 30)] = 8 << 20
     # Networks of proxies, which speak for many clients: only the total is for their connections.
     trusted_proxies: tuple[str, ...] = ("127.0.0.0/8", "::1/128")
-    # Take the line with a nonce, "x-anthropic-billing-header: ...", out of agents' system text.
-    strip_attribution: bool = True
     # Let an engine that sees images fetch them from the addresses that clients name. It can reach
     # every host that its machine can; vLLM's --allowed-media-domains limits which servers it may
     # ask.
@@ -114,6 +111,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         _ = self.usual_limits  # ValueError gives the reason, as below
         for network in self.trusted_proxies:
             ipaddress.ip_network(network)  # ValueError gives the reason
+
+    @property
+    def admin_host(self) -> str:
+        return self.admin_address.partition(":")[0]
+
+    @property
+    def admin_port(self) -> int:
+        """The admins' own port; 0 if they have none."""
+        return int(self.admin_address.partition(":")[2] or 0)
 
     @property
     def on_loopback(self) -> bool:

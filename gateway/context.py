@@ -229,8 +229,8 @@ def model_asked(request: Request) -> ServedModel | None:
 def sees_all(request: Request, caller: Tenant) -> bool:
     """Say whether the caller is an admin: by its key, or as the one user of this very machine.
 
-    Where admins have a port of their own (``gateway.admin_port``), no caller is one elsewhere, but
-    on their unix socket.
+    Where admins have an address of their own (``gateway.admin_address``), no caller is one
+    elsewhere, but on their unix socket.
 
     An open server on loopback has one user, who owns its process anyway. Pages of other sites are
     kept out by the checks of ``Host`` and ``Origin``, as they are from that user's chats. Once an

@@ -44,10 +44,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     encrypt: bool = False  # also hide the content of data that leaves this process
     disk_path: str = ""  # "" = the cache folder that launch chooses
     redis_url: str = ""
-    redis_deadline_s: PositiveSeconds = 2.0
-    # How long a restore may take before prefill is the better choice.
-    restore_deadline_s: PositiveSeconds = 20.0
-    num_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # 0 = cores - 1, at most 4
+    redis_deadline_s: PositiveSeconds = 2.0  # of a call, after which it is a miss
     # Unsaved bytes (of hot KV) that may wait for the codec; beyond it a save is skipped, counted.
     # On vLLM as many packed bytes may wait to be loaded; beyond it requests wait in line. At most
     # a quarter of it is kept there between loads as memory to unpack into.
@@ -59,6 +56,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     # Not settings: one value suits all servers. Tests have others, in a subclass.
     #
+    # After so long a prefill is the better choice than a restore.
+    restore_deadline_s: ClassVar[float] = 20.0
+    num_threads: ClassVar[int] = 0  # of the codec; 0 = cores - 1, at most 4
     # For ``auto``: a restore from the fastest tier may take this share of the prefill it saves, so
     # that a return waits much less than a first turn.
     restore_share: ClassVar[float] = 0.1

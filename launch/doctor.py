@@ -332,8 +332,8 @@ def _tools(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if not given and not sample_folder(effective.folders.cache).exists():
         return "ok", "the sample model is not here yet"
     files = read_model_files(find_model(given, effective.folders.cache).folder)
-    chosen = parsers_for(files, effective.settings.engine.vllm)
-    text = f"vLLM reads tool calls by its parser {chosen.tool_calls or '(none)'}"
+    chosen = parsers_for(files)
+    text = f"vLLM reads tool calls by its parser {chosen.tool_calls}"
     text += f", reasoning by {chosen.reasoning}" if chosen.reasoning else ""
     if needs_tool_template(files, chosen):
         text += "; the chat template knows no tools: they are described in the system message"

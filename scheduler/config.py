@@ -18,13 +18,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # Turns inside the engine, and one more for a tenant with nothing running. 0 = as many as the
     # engine computes together (``engine.max_batch``), or 64 where it runs elsewhere.
     max_running: NonNegative = 0
-    max_wait_s: PositiveSeconds = 120.0
     # With less memory left, of the machine's or of a container's limit, quiet sessions move from
     # memory to disk; see the marks below. 0 = never.
     memory_low_bytes: NonNegative = 0
 
     # No settings: one value serves everybody. Tests have others, in a subclass.
     #
+    # In line, and in the engine's own; as long as agents' clients are patient.
+    max_wait_s: ClassVar[float] = 120.0
     # Turns in line: at a second each more than ``max_wait_s`` are never served.
     max_waiting: ClassVar[int] = 256
     # Rows of the table, of some hundred bytes each; the longest idle is dropped from it first.

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from benchmarks.stacks.constants import configured
 from kvstore.blobs.chain import Piece, as_tokens
 from kvstore.blobs.packer import StoreCodecs
 from kvstore.blobs.state_tree import StateArray, StateTree, state_nbytes
@@ -102,7 +103,7 @@ def open_store(
     clock: Any = time.time,
     **config: Any,
 ) -> ColdStore:
-    settings = StoreConfig(codec=codec, num_threads=2, **config)
+    settings = configured(StoreConfig, codec=codec, num_threads=2, **config)
     model = StoredModel("model", fingerprint, layout, needs_state, windows, window_tokens)
     known = codecs or codec_by_name(codec)
     return ColdStore(settings, model, known, tiers, chunk_tokens=chunk_tokens, clock=clock)

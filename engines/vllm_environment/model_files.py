@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from engines.config import VllmConfig
-
 # The last tag prints nothing. It is there because Jinja removes the newline that follows any other
 # kind of tag.
 _BEFORE: Final = """\
@@ -119,7 +117,6 @@ def with_tools(template: str) -> str:
 
 # The format that ChatML models were trained to write, and that our ``tool_template`` asks for.
 USUAL: Final = "hermes"
-AUTO: Final = "auto"
 
 
 class Parsers(NamedTuple):
@@ -213,17 +210,12 @@ TOOL_CALL_PARSERS: Final = frozenset(x.parser for x in _TOOL_CALLS)
 REASONING_PARSERS: Final = frozenset(x.parser for x in _REASONING)
 
 
-def parsers_for(files: ModelFiles, own: VllmConfig) -> Parsers:
-    """Choose a model's parsers where ``own`` says ``auto``.
+def parsers_for(files: ModelFiles) -> Parsers:
+    """Choose a model's parsers, by its family.
 
     A model that no sign fits is assumed to write its calls in the ``USUAL`` format.
     """
-    tool_calls, reasoning = own.tool_parser, own.reasoning_parser
-    if tool_calls == AUTO:
-        tool_calls = _first(_TOOL_CALLS, files) or USUAL
-    if reasoning == AUTO:
-        reasoning = _first(_REASONING, files)
-    return Parsers(tool_calls, reasoning)
+    return Parsers(_first(_TOOL_CALLS, files) or USUAL, _first(_REASONING, files))
 
 
 def needs_tool_template(files: ModelFiles, chosen: Parsers) -> bool:

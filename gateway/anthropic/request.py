@@ -141,20 +141,17 @@ class Conversation:
         self.messages.append({"role": role, "content": content, **kept})
 
 
-def chat_messages(
-    request: CountRequest, strip_attribution: bool, image_support: ImageSupport
-) -> Conversation:
-    """Write system text and messages as a chat's.
+def chat_messages(request: CountRequest, image_support: ImageSupport) -> Conversation:
+    """Write system text and messages as a chat's, without the line of ``ATTRIBUTION``.
 
     Args:
-        strip_attribution: leave out blocks of the top-level system text that hold ``ATTRIBUTION``.
         image_support: the images that are taken.
 
     Raises:
         InvalidRequest: a block lacks something, or holds what no engine here can see.
     """
     chat = Conversation(image_support)
-    system = _system_text(chat, request.system, strip_attribution)
+    system = _system_text(chat, request.system)
     if system:
         chat.add("system", system)
     for i, turn in enumerate(request.messages):
@@ -162,16 +159,16 @@ def chat_messages(
     return chat
 
 
-def _system_text(chat: Conversation, system: str | Blocks | None, strip: bool) -> str:
+def _system_text(chat: Conversation, system: str | Blocks | None) -> str:
     if isinstance(system, str):
-        if not (strip and system.startswith(ATTRIBUTION)):
+        if not system.startswith(ATTRIBUTION):
             return system
         chat.left_out.append("attribution")
         return system.partition("\n")[2].lstrip("\n")
     texts = []
     for i, block in enumerate(system or ()):
         text = _text_of(chat, block, f"system[{i}]")
-        if strip and text.startswith(ATTRIBUTION):
+        if text.startswith(ATTRIBUTION):
             chat.left_out.append("attribution")
             text = text.partition("\n")[2].lstrip("\n")
         texts.append(text)

@@ -53,17 +53,12 @@ def operation(request_id: str) -> Operation:
 
 
 async def _recall(request_id: str, gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Translate:
-    strip, image_support = gateway.config.strip_attribution, body.model.image_support
-    return partial(
-        translated, strip_attribution=strip, image_support=image_support, request_id=request_id
-    )
+    return partial(translated, image_support=body.model.image_support, request_id=request_id)
 
 
 def _check_early(request_id: str, model: ServedModel, asked: Json) -> None:
     image_support = model.last_image_support
-    made = translated(
-        asked, strip_attribution=False, image_support=image_support, request_id=request_id
-    )
+    made = translated(asked, image_support, request_id)
     validate_chat(made.raw, image_support)
 
 
@@ -107,14 +102,14 @@ def diagnosis(earlier: Compared | None, now: Compared) -> Json | None:
     return {"cache_miss_reason": reason}
 
 
-def chat_of(asked: Json, strip_attribution: bool, image_support: ImageSupport = NO_IMAGES) -> Json:
+def chat_of(asked: Json, image_support: ImageSupport = NO_IMAGES) -> Json:
     """Translate a body into the chat whose tokens an engine is asked for.
 
     Raises:
         InvalidRequest: it is no request for a message.
     """
     request = checked(asked, CountRequest)
-    fields, _ = prompt_fields(request, strip_attribution, image_support)
+    fields, _ = prompt_fields(request, image_support)
     chat = {"model": request.model, **fields}
     validate_chat(chat, image_support)
     return chat
@@ -131,17 +126,16 @@ async def count_tokens(request: Request) -> Response:
 async def _question(request: Request) -> tuple[ServedModel, bytes]:
     gateway = gateway_of(request)
     caller_of(request)
-    check = partial(_check_count_early, gateway.config)
-    async with body_for_engine(request, check=check) as body:
+    async with body_for_engine(request, check=_check_count_early) as body:
         made = await body.beside(partial(_for_engine, body.model, gateway.config, body.json))
         return body.model, made
 
 
-def _check_count_early(config: GatewayConfig, model: ServedModel, asked: Json) -> None:
-    chat_of(asked, config.strip_attribution, model.last_image_support)
+def _check_count_early(model: ServedModel, asked: Json) -> None:
+    chat_of(asked, model.last_image_support)
 
 
 def _for_engine(model: ServedModel, config: GatewayConfig, asked: Json) -> bytes:
-    chat = chat_of(asked, config.strip_attribution, model.image_support)
+    chat = chat_of(asked, model.image_support)
     chat["model"] = served_name(model, config, chat["model"])
     return count_question(model.served.template, config.keep_reasoning, chat)

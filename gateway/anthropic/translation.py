@@ -54,7 +54,6 @@ class MessageFormat(AnswerFormat):
 
 def translated(
     raw: Json,
-    strip_attribution: bool,
     image_support: ImageSupport = NO_IMAGES,
     request_id: str | None = None,
 ) -> Translated:
@@ -64,7 +63,7 @@ def translated(
         InvalidRequest: it cannot be served as it stands; the message names the field.
     """
     request = checked(raw, MessagesRequest)
-    chat, left_out = prompt_fields(request, strip_attribution, image_support)
+    chat, left_out = prompt_fields(request, image_support)
     chat |= {name: raw[name] for name in _SAME if raw.get(name) is not None}
     # One token, which is not shown to the client: vLLM does not take none.
     chat["max_tokens"] = request.max_tokens or 1
@@ -77,11 +76,9 @@ def translated(
     return Translated(chat, answer, left_out=left_out, retain_s=retain_s)
 
 
-def prompt_fields(
-    request: CountRequest, strip_attribution: bool, image_support: ImageSupport
-) -> tuple[Json, list[str]]:
+def prompt_fields(request: CountRequest, image_support: ImageSupport) -> tuple[Json, list[str]]:
     """Return all fields of a chat that make its prompt, and words for the parts left out."""
-    chat = chat_messages(request, strip_attribution, image_support)
+    chat = chat_messages(request, image_support)
     tools, num_left_out = chat_tools(request)
     fields: Json = {"messages": chat.messages, **_thinking(request)}
     if tools:

@@ -361,9 +361,9 @@ def _check_reach(settings: Settings, tenants: Tenants) -> None:
 def _check_admins(config: GatewayConfig, tenants: Tenants) -> None:
     if config.admin_port and config.admin_host not in LOOPBACK and not tenants.num_admin_keys:
         raise UsageError(
-            f"gateway.admin_host {config.admin_host} can be reached from other machines, and there"
-            " is no admin key; make one with `thermocline keys new NAME` and put its line into"
-            " gateway.admin_keys_file"
+            f"gateway.admin_address {config.admin_address} can be reached from other machines, and"
+            " there is no admin key; make one with `thermocline keys new NAME` and put its line"
+            " into gateway.admin_keys_file"
         )
 
 

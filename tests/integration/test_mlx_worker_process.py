@@ -166,7 +166,7 @@ async def test_a_kill_in_the_middle_of_a_restore_costs_a_recompute_at_most(
     with RedisServer(tcp=True) as far, SlowLine(far.url, FAST) as line:
         config = settings(model, tmp_path)
         own = {"ram_bytes": 0, "disk_bytes": 0, "redis_url": line.url, "redis_deadline_s": 60.0}
-        store = msgspec.structs.replace(config.store, restore_deadline_s=60.0, **own)
+        store = msgspec.structs.replace(config.store, **own)
         async with running(msgspec.structs.replace(config, store=store)) as server:
             expected, _ = await complete(server, PROMPT)
             assert (await server.demote(ONE)).kept is None

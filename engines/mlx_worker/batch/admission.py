@@ -1,7 +1,7 @@
 """Lets waiting requests into the batch, first come, first served, as places and memory allow.
 
 No sequence enters before the memory is there for it: see ``MemoryBudget``. What a prompt starts
-from is the business of ``prefix_reuse`` and ``shared_prefill``, feeding it that of ``prefill``.
+from is the business of ``prefix_reuse``, feeding it that of ``prefill``.
 Shares between tenants are the gateway's: it sends no more turns than there are places.
 """
 

@@ -208,7 +208,7 @@ def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: ColdStore)
     size, codec = store.chunk_tokens, store.packer.codec
     scratch = scratch_for(codec, cache, NUM_CHUNKS * size // cache.block_tokens)
     model = StoredModel("", "", scratch.layout)
-    aside = ColdStore(StoreConfig(num_threads=1), model, codec, [], chunk_tokens=size)
+    aside = ColdStore(StoreConfig(), model, codec, [], chunk_tokens=size)
     try:
         on_device = device_blocks(accelerator, scratch, aside, staging_bytes=0)
         on_host = HostBlocks(scratch, aside, accelerator.stream())

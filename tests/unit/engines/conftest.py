@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from benchmarks.stacks.constants import configured
 from engines.client.engine_client import EngineClient
 from engines.config import EngineConfig, WorkerConfig
 from engines.fake_worker.fake_sessions import CODEC, FakeSessions
@@ -78,7 +79,7 @@ async def client(folder: Path, fake: FakeProcess) -> AsyncIterator[EngineClient]
 
 def worker_config(folder: Path, token: str = "right") -> WorkerConfig:
     return WorkerConfig(
-        engine=EngineConfig(kind="fake", stall_timeout_s=0.4),
+        engine=configured(EngineConfig, kind="fake", stall_timeout_s=0.4),
         store=StoreConfig(),
         model_path="",
         served_model_name="m",

@@ -89,11 +89,11 @@ async def test_the_one_user_of_an_open_loopback_server_is_its_admin():
 
 
 async def test_with_a_port_of_their_own_admins_have_no_rights_elsewhere():
-    app = App(admin_keys=(ROOT[1],), admin_port=9000)
+    app = App(admin_keys=(ROOT[1],), admin_address="127.0.0.1:9000")
     assert is_admin(app, 9000, **BY_KEY)
     assert not is_admin(app, 8080, **BY_KEY)
     assert not is_admin(app, 9000)
-    alone = App(admin_port=9000)
+    alone = App(admin_address="127.0.0.1:9000")
     assert is_admin(alone, 9000) and not is_admin(alone, 8080)
 
 

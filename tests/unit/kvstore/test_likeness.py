@@ -97,7 +97,7 @@ def test_a_store_says_why_a_session_of_another_secret_is_unknown(
     with first(server, client), look(server, OTHER) as likeness:
         until(lambda: likeness.differs == ("secret",))
         model = StoredModel("model", "f1", kv_sessions.LAYOUT, False)
-        config = StoreConfig(codec="raw", num_threads=1)
+        config = StoreConfig(codec="raw")
         store = ColdStore(config, model, codec_by_name("raw"), [kv_sessions.ram()])
         chain = kv_sessions.chain_of(store, kv_sessions.ref(), tokens)
         store.ledger.compare(likeness)

@@ -95,7 +95,7 @@ def test_gb10_leaves_room_for_weights_and_for_the_system():
 def test_cuda_fits_its_pool_to_the_gpu():
     assert "engine.hot_bytes" not in from_profile(Fields(Settings), "cuda")
     argv = vllm_argv(settings_of("cuda", assignments=["engine.vllm.tensor_parallel=2"]))
-    assert option(argv, "--gpu-memory-utilization") == "0.8"
+    assert option(argv, "--gpu-memory-utilization") == "0.6"
     assert option(argv, "--max-num-seqs") == "65"
     assert option(argv, "--tensor-parallel-size") == "2"
     assert "--max-num-batched-tokens" not in argv

@@ -67,7 +67,7 @@ def test_on_a_gpu_block_size_and_compilation_are_vllms(tmp_path):
     argv = command(worker(tmp_path), tmp_path / "p", cpu=False)
     assert "--block-size" not in argv
     assert "--enforce-eager" not in argv
-    assert "--gpu-memory-utilization" not in argv
+    assert option(argv, "--gpu-memory-utilization") == "0.6"  # has to be free at the start
 
 
 def test_blocks_that_the_cpu_kernels_cannot_take_are_refused_before_vllm_starts(tmp_path):
@@ -78,12 +78,10 @@ def test_blocks_that_the_cpu_kernels_cannot_take_are_refused_before_vllm_starts(
 
 
 def test_own_wishes_are_passed_on_last(tmp_path):
-    wishes = VllmConfig(
-        block_tokens=64, tensor_parallel=2, gpu_memory_utilization=0.7, args=("--seed", "1")
-    )
+    wishes = VllmConfig(block_tokens=64, tensor_parallel=2, args=("--seed", "1"))
     argv = command(worker(tmp_path, vllm=wishes, max_context=4096), tmp_path / "p", cpu=False)
     assert option(argv, "--tensor-parallel-size") == "2"
-    assert option(argv, "--gpu-memory-utilization") == "0.7"
+    assert option(argv, "--gpu-memory-utilization") == "0.6"
     assert option(argv, "--max-model-len") == "4096"
     assert argv[-2:] == ["--seed", "1"]
 
@@ -123,9 +121,9 @@ def test_parsers_that_the_user_names_are_left_alone(tmp_path):
     said = ("--tool-call-parser=pythonic", "--reasoning-parser", "glm45")
     argv = command(worker(tmp_path, vllm=VllmConfig(args=said)), tmp_path / "p", cpu=True)
     assert argv[-3:] == list(said) and "hermes" not in argv and "qwen3" not in argv
-    none = VllmConfig(tool_parser="", reasoning_parser="")
+    none = VllmConfig(args=("--no-enable-auto-tool-choice",))
     argv = command(worker(tmp_path, vllm=none), tmp_path / "p", cpu=True)
-    assert not {"--tool-call-parser", "--reasoning-parser", "--chat-template"} & set(argv)
+    assert not {"--tool-call-parser", "--chat-template", "--enable-auto-tool-choice"} & set(argv)
 
 
 async def test_an_attached_engine_that_is_vllm_gets_vllms_fields(tmp_path):
@@ -184,11 +182,14 @@ def test_ranks_share_the_cores_where_memory_nodes_are_fewer(tmp_path, cores, thr
     assert "VLLM_CPU_OMP_THREADS_BIND" not in on_gpus
 
 
-@pytest.mark.parametrize(("cpu", "compile"), [(True, None), (True, True), (False, None)])
-def test_headers_are_prepared_only_where_a_model_is_compiled_on_a_cpu(tmp_path, cpu, compile):
-    settings = worker(tmp_path, vllm=VllmConfig(compile=compile))
+@pytest.mark.parametrize(("cpu", "compiles"), [(True, False), (True, True), (False, False)])
+def test_headers_are_prepared_only_where_a_model_is_compiled_on_a_cpu(tmp_path, cpu, compiles):
+    args = ("--no-enforce-eager",) if compiles else ()
+    settings = worker(tmp_path, vllm=VllmConfig(args=args))
     env = default_environment(settings, cpu=cpu, cores=4, memory_nodes=1)
-    assert ("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS" in env) == (cpu and not compile)
+    assert ("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS" in env) == (cpu and not compiles)
+    argv = command(settings, tmp_path / "p", cpu=cpu)
+    assert ("--enforce-eager" in argv) == (cpu and not compiles)
 
 
 def test_settings_travel_in_a_private_file(tmp_path):

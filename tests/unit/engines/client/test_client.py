@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.stacks.constants import configured
 from engines.base import EngineError, EngineStalled, EngineUnavailable
 from engines.client.engine_client import AttachedEngine, EngineClient
+from engines.config import EngineConfig
 from engines.fake_worker.fake_sessions import CODEC, FakeSessions
 from engines.host.control_server import ControlServer
 from engines.http import CACHE_HEADER
@@ -77,7 +79,7 @@ async def test_more_sessions_than_fit_in_one_message(folder: Path, fake: FakePro
     for name in names:
         fake.sessions.begin(SessionRef(tenant="t", id=name, salt=b""), ["a"])
     worker = worker_config(folder)
-    patient = msgspec.structs.replace(worker.engine, stall_timeout_s=60.0)
+    patient = configured(EngineConfig, kind="fake")
     client = EngineClient(msgspec.structs.replace(worker, engine=patient))
     await client.start()
     await eventually(lambda: client.ready)

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from engines.config import VllmConfig
 from engines.vllm_environment.model_files import (
     ModelFiles,
     needs_tool_template,
@@ -40,20 +39,13 @@ CASES = [
 
 @pytest.mark.parametrize(("model_type", "template", "expected"), CASES)
 def test_a_family_is_known_by_type_and_template(model_type, template, expected):
-    assert parsers_for(ModelFiles(model_type, template), VllmConfig()) == expected
-
-
-def test_parsers_that_the_user_chooses_are_kept():
-    own = VllmConfig(tool_parser="pythonic", reasoning_parser="")
-    assert parsers_for(ModelFiles("qwen3", QWEN), own) == ("pythonic", "")
+    assert parsers_for(ModelFiles(model_type, template)) == expected
 
 
 def test_tools_are_described_only_where_the_template_does_not():
     for template, needed in [("{{ messages }}", True), (QWEN, False), ("", False)]:
         files = ModelFiles("llama", template)
-        assert needs_tool_template(files, parsers_for(files, VllmConfig())) == needed
-    silent = ModelFiles("llama", "{{ messages }}")
-    assert not needs_tool_template(silent, parsers_for(silent, VllmConfig(tool_parser="")))
+        assert needs_tool_template(files, parsers_for(files)) == needed
 
 
 def test_a_models_files_are_read_wherever_its_template_lies(tmp_path):

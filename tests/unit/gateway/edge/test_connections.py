@@ -73,7 +73,7 @@ def test_admins_get_a_few_places_of_a_full_server_and_take_no_others() -> None:
 
 
 def test_an_address_of_the_admins_alone_is_known() -> None:
-    config = GatewayConfig(admin_port=9000, admin_socket="/run/s")
+    config = GatewayConfig(admin_address="127.0.0.1:9000", admin_socket="/run/s")
     assert config.is_for_admins(("127.0.0.1", 9000)) and config.is_for_admins(("/run/s", None))
     for other in (("127.0.0.1", 8080), ("/run/other", None), None):
         assert not config.is_for_admins(other)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.stacks.constants import configured
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import PAGE, RECORD
 from kvstore.codecs.base import RawCodec
@@ -85,7 +86,7 @@ def gated() -> Iterator:
     with ExitStack() as stack:
 
         def open(**config) -> tuple[ColdStore, GatedCodec]:
-            codec, settings = GatedCodec(), StoreConfig(num_threads=1, **config)
+            codec, settings = GatedCodec(), configured(StoreConfig, num_threads=1, **config)
             model = StoredModel("m", "f", LAYOUT)
             store = ColdStore(settings, model, codec, [ram()], chunk_tokens=CHUNK)
             return stack.enter_context(closing(store)), codec

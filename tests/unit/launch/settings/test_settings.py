@@ -76,20 +76,20 @@ def test_text_becomes_the_type_of_the_field():
 def test_settings_of_one_engine_only_are_one_level_deeper(tmp_path):
     toml = "[engine.vllm]\npython = '/opt/vllm/bin/python'\nargs = ['--seed', '1']\n"
     found = settings_of(
-        {"THERMOCLINE_ENGINE__VLLM__COMPILE": "no"},
+        {"THERMOCLINE_ENGINE__VLLM__BLOCK_TOKENS": "64"},
         toml,
         tmp_path,
         assignments=["engine.vllm.tensor_parallel=2"],
     )
     vllm = found.settings.engine.vllm
     assert (vllm.python, vllm.args) == ("/opt/vllm/bin/python", ("--seed", "1"))
-    assert (vllm.compile, vllm.tensor_parallel) == (False, 2)
+    assert (vllm.block_tokens, vllm.tensor_parallel) == (64, 2)
 
 
 def test_units_may_be_written_in_a_file(tmp_path):
-    toml = "[store]\nram_bytes = '2 GiB'\ndisk_bytes = 4096\nrestore_deadline_s = '1m'\n"
+    toml = "[store]\nram_bytes = '2 GiB'\ndisk_bytes = 4096\nredis_deadline_s = '1m'\n"
     store = settings_of({}, toml, tmp_path).settings.store
-    assert (store.ram_bytes, store.disk_bytes, store.restore_deadline_s) == (2 << 30, 4096, 60.0)
+    assert (store.ram_bytes, store.disk_bytes, store.redis_deadline_s) == (2 << 30, 4096, 60.0)
 
 
 @pytest.mark.parametrize(

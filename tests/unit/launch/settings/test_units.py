@@ -51,7 +51,7 @@ def test_a_shown_size_can_be_read_back(nbytes):
 def test_settings_are_shown_with_their_unit():
     assert shown("engine.hot_bytes", 3 << 29) == "1.5 GiB"
     assert shown("scheduler.idle_after_s", 600.0) == "10 m"
-    assert shown("scheduler.max_wait_s", 65) == "65 s"
+    assert shown("scheduler.idle_after_s", 65) == "65 s"
     assert shown("engine.max_batch", 8) == "8"
     assert shown("gateway.model_aliases", ("a", "b")) == "a, b"
     assert show_duration(0.5) == "0.5 s"
