@@ -1,202 +1,200 @@
-"""The loop of ``thermocline top``: one snapshot and one frame a second."""
+"""``thermocline top``: one snapshot of a server and one frame a second."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
+from gateway.watch.shape import Snapshot
 from launch.errors import LaunchError
-from launch.remote import MOST_BYTES, Address, content_of
-from launch.top_frame import FILTERS, MOST_TENANTS, ORDERS, frame, objects, part
+from launch.printing import one_line
+from launch.remote import Address
+from launch.settings.units import show_bytes, show_duration
 
-PATH = "/v1/snapshot"
-EVERY_S = 1.0
-ANSWER_S = 10.0
-ONCE_ROWS = 200
-OTHER_LINES = 14  # of a frame, besides sessions
-_MOST = 64  # bytes of one look: more are a paste
-
-
-class Watched:
-    """One model of a server, as it was last shown. ``trouble`` is the present trouble, in words."""
-
-    def __init__(self, address: Address, model: str = "") -> None:
-        """``model``: of several; "" = the only or first one."""
-        self.said: dict[str, Any] = {}
-        self.trouble = ""
-        self._address = address
-        self._query = {"model": model} if model else {}
-        self._tag = ""
-
-    async def ask(self, http: aiohttp.ClientSession) -> None:
-        """Ask for a snapshot. Raises ``LaunchError``: the server refuses, or says nonsense."""
-        url, timeout = self._address.base + PATH, aiohttp.ClientTimeout(total=ANSWER_S)
-        headers = {**self._address.headers, "if-none-match": self._tag}
-        async with http.get(url, params=self._query, headers=headers, timeout=timeout) as answer:
-            if answer.status == 304:
-                return
-            raw = await answer.content.read(MOST_BYTES)
-            while not answer.content.at_eof() and len(raw) < MOST_BYTES:
-                raw += await answer.content.read(MOST_BYTES)
-            self._tag = answer.headers.get("etag", "")
-        if answer.status == 404:
-            words = f"{self._address.base} has no {PATH}; is it a Thermocline of this version?"
-            raise LaunchError(words)
-        if answer.status != 200:
-            raise self._address.refused(answer.status, content_of(raw))
-        try:
-            self.said = msgspec.json.decode(raw, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise LaunchError(f"{self._address.base}{PATH} is no snapshot: {error}") from error
-
-    async def try_to_ask(self, http: aiohttp.ClientSession) -> None:
-        """Do as ``ask``; a server that does not answer now is trouble, and no error."""
-        try:
-            await self.ask(http)
-            self.trouble = ""
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self.trouble = f"not connected ({str(error) or type(error).__name__}); trying again"
-
-
-async def models_of(address: Address, http: aiohttp.ClientSession) -> list[str]:
-    """List the names of a server's models; [""] where there is one, or they cannot be listed."""
-    _, content = await address.get(http, "/v1/models")
-    rows = objects(content.get("data")) if isinstance(content, dict) else []
-    names = list(dict.fromkeys(str(x["root"]) for x in rows if x.get("root")))
-    return names if len(names) > 1 else [""]
-
-
-@contextmanager
-def keys(on_key: Callable[[str], None]) -> Iterator[bool]:
-    """Call ``on_key`` for each key inside the block; yields False where there is no keyboard.
-
-    Runs on the event loop. The terminal is as it was when the block ends.
-    """
-    if not sys.stdin.isatty():
-        yield False
-        return
-    import termios
-    import tty
-
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    loop = asyncio.get_running_loop()
-
-    def look() -> None:
-        typed = os.read(descriptor, _MOST)
-        if not typed:  # the terminal is gone
-            on_key("q")
-        for key in typed.decode(errors="replace"):
-            on_key(key)
-
-    tty.setcbreak(descriptor)
-    loop.add_reader(descriptor, look)
-    try:
-        yield True
-    finally:
-        loop.remove_reader(descriptor)
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-async def _watched(address: Address, http: aiohttp.ClientSession) -> list[Watched]:
-    try:
-        return [Watched(address, name) for name in await models_of(address, http)]
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise address.unreachable(error) from error
-
-
-def snapshots(address: Address) -> list[dict[str, Any]]:
-    """Ask a server what each of its models does now. Raises ``LaunchError`` if it does not say."""
-
-    async def read() -> list[dict[str, Any]]:
-        async with aiohttp.ClientSession() as http:
-            watched = await _watched(address, http)
-            for model in watched:
-                try:
-                    await model.ask(http)
-                except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    raise address.unreachable(error) from error
-            return [x.said for x in watched]
-
-    return asyncio.run(read())
+PATH: Final = "/v1/snapshot"
+ONCE_ROWS: Final = 200
+OTHER_LINES: Final = 22  # of a frame, besides sessions
+Row = Mapping[str, Any]
+FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
+    "all": lambda row: row["kind"] != "task",
+    "awake": lambda row: row["state"] in ("active", "idle", "waking"),
+    "asleep": lambda row: row["state"] in ("cold", "saving", "hibernating"),
+    "pinned": lambda row: row["pinned"],
+    "tasks": lambda row: row["kind"] == "task",  # titles and the like, of programs
+}
+ORDERS: Final[Mapping[str, Callable[[Row], Any]]] = {
+    "recent": lambda row: -(row["idle_since"] or float("inf")),  # served ones first
+    "tokens": lambda row: -row["tokens"],
+    "bytes": lambda row: -(row["bytes"] or 0),
+    "saved": lambda row: -row["saved_tokens"],
+}
+REQUESTS: Final = "session,client,phase,prompt_tokens,prefilled_tokens,answered_tokens"
+SESSIONS: Final = "session,client,where,last turn,tokens,size,vs bf16,quiet,saved,turns"
+STYLES: Final = {"active": "bold green", "idle": "green", "cold": "cyan", "away": "red"}
 
 
 def watch(address: Address, console: Console, order: str, kept: str) -> None:
-    """Show frames until q or Ctrl-C. Raises ``LaunchError`` if the server refuses."""
-    asyncio.run(_Screen(address, console, order, kept).run())
-
-
-class _Screen:
-    """The live view, and the choices made by keys."""
-
-    def __init__(self, address: Address, console: Console, order: str, kept: str) -> None:
-        self._address = address
-        self._console = console
-        self._order = order
-        self._kept = kept
-        self._pressed = asyncio.Event()
-        self._quit = False
-
-    async def run(self) -> None:
-        with keys(self._key) as has_keys:
-            async with aiohttp.ClientSession() as http:
-                watched = await _watched(self._address, http)
-                with Live(console=self._console, screen=True, auto_refresh=False) as live:
-                    while not self._quit:
-                        await asyncio.gather(*(x.try_to_ask(http) for x in watched))
-                        await self._show(live, watched, has_keys)
-
-    async def _show(self, live: Live, watched: list[Watched], has_keys: bool) -> None:
-        """Show a frame for a second, and anew after each key."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + EVERY_S
-        while not self._quit and loop.time() < until:
-            self._pressed.clear()
-            live.update(self._frame(watched, has_keys), refresh=True)
+    """Show frames until Ctrl-C. Raises ``LaunchError`` if the server refuses at first."""
+    said, trouble = asyncio.run(asked(address)), ""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            most = max(1, console.height // len(said) - OTHER_LINES)
+            frames = [frame(x, order=order, kept=kept, most_rows=most) for x in said]
+            live.update(Group(*frames, _text(trouble, "red")), refresh=True)
+            time.sleep(1.0)
             try:
-                async with asyncio.timeout_at(until):
-                    await self._pressed.wait()
-            except TimeoutError:
-                return
-
-    def _frame(self, watched: list[Watched], has_keys: bool) -> RenderableType:
-        parts: list[RenderableType] = []
-        lines = self._console.height // len(watched)
-        for model in watched:
-            used = OTHER_LINES + min(7, len(objects(part(model.said, "now").get("requests"))))
-            used += min(MOST_TENANTS + 3, 2 * len(objects(model.said.get("tenants"))))
-            shown = frame(
-                model.said,
-                order=self._order,
-                kept=self._kept,
-                most_rows=max(1, lines - used),
-                trouble=model.trouble,
-                keys=has_keys and model is watched[-1],
-                width=self._console.width,
-            )
-            parts += [Text(), shown] if parts else [shown]
-        return Group(*parts)
-
-    def _key(self, key: str) -> None:
-        if key in "qQ\x1b":
-            self._quit = True
-        elif key == "s":
-            self._order = _next(ORDERS, self._order)
-        elif key == "f":
-            self._kept = _next(FILTERS, self._kept)
-        self._pressed.set()
+                said, trouble = asyncio.run(asked(address)), ""
+            except LaunchError as error:
+                trouble = f"{error}; trying again"
 
 
-def _next(names: Mapping[str, Any], now: str) -> str:
-    known = list(names)
-    return known[(known.index(now) + 1) % len(known)]
+async def asked(address: Address) -> list[dict[str, Any]]:
+    """Ask a server what each of its models does now. Raises ``LaunchError`` if it does not say."""
+    async with aiohttp.ClientSession() as http:
+        _, listed = await address.get(http, "/v1/models")
+        rows = listed.get("data") if isinstance(listed, dict) else None
+        names = list(dict.fromkeys(x["root"] for x in rows or () if x.get("root")))
+        queries = ["?" + urlencode({"model": x}) for x in names] if len(names) > 1 else [""]
+        answers = [await address.get(http, PATH + query) for query in queries]
+    for status, content in answers:
+        if status != 200:
+            raise address.refused(status, content)
+        try:
+            msgspec.convert(content, Snapshot)
+        except msgspec.ValidationError as error:
+            raise LaunchError(f"{address.base}{PATH} is no snapshot: {error}") from error
+    return [content for _, content in answers]
+
+
+def frame(
+    said: Row, *, order: str = "recent", kept: str = "all", most_rows: int = 50, now: float = 0.0
+) -> RenderableType:
+    """Draw a snapshot; ``now``: Unix time, 0 = now."""
+    moment = now or time.time()
+    rows = sorted(filter(FILTERS[kept], said["sessions"]), key=ORDERS[order])
+    parts: list[Any] = [_head(said["server"], moment), _now(said["now"])]
+    parts.append(_memory(said["memory"]))
+    if said["quality"] and said["quality"]["name"]:
+        parts.append(_quality(said["quality"]))
+    if requests := said["now"]["requests"][:6]:
+        shown = [["" if x[y] is None else x[y] for y in REQUESTS.split(",")] for x in requests]
+        parts.append(_table(REQUESTS, shown, left=3))
+    parts.append(_table(SESSIONS, [_cells(row, moment) for row in rows[:most_rows]], left=4))
+    words = f"{len(rows[:most_rows])} of {said['num_sessions']:,} session(s), {kept}, by {order}"
+    return Group(*parts, _text(words, "dim"))
+
+
+def _text(words: object, style: str = "") -> Text:
+    """Words of a server: control characters in them have no effect."""
+    return Text(one_line(str(words)), style=style)
+
+
+def _table(columns: str, rows: Sequence[Sequence[object]], left: int) -> Table:
+    """Make a table whose first ``left`` columns are words, and all others figures."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for i, name in enumerate(columns.split(",")):
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(x if isinstance(x, Text) else _text(x) for x in row))
+    return table
+
+
+def _head(server: Row, moment: float) -> Text:
+    state = "ready" if server["ready"] else server["trouble"] or "not ready"
+    words = [
+        f"{server['model'] or 'no model yet'} on {server['engine'] or 'no engine yet'}",
+        f"thermocline {server['version']}",
+        "shutting down" if server["draining"] else state,
+        f"up {_since(server['started_at'], moment)}",
+        "all tenants" if server["tenant"] is None else f"tenant {server['tenant']}",
+    ]
+    return _text(" · ".join(words), "bold")
+
+
+def _now(now: Row) -> Text:
+    seconds, spared = now["saved_s_today"], f"{now['saved_tokens_today']:,} tokens of prefill"
+    words = [
+        f"{now['running']} running, {now['waiting']} waiting",
+        f"prompts {now['prompt_tokens_per_s']:.0f} tok/s",
+        f"answers {now['answer_tokens_per_s']:.0f} tok/s",
+        f"saved today {spared}" + ("" if seconds is None else f", {_seconds(seconds)}"),
+    ]
+    if now["memory_available_bytes"] is not None:
+        words.append(f"memory free {show_bytes(now['memory_available_bytes'])}")
+    return _text(" · ".join(words))
+
+
+def _memory(memory: Row) -> Table:
+    table, hot = Table.grid(padding=(0, 2)), memory["hot"]
+    idle = f"{show_bytes(hot['idle_bytes'])} of idle sessions"
+    if measuring := hot["measuring_bytes"]:
+        idle += f", {show_bytes(measuring)} for measuring the model"
+    table.add_row(*_bar("hot", hot), _text(idle, "dim"))
+    for tier in memory["tiers"]:
+        notes = f"{tier['sessions']} sleeping" if tier["available"] else "not available"
+        table.add_row(*_bar(tier["name"], tier), _text(notes, "dim"))
+    packed, plain = memory["cold_bytes"], memory["bf16_bytes"] or 0
+    if packed:
+        words = f"{show_bytes(packed)} packed, {show_bytes(plain)} in bf16: {plain / packed:.1f}x"
+        table.add_row(_text("asleep"), Text(), _text(words), Text())
+    return table
+
+
+def _bar(name: str, place: Row) -> tuple[Text, Text, Text]:
+    used, most = place["bytes"], place["capacity_bytes"]
+    share = min(1.0, used / most) if most else 0.0
+    cells = "█" * round(share * 24)
+    figures = f"{show_bytes(used)} of {show_bytes(most)}" if most else show_bytes(used)
+    return _text(name), Text(cells.ljust(24, "░")), _text(figures)
+
+
+def _quality(quality: Row) -> Text:
+    """Say which codec is in use, what it costs, and how far a measurement is."""
+    words = ["exact" if quality["exact"] else f"codec {quality['name']}", quality["progress"]]
+    lossy = [x["kl"] for x in quality["rows"] if x["in_use"]]
+    if not quality["measured"]:
+        words[1:1] = ["not measured on this model"]
+        words += ["in idle moments"] if quality["progress"] else []
+    elif lossy and quality["bound"]:
+        words.insert(1, f"measured: KL {max(lossy):.4f} of at most {quality['bound']['kl']:g}")
+    return _text(" · ".join(filter(None, words)))
+
+
+def _cells(row: Row, moment: float) -> tuple[object, ...]:
+    name = f"{row['tenant']}/{row['id']}" if "tenant" in row else row["id"]
+    title = f"{row['title']} {name[-7:]}" if row.get("title") else name
+    places = {"active": "answering", "idle": "hot", "cold": row["tier"] or "cold"}
+    source, reason = row["last_source"] or "", row["last_reason"] or ""
+    if source == "miss":  # *missed* is said of returns only
+        source, reason = ("first", "") if reason == "never-stored" else ("missed", reason)
+    where = _text(places.get(row["state"], row["state"]), STYLES.get(row["state"], ""))
+    return (
+        f"{'  ' if row['parent'] else ''}{title}{' (pinned)' if row['pinned'] else ''}",
+        row["client"] or "",
+        where,
+        f"{source.removeprefix('cold-')} {reason}".strip(),
+        row["tokens"],
+        "" if row["bytes"] is None else show_bytes(row["bytes"]),
+        f"{row['ratio']:.1f}x" if row["ratio"] else "",
+        "" if row["idle_since"] is None else _since(row["idle_since"], moment),
+        f"{row['saved_tokens']} tok" if row["saved_s"] is None else _seconds(row["saved_s"]),
+        row["turns"],
+    )
+
+
+def _since(moment: float, now: float) -> str:
+    return show_duration(float(round(max(0.0, now - moment))))
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else show_duration(round(value, 1))

@@ -198,35 +198,32 @@ def chat(
 def top(
     url: Url = "",
     api_key: Key = "",
-    sort: Annotated[
-        str, typer.Option(help="recent, tokens, bytes, saved, turns or id; key s.")
-    ] = "recent",
-    only: Annotated[str, typer.Option(help="all, awake, asleep or pinned; key f.")] = "all",
-    once: Annotated[bool, typer.Option("--once", help="One frame, without keys.")] = False,
+    sort: Annotated[str, typer.Option(help="recent, tokens, bytes or saved.")] = "recent",
+    only: Annotated[str, typer.Option(help="all, awake, asleep, pinned or tasks.")] = "all",
+    once: Annotated[bool, typer.Option("--once", help="One frame.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The snapshot as JSON.")] = False,
 ) -> None:
     """Watch a running server: requests, memory, sessions as they sleep and come back.
 
-    Of several models each has its part. It only looks. Keys: q quits, s sorts
-    by something else, f shows other sessions. Without a terminal it prints one
-    frame.
+    Of several models each has its part. It only looks; Ctrl-C ends it. Without a
+    terminal it prints one frame.
     """
+    import asyncio
+
     from launch.printing import console, print_json
     from launch.remote import Address
-    from launch.top import ONCE_ROWS, snapshots, watch
-    from launch.top_frame import FILTERS, ORDERS, frame
+    from launch.top import FILTERS, ONCE_ROWS, ORDERS, asked, frame, watch
 
     for option, given, known in (("--sort", sort, ORDERS), ("--only", only, FILTERS)):
         if given not in known:
             raise UsageError(f"{option} {given}: it is one of {', '.join(known)}")
     screen, address = console(), Address(url, api_key)
     if as_json:
-        found = snapshots(address)
+        found = asyncio.run(asked(address))
         print_json(found[0] if len(found) == 1 else found)
     elif once or not screen.is_terminal:
-        for said in snapshots(address):
-            shown = frame(said, order=sort, kept=only, most_rows=ONCE_ROWS, width=screen.width)
-            screen.print(shown)
+        for said in asyncio.run(asked(address)):
+            screen.print(frame(said, order=sort, kept=only, most_rows=ONCE_ROWS))
     else:
         try:
             watch(address, screen, sort, only)
