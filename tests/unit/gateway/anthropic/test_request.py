@@ -16,9 +16,9 @@ NONCE = f"{ATTRIBUTION} cc_version=2.1; cch=a1b2c;"
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
-def chat(*messages: Any, strip: bool = True, **fields: Any) -> dict[str, Any]:
+def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
     raw = {"model": "m", "max_tokens": 9, "messages": list(messages), **fields}
-    made = translated(raw, strip).raw
+    made = translated(raw).raw
     validate_chat(made)
     return made
 
@@ -97,10 +97,8 @@ def test_system_messages_in_the_middle_stay_there() -> None:
 )
 def test_the_attribution_line_is_taken_out_of_the_top(system: Any) -> None:
     assert said(HI, system=system)[0] == {"role": "system", "content": "You are"}
-    assert NONCE in said(HI, system=system, strip=False)[0]["content"]
     raw = {"model": "m", "max_tokens": 1, "messages": [HI], "system": system}
-    assert translated(raw, True).left_out == ["attribution"]
-    assert translated(raw, False).left_out == []
+    assert translated(raw).left_out == ["attribution"]
 
 
 def test_attribution_lines_elsewhere_are_the_clients_own_words() -> None:
@@ -124,7 +122,7 @@ def test_parts_that_mean_nothing_to_a_model_are_left_out_and_counted() -> None:
         "container": {"id": "c"},
         "mcp_servers": [{"name": "x"}],
     }
-    made = translated(raw, True)
+    made = translated(raw)
     assert made.left_out == [
         "block_server_tool_use",
         "block_other",
