@@ -97,15 +97,15 @@ class ParsedBody:
         yield
         if was_alone:
             await self.recalled()
-            self.json = await self.beside(partial(_parsed, self._request.scope, self._body))
+            self.json = await self.off_loop(partial(_parsed, self._request.scope, self._body))
 
     async def while_client_stays(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work``, but end it when the client leaves. Raises ``ClientGone``."""
         return await while_client_stays(self._request.receive, work)
 
-    async def beside(self, work: Callable[[], T]) -> T:
+    async def off_loop(self, work: Callable[[], T]) -> T:
         """Do ``work`` on it; on a thread if it is large, so that streams go on meanwhile."""
-        return await _beside(self.nbytes, work)
+        return await _off_loop(self.nbytes, work)
 
 
 @asynccontextmanager
@@ -135,7 +135,7 @@ async def body_for_engine(
         if only is None:
             if not body.model.is_there:
                 if check is not None:
-                    await body.beside(partial(_check_copy, check, body))
+                    await body.off_loop(partial(_check_copy, check, body))
                 on_wait(body)
             async with body.folded():
                 await gateway.enter(body.model, request)
@@ -158,7 +158,7 @@ async def parsed(
     body = await read_json_body(request, gateway.config) or empty
     async with AsyncExitStack() as alone:
         await alone.enter_async_context(gateway.bodies.parsing(len(body)))
-        json = await _beside(len(body), partial(_parsed, request.scope, body))
+        json = await _off_loop(len(body), partial(_parsed, request.scope, body))
         model = gateway.models.meant(json.get("model"), gateway.config)
         parsed_body = ParsedBody(request, json, body, alone, model)
         del json  # it may be folded
@@ -169,7 +169,7 @@ def _check_copy(check: Callable[[ServedModel, Json], object], body: ParsedBody) 
     check(body.model, copy.deepcopy(body.json))
 
 
-async def _beside(nbytes: int, work: Callable[[], T]) -> T:
+async def _off_loop(nbytes: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if nbytes > LARGE_BODY_BYTES else work()
 
 

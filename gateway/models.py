@@ -127,7 +127,7 @@ class ServedModel:
         report = self.live.report
         return max(report.active_bytes, report.hot_bytes) if report else 0
 
-    def goes_by(self, asked: str) -> bool:
+    def is_named(self, asked: str) -> bool:
         """Say whether that is its name or one of its aliases. Raises as ``name`` does."""
         return asked == self.name or asked in self.aliases
 
@@ -302,7 +302,7 @@ class Models:
             EngineUnavailable: there is one model, whose engine has not said its name yet.
         """
         for model in self._models:
-            if model.goes_by(asked):
+            if model.is_named(asked):
                 return model
         if asked in config.model_aliases or ANY_MODEL in config.model_aliases:
             return self.default

@@ -168,7 +168,7 @@ async def _prepared(
         rules, headers = model.served.template, headers_of(request.scope)
         served = rules, model.image_support, model.served.engine
         check = partial(_check, operation, translate, tenant, headers, served, body.json)
-        asked = await body.beside(check)
+        asked = await body.off_loop(check)
         raw, answer = asked.translated.raw, asked.translated.answer
         raw["model"] = served_name(model, gateway.config, asked.model)
         if gateway.config.keep_reasoning and "messages" in raw:
@@ -196,7 +196,7 @@ async def _prepared(
             compared.is_ahead = is_ahead
             operation.compared(model, tenant, answer, compared)
         title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
-        for_engine = await body.beside(partial(_encode, model.engine, raw, session))
+        for_engine = await body.off_loop(partial(_encode, model.engine, raw, session))
     retain_s, is_task = asked.translated.retain_s, asked.task_row is not None
     hints = TurnHints(named.parent, named.is_child, retain_s, is_task)
     turn = TurnRequest(
@@ -330,7 +330,7 @@ def served_name(model: ServedModel, config: GatewayConfig, asked: str) -> str:
         InvalidRequest: 404, it does not go by that name.
     """
     served = model.served.model
-    if not (model.goes_by(asked) or config.means_served(asked, served)):
+    if not (model.is_named(asked) or config.means_served(asked, served)):
         raise unknown_model(asked[:100], served)
     return served
 

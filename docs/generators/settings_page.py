@@ -36,7 +36,7 @@ def settings_page() -> str:
     values = flat(Settings())
     flags = {setting: flag for flag, setting in FLAGS.items()}
     parts = [INTRODUCTION]
-    for room in ["", *fields.rooms]:
+    for section in ["", *fields.sections]:
         rows = [
             (
                 code(name),
@@ -45,9 +45,9 @@ def settings_page() -> str:
                 code(flags.get(name, "")),
             )
             for name, kind in fields.types.items()
-            if name.rpartition(".")[0] == room
+            if name.rpartition(".")[0] == section
         ]
-        parts.append(f"## {code(room) or 'Top level'}")
+        parts.append(f"## {code(section) or 'Top level'}")
         parts.append(table(("setting", "takes", "default", "flag"), rows))
     return page("Settings", *parts)
 

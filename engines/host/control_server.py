@@ -203,9 +203,9 @@ class ControlServer:
             return welcome
         if writer not in self._greeted:
             return Refused("say hello first")
-        return await self._obey(verb)
+        return await self._execute(verb)
 
-    async def _obey(self, verb: Verb) -> VerbAnswer:
+    async def _execute(self, verb: Verb) -> VerbAnswer:
         match verb:
             case Demote():
                 return await self._verbs.demote(verb.session, verb.tier)

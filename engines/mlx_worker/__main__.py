@@ -145,7 +145,7 @@ async def _serve_until(
     welcome = partial(_welcome, owner, reports, config, rules, measuring.possible)
     control = ControlServer(config.token, welcome, verbs)
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
-    owner.listen(notifier.hear)
+    owner.listen(notifier.receive)
     if store := owner.store:
         store.listen(verbs.store_changed)
         # A measurement takes times, which this would spoil.

@@ -168,7 +168,7 @@ class Notifier:
         self._changes: _Changes = {}
         self._changed = asyncio.Event()
 
-    def hear(self, cause: Cause, session: SessionRef, why: str = "") -> None:
+    def receive(self, cause: Cause, session: SessionRef, why: str = "") -> None:
         """Note a change. Called on the event loop."""
         change = (session.tenant, session.id, cause)
         self._changes.pop(change, None)  # the latest of its kind, in its place in time

@@ -57,7 +57,7 @@ def _points(name: str) -> Iterator[int]:
             yield int.from_bytes(digest[at : at + _POINT_BYTES], "big")
 
 
-def least_behind(near: Sequence[T], load: Callable[[T], int], moves_at: int) -> T:
+def least_loaded(near: Sequence[T], load: Callable[[T], int], moves_at: int) -> T:
     """Return the first of ``near``, or a later one that has so many requests fewer."""
     first = near[0]
     for other in near[1:]:
@@ -128,7 +128,7 @@ class ReplicaChoice:
         if session.name in self._pinned:
             return near[0]
         near = [near[0], *(x for x in near[1:] if not x.avoided)]
-        return least_behind(near, lambda x: x.num_running, self._moves_at)
+        return least_loaded(near, lambda x: x.num_running, self._moves_at)
 
     def _near(self, session: SessionRef, but: Welcome | None) -> list[Replica]:
         """List the first few replicas of a session's walk; those that take no connections last."""

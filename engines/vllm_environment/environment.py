@@ -40,13 +40,13 @@ print(json.dumps({
     "plugin": has_plugin(),
     "plugin_version": version("thermocline"),
     "strangers": sorted({
-        x for room in ROOMS for x in m.packages_distributions().get(room, ()) if x != "thermocline"
+        x for p in OUR_PACKAGES for x in m.packages_distributions().get(p, ()) if x != "thermocline"
     }),
 }))
 """
 # Top-level names that other distributions use as well. They do no harm when our own path comes
 # first in PYTHONPATH.
-ROOMS: Final = ("thermocline", "gateway", "engines", "kvstore", "scheduler", "launch")
+OUR_PACKAGES: Final = ("thermocline", "gateway", "engines", "kvstore", "scheduler", "launch")
 NEEDED: Final = ("msgspec", "numpy", "lmdb", "crc32c", "psutil", "prometheus_client")
 
 
@@ -83,10 +83,10 @@ def inspect_environment(python: str, extras: Sequence[str] = ()) -> VllmEnvironm
 
     Never raises: ``problem`` describes every failure.
     """
-    rooms = () if import_path() else ROOMS
+    packages = () if import_path() else OUR_PACKAGES
     try:
         run = subprocess.run(
-            [python, "-c", f"NEEDED, ROOMS = {(*NEEDED, *extras)}, {rooms}{_SCRIPT}"],
+            [python, "-c", f"NEEDED, OUR_PACKAGES = {(*NEEDED, *extras)}, {packages}{_SCRIPT}"],
             capture_output=True,
             text=True,
             timeout=LOOK_S,

@@ -242,27 +242,27 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: sessions are saved when their turn ends, not layer by layer."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, (self._worker.take_loaded() or None) if self._worker else None
+        return None, (self._worker.pop_loaded() or None) if self._worker else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
         failed = set[str]()
         if self._worker is not None:
-            failed = self._worker.transfer.take_failed(results.finished_recving)
+            failed = self._worker.transfer.pop_failed(results.finished_recving)
         # With one group vLLM keeps the blocks before the first bad one. With several groups it
         # accepts no list of bad blocks, so the whole load is reported as failed.
         results.failed_recving = failed if self._groups.states else set()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        bad = self._worker.transfer.take_bad_blocks() if self._worker else set()
+        bad = self._worker.transfer.pop_bad_blocks() if self._worker else set()
         return set() if self._groups.states else bad
 
     def build_connector_worker_meta(self) -> BlockAcks | None:
-        acks = self._worker.transfer.take_acks() if self._worker else {}
+        acks = self._worker.transfer.pop_acks() if self._worker else {}
         if not acks or self._worker is None:
             return None
-        return BlockAcks(acks, self._worker.transfer.take_skipped(acks))
+        return BlockAcks(acks, self._worker.transfer.pop_skipped(acks))
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -127,7 +127,7 @@ async def _question(request: Request) -> tuple[ServedModel, bytes]:
     gateway = gateway_of(request)
     caller_of(request)
     async with body_for_engine(request, check=_check_count_early) as body:
-        made = await body.beside(partial(_for_engine, body.model, gateway.config, body.json))
+        made = await body.off_loop(partial(_for_engine, body.model, gateway.config, body.json))
         return body.model, made
 
 

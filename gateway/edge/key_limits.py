@@ -102,9 +102,9 @@ class KeyLimits:
         self._coming.setdefault(tenant.name, Counter())[session_id] += 1
         share = key_share_of(scope)
         assert share is not None
-        share.on_leaving(partial(self._gone, tenant.name, session_id))
+        share.on_leaving(partial(self._left, tenant.name, session_id))
 
-    def _gone(self, tenant: str, session_id: str) -> None:
+    def _left(self, tenant: str, session_id: str) -> None:
         ids = self._coming[tenant]
         ids[session_id] -= 1
         if not ids[session_id]:

@@ -131,7 +131,7 @@ async def _read(
     image_support = next((x for x in seeing if x.sees), NO_IMAGES)
     writer = MessageWriter(image_support)
     async with parsed(gateway, request, empty=b"{}") as body:
-        return await body.beside(partial(_checked, body.json, form, writer))
+        return await body.off_loop(partial(_checked, body.json, form, writer))
 
 
 def _checked(

@@ -133,7 +133,7 @@ async def _embeddings_question(request: Request) -> tuple[ServedModel, bytes]:
     caller_of(request)
     config = gateway_of(request).config
     async with body_for_engine(request, check=_check_embeddings) as body:
-        made = await body.beside(partial(_embeddings_for_engine, body.model, config, body.json))
+        made = await body.off_loop(partial(_embeddings_for_engine, body.model, config, body.json))
         return body.model, made
 
 
@@ -179,7 +179,7 @@ async def _question(
     config = gateway_of(request).config
     check = partial(_check_early, validate)
     async with body_for_engine(request, check=check) as body:
-        made = await body.beside(partial(_for_engine, body.model, config, validate, body.json))
+        made = await body.off_loop(partial(_for_engine, body.model, config, validate, body.json))
         return body.model, made
 
 

@@ -24,7 +24,7 @@ Config = Annotated[Path | None, typer.Option("--config", help="A TOML file of se
 Profile = Annotated[str | None, typer.Option("--profile", help="Settings that ship with us.")]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="ROOM.FIELD=VALUE", help="Any setting; may be repeated."),
+    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Any setting; may be repeated."),
 ]
 Model = Annotated[
     str | None, typer.Option("--model", help="Local folder or hub id; default: the sample model.")

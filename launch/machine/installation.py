@@ -19,7 +19,7 @@ from importlib.metadata import Distribution, FileHash, PackageNotFoundError, Pac
 from pathlib import Path
 from typing import Final
 
-from engines.vllm_environment.environment import ROOMS, VllmEnvironment, inspect_environment
+from engines.vllm_environment.environment import OUR_PACKAGES, VllmEnvironment, inspect_environment
 from kvstore.config import StoreConfig
 from launch.errors import LaunchError
 
@@ -57,19 +57,19 @@ def installed() -> Distribution | None:
 def _other_distributions() -> Iterator[str]:
     """Name the distributions that bring packages of our names, wherever they lie on the path."""
     owners = importlib.metadata.packages_distributions()
-    for room in ROOMS:
-        for name in sorted({*owners.get(room, ())} - {DISTRIBUTION}):
+    for package in OUR_PACKAGES:
+        for name in sorted({*owners.get(package, ())} - {DISTRIBUTION}):
             version = importlib.metadata.version(name)
-            yield f"the distribution {name} {version} has a package {room!r}, as we have"
+            yield f"the distribution {name} {version} has a package {package!r}, as we have"
 
 
 def _elsewhere() -> Iterator[str]:
     """Name the packages that Python would not import from where this file is."""
-    for room in ROOMS:
-        spec = importlib.util.find_spec(room)
+    for package in OUR_PACKAGES:
+        spec = importlib.util.find_spec(package)
         origin = Path(spec.origin).resolve() if spec and spec.origin else None
         if origin is None or origin.parent.parent != HOME:
-            yield f"the package {room!r} is {origin or 'missing'}"
+            yield f"the package {package!r} is {origin or 'missing'}"
 
 
 def _changed_files() -> Iterator[str]:
@@ -79,7 +79,7 @@ def _changed_files() -> Iterator[str]:
     """
     ours = installed()
     for file in (ours and ours.files) or ():
-        if file.parts[0] in ROOMS and file.hash and not _is_as_installed(file, file.hash):
+        if file.parts[0] in OUR_PACKAGES and file.hash and not _is_as_installed(file, file.hash):
             yield f"{file.locate()} is not the file that was installed with {DISTRIBUTION}"
             return
 

@@ -37,7 +37,7 @@ class Value(NamedTuple):
 class Fields:
     """The dotted names, such as ``engine.hot_bytes``, and types of a struct of structs.
 
-    ``rooms`` are the names that hold other names, such as ``engine`` and ``engine.vllm``.
+    ``sections`` are the names that hold other names, such as ``engine`` and ``engine.vllm``.
     """
 
     def __init__(self, settings: type[msgspec.Struct]) -> None:
@@ -45,14 +45,14 @@ class Fields:
         assert isinstance(info, StructType)
         self.types: dict[str, Type] = {}
         self.tables: dict[str, type[msgspec.Struct]] = {}  # settings that are lists of tables
-        self.rooms: list[str] = []
+        self.sections: list[str] = []
         self._add(info, "")
 
     def _add(self, info: StructType, prefix: str) -> None:
         for field in info.fields:
             name = prefix + field.name
             if isinstance(field.type, StructType):
-                self.rooms.append(name)
+                self.sections.append(name)
                 self._add(field.type, f"{name}.")
             else:
                 self.types[name] = field.type

@@ -2,11 +2,11 @@
 
 Later sources win:
 
-1. defaults, in the ``config.py`` of each room; memory budgets fitted to this machine
+1. defaults, in the ``config.py`` of each package; memory budgets fitted to this machine
    (``launch.settings.budgets``);
 2. a profile, ``launch/profiles/NAME.toml`` (``--profile`` or ``THERMOCLINE_PROFILE``);
 3. a file (``--config`` or ``THERMOCLINE_CONFIG``);
-4. the environment, ``THERMOCLINE_<ROOM>__<FIELD>``, such as ``THERMOCLINE_ENGINE__MAX_BATCH``;
+4. the environment, ``THERMOCLINE_<SECTION>__<FIELD>``, such as ``THERMOCLINE_ENGINE__MAX_BATCH``;
 5. the command line.
 """
 
@@ -152,10 +152,10 @@ def laid_over(resolved: Resolved, layer: Layer) -> Resolved:
     """Return settings with those of ``layer`` in their place."""
     tree = msgspec.to_builtins(resolved.settings)
     for name, value in layer.items():
-        *rooms, field = name.split(".")
+        *sections, field = name.split(".")
         inner = tree
-        for room in rooms:
-            inner = inner[room]
+        for section in sections:
+            inner = inner[section]
         inner[field] = value.value
     origins = {name: value.origin for name, value in layer.items()}
     return Resolved(msgspec.convert(tree, Settings), {**resolved.origins, **origins})

@@ -27,10 +27,10 @@ def nested(layer: Mapping[str, Value]) -> dict[str, Any]:
     """Turn dotted names into a tree: ``engine.max_batch`` -> ``{"engine": {"max_batch": ...}}``."""
     tree: dict[str, Any] = {}
     for name, value in layer.items():
-        *rooms, field = name.split(".")
+        *sections, field = name.split(".")
         inner = tree
-        for room in rooms:
-            inner = inner.setdefault(room, {})
+        for section in sections:
+            inner = inner.setdefault(section, {})
         inner[field] = value.value
     return tree
 
@@ -89,7 +89,7 @@ def _tables(fields: Fields, name: str, given: Any, origin: str) -> Value:
 def _flat(fields: Fields, tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         name = prefix + key
-        if name in fields.rooms and isinstance(value, dict):
+        if name in fields.sections and isinstance(value, dict):
             yield from _flat(fields, value, f"{name}.")
         else:
             yield name, value
@@ -137,12 +137,12 @@ def from_flags(fields: Fields, flags: Mapping[str, tuple[str, Any]]) -> Layer:
 
 
 def from_assignments(fields: Fields, assignments: Iterable[str]) -> Layer:
-    """Read ``--set room.field=value``, for settings without a flag. Raises ``UsageError``."""
+    """Read ``--set section.field=value``, for settings without a flag. Raises ``UsageError``."""
     layer = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
-            raise UsageError(f"--set {assignment}: write --set room.field=value")
+            raise UsageError(f"--set {assignment}: write --set section.field=value")
         if name not in fields.types:
             raise unknown(name, "--set", fields.types)
         layer[name] = fields.value(name, text, "--set", is_text=True)

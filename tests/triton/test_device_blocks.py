@@ -291,7 +291,7 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
     transfer = Transfer(RankBlocks(blocks, None, rig.store, rig.shape.block), staging)
     transfer.save(Save(1, ref(), hashes, ids), lambda *_: saved.set())
     assert saved.wait(60)
-    assert transfer.take_acks() == {1: 1}
+    assert transfer.pop_acks() == {1: 1}
     for cache in rig.caches.values():
         cache.fill_(EMPTY)
     staging.expect(7)
@@ -299,7 +299,7 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
     staging.put(7, StagedBlobs(rig.store.fetch(rig.store.match(ref(), chain)), hashes))
     transfer.load(Load(7, "request", 0, target))
     transfer.wait_for_news(60)
-    assert (transfer.take_loaded(), transfer.take_bad_blocks()) == ({"request"}, set())
+    assert (transfer.pop_loaded(), transfer.pop_bad_blocks()) == ({"request"}, set())
     transfer.close()
     found = [bits(x)[target] for x in rig.caches.values()]
     first = (0, slice(None), slice(0, 4))  # only the first tokens are exact

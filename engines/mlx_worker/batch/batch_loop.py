@@ -166,7 +166,7 @@ class BatchLoop:
             return
         # Its next token is sampled already, unless this was the last.
         num_sampled = len(sequence.emitted) + (output.finish is None)
-        if sequence.guard.fault is not None and sequence.guard.spoils(num_sampled):
+        if sequence.guard.fault is not None and sequence.guard.is_faulty_within(num_sampled):
             self.fail(request, sequence.guard.fault)
             return
         self.counters["generated_tokens"] += 1

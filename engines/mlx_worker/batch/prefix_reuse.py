@@ -81,7 +81,7 @@ class PrefixReuse:
         had_own = self._hot_cache.sessions.get(session.name) is not None
         hot = self._hot_cache.take_prefix(session, task.tokens, task.target)
         if hot is not None:
-            task.reuse(hot.take_caches(), hot.num_tokens, hot.session.saved)
+            task.reuse(hot.pop_caches(), hot.num_tokens, hot.session.saved)
             task.request.note_restored(min(hot.session.restored_tokens, hot.num_tokens))
             if self._cold is not None:
                 size = self._cold.store.chunk_tokens

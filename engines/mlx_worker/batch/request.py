@@ -57,11 +57,11 @@ class SamplingGuard:
         self._sampling = sampling
         self._num_samples = 0
         self.fault: Exception | None = None
-        self._first_spoiled = 0
+        self._first_faulty = 0
 
-    def spoils(self, num_tokens: int) -> bool:
+    def is_faulty_within(self, num_tokens: int) -> bool:
         """True if one of the first ``num_tokens`` tokens of the answer is arbitrary."""
-        return self.fault is not None and self._first_spoiled < num_tokens
+        return self.fault is not None and self._first_faulty < num_tokens
 
     @property
     def sampler(self) -> _Step | None:
@@ -105,7 +105,7 @@ class SamplingGuard:
 
     def _spoil(self, error: Exception) -> None:
         self.fault = error
-        self._first_spoiled = self._num_samples - 1
+        self._first_faulty = self._num_samples - 1
 
 
 @dataclass(eq=False)

@@ -78,7 +78,7 @@ class HotPrefix:
         """True if the prompt's own session went on in another way than the prompt does."""
         return self.own and self.num_tokens < self.session.num_tokens
 
-    def take_caches(self) -> Caches:
+    def pop_caches(self) -> Caches:
         """Caches that hold the first ``num_tokens`` tokens, free to be written to."""
         caches = self.session.caches if self.own else kv_arrays.copy_of(self.session.caches)
         kv_arrays.trim(caches, self.session.num_tokens - self.num_tokens)

@@ -16,7 +16,7 @@ REPEAT_S: Final = 2.0
 
 
 class ForwardClient:
-    """Orders requests, one after the other. Other threads call ``hear`` and ``close``."""
+    """Orders requests, one after the other. Other threads call ``receive`` and ``close``."""
 
     def __init__(self, rank: int, send: Callable[[Forward | RankFindings], None]) -> None:
         self._rank = rank
@@ -93,7 +93,7 @@ class ForwardClient:
         """Inform the other ranks that this one stops measuring."""
         self._send(RankFindings(self._rank, (), reason))
 
-    def hear(self, news: ForwardDone | JointFindings) -> None:
+    def receive(self, news: ForwardDone | JointFindings) -> None:
         """Note that a request is over, or the joint figures of all ranks."""
         with self._lock:
             if isinstance(news, JointFindings):

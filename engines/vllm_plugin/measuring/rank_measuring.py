@@ -117,9 +117,9 @@ class RankMeasuring:
         """Fill the blocks of the step that are to get the prepared KV."""
         EXCHANGE.fill(step, self._cache, self._states)
 
-    def hear(self, news: ForwardDone | JointFindings) -> None:
+    def receive(self, news: ForwardDone | JointFindings) -> None:
         """Pass the hub's news on to the thread that waits for it. On the link's thread."""
-        self._client.hear(news)
+        self._client.receive(news)
 
     def with_progress(self, report: CodecReport) -> CodecReport:
         """Return the report with the progress and the end of the measurement filled in."""

@@ -156,12 +156,12 @@ class AdmissionReports:
             writer.write(frame(FrontHello()))
             self.connected = True
             while True:
-                self._hear(await read_body(reader), writer)
+                self._receive(await read_body(reader), writer)
         finally:
             self.connected = False
             writer.close()
 
-    def _hear(self, body: bytes, writer: asyncio.StreamWriter) -> None:
+    def _receive(self, body: bytes, writer: asyncio.StreamWriter) -> None:
         message = decode_to_front(body)
         if isinstance(message, Wake):
             self._waking = asyncio.create_task(self._wake(), name="waking")

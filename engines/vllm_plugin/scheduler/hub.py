@@ -93,7 +93,7 @@ class RankCall:
         self._pages: dict[object, list[RankSession]] = {}  # by rank, until its last message
         self._answers: list[RankAnswer] = []
 
-    def hear(self, answer: RankAnswer, rank: object) -> None:
+    def receive(self, answer: RankAnswer, rank: object) -> None:
         """Add a message; ``rank`` is any object that distinguishes the senders."""
         sessions = self._pages.setdefault(rank, [])
         sessions.extend(answer.sessions)
@@ -307,7 +307,7 @@ class Hub:
     async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                self._hear(await read_body(reader), writer)
+                self._receive(await read_body(reader), writer)
         except (EOFError, ConnectionError, WireError, ValueError) as error:
             if writer in self._ranks.values():
                 logger.warning("a worker left the hub: %s", error or type(error).__name__)
@@ -320,7 +320,7 @@ class Hub:
             with suppress(OSError):
                 await writer.wait_closed()
 
-    def _hear(self, body: bytes, writer: asyncio.StreamWriter) -> None:
+    def _receive(self, body: bytes, writer: asyncio.StreamWriter) -> None:
         match decode_from_peer(body):
             case RankHello() as hello:
                 self._hellos[hello.rank] = hello
@@ -332,7 +332,7 @@ class Hub:
                         self._lock.notify_all()
             case RankAnswer() as answer:
                 if (call := self._calls.get(answer.number)) is not None:
-                    call.hear(answer, writer)
+                    call.receive(answer, writer)
             case FrontHello():
                 self._fronts.add(writer)
                 self._front_came.set()

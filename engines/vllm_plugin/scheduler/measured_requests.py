@@ -67,7 +67,7 @@ class Forwards:
         """The order that a request with this ticket carries out; None if the ticket is unknown."""
         return self._open.get(ticket)
 
-    def hear(self, order: Forward) -> None:
+    def receive(self, order: Forward) -> None:
         """Note a rank's order of a request; submit it to vLLM when all ranks have ordered it."""
         if order.number <= self._last:
             return
@@ -78,13 +78,13 @@ class Forwards:
             self._last = order.number
             self._hub.spawn(partial(self._carry_out, wanted.pop()))
 
-    def hear_done(self, done: ForwardDone) -> None:
+    def receive_done(self, done: ForwardDone) -> None:
         """Note that an HTTP server has the answer to a measuring request."""
         waiting = self._done.get(done.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(done.error)
 
-    def hear_findings(self, findings: RankFindings) -> None:
+    def receive_findings(self, findings: RankFindings) -> None:
         """Note a rank's figures; once all have come, or one rank has given up, inform all ranks."""
         self._findings[findings.rank] = findings
         found = [self._findings[x] for x in sorted(self._findings)]
@@ -152,7 +152,7 @@ class MeasuredRequests:
             ids = list(tables[groups.full][:boundary])
             self._given.append(Given(request.request_id, order.number, ids, state_ids))
 
-    def take_given(self) -> list[Given]:
+    def pop_given(self) -> list[Given]:
         """The blocks to fill in the next step."""
         given, self._given = self._given, []
         return given

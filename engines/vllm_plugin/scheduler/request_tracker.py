@@ -120,8 +120,8 @@ class RequestTracker:
         for request_id, num_computed_tokens in admitted:
             self._report(request_id, num_computed_tokens)
         patience_s = 0.0 if self._num_running else PATIENCE_S
-        saves, loads = self._saves.take_planned(), self._restores.take_planned()
-        given, wanted = self._measured.take_given(), self._saves.take_wanted()
+        saves, loads = self._saves.pop_planned(), self._restores.pop_planned()
+        given, wanted = self._measured.pop_given(), self._saves.pop_wanted()
         alone = self._measured.alone_in(scheduled)
         return StepWork(saves, loads, given, wanted, alone, patience_s)
 

@@ -176,7 +176,7 @@ class ResidentSessions:
             entry = self._sessions.get(session.name)
             return [] if entry is None or entry.dropping else list(entry.hashes)
 
-    def take_cooled(self) -> list[SessionName]:
+    def pop_cooled(self) -> list[SessionName]:
         """Quiet sessions that were reported as hot and no longer are; each is returned once."""
         with self._lock:
             quiet = [(n, x) for n, x in self._sessions.items() if not x.num_requests]

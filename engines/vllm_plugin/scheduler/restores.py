@@ -201,7 +201,7 @@ class Restores:
         self._loading[request_id] = restore.loading
         tracked.restored_tokens, tracked.tier = num_external_tokens, staged.tier
 
-    def take_planned(self) -> list[Load]:
+    def pop_planned(self) -> list[Load]:
         """Return the loads planned since the last step, and allow one wait in the next step."""
         loads, self._planned = self._planned, []
         self._has_waited = False

@@ -77,7 +77,7 @@ class EvictionWatch:
         """Check sessions and publish changes until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
-            for name in self._resident.take_cooled():
+            for name in self._resident.pop_cooled():
                 try:
                     await self._notify(name)
                 except OSError as error:  # no rank answers: the engine is ending
@@ -113,7 +113,7 @@ class SchedulerSide:
         counters = Counters()
         self._resident = ResidentSessions()
         self._saves = SaveAcks(num_ranks)
-        self._hub = Hub(settings.hub_path, num_ranks, self._hear)
+        self._hub = Hub(settings.hub_path, num_ranks, self._receive)
         self._forwards = Forwards(self._hub, num_ranks, lambda: not self.tracker.num_requests)
         saves = TurnSaves(self._resident, blocks, num_ranks)
         self.tracker = RequestTracker(
@@ -228,7 +228,7 @@ class SchedulerSide:
     def _turn_ended(self, session: SessionRef) -> None:
         self._hub.spawn(partial(self._notify, "turn", session))
 
-    def _hear(self, news: PeerNews) -> None:
+    def _receive(self, news: PeerNews) -> None:
         """Process messages of peers that are no answers. On the hub's event loop."""
         match news:
             case RankLost():
@@ -240,11 +240,11 @@ class SchedulerSide:
             case RankRests() if self.inventory is not None:
                 self.inventory.update(news)
             case Forward():
-                self._forwards.hear(news)
+                self._forwards.receive(news)
             case RankFindings():
-                self._forwards.hear_findings(news)
+                self._forwards.receive_findings(news)
             case ForwardDone():
-                self._forwards.hear_done(news)
+                self._forwards.receive_done(news)
 
     async def _notify(self, cause: Literal["turn", "saved", "packed"], session: SessionRef) -> None:
         report = await self._look(session)

@@ -157,7 +157,7 @@ class TurnSaves:
             return []
         return groups.held_states(self._resident.pool, hashes, [boundary]).get(boundary, [])
 
-    def take_wanted(self) -> list[WantedBlocks]:
+    def pop_wanted(self) -> list[WantedBlocks]:
         """Return the blocks that measurements read in the next step."""
         wanted, self._wanted = self._wanted, []
         return wanted
@@ -199,7 +199,7 @@ class TurnSaves:
         pool = self._resident.pool
         pool.free_blocks([pool.blocks[x] for x in reversed(save.block_ids)])
 
-    def take_planned(self) -> list[Save]:
+    def pop_planned(self) -> list[Save]:
         """The saves for the next step: for turns that ended since the last, or a postponed one."""
         self._make_up()
         saves, self._planned = self._planned, []

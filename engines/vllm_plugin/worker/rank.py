@@ -131,7 +131,7 @@ class Measurement(Protocol):
     def begin(self, *, order: CalibrationOrder | None = None) -> None:
         """Begin a measurement, unless one runs already or measuring is impossible."""
 
-    def hear(self, news: ForwardDone | JointFindings) -> None:
+    def receive(self, news: ForwardDone | JointFindings) -> None:
         """Receive the hub's news of the measurement."""
 
 
@@ -240,9 +240,9 @@ class RankLink:
         if self._resting is not None:
             self._resting.start_over()
         while not self._closed:
-            self._hear(decode_to_rank(receive(connection)), connection)
+            self._receive(decode_to_rank(receive(connection)), connection)
 
-    def _hear(self, message: ToRank, connection: socket.socket) -> None:
+    def _receive(self, message: ToRank, connection: socket.socket) -> None:
         match message:
             case Stage(is_probe=True):
                 self._verb_threads.submit(self._probe, message, connection)
@@ -256,7 +256,7 @@ class RankLink:
             case Ask():
                 self._verb_threads.submit(self._answer, message, connection)
             case ForwardDone() | JointFindings():
-                self._measurement.hear(message)
+                self._measurement.receive(message)
 
     def _send_on(self, connection: socket.socket | None, message: Message) -> None:
         """Send a message, but only if the connection of its question is still the current one.
@@ -312,7 +312,7 @@ class RankLink:
     def _answer(self, message: Ask, connection: socket.socket) -> None:
         try:
             settled = self._settle(message.verb)
-            records = self._obey(message.verb)
+            records = self._execute(message.verb)
             if self._resting is not None and isinstance(message.verb, _CHANGES):
                 self._resting.look_at(message.verb.session)  # before the caller continues
             stats = self._stats() if isinstance(message.verb, GetStats) else None
@@ -352,7 +352,7 @@ class RankLink:
             return True
         return self._store.wait_saved(verb.session, SETTLE_S)
 
-    def _obey(self, verb: Verb | Look) -> list[SessionRecord]:
+    def _execute(self, verb: Verb | Look) -> list[SessionRecord]:
         """Carry out a verb, and return the records that the answer is about."""
         match verb:
             case ListSessions():

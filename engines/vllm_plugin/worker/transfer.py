@@ -177,32 +177,32 @@ class Transfer:
                 lambda: self._loaded or self._acks or not self._under_way, within_s
             )
 
-    def take_loaded(self) -> set[str]:
+    def pop_loaded(self) -> set[str]:
         """Return the ids of the requests whose load is over, each once."""
         with self._lock:
             loaded, self._loaded = self._loaded, set()
             return loaded
 
-    def take_bad_blocks(self) -> set[int]:
+    def pop_bad_blocks(self) -> set[int]:
         """Return the ids of the blocks that could not be filled, each once."""
         with self._lock:
             bad, self._bad_blocks = self._bad_blocks, set()
             return bad
 
-    def take_failed(self, loaded: set[str]) -> set[str]:
+    def pop_failed(self, loaded: set[str]) -> set[str]:
         """The requests among ``loaded``, just taken, that have a bad block."""
         with self._lock:
             failed = self._failed & loaded
             self._failed -= failed
             return failed
 
-    def take_acks(self) -> dict[int, int]:
+    def pop_acks(self) -> dict[int, int]:
         """Return the jobs whose blocks are no longer needed, each with a count of one rank."""
         with self._lock:
             acks, self._acks = self._acks, {}
             return acks
 
-    def take_skipped(self, acks: Iterable[int]) -> set[int]:
+    def pop_skipped(self, acks: Iterable[int]) -> set[int]:
         """The jobs among ``acks``, just taken, that were skipped."""
         with self._lock:
             skipped = self._skipped.intersection(acks)

@@ -117,13 +117,13 @@ class WorkerSide:
             for job in self.measuring.read(step):
                 self.transfer.copied(job)
 
-    def take_loaded(self) -> set[str]:
+    def pop_loaded(self) -> set[str]:
         """Return the ids of requests whose load is over; vLLM's first call at the end of a step.
 
         If the model has no work, this waits for news for a moment.
         """
         self.transfer.wait_for_news(self._patience_s)
-        return self.transfer.take_loaded()
+        return self.transfer.pop_loaded()
 
     def close(self) -> None:
         """End the saves first: they need the store, and the link to report how they ended."""

@@ -112,7 +112,7 @@ async def recalled(
     asked = body.json
     if asked.get("model") is None:
         asked["model"] = body.model.served.model
-    fields = await body.beside(partial(checked, asked, ResponseFields))
+    fields = await body.off_loop(partial(checked, asked, ResponseFields))
     context = await context_of(gateway.stored, tenant, fields, body)
     for name in ("previous_response_id", "conversation"):
         asked.pop(name, None)
@@ -151,7 +151,7 @@ async def context_of(
     found = await body.while_client_stays(ask)
     if found is None:
         raise _unknown(fields)
-    return await body.beside(partial(_parsed, found, fields.items))
+    return await body.off_loop(partial(_parsed, found, fields.items))
 
 
 def _parsed(found: _Recalled, own: Sequence[Json]) -> Context:

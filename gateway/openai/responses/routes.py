@@ -229,11 +229,11 @@ async def _question(request: Request) -> tuple[ServedModel, bytes]:
     async with body_for_engine(request, empty=b"{}") as body:
         if body.json.get("model") is None:
             body.json["model"] = body.model.served.model
-        fields = await body.beside(lambda: checked(body.json, ResponseFields))
+        fields = await body.off_loop(lambda: checked(body.json, ResponseFields))
         context = await context_of(gateway.stored, tenant, fields, body)
         asked = partial(translation, fields, body.json, context, body.model.image_support)
         keeps = gateway.config.keep_reasoning
-        made = await body.beside(lambda: _for_engine(body.model, keeps, asked().chat))
+        made = await body.off_loop(lambda: _for_engine(body.model, keeps, asked().chat))
         return body.model, made
 
 

@@ -90,7 +90,7 @@ class Rank:
         self.staging.put(7, StagedBlobs(fetch(self.store, CHAIN), CHAIN))
         self.transfer.load(Load(7, "r", first, list(range(1, 1 + end - first)), state_ids))
         loaded = ended_loads(self.transfer)
-        return self.transfer.take_failed(loaded), self.transfer.take_bad_blocks()
+        return self.transfer.pop_failed(loaded), self.transfer.pop_bad_blocks()
 
     def close(self) -> None:
         self.transfer.close()
@@ -141,9 +141,9 @@ def test_a_failure_is_reported_with_its_load_only(rank):
     rank.save({24: [11, 12, 13, 14]})
     rank.transfer.load(Load(9, "other", 0, [1], []))  # nothing is staged for it
     loaded = ended_loads(rank.transfer)
-    assert rank.transfer.take_failed(set()) == set()
-    assert rank.transfer.take_failed(loaded) == {"other"}
-    assert rank.transfer.take_failed({"other"}) == set()
+    assert rank.transfer.pop_failed(set()) == set()
+    assert rank.transfer.pop_failed(loaded) == {"other"}
+    assert rank.transfer.pop_failed({"other"}) == set()
 
 
 def test_the_state_of_another_shape_is_refused_and_dropped(rank):

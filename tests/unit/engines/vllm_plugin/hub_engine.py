@@ -80,7 +80,7 @@ class Unmeasured:
     def with_progress(self, report: CodecReport) -> CodecReport:
         return msgspec.structs.replace(report, progress=self.progress)
 
-    def hear(self, news: object) -> None:
+    def receive(self, news: object) -> None:
         """The news is dropped."""
 
 

@@ -134,7 +134,7 @@ def test_a_session_is_hot_only_while_its_newest_state_is_there(bench, group, blo
     assert bench.hot.num_resident(("t", "s")) == 10
     del bench.pool.found[group, Request(PROMPT).block_hashes[block]]
     assert bench.hot.num_resident(("t", "s")) == 0
-    assert bench.hot.take_cooled() == [("t", "s")]
+    assert bench.hot.pop_cooled() == [("t", "s")]
 
 
 def test_a_session_is_as_hot_as_its_newest_state(bench):

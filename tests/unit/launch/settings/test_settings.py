@@ -149,7 +149,7 @@ def test_settings_that_contradict_each_other_are_refused():
 
 
 def test_an_assignment_must_be_one():
-    with pytest.raises(UsageError, match="room.field=value"):
+    with pytest.raises(UsageError, match="section.field=value"):
         settings_of(assignments=["engine.max_batch"])
 
 

@@ -25,7 +25,7 @@ def test_processors_run_in_order_and_samplers_decide() -> None:
     (process,) = guard.processors
     assert process(SEEN, LOGITS).tolist() == [[2.0, 8.0, 4.0]]
     assert guard.sampler(LOGITS).tolist() == [0]
-    assert not guard.spoils(1_000_000)
+    assert not guard.is_faulty_within(1_000_000)
 
 
 def raises(*arguments: mx.array) -> mx.array:
@@ -49,7 +49,7 @@ def test_the_first_fault_is_kept_and_says_from_which_token_on(sampling: Sequence
         if guard.sampler is not None:
             assert guard.sampler(logits).tolist() == [1]
     assert isinstance(guard.fault, KeyError)
-    assert guard.spoils(1) and not guard.spoils(0)
+    assert guard.is_faulty_within(1) and not guard.is_faulty_within(0)
 
 
 def test_a_fault_after_the_last_token_spoils_nothing() -> None:
@@ -65,7 +65,7 @@ def test_a_fault_after_the_last_token_spoils_nothing() -> None:
     for _ in range(4):
         guard.processors[0](SEEN, LOGITS)
         guard.sampler(LOGITS)
-    assert not guard.spoils(3) and guard.spoils(4)
+    assert not guard.is_faulty_within(3) and guard.is_faulty_within(4)
 
 
 def test_alternatives_are_sorted_and_come_with_the_chosen_token() -> None:

@@ -87,7 +87,7 @@ def test_one_token_at_least_is_left_to_feed() -> None:
     sessions.put(hot("one", list(range(60))))
     best = sessions.best_prefix(SessionRef("t", "one", b"t"), np.arange(60, dtype=np.int32), 59)
     assert best.num_tokens == 59
-    assert best.take_caches()[0].offset == 59
+    assert best.pop_caches()[0].offset == 59
 
 
 def test_a_cache_that_cannot_be_cut_is_offered_whole_or_not_at_all() -> None:
@@ -106,7 +106,7 @@ def test_a_copy_of_anothers_beginning_leaves_the_other_whole() -> None:
     sessions.put(original)
     best = sessions.best_prefix(SessionRef("t", "two", b"t"), np.arange(50, dtype=np.int32), 49)
     assert not best.own
-    (copy,) = best.take_caches()
+    (copy,) = best.pop_caches()
     copy.update_and_fetch(mx.full((1, 1, 5, 1), -1.0), mx.full((1, 1, 5, 1), -1.0))
     assert copy.offset == 54 and original.caches[0].offset == 60
     assert original.caches[0].keys[0, 0, :60, 0].tolist() == list(range(60))

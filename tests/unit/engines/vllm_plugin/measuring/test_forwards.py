@@ -57,13 +57,13 @@ class Rank(Peer):
             except (OSError, EOFError):
                 return
             assert isinstance(message, ForwardDone | JointFindings)
-            self.client.hear(message)
+            self.client.receive(message)
 
 
 class Rig:
     def __init__(self, path: str) -> None:
         self.idle = True
-        self.hub = Hub(path, 2, self._hear)
+        self.hub = Hub(path, 2, self._receive)
         self.forwards = Forwards(self.hub, 2, lambda: self.idle)
         self.hub.start()
         self.ranks = [Rank(path, i) for i in range(2)]
@@ -71,13 +71,13 @@ class Rig:
         self.pool = ThreadPoolExecutor(2)
         until(lambda: self.hub.ready and self.hub.num_fronts)
 
-    def _hear(self, news: object) -> None:
+    def _receive(self, news: object) -> None:
         if isinstance(news, ForwardDone):
-            self.forwards.hear_done(news)
+            self.forwards.receive_done(news)
         elif isinstance(news, RankFindings):
-            self.forwards.hear_findings(news)
+            self.forwards.receive_findings(news)
         else:
-            self.forwards.hear(news)
+            self.forwards.receive(news)
 
     def order(self, rank: int, tokens: list[int]):
         client = self.ranks[rank].client

@@ -48,27 +48,27 @@ def test_a_beginning_that_others_share_makes_no_session_hot():
 
 def test_a_cooled_session_is_reported_once():
     hot, pool = quiet_session()
-    assert hot.take_cooled() == []
+    assert hot.pop_cooled() == []
     pool.cached.clear()
-    assert hot.take_cooled() == [NAME]
-    assert hot.take_cooled() == []
+    assert hot.pop_cooled() == [NAME]
+    assert hot.pop_cooled() == []
     turn(hot, pool)
     pool.cached.clear()
-    assert hot.take_cooled() == [NAME]
+    assert hot.pop_cooled() == [NAME]
 
 
 def test_a_session_that_is_served_is_not_cold():
     hot, pool = quiet_session()
     pool.cached.clear()
     hot.begin(ref())
-    assert hot.take_cooled() == []
+    assert hot.pop_cooled() == []
 
 
 class Gateway:
     def __init__(self) -> None:
         self.notices: asyncio.Queue[Notice] = asyncio.Queue()
 
-    def hear(self, notice: Notice) -> None:
+    def receive(self, notice: Notice) -> None:
         self.notices.put_nowait(notice)
 
     async def next(self) -> Notice:
@@ -107,7 +107,7 @@ async def test_the_gateway_hears_of_it():
     async def look(session: SessionRef) -> SessionReport:
         return cold(session)
 
-    with running(EvictionWatch(hot, look, gateway.hear, every_s=0.001)):
+    with running(EvictionWatch(hot, look, gateway.receive, every_s=0.001)):
         pool.cached.clear()
         notice = await gateway.next()
     assert (notice.cause, notice.session) == ("dropped", cold(ref()))
@@ -120,7 +120,7 @@ async def test_a_session_that_was_never_saved_is_lost():
     async def look(session: SessionRef) -> None:
         return None
 
-    with running(EvictionWatch(hot, look, gateway.hear, every_s=0.001)):
+    with running(EvictionWatch(hot, look, gateway.receive, every_s=0.001)):
         pool.cached.clear()
         notice = await gateway.next()
     assert notice.cause == "lost"
@@ -138,6 +138,6 @@ async def test_a_session_that_cannot_be_looked_at_ends_no_watch(error: type[Exce
             raise error
         return cold(session)
 
-    with running(EvictionWatch(hot, look, gateway.hear, every_s=0.001)):
+    with running(EvictionWatch(hot, look, gateway.receive, every_s=0.001)):
         pool.cached.clear()
         assert (await gateway.next()).session.id == "b"

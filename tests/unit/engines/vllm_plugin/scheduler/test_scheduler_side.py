@@ -75,11 +75,11 @@ class Bench:
         self.gateway.settimeout(30)
         self.gateway.connect(settings.control_address.removeprefix("unix:"))
         self.gateway.sendall(frame(ControlRequest(0, Hello("secret"))))
-        reply = self.hear()
+        reply = self.receive()
         assert isinstance(reply, ControlReply) and isinstance(reply.answer, Welcome)
         self.welcome = reply.answer
 
-    def hear(self) -> FromEngine:
+    def receive(self) -> FromEngine:
         message: FromEngine = msgspec.msgpack.decode(receive(self.gateway), type=FromEngine)
         return message
 
@@ -102,7 +102,7 @@ def test_the_gateway_hears_of_a_session_that_was_evicted(bench: Bench) -> None:
         save(bench.store, ref(session), hashes(tokens_of(24, first=1000 * i)))
     for _ in range(2):
         bench.store.expire()
-    heard = bench.hear()
+    heard = bench.receive()
     assert isinstance(heard, Notice)
     assert (heard.cause, heard.session.id) == ("lost", "second")  # the first one is kept
     assert (heard.session.hot, heard.session.tier) == (False, None)
@@ -112,7 +112,7 @@ def test_a_session_that_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> No
     save(bench.store, ref("back"), hashes(tokens_of(24)))
     bench.link.send(RankLost(ref("back")))
     bench.link.send(RankLost(ref("gone")))
-    heard = bench.hear()
+    heard = bench.receive()
     assert isinstance(heard, Notice) and heard.session.id == "gone"
 
 
@@ -124,7 +124,7 @@ def test_the_gateway_lists_all_again_where_the_ranks_do_not_say_what_changed(ben
         rank.connect(bench.hub_path)
         for one in news:
             rank.sendall(frame_of_plugin(one))
-        heard = [bench.hear() for _ in news]
+        heard = [bench.receive() for _ in news]
     assert [(x.cause, x.why) for x in heard if isinstance(x, Notice)] == [("moved", "found")] * 2
 
 
@@ -133,7 +133,7 @@ def test_the_gateway_hears_of_saved_sessions_and_not_of_skipped_ones(bench: Benc
         save(bench.store, ref(session), hashes(tokens_of(24)))
     bench.link.send(RankSaved(1, ref("skipped"), False))
     bench.link.send(RankSaved(2, ref("kept"), True))
-    heard = bench.hear()
+    heard = bench.receive()
     assert isinstance(heard, Notice)
     assert (heard.cause, heard.session.id, heard.session.tier) == ("saved", "kept", "ram")
 
@@ -145,7 +145,7 @@ def test_the_welcome_has_the_size_of_kv_in_bf16_too(bench: Bench) -> None:
 def test_the_gateway_hears_that_a_session_takes_less_room(bench: Bench) -> None:
     save(bench.store, ref("packed"), hashes(tokens_of(24)))
     bench.link.send(RankPacked(ref("packed")))
-    heard = bench.hear()
+    heard = bench.receive()
     assert isinstance(heard, Notice)
     assert (heard.cause, heard.session.id) == ("packed", "packed")
 

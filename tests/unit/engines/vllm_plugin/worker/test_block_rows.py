@@ -125,7 +125,7 @@ class Rank:
         self.staging.put(7, StagedBlobs(fetched, list(chain)))
         end = fetched.num_chunks * PER_CHUNK
         self.transfer.load(Load(7, "r", first, list(ids[first:end]), list(state_ids)))
-        assert ended_loads(self.transfer) == {"r"} and not self.transfer.take_bad_blocks()
+        assert ended_loads(self.transfer) == {"r"} and not self.transfer.pop_bad_blocks()
         return end
 
     def codecs_in(self, tier: int, kind: bytes = CHUNK) -> list[str]:
@@ -312,11 +312,11 @@ def test_a_superseded_save_acknowledges_its_job_and_ends_with_the_newer_one(rank
     rank.begin(Save(1, ref("other"), CHAIN, IDS))
     rank.begin(Save(2, ref(), CHAIN[:8], IDS[:8]))
     rank.begin(Save(3, ref(), CHAIN, IDS))
-    assert rank.transfer.take_acks() == {2: 1}
-    assert rank.transfer.take_skipped([2]) == set()
+    assert rank.transfer.pop_acks() == {2: 1}
+    assert rank.transfer.pop_skipped([2]) == set()
     gate.set()
     assert rank.store.wait_all_saved(10)
-    assert rank.transfer.take_acks() == {1: 1, 3: 1}
+    assert rank.transfer.pop_acks() == {1: 1, 3: 1}
     assert rank.ended == [(1, True), (2, True), (3, True)]
     assert rank.transfer.is_settled
 
@@ -359,8 +359,8 @@ def test_a_load_that_ends_elsewhere_than_the_state_fails(tmp_path):
     before = rank.states.bits(OTHER_IDS)
     rank.transfer.load(Load(7, "r", 0, ELSEWHERE[:20], OTHER_IDS))
     loaded = ended_loads(rank.transfer)
-    assert rank.transfer.take_failed(loaded) == {"r"}
-    assert rank.transfer.take_bad_blocks() == {*OTHER_IDS}
+    assert rank.transfer.pop_failed(loaded) == {"r"}
+    assert rank.transfer.pop_bad_blocks() == {*OTHER_IDS}
     assert rank.states.bits(OTHER_IDS) == before
     rank.close()
 

@@ -64,7 +64,7 @@ class Rank:
 
     def load(self, first: int, ids: list[int], ticket: int = 7) -> tuple[set[str], set[int]]:
         self.transfer.load(Load(ticket, "r", first, ids))
-        return ended_loads(self.transfer), self.transfer.take_bad_blocks()
+        return ended_loads(self.transfer), self.transfer.pop_bad_blocks()
 
     def stage(self, ticket: int = 7) -> list[tuple[BlobRead, VerifiedBlob]]:
         """Stage the session for a load; a test may change the staged blobs."""
@@ -94,7 +94,7 @@ class Rank:
 def ended_loads(transfer: Transfer) -> set[str]:
     """The requests that are reported as loaded next."""
     loaded: set[str] = set()
-    until(lambda: loaded.update(transfer.take_loaded()) or bool(loaded))
+    until(lambda: loaded.update(transfer.pop_loaded()) or bool(loaded))
     return loaded
 
 
@@ -111,7 +111,7 @@ bounded = pytest.mark.parametrize("rank", [1], indirect=True, ids=["one save at 
 
 def test_a_saved_session_comes_back_into_other_blocks(rank):
     rank.save(CHAIN)
-    assert rank.transfer.take_acks() == {1: 1}
+    assert rank.transfer.pop_acks() == {1: 1}
     assert rank.ended == [(1, True)]
     assert rank.store.record(ref()).num_tokens == 24 * BLOCK
     rank.stage()
@@ -197,7 +197,7 @@ def test_a_second_turn_packs_only_new_chunks(rank):
     rank.save(CHAIN[:20])
     rank.save(CHAIN, job=2)
     assert rank.store.counters.as_dict()["chunks_packed"] == 12
-    assert rank.transfer.take_acks() == {1: 1, 2: 1}
+    assert rank.transfer.pop_acks() == {1: 1, 2: 1}
 
 
 @bounded
@@ -206,14 +206,14 @@ def test_a_save_too_many_is_skipped_but_acknowledged(rank):
     rank.transfer.save(Save(1, ref("a"), CHAIN, IDS), rank.on_ended)
     assert entered.wait(10)
     rank.transfer.save(Save(2, ref("b"), CHAIN, IDS), rank.on_ended)
-    assert rank.transfer.take_acks() == {2: 1}
-    assert rank.transfer.take_skipped([1, 2]) == {2}
-    assert rank.transfer.take_skipped([1, 2]) == set()
+    assert rank.transfer.pop_acks() == {2: 1}
+    assert rank.transfer.pop_skipped([1, 2]) == {2}
+    assert rank.transfer.pop_skipped([1, 2]) == set()
     rank.transfer.save(Save(3, ref("b"), CHAIN, IDS, waits=True), rank.on_ended)
-    assert rank.transfer.take_acks() == {}
+    assert rank.transfer.pop_acks() == {}
     gate.set()
     until(lambda: rank.ended == [(2, False), (1, True), (3, True)])
-    assert rank.transfer.take_acks() == {1: 1, 3: 1}
+    assert rank.transfer.pop_acks() == {1: 1, 3: 1}
     assert rank.store.counters.as_dict()["saves_skipped"] == 1
 
 
@@ -265,7 +265,7 @@ def test_a_save_that_no_tier_takes_is_reported_as_failed():
     rank = Rank(tiers=[RamTier(10)])
     rank.save(CHAIN)
     assert rank.ended == [(1, False)]
-    assert rank.transfer.take_acks() == {1: 1}
+    assert rank.transfer.pop_acks() == {1: 1}
     counters = rank.store.counters.as_dict()
     assert (counters.get("saves", 0), counters["saves_failed"]) == (0, 1)
     rank.close()
@@ -276,8 +276,8 @@ def test_a_save_that_a_store_always_refuses_is_not_made_up_for_again_and_again(r
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
     rank.transfer.save(Save(2, ref(), CHAIN, IDS, waits=True), rank.on_ended)
     assert rank.ended == [(1, False), (2, False)]
-    assert rank.transfer.take_acks() == {1: 1, 2: 1}
-    assert rank.transfer.take_skipped([1, 2]) == {1}
+    assert rank.transfer.pop_acks() == {1: 1, 2: 1}
+    assert rank.transfer.pop_skipped([1, 2]) == {1}
     assert rank.transfer.is_settled
 
 
@@ -297,15 +297,15 @@ def test_news_end_the_wait_for_them(rank):
     gate, _ = rank.hold_reads()
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
     rank.transfer.wait_for_news(0.01)
-    assert rank.transfer.take_acks() == {}
+    assert rank.transfer.pop_acks() == {}
     gate.set()
     rank.transfer.wait_for_news(60)
-    assert rank.transfer.take_acks() == {1: 1}
+    assert rank.transfer.pop_acks() == {1: 1}
     rank.store.wait_saved(ref(), 10)
     rank.stage()
     rank.transfer.load(Load(7, "r", 0, ELSEWHERE))
     rank.transfer.wait_for_news(60)
-    assert rank.transfer.take_loaded() == {"r"}
+    assert rank.transfer.pop_loaded() == {"r"}
     rank.transfer.wait_for_news(60)
 
 
@@ -316,7 +316,7 @@ def test_a_save_that_fails_still_gives_the_blocks_back(rank, caplog):
     rank.blocks.read = broken
     rank.transfer.save(Save(1, ref(), CHAIN, IDS), rank.on_ended)
     until(lambda: rank.ended == [(1, False)])
-    assert rank.transfer.take_acks() == {1: 1}
+    assert rank.transfer.pop_acks() == {1: 1}
     assert rank.store.counters.as_dict()["saves_failed"] == 1
 
 
@@ -357,9 +357,9 @@ def test_every_outcome_is_reported_once(rank):
     rank.save(CHAIN)
     rank.stage()
     rank.load(0, [1])
-    assert rank.transfer.take_loaded() == set()
-    rank.transfer.take_acks()
-    assert rank.transfer.take_acks() == {}
+    assert rank.transfer.pop_loaded() == set()
+    rank.transfer.pop_acks()
+    assert rank.transfer.pop_acks() == {}
 
 
 def test_blobs_that_are_no_longer_wanted_are_not_kept():
