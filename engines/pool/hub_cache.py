@@ -75,7 +75,7 @@ class HubCache:
     def __init__(self, python: str = sys.executable) -> None:
         """``python``: the interpreter that runs the hub's client."""
         self._python = python
-        self._listed = CachedModels()
+        self._listed: CachedModels | None = None
         self._listed_at = float("-inf")
         self._listing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -84,14 +84,14 @@ class HubCache:
     async def listed(self) -> CachedModels:
         """List the cache, as it was within the last minute."""
         async with self._listing:
-            if time.monotonic() - self._listed_at > LIST_S:
+            if self._listed is None or time.monotonic() - self._listed_at > LIST_S:
                 try:
                     said = await self._one("list")
                     self._listed = CachedModels(said.models, said.free_bytes)
                 except HubRefusal as error:
                     self._listed = CachedModels(problem=str(error))
                 self._listed_at = time.monotonic()
-        return self._listed
+            return self._listed
 
     async def delete(self, name: str) -> int:
         """Delete a model; return the bytes that are free now. Raises ``HubRefusal``."""

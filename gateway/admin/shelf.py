@@ -37,23 +37,23 @@ class NamedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @router.get("/admin/models")
 async def show_shelf(request: Request) -> Response:
-    """Show the models that are served, those in the hub client's cache, and the last download."""
+    """Show the models that are served, and the last download."""
+    gateway = for_admin(request)
+    rows = [_row(gateway, x) for x in gateway.models]
+    return answer({"object": "list", "data": rows, "download": gateway.hub.download})
+
+
+@router.get("/admin/models/cached")
+async def show_cached(request: Request) -> Response:
+    """Show the models in the hub client's cache, and why they cannot be listed if so."""
     gateway = for_admin(request)
     cached = await gateway.hub.listed()
     rows = [
         {**structs.asdict(x), "served_as": _served_as(gateway, x.id, x.folder)}
         for x in cached.models
     ]
-    return answer(
-        {
-            "object": "list",
-            "data": [_row(gateway, x) for x in gateway.models],
-            "cached": rows,
-            "free_bytes": cached.free_bytes,
-            "problem": cached.problem,
-            "download": gateway.hub.download,
-        }
-    )
+    about = {"free_bytes": cached.free_bytes, "problem": cached.problem}
+    return answer({"object": "list", "data": rows, **about})
 
 
 @router.post("/admin/models/load", openapi_extra=takes(NamedModel))

@@ -287,6 +287,7 @@ ROUTE_COSTS: Final[dict[str, RouteCost]] = {
     "show_log": _ADMIN,
     "measure": _ADMIN_CHANGE,
     "show_shelf": _ADMIN,
+    "show_cached": _ADMIN,
     "load_model": _ADMIN_CHANGE,
     "unload_model": _ADMIN_CHANGE,
     "download_model": _ADMIN_CHANGE,

@@ -1,12 +1,13 @@
 // Tabs as WAI-ARIA has them: one stop for the Tab key, arrows between them.
 
-import { html, useRef } from "./html.js";
+import { html, useEffect, useRef } from "./html.js";
 
 const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
 
 // tabs: [{name, label, badge}]
 export function Tabs({ tabs, chosen, choose, label, panel }) {
   const list = useRef(null);
+  useEffect(() => list.current?.querySelector("[aria-selected=true]")?.scrollIntoView({ block: "nearest", inline: "nearest" }), [chosen]);
   const onKeyDown = (event) => {
     const at = tabs.findIndex((x) => x.name === chosen);
     let to = at + (STEPS[event.key] ?? 0);

@@ -95,7 +95,7 @@ export function Chat({ open }) {
   return html`<section class="card chat" aria-labelledby="chat">
     <header><h2 id="chat">Chat with ${model ?? "the model"}</h2>
       ${row && html`<p class="tags"><${Whereabouts} row=${row} /> <span class="faint">${count(row.tokens)} tokens</span></p>`}</header>
-    ${turns.length === 0 && html`<p class="hint">Each answer says what of its prompt was reused, and from where. Let the session sleep in between, and ask again.
+    ${turns.length === 0 && html`<p class="hint">Each answer says what of its prompt was reused, and from where. Let the session sleep in between, and ask again. ${" "}
       <button type="button" class="link" disabled=${!model || busy} onClick=${() => ask(FIRST_QUESTION)}>${FIRST_QUESTION}</button></p>`}
     <ol class="talk" aria-live="polite" aria-busy=${!!busy} aria-label="Questions and answers" tabindex="0" ref=${list} onScroll=${onScroll}>${turns.map((x, i) => html`<${Turn} key=${i} turn=${x} />`)}</ol>
     ${trouble && html`<p class="bad" role="alert">${trouble}</p>`}

@@ -136,13 +136,13 @@ function Outcomes({ outcomes }) {
     <h2 id="outcomes">Where prompts came from</h2>
     ${all === 0
       ? html`<p class="hint">No turn yet. Each one is counted here by where its prompt came from, and why not more of it was reused.</p>`
-      : html`<div class="scroll" tabindex="0" role="region" aria-label="Where prompts came from"><table class="plain outcomes"><thead><tr><th scope="col">From</th><th scope="col" class="number">Turns</th><th scope="col">Share</th><th scope="col">Why not more</th></tr></thead><tbody>
+      : html`<div class="scroll" tabindex="0" role="region" aria-label="Where prompts came from"><table class="plain outcomes"><thead><tr><th scope="col">From</th><th scope="col" class="number">Turns</th><th scope="col" class="low1">Share</th><th scope="col">Why not more</th></tr></thead><tbody>
           ${rows.map((x) => {
             const n = sum(x.outcomes);
             return html`<tr key=${x.name}>
               <th scope="row"><span class="mark ${x.name === "first" ? "none" : x.tone}">${x.words}</span></th>
               <td class="number">${count(n)}</td>
-              <td><${Meter} parts=${[{ name: percent(n / all), value: n, tone: x.tone }]} total=${all} words=${percent(n / all)} /></td>
+              <td class="low1"><${Meter} parts=${[{ name: percent(n / all), value: n, tone: x.tone }]} total=${all} words=${percent(n / all)} /></td>
               <td class="faint">${x.name === "first" ? "there was nothing to return to" : reasons(x.outcomes)}</td>
             </tr>`;
           })}

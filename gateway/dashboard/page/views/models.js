@@ -15,13 +15,16 @@ const HUB_ID = "[A-Za-z0-9][\\w.\\-]*/[A-Za-z0-9][\\w.\\-]*";
 export function Models() {
   const admin = server.value?.admin;
   const [said, setSaid] = useState(null);
+  const [disk, setDisk] = useState(null);
   const ask = () => call("GET", admin ? "admin/models" : "v1/models").then(setSaid, () => setSaid(null));
+  const look = () => admin && call("GET", "admin/models/cached").then(setDisk, () => setDisk(null));
   useEffect(() => {
     if (admin === undefined) return;
     ask();
     const timer = setInterval(() => document.hidden || ask(), ASK_AGAIN_MS);
     return () => clearInterval(timer);
   }, [admin]);
+  useEffect(() => void look(), [admin, said?.download?.state]);
   const deed = async (method, path, body, done) => {
     try {
       await call(method, path, body);
@@ -32,8 +35,8 @@ export function Models() {
     await ask();
   };
   if (!said) return html`<p class="hint card">The server has not said its models yet.</p>`;
-  if (!said.cached) return html`<${Listed} models=${said.data} />`;
-  return html`<${Served} models=${said.data} cached=${said.cached} deed=${deed} /><${Disk} said=${said} deed=${deed} /><${Add} said=${said} deed=${deed} />`;
+  if (!("download" in said)) return html`<${Listed} models=${said.data} />`;
+  return html`<${Served} models=${said.data} cached=${disk?.data ?? []} deed=${deed} /><${Disk} disk=${disk} deed=${(...them) => deed(...them).then(look)} /><${Add} it=${said.download} deed=${deed} />`;
 }
 
 // What everybody may know.
@@ -72,26 +75,29 @@ function replicas(them) {
   return html`${them.length - away.length} of ${them.length} ready${away.map((x) => html`<span class="note" key=${x.name}>${x.name}: ${x.trouble}</span>`)}`;
 }
 
-function Disk({ said, deed }) {
-  if (said.problem) return "";
+function Disk({ disk, deed }) {
+  const forget = (x) => deed("DELETE", `admin/models/cached/${x.id.split("/").map(encodeURIComponent).join("/")}`, null, `${x.id} is deleted.`);
   return html`<section class="card" aria-labelledby="on-disk">
     <h2 id="on-disk">Downloaded models</h2>
-    ${said.cached.length === 0
-      ? html`<p class="hint">None yet. ${bytes(said.free_bytes)} are free.</p>`
-      : html`<div class="scroll" tabindex="0" role="region" aria-label="Downloaded models"><table class="plain models">
-        <thead><tr><th scope="col">Name</th><th scope="col" class="number">On disk</th><th scope="col" class="low1">Used</th><th scope="col"><span class="sr">Actions</span></th></tr></thead>
-        <tbody>${said.cached.map((x) => html`<tr key=${x.id}><th scope="row">${x.id}</th><td class="number">${bytes(x.nbytes)}</td><td class="low1 faint">${used(x.used_at)}</td>
-          <td>${x.served_as
-            ? html`<span class="faint">served${x.served_as === x.id ? "" : ` as ${x.served_as}`}</span>`
-            : html`<${Confirm} label="Delete" question=${`Delete ${x.id}? ${bytes(x.nbytes)} become free.`} yes="Delete it" act=${() => deed("DELETE", `admin/models/cached/${x.id.split("/").map(encodeURIComponent).join("/")}`, null, `${x.id} is deleted.`)} />`}</td></tr>`)}</tbody></table></div>
-        <p class="hint">${bytes(said.free_bytes)} are free beside them.</p>`}
+    ${disk?.data.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Downloaded models"><table class="plain models">
+      <thead><tr><th scope="col">Name</th><th scope="col" class="number">On disk</th><th scope="col" class="low1">Used</th><th scope="col"><span class="sr">Actions</span></th></tr></thead>
+      <tbody>${disk.data.map((x) => html`<tr key=${x.id}><th scope="row">${x.id}</th><td class="number">${bytes(x.nbytes)}</td><td class="low1 faint">${used(x.used_at)}</td>
+        <td>${x.served_as
+          ? html`<span class="faint">served${x.served_as === x.id ? "" : ` as ${x.served_as}`}</span>`
+          : html`<${Confirm} label="Delete" question=${`Delete ${x.id}? ${bytes(x.nbytes)} become free.`} yes="Delete it" act=${() => forget(x)} />`}</td></tr>`)}</tbody></table></div>`}
+    <p class="hint">${onDisk(disk)}</p>
   </section>`;
+}
+
+function onDisk(disk) {
+  if (!disk) return "Looking at the disk …";
+  if (disk.problem) return `They cannot be listed: ${disk.problem}.`;
+  return `${disk.data.length ? "" : "None yet. "}${bytes(disk.free_bytes)} are free.`;
 }
 
 const used = (at) => `${ago(Math.max(60, Date.now() / 1000 - at))} ago`;
 
-function Add({ said, deed }) {
-  const it = said.download;
+function Add({ it, deed }) {
   const running = it?.state === "running";
   const submit = (event) => {
     event.preventDefault();

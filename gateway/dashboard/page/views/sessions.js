@@ -72,7 +72,7 @@ const COLUMNS = [
   { name: "ratio", label: "vs bf16", number: true, low: 3, cell: (x) => html`<span title=${density(x.ratio)}>${ratio(x.ratio)}</span>` },
   { name: "last", label: "Last return", low: 2, cell: (x) => html`<${Source} source=${x.last_source} reason=${x.last_reason} />` },
   { name: "turns", label: "Turns", number: true, low: 3, cell: (x) => count(x.turns) },
-  { name: "saved", label: "Saved", number: true, low: 2, cell: (x) => html`<span class=${x.saved_tokens ? "" : "faint"}>${saved(x.saved_s, x.saved_tokens)}</span>` },
+  { name: "saved", label: "Saved", number: true, low: 2, cell: (x) => html`<span class=${x.saved_tokens ? "" : "faint"}>${x.saved_s == null && x.saved_tokens ? `${count(x.saved_tokens)} tok` : saved(x.saved_s, 0)}</span>` },
 ];
 
 const OF_ONE_TENANT = COLUMNS.filter((x) => !x.many);

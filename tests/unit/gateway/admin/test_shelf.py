@@ -33,7 +33,8 @@ def near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 async def test_only_admins_see_and_change_it():
     app = App(api_keys=(ALICE[1],), admin_keys=(ROOT[1],))
     hers = {"authorization": f"Bearer {ALICE[0]}"}
-    assert (await app.get("/admin/models", **hers)).error["code"] == "admin_only"
+    for path in ("/admin/models", "/admin/models/cached"):
+        assert (await app.get(path, **hers)).error["code"] == "admin_only"
     for method, path in CHANGING:
         reply = await app.call(method, path, b"", {"content-type": "application/json", **hers})
         assert reply.error["code"] == "admin_only", path
@@ -94,13 +95,15 @@ async def test_a_model_is_fetched_shown_and_deleted_unless_it_is_served():
     other = await app.post("/admin/models/download", {"model": "another/one"})
     assert (other.status, other.error["code"]) == (409, "not_downloaded")
     await eventually(lambda: not app.gateway.hub.is_downloading)
-    shown = (await app.get("/admin/models")).json
-    assert shown["download"]["state"] == "done" and not shown["problem"]
-    (cached,) = shown["cached"]
+    assert (await app.get("/admin/models")).json["download"]["state"] == "done"
+    shown = (await app.get("/admin/models/cached")).json
+    assert not shown["problem"] and shown["free_bytes"]
+    (cached,) = shown["data"]
     assert cached["id"] == MODEL and cached["served_as"] == ""
     for path in (MODEL, f"{cached['folder']}/snapshots/{'a' * 40}"):
         app.model.path = path
-        assert (await app.get("/admin/models")).json["cached"][0]["served_as"] == app.model.name
+        (cached,) = (await app.get("/admin/models/cached")).json["data"]
+        assert cached["served_as"] == app.model.name
         refused = await app.call("DELETE", f"/admin/models/cached/{MODEL}", b"", {})
         assert (refused.status, refused.error["code"]) == (409, "model_in_use")
     app.model.path = ""
