@@ -2,8 +2,10 @@
 
     python -m benchmarks.agent_traffic turns                   a turn of some 14 tokens, by length
     python -m benchmarks.agent_traffic traffic --profile agentx --sessions 20 --hot-for 3
-    python -m benchmarks.agent_traffic traffic --kill          the engine is killed half-way
-    python -m benchmarks.agent_traffic traffic --without       nothing sleeps
+    python -m benchmarks.agent_traffic traffic --runs cold kill none
+    python -m benchmarks.agent_traffic together --sessions 8   chats that begin alike, at once
+
+Of the runs, in ``kill`` the engine is killed half-way, and in ``none`` nothing sleeps.
 
 The model has one layer with one head, random weights and the sample model's tokenizer, so
 bookkeeping is what is measured; ``--sample`` takes the sample model at a sixteenth of the length.
@@ -40,6 +42,7 @@ from mlx_lm.utils import load, load_model
 from benchmarks.stacks.light_model import light_model
 from benchmarks.stacks.product_stack import WORD_TOKENS, Client, Reply, Stack, client_of, rss_mib
 from benchmarks.stacks.product_stack import prose as words
+from benchmarks.stacks.vllm_stack import with_plugin
 from launch.machine.folders import default_cache_dir
 from launch.model import sample_model
 
@@ -109,6 +112,7 @@ class Run:
     async def session(self, name: str, turns: int, has_child: bool = False) -> None:
         """Have one conversation, with its subagent and its helpers' prompts."""
         rng, profile, known = random.Random(name), self.profile, 0
+        pauses = random.Random(f"{name} pauses")  # of their own, or texts would depend on them
         each = (profile.last - profile.head) / profile.turns - profile.answer
         messages = [{"role": "system", "content": prose("head", profile.head / self.scale)}]
         for turn in range(turns):
@@ -122,7 +126,7 @@ class Run:
                 await self.ask(f"{name} task", -number, [{"role": "user", "content": text}], 0)
             if has_child and turn == turns // 3:
                 await self.session(f"{name} sub", turns // 4)
-            await asyncio.sleep(rng.expovariate(1 / self.think_s) if self.think_s else 0.0)
+            await asyncio.sleep(pauses.expovariate(1 / self.think_s) if self.think_s else 0.0)
 
 
 @contextmanager
@@ -148,11 +152,12 @@ def cpu_ms(stack: Stack) -> np.ndarray:
     return np.array([1000 * (x.user + x.system) for x in times])
 
 
-async def traffic(args: argparse.Namespace, *, undisturbed: bool) -> tuple[Run, dict[str, float]]:
+async def traffic(args: argparse.Namespace, kind: str) -> tuple[Run, dict[str, float]]:
+    undisturbed = kind == "undisturbed"
     profile, scale = PROFILES[args.profile], 16 if args.sample else args.scale
     each = int(profile.last * 1.2 / scale) * TOKEN_BYTES * (30 * 3 if args.sample else 1)
     hot = max(each * (3 * args.sessions if undisturbed else args.hot_for + 1), 16 << 20)
-    with stack_of(args.sample, hot, not (undisturbed or args.without)) as (stack, _):
+    with stack_of(args.sample, hot, kind in ("cold", "kill")) as (stack, _):
         async with client_of(stack) as client:
             run = Run(client, profile, scale, 0.0 if undisturbed else args.think_s)
             before, names = cpu_ms(stack), [f"s{i}" for i in range(args.sessions)]
@@ -163,7 +168,7 @@ async def traffic(args: argparse.Namespace, *, undisturbed: bool) -> tuple[Run, 
                 for session in sessions:
                     await session
             else:
-                kill = [kill_half_way(stack, run, args.sessions)] if args.kill else []
+                kill = [kill_half_way(stack, run, args.sessions)] if kind == "kill" else []
                 await asyncio.gather(*sessions, *kill)
             # Of a killed engine nothing counts but what clients saw.
             cpu, count = cpu_ms(stack) - before, len(run.ttfts)
@@ -175,7 +180,7 @@ async def traffic(args: argparse.Namespace, *, undisturbed: bool) -> tuple[Run, 
                 "ttft_p95_s": np.percentile(run.ttfts, 95),
                 "not_computed": run.cached_tokens / run.prompt_tokens,
                 "of_reusable": run.cached_tokens / max(1, run.reusable_tokens),
-                "written_kib_a_turn": stack.engine.io_counters().write_bytes / 1024 / count,
+                "written_kib_a_turn": stack.engine.io_counters().write_chars / 1024 / count,
                 "engine_mib": rss_mib(stack.engine),
                 "gateway_mib": rss_mib(stack.gateway),
                 "asked_again": run.asked_again,
@@ -189,12 +194,45 @@ async def kill_half_way(stack: Stack, run: Run, num_sessions: int) -> None:
     await asyncio.to_thread(stack.kill_engine)
 
 
-async def compared(args: argparse.Namespace) -> dict[str, Any]:
-    run, figures = await traffic(args, undisturbed=False)
-    print(json.dumps(figures), flush=True)
-    expected, _ = await traffic(args, undisturbed=True)
-    wrong = {name for (name, turn), x in expected.answers.items() if run.answers[name, turn] != x}
-    return {**figures, "profile": args.profile, "wrong": sorted(wrong)}
+async def together(args: argparse.Namespace) -> None:
+    """Chats with one new beginning that come at once, against one alone."""
+
+    async def ask(client: Client, beginning: str, name: str) -> Reply:
+        system = {"role": "system", "content": prose(beginning, args.shared)}
+        user = {"role": "user", "content": prose(name, 24)}
+        reply = await client.chat([system, user], name, max_tokens=2)
+        assert reply.ok, reply
+        return reply
+
+    if args.engine == "vllm":
+        stack = with_plugin(4 << 30, max_context=args.shared + 1024)
+    else:
+        model = str(sample_model(default_cache_dir(os.environ)))
+        engine = {"kind": "mlx", "model": model, "hot_bytes": 6 << 30}
+        stack = Stack({"engine": engine, "scheduler": {"idle_after_s": 3600.0}})
+    with stack:
+        async with client_of(stack) as client:
+            await ask(client, "first", "first")
+            for number in range(args.rounds):
+                alone = await ask(client, f"alone {number}", f"alone{number}")
+                names = [f"r{number}-{i}" for i in range(args.sessions)]
+                found = await asyncio.gather(*(ask(client, f"all {number}", x) for x in names))
+                computed = sum(x.prompt_tokens - x.cached_tokens for x in found)
+                p95 = float(np.percentile([x.ttft_s for x in found], 95))
+                row = {"prompt": alone.prompt_tokens, "alone_s": alone.ttft_s, "p95_s": p95}
+                row |= {"of_alone": p95 / alone.ttft_s, "computed": computed / alone.prompt_tokens}
+                print(json.dumps({key: round(x, 3) for key, x in row.items()}), flush=True)
+
+
+async def compared(args: argparse.Namespace) -> None:
+    expected, _ = await traffic(args, "undisturbed")
+    for kind in args.runs:
+        run, figures = await traffic(args, kind)
+        assert expected.answers.keys() == run.answers.keys()
+        wrong = {
+            name for (name, turn), x in expected.answers.items() if run.answers[name, turn] != x
+        }
+        print(json.dumps({"run": kind, **figures, "wrong": sorted(wrong)}), flush=True)
 
 
 def model_ms(model: Path, num_tokens: int, num_new: int, answer: int) -> float:
@@ -217,7 +255,7 @@ def model_ms(model: Path, num_tokens: int, num_new: int, answer: int) -> float:
 
 async def turns(args: argparse.Namespace) -> None:
     rows, answer = [], 2
-    with stack_of(False, 4 << 30, not args.without) as (stack, model):
+    with stack_of(False, 4 << 30, "cold" in args.runs) as (stack, model):
         encode = load(str(model))[1].encode
         async with client_of(stack) as client:
             for length in args.lengths:
@@ -257,22 +295,25 @@ def draw(rows: list[dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["turns", "traffic"])
+    parser.add_argument("what", choices=["turns", "traffic", "together"])
+    parser.add_argument("--engine", choices=["mlx", "vllm"], default="mlx", help="for together")
+    parser.add_argument("--shared", type=int, default=4000, help="tokens, for together")
     parser.add_argument("--profile", choices=PROFILES, default="agentx")
     parser.add_argument("--sessions", type=int, default=20)
     parser.add_argument("--hot-for", type=int, default=3)
     parser.add_argument("--think-s", type=float, default=2.0)
     parser.add_argument("--scale", type=int, default=1, help="divides all lengths")
     parser.add_argument("--sample", action="store_true", help="the sample model, a sixteenth")
-    parser.add_argument("--without", action="store_true", help="no cold store")
-    parser.add_argument("--kill", action="store_true", help="the engine, half-way")
+    parser.add_argument("--runs", choices=["cold", "kill", "none"], nargs="+", default=["cold"])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     if args.what == "turns":
         asyncio.run(turns(args))
+    elif args.what == "together":
+        asyncio.run(together(args))
     else:
-        print(json.dumps(asyncio.run(compared(args)), indent=1))
+        asyncio.run(compared(args))
 
 
 if __name__ == "__main__":

@@ -228,6 +228,16 @@ def num_common(one: Chain, other: Chain) -> int:
     return low
 
 
+def num_common_joined(one: bytes, other: bytes) -> int:
+    """Count the leading names that two ``joined`` chains share."""
+    low, high = 0, min(len(one), len(other)) // NAME_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        place = slice((middle - 1) * NAME_BYTES, middle * NAME_BYTES)
+        low, high = (middle, high) if one[place] == other[place] else (low, middle - 1)
+    return low
+
+
 def joined(chain: Chain) -> bytes:
     """Write a chain as bytes, ``NAME_BYTES`` for each chunk."""
     return b"".join(chain)

@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.blobs.chain import CHUNK, NAME_BYTES, RECORD, STATE
+from kvstore.blobs.chain import CHUNK, NAME_BYTES, RECORD, STATE, num_common_joined
 from kvstore.errors import Corrupt, Mismatch, Unusable
 from kvstore.ledger.notices import Restorable
 from kvstore.ledger.record import PAGE_CHUNKS, Records, SessionRecord
@@ -286,7 +286,7 @@ class SessionIndex:
         """Put a record in; only what is new of its chain is counted afresh."""
         self._why_gone.pop(key, None)
         before = self._entries.get(key)
-        num_same = 0 if before is None else _num_common(before.record.chain, record.chain)
+        num_same = 0 if before is None else num_common_joined(before.record.chain, record.chain)
         self._take_out(key, num_same)
         new = self.records.counted_keys(record, num_same)
         num_blobs = num_same + num_same // PAGE_CHUNKS + len(new)
@@ -337,13 +337,3 @@ def _worth(record: SessionRecord) -> tuple[float, int]:
 def _number(key: bytes) -> int:
     """Return 64 bits of a key, which take much less memory than the key."""
     return int.from_bytes(key[1:9]) ^ key[0]
-
-
-def _num_common(one: bytes, other: bytes) -> int:
-    """Count the first chunks that two chains share: each name covers all before it."""
-    low, high = 0, min(len(one), len(other)) // NAME_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        place = slice((middle - 1) * NAME_BYTES, middle * NAME_BYTES)
-        low, high = (middle, high) if one[place] == other[place] else (low, middle - 1)
-    return low

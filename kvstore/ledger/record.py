@@ -86,6 +86,10 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The chain as a list."""
         return split(self.chain)
 
+    def name_of(self, number: int) -> bytes:
+        """Return the name of the chunk with this number, from 0 on."""
+        return self.chain[number * NAME_BYTES : (number + 1) * NAME_BYTES]
+
     @property
     def nbytes(self) -> int:
         """Memory that the record takes, in bytes."""
@@ -165,18 +169,23 @@ class Records:
 
     def _row_keys(self, record: SessionRecord, first: int) -> list[bytes]:
         """Keys of the chunks from number ``first`` on, a full page's after its last chunk's."""
-        keys: list[bytes] = []
-        for number, name in enumerate(split(record.chain[first * NAME_BYTES :]), first + 1):
+        names, keys = split(record.chain[first * NAME_BYTES :]), list[bytes]()
+        done = 0
+        while done < len(names):
+            end = done + PAGE_CHUNKS - (first + done) % PAGE_CHUNKS
             if self.keys.growing:
-                keys.append(CHUNK + name)
-            if not number % PAGE_CHUNKS:
-                keys.append(PAGE + name)
+                keys += [CHUNK + x for x in names[done:end]]
+            if end <= len(names):
+                keys.append(PAGE + names[end - 1])
+            done = end
         return keys
 
     def needed_keys(self, record: SessionRecord) -> list[bytes]:
         """Keys of the blobs that a turn needs if it continues where the session ended."""
-        chain, newest = record.names, by_worth(record.states)[:1]
-        return [x.key for x in self._ordered(chain, newest)]
+        newest = by_worth(record.states)[:1]
+        if not newest:
+            return self._row_keys(record, 0)
+        return [x.key for x in self._ordered(record.names, newest)]
 
     def pieces(self, record: SessionRecord) -> list[Piece]:
         """List all blobs of the session, in the order of ``blob_keys``."""
@@ -311,7 +320,7 @@ def abandoned_chunks(old: SessionRecord, chain: Chain, common: int) -> tuple[byt
         old: the older record.
         chain: of the new record, of which the first ``common`` chunks are those of the old one.
     """
-    known = [*old.names[common:], *split(old.left_behind)]
+    known = [*split(old.chain[common * NAME_BYTES :]), *split(old.left_behind)]
     if not known:
         return b"", []
     current = {*chain}

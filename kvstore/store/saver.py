@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from msgspec.structs import replace
 
-from kvstore.blobs.chain import CHUNK, Chain, ChainKeys, Piece, joined, num_common
+from kvstore.blobs.chain import CHUNK, Chain, ChainKeys, Piece, joined, num_common_joined
 from kvstore.blobs.packer import Packer
 from kvstore.ledger.index import Claims
 from kvstore.ledger.ledger import Ledger
@@ -320,7 +320,7 @@ class Saver:
         self, job: SaveJob, old: SessionRecord | None, chain: Chain, new: Iterable[int]
     ) -> tuple[int, ...]:
         """Choose the states that the session keeps."""
-        common = num_common(old.names, chain) if old else 0
+        common = num_common_joined(old.chain, joined(chain)) if old else 0
         still_true = [x for x in (old.states if old else ()) if x <= common]
         held = self._stack.locate([self._keys.state(chain, x).key for x in still_true])
         # A state is not given up because a tier does not answer.
@@ -352,14 +352,15 @@ class Saver:
     ) -> tuple[SessionRecord, list[bytes]]:
         """Make the new record, and list blobs that are unused once it is written."""
         chain, size = chosen.chain, len(job.note) // max(len(job.chain), 1)
-        common = num_common(old.names, chain) if old else 0
+        names = joined(chain)
+        common = num_common_joined(old.chain, names) if old else 0
         left, overflow = abandoned_chunks(old, chain, common) if old else (b"", list[bytes]())
         record = SessionRecord(
             tenant=job.session.tenant,
             id=job.session.id,
             fingerprint=self._packer.fingerprint,
             chunk_tokens=self._keys.chunk_tokens,
-            chain=joined(chain),
+            chain=names,
             states=chosen.states,
             last_used_s=self._ledger.clock(),
             pinned=old is not None and old.pinned,

@@ -65,7 +65,7 @@ class IndexedTier(ABC, Generic[V]):
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            return [key in self._index for key in keys]
+            return self._index.held(keys)
 
     @abstractmethod
     def _apply_limits(self, limits: TenantLimits) -> None:
@@ -102,7 +102,7 @@ class RamTier(IndexedTier[Blob]):
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
         with self._lock:
-            return [self._index.get(key) for key in keys]
+            return self._index.get(keys)
 
     def put_many(
         self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""

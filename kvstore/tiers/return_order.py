@@ -91,10 +91,14 @@ class ReturnOrder(Generic[V]):
         """List the keys with this prefix."""
         return [key for key in self._runs.of if key.startswith(prefix)]
 
-    def get(self, key: bytes) -> V | None:
-        """Return the value of a key."""
-        run = self._runs.of.get(key)
-        return None if run is None else run.keys[key]
+    def get(self, keys: Iterable[bytes]) -> list[V | None]:
+        """Return the values of keys."""
+        of = self._runs.of
+        return [of[key].keys[key] if key in of else None for key in keys]
+
+    def held(self, keys: Iterable[bytes]) -> list[bool]:
+        """Say of each of these keys whether it is held."""
+        return [*map(self._runs.of.__contains__, keys)]
 
     # ---- use
 
@@ -210,7 +214,8 @@ class ReturnOrder(Generic[V]):
 
     def own(self, owner: str, keys: Iterable[bytes]) -> None:
         """Assign runs without an owner to theirs, as just used and kept while there is room."""
-        runs = dict.fromkeys(self._runs.of[key] for key in keys if key in self)
+        of = self._runs.of
+        runs = dict.fromkeys(of[key] for key in keys if key in of)
         new = [run for run in runs if not run.owner]
         for run in new:
             self._held[""] -= run.nbytes

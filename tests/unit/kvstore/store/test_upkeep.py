@@ -46,6 +46,18 @@ def test_half_of_it_near_and_half_far(store, tiers):
     assert (match.tier, restored.num_tokens) == ("disk", 192)
 
 
+@pytest.mark.parametrize(
+    ("near", "far", "expected"), [(12, 12, "ram"), (5, 3, "ram"), (3, 5, "disk"), (0, 0, None)]
+)
+def test_its_tier_is_the_slowest_that_is_needed_for_what_is_left(store, tiers, near, far, expected):
+    """Tiers evict chains from their ends."""
+    save(store, ref(), HISTORY)
+    keys = store.ledger.index.blob_keys(store.record(ref()))
+    for tier, num_left in zip(tiers, (near, far), strict=True):
+        tier.delete_many(keys[num_left:])
+    assert store.tier_of(ref()) == expected
+
+
 # ---- the list
 
 
