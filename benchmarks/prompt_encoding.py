@@ -68,7 +68,7 @@ def row(size: int, vocabulary: Vocabulary) -> str:
     """Write a chat of about ``size`` tokens and five further turns, and return their times."""
     writer = PromptWriter(vocabulary, 1 << 20)
 
-    def write(messages: list[dict[str, Any]]) -> list[int]:
+    def write(messages: list[dict[str, Any]]) -> Any:
         request = validate_chat({"model": "m", "messages": messages})
         return writer.chat(request, plan_tools(request, vocabulary), KEY).token_ids
 

@@ -105,7 +105,7 @@ class ToyStream:
         return "length" if len(generated) >= self._generation.max_tokens else None
 
     def _next(self, row: int, generated: Sequence[int]) -> Token:
-        context = [*self._generation.prompt, *generated]
+        context = [*map(int, self._generation.prompt), *generated]
         noise = np.random.default_rng(len(context)).normal(size=(1, self._owner.vocab_size))
         wanted = self._owner.script(row, generated)
         if wanted is not None:

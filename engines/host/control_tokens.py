@@ -103,6 +103,10 @@ class ControlTokens:
     def has_marks(self, text: str) -> bool:
         return self._word in text
 
+    def is_plain(self, text: str) -> bool:
+        """True if ``encode`` would do no more than encode the text."""
+        return not self._is_loose and not self.has_marks(text)
+
     def unmarked(self, value: Any) -> Any:
         """Return JSON with the spellings again."""
         return _replaced(value, self._mark, self._spelled_one)

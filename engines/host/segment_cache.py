@@ -87,10 +87,15 @@ class SegmentCache:
 
         ``key``: the tenant's, at most 64 bytes.
         """
+        ids: list[int] = self.ids(text, key).tolist()
+        return ids
+
+    def ids(self, text: str, key: bytes) -> np.ndarray:
+        """Do as ``encode``; int32, (num_tokens,), and read-only."""
         backend, pattern = self._backend, self._pattern
         if pattern is None or backend.padding is not None or backend.truncation is not None:
             self.num_chars += len(text)
-            return self._whole(text)
+            return np.array(self._whole(text), np.int32)
         parts = self._parts(text)
         names = [_name(x, key) for x in parts]
         with self._lock:
@@ -101,8 +106,7 @@ class SegmentCache:
             self.num_chars += sum(map(len, new.values()))
             for name in names:
                 self._keep(name, known[name])
-        ids: list[int] = np.frombuffer(b"".join(known[x] for x in names), np.int32).tolist()
-        return ids
+        return np.frombuffer(b"".join(known[x] for x in names), np.int32)
 
     def _parts(self, text: str) -> list[str]:
         """Cut a text; where a part begins depends only on the text before it."""

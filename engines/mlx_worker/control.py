@@ -128,7 +128,7 @@ class SessionReports:
             if request.key is None or request.is_waiting:
                 continue
             prompt = len(request.generation.prompt)
-            answered = sum(len(x.tokens) - prompt for x in list(request.sequences))
+            answered = sum(len(x.emitted) for x in list(request.sequences))
             prefilled = min(prompt, request.num_fed)
             found.append(RequestProgress(*request.key, prompt, prefilled, max(0, answered)))
         return found

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
+import numpy as np
+
 from engines.http import CacheOutcome
 from engines.openai.usual_sampling import UsualSampling
 from kvstore.session import SessionRef
@@ -39,7 +41,7 @@ class SequenceSampling:
 class Generation:
     """A prompt, and how to answer it."""
 
-    prompt: list[int]  # at least one token
+    prompt: Sequence[int] | np.ndarray  # at least one token; an array is int32
     sampling: Sequence[SequenceSampling]  # one for each answer
     max_tokens: int
     # Token sequences that end an answer; the tokens that end it are delivered too.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -207,7 +208,9 @@ def plain_sections() -> Sections:
 class AnswerText:
     """Decodes the tokens of an answer to text, token by token, never half a character."""
 
-    def __init__(self, vocabulary: Vocabulary, prompt: list[int], shows_eos: bool = False) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, prompt: Sequence[int] | np.ndarray, shows_eos: bool = False
+    ) -> None:
         """``shows_eos``: the request ignores end-of-text tokens, so they are part of the text."""
         self._vocabulary = vocabulary
         self._shows_eos = shows_eos

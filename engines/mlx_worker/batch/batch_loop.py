@@ -11,8 +11,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from engines.config import SPARE_PLACE, EngineConfig
 from engines.host.work_line import QueueLimit
 from engines.mlx_worker.batch.admission import Admission
@@ -120,7 +118,7 @@ class BatchLoop:
         if (output := detached.step()) is not None:
             self._take(output)
         if sequence in sequence.request.sequences:  # else that token was its last
-            tokens = np.array(sequence.tokens, np.int32)
+            tokens = sequence.tokens
             self._requests.keep(sequence, detached.caches, len(tokens) - 1)
             self._admission.requeue(PrefillTask(sequence.request, [sequence], tokens))
 

@@ -87,7 +87,7 @@ class DetachedSequence:
             return None
         sequence = self.sequence
         stops = _ResumedStopSequences(sequence)
-        sequence.tokens.append(self.token)
+        sequence.emitted.append(self.token)
         sequence.remaining -= 1
         finish: FinishReason | None = "length" if sequence.remaining == 0 else None
         if stops.matcher().advance(self.token):
@@ -136,16 +136,16 @@ class LengthBucket:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence; 0 = empty."""
-        return max((len(x.tokens) for x in self._sequences.values()), default=0)
+        return max((x.num_tokens for x in self._sequences.values()), default=0)
 
     def insert(self, sequence: Sequence, caches: Caches) -> None:
         """Take a sequence in. ``caches`` hold all its tokens but the last, and are given away."""
         (uid,) = self._generator.insert(
-            [sequence.tokens[-1:]],
+            [[sequence.last]],
             max_tokens=[sequence.remaining],
             caches=[caches],
             # A copy: the generator keeps and extends it. Only processors are given it.
-            all_tokens=[sequence.tokens[:-1] if sequence.guard.processors else []],
+            all_tokens=[sequence.tokens[:-1].tolist() if sequence.guard.processors else []],
             samplers=[sequence.guard.sampler],
             logits_processors=[sequence.guard.processors],
             stop_sequences=[_ResumedStopSequences(sequence)],
@@ -161,12 +161,12 @@ class LengthBucket:
         for x in responses:
             finished = x.finish_reason is not None
             sequence = self._sequences.pop(x.uid) if finished else self._sequences[x.uid]
-            sequence.tokens.append(x.token)
+            sequence.emitted.append(x.token)
             sequence.remaining -= 1
             caches = x.prompt_cache or []
             if finished and sole:
                 caches = [kv_arrays.sole_row(cache) for cache in sole]
-            num_cached = len(sequence.tokens)
+            num_cached = sequence.num_tokens
             outputs.append(
                 StepOutput(sequence, x.token, x.logprobs, x.finish_reason, caches, num_cached)
             )
@@ -184,7 +184,7 @@ class LengthBucket:
             sequence = self._sequences.get(uid)
             if sequence is None or sequence.index or sequence.request.generation.session is None:
                 continue
-            num_cached = len(sequence.tokens)
+            num_cached = sequence.num_tokens
             if not num_cached % self._state_step:
                 state = kv_arrays.state_of_row(batch.prompt_cache, row)
                 sequence.request.answer_state = StateAt(num_cached, state)
@@ -200,7 +200,7 @@ class LengthBucket:
         for uid in uids:
             sequence, (token, logprobs) = self._sequences.pop(uid), unfed.get(uid, (None, None))
             # Before its first step the last token of the prompt has not been fed.
-            num_cached = len(sequence.tokens) - (token is None)
+            num_cached = sequence.num_tokens - (token is None)
             detached.append(DetachedSequence(sequence, kept[uid][0], num_cached, token, logprobs))
         return detached
 
@@ -250,7 +250,7 @@ class Batches:
 
     def insert(self, sequence: Sequence, caches: Caches) -> None:
         """Put a sequence into the bucket of its length; ``caches`` are given away."""
-        self.buckets[self.index_of(len(sequence.tokens))].insert(sequence, caches)
+        self.buckets[self.index_of(sequence.num_tokens)].insert(sequence, caches)
 
     def detach(self, sequences: Collection[Sequence]) -> list[DetachedSequence]:
         """Take out those of ``sequences`` that decode, between two steps."""
@@ -260,7 +260,7 @@ class Batches:
         """Take out the sequences that have become too long for their bucket."""
         detached: list[DetachedSequence] = []
         for index, bucket in enumerate(self.buckets[:-1]):
-            outgrown = [x for x in bucket.sequences if self.index_of(len(x.tokens)) > index]
+            outgrown = [x for x in bucket.sequences if self.index_of(x.num_tokens) > index]
             if outgrown:
                 detached += bucket.detach(outgrown)
         return detached

@@ -131,7 +131,7 @@ class Request:
     answer_state: StateAt | None = None
 
     def __post_init__(self) -> None:
-        self.prompt = np.array(self.generation.prompt, np.int32)
+        self.prompt = np.asarray(self.generation.prompt, np.int32)
 
     @property
     def key(self) -> SessionName | None:
@@ -160,14 +160,24 @@ class Sequence:
     request: Request
     index: int  # of its request's answers
     guard: SamplingGuard
-    tokens: list[int]  # the prompt and every token delivered so far
     remaining: int  # tokens it may still deliver
+    emitted: list[int] = field(default_factory=list)  # every token delivered so far
     entered: int = 0  # when it came into its batch: the youngest is preempted first
 
     @property
-    def emitted(self) -> list[int]:
-        """The tokens of the answer so far."""
-        return self.tokens[len(self.request.generation.prompt) :]
+    def num_tokens(self) -> int:
+        """The number of tokens of the prompt and of the answer so far."""
+        return len(self.request.prompt) + len(self.emitted)
+
+    @property
+    def last(self) -> int:
+        """The last of these tokens."""
+        return self.emitted[-1] if self.emitted else int(self.request.prompt[-1])
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The prompt and the answer so far; int32, (num_tokens,)."""
+        return np.concatenate((self.request.prompt, np.array(self.emitted, np.int32)))
 
 
 @dataclass(eq=False)
@@ -212,7 +222,7 @@ def split_request(request: Request, max_tokens: int, at_once: int) -> list[Prefi
     """Make the request's sequences, and a prefill task for each ``at_once`` of them."""
     generation = request.generation
     request.sequences = [
-        Sequence(request, i, SamplingGuard(sampling), list(generation.prompt), max_tokens)
+        Sequence(request, i, SamplingGuard(sampling), max_tokens)
         for i, sampling in enumerate(generation.sampling)
     ]
     groups = range(0, len(request.sequences), at_once)
@@ -281,8 +291,7 @@ class RunningRequests:
         request, session = sequence.request, sequence.request.generation.session
         if session is None or sequence.index or request.forgotten or not caches or not num_cached:
             return
-        emitted = np.array(sequence.emitted, np.int32)
-        tokens = np.concatenate((request.prompt, emitted))[:num_cached]
+        tokens = sequence.tokens[:num_cached]
         hot = HotSession(session, caches, num_cached, tokens, request.chain)
         hot.restored_tokens = min(request.restored_tokens, num_cached)
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -219,14 +219,14 @@ class Vocabulary:
         """Length of the longest token, in characters."""
         return max(len(text) for text in self.tokenizer.get_vocab())
 
-    def continuing(self, prompt: list[int]) -> tuple[Detokenizer, int]:
+    def continuing(self, prompt: Sequence[int] | np.ndarray) -> tuple[Detokenizer, int]:
         """A detokenizer that has read the prompt's end, and how many characters it still owes.
 
         Started afresh it would take the space off the first word; the next turn's prompt would
         then hold another text than was generated, and part with the cache there. The characters
         owed belong to the prompt (a last space is kept back until the next token): not shown.
         """
-        end = [x for x in prompt[-_CONTEXT_TOKENS:] if x < len(self.tokenizer)]
+        end = [int(x) for x in prompt[-_CONTEXT_TOKENS:] if x < len(self.tokenizer)]
         whole, live = (cast(Detokenizer, self.tokenizer.detokenizer) for _ in range(2))
         for token in end:
             whole.add_token(token)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -38,11 +37,11 @@ _CUT_TOKENS = 16
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ChatPrompt:
     """A chat as the model reads it."""
 
-    token_ids: list[int]
+    token_ids: np.ndarray  # int32, (num_tokens,)
     # Positions that a later turn may come back to: the end of the system prompt, and, as the last,
     # the end of the messages, before the marker that makes the assistant speak.
     boundaries: tuple[int, ...]
@@ -66,30 +65,30 @@ class PromptWriter:
         template = str(self._tokenizer.chat_template or "")
         self.segments = SegmentCache(backend, self._whole, template)
 
-    def text(self, text: str) -> list[int]:
+    def text(self, text: str) -> np.ndarray:
         """Token ids of a text completion's prompt, at least one.
 
         Raises:
             InvalidRequest: empty, or longer than the context.
         """
         self._check_size(text, "prompt")
-        ids: list[int] = self._tokenizer.encode(text)
-        return self.checked(ids, "prompt")
+        return self.checked(self._tokenizer.encode(text), "prompt")
 
-    def checked(self, ids: list[int], param: str) -> list[int]:
-        """Return ``ids`` if the model can read them; ``param`` is the request's field.
+    def checked(self, token_ids: Sequence[int] | np.ndarray, param: str) -> np.ndarray:
+        """Return ids, int32, if the model can read them; ``param`` is the request's field.
 
         Raises:
             InvalidRequest: there are none, they fill the context, or one is no token.
         """
-        if not ids:
+        ids = np.asarray(token_ids)
+        if not len(ids):
             raise InvalidRequest("The prompt is empty: it needs at least one token.", param)
         if len(ids) >= self._max_context:
             raise context_too_long(self._max_context, len(ids), param)
-        size = self._vocabulary.size
-        if max(ids) >= size:
-            raise InvalidRequest(f"Token id {max(ids)} is outside the vocabulary of {size}.", param)
-        return ids
+        size, largest = self._vocabulary.size, int(ids.max())
+        if largest >= size:
+            raise InvalidRequest(f"Token id {largest} is outside the vocabulary of {size}.", param)
+        return ids.astype(np.int32, copy=False)
 
     def chat(self, request: ChatRequest, plan: ToolPlan, key: bytes | None = None) -> ChatPrompt:
         """Write a chat's prompt.
@@ -137,10 +136,11 @@ class PromptWriter:
                 f"The model's chat template cannot take these messages: {why}", "messages"
             ) from error
 
-    def _encode(self, text: str, key: bytes | None = None) -> list[int]:
-        if key is None:
-            return self._controls.encode(text, self._whole)
-        return self._controls.encode(text, partial(self.segments.encode, key=key))
+    def _encode(self, text: str, key: bytes | None = None) -> np.ndarray:
+        if key is not None and self._controls.is_plain(text):
+            return self.segments.ids(text, key)
+        encode = self._whole if key is None else partial(self.segments.encode, key=key)
+        return np.array(self._controls.encode(text, encode), np.int32)
 
     def _whole(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -164,17 +164,17 @@ class PromptWriter:
             first += _PART_CHARS
         return least
 
-    def _marker_start(self, marker: str, ids: list[int]) -> int:
+    def _marker_start(self, marker: str, ids: np.ndarray) -> int:
         """Count the tokens before the marker; all but one if it has no tokens of its own."""
-        tail = self._encode(marker) if marker else []
-        return len(ids) - (len(tail) if tail and ids[-len(tail) :] == tail else 1)
+        size = len(tail := self._encode(marker)) if marker else 0
+        return len(ids) - (size if size and np.array_equal(ids[-size:], tail) else 1)
 
     def _system_end(
         self,
         messages: Sequence[ChatMessage],
         options: dict[str, Any],
         text: str,
-        ids: list[int],
+        ids: np.ndarray,
         key: bytes | None,
     ) -> int:
         """Count the tokens that any prompt with the same system message and tools begins with."""
@@ -186,8 +186,9 @@ class PromptWriter:
         except InvalidRequest:
             return 0  # this template wants more than that; the request itself was fine
         head_ids = self._encode(text[: _num_shared(text, other)], key)
-        pairs = zip(ids, head_ids, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        size = min(len(ids), len(head_ids))
+        differ = ids[:size] != head_ids[:size]
+        return int(differ.argmax()) if differ.any() else size
 
     def _opens_thinking(self, marker: str) -> bool:
         if not self._tokenizer.has_thinking:
@@ -239,11 +240,11 @@ class PromptTokens:
         return {
             "count": len(ids),
             "max_model_len": self._max_context,
-            "tokens": ids,
+            "tokens": ids.tolist(),
             "token_strs": strings,
         }
 
-    def _ids(self, asked: ChatRequest | TokenizeText) -> list[int]:
+    def _ids(self, asked: ChatRequest | TokenizeText) -> np.ndarray:
         if isinstance(asked, ChatRequest):
             return self._writer.chat(asked, plan_tools(asked, self._vocabulary)).token_ids
         if asked.add_special_tokens:

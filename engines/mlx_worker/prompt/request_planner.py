@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import (
     make_frequency_penalty,
     make_logits_processors,
@@ -298,7 +299,7 @@ class RequestPlanner:
         )
 
     def _text_output(
-        self, request: CompletionRequest, ids: list[int], limit: int
+        self, request: CompletionRequest, ids: np.ndarray, limit: int
     ) -> OutputProcessor:
         return OutputProcessor(
             AnswerText(self._vocabulary, ids, request.ignore_eos),
@@ -308,7 +309,7 @@ class RequestPlanner:
             keeps_scores=request.logprobs is not None,
         )
 
-    def _text_ids(self, prompt: str | list[int]) -> list[int]:
+    def _text_ids(self, prompt: str | list[int]) -> np.ndarray:
         if isinstance(prompt, str):
             return self._prompts.text(prompt)
         return self._prompts.checked(prompt, "prompt")

@@ -105,7 +105,7 @@ async def test_an_answer_that_steps_back_gives_its_name_to_no_other(tmp_path: Pa
         budget, requests = it.owner.parts.budget, it.owner.parts.requests
 
         def shortest() -> int:
-            return min((len(y.tokens) for x in requests.all() for y in x.sequences), default=0)
+            return min((y.num_tokens for x in requests.all() for y in x.sequences), default=0)
 
         sampling = [SequenceSampling(Always(x)) for x in (20, 30)]
         reading = asyncio.create_task(

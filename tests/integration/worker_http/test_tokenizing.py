@@ -23,7 +23,7 @@ async def test_a_chat_has_the_tokens_that_it_is_answered_with(toy: Open) -> None
             cast_to=httpx2.Response,
         )
     said = counted.json()
-    assert said["tokens"] == stage.owner.submitted[0].prompt
+    assert said["tokens"] == list(stage.owner.submitted[0].prompt)
     assert said["count"] == len(said["tokens"]) == reply.usage.prompt_tokens
     assert said["max_model_len"] == stage.owner.facts.max_context
     assert HELLO[0]["content"] in text.json()["prompt"]

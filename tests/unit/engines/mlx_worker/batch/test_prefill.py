@@ -106,4 +106,4 @@ def test_a_request_is_split_into_groups_of_sequences() -> None:
     tasks = split_request(request, 7, 2)
     assert [[x.index for x in task.sequences] for task in tasks] == [[0, 1], [2, 3], [4]]
     assert all(x.target == 2 for x in tasks)
-    assert all(x.remaining == 7 and x.tokens == [1, 2, 3] for x in request.sequences)
+    assert all(x.remaining == 7 and x.tokens.tolist() == [1, 2, 3] for x in request.sequences)
