@@ -21,18 +21,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.drawing import check_path, draw
 from benchmarks.markdown import table
 from engines.calibration.gate.choice import choose
 from engines.config import CalibrationReport
 from kvstore.codecs.profile import load_profile
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.config import AUTO, StoreConfig
-from launch.calibrate.plot import check_path, draw, write_json
 from launch.calibrate.program import USUAL_CONTEXTS, CalibrateOptions, calibrate
 from launch.cli.calibrate import print_report
 from launch.cli.options import layers
 from launch.errors import LaunchError, UsageError
 from launch.machine.installation import find_python
+from launch.printing import write_json
 from launch.settings.effective_settings import effective_settings
 
 HEAD = (

@@ -1,4 +1,6 @@
-"""Prints lines and tables for people and JSON for programs.
+"""Prints lines and tables for people, and JSON for programs, to the terminal or into a file.
+
+An output path that exists and is no regular file (a pipe, ``/dev/stdout``) is written to directly.
 
 Names that servers and files give may hold characters that a terminal obeys; none reaches it.
 """
@@ -6,14 +8,19 @@ Names that servers and files give may hold characters that a terminal obeys; non
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from launch.errors import LaunchError, UsageError
 
 # Without a terminal no line is cut to a screen's width: a pipe's reader wants whole lines.
 _PIPE_WIDTH = 240
@@ -64,3 +71,44 @@ def print_table(
 def console() -> Console:
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+
+
+def check_output(option: str, path: Path) -> None:
+    """Check that ``path`` can be written. Raises ``UsageError`` if it cannot."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: this is a folder; give the name of a file")
+    if not _is_special(path) and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{option} {path}: nothing may be written into {path.parent}")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield the path to write to, and put it in the place of ``path`` when the block ends.
+
+    Readers see the older file until the new one is whole. Raises ``LaunchError`` if it cannot be
+    written.
+    """
+    if _is_special(path):
+        yield path
+        return
+    target = path.resolve()  # a link stays a link
+    fresh = target.with_name(f".{target.stem}.{os.getpid()}.new{target.suffix}")
+    try:
+        yield fresh
+        fresh.replace(target)
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written: {error}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_json(content: msgspec.Struct, path: Path) -> None:
+    """Write ``content`` as indented JSON. Raises ``LaunchError`` if that fails."""
+    with whole_file(path) as file:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()

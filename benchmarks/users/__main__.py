@@ -62,9 +62,10 @@ def bench(
     run, so that nothing is reused by chance. The exit code is 1 if there were
     errors, and 130 after Ctrl-C, which still prints what is known.
     """
+    from benchmarks.drawing import check_outputs
     from benchmarks.users.program import draw_report, print_report, run_workload
     from benchmarks.users.workload import Habits, workload_of
-    from launch.calibrate.plot import check_outputs, write_json
+    from launch.printing import write_json
     from launch.remote import Address, Target
 
     check_outputs(json, plot)
@@ -88,7 +89,7 @@ def _find_capacity(
     target: Target, words: int, sessions: tuple[int, int], json: Path | None, plot: Path | None
 ) -> None:
     from benchmarks.users.program import draw_found, print_found, run_search
-    from launch.calibrate.plot import write_json
+    from launch.printing import write_json
 
     first, most = sessions
     if min(sessions) < 1 or max(sessions) > 100_000 or not 8 <= words <= 200_000:

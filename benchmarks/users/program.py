@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from benchmarks.drawing import drawing, finish
 from benchmarks.users.capacity import BY_TIME, Found, Search
 from benchmarks.users.figures import (
     Percentiles,
@@ -28,7 +29,6 @@ from benchmarks.users.figures import (
     report_of,
 )
 from benchmarks.users.workload import Workload, crowd_name
-from launch.calibrate.plot import drawing, finish
 from launch.printing import print_table, say
 from launch.remote import Target
 

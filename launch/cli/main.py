@@ -168,9 +168,6 @@ def plan(
             help="For --machines: the weights quantised to so many bits; default: as they are.",
         ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Draw it; .svg and .pdf work, too.")
-    ] = None,
     hot: options.Hot = None,
     ram: options.Ram = None,
     disk: options.Disk = None,
@@ -183,7 +180,7 @@ def plan(
     """Say beforehand how many sessions fit, from config.json alone."""
     from launch.cli.plan import PlanOptions, run_plan
 
-    given = PlanOptions(named, sessions, lengths, machines, weights, bits, plot, as_json)
+    given = PlanOptions(named, sessions, lengths, machines, weights, bits, as_json)
     run_plan(context, given, os.environ)
 
 
@@ -227,9 +224,6 @@ def calibrate(
     ] = None,
     needles: Annotated[bool, typer.Option(help="Hide pass keys in the texts, too.")] = True,
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the rows there.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Draw rate against distortion.")
-    ] = None,
     url: Annotated[
         str | None,
         typer.Option(help="Have the server there measure what it serves, in idle moments."),
@@ -243,19 +237,20 @@ def calibrate(
 ) -> None:
     """Measure what each codec costs this model. Takes minutes."""
     from gateway.watch.telemetry import configure_logging
-    from launch.calibrate.plot import check_outputs, draw, write_json
     from launch.calibrate.program import CalibrateOptions
     from launch.calibrate.program import calibrate as run
     from launch.cli.calibrate import measure_served, print_report
     from launch.cli.remote import Remote
+    from launch.printing import check_output, write_json
 
-    check_outputs(json, plot)
+    if json is not None:
+        check_output("--json", json)
     if url is not None:
         own = (text, eval_text, presets, contexts, not needles, profile, config, assignments)
         if any(own):
             raise UsageError(
                 "with --url the server measures what it serves, in its own way: leave out all"
-                " options but --api-key, --model, --json and --plot"
+                " options but --api-key, --model and --json"
             )
         remote = Remote(url, api_key, model or "")
         report = measure_served(remote, lambda words: say(words, error=True))
@@ -267,8 +262,6 @@ def calibrate(
     print_report(report)
     if json is not None:
         write_json(report, json)
-    if plot is not None:
-        draw(report, plot)
     if url is None and not report.profile:
         raise LaunchError("what was learned is not kept; the lines above say why")
 

@@ -1,15 +1,14 @@
-"""``thermocline plan``: how many sessions fit here, or on other machines, in words and pictures."""
+"""``thermocline plan``: how many sessions fit here, or on other machines, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import typer
 
-from launch.calibrate.plot import drawing
 from launch.cli import options
 from launch.errors import UsageError
 from launch.plan.capacity_plan import CapacityPlan, ColdPlan, ContextPlan, plan_of
@@ -17,9 +16,6 @@ from launch.plan.machines import MachinePlan, machine_plans
 from launch.printing import print_json, print_table, say
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import parse_bytes, show_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 SERVED: Final = ("tokens", "tier", "codec", "bytes", "states", "vs live", "sessions")
 MACHINES: Final = (
@@ -29,7 +25,6 @@ MACHINES: Final = (
 BAR_WIDTH: Final = 40
 BAR: Final = "█"
 RATIOS: Final = ("KV vs bf16", "all vs bf16")
-COLORS: Final = {"hot": "#d1495b", "ram": "#2e86ab", "disk": "#8d99ae"}
 LABELS: Final = {
     "hot": "awake at once",
     "ram": "asleep in memory",
@@ -47,7 +42,6 @@ class PlanOptions:
     machines: bool
     weights: str | None
     bits: float | None
-    plot: Path | None
     as_json: bool
 
 
@@ -99,6 +93,17 @@ def _print_filled(
     print_table(
         [columns[i] for i in filled], [[row[i] for i in filled] for row in rows], right=right
     )
+
+
+def bars_of(plan: CapacityPlan) -> Bars:
+    """The bars of a plan: one group for each length of session."""
+    return [
+        (
+            f"{x.context} tokens",
+            {"hot": x.hot_sessions, **{tier.tier: tier.sessions for tier in x.served}},
+        )
+        for x in plan.contexts
+    ]
 
 
 def print_bars(bars: Bars) -> None:
@@ -183,11 +188,7 @@ def _cold_row(cold: ColdPlan, tiers: list[str]) -> list[str]:
 
 
 def run_plan(context: typer.Context, given: PlanOptions, environ: Mapping[str, str]) -> None:
-    """Print the plan, and draw it where that is asked. Raises ``UsageError``, ``LaunchError``."""
-    if given.plot is not None:
-        from launch.calibrate.plot import check_path
-
-        check_path(given.plot)
+    """Print the plan. Raises ``UsageError``, ``LaunchError``."""
     if given.model and context.params["model"]:
         raise UsageError("name the model once, as an argument or with --model")
     context.params["model"] = [given.model] if given.model else context.params["model"]
@@ -229,18 +230,6 @@ def _print_plan(effective: EffectiveSettings, given: PlanOptions) -> None:
             if name:
                 say(f"{name} ({loads[name]}), with its part of this machine:")
             print_plan(plan)
-    if given.plot is not None:
-        names = ", ".join(several or [found[""].model])
-        draw_bars(f"{names}: sessions on this machine", _bars(found), given.plot)
-
-
-def _bars(plans: Mapping[str, CapacityPlan]) -> Bars:
-    """The bars of one plan, or of several, each with its name."""
-    return [
-        (f"{name}, {context}" if name else context, counts)
-        for name, plan in plans.items()
-        for context, counts in bars_of(plan)
-    ]
 
 
 def _print_machines(effective: EffectiveSettings, given: PlanOptions) -> None:
@@ -259,53 +248,3 @@ def _print_machines(effective: EffectiveSettings, given: PlanOptions) -> None:
         print_json(rows)
     else:
         print_machines(name, rows)
-    if given.plot is not None:
-        draw_bars(f"{name}: sessions kept alive (counted)", machine_bars(rows), given.plot)
-
-
-def bars_of(plan: CapacityPlan) -> Bars:
-    """The bars of a plan: one group for each length of session."""
-    return [
-        (
-            f"{x.context} tokens",
-            {"hot": x.hot_sessions, **{tier.tier: tier.sessions for tier in x.served}},
-        )
-        for x in plan.contexts
-    ]
-
-
-def machine_bars(rows: Sequence[MachinePlan]) -> Bars:
-    """The bars of several machines."""
-    several = len({row.context for row in rows}) > 1
-    return [
-        (
-            f"{row.machine}, {row.context} tokens" if several else row.machine,
-            {"hot": row.hot, "ram": row.ram, "disk": row.disk},
-        )
-        for row in rows
-        if not row.refused
-    ]
-
-
-def draw_bars(title: str, bars: Bars, path: Path) -> None:
-    """Draw ``bars`` into ``path``. Raises ``LaunchError`` if it cannot be written."""
-    tiers = list(dict.fromkeys(tier for _, counts in bars for tier in counts))
-    with drawing(path, (7.5, 1.2 + 0.22 * len(bars) * (len(tiers) + 1))) as figure:
-        axes = figure.subplots()
-        height = 0.8 / max(1, len(tiers))
-        for number, tier in enumerate(tiers):
-            _draw_tier(axes, bars, tier, number, height)
-        axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
-        axes.invert_yaxis()
-        most = max((count for _, counts in bars for count in counts.values()), default=1)
-        axes.set(xlabel="sessions", title=title, xlim=(0, 1.12 * max(1, most)))
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-        figure.legend(fontsize=8, loc="outside lower center", ncols=max(1, len(tiers)))
-
-
-def _draw_tier(axes: Axes, bars: Bars, tier: str, number: int, height: float) -> None:
-    places = [i - 0.4 + height * (number + 0.5) for i in range(len(bars))]
-    counts = [x.get(tier, 0) for _, x in bars]
-    drawn = axes.barh(places, counts, height * 0.9, color=COLORS[tier], label=LABELS[tier])
-    axes.bar_label(drawn, [f"{x:,}" for x in counts], fontsize=7, padding=2)

@@ -53,14 +53,12 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_table_and_its_rows_as_json(folder: Path) -> None:
     out = folder / "rows.json"
-    plot = folder / "rows.png"
-    done = run(folder, "--presets", "raw,tq4,tq3", "--json", str(out), "--plot", str(plot))
+    done = run(folder, "--presets", "raw,tq4,tq3", "--json", str(out))
     assert done.returncode == 0, done.stderr
     assert "perplexity" in done.stdout and "tq3" in done.stdout
     rows = {row["preset"]: row for row in json.loads(out.read_text())["rows"]}
     assert set(rows) == {"raw", "tq4", "tq3"}
     assert rows["raw"]["kl"] == 0 < rows["tq4"]["kl"] < rows["tq3"]["kl"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
     assert rows["tq3"]["context"] == 256 and rows["tq3"]["bits_per_element"] < 3.6
 
 
@@ -86,7 +84,6 @@ def test_a_profile_is_learned_and_kept(folder: Path) -> None:
         (("--contexts", "64"), "fewer than 128 tokens"),
         (("--contexts", "7000"), "no text has 7256 tokens; give longer ones by --eval-text"),
         (("--contexts", "8000"), "this model takes 8192 tokens"),
-        (("--plot", "rows.gif"), "ends in .png, .svg, .pdf"),
         (("--json", "nowhere/rows.json"), "there is no folder"),
         (("--json", "."), "this is a folder"),
         (("--text", "nowhere.txt"), "nowhere.txt is no file"),

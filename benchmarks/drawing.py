@@ -1,23 +1,19 @@
-"""Plots rate against distortion: what each preset costs a model.
-
-An output path that exists and is no regular file (a pipe, ``/dev/stdout``) is written to directly.
-"""
+"""Draws figures: rate against distortion, and the frame that the other pictures share."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 
 from engines.config import CalibrationReport
 from kvstore.codecs.names import FLOOR, OWN, first_part
 from kvstore.codecs.quality import Quality
-from launch.errors import LaunchError, UsageError
+from launch.errors import UsageError
+from launch.printing import check_output, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,37 +42,6 @@ _OFFSETS: Final = [
 ]
 
 
-def check_output(option: str, path: Path) -> None:
-    """Check that ``path`` can be written. Raises ``UsageError`` if it cannot."""
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise UsageError(f"{option} {path}: this is a folder; give the name of a file")
-    if not _is_special(path) and not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{option} {path}: nothing may be written into {path.parent}")
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield the path to write to, and put it in the place of ``path`` when the block ends.
-
-    Readers see the older file until the new one is whole. Raises ``LaunchError`` if it cannot be
-    written.
-    """
-    if _is_special(path):
-        yield path
-        return
-    target = path.resolve()  # a link stays a link
-    fresh = target.with_name(f".{target.stem}.{os.getpid()}.new{target.suffix}")
-    try:
-        yield fresh
-        fresh.replace(target)
-    except OSError as error:
-        raise LaunchError(f"{path} cannot be written: {error}") from error
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
 @contextmanager
 def drawing(path: Path, size: tuple[float, float], dpi: int = 130) -> Iterator[Figure]:
     """Yield a figure of ``size`` inches, and write it to ``path`` when the block ends."""
@@ -86,16 +51,6 @@ def drawing(path: Path, size: tuple[float, float], dpi: int = 130) -> Iterator[F
     yield figure
     with whole_file(path) as file:
         figure.savefig(file, dpi=dpi)
-
-
-def write_json(content: msgspec.Struct, path: Path) -> None:
-    """Write ``content`` as indented JSON. Raises ``LaunchError`` if that fails."""
-    with whole_file(path) as file:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-
-
-def _is_special(path: Path) -> bool:
-    return path.exists() and not path.is_file()
 
 
 def check_path(path: Path) -> None:
