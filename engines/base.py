@@ -21,9 +21,9 @@ from engines.wire import Notice as Notice
 from engines.wire import SessionReport as SessionReport
 from engines.wire import TenantUses as TenantUses
 from engines.wire import Welcome as Welcome
-from kvstore.config import TenantLimits as TenantLimits
 from kvstore.session import KVSize as KVSize
 from kvstore.session import SessionRef as SessionRef
+from kvstore.session import TenantLimits as TenantLimits
 from kvstore.session import TierName as TierName
 
 SAVE_S: Final = 30.0  # at the end of a server

@@ -16,9 +16,9 @@ import msgspec
 
 from engines.config import CalibrationOrder
 from kvstore.codecs.quality import Quality
-from kvstore.config import TenantLimits
 from kvstore.session import KVSize as KVSize
 from kvstore.session import SessionRef as SessionRef
+from kvstore.session import TenantLimits
 from kvstore.session import TierName as TierName
 from kvstore.stats import Repacking
 from kvstore.stats import TierStats as TierStats

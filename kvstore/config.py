@@ -1,7 +1,4 @@
-"""Settings of the cold store, and the limits of its tenants.
-
-Frozen; read from the environment only by ``launch``.
-"""
+"""Settings of the cold store. Frozen; read from the environment only by ``launch``."""
 
 from __future__ import annotations
 
@@ -70,24 +67,3 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # and caught up with later. One save always fits an empty queue, here and above. About what a
     # disk writes in a second.
     write_queue_bytes: ClassVar[int] = 256 << 20
-
-
-class TenantLimits(msgspec.Struct, frozen=True):
-    """The limits of one tier. A limit counts what a budget counts: names and overhead, too."""
-
-    named: dict[str, int | None] = {}  # bytes by tenant; None = any number
-    others: int | None = None  # of each tenant that is not named; None = any number
-
-    def of(self, tenant: str) -> int | None:
-        """Return a tenant's limit in bytes; None = any number.
-
-        A tenant ``NAME/USER``, a user of a key's, has the limit of ``NAME`` for itself. Blobs whose
-        tenant is not known, those of "", have no limit.
-        """
-        if not tenant:
-            return None
-        name = tenant if tenant in self.named else tenant.partition("/")[0]
-        return self.named.get(name, self.others)
-
-
-NO_LIMITS = TenantLimits()

@@ -1,4 +1,4 @@
-"""Names of sessions and tiers, reasons of misses, the size of a chunk, and the states of a session.
+"""Sessions and tenants as the store knows them: names, limits, chunks, states, reasons of misses.
 
 A chunk has one size for every codec and both engines, which is a part of every name: every codec
 packs each token by itself, so that small chunks are as dense as large ones (decision 89).
@@ -91,3 +91,24 @@ class KVSize(msgspec.Struct, frozen=True):
         return KVSize(
             self.per_token + other.per_token, self.windows + other.windows, self.fixed + other.fixed
         )
+
+
+class TenantLimits(msgspec.Struct, frozen=True):
+    """The limits of one tier. A limit counts what a budget counts: names and overhead, too."""
+
+    named: dict[str, int | None] = {}  # bytes by tenant; None = any number
+    others: int | None = None  # of each tenant that is not named; None = any number
+
+    def of(self, tenant: str) -> int | None:
+        """Return a tenant's limit in bytes; None = any number.
+
+        A tenant ``NAME/USER``, a user of a key's, has the limit of ``NAME`` for itself. Blobs whose
+        tenant is not known, those of "", have no limit.
+        """
+        if not tenant:
+            return None
+        name = tenant if tenant in self.named else tenant.partition("/")[0]
+        return self.named.get(name, self.others)
+
+
+NO_LIMITS = TenantLimits()

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvstore.config import TenantLimits
 from kvstore.errors import TierUnavailable
-from kvstore.session import TierName
+from kvstore.session import TenantLimits, TierName
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 

@@ -52,7 +52,7 @@ from engines.wire import (
     VerbAnswer,
     Welcome,
 )
-from kvstore.config import TenantLimits
+from kvstore.session import TenantLimits
 
 ANSWER_S = 15.0  # verbs that only look
 LIMITS_S = 2.0  # limits of tenants, which are said again in any case

@@ -25,8 +25,7 @@ from engines.wire import (
     TierName,
     TierStats,
 )
-from kvstore.config import TenantLimits
-from kvstore.session import TIER_NAMES, SessionName
+from kvstore.session import TIER_NAMES, SessionName, TenantLimits
 from kvstore.stats import Repacking
 
 HOT_BYTES_PER_TOKEN = 1000

@@ -54,7 +54,7 @@ from engines.wire import (
     frame,
     read_request,
 )
-from kvstore.config import TenantLimits
+from kvstore.session import TenantLimits
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 logger = logging.getLogger(__name__)

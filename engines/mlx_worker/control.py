@@ -31,10 +31,9 @@ from engines.wire import (
     TenantUses,
     absent,
 )
-from kvstore.config import TenantLimits
 from kvstore.ledger.notices import StoreNotice
 from kvstore.ledger.record import SessionRecord
-from kvstore.session import SessionName, SessionRef, TierName
+from kvstore.session import SessionName, SessionRef, TenantLimits, TierName
 from kvstore.stats import Repacking, StoreStats
 
 logger = logging.getLogger(__name__)

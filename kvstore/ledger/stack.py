@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kvstore.config import NO_LIMITS, TenantLimits
 from kvstore.errors import TierUnavailable
-from kvstore.session import SHARED_TIERS, TierName
+from kvstore.session import NO_LIMITS, SHARED_TIERS, TenantLimits, TierName
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 

@@ -20,13 +20,13 @@ from typing import Final
 from kvstore.blobs.chain import Chain, ChainKeys, ChainMaker, Piece
 from kvstore.blobs.packer import Packer, StoreCodecs
 from kvstore.codecs.base import Codec
-from kvstore.config import StoreConfig, TenantLimits
+from kvstore.config import StoreConfig
 from kvstore.ledger.index import Claims
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.notices import OnNotice
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import OnPacked
-from kvstore.session import CHUNK_TOKENS, UNKNOWN_REASONS, SessionRef, TierName
+from kvstore.session import CHUNK_TOKENS, UNKNOWN_REASONS, SessionRef, TenantLimits, TierName
 from kvstore.shapes import StoredModel
 from kvstore.stats import Counters, StoreStats
 from kvstore.store.planner import Planner

@@ -17,8 +17,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from kvstore.config import TenantLimits
-from kvstore.session import SHARED_TIERS, TierName
+from kvstore.session import SHARED_TIERS, TenantLimits, TierName
 
 # "budget": there was no space for it. "limit": its tenant may hold no more.
 EvictionCause: TypeAlias = Literal["budget", "limit"]

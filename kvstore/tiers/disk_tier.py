@@ -31,8 +31,8 @@ from pathlib import Path
 
 import lmdb
 
-from kvstore.config import TenantLimits
 from kvstore.errors import TierUnavailable
+from kvstore.session import TenantLimits
 from kvstore.tiers.base import Blob
 from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit
 from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder

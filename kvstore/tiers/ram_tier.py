@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic
 
-from kvstore.config import TenantLimits
-from kvstore.session import TierName
+from kvstore.session import TenantLimits, TierName
 from kvstore.tiers.base import Blob, EvictionCause, TierStats
 from kvstore.tiers.return_order import ReturnOrder
 from kvstore.tiers.runs import V

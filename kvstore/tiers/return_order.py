@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, Generic, NamedTuple
 
-from kvstore.config import NO_LIMITS, TenantLimits
+from kvstore.session import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import EvictionCause
 from kvstore.tiers.runs import LINK, RECORD, Run, Runs, V, parents_first
 

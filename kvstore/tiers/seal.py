@@ -29,9 +29,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from kvstore.config import TenantLimits
 from kvstore.errors import Corrupt
-from kvstore.session import TierName
+from kvstore.session import TenantLimits, TierName
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 NONCE_BYTES: Final = 12

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.config import TenantLimits
 from kvstore.ledger.notices import StoreNotice
-from kvstore.session import TierName
+from kvstore.session import TenantLimits, TierName
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier

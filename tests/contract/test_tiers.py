@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.config import TenantLimits
+from kvstore.session import TenantLimits
 from tests.clock import Clock
 from tests.contract.tier_rig import KINDS, LOCAL, TierRig, blob_of, key, rig
 

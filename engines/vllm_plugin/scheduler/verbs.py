@@ -40,8 +40,7 @@ from engines.wire import (
     Unpin,
     Verb,
 )
-from kvstore.config import TenantLimits
-from kvstore.session import TIER_NAMES, SessionName, SessionRef, TierName
+from kvstore.session import TIER_NAMES, SessionName, SessionRef, TenantLimits, TierName
 from kvstore.stats import Counters, Repacking, StoreStats
 
 LOOK_S: Final = 10.0

@@ -27,9 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvstore.config import TenantLimits
 from kvstore.errors import TierUnavailable
-from kvstore.session import TierName
+from kvstore.session import TenantLimits, TierName
 from kvstore.tiers.base import Blob, EvictionCause, TierStats
 from kvstore.tiers.redis_server.client import ServerBounds, read_bounds
 from kvstore.tiers.redis_server.link import Command, RedisLink, Reply

@@ -15,7 +15,7 @@ from engines.wire import (
     TenantUses,
     Unpin,
 )
-from kvstore.config import TenantLimits
+from kvstore.session import TenantLimits
 from tests.vllm.rig.engine import BLOCK, RealEngine, ref
 
 pytestmark = pytest.mark.vllm

@@ -19,7 +19,7 @@ from engines.fake_worker.fake_sessions import CODEC, FakeSessions
 from engines.host.control_server import ControlServer
 from engines.http import CACHE_HEADER
 from engines.wire import CodecReport, SessionRef, TenantUses, TierName
-from kvstore.config import TenantLimits
+from kvstore.session import TenantLimits
 from launch.engine_start import engine_factory
 from launch.errors import UsageError
 from tests.unit.engines.conftest import FakeProcess, welcomed, worker_config

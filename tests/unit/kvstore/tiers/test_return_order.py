@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.config import TenantLimits
+from kvstore.session import TenantLimits
 from kvstore.tiers.return_order import ReturnOrder, stated_size
 from kvstore.tiers.runs import links_before
 

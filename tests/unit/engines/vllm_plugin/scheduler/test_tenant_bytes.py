@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engines.wire import LimitTenants, TenantUses
-from kvstore.config import TenantLimits
+from kvstore.session import TenantLimits
 from tests.block_sessions import ref
 from tests.unit.engines.vllm_plugin.hub_engine import Engine
 
