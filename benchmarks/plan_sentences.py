@@ -20,7 +20,7 @@ from typing import Any, Final
 from tests.unit.launch.plan.published import GEMMA3_27B, GPT_OSS_20B, QWEN3_32B, QWEN35_35B
 
 MXFP4: Final = {"quantization_config": {"quant_method": "mxfp4"}}
-LENGTHS: Final = (8192, 32768)
+LENGTHS: Final = (8192, 131_072)
 MACHINES: Final = {
     "GB10 (DGX Spark), 128 GB unified": "GB10, 1 TB disk",
     "GPU of 48 GB, 128 GB of memory": "RTX 6000 Ada, 48 GB",
