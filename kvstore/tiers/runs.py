@@ -85,7 +85,7 @@ class Runs(Generic[V]):
     def _split(self, run: Run[V], end: bytes) -> Run[V]:
         """Make the part of a run up to ``end`` a run of its own."""
         head: Run[V] = Run(
-            run.owner, run.first, run.used_s, run.parent, run.gap_s, run.is_kept, True
+            run.owner, run.first, run.used_s, run.parent, run.gap_s, run.is_kept, is_shared=True
         )
         head.is_open, head.is_busy = run.is_open, run.is_busy
         for key in list(run.keys):

@@ -529,3 +529,16 @@ def test_any_sequence_of_uses_keeps_the_books(uses, capacity_bytes):
     again = restarted(order)
     again.evict(10**9, ())
     assert (again.nbytes, len(again)) == (0, 0)
+
+
+def test_what_chains_shared_stays_a_run_of_its_own_when_none_goes_on_from_it():
+    """Else the next one that does would be judged by the uses of all before it."""
+    order = order_of(1000)
+    for name in "ab":
+        order.add(chain(name, 4, shared=2))
+    for name in "ab":
+        order.remove(list(chain(name, 4, shared=2))[2:])
+    order.add(chain("x", 4, shared=2))
+    runs = [order._runs.of[key] for key in chain("x", 4, shared=2)]
+    assert runs[0] is runs[1] is not runs[2] is runs[3]
+    assert not runs[0].is_spare
