@@ -88,12 +88,15 @@ class Team:
         body = {"tier": tier} if tier else {}
         for attempt in itertools.count(1):  # its cold copy is written after the turn
             try:
-                self._post(f"/v1/sessions/{quote(who.id, safe='')}/demote", body)
-                return
+                row = json.loads(self._post(f"/v1/sessions/{quote(who.id, safe='')}/demote", body))
+                if row["state"] == "cold" and row["tier"] == (tier or row["tier"]):
+                    return
             except urllib.error.HTTPError as error:
-                if error.code != 409 or attempt == 40:
+                if error.code != 409:
                     raise
-                time.sleep(0.25)
+            if attempt == 80:
+                raise TimeoutError(f"{who.id} does not sleep")
+            time.sleep(0.25)
 
     def pin(self, who: Speaker) -> None:
         self._post(f"/v1/sessions/{quote(who.id, safe='')}/pin", {})

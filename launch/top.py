@@ -23,7 +23,9 @@ from launch.settings.units import show_bytes, show_duration
 
 PATH: Final = "/v1/snapshot"
 ONCE_ROWS: Final = 200
-OTHER_LINES: Final = 22  # of a frame, besides sessions
+OTHER_LINES: Final = 23  # of a frame, besides sessions
+LEAST_RATIO: Final = 1.05  # of bytes in bf16: less is not packed
+KINDS: Final = {"restored": "restored", "hot": "hot", "missed": "missed", "first": "first turns"}
 Row = Mapping[str, Any]
 FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
     "all": lambda row: row["kind"] != "task",
@@ -83,6 +85,10 @@ def frame(
     moment = now or time.time()
     rows = sorted(filter(FILTERS[kept], said["sessions"]), key=ORDERS[order])
     parts: list[Any] = [_head(said["server"], moment), _now(said["now"])]
+    if times := said["now"]["first_token"]:
+        kinds = [(KINDS[x], times[x]) for x in KINDS if x in times]
+        each = [f"{x} {_seconds(y['p50_s'])} (p95 {_seconds(y['p95_s'])})" for x, y in kinds]
+        parts.append(_text(f"first token: {' · '.join(each)}"))
     parts.append(_memory(said["memory"]))
     if said["quality"] and said["quality"]["name"]:
         parts.append(_quality(said["quality"]))
@@ -145,7 +151,10 @@ def _memory(memory: Row) -> Table:
         table.add_row(*_bar(tier["name"], tier), _text(notes, "dim"))
     packed, plain = memory["cold_bytes"], memory["bf16_bytes"] or 0
     if packed:
-        words = f"{show_bytes(packed)} packed, {show_bytes(plain)} in bf16: {plain / packed:.1f}x"
+        words = f"{show_bytes(packed)}, exact"
+        if plain > LEAST_RATIO * packed:
+            words = f"{show_bytes(packed)} packed, {show_bytes(plain)} in bf16:"
+            words += f" {plain / packed:.1f}x"
         table.add_row(_text("asleep"), Text(), _text(words), Text())
     return table
 
@@ -160,10 +169,11 @@ def _bar(name: str, place: Row) -> tuple[Text, Text, Text]:
 
 def _quality(quality: Row) -> Text:
     """Say which codec is in use, what it costs, and how far a measurement is."""
-    words = ["exact" if quality["exact"] else f"codec {quality['name']}", quality["progress"]]
+    exact = "exact" if quality["measured"] else "exact, not packed yet"
+    words = [exact if quality["exact"] else f"codec {quality['name']}", quality["progress"]]
     lossy = [x["kl"] for x in quality["rows"] if x["in_use"]]
     if not quality["measured"]:
-        words[1:1] = ["not measured on this model"]
+        words[1:1] = [] if quality["exact"] else ["not measured on this model"]
         words += ["in idle moments"] if quality["progress"] else []
     elif lossy and quality["bound"]:
         words.insert(1, f"measured: KL {max(lossy):.4f} of at most {quality['bound']['kl']:g}")

@@ -160,11 +160,30 @@ def test_a_frame_shows_server_memory_requests_and_sessions() -> None:
         ),
         ({}, "codec dense3 · measured: KL 0.0094 of at most 0.01"),
         ({"name": "raw", "exact": True, "rows": []}, "exact"),
+        (
+            {"name": "raw", "exact": True, "measured": False, "progress": "measuring: 2 of 9"},
+            "exact, not packed yet · measuring: 2 of 9 · in idle moments",
+        ),
     ],
 )
 def test_a_frame_shows_the_gates_verdict(quality: dict[str, Any], words: str) -> None:
     lines = text_of({**SNAPSHOT, "quality": {**QUALITY, **quality}}).splitlines()
     assert words in [x.strip() for x in lines]
+
+
+def test_what_sleeps_exactly_is_not_called_packed() -> None:
+    memory = {**SNAPSHOT["memory"], "cold_bytes": 100, "bf16_bytes": 51}  # float32, on CPUs
+    text = text_of({**SNAPSHOT, "memory": memory})
+    assert "100 B, exact" in text and "packed" not in text
+
+
+def test_first_tokens_of_returns_stand_beside_those_of_first_turns() -> None:
+    times = {
+        "first": {"turns": 3, "p50_s": 3.2, "p95_s": 4.0, "prompt_tokens": 900},
+        "restored": {"turns": 9, "p50_s": 0.4, "p95_s": 1.5, "prompt_tokens": 950},
+    }
+    text = text_of({**SNAPSHOT, "now": {**SNAPSHOT["now"], "first_token": times}})
+    assert "first token: restored 0.4 s (p95 1.5 s) · first turns 3.2 s (p95 4 s)" in text
 
 
 @pytest.mark.parametrize("order", ORDERS)
