@@ -31,7 +31,6 @@ MAX_LOGGED_PATH = 200
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 _OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics", "dashboard_file")
 _HEADERS = "headers"  # where the scope's state has them: Starlette's look through all each time
-_HEAD_ONLY = "head_only"  # where the scope's state says that it was HEAD before it became GET
 _HEALTH = ("/livez", "/readyz", "/health", "/ping")
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # paths that count in a key's limits
 _NAMING = ("/v1/sessions/", "/v1/models/")  # a name that follows may hold slashes
@@ -58,11 +57,6 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
     """Return the request's headers by their names in lower case; of several the first."""
     found: Mapping[str, str] = scope["state"][_HEADERS]
     return found
-
-
-def wants_head_only(scope: Scope) -> bool:
-    """Say whether the request is for the head alone; the server drops the body in any case."""
-    return bool(scope["state"].get(_HEAD_ONLY))
 
 
 class RequestMiddleware:
@@ -93,7 +87,6 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        head_only = scope["method"] == "HEAD"
         scope = _plain(scope)
         path, state = scope["path"], scope.setdefault("state", {})
         headers = state[_HEADERS] = {
@@ -102,7 +95,6 @@ class RequestMiddleware:
         }
         response = _TrackedResponse(send, _request_id(headers), scope)
         state["request_id"] = response.request_id
-        state[_HEAD_ONLY] = head_only
         share = state[BODY_SHARE] = BodyShare(self._bodies)
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:

@@ -150,14 +150,6 @@ class Address:
         return LaunchError(f"{self.base} refuses ({status}: {said})")
 
 
-class Target(NamedTuple):
-    """A server that is measured."""
-
-    address: Address
-    model: str = ""  # "" = the first that it lists
-    timeout_s: float = 600.0  # of one request
-
-
 def words_of(content: Any, most: int = _SHOWN) -> str:
     """The server's own words in an error's body, cut to a line of ``most`` characters."""
     error = content.get("error") if isinstance(content, dict) else None

@@ -16,7 +16,7 @@ from launch.errors import LaunchError, UsageError
 from launch.printing import say
 
 if TYPE_CHECKING:
-    from launch.remote import Target
+    from benchmarks.users.target import Target
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 
@@ -64,9 +64,10 @@ def bench(
     """
     from benchmarks.drawing import check_outputs
     from benchmarks.users.program import draw_report, print_report, run_workload
+    from benchmarks.users.target import Target
     from benchmarks.users.workload import Habits, workload_of
     from launch.printing import write_json
-    from launch.remote import Address, Target
+    from launch.remote import Address
 
     check_outputs(json, plot)
     target = Target(Address(url, api_key), model, _seconds("--timeout", timeout))

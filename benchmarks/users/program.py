@@ -28,9 +28,9 @@ from benchmarks.users.figures import (
     SourceFigures,
     report_of,
 )
+from benchmarks.users.target import Target
 from benchmarks.users.workload import Workload, crowd_name
 from launch.printing import print_table, say
-from launch.remote import Target
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from benchmarks.stacks.fake_stack import FakeStack
 from benchmarks.users.__main__ import bench as bench_command
 from benchmarks.users.capacity import Search
+from benchmarks.users.target import Target
 from benchmarks.users.workload import STRESS_REQUESTS
 from gateway.keys import generate_key
-from launch.remote import Address, Target, take_turn
+from launch.remote import Address, take_turn
 
 KEY, LINE = generate_key("alice")
 APP = typer.Typer()

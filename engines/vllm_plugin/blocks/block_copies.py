@@ -81,7 +81,7 @@ def _functions(dtype: np.dtype) -> tuple[Any, Any]:
     modules when it starts, and that fails for llvmlite's modules.
     """
     from engines.vllm_plugin.blocks import copy_blocks
-    from kvstore.codecs.loops.array_places import places_of
+    from kvstore.codecs.loops.numba_functions import places_of
 
     copy = copy_blocks.copies_of(dtype.itemsize)
     copy.prepare()  # at the start of a server, not in its first request

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.users.figures import Percentiles, Result, Run, label, percentiles, report_of
+from benchmarks.users.target import Target
 from benchmarks.users.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, prose, workload_of
 from launch.errors import UsageError
-from launch.remote import Address, RemoteTurn, Target
+from launch.remote import Address, RemoteTurn
 
 
 def result(source: str = "hot", step: int = 1, **fields) -> Result:

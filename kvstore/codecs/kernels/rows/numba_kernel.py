@@ -18,8 +18,17 @@ from kvstore.codecs.kernels.emit.emitter import Emitter
 from kvstore.codecs.kernels.rows import pack_rows, unpack_rows
 from kvstore.codecs.kernels.rows.row_shape import RowShape
 from kvstore.codecs.kernels.rows.row_shape import has_kernel as has_kernel
-from kvstore.codecs.loops.array_places import ADDRESS, LENGTHS, STRIDES, places_of
-from kvstore.codecs.loops.numba_functions import LINE, array_of, compiled, emitted, sources_of
+from kvstore.codecs.loops.numba_functions import (
+    ADDRESS,
+    LENGTHS,
+    LINE,
+    STRIDES,
+    array_of,
+    compiled,
+    emitted,
+    places_of,
+    sources_of,
+)
 from kvstore.codecs.rows.payload import SlotGroup
 from kvstore.shapes import NUMPY_DTYPES, DType
 

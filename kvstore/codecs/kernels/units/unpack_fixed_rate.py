@@ -26,7 +26,6 @@ from kvstore.codecs.kernels.units.kernel_parts import (
 )
 from kvstore.codecs.kernels.units.kernel_parts import OFFSET as OFFSET
 from kvstore.codecs.kernels.units.pack_fixed_rate import pack as pack
-from kvstore.codecs.loops.array_places import places_of as places_of
 from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,
@@ -37,6 +36,7 @@ from kvstore.codecs.loops.numba_functions import (
     sources_of,
     tuple_of,
 )
+from kvstore.codecs.loops.numba_functions import places_of as places_of
 from kvstore.codecs.stages.integer_klt import MAX_BITS
 from kvstore.codecs.stages.octave_gain import CODES
 

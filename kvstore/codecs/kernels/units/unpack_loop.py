@@ -27,7 +27,6 @@ from kvstore.codecs.kernels.units.loop_parts import (
     restore,
     ring_of,
 )
-from kvstore.codecs.loops.array_places import places_of as places_of
 from kvstore.codecs.loops.numba_functions import (
     NBYTES,
     address_of,
@@ -36,6 +35,7 @@ from kvstore.codecs.loops.numba_functions import (
     sources_of,
     tuple_of,
 )
+from kvstore.codecs.loops.numba_functions import places_of as places_of
 from kvstore.codecs.one_step.closed_loop import LARGEST_CODE, LARGEST_LEVEL
 
 SOURCES = sources_of(__file__)

@@ -13,9 +13,8 @@ pytest.importorskip("numba")
 from numba import types
 
 from kvstore.codecs.loops import numba_functions
-from kvstore.codecs.loops.array_places import places_of
 from kvstore.codecs.loops.compilations import COMPILATIONS, Compilations
-from kvstore.codecs.loops.numba_functions import array_of, compiled
+from kvstore.codecs.loops.numba_functions import array_of, compiled, places_of
 from kvstore.codecs.presets import codec_by_name, warm
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import codec_of, layout_with, rope_of
 from tests.unit.kvstore.codecs.one_step.step_models import codec_of as learned_codec
