@@ -87,7 +87,9 @@ class Run:
     ttfts: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    reusable_tokens: int = 0  # of prompts, what the session's last turn left
+    # Of prompts, what the session's last turn left; of a first turn the head, which all share.
+    reusable_tokens: int = 0
+    has_head: bool = False  # some session has begun
     asked_again: int = 0
 
     async def ask(self, name: str, turn: int, messages: list[dict[str, str]], known: int) -> Reply:
@@ -111,7 +113,8 @@ class Run:
 
     async def session(self, name: str, turns: int, has_child: bool = False) -> None:
         """Have one conversation, with its subagent and its helpers' prompts."""
-        rng, profile, known = random.Random(name), self.profile, 0
+        rng, profile = random.Random(name), self.profile
+        known, self.has_head = int(self.has_head) * profile.head // self.scale, True
         pauses = random.Random(f"{name} pauses")  # of their own, or texts would depend on them
         each = (profile.last - profile.head) / profile.turns - profile.answer
         messages = [{"role": "system", "content": prose("head", profile.head / self.scale)}]
