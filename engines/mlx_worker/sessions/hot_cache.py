@@ -25,6 +25,7 @@ import numpy as np
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches
 from engines.mlx_worker.sessions.hot_sessions import CacheRows, HotPrefix, HotSession, HotSessions
+from engines.mlx_worker.sessions.restore_times import RestoreTimes
 from kvstore.blobs.chain import Chain
 from kvstore.blobs.state_tree import state_nbytes
 from kvstore.codecs.rows.packed_layout import PackedLayout
@@ -76,31 +77,6 @@ class ColdPrefix:
     @property
     def tier(self) -> TierName | None:
         return self.restored.tier if self.restored else None
-
-
-class RestoreTimes:
-    """Estimates how long a restore takes, from recent ones: a line through their sizes.
-
-    What it sums counts for less and less: a tenth less with every further restore.
-    """
-
-    def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of 1, tokens, seconds, tokens squared, tokens * seconds
-
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a restore."""
-        n, s = float(num_tokens), seconds
-        self._sums = 0.9 * self._sums + (1.0, n, s, n * n, n * s)
-
-    def seconds(self, num_tokens: int) -> float:
-        """Estimate a restore of so many tokens; 0 = none was measured. Any thread."""
-        count, n, s, nn, ns = self._sums
-        if not count:
-            return 0.0
-        spread = nn - n * n / count
-        # Of one size alone it is not known which part grows: all of it.
-        slope = max((ns - n * s / count) / spread, 0.0) if spread > nn / 1000 else s / n
-        return float(max((s + slope * (num_tokens * count - n)) / count, 0.0))
 
 
 class ColdSessions:
@@ -216,7 +192,7 @@ class ColdSessions:
         match = self.store.match(query.session, chain)
         more = match.num_tokens - query.held
         computing_s = query.prefill_s(more) if query.held and more > 0 else 0.0
-        if 0 < computing_s < self.times.seconds(match.num_tokens):
+        if not self.times.is_worth(match.num_tokens, computing_s):
             return ColdPrefix(None, "computed-sooner", chain=chain)
         return replace(self._restore(match, query.held), chain=chain)
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, RestoreTimes, resolved
+from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, resolved
 from engines.mlx_worker.sessions.hot_sessions import HotSession, HotSessions
+from engines.mlx_worker.sessions.restore_times import TRY_AGAIN, RestoreTimes
 from kvstore.errors import Mismatch
 from kvstore.session import SessionRef
 from kvstore.store.states import StateAt
@@ -109,3 +110,15 @@ def test_no_estimate_is_negative(restores: list[tuple[int, float]]) -> None:
         times.took(num_tokens, seconds)
     estimates = [times.seconds(x) for x in (0, 32, 10**6)]
     assert all(0.0 <= x < 1e9 for x in estimates) and estimates == sorted(estimates)
+
+
+def test_after_a_slow_restore_another_is_tried_before_long():
+    """What is declined teaches nothing: one restore of a busy moment must not end them all."""
+    times = RestoreTimes()
+    times.took(2000, 60.0)
+    answers = [times.is_worth(2000, 1.0) for _ in range(2 * TRY_AGAIN)]
+    assert answers == ([False] * (TRY_AGAIN - 1) + [True]) * 2
+    for _ in range(40):
+        times.took(2000, 0.1)
+    assert times.is_worth(2000, 1.0)
+    assert times.is_worth(2000, 0.0)  # nothing is known of computing
