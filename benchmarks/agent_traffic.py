@@ -25,6 +25,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class Run:
     # Of prompts, what the session's last turn left; of a first turn the head, which all share.
     reusable_tokens: int = 0
     has_head: bool = False  # some session has begun
+    computed_again: Counter[str] = field(default_factory=Counter)  # reusable tokens, by reason
     asked_again: int = 0
 
     async def ask(self, name: str, turn: int, messages: list[dict[str, str]], known: int) -> Reply:
@@ -107,7 +109,10 @@ class Run:
         self.ttfts.append(reply.ttft_s)
         self.prompt_tokens += reply.prompt_tokens
         self.cached_tokens += reply.cached_tokens
-        self.reusable_tokens += min(known, reply.prompt_tokens - 1)
+        reusable = min(known, reply.prompt_tokens - 1)
+        self.reusable_tokens += reusable
+        if (lost := reusable - reply.cached_tokens) > 64:  # more than the rest of a chunk
+            self.computed_again[reply.cache.partition("reason=")[2]] += lost
         self.answers[name, turn] = reply.text
         return reply
 
@@ -150,9 +155,9 @@ def stack_of(sample: bool, hot_bytes: int, sleeps: bool) -> Iterator[tuple[Stack
 
 
 def cpu_ms(stack: Stack) -> np.ndarray:
-    """Processor time of gateway and engine."""
-    times = [x.cpu_times() for x in (stack.gateway, stack.engine)]
-    return np.array([1000 * (x.user + x.system) for x in times])
+    """Processor time of gateway and engine, by Linux's clocks of other processes."""
+    clocks = [(~x.pid << 3) | 2 for x in (stack.gateway, stack.engine)]
+    return np.array([1000 * time.clock_gettime(x) for x in clocks])
 
 
 async def traffic(args: argparse.Namespace, kind: str) -> tuple[Run, dict[str, float]]:
@@ -235,7 +240,9 @@ async def compared(args: argparse.Namespace) -> None:
         wrong = {
             name for (name, turn), x in expected.answers.items() if run.answers[name, turn] != x
         }
-        print(json.dumps({"run": kind, **figures, "wrong": sorted(wrong)}), flush=True)
+        again = dict(run.computed_again)
+        row = {"run": kind, **figures, "computed_again": again, "wrong": sorted(wrong)}
+        print(json.dumps(row), flush=True)
 
 
 def model_ms(model: Path, num_tokens: int, num_new: int, answer: int) -> float:
@@ -263,16 +270,25 @@ async def turns(args: argparse.Namespace) -> None:
         encode = load(str(model))[1].encode
         async with client_of(stack) as client:
             for length in args.lengths:
-                spent, messages = [], [{"role": "user", "content": prose(length, length)}]
-                for turn in range(args.rounds):
+                name, spent = f"t{length}", list[np.ndarray]()
+                messages = [{"role": "user", "content": prose(length, length)}]
+                later: list[list[float]] = [[], []]  # first tokens: hot, after a sleep
+                for turn in range(2 * args.rounds):
+                    if turn % 2:
+                        await client.until(name, "idle")
+                        await client.post(f"/v1/sessions/{name}/demote")
+                        await client.until(name, "cold")
                     before = cpu_ms(stack)
-                    reply = await client.chat(messages, f"t{length}", max_tokens=answer)
+                    reply = await client.chat(messages, name, max_tokens=answer)
                     await asyncio.sleep(1.0)  # it is saved meanwhile
-                    spent.append(cpu_ms(stack) - before)
+                    if turn and not turn % 2:
+                        spent.append(cpu_ms(stack) - before)
+                    later[turn % 2].append(reply.ttft_s)
+                    if not turn % 2:
+                        num_new = reply.prompt_tokens - reply.cached_tokens
                     messages.append({"role": "assistant", "content": reply.text})
                     messages.append({"role": "user", "content": f"And {turn}?"})
-                gateway, engine = np.median(spent[1:], axis=0)  # the first one is prefilled
-                num_new = reply.prompt_tokens - reply.cached_tokens
+                gateway, engine = np.median(spent, axis=0)
                 own = [model_ms(model, reply.cached_tokens, num_new, answer) for _ in range(3)]
                 began = time.process_time()
                 encode("".join(x["content"] for x in messages))
@@ -280,7 +296,8 @@ async def turns(args: argparse.Namespace) -> None:
                 row |= {"engine_ms": engine, "model_ms": statistics.median(own)}
                 row |= {"beyond_ms": gateway + engine - row["model_ms"]}
                 row |= {"encoding_ms": 1000 * (time.process_time() - began)}
-                rows.append({key: round(float(value), 1) for key, value in row.items()})
+                row |= {"hot_s": np.median(later[0][1:]), "slept_s": np.median(later[1])}
+                rows.append({key: round(float(value), 3) for key, value in row.items()})
                 print(json.dumps(rows[-1]), flush=True)
     draw(rows)
 
