@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 from engines.openai.errors import InvalidRequest
@@ -38,7 +39,7 @@ _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 class Dialect(NamedTuple):
     """A kind of request, as far as foreign fields differ in it."""
 
-    fields: Collection[str]  # its own, which are no foreign ones
+    fields: tuple[str, ...]  # its own, which are no foreign ones
     shows: bool = False  # its answers are the engine's own: they show all that the engine reports
     renames: Mapping[str, str] = {}  # its names of a chat's fields, in errors
 
@@ -65,8 +66,15 @@ def ignored_fields(asked: Json, dialect: Dialect) -> list[str]:
     Raises:
         InvalidRequest: a field seems to be a misspelt one that changes the answer.
     """
-    ours = {*dialect.fields, *CHAT_FIELDS} - CHANGE_NOTHING
-    return unknown_fields(asked, ours | CHANGE_NOTHING | _KNOWN.keys(), ours)
+    ours, known = _known_fields(dialect.fields)
+    return unknown_fields(asked, known, ours)
+
+
+@cache
+def _known_fields(own: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the fields that change the answer, and all that are known, of one dialect."""
+    ours = frozenset({*own, *CHAT_FIELDS} - CHANGE_NOTHING)
+    return ours, ours | CHANGE_NOTHING | _KNOWN.keys()
 
 
 class _Taking:
