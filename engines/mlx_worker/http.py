@@ -46,9 +46,9 @@ from engines.http import (
 from engines.mlx_worker.answer.reply import GenerationFailed, ReplyStream, RequestPlan
 from engines.mlx_worker.answer.reply_format import (
     KEEPALIVE_S,
+    AnsweringModel,
     ChatFormat,
     CompletionFormat,
-    NamedModel,
     ReplyFormat,
     SseResponse,
     chunks,
@@ -148,7 +148,7 @@ class Endpoints:
         self._vocabulary = Vocabulary(tokenizer, owner.facts.vocab_size)
         self._planner = RequestPlanner(self._vocabulary, owner.facts)
         self._tokens = PromptTokens(self._vocabulary, owner.facts)
-        self._served = NamedModel(owner.facts.name, _fingerprint(config), self._vocabulary)
+        self._served = AnsweringModel(owner.facts.name, _fingerprint(config), self._vocabulary)
         # First in the line of the prompts' thread: no one waits for it on the event loop later.
         self._planning = Planning(lambda: self._vocabulary.grammar)
         self._grammars = GrammarCompiler(self._vocabulary)

@@ -113,7 +113,7 @@ class SseResponse(Response):
 
 
 @dataclass(frozen=True)
-class NamedModel:
+class AnsweringModel:
     """The model that answers; the same in every reply of a process."""
 
     model: str
@@ -201,7 +201,7 @@ async def collected(form: ReplyFormat, reply: ReplyStream) -> JsonObject:
 class _Envelope:
     """The fields that all chunks of one reply share."""
 
-    def __init__(self, served: NamedModel, id_: str, kind: str, usage_wanted: bool) -> None:
+    def __init__(self, served: AnsweringModel, id_: str, kind: str, usage_wanted: bool) -> None:
         self._fixed: JsonObject = {
             "id": id_,
             "object": kind,
@@ -222,7 +222,7 @@ class _Envelope:
 class ChatFormat:
     """Writes replies of /v1/chat/completions."""
 
-    def __init__(self, served: NamedModel, request: ChatRequest) -> None:
+    def __init__(self, served: AnsweringModel, request: ChatRequest) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         id_ = f"chatcmpl-{uuid.uuid4().hex}"
         self._envelope = _Envelope(served, id_, kind, request.include_usage)
@@ -307,7 +307,7 @@ class CompletionFormat:
     """Writes replies of /v1/completions; ``prompts`` are the texts to echo, one per prompt."""
 
     def __init__(
-        self, served: NamedModel, request: CompletionRequest, prompts: Sequence[str]
+        self, served: AnsweringModel, request: CompletionRequest, prompts: Sequence[str]
     ) -> None:
         id_ = f"cmpl-{uuid.uuid4().hex}"
         self._envelope = _Envelope(served, id_, "text_completion", request.include_usage)

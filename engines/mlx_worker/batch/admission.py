@@ -15,7 +15,7 @@ from engines.host.work_line import QueueLimit
 from engines.http import CacheOutcome
 from engines.mlx_worker.batch.batches import MemoryBudget
 from engines.mlx_worker.batch.prefill import Prefiller
-from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefixReuse, SharedPrefills
+from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefillFollowers, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request
 from engines.mlx_worker.generation import EventBuffer, PromptAdmitted
 from engines.mlx_worker.sessions.hot_cache import HotCache
@@ -42,7 +42,7 @@ class Admission:
         self._prefixes = prefixes
         self._prefetches = prefetches
         self._prefiller = prefiller
-        self._shared = SharedPrefills()
+        self._shared = PrefillFollowers()
         self._budget = budget
         self._hot_cache = hot_cache
         self._limit = limit

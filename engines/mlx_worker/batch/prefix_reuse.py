@@ -252,7 +252,7 @@ class _Wait:
     then: Then
 
 
-class SharedPrefills:
+class PrefillFollowers:
     """The prompts that wait for another's prefill. Belongs to the owner thread."""
 
     def __init__(self) -> None:
