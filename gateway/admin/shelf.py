@@ -29,7 +29,7 @@ from gateway.models import ServedModel
 router = new_router()
 
 
-class NamedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of a request about a model: its name, or its id at the hub."""
 
     model: str
@@ -56,7 +56,7 @@ async def show_cached(request: Request) -> Response:
     return answer({"object": "list", "data": rows, **about})
 
 
-@router.post("/admin/models/load", openapi_extra=takes(NamedModel))
+@router.post("/admin/models/load", openapi_extra=takes(ModelBody))
 async def load_model(request: Request) -> Response:
     """Begin to load a model that is loaded on demand."""
     caller = admin_of(request)
@@ -66,7 +66,7 @@ async def load_model(request: Request) -> Response:
     return answer(_row(gateway, model), 202)
 
 
-@router.post("/admin/models/unload", openapi_extra=takes(NamedModel))
+@router.post("/admin/models/unload", openapi_extra=takes(ModelBody))
 async def unload_model(request: Request) -> Response:
     """Begin to unload a model that is loaded on demand; its sessions are saved first."""
     gateway, model, on_demand, loading = await _on_demand(request)
@@ -86,7 +86,7 @@ async def unload_model(request: Request) -> Response:
     return answer(_row(gateway, model), 202)
 
 
-@router.post("/admin/models/download", openapi_extra=takes(NamedModel))
+@router.post("/admin/models/download", openapi_extra=takes(ModelBody))
 async def download_model(request: Request) -> Response:
     """Begin to download a model from the hub; the list shows how far it is."""
     gateway = for_admin(request)
@@ -129,7 +129,7 @@ async def delete_model(request: Request) -> Response:
 async def _name(request: Request) -> str:
     body = await read_json_body(request, gateway_of(request).config)
     try:
-        return msgspec.json.decode(body or b"{}", type=NamedModel).model
+        return msgspec.json.decode(body or b"{}", type=ModelBody).model
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is {{'model': NAME}}: {error}.", "model") from error
 

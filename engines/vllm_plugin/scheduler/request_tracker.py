@@ -29,7 +29,7 @@ from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import PATIENCE_S, Restores
-from engines.vllm_plugin.scheduler.shared_prefills import SharedPrefills
+from engines.vllm_plugin.scheduler.shared_prefills import PrefillsInFlight
 from engines.vllm_plugin.scheduler.tracked_request import TrackedRequest
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from engines.wire import RequestProgress
@@ -43,7 +43,7 @@ class RequestTracker:
     def __init__(
         self,
         restores: Restores,
-        shared: SharedPrefills,
+        shared: PrefillsInFlight,
         saves: TurnSaves,
         resident: ResidentSessions,
         measured: MeasuredRequests,

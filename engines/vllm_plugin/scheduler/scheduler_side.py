@@ -33,7 +33,7 @@ from engines.vllm_plugin.scheduler.measured_requests import Forwards, MeasuredRe
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import BlockPool, ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
-from engines.vllm_plugin.scheduler.shared_prefills import SharedPrefills
+from engines.vllm_plugin.scheduler.shared_prefills import PrefillsInFlight
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
@@ -123,7 +123,7 @@ class SchedulerSide:
                 deadline_s=settings.store.restore_deadline_s,
                 max_staged_bytes=settings.store.save_queue_bytes,
             ),
-            SharedPrefills(blocks),
+            PrefillsInFlight(blocks),
             saves,
             self._resident,
             MeasuredRequests(self._forwards.order_of, saves, blocks),

@@ -1,4 +1,4 @@
-"""Lets a request wait for a beginning of its prompt that another request is being prefilled with.
+"""Lets a request wait while another one is being prefilled with the same beginning of a prompt.
 
 vLLM offers a block to others as soon as the step that computes it is planned. But a request that
 runs does not look for such blocks again: requests that begin alike and are let in together compute
@@ -21,7 +21,7 @@ from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks, TrackedRe
 MAX_STALLED: Final = 4
 
 
-class SharedPrefills:
+class PrefillsInFlight:
     """The requests whose prompts vLLM computes now. All methods run on vLLM's thread."""
 
     def __init__(self, blocks: TokenBlocks) -> None:

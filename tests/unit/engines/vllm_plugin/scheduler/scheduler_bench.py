@@ -12,7 +12,7 @@ from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
-from engines.vllm_plugin.scheduler.shared_prefills import SharedPrefills
+from engines.vllm_plugin.scheduler.shared_prefills import PrefillsInFlight
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from kvstore.session import SessionRef
@@ -155,7 +155,7 @@ def new_bench(
             max_staged_bytes=max_staged_bytes,
             monotonic=lambda: now[0],
         ),
-        SharedPrefills(blocks),
+        PrefillsInFlight(blocks),
         saves,
         hot,
         MeasuredRequests(orders.get, saves, blocks),
