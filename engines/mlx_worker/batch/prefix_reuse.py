@@ -36,6 +36,7 @@ from engines.mlx_worker.sessions.hot_sessions import (
     HotPrefix,
     HotSession,
     common_prefix,
+    whole_chunks,
 )
 from kvstore.blobs.chain import Chain
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionName, SessionRef
@@ -308,7 +309,8 @@ def _num_shared(task: PrefillTask, other: PrefillTask) -> int:
 def _taken(task: PrefillTask, wait: _Wait) -> CacheOutcome | None:
     """Let a follower start from its leader's KV; None if it has as much of its own."""
     leader = wait.leader
-    count = min(wait.num_tokens, leader.num_cached)
+    restored = leader.request.restored_tokens
+    count = whole_chunks(min(wait.num_tokens, leader.num_cached), restored)
     if count - task.num_cached < SHORTEST_SHARED:
         return None
     if count < leader.num_cached and not kv_arrays.can_trim(leader.caches):
@@ -316,5 +318,5 @@ def _taken(task: PrefillTask, wait: _Wait) -> CacheOutcome | None:
     caches = kv_arrays.copy_of(leader.caches)
     kv_arrays.trim(caches, leader.num_cached - count)
     task.reuse(caches, count, None)
-    task.request.note_restored(min(leader.request.restored_tokens, count))
+    task.request.note_restored(min(restored, count))
     return CacheOutcome("hot", count)

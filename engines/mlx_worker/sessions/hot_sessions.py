@@ -22,7 +22,7 @@ import numpy as np
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
 from kvstore.blobs.chain import Chain, Piece, num_common
-from kvstore.session import SessionName, SessionRef
+from kvstore.session import CHUNK_TOKENS, SessionName, SessionRef
 from kvstore.shapes import KVRun, slice_tokens
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.states import TakenState, pack_of_states
@@ -203,6 +203,15 @@ class HotSessions:
         )
 
 
+def whole_chunks(num_tokens: int, restored_tokens: int) -> int:
+    """Round a beginning down to whole chunks if it ends within what was restored.
+
+    The chunk in which it ends would be restored in part. As no row is packed twice, neither that
+    chunk nor any after it could ever be saved.
+    """
+    return num_tokens - num_tokens % CHUNK_TOKENS if num_tokens < restored_tokens else num_tokens
+
+
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     """Count the leading tokens that two arrays of token ids, (num_tokens,), share."""
     length = min(len(one), len(other))
@@ -223,7 +232,7 @@ class _WantedPrefix:
 
     def usable_tokens(self, hot: HotSession) -> int:
         """Count the tokens that a prompt can start from: all, or, if caches can be cut, a part."""
-        common = min(self._common(hot), self._limit)
+        common = whole_chunks(min(self._common(hot), self._limit), hot.restored_tokens)
         return common if common == hot.num_tokens or kv_arrays.can_trim(hot.caches) else 0
 
     def _common(self, hot: HotSession) -> int:

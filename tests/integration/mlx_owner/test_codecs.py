@@ -70,7 +70,7 @@ async def test_a_woken_session_whose_copies_are_gone_is_not_saved_again(tmp_path
 
 
 async def test_an_edit_in_the_middle_of_a_restored_chunk(tmp_path: Path) -> None:
-    """The chunk with the edit has restored rows, so the chain ends before it."""
+    """The chunk with the edit is computed as a whole, so that it and what follows can be saved."""
     one = session("one")
     async with engine("llama", tmp_path, codec="tq4") as it:
         history = await asleep(it, one, text(1, 300))
@@ -79,14 +79,14 @@ async def test_an_edit_in_the_middle_of_a_restored_chunk(tmp_path: Path) -> None
         edited = history[:200] + text(2, 150)
         answer = await it.turn(edited, one)
         await it.settled()
-        assert cached(answer) == "hot; tokens=200; reason=diverged"  # live KV is cut anywhere
-        assert hot(it, one).restored_tokens == 200
+        assert cached(answer) == "hot; tokens=192; reason=diverged"
+        assert hot(it, one).restored_tokens == 192
         record = it.store.record(one)
-        assert record is not None and record.num_tokens == 192
+        assert record is not None and record.num_tokens == 352
         borrower = await it.turn(edited[:180] + text(3, 40), session("two"))
         await it.settled()
-        assert cached(borrower).startswith("hot")
-        assert hot(it, session("two")).restored_tokens == 180
+        assert cached(borrower) == "hot; tokens=160"
+        assert hot(it, session("two")).restored_tokens == 160
 
 
 async def test_an_edit_after_a_prefetch_is_compared_by_the_chunk(tmp_path: Path) -> None:
