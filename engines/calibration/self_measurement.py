@@ -178,11 +178,14 @@ class SelfMeasurement:
             self._time_again(instrument)
 
     def _first_verdict(self, instrument: Instrument) -> None:
-        logger.info(
-            "measuring what each codec costs this model, in idle moments; until then sessions are"
-            " stored exactly. A restart before the first verdict begins anew"
-        )
         known = self._known(instrument) if self._stages else None
+        logger.info(
+            "measuring what each codec costs this model, in idle moments; %s",
+            "until then sessions are packed as a first verdict says"
+            if known is not None
+            else "until then sessions are stored exactly. A restart before the first verdict begins"
+            " anew",
+        )
         if self._stages and known is None:
             self._carry_out(early_order(self._order), instrument, "a first verdict")
         self._carry_out(self._order, instrument, "measured", known)
