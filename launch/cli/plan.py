@@ -56,6 +56,9 @@ def alive(alive: int, num_tokens: int, instead: int) -> str:
 
 
 def print_plan(plan: CapacityPlan) -> None:
+    if plan.refused:
+        say(plan.refused)
+        return
     for x in plan.contexts:
         say(alive(x.alive, x.context, x.without_sleep))
     say(
@@ -223,8 +226,9 @@ def _print_plan(effective: EffectiveSettings, given: PlanOptions) -> None:
     if given.as_json:
         print_json(several or found[""])
     else:
-        for line in effective.capacity:
-            say(line)
+        if not any(x.refused for x in found.values()):
+            for line in effective.capacity:
+                say(line)
         loads = {x.entry.name: x.entry.load for x in effective.engines}
         for name, plan in found.items():
             if name:

@@ -28,6 +28,7 @@ from launch.model import find_model
 from launch.plan.cold_size import chunk_of, cold_size, expected_choice, first_measurement
 from launch.plan.hot_budget import HotBudget, hot_budget_of, served_cache, served_dtype
 from launch.plan.serve_checks import check_family, check_hot_codec
+from launch.plan.weights import too_large_here
 from launch.settings.budgets import weights_bytes
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes
@@ -78,7 +79,12 @@ class ContextPlan(msgspec.Struct, frozen=True):
 
     @property
     def alive(self) -> int:
-        """The sessions that come back, awake or asleep in the tier that holds most of them."""
+        """The sessions that come back, awake or asleep in the tier that holds most of them.
+
+        Where not even one can be answered, none comes back.
+        """
+        if not self.hot_sessions:
+            return 0
         return max([self.hot_sessions, *(x.sessions for x in self.served)])
 
 
@@ -99,6 +105,7 @@ class CapacityPlan(msgspec.Struct, frozen=True):
     budgets: dict[str, int]
     contexts: list[ContextPlan]
     notes: list[str]
+    refused: str = ""  # why the model cannot be loaded here
 
 
 def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
@@ -139,7 +146,12 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
         note = [*note, _weights_note(content)]
     if effective.assumes_gpu:
         note = [*note, ELSEWHERE.format(dtype=plan.dtype)]
-    return msgspec.structs.replace(plan, engine=effective.engine_kind, notes=[*plan.notes, *note])
+    return msgspec.structs.replace(
+        plan,
+        engine=effective.engine_kind,
+        notes=[*plan.notes, *note],
+        refused=too_large_here(effective),
+    )
 
 
 def _weights_note(content: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from launch.errors import UsageError
 from launch.machine.resources import free_disk
 from launch.plan.needs import MIB, Needs, index_bytes, needs_of
+from launch.plan.weights import too_large_here
 from launch.settings.budgets import DISK_SHARE
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.fields import Value
@@ -45,6 +46,8 @@ def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
     needs_at = cache(lambda context: needs_of(effective, context))
     needs = needs_at(wish.context)
     if reason := refusal(needs, rooms, wish.sessions):
+        if heavy := too_large_here(effective):
+            raise UsageError(heavy)
         ways = "; or ".join(what_would(needs_at, rooms, wish.sessions, wish.context))
         raise UsageError(
             f"{wish.sessions} sessions of {wish.context} tokens do not fit here: {reason}. What"

@@ -7,8 +7,6 @@ than there is room for; the codec is the one that most models get, or the one th
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -23,12 +21,13 @@ from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import CacheShape, NotUnderstood
 from launch.families.table import cache_shape
 from launch.families.weights import estimated_weights
-from launch.model import Model, find_model
+from launch.model import find_model
 from launch.plan.cold_size import cold_size
 from launch.plan.fit import Budgets, Rooms, choose_budgets
 from launch.plan.hot_budget import HotBudget
 from launch.plan.needs import Asleep, Needs
-from launch.settings.budgets import DISK_SHARE, default_budgets, weights_bytes
+from launch.plan.weights import known_weights, too_large
+from launch.settings.budgets import DISK_SHARE, default_budgets
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes
 
@@ -37,7 +36,6 @@ BF16_BYTES: Final = 2
 FREE: Final = 0.9  # of the machine's memory, beside its system
 DISK_FREE: Final = 0.8  # of the machine's disk
 MANY: Final = 10_000_000  # sessions, more than any of them keeps
-INDEX: Final = "model.safetensors.index.json"
 
 
 class Machine(NamedTuple):
@@ -161,23 +159,6 @@ def _weighed(
     return _Weighed(model.name, content, longest, found, is_estimated=not known)
 
 
-def known_weights(model: Model) -> int | None:
-    """Bytes of a model's weights, from its files or from the index that stands for them."""
-    if model.folder is None:
-        return None
-    if found := weights_bytes(model.folder, widened=False):
-        return found
-    return _indexed(model.folder / INDEX)
-
-
-def _indexed(file: Path) -> int | None:
-    try:
-        total = json.loads(file.read_text("utf-8"))["metadata"]["total_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return int(total) if isinstance(total, int | float) and total > 0 else None
-
-
 def _row(
     effective: EffectiveSettings, model: _Weighed, machine: Machine, context: int
 ) -> MachinePlan:
@@ -214,9 +195,8 @@ def _counted(
     except NotUnderstood as error:
         return str(error)
     available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
-    if model.weights >= _room(machine):
-        weights = f"{show_bytes(model.weights)} of weights"
-        return f"does not fit: {weights}, {show_bytes(_room(machine))} here"
+    if refused := too_large(model.weights, _room(machine)):
+        return refused
     given = _given(effective)
     if refused := _too_much(given, available, gpu, model.weights):
         return refused
@@ -224,7 +204,7 @@ def _counted(
     rooms = _rooms(given, available, gpu, model.weights, disk)
     hot = HotBudget(shape, BF16_BYTES, rooms.hot, model.longest, machine.engine == "mlx")
     if not hot.sessions(context):
-        return f"{context} tokens do not fit beside the weights"
+        return f"{context:,} tokens do not fit beside the weights"
     codec, nbytes = _asleep(effective, shape, context)
     asleep = Asleep(codec, nbytes, planned=True)
     needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)

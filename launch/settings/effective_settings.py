@@ -62,6 +62,7 @@ class EffectiveSettings:
     folders: Folders
     engine_kind: str  # a name in launch.engine_start, or module:Attr; never "auto"
     hot_on_gpu: bool = False  # live KV takes nothing of this machine's own memory
+    room: int = 0  # bytes in which weights and live KV have to be
     widens: bool = False  # dtype "auto" means float32, which CPUs multiply fastest
     capacity: tuple[str, ...] = ()  # the choices for capacity.sessions, in words
     assumes_gpu: bool = False  # counted as on a GPU, though there is none here
@@ -104,17 +105,19 @@ def effective_settings(
         layers = [*layers, {"engine.vllm.python": Value(find_python(given), origin)}]
     alone = _each_alone(layers, chosen, environ, assume_gpu)
     places = chosen.capacity.on_demand
+    available, on_gpu = available_memory(), _own_memory(gpus)
     fitted |= default_budgets(
-        available_memory(),
+        available,
         _weights_at_once(alone, places) if alone else _weights(chosen.engine, kind, widens),
         free_disk(where.data),
-        gpu_bytes=_own_memory(gpus),
+        gpu_bytes=on_gpu,
     )
     effective = EffectiveSettings(
         resolve([fitted, *layers]),
         where,
         kind,
-        hot_on_gpu=_own_memory(gpus) > 0,
+        hot_on_gpu=on_gpu > 0,
+        room=on_gpu or available,
         widens=widens,
         assumes_gpu=assumes_gpu,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import stat
@@ -100,6 +101,21 @@ def test_plan(run, model):
     assert (code, "takes 1 to 4096 tokens" in err) == (2, True)
 
 
+def test_plan_promises_no_session_of_a_model_that_cannot_be_loaded(run, model):
+    huge = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "vocab_size": 512}
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | huge | {"num_hidden_layers": 4000}))
+    here = [str(model), "--set", "engine.kind=mlx"]
+    code, out, _ = run("plan", *here)
+    assert code == 0
+    assert re.fullmatch(r"does not fit: [\d.]+ TiB of weights, [\d.]+ [GM]iB here\n", out)
+    code, as_json, _ = run("plan", *here, "--json")
+    assert json.loads(as_json)["refused"] == out.strip()
+    assert [x["context"] for x in json.loads(as_json)["contexts"]] == [2048]
+    code, _, err = run("plan", *here, "--sessions", "200", "--context", "2048")
+    assert (code, err) == (2, f"error: {out}")
+
+
 def test_plan_needs_config_json_alone(run, model):
     (model / "model.safetensors").unlink()
     code, out, _ = run("plan", "--model", str(model))
@@ -112,6 +128,7 @@ def test_a_hot_budget_that_nothing_fits_into_is_refused_at_once(run, model):
     small = ["--model", str(model), "--hot", "1MiB", "--set", "engine.kind=mlx"]
     code, out, _ = run("plan", *small)
     assert code == 0
+    assert out.startswith("alive: 0 sessions of 2,048 tokens")
     assert "usable context: 0 of 4096 tokens" in out
     assert "serve will refuse this: hot_bytes = 1048576 is too little" in " ".join(out.split())
     code, _, err = run("serve", *small, "--port", "0")
