@@ -8,7 +8,8 @@ numbers in ``bits`` bits, floats as they are
 from __future__ import annotations
 
 import functools
-import hashlib
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -16,10 +17,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from kvstore.codecs.base import NUM_SINKS, Payload, check_run
+from kvstore.codecs.catalogue import LITERATURE, OWN
 from kvstore.codecs.floats import from_stored, narrow, to_stored, widen
+from kvstore.codecs.names import FAMILIES
 from kvstore.codecs.reader import Reader
+from kvstore.codecs.registration import MOST_ID
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout, KVRun
+from thermocline.arithmetic import Unnamed, digest_of
 from thermocline.method import Method
 
 # fp32 rows (num_rows, dim) -> arrays whose first axis is the rows, and back.
@@ -29,6 +34,7 @@ MOST_BITS: Final = 16
 MOST_DIM: Final = 8192
 ID: Final = "simple"
 DIGITS: Final = 12  # of a digest, in an id
+_AN_ID: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MOST_ID - 1}}}", re.ASCII)
 
 
 def simple(
@@ -54,33 +60,66 @@ def simple(
         dequantise: from these arrays (codes as fp32) to rows.
         bits: of a code.
         torch: the functions take and return tensors of PyTorch.
-        id: names the arithmetic, at most 24 characters; the same id has to mean the same bytes,
-            since sessions sleep under it. "" = one of the functions' code.
+        id: names the arithmetic, at most 24 letters, digits, ".", "_" and "-"; the same id has to
+            mean the same bytes, since sessions sleep under it. "" = one of the functions' code and
+            of the values it uses.
 
     Raises:
-        ValueError: ``bits`` is not 1 to 16, or the functions do not fit.
+        ValueError: ``bits`` is not 1 to 16, the functions do not fit, ``id`` is malformed or of a
+            method of the product's, or without one the functions use a value that has no name.
     """
     for name, function in (("quantise", quantise), ("dequantise", dequantise)):
         if not callable(function):
             raise ValueError(f"{name} is {function!r}; a function is wanted")
     if not isinstance(bits, int) or not 1 <= bits <= MOST_BITS:
         raise ValueError(f"bits={bits!r}; a whole number from 1 to {MOST_BITS} is wanted")
-    codec = SimpleCodec(id or _id_of(quantise, dequantise, bits), bits, quantise, dequantise, torch)
+    _check_takes("quantise", quantise, 1, "one array, the rows")
+    name = _checked_id(id) if id != "" else _id_of(quantise, dequantise, bits)
+    codec = SimpleCodec(name, bits, quantise, dequantise, torch)
     rows = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
-    codec.restored(codec.quantised(rows), rows.shape)
+    arrays = codec.quantised(rows)
+    words = f"the {len(arrays)} array{'s' * (len(arrays) > 1)} that quantise returned"
+    _check_takes("dequantise", dequantise, len(arrays), words)
+    codec.restored(arrays, rows.shape)
     return Method(codec)
 
 
+def _checked_id(id: str) -> str:
+    """Return an id that a blob's head can hold, and that no method of the product's has."""
+    if not isinstance(id, str) or not _AN_ID.fullmatch(id):
+        raise ValueError(
+            f"id={id!r}; at most {MOST_ID} letters, digits, '.', '_' and '-' are wanted"
+        )
+    if (name := re.split("[.-]", id)[0]) in {*OWN, *LITERATURE, *FAMILIES}:
+        raise ValueError(
+            f"id={id!r} is of the method {name!r}, which has other bytes; take another"
+        )
+    return id
+
+
 def _id_of(quantise: Quantise, dequantise: Dequantise, bits: int) -> str:
-    """Return an id that changes with the code of the functions, as far as that can be seen."""
-    seen = hashlib.blake2b(f"{bits}".encode(), digest_size=DIGITS // 2)
+    """Return an id that changes with the code of the functions and with the values they use."""
     for function in (quantise, dequantise):
-        code = getattr(function, "__code__", None)
-        if code is None:
+        if getattr(function, "__code__", None) is None:
             raise ValueError(f"{function!r} has no code to name it by: give the method an id")
-        for part in (code.co_code, code.co_consts, code.co_names):
-            seen.update(repr(part).encode())
-    return f"{ID}-{seen.hexdigest()}"
+    try:
+        return f"{ID}-{digest_of(bits, quantise, dequantise)[:DIGITS]}"
+    except Unnamed as error:
+        raise ValueError(
+            f"{error}, so the arithmetic cannot be named by its code: give the method an id,"
+            " as in id='mine.1'"
+        ) from error
+
+
+def _check_takes(name: str, function: Callable[..., Any], num_arrays: int, words: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # one in C may not say what it takes
+        return
+    try:
+        signature.bind(*range(num_arrays))
+    except TypeError as error:
+        raise ValueError(f"{name}{signature} does not fit: it is given {words} ({error})") from None
 
 
 class _Part(NamedTuple):

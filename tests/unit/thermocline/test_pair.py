@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -68,9 +71,8 @@ def test_tensors():
     torch = pytest.importorskip("torch")
 
     def to_codes(rows):
-        assert isinstance(rows, torch.Tensor)
         scale = rows.abs().amax(1, keepdim=True) / 7 + 1e-9
-        return (rows / scale).round() + 7, scale
+        return torch.round(rows / scale) + 7, scale
 
     method = thermocline.simple(to_codes, dequantise, bits=4, torch=True)
     rows = np.random.default_rng(3).uniform(-4, 4, (1, 30, 8)).astype(np.float32)
@@ -88,6 +90,8 @@ def test_tensors():
         ((lambda rows: rows, lambda codes: codes, 4), "whole numbers from 0 to 15"),
         ((lambda rows: np.zeros(7), lambda codes: codes, 4), "arrays of 3 rows are wanted"),
         ((quantise, lambda codes, scale: codes[:, :9], 4), r"\(3, 64\) are wanted"),
+        ((quantise, lambda codes: codes, 4), r"given the 2 arrays that quantise returned"),
+        ((lambda rows, more: rows, dequantise, 4), "given one array, the rows"),
     ],
 )
 def test_functions_that_do_not_fit_are_refused(arguments, words):
@@ -148,3 +152,63 @@ def test_without_an_id_other_functions_have_another_one():
     assert len({one.id, *(x.id for x in others)}) == 3 and len(one.id) <= 24
     with pytest.raises(ValueError, match="give the method an id"):
         thermocline.simple(functools.partial(quantise), dequantise, bits=4)
+
+
+@pytest.mark.parametrize("id", ["x" * 25, "mine 1", "naïve", "../up", 7, "tq3.1", "kivi.1-abc"])
+def test_an_id_that_cannot_be_or_is_anothers_is_refused(id):
+    with pytest.raises(ValueError, match="id="):
+        thermocline.simple(quantise, dequantise, bits=4, id=id)
+
+
+PROGRAM = """
+import numpy as np, thermocline, helper
+K, LEVELS, NAMES = 7, np.arange(16) - 7.0, {"b", "a", "c"}
+
+def scaled(rows):
+    return rows / K
+
+def quantise(rows):
+    steps = [(lambda x: x.round())(scaled(x) * helper.STEP + 7) for x in rows]
+    def inner(x):
+        return sum(y for y in (x, 0.0))
+    return np.clip(inner(np.stack(steps)), 0, 15)
+
+def dequantise(codes, _names=NAMES):
+    return LEVELS[codes.astype(int)] * K / helper.STEP
+
+print(thermocline.simple(quantise, dequantise, bits=4).id)
+"""
+
+
+def test_the_id_is_the_same_in_every_process_and_changes_with_the_values_used(tmp_path):
+    changes = [("", ""), ("", ""), ("= 7, np", "= 3, np"), ("- 7.0", "- 6.5"), ("0.0)", "1.0)")]
+    found = []
+    for seed, (old, new) in enumerate([*changes, ("", "")]):
+        (tmp_path / "helper.py").write_text(f"STEP = {1 if seed < len(changes) else 2}")
+        program = PROGRAM.replace(old, new) if old else PROGRAM
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed + 1)}
+        environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        said = subprocess.run(
+            [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+        )
+        found.append(said.stdout)
+    assert found[0] == found[1] and len(set(found)) == len(found) - 1
+
+
+class Steps:
+    size = 7.0
+
+
+def test_a_value_that_has_no_name_is_refused_without_an_id():
+    steps = Steps()
+
+    def to_codes(rows):
+        return np.clip((rows * steps.size).round() + 7, 0, 15)
+
+    def to_rows(codes):
+        return codes - 7
+
+    with pytest.raises(ValueError, match="the variable 'steps' is 'Steps'.*give the method an id"):
+        thermocline.simple(to_codes, to_rows, bits=4)
+    assert thermocline.simple(to_codes, to_rows, bits=4, id="steps.1").id == "steps.1"
