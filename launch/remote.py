@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -131,10 +133,9 @@ class Address:
         return answer.status, content_of(raw)
 
     def unreachable(self, error: BaseException) -> LaunchError:
-        reason = str(error) or type(error).__name__
         return LaunchError(
-            f"{self.base} does not answer ({reason}); is `thermocline serve` or another server"
-            f" running there? Name another address{self._option and f' with {self._option}'}"
+            f"{self.base} does not answer ({reason_of(error)}); is `thermocline serve` or another"
+            f" server running there? Name another address{self._option and f' with {self._option}'}"
         )
 
     def refused(self, status: int, content: Any) -> LaunchError:
@@ -148,6 +149,25 @@ class Address:
         if status == 404:
             return LaunchError(f"{self.base} is no OpenAI server ({status}: {said})")
         return LaunchError(f"{self.base} refuses ({status}: {said})")
+
+
+def reason_of(error: BaseException) -> str:
+    """Say in a few plain words why a connection failed."""
+    cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    if isinstance(cause, socket.gaierror | UnicodeError):
+        is_known = getattr(cause, "errno", None) != socket.EAI_AGAIN
+        return "no such host" if is_known else "the host's name cannot be looked up now"
+    if isinstance(cause, ssl.SSLError):
+        return f"no TLS connection: {(cause.reason or 'refused').replace('_', ' ').lower()}"
+    if isinstance(cause, aiohttp.ServerDisconnectedError | ConnectionResetError):
+        return "the connection was closed"
+    if isinstance(cause, aiohttp.ClientResponseError):
+        return "the answer is no HTTP"
+    if isinstance(cause, OSError) and cause.errno:
+        return os.strerror(cause.errno).lower()
+    return str(error) or type(error).__name__
 
 
 def words_of(content: Any, most: int = _SHOWN) -> str:
@@ -282,7 +302,7 @@ async def take_turn(
     except NotEvents as error:
         turn.error = f"the answer is no stream of events: {error}"
     except (aiohttp.ClientError, OSError) as error:
-        turn.error = f"the connection failed: {str(error) or type(error).__name__}"
+        turn.error = f"the connection failed: {reason_of(error)}"
     turn.total_s = time.perf_counter() - began
     return turn
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import socketserver
+import threading
+
 import pytest
 
 from launch.cli.remote import Remote
 from launch.errors import LaunchError, UsageError
-from launch.remote import Address, server_url
+from launch.remote import Address, reason_of, server_url
 
 
 @pytest.mark.parametrize(
@@ -41,5 +45,45 @@ def test_every_command_that_asks_a_server_understands_it():
         Remote("ftp://127.0.0.1:1")
     with pytest.raises(LaunchError, match="Name another address with --url"):
         Remote("unix:/no/such/socket").models()
-    with pytest.raises(LaunchError, match="does not answer"):
-        Remote("http://example..com").models()
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("127.0.0.1:1", "connection refused"),
+        ("unix:/no/such/socket", "no such file or directory"),
+        ("http://example..com", "no such host"),
+    ],
+)
+def test_a_server_that_is_away_is_spoken_of_in_plain_words(address, reason):
+    with pytest.raises(LaunchError) as caught:
+        Remote(address).models()
+    assert f" does not answer ({reason}); is `thermocline serve`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said", "reason"),
+    [
+        ("http", b"", "the connection was closed"),
+        ("http", b"hello\r\n\r\n", "the answer is no HTTP"),
+        ("https", b"hello\r\n\r\n", "no TLS connection: wrong version number"),
+    ],
+)
+def test_a_server_of_another_kind_is_spoken_of_in_plain_words(scheme, said, reason):
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(said)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(LaunchError) as caught:
+            Remote(f"{scheme}://127.0.0.1:{other.server_address[1]}").models()
+        other.shutdown()
+    assert f" does not answer ({reason}); is" in str(caught.value)
+
+
+def test_a_failure_is_named_by_its_cause():
+    assert reason_of(TimeoutError()) == "timed out"
+    assert reason_of(socket.gaierror(socket.EAI_NONAME, "x")) == "no such host"
+    assert reason_of(socket.gaierror(socket.EAI_AGAIN, "x")).endswith("cannot be looked up now")
