@@ -38,7 +38,7 @@ from launch.machine.installation import (
     require_vllm,
 )
 from launch.machine.resources import COMFORTABLE, available_memory, free_disk, least_for, too_low
-from launch.machine.server_address import address_here
+from launch.machine.server_address import VARIABLE, server_address
 from launch.model import find_gguf, find_model
 from launch.model import folder_in as sample_folder
 from launch.plan.cold_size import expected_choice, first_measurement, in_words
@@ -100,7 +100,11 @@ def _finding(
 
 
 def _server(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    return ("ok", ask_server(environ) or "none runs here")
+    if found := ask_server(environ):
+        return "ok", found
+    if url := environ.get(VARIABLE):
+        return "warning", f"no server of ours answers at {url} (--url, {VARIABLE})"
+    return "ok", "none runs here"
 
 
 def _python(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -260,8 +264,9 @@ def _disk(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 def _port(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     gateway = effective.settings.gateway
-    here = urlsplit(address_here(environ)).port == gateway.port
-    if here and ask_server(environ):
+    named = urlsplit(server_address(environ))
+    is_here = named.hostname in ("127.0.0.1", "::1", "localhost", gateway.host)
+    if is_here and named.port == gateway.port and ask_server(environ):
         return "ok", f"{gateway.host} port {gateway.port} is that of the server which runs here"
     take_port(gateway).close()
     return "ok", f"{gateway.host} port {gateway.port} is free"

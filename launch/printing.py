@@ -65,7 +65,14 @@ def print_table(
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(Text(one_line(cell)) for cell in row))
-    console().print(table)
+    screen = console()
+    if screen.is_terminal:
+        screen.print(table)
+        return
+    with screen.capture() as printed:
+        screen.print(table)
+    for line in printed.get().splitlines():
+        say(line.rstrip())
 
 
 def console() -> Console:

@@ -1,4 +1,4 @@
-"""Asks the server that runs on this machine what it serves, and how it packs."""
+"""Asks a running server what it serves, and how it packs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import msgspec
 
 from engines.wire import CodecReport
 from launch.errors import LaunchError
-from launch.machine.server_address import address_here
+from launch.machine.server_address import server_address
 
 if TYPE_CHECKING:
     from launch.remote import Address
 
 
 def ask_server(environ: Mapping[str, str]) -> str:
-    """Return one line on the server of ours that runs here; "" if there is none."""
+    """Return one line on the server of ours that commands ask; "" if there is none."""
     from launch.remote import Address  # pulls in the HTTP client
 
-    address = Address(address_here(environ), environ.get("THERMOCLINE_API_KEY", ""))
+    address = Address(server_address(environ), environ.get("THERMOCLINE_API_KEY", ""))
     try:
         status, content = asyncio.run(_answer(address))
     except LaunchError:  # no one answers

@@ -18,8 +18,9 @@ import typer
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.connect import connect
-from launch.cli.sessions import chat, top
+from launch.cli.sessions import Url, chat, top
 from launch.errors import LaunchError, UsageError
+from launch.machine.server_address import VARIABLE
 from launch.printing import print_json, print_table, say
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
@@ -188,6 +189,7 @@ def plan(
 def doctor(
     context: typer.Context,
     model: options.Models = None,
+    url: Url = "",
     profile: options.Profile = None,
     config: options.Config = None,
     assignments: options.Assignments = None,
@@ -195,8 +197,10 @@ def doctor(
 ) -> None:
     """Look for things that would keep a server from starting or from being fast."""
     from launch.doctor import examine
+    from launch.remote import server_url
 
-    findings = examine(options.chosen(context, os.environ), os.environ)
+    environ = {**os.environ, **({VARIABLE: server_url(url)} if url else {})}
+    findings = examine(options.chosen(context, environ), environ)
     if as_json:
         print_json(findings)
     else:

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from launch.cli.options import Json
 from launch.errors import UsageError
+from launch.machine.server_address import VARIABLE
 from launch.printing import print_json, print_table, say
 from launch.settings.units import show_bytes, show_duration
 
@@ -17,13 +18,23 @@ if TYPE_CHECKING:
     from launch.cli.remote import Remote
 
 
-app = typer.Typer()
+class _ListsAlone(TyperGroup):
+    """The commands for sessions; options without a command are those of ``list``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_alone = not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names)
+        if is_alone and not ctx.resilient_parsing:  # a shell that completes wants the commands
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_ListsAlone)
 
 Url = Annotated[
     str,
     typer.Option(
         "--url",
-        envvar="THERMOCLINE_URL",
+        envvar=VARIABLE,
         help="The gateway's address.",
         show_default="that of the server which runs here",
     ),
@@ -37,13 +48,9 @@ Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Session ids.")]
 TIERS = ("ram", "disk", "redis")
 
 
-@app.callback(invoke_without_command=True)
-def sessions(context: typer.Context) -> None:
+@app.callback()
+def sessions() -> None:
     """List, move, pin and forget the sessions of a running server; alone: list them."""
-    if context.invoked_subcommand is None and isinstance(context.command, TyperGroup):
-        command = context.command.commands["list"]
-        with command.make_context("list", [], parent=context) as own:
-            command.invoke(own)
 
 
 @app.command("list")

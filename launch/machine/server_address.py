@@ -17,6 +17,7 @@ from launch.machine.folders import default_data_dir
 
 USUAL: Final = "http://127.0.0.1:8080"
 NAME: Final = "address"
+VARIABLE: Final = "THERMOCLINE_URL"
 MOST_BYTES: Final = 256
 _PRIVATE: Final = 0o600
 
@@ -34,6 +35,11 @@ def announced(data: Path, url: str) -> Iterator[None]:
         with suppress(OSError):
             if file.read_bytes() == line:  # another server may have come meanwhile
                 file.unlink()
+
+
+def server_address(environ: Mapping[str, str]) -> str:
+    """Return the address of the server that commands ask: the one that is named, else ours here."""
+    return environ.get(VARIABLE) or address_here(environ)
 
 
 def address_here(environ: Mapping[str, str]) -> str:

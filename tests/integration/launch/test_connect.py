@@ -46,8 +46,30 @@ def test_the_server_that_runs_here_needs_no_address(
         found = {x["about"]: x for x in json.loads(run.invoke(app, [*doctor, *port]).output)}
         assert found["server"]["text"].startswith(f"{stack.url} packs sessions with words:")
         assert "is that of the server which runs here" in found["port"]["text"]
+        alone, verb = (run.invoke(app, ["sessions", *x, "--json"]) for x in ([], ["list"]))
+        assert (alone.exit_code, alone.output) == (0, verb.output)
     found = {x["about"]: x for x in json.loads(run.invoke(app, doctor).output)}
     assert found["server"] == {"about": "server", "verdict": "ok", "text": "none runs here"}
+
+
+def test_doctor_and_sessions_find_the_server_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THERMOCLINE_DATA_DIR", str(tmp_path))
+    run, doctor = CliRunner(), ["doctor", "--set", "engine.kind=fake", "--json"]
+
+    def server(*options: str) -> dict[str, str]:
+        found = json.loads(run.invoke(app, [*doctor, *options]).output)
+        return {x["about"]: x for x in found}["server"]
+
+    with FakeStack(tmp_path / "stack") as stack:
+        assert server("--url", f"{stack.url}/v1")["text"].startswith(f"{stack.url} packs sessions")
+        listed = run.invoke(app, ["sessions", "--url", stack.url])
+        assert (listed.exit_code, listed.output) == (0, "no sessions\n")
+        monkeypatch.setenv("THERMOCLINE_URL", stack.url)
+        assert server()["text"].startswith(f"{stack.url} packs sessions")
+    assert server()["verdict"] == "warning"
+    assert server()["text"] == f"no server of ours answers at {stack.url} (--url, THERMOCLINE_URL)"
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"{}", b'{"object": "list", "codec": 3}'])

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from launch.errors import LaunchError, UsageError
-from launch.printing import check_output, whole_file
+from launch.printing import check_output, print_table, whole_file
+
+
+def test_lines_of_a_table_end_with_their_last_word(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("about", "finding"), [("a", "short"), ("b", "of several words"), ("c", "")])
+    lines = ["about  finding", "a      short", "b      of several words", "c"]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_a_path_that_can_never_be_written_is_refused_at_once(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ def test_a_shell_completes_commands_and_options():
     for typed, at, wanted in (
         ("thermocline ser", 1, "serve"),
         ("thermocline chat --mod", 2, "--model"),
+        ("thermocline sessions sh", 2, "show"),
     ):
         asked = {
             "_THERMOCLINE_COMPLETE": "complete_bash",
