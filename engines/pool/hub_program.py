@@ -69,16 +69,26 @@ def downloaded(name: str) -> Iterator[Mapping[str, Any]]:
 
 
 def deleted(name: str) -> Iterator[Mapping[str, Any]]:
-    """Delete a model with all of its revisions."""
+    """Delete a model with all of its revisions and files of unfinished downloads.
+
+    Of a folder that is a link only the link is removed: the files lie outside the cache.
+    """
     from huggingface_hub import scan_cache_dir
 
     found = [x for x in _repositories() if x.repo_id == name]
     if not found:
         raise Refusal(f"{name} is not in the cache")
-    freed = sum(_bytes_in(x.repo_path) for x in found)
+    real = [x.repo_path.resolve() for x in found]
+    nbytes = sum(map(_bytes_in, real))
     hashes = [y.commit_hash for x in found for y in x.revisions]
-    scan_cache_dir().delete_revisions(*hashes).execute()
-    yield {"freed_bytes": freed}
+    if hashes:
+        scan_cache_dir().delete_revisions(*hashes).execute()
+    for folder in (x.repo_path for x in found):
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.exists():
+            shutil.rmtree(folder)
+    yield {"freed_bytes": nbytes - sum(map(_bytes_in, real))}
 
 
 def _repositories() -> list[Any]:

@@ -7,6 +7,7 @@ cache, and is served once the settings name it.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,13 @@ def _row(gateway: Gateway, model: ServedModel) -> dict[str, Any]:
 
 
 def _served_as(gateway: Gateway, name: str, folder: str) -> str:
-    """Return the name of the model that is served from there; "" if none is."""
+    """Return the name of the model that is served from there; "" if none is.
+
+    Either path may lead there over links, as where the cache's folder is on another disk.
+    """
+    real = os.path.realpath(folder)
     for model in gateway.models:
-        if model.path == name or (model.path and Path(model.path).is_relative_to(folder)):
+        paths = [Path(model.path), Path(os.path.realpath(model.path))] if model.path else []
+        if model.path == name or any(x.is_relative_to(y) for x in paths for y in (folder, real)):
             return model.label or name
     return ""

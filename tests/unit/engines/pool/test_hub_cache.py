@@ -73,6 +73,33 @@ async def test_without_the_hubs_client_the_reason_is_said(tmp_path):
     assert "cannot be started" in (await missing.listed()).problem
 
 
+async def test_what_is_here_of_an_unfinished_download_is_deleted(tmp_path, monkeypatch):
+    folder = tmp_path / "hub" / "models--x--y"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "snapshots").mkdir()
+    (folder / "blobs" / "z.incomplete").write_bytes(b"w" * 5000)
+    with hub(tmp_path / "hub", monkeypatch):
+        cache = HubCache()
+        assert [x.id for x in (await cache.listed()).models] == ["x/y"]
+        assert await cache.delete("x/y") == 5000
+        assert (await cache.listed()).models == () and not folder.exists()
+
+
+async def test_of_a_folder_on_another_disk_the_link_is_deleted_and_nothing_freed(
+    tmp_path, monkeypatch
+):
+    with hub(tmp_path / "hub", monkeypatch):
+        cache = HubCache()
+        download = cache.begin(MODEL)
+        await eventually(lambda: download.state == "done", within_s=60)
+        (folder,) = (tmp_path / "hub").glob("models--*")
+        moved = folder.rename(tmp_path / "disk")
+        folder.symlink_to(moved)
+        assert await cache.delete(MODEL) == 0
+        assert (await cache.listed()).models == ()
+        assert list(moved.rglob("model.safetensors")) and not folder.is_symlink()
+
+
 async def test_a_model_that_is_not_there_is_not_deleted(tmp_path, monkeypatch):
     refused = pytest.raises(HubRefusal, match="not in the cache")
     with hub(tmp_path / "hub", monkeypatch), refused:

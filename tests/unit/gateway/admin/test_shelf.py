@@ -88,7 +88,7 @@ async def test_what_stays_loaded_cannot_be_unloaded_and_what_is_unknown_not_load
     assert (await app.post("/admin/models/load", {"model": 1})).status == 400
 
 
-async def test_a_model_is_fetched_shown_and_deleted_unless_it_is_served():
+async def test_a_model_is_fetched_shown_and_deleted_unless_it_is_served(tmp_path: Path):
     app = App()
     begun = await app.post("/admin/models/download", {"model": MODEL})
     assert (begun.status, begun.json["state"]) == (202, "running")
@@ -106,6 +106,15 @@ async def test_a_model_is_fetched_shown_and_deleted_unless_it_is_served():
         assert cached["served_as"] == app.model.name
         refused = await app.call("DELETE", f"/admin/models/cached/{MODEL}", b"", {})
         assert (refused.status, refused.error["code"]) == (409, "model_in_use")
+    folder = Path(cached["folder"])
+    moved = folder.rename(tmp_path / "disk")
+    folder.symlink_to(moved)
+    for path in (moved, folder):  # served over a link, and from where it leads
+        app.model.path = str(path / "snapshots" / ("a" * 40))
+        (cached,) = (await app.get("/admin/models/cached")).json["data"]
+        assert cached["served_as"] == app.model.name
+    folder.unlink()
+    moved.rename(folder)
     app.model.path = ""
     deleted = await app.call("DELETE", f"/admin/models/cached/{MODEL}", b"", {})
     assert deleted.json["freed_bytes"] >= len(FILES["model.safetensors"])
