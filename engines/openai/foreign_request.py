@@ -197,6 +197,8 @@ CHANGE_NOTHING: Final = frozenset(
 )
 _ALIKE: Final = 0.88  # of two names, as difflib counts: one letter in eight, or two in sixteen
 _SHORTEST: Final = 8  # shorter names are too often near another by chance
+_SHORT_WORD: Final = 3
+_NOTHING: Final[tuple[object, ...]] = ("", [], {})  # values that ask for nothing
 _MOST: Final = 16  # of the fields that are named, and looked at
 _LONGEST: Final = 40
 
@@ -214,7 +216,7 @@ def unknown_fields(asked: Json, known: Collection[str], ours: Collection[str]) -
     unknown = [x for x in asked if x not in known and asked[x] is not None][:_MOST]
     for name in unknown:
         meant = _meant(name[:_LONGEST], ours)
-        if meant and asked.get(meant) is None:
+        if meant and asked.get(meant) is None and asked[name] not in _NOTHING:
             raise InvalidRequest(f"{name}: it is unknown here; did you mean {meant}?", name)
     return [re.sub(r"[^\w.-]", "?", x[:_LONGEST], flags=re.ASCII) for x in unknown]
 
@@ -225,8 +227,17 @@ def _meant(name: str, ours: Collection[str]) -> str:
         return found
     if len(name) < _SHORTEST:
         return ""
-    close = get_close_matches(name, [x for x in ours if len(x) >= _SHORTEST], 1, _ALIKE)
+    near = [x for x in ours if len(x) >= _SHORTEST and _same_words(name, x)]
+    close = get_close_matches(name, near, 1, _ALIKE)
     return close[0] if close else ""
+
+
+def _same_words(name: str, ours: str) -> bool:
+    """Say whether the words differ in their spelling only: short ones, as min and max, may not."""
+    theirs, wanted = re.split("[_-]", name), ours.split("_")
+    if len(theirs) != len(wanted) or re.findall(r"\d", name) != re.findall(r"\d", ours):
+        return False
+    return all(x == y or len(y) > _SHORT_WORD for x, y in zip(theirs, wanted, strict=True))
 
 
 def _plain(name: str) -> str:

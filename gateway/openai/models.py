@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from engines.base import HasReplicas
 from engines.openai.errors import context_too_long
+from engines.openai.foreign_request import unknown_fields
 from engines.openai.messages import ImageSupport, with_known_parts
 from engines.openai.requests import (
     DETOKENIZE_PATH,
@@ -48,6 +49,7 @@ from gateway.models import ServedModel
 from gateway.openai.chat_fields import with_results
 from gateway.relay.answer import parse_usage
 from gateway.relay.question import answer_to
+from gateway.relay.turn_response import IGNORED_HEADER
 from gateway.turns import served_name
 
 router = new_router()
@@ -112,39 +114,46 @@ def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool)
 @router.post(EMBEDDINGS_PATH, openapi_extra=takes(EmbeddingsRequest))
 async def embeddings(request: Request) -> Response:
     """Embed texts, or token ids, with the served model."""
-    model, answer = await _answer(request)
+    model, answer, ignored = await _answer(request)
     body_share_of(request.scope).give_back()  # the question is gone
     if usage := parse_usage(answer):
         welcome = model.engine.welcome  # it may be gone by now
         gateway_of(request).metrics.used(_OPERATION, welcome.model if welcome else "", usage)
         if place := key_share_of(request.scope):
             place.used_tokens(usage.prompt_tokens)
-    return json_response(answer)
+    response = json_response(answer)
+    if ignored:
+        response.headers[IGNORED_HEADER] = ", ".join(ignored)
+    return response
 
 
-async def _answer(request: Request) -> tuple[ServedModel, bytes]:
+async def _answer(request: Request) -> tuple[ServedModel, bytes, list[str]]:
     """Ask the engine. The question is held until the answer is there, and counts for so long."""
-    model, question = await _embeddings_question(request)
+    model, question, ignored = await _embeddings_question(request)
     limit_s = gateway_of(request).config.request_timeout_s
-    return model, await answer_to(request, model, EMBEDDINGS_PATH, question, limit_s)
+    return model, await answer_to(request, model, EMBEDDINGS_PATH, question, limit_s), ignored
 
 
-async def _embeddings_question(request: Request) -> tuple[ServedModel, bytes]:
+async def _embeddings_question(request: Request) -> tuple[ServedModel, bytes, list[str]]:
     caller_of(request)
     config = gateway_of(request).config
     async with body_for_engine(request, check=_check_embeddings) as body:
         made = await body.off_loop(partial(_embeddings_for_engine, body.model, config, body.json))
-        return body.model, made
+        return body.model, *made
 
 
 def _check_embeddings(model: ServedModel, raw: Json) -> None:
     validate_embeddings(raw)
 
 
-def _embeddings_for_engine(model: ServedModel, config: GatewayConfig, raw: Json) -> bytes:
+def _embeddings_for_engine(
+    model: ServedModel, config: GatewayConfig, raw: Json
+) -> tuple[bytes, list[str]]:
+    """Return the body for the engine, and the unknown fields of the client's."""
     name = served_name(model, config, validate_embeddings(raw).model)
     question = {name: raw[name] for name in _EMBEDDINGS_TAKE if raw.get(name) is not None}
-    return msgspec.json.encode({**question, "model": name})
+    ignored = unknown_fields(raw, EmbeddingsRequest.__struct_fields__, ())
+    return msgspec.json.encode({**question, "model": name}), ignored
 
 
 @router.post(TOKENIZE_PATH)

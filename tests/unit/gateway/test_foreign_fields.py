@@ -313,6 +313,9 @@ async def test_beside_the_right_field_or_with_nothing_in_it_a_misspelt_one_is_ig
     assert both.headers["x-thermocline-ignored"] == "temprature, maxTokens"
     nothing = await ask(app, path, temprature=None)
     assert nothing.status == 200 and "x-thermocline-ignored" not in nothing.headers
+    for value in ("", [], {}):
+        empty = await ask(app, path, temprature=value, topK=value)
+        assert empty.headers["x-thermocline-ignored"] == "temprature, topK"
 
 
 @dialects
@@ -349,5 +352,6 @@ OF_CLIENTS = {
     *("num_retries", "extra_headers", "drop_params", "caching", "fallbacks", "tags", "api_base"),
     *("max_retries", "request_timeout", "use_responses_api", "disabled_params", "top_a", "tfs"),
     *("presencePenaltyEnabled", "thinking", "enable_thinking", "usage", "provider", "transforms"),
+    *("min_completion_tokens", "temperature_2", "temperature2", "min_tool_calls"),
     *("models", "route", "plugins", "safe_prompt", "random_seed", "preset", "logit_bias_exp"),
 }

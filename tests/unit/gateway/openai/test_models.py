@@ -30,6 +30,7 @@ async def test_the_engine_is_asked_and_its_answer_is_passed_on() -> None:
     body = {"model": "text-embedding-3-small", "input": ["a", "b"], **more}
     reply = await app.post(PATH, body)
     assert reply.json == ANSWER
+    assert reply.headers["x-thermocline-ignored"] == "cache_salt"
     (asked,) = app.engine.asked
     assert asked.path == PATH
     assert asked.body == {
