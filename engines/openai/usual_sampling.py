@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -12,6 +13,7 @@ from engines.openai.requests import Body, RepetitionPenalty, Share, Temperature,
 
 log = logging.getLogger("thermocline.engines")
 FILE = "generation_config.json"
+MOST_BYTES: Final = 1 << 20
 Asked = TypeVar("Asked", bound=Body)
 
 
@@ -26,15 +28,31 @@ class UsualSampling(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, folder: Path) -> UsualSampling:
-        """Read a model's folder; what cannot be read or is out of bounds asks for nothing."""
+        """Read a model's folder; a value that is missing or out of bounds asks for nothing."""
         file = folder / FILE
         try:
-            return msgspec.json.decode(file.read_bytes(), type=cls)
+            with file.open("rb") as opened:
+                content = opened.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise ValueError(f"it has more than {MOST_BYTES} bytes")
+            said = json.loads(content)
+            if not isinstance(said, dict):
+                raise ValueError("it is no object")
         except FileNotFoundError:
             return cls()
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("%s is not heeded: %s", file, error)
             return cls()
+        good = {}
+        for field in msgspec.structs.fields(cls):
+            value = said.get(field.name)
+            if field.name == "top_k" and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            try:
+                good[field.name] = msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                log.warning("%s of %s is not heeded: %s", field.name, file, error)
+        return cls(**good)
 
     def filled_in(self, request: Asked) -> Asked:
         """Return a request with all of these that it leaves open."""
