@@ -18,6 +18,7 @@ import numpy as np
 LIBRARIES: Final = sys.stdlib_module_names | {"builtins", "ml_dtypes", "numpy", "scipy", "torch"}
 _PLAIN: Final = (type(None), type(...), bool, int, float, complex, str, bytes, range, np.dtype)
 _GLOBALS: Final = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD")
 _WRITES: Final = ("STORE_GLOBAL", "DELETE_GLOBAL")
 
 
@@ -43,15 +44,19 @@ def _joined(*parts: bytes | str) -> bytes:
 
 class _Digest:
     def __init__(self) -> None:
-        self._seen: dict[int, int] = {}  # functions and modules that are looked at, by number
+        self._seen: dict[int, int] = {}  # functions that are looked at, by number
 
     def of(self, name: str, kind: str, value: Any) -> bytes:
         """Return the digest of a value; ``name`` and ``kind`` say in errors where it was found."""
         if type(value) in _PLAIN or isinstance(value, np.dtype):
             return _joined(type(value).__name__, repr(value))
-        if isinstance(value, np.generic | np.ndarray) and not value.dtype.hasobject:
+        if isinstance(value, np.generic) or type(value) in (np.ndarray, np.memmap):
             array = np.asarray(value)
-            return _joined("array", array.dtype.str, repr(array.shape), array.tobytes())
+            if array.dtype.hasobject:
+                raise Unnamed(f"{kind} {name!r} is an array of objects, which have no name")
+            is_scalar = isinstance(value, np.generic)
+            form = repr((array.dtype.str, array.shape, array.strides, is_scalar))
+            return _joined("array", form, array.tobytes())
         if type(value) in (tuple, list):
             return _joined(type(value).__name__, *(self.of(name, kind, x) for x in value))
         if type(value) in (set, frozenset):
@@ -63,13 +68,11 @@ class _Digest:
             return self._of_torch(name, kind, value)
         if library := _name_in_library(value):
             return _joined("library", library)
-        if isinstance(value, types.FunctionType | types.ModuleType):
+        if isinstance(value, types.FunctionType):
             if (number := self._seen.get(id(value))) is not None:
                 return _joined("again", str(number))
             self._seen[id(value)] = len(self._seen)
-            if isinstance(value, types.FunctionType):
-                return self._of_function(value)
-            return _joined("module", value.__name__)  # the values read from it follow
+            return self._of_function(value)
         raise Unnamed(f"{kind} {name!r} is {type(value).__name__!r}, which has no name")
 
     def _of_torch(self, name: str, kind: str, value: Any) -> bytes:
@@ -94,7 +97,6 @@ class _Digest:
             except ValueError:
                 raise Unnamed(f"the variable {name!r} has no value yet") from None
             parts.append(self.of(name, "the variable", held))
-            parts += self._read_of(held, function.__code__)
         parts.append(self.of(function.__name__, "an attribute of", function.__dict__))
         return _joined("function", *parts)
 
@@ -107,35 +109,27 @@ class _Digest:
                 parts.append(self._of_code(constant, known))
             else:
                 parts.append(self.of(code.co_name, "a constant of", constant))
-        for step in dis.get_instructions(code):
+        steps = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
+        for i, step in enumerate(steps):
             if step.opname in _WRITES:
                 raise Unnamed(f"{code.co_name!r} changes the global {step.argval!r}")
             if step.opname == "IMPORT_NAME" and not _is_library(step.argval):
                 raise Unnamed(f"{code.co_name!r} imports {step.argval!r} itself")
-            if step.opname in _GLOBALS:
-                parts += self._of_global(step.argval, code, known, step.opname == "LOAD_GLOBAL")
+            if step.opname in _GLOBALS and step.argval in known:
+                parts.append(self.of(*_read(step.argval, known[step.argval], steps[i + 1 :])))
+            elif step.opname == "LOAD_GLOBAL" and not hasattr(builtins, step.argval):
+                raise Unnamed(f"there is no global {step.argval!r} yet")
         return _joined("code", *parts)
 
-    def _of_global(
-        self, name: str, code: types.CodeType, known: dict[str, Any], is_needed: bool
-    ) -> list[bytes]:
-        if name in known:
-            held = known[name]
-            return [self.of(name, "the global", held), *self._read_of(held, code)]
-        if is_needed and not hasattr(builtins, name):
-            raise Unnamed(f"there is no global {name!r} yet")
-        return []
 
-    def _read_of(self, held: object, code: types.CodeType) -> list[bytes]:
-        """Return the digests of a module's values that the code may read."""
-        if not isinstance(held, types.ModuleType) or _is_library(held.__name__):
-            return []
-        found = []
-        for name in sorted({*code.co_names} & vars(held).keys()):
-            value = vars(held)[name]
-            found.append(_joined(name, self.of(f"{held.__name__}.{name}", "the value", value)))
-            found += self._read_of(value, code)
-        return found
+def _read(name: str, value: Any, steps: list[dis.Instruction]) -> tuple[str, str, Any]:
+    """Return a global, or, of a module that is no library's, the value that is read from it."""
+    for step in steps:
+        is_own = isinstance(value, types.ModuleType) and not _is_library(value.__name__)
+        if not is_own or step.opname not in _ATTRIBUTES or not hasattr(value, step.argval):
+            break
+        name, value = f"{name}.{step.argval}", getattr(value, step.argval)
+    return name, "the global", value
 
 
 def _is_library(module: object) -> bool:

@@ -16,6 +16,7 @@ from kvstore.codecs.floats import to_stored, widen
 from kvstore.codecs.names import CODECS
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
+from tests.unit.kvstore.codecs import samples
 from tests.unit.kvstore.codecs.samples import uneven
 
 
@@ -198,6 +199,22 @@ def test_the_id_is_the_same_in_every_process_and_changes_with_the_values_used(tm
 
 class Steps:
     size = 7.0
+
+
+def test_values_that_the_code_reads_unseen_are_refused_without_an_id():
+    def through_a_module(rows):
+        return scaled_by(rows, samples)
+
+    def of_another_kind(rows):
+        return quantise(np.asarray(rows * matrix))
+
+    def scaled_by(rows, module):
+        return quantise(rows * getattr(module, "SCALE", 1))
+
+    matrix = np.ma.ones(1)
+    for function in (through_a_module, of_another_kind):
+        with pytest.raises(ValueError, match="has no name.*give the method an id"):
+            thermocline.simple(function, dequantise, bits=4)
 
 
 def test_a_value_that_has_no_name_is_refused_without_an_id():
