@@ -216,7 +216,7 @@ class SimpleCodec:
             return array
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray(array))
+        return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
     def _checked(self, array: np.ndarray, *, is_codes: bool) -> np.ndarray:
         if not is_codes and array.dtype.kind == "f":
