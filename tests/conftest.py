@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,20 @@ def _own_folder() -> Path:
     found = folder.lstat()
     is_own = found.st_uid == os.getuid() and not found.st_mode & 0o077 and not folder.is_symlink()
     return folder if is_own else Path(tempfile.mkdtemp())
+
+
+@pytest.fixture(autouse=True)
+def unchanged_logging() -> Iterator[None]:
+    """Take away the log of a command that ran in this process: its stream is closed by now."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    left = [x for x in root.handlers if type(x) is logging.StreamHandler]
+    for handler in left:
+        root.removeHandler(handler)
+    if left:
+        root.setLevel(level)
+        logging.captureWarnings(False)
 
 
 @pytest.hookimpl(wrapper=True)

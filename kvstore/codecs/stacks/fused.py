@@ -215,7 +215,7 @@ def side_by_side(parts: Sequence[np.ndarray]) -> np.ndarray:
     joined = np.empty((len(words[0]), len(words), width), np.uint32)
     for number, part in enumerate(words):
         joined[:, number] = part
-    return joined.reshape(len(joined), -1).view(np.uint8)
+    return joined.reshape(len(joined), len(words) * width).view(np.uint8)
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

@@ -110,7 +110,7 @@ async def test_models_take_their_aliases_and_derived_budgets_are_no_change(
         lambda: of_two_models(2 << 30, aliases=("deux",), share=3),
     )
     reload()
-    assert two.goes_by("deux")
+    assert two.is_named("deux")
     assert "engines, two: aliases is ('deux',) now" in caplog.text
     assert "engines, two: share changed; that needs a new start" in caplog.text
     assert "hot_bytes" not in caplog.text
