@@ -108,12 +108,13 @@ def test_plan_promises_no_session_of_a_model_that_cannot_be_loaded(run, model):
     here = [str(model), "--set", "engine.kind=mlx"]
     code, out, _ = run("plan", *here)
     assert code == 0
-    assert re.fullmatch(r"does not fit: [\d.]+ TiB of weights, [\d.]+ [GM]iB here\n", out)
+    said = r"does not fit: [\d.]+ TiB of weights, [\d.]+ [GM]iB here"  # what is free here changes
+    assert re.fullmatch(f"{said}\n", out)
     code, as_json, _ = run("plan", *here, "--json")
-    assert json.loads(as_json)["refused"] == out.strip()
+    assert re.fullmatch(said, json.loads(as_json)["refused"])
     assert [x["context"] for x in json.loads(as_json)["contexts"]] == [2048]
     code, _, err = run("plan", *here, "--sessions", "200", "--context", "2048")
-    assert (code, err) == (2, f"error: {out}")
+    assert code == 2 and re.fullmatch(f"error: {said}\n", err)
 
 
 def test_plan_needs_config_json_alone(run, model):
