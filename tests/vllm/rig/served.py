@@ -43,7 +43,6 @@ class Served:
                 max_context=max_context,
                 dtype="float32",
                 max_batch=4,
-                start_timeout_s=900,
                 vllm=VllmConfig(python=sys.executable, args=args),
             ),
             store=self.store,
