@@ -32,7 +32,7 @@ def test_where_the_prompts_kv_came_from(vllm_server):
     headers, _ = vllm_server.chat("headers")
     assert headers[CACHE_HEADER].startswith("hot; tokens=")
     demoted = vllm_server.run(vllm_server.server.demote(session("headers"), "disk"))
-    assert (demoted.report.hot, demoted.report.tier, demoted.kept) == (False, "disk", "")
+    assert (demoted.report.hot, demoted.report.tier, demoted.kept) == (False, "disk", None)
     headers, back = vllm_server.chat("headers")
     tokens = cached_tokens(back)
     assert headers[CACHE_HEADER] == f"cold-disk; tokens={tokens}"
