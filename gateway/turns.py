@@ -114,7 +114,7 @@ class CheckedRequest(NamedTuple):
     outline: Outline | None  # None: it is no chat
     task_row: str | None  # None: it is no task
     foreign: Mapping[str, str]  # the client's names of the engine's fields, if they are others
-    ignored: Sequence[str]  # fields that nobody here knows
+    ignored: Sequence[str]  # fields that this server does not know
     left_out: Sequence[str]  # keywords of JSON schemas
     num_answers: int
 

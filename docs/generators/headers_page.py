@@ -39,7 +39,7 @@ RESPONSE = {
     "x-thermocline-stored": "`no; reason=WHY`: the answer could not be stored, see below",
     "x-thermocline-replaced": "how many half characters (lone surrogates) of tools became U+FFFD",
     "x-thermocline-left-out": "keywords of JSON schemas that the answer was not held to: see below",
-    "x-thermocline-ignored": "fields of the request that nobody here knows, 16 at most",
+    "x-thermocline-ignored": "fields of the request that this server does not know, 16 at most",
     "x-request-id": "the request's id, also in the log",
     "request-id": "the same, under `/v1/messages`",
     "openai-processing-ms": "milliseconds until the answer's head",

@@ -1,4 +1,4 @@
-"""Applies the list of foreign fields to a request, in any dialect, and names what nobody knows.
+"""Applies the list of foreign fields to a request, in any dialect, and names unknown ones.
 
 OpenAI refuses every unknown field. Here clients of other servers, and newer ones, go on working:
 what is unknown is ignored, and named in the answer's head. Only where a field that changes the
@@ -61,7 +61,7 @@ def take_foreign(asked: Json, raw: Json, dialect: Dialect, engine: str) -> dict[
 
 
 def ignored_fields(asked: Json, dialect: Dialect) -> list[str]:
-    """List the fields of the client's body that nobody here knows.
+    """List the fields of the client's body that this server does not know.
 
     Raises:
         InvalidRequest: a field seems to be a misspelt one that changes the answer.

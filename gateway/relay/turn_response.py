@@ -70,7 +70,7 @@ class TurnRequest(NamedTuple):
     num_answers: int = 1
     title: str = ""  # for its session
     foreign: Mapping[str, str] = {}  # the client's names of the engine's fields
-    ignored: Sequence[str] = ()  # fields of the client's that nobody here knows
+    ignored: Sequence[str] = ()  # of the client's fields, those that this server does not know
     left_out: Sequence[str] = ()  # keywords of JSON schemas
     is_silent: bool = False  # nothing of the answer is shown
 

@@ -281,7 +281,7 @@ async def test_tools_stay_in_the_prompt_as_they_were_sent() -> None:
     assert "'propertyNames' is not permitted" in refused.error["message"]
 
 
-# ---- fields that nobody here knows
+# ---- fields that this server does not know
 
 MISSPELT = (
     ("temprature", "temperature"),
