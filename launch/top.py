@@ -29,8 +29,8 @@ KINDS: Final = {"restored": "restored", "hot": "hot", "missed": "missed", "first
 Row = Mapping[str, Any]
 FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
     "all": lambda row: row["kind"] != "task",
-    "awake": lambda row: row["state"] in ("active", "idle", "waking"),
-    "asleep": lambda row: row["state"] in ("cold", "saving", "hibernating"),
+    "awake": lambda row: row["state"] not in ("cold", "away"),
+    "asleep": lambda row: row["state"] == "cold",
     "pinned": lambda row: row["pinned"],
     "tasks": lambda row: row["kind"] == "task",  # titles and the like, of programs
 }
@@ -147,7 +147,9 @@ def _memory(memory: Row) -> Table:
         idle += f", {show_bytes(measuring)} for measuring the model"
     table.add_row(*_bar("hot", hot), _text(idle, "dim"))
     for tier in memory["tiers"]:
-        notes = f"{tier['sessions']} sleeping" if tier["available"] else "not available"
+        notes = f"{tier['sessions']} asleep" if tier["available"] else "not available"
+        if tier["available"] and tier["hot_sessions"]:
+            notes += f", copies of {tier['hot_sessions']} that are hot"
         table.add_row(*_bar(tier["name"], tier), _text(notes, "dim"))
     packed, plain = memory["cold_bytes"], memory["bf16_bytes"] or 0
     if packed:
@@ -155,7 +157,7 @@ def _memory(memory: Row) -> Table:
         if plain > LEAST_RATIO * packed:
             words = f"{show_bytes(packed)} packed, {show_bytes(plain)} in bf16:"
             words += f" {plain / packed:.1f}x"
-        table.add_row(_text("asleep"), Text(), _text(words), Text())
+        table.add_row(_text("copies"), Text(), _text(words), Text())
     return table
 
 

@@ -45,7 +45,8 @@ class Sums:
     def __init__(self) -> None:
         self.of: defaultdict[str, TenantSums] = defaultdict(TenantSums)  # by tenant
         self.states: Counter[str] = Counter()
-        self.tier_sessions: Counter[TierName] = Counter()
+        self.asleep: Counter[TierName] = Counter()
+        self.copied: Counter[TierName] = Counter()  # awake, with a copy there
         self.tier_bytes: Counter[TierName] = Counter()
         self.num_sessions = 0
         self.hot_bytes = self.idle_bytes = self.cold_bytes = self.bf16_bytes = 0
@@ -73,7 +74,8 @@ class Sums:
         self.cold_bytes += session.cold_bytes
         self.bf16_bytes += bf16_bytes
         if session.tier is not None:
-            self.tier_sessions[session.tier] += 1
+            sleeps = session.state is State.COLD
+            (self.asleep if sleeps else self.copied)[session.tier] += 1
             self.tier_bytes[session.tier] += session.cold_bytes
 
 
@@ -135,7 +137,8 @@ def _tier(tier: TierStats, sums: Sums, codec: CodecReport | None, admin: bool) -
     return TierStatus(
         name=tier.name,
         bytes=tier.nbytes if admin else sums.tier_bytes[tier.name],
-        sessions=sums.tier_sessions[tier.name],
+        sessions=sums.asleep[tier.name],
+        hot_sessions=sums.copied[tier.name],
         capacity_bytes=tier.capacity_bytes,
         blobs=tier.num_blobs if admin else None,
         evictions=tier.evictions if admin else None,

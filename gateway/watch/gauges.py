@@ -67,7 +67,7 @@ def _of_model(gauges: Gauges) -> Iterator[Metric]:
     yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
     sessions = GaugeMetricFamily(
         "thermocline_sessions",
-        "Sessions, by their state and the fastest tier that holds a cold copy.",
+        "Sessions, by state and the fastest tier with a copy; only cold ones sleep.",
         labels=["state", "tier"],
     )
     for (state, tier), number in gauges.sessions.items():

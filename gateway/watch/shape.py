@@ -131,7 +131,7 @@ class HotMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Live KV against its budget."""
 
     bytes: int
-    idle_bytes: int  # of these, what sleeping sessions would give back
+    idle_bytes: int  # of these, what idle sessions would give back by sleeping
     capacity_bytes: int | None
     high_water: float  # shares of the capacity between which idle sessions are put to sleep
     low_water: float
@@ -144,7 +144,8 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: TierName
     bytes: int
-    sessions: int  # whose fastest copy lies here
+    sessions: int  # asleep (cold), their fastest copy here
+    hot_sessions: int  # awake, with a copy ready here
     capacity_bytes: int | None
     blobs: int | None
     evictions: int | None  # since the engine's start

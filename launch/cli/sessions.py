@@ -146,7 +146,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
             "id",
             *(["model"] if several else []),
             "state",
-            "tier",
+            "copy",
             "tokens",
             "bytes",
             "idle",

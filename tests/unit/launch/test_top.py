@@ -91,6 +91,7 @@ SNAPSHOT: dict[str, Any] = {
                 "name": "ram",
                 "bytes": 1,
                 "sessions": 1,
+                "hot_sessions": 6,
                 "capacity_bytes": 4,
                 "blobs": None,
                 "evictions": None,
@@ -140,6 +141,7 @@ def test_a_frame_shows_server_memory_requests_and_sessions() -> None:
         "1 running, 2 waiting · prompts 3 tok/s · answers 4 tok/s",
         "saved today 12,345 tokens of prefill, 90 s · memory free 1 GiB",
         "45 B for measuring the model",
+        "1 asleep, copies of 6 that are hot",
         "10 B packed, 51 B in bf16: 5.1x",
         "2 of 2 session(s), all, by recent",
     ):

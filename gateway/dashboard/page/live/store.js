@@ -19,7 +19,7 @@ export const server = signal(null);
 export const now = signal(null);
 export const memory = signal(null);
 export const quality = signal(null);
-// True once something that is asleep takes less room than in bf16.
+// True once something that is stored takes less room than in bf16.
 export const packed = computed(() => memory.value?.bf16_bytes > LEAST_RATIO * memory.value?.cold_bytes);
 export const tenantRows = signal([]); // for administrators
 export const numSessions = signal(0); // may be more than are listed

@@ -5,7 +5,7 @@ import { Meter } from "../parts/meter.js";
 import { leftWords, REASONS, sourceWords, split, tierOf } from "../parts/badges.js";
 import { sum } from "../parts/strip.js";
 import { unpackedWords } from "./quality.js";
-import { memory, packed, places, quality, TIER_NAMES, TIERS } from "../live/store.js";
+import { memory, packed, quality, TIER_NAMES, TIERS } from "../live/store.js";
 import { bytes, count, density, percent, plural } from "../live/format.js";
 
 const RETURNS = ["hot", "cold-ram", "cold-disk", "cold-redis"];
@@ -55,7 +55,6 @@ function Hot({ hot }) {
 }
 
 function Cold({ tier }) {
-  const own = places.value[tier.name];
   const total = tier.capacity_bytes || tier.bytes || 1;
   return html`<article class="budget ${tier.name}">
     <h3><span class="mark ${tier.name}">${TIER_NAMES[tier.name]}</span> ${tier.codec && html`<span class="codec">${tier.codec.startsWith("raw") ? "exact" : tier.codec}</span>`}
@@ -63,7 +62,8 @@ function Cold({ tier }) {
     <p class="amount"><b>${bytes(tier.bytes)}</b>${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}</p>
     <${Meter} parts=${[{ name: bytes(tier.bytes), value: tier.bytes, tone: tier.name }]} total=${total} tall
       words=${`${TIER_NAMES[tier.name]}: ${bytes(tier.bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}`} />
-    <p class="facts-line"><span>${plural(own.sessions, "session")} asleep here</span>
+    <p class="facts-line"><span>${plural(tier.sessions, "session")} asleep here</span>
+      ${tier.hot_sessions ? html`<span>${plural(tier.hot_sessions, "copy", "copies")} of hot ones</span>` : ""}
       ${tier.blobs != null && html`<span>${plural(tier.blobs, "chunk")}</span>`}
       ${tier.evictions != null && html`<span class=${tier.evictions ? "warn" : ""}>${plural(tier.evictions, "eviction")}${tier.evictions ? ": it ran out of room" : ""}</span>`}
       ${tier.errors ? html`<span class="bad">${plural(tier.errors, "error")}</span>` : ""}</p>
@@ -111,7 +111,7 @@ function InBf16({ it }) {
   return html`<section class="card" aria-labelledby="in-bf16">
     <h2 id="in-bf16">What it would take in bf16</h2>
     ${whole && !packed.value
-      ? html`<p class="amount"><b>${bytes(held)}</b> asleep, ${unpackedWords(quality.value)}.</p>`
+      ? html`<p class="amount"><b>${bytes(held)}</b> stored, ${unpackedWords(quality.value)}.</p>`
       : whole
       ? html`<p class="amount"><b>${bytes(whole)}</b> in bf16, 16 bits for each value; packed it is ${bytes(held)}${held ? html`, <b>${density(whole / held)}</b>` : ""}.</p>
           <div class="compare">

@@ -1,15 +1,26 @@
-"""The gate's verdicts over time."""
+"""Sums of sessions by where their KV is, and the gate's verdicts over time."""
 
 from __future__ import annotations
 
 import msgspec
 
 from engines.wire import CodecReport
-from gateway.watch.figures import MAX_VERDICTS, Verdicts
+from gateway.watch.figures import MAX_VERDICTS, Sums, Verdicts
+from scheduler.session import State
 from tests.unit.engines.calibration.gate.test_bound import GOOD
+from tests.unit.scheduler.test_session import new_session
 
 RAW = CodecReport(name="raw", id="raw.1", why="not measured", unmeasured=True)
 DENSE = CodecReport(name="dense3", id="dense3.1", why="within the bound", rows=(GOOD,))
+
+
+def test_only_a_cold_session_sleeps_and_a_hot_one_has_a_copy():
+    sums = Sums()
+    for state in (State.ACTIVE, State.IDLE, State.COLD, State.WAKING):
+        session = new_session(state)
+        session.tier = "ram"
+        sums.add(session, hot_bytes=1, bf16_bytes=1)
+    assert (sums.asleep["ram"], sums.copied["ram"]) == (1, 3)
 
 
 def test_each_verdict_is_remembered_once_with_its_time():
