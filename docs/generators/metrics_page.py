@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from engines.wire import CodecReport, EngineReport, TierStats
 from gateway.watch.gauges import GaugeCollector
-from gateway.watch.metrics import Defined, Gauges, Metrics
+from gateway.watch.metrics import DEFINED, Defined, Gauges
 from kvstore.codecs.quality import Quality
 
 _HEAD = """# Metrics
@@ -31,14 +31,14 @@ about what had been computed by then.
 
 def table() -> str:
     """Make the page."""
-    rows = sorted([*Metrics().defined, *_gauges()])
+    rows = sorted([*DEFINED, *_gauges()])
     return _HEAD + "".join(map(_row, rows))
 
 
 def names() -> set[str]:
     """Return every name under which a query may find something."""
     found = set()
-    for each in [*Metrics().defined, *_gauges()]:
+    for each in [*DEFINED, *_gauges()]:
         suffixes = ("_bucket", "_sum", "_count") if each.kind == "histogram" else ("",)
         found |= {each.name + suffix for suffix in suffixes}
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -30,9 +30,8 @@ _FIRST_TOKEN_S = (
 )
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TOKENS = tuple(4**i for i in range(14))
-_WAIT_S = _DURATION_S
 PROVIDER = "thermocline"
-_GEN_AI = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+_GEN_AI = "gen_ai_operation_name gen_ai_provider_name gen_ai_request_model"
 # A label is never what a client chose.
 _LEFT_OUT_KINDS = frozenset(
     {"attribution", "beta", "tool", "container"}
@@ -93,12 +92,105 @@ _NO_DETAILS = PromptDetails()
 
 
 class Defined(NamedTuple):
-    """A metric as ``docs/metrics.md`` describes it."""
+    """A metric: how it is kept, and how ``docs/metrics.md`` describes it."""
 
     name: str
     kind: str
     labels: tuple[str, ...]
     words: str
+    buckets: tuple[float, ...] = ()  # of a histogram
+
+
+def _histogram(name: str, labels: str, words: str, buckets: tuple[float, ...]) -> Defined:
+    return Defined(name, "histogram", tuple(labels.split()), words, buckets)
+
+
+def _counter(name: str, labels: str, words: str) -> Defined:
+    return Defined(f"thermocline_{name}_total", "counter", tuple(labels.split()), words)
+
+
+def _gauge(name: str, labels: str, words: str) -> Defined:
+    return Defined(f"thermocline_{name}", "gauge", tuple(labels.split()), words)
+
+
+_DURATION: Final = "gen_ai_server_request_duration_seconds"
+_FIRST: Final = "gen_ai_server_time_to_first_token_seconds"
+_EACH: Final = "gen_ai_server_time_per_output_token_seconds"
+_USAGE: Final = "gen_ai_client_token_usage"
+_WAIT: Final = "thermocline_turn_wait_seconds"
+DEFINED: Final = (
+    _histogram(
+        _DURATION,
+        f"{_GEN_AI} error_type",
+        "From the request's arrival to the end of the answer.",
+        _DURATION_S,
+    ),
+    _histogram(
+        _FIRST,
+        f"{_GEN_AI} cache",
+        "From the request's arrival to the first token of a stream.",
+        _FIRST_TOKEN_S,
+    ),
+    _histogram(
+        _EACH,
+        _GEN_AI,
+        "Of a stream, from its first token to its end, for each token after the first.",
+        _TOKEN_S,
+    ),
+    _histogram(
+        _USAGE,
+        f"{_GEN_AI} gen_ai_token_type gen_ai_token_cache",
+        "Tokens of a turn; of its prompt those read from KV, newly stored, and neither.",
+        _TOKENS,
+    ),
+    _histogram(_WAIT, "", "Time in the gateway's waiting line.", _DURATION_S),
+    _counter(
+        "saved_prefill_seconds",
+        "source",
+        "Seconds of prefill that reused KV spared, at the engine's measured speed (estimated).",
+    ),
+    _counter("http_requests", "route status", "Answers."),
+    _counter("session_transitions", "before event after", "Changes of state."),
+    _counter(
+        "session_departures",
+        "place why",
+        "Sessions whose KV left a place (hot, or a tier), and why.",
+    ),
+    _counter("decisions", "decision", "What the scheduler decided."),
+    _counter(
+        "memory_levels",
+        "level",
+        "How often the machine's memory became low, scarce, or enough again.",
+    ),
+    _counter(
+        "cache_outcomes",
+        "source reason",
+        "Turns by where the reused KV came from, and why not more of it.",
+    ),
+    _counter("tokens", "kind", "Tokens of prompts and answers."),
+    _counter("model_loads", "model outcome", "Models on demand that were loaded, or were not."),
+    _counter("model_load_seconds", "model", "Time that loading models took."),
+    _counter(
+        "left_out",
+        "kind",
+        "Parts of requests that engines have no use for, left out before the prompt.",
+    ),
+    _counter(
+        "prompt_divergences",
+        "changed",
+        "Turns whose prompt did not go on where the session's last one ended.",
+    ),
+    _gauge("connections", "", "Open connections."),
+    _gauge(
+        "limits_shared",
+        "",
+        "1 while keys' limits hold over all gateways of one Redis; 0: at this one alone.",
+    ),
+    _gauge(
+        "tenants_full", "tier", "Tenants that hold nine tenths or more of the bytes that they may."
+    ),
+    _counter("connections_ended", "reason", "Connections refused or cut."),
+)
 
 
 class Metrics(Observer):
@@ -106,113 +198,27 @@ class Metrics(Observer):
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.defined: list[Defined] = []
-        self._duration = self._histogram(
-            "gen_ai_server_request_duration_seconds",
-            "From the request's arrival to the end of the answer.",
-            (*_GEN_AI, "error_type"),
-            _DURATION_S,
-        )
-        self._first_token = self._histogram(
-            "gen_ai_server_time_to_first_token_seconds",
-            "From the request's arrival to the first token of a stream.",
-            (*_GEN_AI, "cache"),
-            _FIRST_TOKEN_S,
-        )
-        self._per_token = self._histogram(
-            "gen_ai_server_time_per_output_token_seconds",
-            "Of a stream, from its first token to its end, for each token after the first.",
-            _GEN_AI,
-            _TOKEN_S,
-        )
-        self._usage = self._histogram(
-            "gen_ai_client_token_usage",
-            "Tokens of a turn; of its prompt those read from KV, newly stored, and neither.",
-            (*_GEN_AI, "gen_ai_token_type", "gen_ai_token_cache"),
-            _TOKENS,
-        )
-        self._waited = self._histogram(
-            "thermocline_turn_wait_seconds", "Time in the gateway's waiting line.", (), _WAIT_S
-        )
-        self._saved = self._counter(
-            "thermocline_saved_prefill_seconds",
-            "Seconds of prefill that reused KV spared, at the engine's measured speed (estimated).",
-            ("source",),
-        )
-        self._http = self._counter("thermocline_http_requests", "Answers.", ("route", "status"))
-        self._transitions = self._counter(
-            "thermocline_session_transitions", "Changes of state.", ("before", "event", "after")
-        )
-        self._departures = self._counter(
-            "thermocline_session_departures",
-            "Sessions whose KV left a place (hot, or a tier), and why.",
-            ("place", "why"),
-        )
-        self._decisions = self._counter(
-            "thermocline_decisions", "What the scheduler decided.", ("decision",)
-        )
-        self._memory = self._counter(
-            "thermocline_memory_levels",
-            "How often the machine's memory became low, scarce, or enough again.",
-            ("level",),
-        )
-        self._outcomes = self._counter(
-            "thermocline_cache_outcomes",
-            "Turns by where the reused KV came from, and why not more of it.",
-            ("source", "reason"),
-        )
-        self._tokens = self._counter(
-            "thermocline_tokens", "Tokens of prompts and answers.", ("kind",)
-        )
-        self._loads = self._counter(
-            "thermocline_model_loads",
-            "Models on demand that were loaded, or were not.",
-            ("model", "outcome"),
-        )
-        self._load_s = self._counter(
-            "thermocline_model_load_seconds", "Time that loading models took.", ("model",)
-        )
-        self._left_out = self._counter(
-            "thermocline_left_out",
-            "Parts of requests that engines have no use for, left out before the prompt.",
-            ("kind",),
-        )
+        self._of = {x.name: _kept(x, self._registry) for x in DEFINED}
 
-        self._divergences = self._counter(
-            "thermocline_prompt_divergences",
-            "Turns whose prompt did not go on where the session's last one ended.",
-            ("changed",),
-        )
-
-        self._connections = Gauge(
-            "thermocline_connections", "Open connections.", registry=self._registry
-        )
-        self.defined.append(Defined("thermocline_connections", "gauge", (), "Open connections."))
-        words = "1 while keys' limits hold over all gateways of one Redis; 0: at this one alone."
-        self._shared_limits = Gauge("thermocline_limits_shared", words, registry=self._registry)
-        self.defined.append(Defined("thermocline_limits_shared", "gauge", (), words))
-        words = "Tenants that hold nine tenths or more of the bytes that they may."
-        self._full = Gauge("thermocline_tenants_full", words, ("tier",), registry=self._registry)
-        self.defined.append(Defined("thermocline_tenants_full", "gauge", ("tier",), words))
-        self._connection_ends = self._counter(
-            "thermocline_connections_ended", "Connections refused or cut.", ("reason",)
-        )
+    def _add(self, name: str, *labels: str, by: float = 1) -> None:
+        """Add to a counter; ``thermocline_`` and ``_total`` are left out of its name."""
+        self._of[f"thermocline_{name}_total"](*labels).inc(by)
 
     # ---- gateway.edge.connections.ConnectionObserver
 
     def connections_open(self, number: int) -> None:
-        self._connections.set(number)
+        self._of["thermocline_connections"]().set(number)
 
     def connection_ended(self, reason: str) -> None:
-        self._connection_ends(reason).inc()
+        self._add("connections_ended", reason)
 
     def limits_shared(self, is_shared: bool) -> None:
         """Note whether keys' limits are shared with other gateways."""
-        self._shared_limits.set(is_shared)
+        self._of["thermocline_limits_shared"]().set(is_shared)
 
     def tenants_full(self, tier: str, number: int) -> None:
         """Note how many tenants hold nearly all that they may of a tier."""
-        self._full.labels(tier).set(number)
+        self._of["thermocline_tenants_full"](tier).set(number)
 
     # ---- reports of the scheduler
 
@@ -221,15 +227,15 @@ class Metrics(Observer):
         words = "session %s: %s -> %s (%s)"
         event = f"{step.event}, {step.why}" if step.why else step.event
         log.log(level, words, ref.id, step.before, step.after, event, extra={"session": ref.id})
-        self._transitions(step.before, step.event, step.after).inc()
+        self._add("session_transitions", step.before, step.event, step.after)
         if step.left:
-            self._departures(step.left, step.why).inc()
+            self._add("session_departures", step.left, step.why)
 
     def turn_waited(self, seconds: float) -> None:
-        self._waited().observe(seconds)
+        self._of[_WAIT]().observe(seconds)
 
     def decision(self, name: str) -> None:
-        self._decisions(name).inc()
+        self._add("decisions", name)
 
     def memory(self, level: str, available_bytes: int) -> None:
         log.log(
@@ -239,20 +245,20 @@ class Metrics(Observer):
             available_bytes / (1 << 30),
             "; no turns are taken" if level == "scarce" else "",
         )
-        self._memory(level).inc()
+        self._add("memory_levels", level)
 
     # ---- requests
 
     def answered(self, route: str, status: int) -> None:
         """Count an answer. ``route`` is the handler's name, never a path."""
-        self._http(route, str(status)).inc()
+        self._add("http_requests", route, str(status))
 
     def turn_ended(self, operation: str, model: str, seconds: float, error: str) -> None:
         """Count a turn and its duration. ``error`` is one of few words, "" for a good end.
 
         ``model`` is the served one's name here and below, not the client's name for it.
         """
-        self._duration(operation, PROVIDER, model, error).observe(seconds)
+        self._of[_DURATION](operation, PROVIDER, model, error).observe(seconds)
 
     def first_token(
         self, operation: str, model: str, seconds: float, cache: CacheOutcome | None
@@ -263,34 +269,34 @@ class Metrics(Observer):
             cache: None if the engine's header was missing or of no known form.
         """
         source = _source_and_reason(cache)[0]
-        self._first_token(operation, PROVIDER, model, source).observe(seconds)
+        self._of[_FIRST](operation, PROVIDER, model, source).observe(seconds)
 
     def per_token(self, operation: str, model: str, seconds: float) -> None:
         """Count the time that each token after the first took, of one stream."""
-        self._per_token(operation, PROVIDER, model).observe(seconds)
+        self._of[_EACH](operation, PROVIDER, model).observe(seconds)
 
     def saved(self, source: str, seconds: float) -> None:
         """Count the prefill that a turn was spared."""
-        self._saved(source).inc(seconds)
+        self._add("saved_prefill_seconds", source, by=seconds)
 
     def cache_outcome(self, cache: CacheOutcome | None) -> None:
         """Count where a turn's KV came from; None if the engine's header had no known form."""
-        self._outcomes(*_source_and_reason(cache)).inc()
+        self._add("cache_outcomes", *_source_and_reason(cache))
 
     def left_out(self, kinds: Iterable[str]) -> None:
         """Count parts of a request that were left out; unknown kinds as "other"."""
         for kind in kinds:
             known = kind in _LEFT_OUT_KINDS or kind.startswith(_OF_BLOCKS)
-            self._left_out(kind if known else "other").inc()
+            self._add("left_out", kind if known else "other")
 
     def loaded(self, model: str, seconds: float, is_loaded: bool) -> None:
         """Count a model that was loaded, or was not; ``model`` is its name in the settings."""
-        self._loads(model, "loaded" if is_loaded else "failed").inc()
-        self._load_s(model).inc(seconds)
+        self._add("model_loads", model, "loaded" if is_loaded else "failed")
+        self._add("model_load_seconds", model, by=seconds)
 
     def diverged(self, part: str) -> None:
         """Count a prompt that left its session's; ``part`` is model, system, tools or messages."""
-        self._divergences(part).inc()
+        self._add("prompt_divergences", part)
 
     def used(self, operation: str, model: str, usage: Usage) -> None:
         """Count the tokens of one answer."""
@@ -305,10 +311,10 @@ class Metrics(Observer):
             ("output", "none", usage.completion_tokens),
         ):
             if number:
-                self._usage(*whose, kind, cache_use).observe(number)
-        self._tokens("cached").inc(usage.cached)
-        self._tokens("prefilled").inc(max(0, usage.prompt_tokens - usage.cached))
-        self._tokens("answered").inc(usage.completion_tokens)
+                self._of[_USAGE](*whose, kind, cache_use).observe(number)
+        self._add("tokens", "cached", by=usage.cached)
+        self._add("tokens", "prefilled", by=max(0, usage.prompt_tokens - usage.cached))
+        self._add("tokens", "answered", by=usage.completion_tokens)
 
     def render(self, *gauges: Gauges) -> bytes:
         """Write all metrics in Prometheus' text format; ``gauges`` are those of each model."""
@@ -316,20 +322,18 @@ class Metrics(Observer):
         now.register(GaugeCollector(*gauges))
         return generate_latest(self._registry) + generate_latest(now)
 
-    def _histogram(
-        self, name: str, words: str, labels: tuple[str, ...], buckets: tuple[float, ...]
-    ) -> Callable[..., Histogram]:
-        self.defined.append(Defined(name, "histogram", labels, words))
-        histogram = Histogram(name, words, labels, registry=self._registry, buckets=buckets)
-        return cache(histogram.labels) if labels else lambda: histogram
 
-    def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Callable[..., Counter]:
-        """Make a counter, as a function of its label values.
+def _kept(defined: Defined, registry: CollectorRegistry) -> Callable[..., Any]:
+    """Make a metric, as a function of its label values.
 
-        The lookup is cached: the library's own takes a lock every time.
-        """
-        self.defined.append(Defined(f"{name}_total", "counter", labels, words))
-        return cache(Counter(name, words, labels, registry=self._registry).labels)
+    The lookup is cached: the library's own takes a lock every time.
+    """
+    name, kind, labels, words, buckets = defined
+    if kind == "histogram":
+        made: Any = Histogram(name, words, labels, registry=registry, buckets=buckets)
+    else:
+        made = (Counter if kind == "counter" else Gauge)(name, words, labels, registry=registry)
+    return cache(made.labels) if labels else lambda: made
 
 
 def _source_and_reason(cache: CacheOutcome | None) -> tuple[str, str]:
