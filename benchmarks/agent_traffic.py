@@ -45,7 +45,7 @@ from benchmarks.stacks.product_stack import WORD_TOKENS, Client, Reply, Stack, c
 from benchmarks.stacks.product_stack import prose as words
 from benchmarks.stacks.vllm_stack import with_plugin
 from launch.machine.folders import default_cache_dir
-from launch.model import sample_model
+from launch.model.sample import sample_model
 
 ONE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LIGHT: Final = {**dict.fromkeys(ONE, 1), "max_position_embeddings": 1 << 18}

@@ -47,7 +47,7 @@ from kvstore.codecs.rows.packed_codec import packed_codec
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from launch.machine.blas import find_blas
 from launch.machine.folders import folders
-from launch.model import sample_model
+from launch.model.sample import sample_model
 
 PREFILL_STEP = 128
 ATTENDING = "attending"

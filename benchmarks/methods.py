@@ -159,7 +159,7 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.model is None:
         from launch.machine.folders import default_cache_dir
-        from launch.model import sample_model
+        from launch.model.sample import sample_model
 
         arguments.model = sample_model(default_cache_dir(os.environ))
     return arguments

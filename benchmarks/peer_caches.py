@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from benchmarks.markdown import replace_table, table
 from engines.calibration.corpus import held_out_texts
 from launch.machine.folders import default_cache_dir
-from launch.model import sample_model
+from launch.model.sample import sample_model
 
 NUM_SCORED: Final = 192
 GROUP: Final = 64  # values that share a scale and a zero point

@@ -21,7 +21,7 @@ from engines.mlx_worker.prompt.chat_template import PromptWriter
 from engines.mlx_worker.prompt.tools import plan_tools
 from engines.openai.requests import validate_chat
 from launch.machine.folders import default_cache_dir
-from launch.model import sample_model
+from launch.model.sample import sample_model
 
 T = TypeVar("T")
 TURNS: Final = 43

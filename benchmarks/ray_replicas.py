@@ -40,7 +40,7 @@ from benchmarks.stacks.product_stack import (
     write_json,
 )
 from launch.machine.folders import folders
-from launch.model import sample_model
+from launch.model.sample import sample_model
 from tests.redis_server import RedisServer
 
 AT_ONCE = 4

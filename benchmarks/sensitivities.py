@@ -38,7 +38,7 @@ from kvstore.codecs.presets import open_codec
 from kvstore.codecs.quality import Quality
 from kvstore.session import CHUNK_TOKENS
 from launch.machine.folders import default_cache_dir
-from launch.model import sample_model
+from launch.model.sample import sample_model
 
 NUM_CHAINS: Final = 4
 

@@ -39,13 +39,14 @@ from launch.machine.installation import (
 )
 from launch.machine.resources import COMFORTABLE, available_memory, free_disk, least_for, too_low
 from launch.machine.server_address import VARIABLE, server_address
-from launch.model import find_gguf, find_model
-from launch.model import folder_in as sample_folder
+from launch.model.find import find_model
+from launch.model.sample import find_gguf
+from launch.model.sample import folder_in as sample_folder
 from launch.plan.cold_size import expected_choice, first_measurement, in_words
 from launch.plan.fit import with_capacity
 from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
-from launch.running_server import ask_server
+from launch.remote.gateway import ask_server
 from launch.serve.port import take_port
 from launch.serve.redis_likeness import differences_from_redis
 from launch.settings.budgets import at_once

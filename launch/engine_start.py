@@ -28,7 +28,7 @@ from launch.errors import LaunchError, UsageError
 from launch.machine.blas import Blas, find_blas
 from launch.machine.folders import compile_environment
 from launch.machine.installation import CHILD_ENV
-from launch.model import Model
+from launch.model.find import Model
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import Settings
 

@@ -52,7 +52,7 @@ from benchmarks.stacks.lmcache_stack import LMCACHE, LmcacheVllm, python_with_lm
 from benchmarks.stacks.product_stack import MIB, Stack, prose, write_json
 from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
 from engines.config import CPU_BLOCK_TOKENS
-from launch.model import sample_model
+from launch.model.sample import sample_model
 
 CACHE = Path.home() / ".cache" / "thermocline"
 WIDER = 2  # float32 than bfloat16

@@ -67,7 +67,7 @@ def bench(
     from benchmarks.users.target import Target
     from benchmarks.users.workload import Habits, workload_of
     from launch.printing import write_json
-    from launch.remote import Address
+    from launch.remote.address import Address
 
     check_outputs(json, plot)
     target = Target(Address(url, api_key), model, _seconds("--timeout", timeout))

@@ -18,7 +18,7 @@ import msgspec
 from benchmarks.users.target import Target
 from benchmarks.users.workload import prose
 from launch.errors import LaunchError
-from launch.remote import Message, RemoteTurn, take_turn
+from launch.remote.turn import Message, RemoteTurn, take_turn
 
 KEPT_SHARE: Final = 0.5  # of its beginning that a returning session has to reuse
 QUICK_SHARE: Final = (

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.users.target import Target
 from benchmarks.users.workload import Conversation, Phase, Step, Workload, prose
 from launch.errors import LaunchError
-from launch.remote import MISS, Message, RemoteTurn, take_turn
+from launch.remote.turn import MISS, Message, RemoteTurn, take_turn
 
 HOPELESS: Final = 8  # requests that all failed: the run ends
 NEW: Final = "new"  # first turns, of which nothing could be known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from launch.remote import Address
+from launch.remote.address import Address
 
 
 class Target(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 from engines.calibration.gate.profiles import profile_path
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.errors import Corrupt, Mismatch
-from launch.model import Model, find_model
+from launch.model.find import Model, find_model
 from launch.settings.effective_settings import EffectiveSettings
 
 log = logging.getLogger("thermocline.launch")

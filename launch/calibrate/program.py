@@ -32,7 +32,7 @@ from launch.calibrate.profile_notes import write_note
 from launch.engine_start import compile_folders, engine_of
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import server_folder
-from launch.model import Model, find_model
+from launch.model.find import Model, find_model
 from launch.settings.effective_settings import EffectiveSettings, require_installed
 from launch.settings.fields import Value
 from launch.settings.schema import laid_over

@@ -9,9 +9,9 @@ from typing import Final
 from engines.config import CalibrationReport
 from engines.wire import CodecReport
 from kvstore.codecs.quality import Quality
-from launch.cli.remote import Remote
 from launch.errors import LaunchError
 from launch.printing import print_table, say
+from launch.remote.gateway import Remote
 
 LOOK_EVERY_S: Final = 2.0
 # An engine reports now and then how far it is; one that was restarted reports nothing more.

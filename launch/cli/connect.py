@@ -27,12 +27,12 @@ def connect(
     ] = False,
 ) -> None:
     """Show what an agent, a chat page or an editor needs to use a running server."""
-    from launch.cli.remote import Remote  # pulls in the HTTP client
     from launch.clients import settings_file
     from launch.clients.needs import NO_KEY, Server
     from launch.clients.table import connection
     from launch.errors import UsageError
-    from launch.remote import server_url
+    from launch.remote.address import server_url
+    from launch.remote.gateway import Remote  # pulls in the HTTP client
 
     base = server_url(url)  # as agents need it, so no unix socket
     models = Remote(base, api_key).models()

@@ -197,7 +197,7 @@ def doctor(
 ) -> None:
     """Look for things that would keep a server from starting or from being fast."""
     from launch.doctor import examine
-    from launch.remote import server_url
+    from launch.remote.address import server_url
 
     environ = {**os.environ, **({VARIABLE: server_url(url)} if url else {})}
     findings = examine(options.chosen(context, environ), environ)
@@ -244,8 +244,8 @@ def calibrate(
     from launch.calibrate.program import CalibrateOptions
     from launch.calibrate.program import calibrate as run
     from launch.cli.calibrate import measure_served, print_report
-    from launch.cli.remote import Remote
     from launch.printing import check_output, write_json
+    from launch.remote.gateway import Remote
 
     if json is not None:
         check_output("--json", json)

@@ -15,7 +15,7 @@ from launch.printing import print_json, print_table, say
 from launch.settings.units import show_bytes, show_duration
 
 if TYPE_CHECKING:
-    from launch.cli.remote import Remote
+    from launch.remote.gateway import Remote
 
 
 class _ListsAlone(TyperGroup):
@@ -121,7 +121,7 @@ def forget(ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "") -> N
 
 def _remote(url: str, api_key: str, model: str) -> Remote:
     """Make the client; imported late, since it would double the time that ``--help`` takes."""
-    from launch.cli.remote import Remote
+    from launch.remote.gateway import Remote
 
     return Remote(url, api_key, model)
 
@@ -194,9 +194,9 @@ def chat(
     and others act on it (/help lists them). Input may be a pipe: each line is a
     message, and only answers go to standard output.
     """
-    from launch.chat import ChatOptions
-    from launch.chat import chat as run
-    from launch.remote import Address
+    from launch.remote.address import Address
+    from launch.remote.chat import ChatOptions
+    from launch.remote.chat import chat as run
 
     options = ChatOptions(model, session, system, max_tokens, temperature, quiet)
     raise typer.Exit(run(Address(url, api_key), options))
@@ -218,8 +218,8 @@ def top(
     import asyncio
 
     from launch.printing import console, print_json
-    from launch.remote import Address
-    from launch.top import FILTERS, ONCE_ROWS, ORDERS, asked, frame, watch
+    from launch.remote.address import Address
+    from launch.remote.top import FILTERS, ONCE_ROWS, ORDERS, asked, frame, watch
 
     for option, given, known in (("--sort", sort, ORDERS), ("--only", only, FILTERS)):
         if given not in known:

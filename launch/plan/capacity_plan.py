@@ -24,7 +24,7 @@ from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import CacheShape, NotUnderstood
 from launch.families.weights import estimated_weights
-from launch.model import find_model
+from launch.model.find import find_model
 from launch.plan.cold_size import chunk_of, cold_size, expected_choice, first_measurement
 from launch.plan.hot_budget import HotBudget, hot_budget_of, served_cache, served_dtype
 from launch.plan.serve_checks import check_family, check_hot_codec

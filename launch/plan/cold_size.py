@@ -23,7 +23,7 @@ from kvstore.shapes import DType, KVLayout, StateLayout, StoredModel
 from kvstore.tiers.ram_tier import ENTRY_BYTES
 from launch.calibrate.profile_notes import find_profile
 from launch.families.cache_shape import CacheShape, NotUnderstood
-from launch.model import find_model
+from launch.model.find import find_model
 from launch.plan.hot_budget import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 

@@ -21,7 +21,7 @@ from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import CacheShape, NotUnderstood
 from launch.families.table import cache_shape
 from launch.families.weights import estimated_weights
-from launch.model import find_model
+from launch.model.find import find_model
 from launch.plan.cold_size import cold_size
 from launch.plan.fit import Budgets, Rooms, choose_budgets
 from launch.plan.hot_budget import HotBudget

@@ -14,7 +14,7 @@ from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.tiers.disk_budget import file_bytes_limit
 from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import NotUnderstood
-from launch.model import find_model
+from launch.model.find import find_model
 from launch.plan.capacity_plan import ColdPlan, plan_of
 from launch.plan.cold_size import chunk_of, expected_choice, first_measurement
 from launch.plan.hot_budget import hot_budget_of, served_cache

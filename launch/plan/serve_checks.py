@@ -14,7 +14,7 @@ from kvstore.config import AUTO
 from kvstore.errors import UnknownCodec
 from launch.errors import UsageError
 from launch.families.cache_shape import CacheShape, ModelRefused, NotUnderstood
-from launch.model import Model
+from launch.model.find import Model
 from launch.plan.hot_budget import hot_budget_of, served_cache
 from launch.settings.effective_settings import EffectiveSettings
 

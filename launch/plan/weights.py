@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from launch.families.weights import estimated_weights
-from launch.model import Model, find_model
+from launch.model.find import Model, find_model
 from launch.settings.budgets import weights_bytes
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes

@@ -36,7 +36,7 @@ from launch.families.cache_shape import NotUnderstood
 from launch.machine.blas import Blas
 from launch.machine.folders import server_folder
 from launch.machine.resources import machine_memory
-from launch.model import Model, find_model
+from launch.model.find import Model, find_model
 from launch.plan.hot_budget import served_cache
 from launch.plan.serve_checks import check_served
 from launch.serve.keys import key_lines, secret_of, secret_path

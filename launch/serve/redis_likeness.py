@@ -12,7 +12,7 @@ from kvstore.session import CHUNK_TOKENS
 from kvstore.tiers.seal import read_secret
 from launch.calibrate.profile_notes import noted_fingerprint
 from launch.errors import LaunchError
-from launch.model import find_model
+from launch.model.find import find_model
 from launch.serve.keys import secret_path
 from launch.serve.sharing import redis_link
 from launch.settings.effective_settings import EffectiveSettings

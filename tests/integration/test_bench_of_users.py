@@ -20,7 +20,8 @@ from benchmarks.users.capacity import Search
 from benchmarks.users.target import Target
 from benchmarks.users.workload import STRESS_REQUESTS
 from gateway.keys import generate_key
-from launch.remote import Address, take_turn
+from launch.remote.address import Address
+from launch.remote.turn import take_turn
 
 KEY, LINE = generate_key("alice")
 APP = typer.Typer()

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.stacks.fake_stack import FakeStack
-from launch.chat import PROMPT, Screen
-from launch.remote import RemoteTurn
+from launch.remote.chat import PROMPT, Screen
+from launch.remote.turn import RemoteTurn
 
 COMMAND = [sys.executable, "-m", "launch", "chat"]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
 from launch.cli.main import app
 from launch.machine.server_address import announced
-from launch.running_server import ask_server
+from launch.remote.gateway import ask_server
 
 
 def test_connect_shows_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from benchmarks.users.figures import Percentiles, Result, Run, label, percentile
 from benchmarks.users.target import Target
 from benchmarks.users.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, prose, workload_of
 from launch.errors import UsageError
-from launch.remote import Address, RemoteTurn
+from launch.remote.address import Address
+from launch.remote.turn import RemoteTurn
 
 
 def result(source: str = "hot", step: int = 1, **fields) -> Result:

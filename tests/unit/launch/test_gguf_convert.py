@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from launch.errors import LaunchError
-from launch.gguf_convert import bfloat16_bits, convert, unpermute, weight_name
+from launch.model.gguf import bfloat16_bits, convert, unpermute, weight_name
 from tests.unit.launch.tiny_gguf import (
     HEADS,
     KV_HEADS,

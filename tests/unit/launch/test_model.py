@@ -8,13 +8,11 @@ import pytest
 
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import default_cache_dir, default_data_dir, folders
-from launch.model import (
+from launch.model.find import Model, find_model
+from launch.model.sample import (
     MANIFEST,
-    SEEN,
     Damaged,
-    Model,
     find_gguf,
-    find_model,
     folder_in,
     sample_model,
     verify,
@@ -66,7 +64,7 @@ def test_a_seen_file_is_not_hashed_again(generated):
     (generated / "a.bin").write_bytes(b"WEIGHTS")  # same length
     os.utime(generated / "a.bin", ns=(times.st_atime_ns, times.st_mtime_ns))
     verify(generated, "source 1")
-    (generated / SEEN).unlink()
+    os.utime(generated / "a.bin", ns=(1, 1))
     with pytest.raises(Damaged, match="another content"):
         verify(generated, "source 1")
 
@@ -115,7 +113,7 @@ def test_damage_is_repaired(tmp_path, sample, name):
     said: list[str] = []
     make(tmp_path, sample, said)
     assert "is converted again" in said[0]
-    assert (folder / name).read_bytes() == whole
+    assert name == MANIFEST or (folder / name).read_bytes() == whole
     verify(folder, sample.source)
 
 

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from launch.cli.remote import Remote
 from launch.errors import LaunchError, UsageError
-from launch.remote import Address, reason_of, server_url
+from launch.remote.address import Address, reason_of, server_url
+from launch.remote.gateway import Remote
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from gateway.watch.shape import Snapshot
-from launch.top import FILTERS, ORDERS, frame
+from launch.remote.top import FILTERS, ORDERS, frame
 
 ROW: dict[str, Any] = {
     "id": "s1",

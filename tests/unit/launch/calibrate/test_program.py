@@ -11,7 +11,7 @@ from kvstore.codecs.names import LITERATURE, OWN
 from launch.calibrate.program import CalibrateOptions, order_of, presets_of
 from launch.cli.options import layers
 from launch.errors import UsageError
-from launch.model import find_model
+from launch.model.find import find_model
 from launch.settings.effective_settings import effective_settings
 
 

@@ -9,8 +9,8 @@ import pytest
 from engines.wire import CodecReport, MeasurementEnd
 from kvstore.codecs.quality import Quality
 from launch.cli.calibrate import LOOK_EVERY_S, SILENCE_S, measure_served
-from launch.cli.remote import Remote
 from launch.errors import LaunchError
+from launch.remote.gateway import Remote
 
 OLD = MeasurementEnd(1.0)
 ROW = Quality(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.machine.server_address import NAME, USUAL, address_here, announced
-from launch.remote import server_url
+from launch.remote.address import server_url
 
 
 def test_a_server_that_runs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ import pytest
 
 from launch.doctor import examine
 from launch.errors import UsageError
-from launch.model import Model, find_model
+from launch.model.find import Model, find_model
 from launch.plan.capacity_plan import plan_of
 from launch.plan.serve_checks import check_hot_codec, check_served
 from launch.serve.build import build

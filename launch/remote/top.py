@@ -18,7 +18,7 @@ from rich.text import Text
 from gateway.watch.shape import Snapshot
 from launch.errors import LaunchError
 from launch.printing import one_line
-from launch.remote import Address
+from launch.remote.address import Address
 from launch.settings.units import show_bytes, show_duration
 
 PATH: Final = "/v1/snapshot"

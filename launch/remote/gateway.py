@@ -1,10 +1,10 @@
-"""A client of a running gateway's HTTP API, for ``thermocline sessions`` and ``connect``."""
+"""A client of a running gateway's HTTP API: its sessions, models, keys and codec."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 import aiohttp
@@ -12,7 +12,8 @@ import msgspec
 
 from engines.wire import CodecReport
 from launch.errors import LaunchError
-from launch.remote import Address, words_of
+from launch.machine.server_address import server_address
+from launch.remote.address import Address, words_of
 
 # A demote may have to write to a slow tier first.
 MOST_WORDS = 4000  # characters of a refusal, which lists all that is wrong
@@ -36,6 +37,7 @@ class Remote:
         """
         self._socket = url.removeprefix("unix:") if url.startswith("unix:") else ""
         self._address = Address("http://localhost" if self._socket else url, api_key, "--url")
+        self.base = self._address.base
         self._model = f"model={quote(model, safe='')}" if model else ""
 
     def models(self) -> list[dict[str, Any]]:
@@ -75,7 +77,7 @@ class Remote:
         try:
             return None if found is None else msgspec.convert(found, CodecReport)
         except msgspec.ValidationError as error:
-            raise LaunchError(f"{self._address.base} is of another version: {error}") from error
+            raise LaunchError(f"{self.base} is of another version: {error}") from error
 
     def measure(self) -> str:
         """Have the engine measure its codecs; says how far it is. It needs an admin key."""
@@ -91,15 +93,42 @@ class Remote:
     def _path(self, session_id: str, verb: str = "") -> str:
         return f"/v1/sessions/{quote(session_id, safe='')}{verb}?{self._model}"
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
+        """Return the status of an answer, and its content."""
+
         async def request() -> tuple[int, Any]:
             connector = aiohttp.UnixConnector(self._socket) if self._socket else None
             async with aiohttp.ClientSession(connector=connector) as http:
                 return await self._address.ask(http, method, path, body, TIMEOUT)
 
-        status, content = asyncio.run(request())
+        return asyncio.run(request())
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        status, content = self.ask(method, path, body)
         if not isinstance(content, dict):
-            raise LaunchError(f"{self._address.base} is not a Thermocline gateway: no JSON object")
+            raise LaunchError(f"{self.base} is not a Thermocline gateway: no JSON object")
         if status >= 400:
             raise LaunchError(f"{status}: {words_of(content, MOST_WORDS)}")
         return content
+
+
+class _Answer(msgspec.Struct):
+    """The part of a list of sessions that says how they are packed."""
+
+    object: Literal["list"]
+    codec: CodecReport | None
+
+
+def ask_server(environ: Mapping[str, str]) -> str:
+    """Return one line on the server of ours that commands ask; "" if there is none."""
+    remote = Remote(server_address(environ), environ.get("THERMOCLINE_API_KEY", ""))
+    try:
+        status, content = remote.ask("GET", "/v1/sessions?limit=1")
+        if status == 401:
+            return f"{remote.base} answers, and wants a key (THERMOCLINE_API_KEY)"
+        codec = msgspec.convert(content, _Answer).codec
+    except (LaunchError, msgspec.ValidationError):  # no one answers, or a server of another kind
+        return ""
+    if codec is None:
+        return f"{remote.base} answers, and its engine is away"
+    return f"{remote.base} packs sessions with {codec.name}: {codec.progress or codec.why}"

@@ -21,7 +21,8 @@ from rich.text import Text
 
 from launch.errors import LaunchError
 from launch.printing import safe
-from launch.remote import MISS, UNKNOWN, Address, Message, RemoteTurn, take_turn, words_of
+from launch.remote.address import Address, words_of
+from launch.remote.turn import MISS, UNKNOWN, Message, RemoteTurn, take_turn
 from launch.settings.units import show_bytes, show_duration
 
 BUSY_ROUNDS, BUSY_S = 20, 0.25

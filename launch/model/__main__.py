@@ -1,0 +1,13 @@
+"""Prints the folder of the sample model, which is converted first if need be."""
+
+import os
+import sys
+
+from launch.errors import LaunchError
+from launch.machine.folders import default_cache_dir
+from launch.model.sample import sample_model
+
+try:
+    print(sample_model(default_cache_dir(os.environ)))
+except LaunchError as error:
+    sys.exit(f"error: {error}")
