@@ -26,9 +26,11 @@ from kvstore.workers import Task
 
 T = TypeVar("T")
 S = TypeVar("S")
-READ_BATCH: Final = 8  # blobs per call to a tier
+# Blobs that are read by one call to a tier, and used together: using a small one takes less than
+# handing it to a thread. Of a long session more, so that there are few batches of it.
+BATCH: Final = 8
+MOST_BATCHES: Final = 128
 READS_AHEAD: Final = 2  # batches being read while earlier ones are used
-USED_TOGETHER: Final = 8  # using a small blob takes less than handing it to a thread
 
 # Verifies copies of blobs in a row, and may unpack them; raises ``Unusable`` to reject any.
 Use: TypeAlias = Callable[[Sequence[tuple[BlobRead, Blob]]], list[T]]
@@ -67,16 +69,15 @@ class BlobReader:
         uses: list[_Using[T]] = []
         for batch, answers in self._read_ahead(reads, give_up_at):
             pairs = list(zip(batch, answers, strict=True))
-            for i in range(0, len(pairs), USED_TOGETHER):
-                some = pairs[i : i + USED_TOGETHER]
-                call = partial(self._good_copies, some, use, give_up_at)
-                uses.append(Task(self._workers, call))
+            call = partial(self._good_copies, pairs, use, give_up_at)
+            uses.append(Task(self._workers, call))
         return uses
 
     def _read_ahead(
         self, reads: Sequence[BlobRead], give_up_at: float
     ) -> Iterator[tuple[Sequence[BlobRead], list[Answer]]]:
-        waiting = deque(reads[i : i + READ_BATCH] for i in range(0, len(reads), READ_BATCH))
+        size = max(BATCH, len(reads) // MOST_BATCHES)
+        waiting = deque(reads[i : i + size] for i in range(0, len(reads), size))
         under_way: deque[tuple[Sequence[BlobRead], Future[list[Answer]]]] = deque()
         while waiting or under_way:
             while waiting and len(under_way) < READS_AHEAD:
