@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
 from msgspec.structs import replace
 
-from kvstore.blobs.chain import CHUNK
 from kvstore.blobs.packer import Packer, StoreCodecs
 from kvstore.codecs.loops.compilations import COMPILATIONS
 from kvstore.config import StoreConfig
@@ -145,23 +143,14 @@ class Ledger:
         """
         local = self.stack.local
         if record.num_chunks and not record.states and self.records.keys.growing:
-            held = [self._num_held(level, record) for level in local]
-            if max(held, default=0) == record.num_chunks or len(local) == len(self.stack):
+            num = record.num_chunks
+            held = [self.stack.num_held(level, record.name_of, num) for level in local]
+            if max(held, default=0) == num or len(local) == len(self.stack):
                 most = max(held, default=0)
                 return self.stack.name(local[held.index(most)]) if most else None
         located = self.stack.locate(self.records.needed_keys(record))
         levels = [x for x in located.levels[: located.num_leading] if x is not None]
         return self.stack.name(max(levels)) if levels else None
-
-    def _num_held(self, level: int, record: SessionRecord) -> int:
-        """Count the session's first chunks that a tier of this machine holds."""
-
-        def is_held(number: int) -> bool:
-            return self.stack.holds(level, [CHUNK + record.name_of(number)])[0]
-
-        if is_held(record.num_chunks - 1):
-            return record.num_chunks
-        return bisect_left(range(record.num_chunks), True, key=lambda x: not is_held(x))
 
     def resting_here(self) -> list[SessionRecord]:
         """Sessions that can be restored here, without those whose record no tier has any more."""

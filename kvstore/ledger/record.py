@@ -211,9 +211,9 @@ class Records:
     def _of_state(self, chain: Chain, num_chunks: int) -> list[Piece]:
         return [self.keys.state(chain, num_chunks), *self.keys.windows(chain, num_chunks)]
 
-    def sized_keys(self, record: SessionRecord) -> list[bytes]:
-        """Keys of the blobs that ``packed_bytes`` counts."""
-        return [x for x in self.counted_keys(record, 0) if x[:1] != PAGE]
+    def sized_keys(self, record: SessionRecord, first: int = 0) -> list[bytes]:
+        """Keys of the blobs that ``packed_bytes`` counts, without the first chunks."""
+        return [x for x in self.counted_keys(record, first) if x[:1] != PAGE]
 
     def is_usable(self, record: SessionRecord) -> bool:
         """True if the session is of this very model, in chunks of this size."""

@@ -7,12 +7,14 @@ may hold the same blob, and the fastest copy is the one to read.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from kvstore.blobs.chain import CHUNK
 from kvstore.errors import TierUnavailable
 from kvstore.session import NO_LIMITS, SHARED_TIERS, TenantLimits, TierName
 from kvstore.stats import Counters
@@ -123,6 +125,19 @@ class TierStack:
     def holds(self, i: int, keys: Sequence[bytes]) -> list[bool]:
         held = self._if_up(i, lambda: self._tiers[i].contains_many(keys), [False] * len(keys))
         return self._unless_hidden(i, keys, held, False)
+
+    def num_held(self, i: int, name_of: Callable[[int], bytes], num_chunks: int) -> int:
+        """Count the first chunks of a chain that a tier of this machine holds.
+
+        Such a tier evicts chains from their ends, so the chain is not gone through.
+        """
+
+        def is_held(number: int) -> bool:
+            return self.holds(i, [CHUNK + name_of(number)])[0]
+
+        if num_chunks and is_held(num_chunks - 1):
+            return num_chunks
+        return bisect_left(range(num_chunks), True, key=lambda x: not is_held(x))
 
     def last_held(self, i: int, chain: Sequence[bytes]) -> bytes:
         """Return the last key of a chain that one tier holds; b"" = none."""

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from kvstore.blobs.chain import chunk_before, stretches
+from kvstore.blobs.chain import CHUNK, chunk_before, stretches
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.record import SessionRecord
 from kvstore.ledger.stack import TierStack
@@ -41,6 +41,8 @@ class Delivery(msgspec.Struct, frozen=True):
         fresh: those blobs that this save made, still in memory.
         obsolete: keys of blobs that the older record needed and no record needs now.
         tenant: the session's.
+        first: the place of the last chunk before what is new in the chain. A tier of this machine
+            that holds this chunk also holds all before it; 0: each blob is looked up.
         done: gets whether all of it was written; None: no caller waits for that.
     """
 
@@ -50,6 +52,7 @@ class Delivery(msgspec.Struct, frozen=True):
     fresh: Mapping[bytes, Blob] = {}
     obsolete: Sequence[bytes] = ()
     tenant: str = ""
+    first: int = 0
     done: Future[bool] | None = None
 
     def end(self, is_written: bool) -> None:
@@ -75,38 +78,49 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
         whole: also copy blobs of older saves that the tier lacks from the faster tiers. Without it
             only the fresh blobs are written.
     """
-    wanted = delivery.chain if whole else [x for x in delivery.chain if x in delivery.fresh]
+    first = delivery.first
+    if first and (level in stack.shared or not stack.holds(level, [delivery.chain[first]])[0]):
+        first = 0
+    chain = delivery.chain[first:]
+    wanted = chain if whole else [x for x in chain if x in delivery.fresh]
     held = stack.holds(level, wanted)
     missing = {key for key, there in zip(wanted, held, strict=True) if not there}
-    complete = _write(stack, level, delivery, missing)
+    complete = _write(stack, level, delivery, chain, missing)
     # Part of a session is better than none, but not better than an older one that is whole.
     if not complete and stack.may_hold(level, delivery.record_key):
         return Delivered(False, False)
-    end = stack.last_held(level, delivery.chain)
+    end = stack.last_held(level, chain)
     if not stack.replace(level, delivery.record_key, delivery.record, delivery.tenant, end):
         return Delivered(False, False)
-    stack.saved_by(level, delivery.tenant, [delivery.record_key, *delivery.chain])
+    stack.saved_by(level, delivery.tenant, [delivery.record_key, *chain])
     return Delivered(True, stack.delete(level, delivery.obsolete) and complete)
 
 
-def _write(stack: TierStack, level: int, delivery: Delivery, missing: Container[bytes]) -> bool:
-    """Write the missing blobs, as far as a tier has them; True if that was all of them."""
+def _write(
+    stack: TierStack,
+    level: int,
+    delivery: Delivery,
+    chain: Sequence[bytes],
+    missing: Container[bytes],
+) -> bool:
+    """Write the missing blobs of a chain, as far as a tier has them; True if that was all."""
     batches = (
         keys[i : i + WRITE_BATCH]
-        for keys in stretches(delivery.chain, missing)
+        for keys in stretches(chain, missing)
         for i in range(0, len(keys), WRITE_BATCH)
     )
-    return all(_write_batch(stack, level, delivery, batch) for batch in batches)
+    return all(_write_batch(stack, level, delivery, x, chunk_before(chain, x[0])) for x in batches)
 
 
-def _write_batch(stack: TierStack, level: int, delivery: Delivery, keys: Sequence[bytes]) -> bool:
+def _write_batch(
+    stack: TierStack, level: int, delivery: Delivery, keys: Sequence[bytes], after: bytes
+) -> bool:
     blobs = {key: delivery.fresh[key] for key in keys if key in delivery.fresh}
     for faster in range(level):
         rest = [key for key in keys if key not in blobs]
         found = stack.find(faster, rest) if rest else []
         blobs |= {key: x for key, x in zip(rest, found, strict=True) if x is not None}
     items = [(key, blobs[key]) for key in keys if key in blobs]
-    after = chunk_before(delivery.chain, keys[0])
     return stack.put(level, items, delivery.tenant, after) and len(items) == len(keys)
 
 
@@ -222,6 +236,8 @@ class WriteBehind:
 
     def _write(self, number: int, delivery: Delivery) -> None:
         delivery, is_complete = self._with_owed(delivery), False
+        if delivery.record_key in self._behind:
+            delivery = replace(delivery, first=0)
         try:
             is_complete = deliver(self._stack, self._level, delivery, whole=True).complete
         except Exception:  # the outermost frame of this thread: a defect in a tier must not end it
@@ -316,7 +332,8 @@ class Committer:
     def send(self, level: int, record: SessionRecord) -> Future[bool]:
         """Bring a claimed session as it is to one slower tier; the result: all of it is there."""
         done: Future[bool] = Future()
-        self._slower[level - 1].offer(replace(self._delivery(record, {}, ()), done=done))
+        delivery = self._delivery(record, {}, ())
+        self._slower[level - 1].offer(replace(delivery, first=0, done=done))
         return done
 
     def cancel(self, record_key: bytes) -> None:
@@ -337,4 +354,8 @@ class Committer:
         self, record: SessionRecord, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
     ) -> Delivery:
         key, blob = self._index.key(record), self._index.records.pack(record)
-        return Delivery(key, blob, self._index.blob_keys(record), fresh, obsolete, record.tenant)
+        chain = self._index.blob_keys(record)
+        new = (i for i, key in enumerate(chain) if key in fresh)
+        before = range(next(new, len(chain)) - 1, 0, -1)
+        first = next((i for i in before if chain[i][:1] == CHUNK), 0)
+        return Delivery(key, blob, chain, fresh, obsolete, record.tenant, first)

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from msgspec.structs import replace
 
-from kvstore.blobs.chain import CHUNK, Chain, ChainKeys, Piece, joined, num_common_joined
+from kvstore.blobs.chain import Chain, ChainKeys, Piece, joined, num_common_joined
 from kvstore.blobs.packer import Packer
 from kvstore.ledger.index import Claims
 from kvstore.ledger.ledger import Ledger
@@ -307,10 +307,9 @@ class Saver:
         return _Selection(chain, states, [*missing, *of_states])
 
     def _missing_chunks(self, chain: Chain) -> list[Piece]:
-        names = chain if self._keys.growing else ()
-        levels = self._stack.locate([CHUNK + x for x in names]).levels
-        numbers = [i for i, level in enumerate(levels) if level is None]
-        return [piece for i in numbers for piece in self._keys.chunks(chain, i, i + 1)]
+        num = len(chain) if self._keys.growing else 0
+        held = [self._stack.num_held(x, chain.__getitem__, num) for x in self._stack.local]
+        return self._missing(self._keys.chunks(chain, max(held, default=0), num))
 
     def _missing(self, pieces: Sequence[Piece]) -> list[Piece]:
         levels = self._stack.locate([x.key for x in pieces]).levels
@@ -367,14 +366,30 @@ class Saver:
             left_behind=left,
             note=job.note[: size * len(chain)],
         )
-        older = [x for x in self._ledger.records.sized_keys(record) if x not in fresh]
-        nbytes = sum(map(len, fresh.values())) + self._stack.nbytes(older)
-        record = replace(record, packed_bytes=nbytes)
+        record = replace(record, packed_bytes=self._packed_bytes(record, old, common, fresh))
         if old is None:
             return record, []
         current = {*self._ledger.records.keys_beside(record)}
         gone = [x for x in self._ledger.records.keys_beside(old) if x not in current]
         return record, self._index.unshared([*gone, *overflow], job.key)
+
+    def _packed_bytes(
+        self,
+        record: SessionRecord,
+        old: SessionRecord | None,
+        common: int,
+        fresh: Mapping[bytes, Blob],
+    ) -> int:
+        """Add up the lengths of a record's blobs; of a chain that went on, only what changed."""
+        records, fresh_bytes = self._ledger.records, sum(map(len, fresh.values()))
+        if old is not None and common == old.num_chunks:
+            before, now = ({*records.sized_keys(x, common)} for x in (old, record))
+            gone = before - now
+            if fresh.keys() <= now - before and None not in self._stack.locate([*gone]).levels:
+                more = self._stack.nbytes(now - before - fresh.keys()) - self._stack.nbytes(gone)
+                return old.packed_bytes + fresh_bytes + more
+        older = [x for x in records.sized_keys(record) if x not in fresh]
+        return fresh_bytes + self._stack.nbytes(older)
 
 
 def _call(on_done: OnDone, record: SessionRecord | None) -> None:

@@ -213,10 +213,14 @@ class ReturnOrder(Generic[V]):
         return {x: n for x, n in self._held.items() if n and limits.of(x) is not None}
 
     def own(self, owner: str, keys: Iterable[bytes]) -> None:
-        """Assign runs without an owner to theirs, as just used and kept while there is room."""
+        """Assign runs without an owner to theirs, as just used and kept while there is room.
+
+        Those are the runs of these keys, and all before them in their chains.
+        """
         of = self._runs.of
         runs = dict.fromkeys(of[key] for key in keys if key in of)
-        new = [run for run in runs if not run.owner]
+        lines = (before for run in runs for before in run.line())
+        new = [run for run in dict.fromkeys((*runs, *lines)) if not run.owner]
         for run in new:
             self._held[""] -= run.nbytes
             self._held[owner] += run.nbytes

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.chain import RECORD, STATE
@@ -13,7 +16,7 @@ from kvstore.ledger.writing import Delivery, WriteBehind, deliver
 from kvstore.stats import Counters
 from kvstore.tiers.ram_tier import RamTier
 from tests.faulty_tier import FaultyTier
-from tests.kv_sessions import begin_save, come_back, ram, ref, save, tokens
+from tests.kv_sessions import CHUNK, begin_save, come_back, open_store, ram, ref, save, tokens
 
 HISTORY = tokens(200)
 KEYS = [CHUNK_KIND + bytes([i]) * 32 for i in range(40)]
@@ -90,6 +93,59 @@ def test_a_chain_that_grew_at_two_places_is_evicted_from_its_end():
     held = tier.contains_many(KEYS)
     assert 0 < sum(held) < len(KEYS)
     assert held == sorted(held, reverse=True)
+
+
+class AskedRam(RamTier):
+    """Counts the keys that it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1 << 26)
+        self.name = name
+        self.num_asked = 0
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        self.num_asked += len(keys)
+        return super().contains_many(keys)
+
+    def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
+        self.num_asked += len(keys)
+        return super().lengths(keys)
+
+
+def test_a_save_looks_up_what_is_new_of_a_long_session():
+    tiers, history = [AskedRam("ram"), AskedRam("disk")], tokens(401 * CHUNK)
+    with closing(open_store(tiers)) as store:
+        save(store, ref(), history[:-CHUNK])
+        before = [x.num_asked for x in tiers]
+        save(store, ref(), history)
+        assert max(x.num_asked - y for x, y in zip(tiers, before, strict=True)) < 60
+        sizes = [len(x) for _, x in tiers[1].scan(CHUNK_KIND)]
+        assert (len(sizes), sum(sizes)) == (401, store.record(ref()).packed_bytes)
+
+
+def test_a_tier_that_lost_the_end_of_a_chain_gets_all_that_it_lacks():
+    near, far = ram(), slow()
+    near.put_many([(x, b"blob") for x in KEYS])
+    far.inner.put_many([(x, b"blob") for x in KEYS[:10]])
+    grown = replace(delivery(fresh=KEYS[30:]), first=29)
+    assert deliver(stack_of(near, far), 1, grown, whole=True) == (True, True)
+    assert all(far.inner.contains_many(KEYS))
+
+
+def test_the_next_delivery_brings_what_one_before_it_left_out():
+    near, far = ram(), slow()
+    chain = [*KEYS[:10], OLD_STATE, *KEYS[10:]]
+    near.put_many([(x, b"blob") for x in chain])
+    far.inner.put_many([(x, b"blob") for x in KEYS[:20]])
+    far.fails = lambda number, called: called == "put_many"
+    queue = WriteBehind(stack_of(near, far), 1, 1 << 20, Counters())
+    queue.offer(first := replace(delivery(chain[:21], [OLD_STATE]), first=9))
+    assert not first.done.result(5)
+    far.fails = lambda number, called: False
+    queue.offer(second := replace(delivery(chain, KEYS[20:]), first=20))
+    assert second.done.result(5)
+    assert all(far.inner.contains_many(chain))
+    queue.close()
 
 
 def test_the_queue_is_bounded_and_says_who_is_behind():
