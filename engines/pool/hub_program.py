@@ -11,6 +11,7 @@ imports nothing of ours.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -123,6 +124,35 @@ DEEDS: Final[Mapping[str, Callable[..., Iterator[Mapping[str, Any]]]]] = {
 }
 
 
+def _why(error: Exception, name: str = "") -> str:
+    """Say why a deed was not done, with a way out."""
+    from huggingface_hub import constants, errors
+
+    said = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    if isinstance(error, Refusal):
+        return said
+    if isinstance(error, errors.GatedRepoError):
+        where = f"{constants.ENDPOINT}/{name}"
+        return f"{name} is gated: accept its terms at {where}, and start the server with HF_TOKEN"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 404):
+        return f"the hub shows no {name}: look at the spelling; a private one needs HF_TOKEN"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set for this server: start it without"
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"the hub refuses: {said}"
+    number, folder = getattr(error, "errno", None), constants.HF_HUB_CACHE
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk of {folder} is full: free some of it and begin again, it goes on"
+    if getattr(error, "filename", None) or number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "let it, or start it with another HF_HOME"
+        return f"the server cannot write to {folder} ({said}): {hint}"
+    if isinstance(error, OSError) or type(error).__module__.startswith(("httpx", "httpcore")):
+        hint = "its network, the proxy in HTTPS_PROXY, or HF_ENDPOINT for a mirror"
+        return f"{constants.ENDPOINT} cannot be reached from this machine ({said}); look at {hint}"
+    return said
+
+
 def main(verb: str, *names: str) -> int:
     """Print what a verb yields; an error is a line with its reason."""
     try:
@@ -133,7 +163,7 @@ def main(verb: str, *names: str) -> int:
     except ImportError:
         why = "the server's Python has no huggingface_hub"
     except Exception as error:  # of the network, the hub, the disk
-        why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        why = _why(error, *names)
     else:
         return 0
     print(json.dumps({"problem": why}), flush=True)

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Final
 
 from engines.base import EngineError, EngineUnavailable, Overloaded
@@ -69,6 +70,7 @@ class Loading:
         self._wanted_since: dict[OnDemand, float] = {}
         self._changed = asyncio.Event()
         self._jobs: set[asyncio.Task[None]] = set()
+        self._ahead: dict[OnDemand, asyncio.Task[None]] = {}  # an operator's, by model
         self._ended = False
 
     async def enter(self, model: OnDemand, tenant: str) -> None:
@@ -93,7 +95,27 @@ class Loading:
     def load(self, model: OnDemand, tenant: str) -> None:
         """Have a model loaded that no request waits for, also soon after it could not be."""
         model.failed, model.refused_until = "", float("-inf")
-        self._start(self._load_ahead(model, tenant))
+        if model not in self._ahead:
+            self._ahead[model] = self._start(self._load_ahead(model, tenant))
+
+    def is_queued(self, model: OnDemand) -> bool:
+        """Say whether an operator's load waits in line, so that it can be taken back."""
+        return model in self._ahead and model in self._wanted
+
+    def take_back(self, model: OnDemand) -> bool:
+        """Take an operator's load out of the line; requests that wait stay. False: none waits."""
+        if not self.is_queued(model):
+            return False
+        self._ahead.pop(model).cancel()
+        return True
+
+    def displaces(self, model: OnDemand) -> OnDemand | None:
+        """Return the model that would be unloaded to load this one now; None if there is room."""
+        before = list(takewhile(lambda x: x is not model, self._wanted))
+        taken = [x for x in self._models if x.state is not LoadState.UNLOADED]
+        if model.state is not LoadState.UNLOADED or len(before) + len(taken) < self._places:
+            return None
+        return _longest_unused([x for x in taken if x.state is LoadState.LOADED])
 
     async def _load_ahead(self, model: OnDemand, tenant: str) -> None:
         try:
@@ -102,6 +124,7 @@ class Loading:
             model.failed = str(error)
         else:
             self.leave(model)
+        self._ahead.pop(model, None)
 
     def unload(self, model: OnDemand) -> bool:
         """Begin to unload a model; return False if it is not loaded, or requests use it."""
@@ -121,7 +144,9 @@ class Loading:
         """Say in a sentence what a request for the model waits for."""
         if model in self._wanted:
             place = self._wanted.index(model) + 1
-            return f"the model {model.name} waits to be loaded, number {place} in line"
+            words = f"the model {model.name} waits to be loaded, number {place} in line"
+            other = self.displaces(model)
+            return f"{words}, in place of {other.name}" if other and place == 1 else words
         words = f"the model {model.name} is {model.state.value}"
         if model.state is LoadState.LOADING:
             words += f", for {self._clock() - model.began:.0f} s"
@@ -236,7 +261,7 @@ class Loading:
             if x.state is LoadState.LOADED
             and (self._clock() >= x.stays_until or not x.users - wanting)
         ]
-        return min(loaded, key=lambda x: (x.num_uses > 0, x.last_used), default=None)
+        return _longest_unused(loaded)
 
     def _grant(self, model: OnDemand) -> None:
         model.last_used = self._clock()
@@ -246,10 +271,11 @@ class Loading:
                 waiting.future.set_result(None)
         model.waiting.clear()
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         job = asyncio.create_task(work, name="model-load")
         self._jobs.add(job)
         job.add_done_callback(self._done)
+        return job
 
     def _done(self, job: asyncio.Task[None]) -> None:
         self._jobs.discard(job)
@@ -306,6 +332,10 @@ class Loading:
             await model.engine.stop(0, UNLOAD_S)
         finally:
             model.to(LoadState.UNLOADED)
+
+
+def _longest_unused(loaded: Sequence[OnDemand]) -> OnDemand | None:
+    return min(loaded, key=lambda x: (x.num_uses > 0, x.last_used), default=None)
 
 
 def _in_turns(wanted: Sequence[OnDemand]) -> list[OnDemand]:

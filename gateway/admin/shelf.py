@@ -69,9 +69,12 @@ async def load_model(request: Request) -> Response:
 
 @router.post("/admin/models/unload", openapi_extra=takes(ModelBody))
 async def unload_model(request: Request) -> Response:
-    """Begin to unload a model that is loaded on demand; its sessions are saved first."""
+    """Begin to unload a model that is loaded on demand, or take its load out of the line.
+
+    Its sessions are saved first.
+    """
     gateway, model, on_demand, loading = await _on_demand(request)
-    if not loading.unload(on_demand):
+    if not (loading.take_back(on_demand) or loading.unload(on_demand)):
         if on_demand.num_uses:
             raise RequestRefused(
                 Failure(
@@ -147,9 +150,10 @@ async def _on_demand(request: Request) -> tuple[Gateway, ServedModel, OnDemand, 
 
 def _row(gateway: Gateway, model: ServedModel) -> dict[str, Any]:
     on_demand, loading, engine = model.on_demand, gateway.loading, model.engine
-    said, in_use = model.trouble, 0
+    said, in_use, is_queued, displaced = model.trouble, 0, False, None
     if on_demand is not None and loading is not None:
-        in_use = on_demand.num_uses
+        in_use, is_queued = on_demand.num_uses, loading.is_queued(on_demand)
+        displaced = loading.displaces(on_demand)
         is_moving = on_demand.waiting or model.state in ("loading", "unloading")
         said = loading.progress(on_demand) if is_moving else on_demand.failed or said
     return {
@@ -159,6 +163,8 @@ def _row(gateway: Gateway, model: ServedModel) -> dict[str, Any]:
         "on_demand": on_demand is not None,
         "said": said,
         "in_use": in_use,
+        "queued": is_queued,
+        "displaces": displaced.name if displaced else None,
         "weights_bytes": model.weights_bytes,
         "held_bytes": model.held_bytes if engine.ready else 0,
         "num_sessions": len(model.sessions.table),

@@ -20,6 +20,10 @@ kind = "fake"
 name = "later"
 kind = "fake"
 load = "on-demand"
+[[engines]]
+name = "other"
+kind = "fake"
+load = "on-demand"
 """
 
 
@@ -40,13 +44,19 @@ def browser(fetching):
         yield Browser(launched, fetching.url)
 
 
-def test_a_model_is_loaded_and_unloaded(browser):
+def test_a_model_is_loaded_in_place_of_another_and_unloaded(browser):
     page = browser.open("models")
     row = page.get_by_role("region", name="Served models").get_by_role("row", name="later")
     row.get_by_role("cell", name="unloaded").wait_for()
     row.get_by_role("button", name="Load", exact=True).click()
-    row.get_by_role("button", name="Unload").click()
-    row.get_by_role("button", name="Load", exact=True).wait_for()
+    row.get_by_role("cell", name="loaded", exact=True).wait_for()
+    other = page.get_by_role("region", name="Served models").get_by_role("row", name="other")
+    other.get_by_role("button", name="Load", exact=True).click()
+    other.get_by_text("Unload later for it?").wait_for()
+    other.get_by_role("button", name="Load it").click()
+    row.get_by_role("cell", name="unloaded", exact=True).wait_for()
+    other.get_by_role("button", name="Unload").click()
+    other.get_by_role("button", name="Load", exact=True).wait_for()
     first = page.get_by_role("row", name="first")
     assert first.get_by_role("button").count() == 0
     page.context.close()

@@ -1,8 +1,8 @@
-// A button whose deed cannot be undone: it asks once, in its own place.
+// A button whose deed has a price: it asks once, in its own place. Red, unless it is `mild`.
 
 import { html, useEffect, useRef, useState } from "./html.js";
 
-export function Confirm({ label, question, yes, act, disabled }) {
+export function Confirm({ label, question, yes, no: stay = "Keep it", act, disabled, mild }) {
   const [asking, ask] = useState(false);
   const [busy, setBusy] = useState(false);
   const no = useRef(null);
@@ -19,7 +19,7 @@ export function Confirm({ label, question, yes, act, disabled }) {
     ask(false);
   };
   if (!asking) {
-    return html`<button type="button" class="danger" ref=${first} disabled=${disabled} onClick=${() => ask(true)}>
+    return html`<button type="button" class=${mild ? "" : "danger"} ref=${first} disabled=${disabled} onClick=${() => ask(true)}>
       ${label}
     </button>`;
   }
@@ -30,7 +30,7 @@ export function Confirm({ label, question, yes, act, disabled }) {
     onKeyDown=${(event) => event.key === "Escape" && (event.stopPropagation(), leave())}
   >
     <span>${question}</span>
-    <button type="button" class="danger solid" disabled=${busy} onClick=${sure}>${yes}</button>
-    <button type="button" ref=${no} onClick=${leave}>Keep it</button>
+    <button type="button" class=${mild ? "" : "danger solid"} disabled=${busy} onClick=${sure}>${yes}</button>
+    <button type="button" ref=${no} onClick=${leave}>${stay}</button>
   </span>`;
 }

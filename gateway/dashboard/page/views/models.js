@@ -62,11 +62,19 @@ function Served({ models, cached, deed }) {
         <td class="number low2">${x.held_bytes ? bytes(x.held_bytes) : "–"}</td>
         <td class="number low1">${count(x.num_sessions)}</td>
         <td class="low1">${replicas(x.replicas)}</td>
-        <td>${x.on_demand && x.state === "unloaded" && html`<button type="button" onClick=${() => act("load", x)}>Load</button>`}
+        <td>${x.on_demand && x.state === "unloaded" && !x.queued && html`<${Load} it=${x} act=${() => act("load", x)} />`}
+          ${x.queued && html`<button type="button" onClick=${() => act("unload", x)}>Cancel</button>`}
           ${x.on_demand && x.state === "loaded" && html`<button type="button" disabled=${x.in_use > 0} title=${x.in_use ? `${plural(x.in_use, "request")} in flight` : ""} onClick=${() => act("unload", x)}>Unload</button>`}</td>
       </tr>`)}</tbody></table></div>
     ${!models.some((x) => x.on_demand) && html`<p class="hint">All of these stay loaded. A model with <code>load = "on-demand"</code> among the settings' <code>[[engines]]</code> is loaded when a request asks for it, or here.</p>`}
   </section>`;
+}
+
+// Where all places are taken, another model makes way.
+function Load({ it, act }) {
+  if (!it.displaces) return html`<button type="button" onClick=${act}>Load</button>`;
+  const question = `Unload ${it.displaces} for it? There is room for one of them; its sessions are saved first.`;
+  return html`<${Confirm} label="Load" question=${question} yes="Load it" no="Not now" act=${act} mild />`;
 }
 
 function replicas(them) {
@@ -104,7 +112,8 @@ function Add({ it, deed }) {
     deed("POST", "admin/models/download", { model: new FormData(event.target).get("model").trim() });
   };
   return html`<section class="card" aria-labelledby="add">
-    <h2 id="add">Add a model</h2>
+    <h2 id="add">Download a model</h2>
+    <p class="hint">It comes onto this machine's disk. It is served once it stands in the settings and the server was started again; the lines are shown here when it is there.</p>
     <form class="filters" onSubmit=${submit}><label>Name at the hub <input name="model" required pattern=${HUB_ID} placeholder="organisation/name" disabled=${running} spellcheck="false" /></label>
       <button type="submit" disabled=${running}>Download</button></form>
     ${it && html`<${Progress} it=${it} stop=${() => deed("DELETE", "admin/models/download")} />`}
@@ -123,7 +132,7 @@ function Progress({ it, stop }) {
       <p class="hint">On a machine that may, and then copied into this one's cache:</p><${Copy} label="The download as a command" text=${`hf download ${id}`} />`;
   }
   if (state === "stopped") return html`<p class="hint">The download of ${id} was stopped at ${bytes(done)}; it goes on from there.</p>`;
-  return html`<p class="ok">${id} is here. To serve it beside the others, add these lines to the settings and start the server again:</p><${Copy} label="Settings for this model" text=${entry(id)} />
+  return html`<p class="ok">${id} is here, but not served yet. To serve it beside the others, add these lines to the settings and start the server again:</p><${Copy} label="Settings for this model" text=${entry(id)} />
     <p class="hint">To serve it alone: <code>thermocline serve --model ${id}</code></p>`;
 }
 

@@ -49,7 +49,11 @@ async def test_a_download_shows_how_far_it_is_and_can_be_stopped(tmp_path, monke
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("unknown/model", "404"), ("../../etc", "no hub id"), ("--help/x", "no hub id")],
+    [
+        ("unknown/model", "the hub shows no unknown/model"),
+        ("../../etc", "no hub id"),
+        ("--help/x", "no hub id"),
+    ],
 )
 async def test_what_cannot_be_downloaded_says_why(tmp_path, monkeypatch, name, why):
     with hub(tmp_path / "hub", monkeypatch):
@@ -61,6 +65,23 @@ async def test_what_cannot_be_downloaded_says_why(tmp_path, monkeypatch, name, w
         download = cache.begin(name)
         await eventually(lambda: download.state == "failed", within_s=60)
         assert why in download.problem
+
+
+async def test_a_failed_download_names_a_way_out(tmp_path, monkeypatch):
+    with hub(tmp_path / "file" / "hub", monkeypatch):
+        (tmp_path / "file").write_bytes(b"")
+        assert "start it with another HF_HOME" in await problem_of(MODEL)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    assert "cannot be reached from this machine" in await problem_of(MODEL)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "start it without" in await problem_of(MODEL)
+
+
+async def problem_of(name):
+    cache = HubCache()
+    download = cache.begin(name)
+    await eventually(lambda: download.state == "failed", within_s=60)
+    return download.problem
 
 
 async def test_without_the_hubs_client_the_reason_is_said(tmp_path):

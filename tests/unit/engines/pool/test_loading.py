@@ -357,6 +357,40 @@ async def test_an_operator_loads_and_unloads_a_model_that_no_request_asked_for()
         await rig.until(0, LoadState.UNLOADED)
 
 
+async def test_an_operator_sees_who_makes_way_and_takes_a_load_back():
+    async with Rig() as rig:
+        first, second = rig.models
+        assert rig.loading.displaces(second) is None
+        await rig.begin(0)
+        assert rig.loading.displaces(second) is first
+        assert not rig.loading.take_back(second)
+        rig.loading.load(second, "root")
+        await eventually(lambda: rig.loading.is_queued(second))
+        assert rig.loading.progress(second).endswith("number 1 in line, in place of m0")
+        assert rig.loading.take_back(second) and not rig.loading.is_queued(second)
+        await eventually(lambda: not second.waiting)
+        rig.loading.leave(first)
+        rig.now += 20.0  # so long it stays for its own tenants
+        rig.loading.load(second, "root")  # again, and to its end
+        await rig.until(1, LoadState.LOADED)
+        await eventually(lambda: second.num_uses == 0)
+        assert not rig.loading.is_queued(second)
+        assert rig.loading.displaces(first) is second
+
+
+async def test_a_load_that_is_taken_back_keeps_the_requests_in_line():
+    async with Rig() as rig:
+        await rig.begin(0)
+        rig.loading.load(rig.models[1], "root")
+        asked = rig.begin(1)
+        await eventually(lambda: len(rig.models[1].waiting) == 2)
+        assert rig.loading.take_back(rig.models[1])
+        rig.loading.leave(rig.models[0])
+        rig.now += 20.0
+        await asked
+        assert rig.models[1].num_uses == 1
+
+
 async def test_an_operator_tries_again_at_once_and_is_told_why_it_fails():
     async with Rig() as rig:
         first = rig.models[0]

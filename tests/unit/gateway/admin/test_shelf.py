@@ -41,7 +41,7 @@ async def test_only_admins_see_and_change_it():
     assert (await app.get("/admin/models", authorization=f"Bearer {ROOT[0]}")).status == 200
 
 
-async def test_a_model_on_demand_is_loaded_and_unloaded():
+async def test_a_model_on_demand_is_queued_loaded_and_unloaded():
     app = TwoModels()
     tasks = [asyncio.create_task(x.run()) for x in (app.on_demand.sessions, app.loading)]
 
@@ -54,6 +54,10 @@ async def test_a_model_on_demand_is_loaded_and_unloaded():
         202,
         f"the model {SLOW} waits to be loaded, number 1 in line",
     )
+    assert loaded.json["queued"]
+    assert (await app.post("/admin/models/unload", {"model": SLOW})).status == 202
+    assert not (await row())["queued"] and (await row())["state"] == "unloaded"
+    await app.post("/admin/models/load", {"model": SLOW})
     await eventually(lambda: app.on_demand.state.value == "loaded")
     assert await row() == {
         "name": SLOW,
@@ -62,6 +66,8 @@ async def test_a_model_on_demand_is_loaded_and_unloaded():
         "on_demand": True,
         "said": "",
         "in_use": 0,
+        "queued": False,
+        "displaces": None,
         "weights_bytes": None,
         "held_bytes": 0,
         "num_sessions": 0,
