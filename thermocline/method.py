@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvstore.codecs.base import Codec, check_claim
+from kvstore.codecs.base import Codec, as_codec, check_claim
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, KVPair, KVRun, tokens_in
@@ -35,7 +35,8 @@ class Method:
     """
 
     def __init__(self, codec: Codec) -> None:
-        self.codec = codec  # what a server would use
+        """Raises ``UnknownCodec``: it is no object that has all of a codec's members."""
+        self.codec = as_codec(codec, "the codec of a Method")  # what a server would use
         self._padded = PaddedCodec(codec)
 
     def __repr__(self) -> str:

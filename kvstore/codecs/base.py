@@ -94,6 +94,23 @@ class ChunksCodec(Codec, Protocol):
         """Unpacks as ``decode_each``."""
 
 
+_MEMBERS = ("id", "exact", "check", "packed_nbytes", "least_nbytes", "encode", "decode")
+
+
+def as_codec(codec: object, called: str) -> Codec:
+    """Return the object, which is a codec. Raises ``UnknownCodec``, which says what it lacks."""
+    if isinstance(codec, str | type):
+        hint = f"an object of it, {codec.__name__}()," if isinstance(codec, type) else "an object"
+        raise UnknownCodec(f"{called} is {codec!r}: {hint} is wanted")
+    if not isinstance(codec, Codec):
+        missing = ", ".join(x for x in _MEMBERS if not hasattr(codec, x))
+        raise UnknownCodec(
+            f"{called} is a {type(codec).__name__}, which is no codec: it has no {missing}"
+            " (kvstore.codecs.base.Codec says what these do; thermocline.simple takes a pair)"
+        )
+    return codec
+
+
 def decode_each(
     codec: Codec, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
 ) -> None:

@@ -162,15 +162,18 @@ def parameters_of(name: str) -> dict[str, float]:
 def with_parameters(name: str, parameters: Mapping[str, float]) -> str:
     """Return the name of a codec with parameters, in the form of ``canonical``.
 
-    Raises ``ValueError`` as ``canonical``, and for a value that is no number.
+    Raises ``ValueError`` as ``canonical``.
     """
     if not parameters:
         return canonical(name)
-    for key, value in parameters.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"codec {name!r}: {key}={value!r} is no number")
-    given = ",".join(f"{key}={value:g}" for key, value in parameters.items())
+    given = ",".join(f"{key}={_text_of(value)}" for key, value in parameters.items())
     return canonical(f"{name}{',' if '=' in name else ':'}{given}")
+
+
+def _text_of(value: object) -> str:
+    """Return a parameter's value as text; for one that is no number, text that is none, either."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:g}" if is_number else repr(value).replace(",", " ")
 
 
 def split_names(text: str) -> list[str]:

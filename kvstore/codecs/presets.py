@@ -11,7 +11,7 @@ import dataclasses
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.codecs.base import Codec
+from kvstore.codecs.base import Codec, as_codec
 from kvstore.codecs.catalogue import STATES, WINDOWS, MakeCodec, imported, is_import_string
 from kvstore.codecs.names import (
     CODECS,
@@ -88,9 +88,6 @@ def codec_by_name(name: str) -> Codec:
     return found
 
 
-_MEMBERS = ("id", "exact", "check", "packed_nbytes", "least_nbytes", "encode", "decode")
-
-
 def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Codec:
     """Returns the object that ``target`` names, or the result of a call with ``parameters``."""
     found = imported(name, target) if isinstance(target, str) else target
@@ -98,13 +95,7 @@ def _imported(name: str, target: MakeCodec, parameters: dict[str, float]) -> Cod
         codec: object = found(**parameters) if callable(found) else found
     except Exception as error:  # third-party code, perhaps named by mistake
         raise UnknownCodec(f"codec {name!r} cannot be made: {error}") from error
-    if not isinstance(codec, Codec):
-        missing = ", ".join(x for x in _MEMBERS if not hasattr(codec, x))
-        raise UnknownCodec(
-            f"codec {name!r} is a {type(codec).__name__}, which is no codec: it has no {missing}"
-            " (kvstore.codecs.base.Codec says what these do)"
-        )
-    return codec
+    return as_codec(codec, f"codec {name!r}")
 
 
 def check_name(name: str) -> None:

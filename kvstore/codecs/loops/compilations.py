@@ -16,6 +16,7 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 1.0  # of silence
+CACHED_S: Final = 0.2  # reading a function from a cache takes less; it is no compilation
 
 
 class Compilations:
@@ -26,6 +27,7 @@ class Compilations:
         self._num = 0
         self._num_cached = 0
         self._seconds = 0.0
+        self.waited_s = 0.0  # of a caller's time, that of compilations included
         self._patience_s = patience_s
         self._said = False
 
@@ -33,16 +35,18 @@ class Compilations:
     def look(self, name: str, folder: str = "") -> Iterator[list[bool]]:
         """Count what is compiled within, unless ``[True]`` was put into the list: it was cached.
 
-        Once per process, when compiling has taken longer than a second, the log says so.
-        ``folder``: where the result is kept.
+        Once per process, when compiling, and what came before it, has taken longer than a second,
+        the log says so. ``folder``: where the result is kept.
         """
         begun, cached = time.thread_time(), list[bool]()
-        timer = threading.Timer(max(self._patience_s - self.seconds, 0), self._say, (name, folder))
+        left_s = max(self._patience_s - self.waited_s, min(CACHED_S, self._patience_s))
+        timer = threading.Timer(left_s, self._say, (name, folder))
         timer.daemon = True
         if not self._said:
             timer.start()
         try:
-            yield cached
+            with self.wait():
+                yield cached
         finally:
             timer.cancel()
             with self._lock:
@@ -51,6 +55,16 @@ class Compilations:
                 else:
                     self._num += 1
                     self._seconds += time.thread_time() - begun
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Count the time within as one of silence: numba is imported, for example."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.waited_s += time.monotonic() - begun
 
     @property
     def seconds(self) -> float:

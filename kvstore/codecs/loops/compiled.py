@@ -8,6 +8,8 @@ import logging
 from types import ModuleType
 from typing import Final
 
+from kvstore.codecs.loops.compilations import COMPILATIONS
+
 logger = logging.getLogger(__name__)
 
 LOOPS: Final = "kvstore.codecs.loops.compiled_loops"
@@ -20,7 +22,8 @@ def compiled_module(name: str) -> ModuleType | None:
     Importing numba takes most of a second: only a process that packs should pay for it.
     """
     try:
-        return importlib.import_module(name)
+        with COMPILATIONS.wait():
+            return importlib.import_module(name)
     except ImportError as error:
         _report(str(error))
         return None

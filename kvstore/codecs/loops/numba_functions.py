@@ -105,7 +105,7 @@ class CompiledFunction:
             lazy, folder = njit(**options)(self._function), ""
         # Half a second of numba's, the first time; not a compilation. Of the whole process, so a
         # second thread must not compile before it is done.
-        with global_compiler_lock:
+        with COMPILATIONS.wait(), global_compiler_lock:
             for context in (lazy.typingctx, lazy.targetctx):
                 context.refresh()
         with COMPILATIONS.look(self._function.__name__.strip("_"), folder) as cached:

@@ -19,11 +19,30 @@ def broken(value: float) -> np.ndarray:
     return rows
 
 
+class Half:
+    """Has an id, and nothing else."""
+
+    id = "half"
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: thermocline.codec("kivi", bits="four"), UnknownCodec, "bits='four' is no number"),
-        (lambda: thermocline.codec("kivi", bits=None), UnknownCodec, "bits=None is no number"),
+        (lambda: thermocline.codec("kivi", bits="four"), UnknownCodec, "number from 1 to 8"),
+        (
+            lambda: thermocline.codec("kivi", bits=None),
+            UnknownCodec,
+            "bits=None of codec 'kivi': a",
+        ),
+        (
+            lambda: thermocline.codec("kivi", bits=True),
+            UnknownCodec,
+            "bits=True of codec 'kivi': a",
+        ),
+        (lambda: thermocline.Method("kivi"), UnknownCodec, "is 'kivi': an object is wanted"),
+        (lambda: thermocline.Method(Half), UnknownCodec, r"an object of it, Half\(\), is wanted"),
+        (lambda: thermocline.Method(Half()), UnknownCodec, "is a Half, which is no codec"),
+        (lambda: thermocline.layout_of(__file__), OSError, "is a file: the folder of a model"),
         (lambda: thermocline.codec(3), UnknownCodec, "a name is wanted"),
         (lambda: thermocline.codebook("3"), ValueError, "a whole number from 1 to 8"),
         (lambda: thermocline.layout_of(None), ValueError, "no layout of a NoneType"),
@@ -49,12 +68,6 @@ def test_an_exact_method_takes_any_value():
     raw = thermocline.codec("raw")
     rows = broken(np.nan)
     assert np.array_equal(raw.restore(raw.pack(rows)), rows, equal_nan=True)
-
-
-class Half:
-    """Has an id, and nothing else."""
-
-    id = "half"
 
 
 class OfNothing:

@@ -70,6 +70,16 @@ def test_long_compilations_are_said_once(caplog):
     assert [x.args for x in caplog.records] == [("first", " (kept in /folder)")]
 
 
+def test_what_comes_before_a_compilation_counts_as_silence(caplog):
+    own = Compilations(patience_s=1e6)
+    with own.wait():
+        pass
+    assert own.waited_s > 0 and own.seconds == 0
+    with own.look("one") as cached:
+        cached.append(True)
+    assert not caplog.records and own.as_counters()["compilations"] == 0
+
+
 LAYOUT = layout_with((64, 64), (64, 64))
 ROPE = rope_of(64)
 
