@@ -1,5 +1,8 @@
 """GET /ui: the dashboard's page and its files. They hold no data, so no key is needed for them.
 
+``/ui/clients`` writes the settings of all clients for the server that the page names: they are
+those of ``thermocline connect``.
+
 The page asks the public API with the key that its reader types in; there are no cookies, so no
 other page can act in the reader's name. What it may load is said by one strict policy: its own
 files, this server, nothing else.
@@ -18,6 +21,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from engines.openai.requests import InvalidRequest
+from gateway.clients.needs import Server
+from gateway.clients.table import CLIENTS, connection
 from gateway.context import json_response, new_router
 
 FOLDER: Final = Path(__file__).parent / "page"
@@ -58,6 +64,7 @@ PLACES: Final = {
     "ready": "/readyz",
     "metrics": "/metrics",
 }
+MAX_WORDS: Final = 1000
 _FOR_EVER: Final = "public, max-age=31536000, immutable"
 
 
@@ -122,6 +129,25 @@ async def dashboard(request: Request) -> Response:
     if request.scope.get("raw_path", b"").endswith(b"/"):  # the page's addresses are relative
         return RedirectResponse("../ui", 308)
     return _answer(request, page_files().page, "no-cache")
+
+
+@router.get("/ui/clients")
+async def client_settings(request: Request) -> Response:
+    """Answer with the lines that each client needs for the server of the query."""
+    asked = {x: request.query_params.get(x, "")[:MAX_WORDS] for x in ("url", "model", "key")}
+    context = request.query_params.get("context", "")
+    if not (context.isascii() and context.isdigit() and len(context) < 10 and asked["key"]):
+        raise InvalidRequest("The query is url, model, key and context, a number.", "context")
+    server = Server(asked["url"], asked["model"], int(context), asked["key"])
+    try:
+        found = {name: connection(name, server, Path("~")) for name in CLIENTS}
+    except ValueError as error:
+        raise InvalidRequest(f"{error}.", "model") from error
+    rows = [
+        {"id": name, "name": CLIENTS[name].name, "text": "\n".join(x.lines), "notes": x.notes}
+        for name, x in found.items()
+    ]
+    return json_response({"object": "list", "data": rows})
 
 
 @router.get("/ui/{version}/{name:path}")

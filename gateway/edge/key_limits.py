@@ -278,6 +278,7 @@ ROUTE_COSTS: Final[dict[str, RouteCost]] = {
     "openapi": _OPEN,
     "docs": _OPEN,
     "root": _OPEN,
+    "client_settings": _OPEN,
     "dashboard": _OPEN,
     "dashboard_file": _OPEN,
     "list_keys": _ADMIN,

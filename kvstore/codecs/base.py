@@ -98,7 +98,7 @@ _MEMBERS = ("id", "exact", "check", "packed_nbytes", "least_nbytes", "encode", "
 
 
 def as_codec(codec: object, called: str) -> Codec:
-    """Return the object, which is a codec. Raises ``UnknownCodec``, which says what it lacks."""
+    """Return the object. Raises ``UnknownCodec``, which names the members that it lacks."""
     if isinstance(codec, str | type):
         hint = f"an object of it, {codec.__name__}()," if isinstance(codec, type) else "an object"
         raise UnknownCodec(f"{called} is {codec!r}: {hint} is wanted")

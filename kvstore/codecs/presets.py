@@ -48,7 +48,7 @@ def open_codec(name: str, profile: Profile | None = None) -> Codec:
     """Returns the preset that ``profile`` has under that name, else the codec that needs none.
 
     Raises:
-        UnknownCodec: no such name, or it needs a missing profile; the message says what to do.
+        UnknownCodec: no such name, or it needs a missing profile; the message names a remedy.
     """
     name = canonical_name(name)
     if profile is not None and name in profile.learned and is_learned(name):

@@ -31,7 +31,7 @@ MOST: Final = 8  # profiles of our own that are kept, and of others; each has le
 AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again, or written
 MAX_AGAIN_S: Final = 1800.0  # between writes that a tier refuses
 MAX_ASKED: Final = 64  # that are remembered as asked for
-CLOSE_S: Final = 5.0  # for what is being fetched
+CLOSE_S: Final = 5.0  # for a fetch that runs
 
 # Opens the codecs of a profile that may serve here, compiled; None: none may.
 OpenProfile: TypeAlias = Callable[[Profile], StoreCodecs | None]

@@ -16,7 +16,7 @@ def connect(
         str,
         typer.Argument(
             help="claude, codex, opencode, cline, qwen-code, aider, open-webui, librechat,"
-            " continue, zed, vscode, n8n or home-assistant."
+            " continue, zed, vscode, n8n, home-assistant, openai-sdk or curl."
         ),
     ],
     url: Url = "",
@@ -27,10 +27,10 @@ def connect(
     ] = False,
 ) -> None:
     """Show what an agent, a chat page or an editor needs to use a running server."""
-    from launch.clients import settings_file
-    from launch.clients.needs import NO_KEY, Server
-    from launch.clients.table import connection
-    from launch.errors import UsageError
+    from gateway.clients.needs import NO_KEY, Server
+    from gateway.clients.table import connection
+    from launch.cli import client_file
+    from launch.errors import LaunchError, UsageError
     from launch.remote.address import server_url
     from launch.remote.gateway import Remote  # pulls in the HTTP client
 
@@ -47,13 +47,18 @@ def connect(
             f"{models[0]['id']} is not loaded, and its context not known: send it a chat first"
         )
     server = Server(base, str(model["id"]), int(model["max_model_len"]), api_key or NO_KEY)
-    needs = connection(client, server, Path.home())
+    try:
+        needs = connection(client, server, Path.home())
+    except LookupError as error:
+        raise UsageError(error.args[0]) from error
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
     if not write:
         say("\n".join(needs.lines))
     elif needs.change is None:
         raise UsageError(f"{client} has no file to write to. {' '.join(needs.notes)}")
     else:
-        backup = settings_file.write(needs.change)
+        backup = client_file.write(needs.change)
         kept = f" (as it was: {backup})" if backup else ""
         say(f"wrote {needs.change.path}{kept}", error=True)
     for note in needs.notes:

@@ -35,7 +35,7 @@ class Compilations:
     def look(self, name: str, folder: str = "") -> Iterator[list[bool]]:
         """Count what is compiled within, unless ``[True]`` was put into the list: it was cached.
 
-        Once per process, when compiling, and what came before it, has taken longer than a second,
+        Once per process, when imports and compiling have taken longer than a second in all,
         the log says so. ``folder``: where the result is kept.
         """
         begun, cached = time.thread_time(), list[bool]()

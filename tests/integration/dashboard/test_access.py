@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from launch.clients.needs import Server as Connected
-from launch.clients.table import connection
+from gateway.clients.needs import Server as Connected
+from gateway.clients.table import CLIENTS, connection
 from tests.integration.dashboard.conftest import KEYS
 
 pytestmark = pytest.mark.slow
@@ -104,23 +104,11 @@ def test_filters_leave_what_they_name(page):
     expect(said).to_have_text("60")
 
 
-@pytest.mark.parametrize(
-    ("client", "name"),
-    [
-        ("claude", "Claude Code"),
-        ("codex", "Codex"),
-        ("open-webui", "Open WebUI"),
-        ("librechat", "LibreChat"),
-        ("continue", "Continue"),
-        ("zed", "Zed"),
-        ("vscode", "VS Code"),
-        ("n8n", "n8n"),
-        ("home-assistant", "Home Assistant"),
-    ],
-)
-def test_the_lines_for_clients_are_those_of_the_command(page, tmp_path, client, name):
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_lines_for_clients_are_those_of_the_command(page, tmp_path, client):
     page.evaluate("location.hash = 'setup'")
-    page.get_by_role("tab", name=name).click()
+    name = CLIENTS[client].name
+    page.get_by_role("tab", name=name, exact=True).click()
     shown = page.get_by_label(f"Lines for {name}", exact=True).inner_text()
     connected = Connected(page.url.partition("/ui")[0], "fake-1", 32768, "YOUR-KEY")
     assert shown.strip().splitlines() == connection(client, connected, tmp_path).lines

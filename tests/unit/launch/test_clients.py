@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.clients.needs import NO_KEY, FileChange, Format, Server
-from launch.clients.settings_file import BACKUP_SUFFIX, merged, write
-from launch.clients.table import CLIENTS, connection
-from launch.errors import LaunchError, UsageError
+from gateway.clients.needs import NO_KEY, FileChange, Format, Server
+from gateway.clients.table import CLIENTS, connection
+from launch.cli.client_file import BACKUP_SUFFIX, merged, write
+from launch.errors import LaunchError
 
 # The others keep their settings in a database, or in a file with lists, and have lines to enter.
 WITH_FILES = ["aider", "claude", "codex", "opencode", "qwen-code", "zed"]
@@ -25,6 +25,7 @@ SERVER = Server("http://127.0.0.1:8080", "org/model-1", 32768, "tc-key")
 @pytest.mark.parametrize("client", sorted(CLIENTS))
 def test_the_shown_lines_name_address_model_and_key(client: str, tmp_path: Path) -> None:
     text = "\n".join(connection(client, SERVER, tmp_path).lines)
+    assert "None" not in text
     for word in (SERVER.url, SERVER.model, SERVER.key):
         assert word in text
 
@@ -202,7 +203,7 @@ BAD_NAMES = [
 @pytest.mark.parametrize("client", sorted(CLIENTS))
 @pytest.mark.parametrize("model", BAD_NAMES)
 def test_a_name_with_control_characters_is_refused(client: str, model: str, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError) as refused:
+    with pytest.raises(ValueError, match="control characters") as refused:
         connection(client, replace(SERVER, model=model), tmp_path)
     assert str(refused.value).isprintable()
 
@@ -245,5 +246,5 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 
 
 def test_an_unknown_client(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="claude"):
+    with pytest.raises(LookupError, match="claude"):
         connection("emacs", SERVER, tmp_path)

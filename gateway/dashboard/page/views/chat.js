@@ -6,7 +6,7 @@ import { Copy } from "../parts/copy.js";
 import { call, keyOf, send, sessionPath } from "../live/api.js";
 import { findKey, isHot, rowKey, rows, rowsVersion, server } from "../live/store.js";
 import { count, seconds } from "../live/format.js";
-import { KEY, linesFor, thisServer } from "./clients.js";
+import { KEY, useClients } from "./clients.js";
 
 const FIRST_QUESTION = "In one sentence: what is a thermocline in a lake?";
 const MOST_TOKENS = 512; // of an answer
@@ -137,10 +137,11 @@ function Ask({ disabled }) {
 
 // What the other views show while there is no conversation.
 export function NoConversations() {
+  const curl = useClients().find((x) => x.id === "curl");
   return html`<section class="card" aria-labelledby="none-yet">
     <h2 id="none-yet">No conversations yet</h2>
     <p>Point a client at this server (<a href="#setup">Set-up</a> has the lines), or <a href="#chat">chat here</a>: the session then sleeps and comes back while you look.</p>
-    <${Copy} label="The same by curl" text=${linesFor("curl", thisServer())} secret=${keyOf()} instead=${KEY} />
+    ${curl && html`<${Copy} label="The same by curl" text=${curl.text} secret=${keyOf()} instead=${KEY} />`}
     ${keyOf() && html`<p class="hint">Copied, the line has your key where it says ${KEY}.</p>`}
   </section>`;
 }

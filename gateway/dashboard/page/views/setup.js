@@ -6,25 +6,17 @@ import { Tabs } from "../parts/tabs.js";
 import { call, keyOf } from "../live/api.js";
 import { server } from "../live/store.js";
 import { clock, count } from "../live/format.js";
-import { CLIENT_NAMES, KEY, linesFor, thisServer } from "./clients.js";
+import { KEY, useClients } from "./clients.js";
 import { Keys } from "./keys.js";
 
 const ASK_AGAIN_MS = 2_000;
 const MAX_LINES = 400;
-const client = signal(CLIENT_NAMES[0]);
+const client = signal("claude");
 
 export function Setup() {
   const it = server.value ?? {};
   return html`
-    <section class="card" aria-labelledby="clients">
-      <h2 id="clients">Connect a client</h2>
-      <${Tabs} label="Clients" panel="client-lines" chosen=${client.value} choose=${(x) => (client.value = x)}
-        tabs=${CLIENT_NAMES.map((name) => ({ name, label: name }))} />
-      <div id="client-lines" role="tabpanel" aria-labelledby=${`client-lines-tab-${client.value}`}>
-        <${Copy} label=${`Lines for ${client.value}`} text=${linesFor(client.value, thisServer())} secret=${keyOf()} instead=${KEY} />
-        <p class="hint">${keyOf() ? `Copied, the lines have your key where they say ${KEY}. ` : ""}<code>thermocline connect</code> writes these lines into a client's own settings.</p>
-      </div>
-    </section>
+    <${Clients} />
     <section class="card" aria-labelledby="about">
       <h2 id="about">This server</h2>
       <dl class="facts">
@@ -39,6 +31,21 @@ export function Setup() {
     </section>
     ${it.admin && html`<${Findings} /><${Keys} /><${Log} />`}
   `;
+}
+
+function Clients() {
+  const all = useClients();
+  const it = all.find((x) => x.id === client.value);
+  return html`<section class="card" aria-labelledby="clients">
+    <h2 id="clients">Connect a client</h2>
+    <${Tabs} label="Clients" panel="client-lines" chosen=${client.value} choose=${(x) => (client.value = x)}
+      tabs=${all.map((x) => ({ name: x.id, label: x.name }))} />
+    ${it && html`<div id="client-lines" role="tabpanel" aria-labelledby=${`client-lines-tab-${it.id}`}>
+      <${Copy} label=${`Lines for ${it.name}`} text=${it.text} secret=${keyOf()} instead=${KEY} />
+      ${it.notes.map((x) => html`<p class="hint" key=${x}>${x}</p>`)}
+      <p class="hint">${keyOf() ? `Copied, the lines have your key where they say ${KEY}. ` : ""}<code>thermocline connect ${it.id}</code> shows the same; with <code>--write</code> it puts them into a client's own file, where it has one.</p>
+    </div>`}
+  </section>`;
 }
 
 function Findings() {

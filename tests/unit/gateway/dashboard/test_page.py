@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs.generators import page_libraries as libraries
+from gateway.clients.table import CLIENTS
 from gateway.dashboard.routes import FOLDER, page_files
 from gateway.keys import generate_key
 from tests.unit.gateway.in_process import App
@@ -115,3 +116,12 @@ def test_our_own_files_are_short_and_ask_no_other_host(path):
     assert "innerHTML" not in text and "dangerously" not in text and "eval(" not in text
     if path.suffix == ".js":
         assert text.startswith("// "), "a module begins with its purpose"
+
+
+async def test_the_settings_of_every_client_are_written_for_the_server_that_is_named(app: App):
+    said = await app.get("/ui/clients?url=http://box:1&model=m&key=none&context=4096")
+    assert [x["id"] for x in said.json["data"]] == list(CLIENTS)
+    assert all("http://box:1" in x["text"] for x in said.json["data"])
+    assert any("first prompt of Claude Code" in y for x in said.json["data"] for y in x["notes"])
+    for query in ("", "url=x&model=a%0Ab&key=k&context=1", "url=x&model=m&key=k&context=-1"):
+        assert (await app.get(f"/ui/clients?{query}")).status == 400

@@ -8,8 +8,7 @@ from typing import Final
 
 import tomlkit
 
-from launch.clients.needs import Connection, FileChange, Server, exports
-from launch.clients.settings_file import yaml_line
+from gateway.clients.needs import Connection, FileChange, Server, exports, yaml_line
 
 PROVIDER: Final = "thermocline"
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from launch.clients.needs import Connection, FileChange, Server, exports
-from launch.clients.settings_file import yaml_line
+from gateway.clients.needs import Connection, FileChange, Server, exports, yaml_line
 
 
 def open_webui(server: Server, home: Path) -> Connection:

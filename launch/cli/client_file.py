@@ -15,7 +15,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from engines.files import replace_file
-from launch.clients.needs import FileChange, Format
+from gateway.clients.needs import FileChange, Format, printable, yaml_line
 from launch.errors import LaunchError
 
 BACKUP_SUFFIX: Final = ".before-thermocline"
@@ -107,31 +107,17 @@ def _with_lines(text: str, ours: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def yaml_line(key: str, value: str) -> str:
-    """Write a line whose value is in double quotes, which YAML reads as JSON does.
-
-    Raises ``ValueError`` for a value with control characters.
-    """
-    return f"{key}: {json.dumps(_printable(value), ensure_ascii=False)}"
-
-
 def _dotenv_line(key: str, value: str) -> str:
     """Write a value so that all readers of .env files read it back; they differ in escapes.
 
     Raises ``ValueError`` for one that some would change.
     """
-    if _BARE.fullmatch(_printable(value)):
+    if _BARE.fullmatch(printable(value)):
         return f"{key}={value}"
     for quote in "'\"":
         if quote not in value and "\\" not in value:
             return f"{key}={quote}{value}{quote}"
     raise ValueError(f"a value with quotes and backslashes cannot be written: {value!r}")
-
-
-def _printable(value: str) -> str:
-    if not value.isprintable():
-        raise ValueError("a value has control characters")
-    return value
 
 
 _MERGERS: Final[Mapping[Format, Callable[[str, FileChange], str]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +46,23 @@ class Connection:
 
 def exports(values: Mapping[str, str]) -> list[str]:
     """Write the lines of a shell that set environment variables."""
-    return [f"export {key}={_quoted(value)}" for key, value in values.items()]
+    return [f"export {key}={quoted(value)}" for key, value in values.items()]
 
 
-def _quoted(value: str) -> str:
+def yaml_line(key: str, value: str) -> str:
+    """Write a line whose value is in double quotes, which YAML reads as JSON does.
+
+    Raises ``ValueError`` for a value with control characters.
+    """
+    return f"{key}: {json.dumps(printable(value), ensure_ascii=False)}"
+
+
+def printable(value: str) -> str:
+    """Return the value. Raises ``ValueError`` for one with control characters."""
+    if not value.isprintable():
+        raise ValueError("a value has control characters")
+    return value
+
+
+def quoted(value: str) -> str:
     return "'" + value.replace("'", "'\\''") + "'"

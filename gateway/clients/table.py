@@ -1,0 +1,65 @@
+"""The table of clients: for ``thermocline connect`` and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from gateway.clients import agents, apps, programs
+from gateway.clients.needs import Connection, Server
+
+
+class Client(NamedTuple):
+    """A client: its own name, and its needs."""
+
+    name: str
+    needs: Callable[[Server, Path], Connection]
+    first_prompt: int = 0  # tokens of its first request as measured (docs/clients.md); 0: short
+
+
+CLIENTS: Final[Mapping[str, Client]] = {
+    "claude": Client("Claude Code", agents.claude, 20_000),
+    "codex": Client("Codex", agents.codex, 6_400),
+    "opencode": Client("OpenCode", agents.opencode, 7_600),
+    "cline": Client("Cline", agents.cline),
+    "qwen-code": Client("Qwen Code", agents.qwen_code, 16_000),
+    "aider": Client("aider", agents.aider),
+    "open-webui": Client("Open WebUI", apps.open_webui, 5_400),
+    "librechat": Client("LibreChat", apps.librechat),
+    "continue": Client("Continue", apps.continue_dev),
+    "zed": Client("Zed", apps.zed),
+    "vscode": Client("VS Code", apps.vscode),
+    "n8n": Client("n8n", apps.n8n),
+    "home-assistant": Client("Home Assistant", apps.home_assistant),
+    "openai-sdk": Client("OpenAI SDK", programs.openai_sdk),
+    "curl": Client("curl", programs.curl),
+}
+
+
+def connection(client: str, server: Server, home: Path) -> Connection:
+    """Say what a client needs.
+
+    Raises:
+        LookupError: that client is unknown.
+        ValueError: the server's model has no name that a file of settings can hold.
+    """
+    for words, value in (("a model", server.model), ("an address", server.url)):
+        if not value or not value.isprintable():  # a line break would begin a setting of its own
+            raise ValueError(f"{words} with control characters cannot be used: {value!r}")
+    found = CLIENTS.get(client)
+    if found is None:
+        raise LookupError(f"there is no client {client!r}; there are: {', '.join(CLIENTS)}")
+    needs = found.needs(server, home)
+    return replace(needs, notes=[*needs.notes, *_too_long(found, server.max_context)])
+
+
+def _too_long(client: Client, max_context: int) -> list[str]:
+    if client.first_prompt < max_context:
+        return []
+    return [
+        f"warning: the first prompt of {client.name} has about {client.first_prompt:,} tokens, and"
+        f" this server's context is {max_context:,}: it will be refused. Serve a model with a"
+        " longer context, or give this one more memory (--hot), if that is what cuts it."
+    ]

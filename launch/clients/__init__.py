@@ -1,1 +1,0 @@
-"""Clients that talk to a running server: what each needs, and its own file of settings."""
