@@ -158,7 +158,7 @@ def plan(
     ] = False,
     weights: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="For --machines; default: counted."),
+        typer.Option(metavar="SIZE", help="Bytes of the weights; default: counted."),
     ] = None,
     bits: Annotated[
         float | None,
@@ -166,7 +166,7 @@ def plan(
             metavar="N",
             min=1,
             max=32,
-            help="For --machines: the weights quantised to so many bits; default: as they are.",
+            help="Count the weights as quantised to so many bits; default: as they are.",
         ),
     ] = None,
     hot: options.Hot = None,

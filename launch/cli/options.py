@@ -75,12 +75,17 @@ FLAGS: Mapping[str, str] = {
 
 
 def chosen(
-    context: typer.Context, environ: Mapping[str, str], *, as_profiled: bool = False
+    context: typer.Context,
+    environ: Mapping[str, str],
+    *,
+    as_profiled: bool = False,
+    planned_weights: int | None = None,
 ) -> EffectiveSettings:
     """The settings of a command: its options over all other sources.
 
     Args:
         as_profiled: count as on the profile's machine, where that has a GPU and this one has none.
+        planned_weights: bytes of weights to count instead of those that are here.
 
     Raises:
         UsageError: a setting is wrong.
@@ -100,23 +105,33 @@ def chosen(
         flags=flags,
     )
     profile = given["profile"] or environ.get("THERMOCLINE_PROFILE")
-    return effective_settings(sources, environ, assume_gpu=as_profiled and profile in GPU_PROFILES)
+    return effective_settings(
+        sources,
+        environ,
+        assume_gpu=as_profiled and profile in GPU_PROFILES,
+        planned_weights=planned_weights,
+    )
 
 
 def fitted(
-    context: typer.Context, environ: Mapping[str, str], *, as_profiled: bool = False
+    context: typer.Context,
+    environ: Mapping[str, str],
+    *,
+    as_profiled: bool = False,
+    planned_weights: int | None = None,
 ) -> EffectiveSettings:
     """The settings of a command, with budgets for the capacity that is wished for, if one is.
 
     Args:
-        as_profiled: see ``chosen``.
+        as_profiled, planned_weights: see ``chosen``.
 
     Raises:
         UsageError: a setting is wrong, or this machine has no room for the wish; gives its room.
     """
     from launch.plan.fit import with_capacity  # pulls in the codecs
 
-    return with_capacity(chosen(context, environ, as_profiled=as_profiled))
+    found = chosen(context, environ, as_profiled=as_profiled, planned_weights=planned_weights)
+    return with_capacity(found)
 
 
 def _parameter(flag: str) -> str:

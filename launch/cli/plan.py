@@ -13,6 +13,7 @@ from launch.cli import options
 from launch.errors import UsageError
 from launch.plan.capacity_plan import CapacityPlan, ColdPlan, ContextPlan, plan_of
 from launch.plan.machines import MachinePlan, machine_plans
+from launch.plan.weights import weights_at
 from launch.printing import print_json, print_table, say
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import parse_bytes, show_bytes
@@ -199,16 +200,34 @@ def run_plan(context: typer.Context, given: PlanOptions, environ: Mapping[str, s
         raise UsageError("--sessions counts for this machine; leave it out with --machines")
     if given.sessions is not None:
         context.params["session_context"] = _one_length(given.lengths)
-    if (given.weights or given.bits) and not given.machines:
-        raise UsageError(
-            "--weights and --bits are for --machines; this machine's files say what they take"
-        )
     if given.weights and given.bits:
         raise UsageError("--weights says what the weights take; leave --bits out")
     if given.machines:
         _print_machines(options.chosen(context, environ), given)
     else:
-        _print_plan(options.fitted(context, environ, as_profiled=True), given)
+        weights = _planned_weights(context, given, environ)
+        _print_plan(
+            options.fitted(context, environ, as_profiled=True, planned_weights=weights), given
+        )
+
+
+def _planned_weights(
+    context: typer.Context, given: PlanOptions, environ: Mapping[str, str]
+) -> int | None:
+    """Bytes of weights that the options ask to be counted; None = those that are here."""
+    if not (given.weights or given.bits):
+        return None
+    effective = options.chosen(context, environ, as_profiled=True)
+    if effective.engines:
+        raise UsageError("--weights and --bits count for one model; name it with --model")
+    return weights_at(effective, given.bits) if given.bits else _bytes_of(given.weights or "")
+
+
+def _bytes_of(weights: str) -> int:
+    try:
+        return parse_bytes(weights)
+    except ValueError as error:
+        raise UsageError(f"--weights: {error}") from None
 
 
 def _one_length(lengths: str | None) -> int:
@@ -239,11 +258,11 @@ def _print_plan(effective: EffectiveSettings, given: PlanOptions) -> None:
 def _print_machines(effective: EffectiveSettings, given: PlanOptions) -> None:
     if effective.engines:
         raise UsageError("--machines counts for one model; name it with --model")
+    weights = _bytes_of(given.weights) if given.weights else None
     try:
-        weights = parse_bytes(given.weights) if given.weights else None
         lengths = [int(x) for x in given.lengths.split(",")] if given.lengths else None
     except ValueError as error:
-        raise UsageError(f"--weights or --context: {error}") from None
+        raise UsageError(f"--context: {error}") from None
     if lengths is not None and min(lengths) < 1:
         raise UsageError("--context: a session has one token or more")
     rows = machine_plans(effective, lengths, weights, given.bits)

@@ -142,7 +142,9 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
         chunk_of(effective),
         shares_memory=not effective.hot_on_gpu,
     )
-    if model.folder is not None and weights_bytes(model.folder, widened=False) is None:
+    if effective.planned_weights is not None:
+        note = [*note, f"weights of {show_bytes(effective.planned_weights)}, as asked for"]
+    elif model.folder is not None and weights_bytes(model.folder, widened=False) is None:
         note = [*note, _weights_note(content)]
     if effective.assumes_gpu:
         note = [*note, ELSEWHERE.format(dtype=plan.dtype)]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Final
 
+from launch.errors import UsageError
 from launch.families.weights import estimated_weights
 from launch.model.find import Model, find_model
 from launch.settings.budgets import weights_bytes
@@ -47,6 +48,26 @@ def too_large_here(effective: EffectiveSettings) -> str:
     """
     if effective.engine_kind not in _OURS or effective.assumes_gpu:
         return ""
+    if effective.planned_weights is not None:
+        return too_large(effective.planned_weights, effective.room)
     model = find_model(effective.settings.engine.model, effective.folders.cache)
     weights = known_weights(model) or estimated_weights(model.config()) or 0
     return too_large(weights, effective.room)
+
+
+def weights_at(effective: EffectiveSettings, bits: float) -> int:
+    """Bytes of the model's weights, if they were quantised to so many bits.
+
+    Raises ``UsageError``: they are quantised already, or cannot be counted.
+    """
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    content = model.config()
+    if any(isinstance(content.get(x), dict) for x in ("quantization", "quantization_config")):
+        raise UsageError(f"{model.name} is quantised, as its config.json says: leave --bits out")
+    found = estimated_weights({**content, "quantization": {"bits": bits}})
+    if found is None:
+        raise UsageError(
+            f"the weights of {model.name} cannot be counted from its config.json: give their bytes,"
+            " for instance --weights 18GiB"
+        )
+    return found

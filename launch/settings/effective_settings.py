@@ -66,6 +66,7 @@ class EffectiveSettings:
     widens: bool = False  # dtype "auto" means float32, which CPUs multiply fastest
     capacity: tuple[str, ...] = ()  # the choices for capacity.sessions, in words
     assumes_gpu: bool = False  # counted as on a GPU, though there is none here
+    planned_weights: int | None = None  # bytes that a plan counts instead of those that are here
     # The settings of each engine, if there are several; () = these here are of the only one.
     engines: tuple[EngineSettings, ...] = ()
 
@@ -75,12 +76,17 @@ class EffectiveSettings:
 
 
 def effective_settings(
-    layers: Sequence[Layer], environ: Mapping[str, str], *, assume_gpu: bool = False
+    layers: Sequence[Layer],
+    environ: Mapping[str, str],
+    *,
+    assume_gpu: bool = False,
+    planned_weights: int | None = None,
 ) -> EffectiveSettings:
     """Join ``layers``, later ones over earlier ones, and fit open values to this machine.
 
     Args:
         assume_gpu: where vLLM is to serve and there is no GPU, count as if there were one.
+        planned_weights: bytes that the one model's weights would take, for a plan.
 
     Raises:
         UsageError: a setting is wrong.
@@ -106,9 +112,15 @@ def effective_settings(
     alone = _each_alone(layers, chosen, environ, assume_gpu)
     places = chosen.capacity.on_demand
     available, on_gpu = available_memory(), _own_memory(gpus)
+    if planned_weights is not None:
+        weights: int | None = planned_weights * chosen.engine.replicas
+    elif alone:
+        weights = _weights_at_once(alone, places)
+    else:
+        weights = _weights(chosen.engine, kind, widens)
     fitted |= default_budgets(
         available,
-        _weights_at_once(alone, places) if alone else _weights(chosen.engine, kind, widens),
+        weights,
         free_disk(where.data),
         gpu_bytes=on_gpu,
     )
@@ -120,6 +132,7 @@ def effective_settings(
         room=on_gpu or available,
         widens=widens,
         assumes_gpu=assumes_gpu,
+        planned_weights=planned_weights,
     )
     return replace(effective, engines=_divided(effective, alone)) if alone else effective
 

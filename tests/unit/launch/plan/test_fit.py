@@ -13,6 +13,7 @@ from launch.plan.capacity_plan import plan_of
 from launch.plan.fit import Rooms, choose_budgets, refusal, what_would
 from launch.plan.needs import MIB, Asleep, Needs, needs_of
 from launch.settings.effective_settings import effective_settings
+from launch.settings.units import show_bytes
 
 GIB = 1 << 30
 ROOMS = Rooms(hot=4 * GIB, ram=4 * GIB, shared=4 * GIB, disk=16 * GIB)
@@ -185,11 +186,13 @@ def test_other_machines_are_counted_without_weights_and_with_budgets(run, model)
     quantised = gb10("--bits", "4")
     assert quantised["weights_bytes"] < 0.3 * usual["weights_bytes"]  # with a scale for each group
     assert quantised["hot_only"] >= usual["hot_only"]
+    here = run("plan", str(model), "--bits", "4")[1]
+    assert f"weights of {show_bytes(quantised['weights_bytes'])}, as asked for" in here
+    assert "does not fit: 1 TiB of weights" in run("plan", str(model), "--weights", "1TiB")[1]
     assert (
         "leave --bits out"
         in run("plan", str(model), "--machines", "--bits", "4", "--weights", "1GiB")[2]
     )
-    assert "--machines" in run("plan", str(model), "--bits", "4")[2]
     assert gb10("--disk", "0")["disk"] == 0
     assert gb10("--hot", "1GiB")["kv_bytes"] < usual["kv_bytes"]
     assert "--hot and --ram would take 1 TiB, and 107" in gb10("--ram", "1TiB")["refused"]
@@ -197,6 +200,8 @@ def test_other_machines_are_counted_without_weights_and_with_budgets(run, model)
         "leave it out with --machines"
         in run("plan", str(model), "--machines", "--sessions", "3")[2]
     )
+    (model / "config.json").write_text(json.dumps(config | {"quantization": {"bits": 8}}))
+    assert "is quantised, as its config.json says" in run("plan", str(model), "--bits", "4")[2]
 
 
 def test_the_first_words_are_how_many_sessions_stay_alive(run, model):
