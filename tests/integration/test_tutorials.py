@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from docs.tutorials import codebooks, rotation, sketches
+import thermocline
+from docs.tutorials import codebooks, own_method, rotation, sketches
+from kvstore.codecs.names import CODECS
 from tests.tiny_tokenizer import tiny_tokenizer
 
 
-@pytest.mark.parametrize("tutorial", [codebooks, rotation, sketches], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "tutorial", [codebooks, rotation, sketches, own_method], ids=lambda x: x.__name__
+)
 def test_it_prints_figures_and_draws_a_picture(tutorial, tmp_path, capsys):
     picture = tmp_path / "picture.png"
     tutorial.main(["--plot", str(picture)])
@@ -41,6 +46,23 @@ def test_sketches_are_unbiased_and_noisier():
         assert levels.slope == pytest.approx(slope, abs=0.01)
         assert sketch.slope == pytest.approx(1, abs=0.01)
         assert sketch.error > 1.5 * levels.error
+
+
+def test_an_own_method_gets_better_step_by_step_and_serves_by_its_name():
+    by_name = {x.method: x for x in own_method.measured(rotation.uneven_keys())}
+    levels, groups, turned = (by_name[x] for x in ("levels", "groups", "turned"))
+    assert turned.error < groups.error < levels.error / 3
+    assert turned.bits == levels.bits < groups.bits
+    lines = own_method.__doc__.partition("# own_method_module.py")[2]
+    module, _, _ = lines.partition("    # thermocline.toml")
+    try:
+        exec(textwrap.dedent(module), {})
+        keys = rotation.uneven_keys(64)
+        own = own_method.methods()["turned"]
+        assert thermocline.codec("mine").pack(keys).payload == own.pack(keys).payload
+        assert thermocline.codecs()["mine"].sentence.startswith("Rotates a row")
+    finally:
+        CODECS.pop("mine", None)
 
 
 @pytest.mark.model
