@@ -192,13 +192,21 @@ class RawCodec:
         return b"".join(np.ascontiguousarray(array).data for pair in run for array in pair)
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        nbytes = self.packed_nbytes(layout, check_run(out, layout), first_token)
-        view = np.frombuffer(payload, np.uint8)
-        if len(view) != nbytes:
-            raise Corrupt(f"payload of {len(view)} bytes, {nbytes} expected")
-        at = 0
-        for pair in out:
-            for array in pair:
-                end = at + array.nbytes
-                array[:] = view[at:end].view(array.dtype).reshape(array.shape)
+        self.decode_chunks([payload], layout, first_token, out)
+
+    def decode_chunks(
+        self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
+    ) -> None:
+        size = check_run(out, layout) // len(payloads)
+        nbytes = self.packed_nbytes(layout, size, first_token)
+        arrays = [array for pair in out for array in pair]
+        for number, payload in enumerate(payloads):
+            view = np.frombuffer(payload, np.uint8)
+            if len(view) != nbytes:
+                raise Corrupt(f"payload of {len(view)} bytes, {nbytes} expected")
+            at = 0
+            for array in arrays:
+                rows = array[:, number * size : (number + 1) * size]
+                end = at + rows.nbytes
+                rows[:] = view[at:end].view(rows.dtype).reshape(rows.shape)
                 at = end

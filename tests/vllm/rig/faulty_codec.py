@@ -10,23 +10,28 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.codecs.base import RawCodec
 from kvstore.errors import Corrupt
-from kvstore.shapes import KVLayout, KVRun
+from kvstore.shapes import KVLayout, KVRun, tokens_in
 
 FOLDER = "THERMOCLINE_TEST_FAULTS"
 
 
 class FaultyRaw(RawCodec):
-    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        if first_token in tokens_named("fail"):
-            raise Corrupt("a fault that the test asked for")
-        if first_token in tokens_named("break"):
-            raise RuntimeError("a fault that the test asked for")
-        _wait("delay_s", "decoding")
-        super().decode(payload, layout, first_token, out)
+    def decode_chunks(
+        self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
+    ) -> None:
+        size = tokens_in(out) // len(payloads)
+        for first in range(first_token, first_token + tokens_in(out), size):
+            if first in tokens_named("fail"):
+                raise Corrupt("a fault that the test asked for")
+            if first in tokens_named("break"):
+                raise RuntimeError("a fault that the test asked for")
+            _wait("delay_s", "decoding")
+        super().decode_chunks(payloads, layout, first_token, out)
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
         _wait("encode_delay_s", "encoding")
