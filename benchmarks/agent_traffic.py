@@ -9,10 +9,10 @@ Of the runs, in ``kill`` the engine is killed half-way, and in ``none`` nothing 
 
 The model has one layer with one head, random weights and the sample model's tokenizer, so
 bookkeeping is what is measured; ``--sample`` takes the sample model at a sixteenth of the length.
-Processor time is that of whole processes, saves included; the model's own part is timed here: the
-same model, as many new tokens, a cache as long. Sessions rest exactly (``raw``). Answers are
-compared with those of a run in which nothing sleeps and one request comes after another; a session
-is wrong if one of its answers differs. ``turns`` draws docs/pictures/agent-turns.png.
+Processor time is that of whole processes, saves included; ``turns`` leaves out the engine's thread
+on which mlx computes. Sessions rest exactly (``raw``). Answers are compared with those of a run in
+which nothing sleeps and one request comes after another; a session is wrong if one differs.
+``turns`` draws docs/pictures/agent-turns.png.
 """
 
 from __future__ import annotations
@@ -22,23 +22,20 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import aiohttp
-import mlx.core as mx
 import numpy as np
+import psutil
 from matplotlib.figure import Figure
-from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load, load_model
+from mlx_lm.utils import load
 
 from benchmarks.stacks.light_model import light_model
 from benchmarks.stacks.product_stack import WORD_TOKENS, Client, Reply, Stack, client_of, rss_mib
@@ -245,23 +242,13 @@ async def compared(args: argparse.Namespace) -> None:
         print(json.dumps(row), flush=True)
 
 
-def model_ms(model: Path, num_tokens: int, num_new: int, answer: int) -> float:
-    """Processor time of the model's own steps in such a turn, by mlx_lm alone."""
-    loaded, _ = load_model(model)
-    loaded.set_dtype(mx.float32)
-    cache: Any = make_prompt_cache(loaded)[0]
-    empty = mx.zeros((1, 1, num_tokens, HEAD_DIM))
-    cache.update_and_fetch(empty, empty)
-    mx.eval(cache.state[:2])
-    time.sleep(1.0)  # as between turns: what runs on and on takes a third less
-    began = time.process_time()
-    loaded(mx.array([[5] * num_new]), cache=[cache])
-    mx.eval(cache.state[:2])
-    steps: Any = BatchGenerator(loaded, stream=mx.default_stream(mx.default_device()))
-    steps.insert([[5]], max_tokens=[answer], caches=[[cache]], all_tokens=[[]])
-    for _ in range(answer + 1):
-        steps.next()
-    return 1000 * (time.process_time() - began)
+def thread_ns(process: psutil.Process) -> Counter[str]:
+    """Processor time of each thread, by Linux's own count of it."""
+    found = Counter[str]()
+    for folder in Path(f"/proc/{process.pid}/task").iterdir():
+        with suppress(OSError):  # it ended meanwhile
+            found[folder.name] = int((folder / "schedstat").read_text().split()[0])
+    return found
 
 
 async def turns(args: argparse.Namespace) -> None:
@@ -270,34 +257,35 @@ async def turns(args: argparse.Namespace) -> None:
         encode = load(str(model))[1].encode
         async with client_of(stack) as client:
             for length in args.lengths:
-                name, spent = f"t{length}", list[np.ndarray]()
+                name, spent = f"t{length}", list[list[tuple[float, float, float]]]([[], []])
                 messages = [{"role": "user", "content": prose(length, length)}]
-                later: list[list[float]] = [[], []]  # first tokens: hot, after a sleep
                 for turn in range(2 * args.rounds):
                     if turn % 2:
                         await client.until(name, "idle")
                         await client.post(f"/v1/sessions/{name}/demote")
                         await client.until(name, "cold")
-                    before = cpu_ms(stack)
+                        await asyncio.sleep(0.5)
+                    before = thread_ns(stack.gateway), thread_ns(stack.engine)
                     reply = await client.chat(messages, name, max_tokens=answer)
                     await asyncio.sleep(1.0)  # it is saved meanwhile
-                    if turn and not turn % 2:
-                        spent.append(cpu_ms(stack) - before)
-                    later[turn % 2].append(reply.ttft_s)
+                    gateway = thread_ns(stack.gateway) - before[0]
+                    engine = thread_ns(stack.engine) - before[1]
                     if not turn % 2:
-                        num_new = reply.prompt_tokens - reply.cached_tokens
+                        (computing, _), num_new = engine.most_common(1)[0], reply.prompt_tokens
+                        num_new -= reply.cached_tokens
+                    own = engine.total() - engine[computing]
+                    spent[turn % 2].append((gateway.total() / 1e6, own / 1e6, 1000 * reply.ttft_s))
                     messages.append({"role": "assistant", "content": reply.text})
                     messages.append({"role": "user", "content": f"And {turn}?"})
-                gateway, engine = np.median(spent, axis=0)
-                own = [model_ms(model, reply.cached_tokens, num_new, answer) for _ in range(3)]
                 began = time.process_time()
                 encode("".join(x["content"] for x in messages))
-                row = {"tokens": reply.prompt_tokens, "new": num_new, "gateway_ms": gateway}
-                row |= {"engine_ms": engine, "model_ms": statistics.median(own)}
-                row |= {"beyond_ms": gateway + engine - row["model_ms"]}
-                row |= {"encoding_ms": 1000 * (time.process_time() - began)}
-                row |= {"hot_s": np.median(later[0][1:]), "slept_s": np.median(later[1])}
-                rows.append({key: round(float(value), 3) for key, value in row.items()})
+                row: dict[str, float] = {"tokens": reply.prompt_tokens, "new": num_new}
+                row["encoding_ms"] = 1000 * (time.process_time() - began)
+                for kind, found in zip(("", "slept_"), (spent[0][1:], spent[1]), strict=True):
+                    gateway_ms, engine_ms, ttft_ms = np.median(found, axis=0)
+                    row |= {f"{kind}gateway_ms": gateway_ms, f"{kind}engine_ms": engine_ms}
+                    row |= {f"{kind}ttft_ms": ttft_ms, f"{kind}ms": gateway_ms + engine_ms}
+                rows.append({key: round(float(value), 1) for key, value in row.items()})
                 print(json.dumps(rows[-1]), flush=True)
     draw(rows)
 
@@ -305,7 +293,7 @@ async def turns(args: argparse.Namespace) -> None:
 def draw(rows: list[dict[str, float]]) -> None:
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes, places = figure.subplots(), [x["tokens"] / 1000 for x in rows]
-    lines = {"encoding_ms": "encoding the prompt once", "beyond_ms": "a turn, beyond the model"}
+    lines = {"encoding_ms": "encoding the prompt once", "ms": "a turn, beyond the model"}
     for (key, name), color in zip(lines.items(), ("#8d99ae", "#2e86ab"), strict=True):
         axes.plot(places, [x[key] for x in rows], "o-", color=color, label=name)
     axes.set(xlabel="thousand tokens of context", ylabel="processor time, ms", ylim=(0, None))
