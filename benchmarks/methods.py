@@ -21,14 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 import thermocline
 import thermocline.mlx
 from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.markdown import replace_table, table
 from engines.calibration.corpus import Text, fit_texts, held_out_texts
-from kvstore.codecs.names import OWN, family_of, is_learned, split_names
+from kvstore.codecs.names import family_of, is_learned, split_names
 from kvstore.shapes import KVRun, slice_tokens
 
 CHUNK_TOKENS: Final = 128
@@ -59,13 +57,13 @@ NAMES: Final = (
 )
 HEAD: Final = (
     *("method", "source", "bits", "KL", "perplexity", "top 1", "chains"),
-    *("pack / copy", "restore / copy", "scores / fp32"),
+    *("pack / copy", "restore / copy"),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method. Speeds are its time over that of the plain work; ``scores``: None = has none."""
+    """One method. Speeds are its time over that of a copy."""
 
     name: str
     paper: str
@@ -76,7 +74,6 @@ class Row:
     chain_kl: float | None
     pack: float
     restore: float
-    scores: float | None
 
     def cells(self) -> list[str]:
         return [
@@ -89,7 +86,6 @@ class Row:
             "" if self.chain_kl is None else f"{self.chain_kl:.4f}",
             f"{self.pack:.0f}",
             f"{self.restore:.0f}",
-            "" if self.scores is None else f"{self.scores:.1f}",
         ]
 
 
@@ -185,29 +181,7 @@ def _row(
         quality.chain_kl,
         pack / plain,
         restore / plain,
-        _scores(name, run),
     )
-
-
-def _scores(name: str, run: KVRun) -> float | None:
-    """The time of one query's products with packed keys, over that with fp32 keys.
-
-    Keys of one layer at a time are packed without what was learned of a model.
-    """
-    if name in OWN and is_learned(name):
-        return None
-    keys = np.concatenate([np.asarray(keys) for keys, _ in run])
-    query = np.random.default_rng(0).standard_normal((len(keys), 1, keys.shape[2]), np.float32)
-    wide = (keys.astype(np.uint32) << 16).view(np.float32) if keys.dtype == np.uint16 else keys
-    wide = np.ascontiguousarray(wide, np.float32)
-    try:
-        method = thermocline.codec(name)
-        packed = method.pack(keys)
-        method.scores(query, packed)
-    except (thermocline.NoScores, thermocline.UnknownCodec):
-        return None
-    plain = _best(lambda: np.matmul(query, wide.swapaxes(1, 2)))
-    return _best(lambda: method.scores(query, packed)) / plain
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from thermocline.measuring import judge as judge
     from thermocline.measuring import learn as learn
     from thermocline.method import Method as Method
-    from thermocline.method import NoScores as NoScores
     from thermocline.packed import Packed as Packed
     from thermocline.pair import simple as simple
 
@@ -46,7 +45,6 @@ NAMES: Final = {
     "KVLayout": "kvstore.shapes",
     "Method": "thermocline.method",
     "Mismatch": "kvstore.errors",
-    "NoScores": "thermocline.method",
     "Packed": "thermocline.packed",
     "Parameter": "kvstore.codecs.catalogue",
     "Profile": "kvstore.codecs.profile",

@@ -1,149 +1,91 @@
-"""Packed rows of one side, as attention takes them."""
+"""Products of queries with packed rows of one side, and weighted sums of packed rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from kvstore.codecs.attention.planes import AttendedStack, attended_stack, can_attend
 from kvstore.codecs.attention.rotated import ReferenceAttention, row_attention
-from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.floats import widen
-from kvstore.codecs.reader import Reader
 from kvstore.codecs.rows.backend import reference_kernel
 from kvstore.codecs.rows.payload import KEPT_DTYPE
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
-from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.stack_codec import StackCodec
-from kvstore.shapes import KVLayout
 from thermocline.packed import Packed, row_arrays
-from thermocline.padded import claimed_layout
-
-
-class KeptToken(NamedTuple):
-    """A row that is kept as it is, and its place."""
-
-    head: int
-    token: int
-    values: np.ndarray  # fp32 (dim,)
 
 
 class AttendedRows(Protocol):
-    """The parts of packed rows. ``dim``: values of a row, zeros that were added included."""
+    """Rows of some heads, as attention takes them: what ``Method.scores`` computes."""
 
-    dim: int
-    first_tokens: np.ndarray  # fp32 (heads, up to 4, values of a row without those zeros)
-    kept: Sequence[KeptToken]
-
-    def products(self, query: np.ndarray, out: np.ndarray, exact: bool) -> None:
-        """Writes products with the tokens after the first ones to ``out``; see ``Method.scores``.
-
-        ``query``: fp32 (heads, queries, dim). ``out``: fp32 (heads, queries, tokens). Kept rows
-        count as zero.
-        """
+    def products(self, query: np.ndarray) -> np.ndarray:
+        """Returns products, fp32 (heads, queries, tokens); ``query``: (heads, queries, dim)."""
 
     def sums(self, weights: np.ndarray) -> np.ndarray:
-        """Returns weighted sums of the tokens after the first ones, fp32 (heads, queries, dim)."""
+        """Returns sums, fp32 (heads, queries, dim); ``weights``: (heads, queries, tokens)."""
 
 
-def attended_rows(codec: object, packed: Packed) -> AttendedRows | None:
-    """Returns the parts of rows of one side; None where they have to be restored first."""
-    if not packed.num_tokens:
-        return _NoRows(packed)
-    if isinstance(codec, RowCodec) and isinstance(codec.rows, RotatedRows):
-        return _Rotated(codec, codec.rows, packed)
-    if isinstance(codec, StackCodec):
-        num_tokens, first = packed.num_tokens, packed.first_token
-        wide = claimed_layout(codec, packed.layout, num_tokens, first, packed.nbytes)
-        (pipeline,) = codec.assemble(wide)
-        if can_attend(pipeline):
-            assert isinstance(pipeline, Pipeline)
-            return _Stacked(pipeline, wide, packed)
-    return None
+class RestoredRows:
+    """Rows as an array, fp32 (heads, tokens, dim). Implements ``AttendedRows``."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows
+
+    def products(self, query: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.matmul(query, self._rows.swapaxes(1, 2))
+        return found
+
+    def sums(self, weights: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.matmul(weights, self._rows)
+        return found
 
 
-class _NoRows:
-    """Rows of no token, which have no payload that could bound the layout: nothing is built.
+class PackedRows:
+    """Rows of ``tq1`` to ``tq8``, which stay packed. Implements ``AttendedRows``.
 
-    Implements ``AttendedRows``.
+    Three kinds of rows are in a payload: a session's first tokens, which are not packed; packed
+    ones; and rows that cannot be packed (their scale is zero), which lie at its end.
     """
-
-    def __init__(self, packed: Packed) -> None:
-        heads, self.dim = packed.layout.layers[0].num_kv_heads, _dim_of(packed.layout)
-        self.first_tokens = np.empty((heads, 0, self.dim), np.float32)
-        self.kept: Sequence[KeptToken] = ()
-
-    def products(self, query: np.ndarray, out: np.ndarray, exact: bool) -> None:
-        pass
-
-    def sums(self, weights: np.ndarray) -> np.ndarray:
-        return np.zeros((*weights.shape[:2], self.dim), np.float32)
-
-
-class _Rotated:
-    """Rows of ``tq1`` to ``tq8``, by compiled code. Implements ``AttendedRows``."""
 
     def __init__(self, codec: RowCodec, rows: RotatedRows, packed: Packed) -> None:
         parts, dtype = row_arrays(codec, packed), packed.layout.dtype
-        dim = _dim_of(packed.layout)
+        (layer,) = packed.layout.layers
+        self._dim = layer.head_dim or layer.value_dim
         first = widen(parts["first_tokens"], dtype)
         self._codes, self._scales = parts["codes"], parts["scales"]
-        self.first_tokens = first[:, :, :dim]
-        self.dim = first.shape[2]
-        self._attention = row_attention(rows, self.dim)
-        if codec.backend is reference_kernel:
-            self._attention = ReferenceAttention(rows, self.dim)
+        self._first = first[:, :, : self._dim]
+        self._width = first.shape[2]  # with the zeros that were added to a row
+        is_numpy = codec.backend is reference_kernel
+        make = ReferenceAttention if is_numpy else row_attention
+        self._attention = make(rows, self._width)
         heads, tokens = np.nonzero(self._scales == 0)
-        nbytes = len(heads) * self.dim * KEPT_DTYPE.itemsize
+        nbytes = len(heads) * self._width * KEPT_DTYPE.itemsize
         stored = np.frombuffer(packed.payload, KEPT_DTYPE, offset=packed.nbytes - nbytes)
-        self.kept: Sequence[KeptToken] = [
-            KeptToken(int(head), int(token) + first.shape[1], widen(bits[:dim], dtype))
-            for head, token, bits in zip(heads, tokens, stored.reshape(-1, self.dim), strict=True)
-        ]
+        kept = widen(stored.reshape(-1, self._width)[:, : self._dim], dtype)
+        places = zip(heads.tolist(), (tokens + first.shape[1]).tolist(), kept, strict=True)
+        self._kept = list(places)  # head, token and values of rows that are not packed
 
-    def products(self, query: np.ndarray, out: np.ndarray, exact: bool) -> None:
-        multiply = self._attention.scores if exact else self._attention.near_scores
-        multiply(query, self._codes, self._scales, out)
-
-    def sums(self, weights: np.ndarray) -> np.ndarray:
-        out = np.zeros((*weights.shape[:2], self.dim), np.float32)
-        self._attention.add_weighted(weights, self._codes, self._scales, out)
+    def products(self, query: np.ndarray) -> np.ndarray:
+        num_first = self._first.shape[1]
+        num_tokens = num_first + self._scales.shape[1]
+        out = np.empty((*query.shape[:2], num_tokens), np.float32)
+        out[:, :, :num_first] = np.matmul(query, self._first.swapaxes(1, 2))
+        wide = np.zeros((*query.shape[:2], self._width), np.float32)
+        wide[:, :, : self._dim] = query
+        self._attention.scores(wide, self._codes, self._scales, out[:, :, num_first:])
+        for head, token, values in self._kept:
+            out[head, :, token] = query[head] @ values
         return out
 
-
-class _Stacked:
-    """Rows of a pipeline, stage by stage. Implements ``AttendedRows``."""
-
-    def __init__(self, pipeline: Pipeline, wide: KVLayout, packed: Packed) -> None:
-        dtype, dim = packed.layout.dtype, _dim_of(packed.layout)
-        heads = wide.layers[0].num_kv_heads
-        self.dim = pipeline.shape.width
-        num_first = min(max(NUM_SINKS - packed.first_token, 0), packed.num_tokens)
-        reader = Reader(packed.payload)
-        first = reader.take("<u2", heads, num_first, self.dim)
-        self.first_tokens = widen(first, dtype)[:, :, :dim]
-        self._stack: AttendedStack | None = None
-        self.kept: Sequence[KeptToken] = []
-        if packed.num_tokens > num_first:
-            self._stack = attended_stack(pipeline, reader, packed.num_tokens - num_first)
-            self.kept = [
-                KeptToken(unit, token + num_first, widen(bits[:dim], dtype))
-                for unit, token, bits in self._stack.kept
-            ]
-
-    def products(self, query: np.ndarray, out: np.ndarray, exact: bool) -> None:
-        if self._stack is not None:
-            out[...] = self._stack.source.products(query)
-
     def sums(self, weights: np.ndarray) -> np.ndarray:
-        if self._stack is None:
-            return np.zeros((*weights.shape[:2], self.dim), np.float32)
-        return self._stack.source.sums(weights)
-
-
-def _dim_of(layout: KVLayout) -> int:
-    (dim,) = (x for y in layout.layers for x in (y.head_dim, y.value_dim) if x)
-    return dim
+        num_first = self._first.shape[1]
+        of_packed = np.array(weights[:, :, num_first:], np.float32, order="C")
+        for head, token, _ in self._kept:
+            of_packed[head, :, token - num_first] = 0
+        wide = np.zeros((*weights.shape[:2], self._width), np.float32)
+        self._attention.add_weighted(of_packed, self._codes, self._scales, wide)
+        total: np.ndarray = wide[:, :, : self._dim]
+        total += np.matmul(weights[:, :, :num_first], self._first)
+        for head, token, values in self._kept:
+            total[head] += weights[head, :, token, None] * values
+        return total

@@ -9,10 +9,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kvstore.codecs.base import Codec, as_codec, check_claim
+from kvstore.codecs.floats import to_stored, widen
+from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, KVPair, KVRun, tokens_in
-from thermocline.attended import AttendedRows, attended_rows
+from thermocline.attended import AttendedRows, PackedRows, RestoredRows
 from thermocline.packed import Packed, row_arrays
 from thermocline.padded import PaddedCodec
 
@@ -21,10 +23,6 @@ SIDES: tuple[Side, ...] = ("key", "value")
 CHUNK_TOKENS = 128  # of the chunks that ``bits`` counts, as a server packs them
 PAST_SINKS = 1 << 20  # a token that is not among a session's first ones
 USUAL_LAYOUT = KVLayout("bfloat16", (KVLayer(1, 128, 128),))
-
-
-class NoScores(Exception):
-    """This method's rows have to be restored before they can be multiplied."""
 
 
 class Method:
@@ -122,55 +120,39 @@ class Method:
             raise Corrupt(f"{packed.nbytes} bytes of no tokens")
         return run
 
-    def scores(self, query: np.ndarray, packed: Packed, exact: bool = True) -> np.ndarray:
+    def scores(self, query: np.ndarray, packed: Packed) -> np.ndarray:
         """Returns the products of queries with packed rows, fp32 (heads, queries, tokens).
 
-        Nothing is restored: the query goes through the linear stages of the method instead.
-        ``query``: fp32 (heads, queries, dim), those of the heads that ``packed`` has. ``exact``:
-        False allows a rotated query of bytes where that is faster (``tq1`` to ``tq4`` on processors
-        with VNNI): products are then off by 0.6 % of their root mean square.
+        Rows of ``tq1`` to ``tq8`` stay packed: the query is rotated instead of them. Rows of other
+        methods are restored first. ``query``: fp32 (heads, queries, dim).
 
         Raises:
-            NoScores: rows of this method have to be restored first.
             ValueError: the query is of other heads or of another dimension.
+            Mismatch, Corrupt: as ``restore``.
         """
-        rows = self._rows_of(packed)
-        heads, num_first, dim = rows.first_tokens.shape
+        rows, (heads, _, dim) = self._rows_of(packed), _shape_of(packed)
         if query.ndim != 3 or query.shape[::2] != (heads, dim) or query.dtype != np.float32:
             raise ValueError(f"a query of {query.shape}; fp32 ({heads}, queries, {dim}) is wanted")
-        out = np.empty((heads, query.shape[1], packed.num_tokens), np.float32)
-        out[:, :, :num_first] = np.matmul(query, rows.first_tokens.swapaxes(1, 2))
-        rows.products(_wide(query, rows.dim), out[:, :, num_first:], exact)
-        for head, token, values in rows.kept:
-            out[head, :, token] = query[head] @ values
-        return out
+        return rows.products(query)
 
     def weighted_sum(self, weights: np.ndarray, packed: Packed) -> np.ndarray:
         """Returns weighted sums of packed rows, fp32 (heads, queries, dim).
 
         ``weights``: fp32 (heads, queries, tokens). Raises as ``scores``.
         """
-        rows = self._rows_of(packed)
-        heads, num_first, dim = rows.first_tokens.shape
-        if weights.ndim != 3 or weights.shape[::2] != (heads, packed.num_tokens):
-            wanted = f"({heads}, queries, {packed.num_tokens})"
+        rows, (heads, tokens, _) = self._rows_of(packed), _shape_of(packed)
+        if weights.ndim != 3 or weights.shape[::2] != (heads, tokens):
+            wanted = f"({heads}, queries, {tokens})"
             raise ValueError(f"weights of {weights.shape}; fp32 {wanted} are wanted")
-        packed_weights = np.array(weights, np.float32, order="C")
-        for head, token, _ in rows.kept:
-            packed_weights[head, :, token] = 0
-        total: np.ndarray = rows.sums(packed_weights[:, :, num_first:])[:, :, :dim]
-        total += np.matmul(packed_weights[:, :, :num_first], rows.first_tokens)
-        for head, token, values in rows.kept:
-            total[head] += weights[head, :, token, None] * values
-        return total
+        return rows.sums(weights)
 
     def _rows_of(self, packed: Packed) -> AttendedRows:
         self._require_own(packed)
         _side_of(packed.layout)
-        rows = attended_rows(self.codec, packed)
-        if rows is None:
-            raise NoScores(f"rows of {self.id} have to be restored before they are multiplied")
-        return rows
+        codec, dtype = self.codec, packed.layout.dtype
+        if isinstance(codec, RowCodec) and isinstance(rows := codec.rows, RotatedRows):
+            return PackedRows(codec, rows, packed)
+        return RestoredRows(widen(to_stored(self.restore(packed), dtype), dtype))
 
     def frombytes(self, data: bytes | bytearray | memoryview) -> Packed:
         """Reads what ``Packed.tobytes`` returned, and looks whether it is this method's.
@@ -201,15 +183,6 @@ class Method:
         if isinstance(self.codec, RowCodec):
             arrays |= row_arrays(self.codec, packed)
         return dataclasses.replace(packed, arrays=arrays)
-
-
-def _wide(query: np.ndarray, dim: int) -> np.ndarray:
-    """Returns a query with the zeros that rows of ``dim`` values have."""
-    if query.shape[2] == dim:
-        return query
-    wide = np.zeros((*query.shape[:2], dim), np.float32)
-    wide[:, :, : query.shape[2]] = query
-    return wide
 
 
 def layout_of_run(run: KVRun) -> KVLayout:
@@ -249,6 +222,11 @@ def _require_numbers(rows: np.ndarray) -> None:
 def _pair(rows: np.ndarray, side: Side) -> KVPair:
     nothing = np.empty((*rows.shape[:2], 0), rows.dtype)
     return (rows, nothing) if side == "key" else (nothing, rows)
+
+
+def _shape_of(packed: Packed) -> tuple[int, int, int]:
+    (layer,) = packed.layout.layers
+    return layer.num_kv_heads, packed.num_tokens, layer.head_dim or layer.value_dim
 
 
 def _side_of(layout: KVLayout) -> Side:

@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PLAIN = {
-    "attention_scores": "--methods tq3 --tokens 128 --dims 64 --queries 1,2",
     "codec_speed": "--codec tq3 --dims 64 --threads 1 --seconds 0.1",
     "fuzz": "--count 200 --only tq3",
     "idle_connections": "--idle 50 --seconds 1",

@@ -21,7 +21,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engines.vllm_plugin.device.kernels import rate_kernels, row_kernels, triton_attention
+from engines.vllm_plugin.device.kernels import rate_kernels, row_kernels
 
 WORDS = "thresholds ends rope_of partners columns lives bits firsts bounds squares first_units"
 FLOATS = "query weights signs levels unit angles scratch means sizes gains values rates"
@@ -31,7 +31,7 @@ POINTERS = {"sides": "*i64", "blocks": "*i64", "payload": "*u8", "payload16": "*
 POINTERS |= {x: "*i32" for x in WORDS.split()} | {x: "*fp32" for x in FLOATS.split()}
 STRIDES = {"s_block", "s_head", "s_token"}
 capability, dim, kind = map(int, sys.argv[1:4])
-module = {"rows": row_kernels, "rates": rate_kernels, "attend": triton_attention}[sys.argv[4]]
+module = {"rows": row_kernels, "rates": rate_kernels}[sys.argv[4]]
 disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 found = {}
 for name, constants, num_warps in json.loads(sys.argv[5]):
@@ -40,8 +40,6 @@ for name, constants, num_warps in json.loads(sys.argv[5]):
     pointers = POINTERS | {"cache": "*i32" if kind == 2 else "*i16"}
     pointers |= {"bounds": "*fp32"} if module is row_kernels else {}
     pointers |= {"levels": "*u8"} if module is rate_kernels else {}
-    if module is triton_attention:
-        pointers |= {"out": "*fp32", "codes": "*u8", "scales": "*i16"}
     kinds = {n: pointers.get(n, "i64" if n in STRIDES else "i32") for n in names}
     signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
     divisible = pointers.keys() | STRIDES | {"D", "half"} - constants.keys()
@@ -114,14 +112,6 @@ def test_kernels_of_rates_multiply_bytes_and_round_as_the_host_does(
     for kernel in found.values():
         assert kernel["bytes"] > 0, "products of bytes are not made by tensor cores"
         assert kernel["inexact"] == 0, "denormals or quotients are not those of IEEE"
-
-
-@pytest.mark.parametrize(("dim", "bits"), [(64, 3), (128, 4), (128, 8), (256, 1)])
-@pytest.mark.parametrize("capability", [90, 121])
-def test_kernels_of_attention_compile_without_spilling(capability, dim, bits, tmp_path):
-    constants = {"R": 8192 // dim, "W": dim, "D": dim, "BITS": bits}
-    kernels = [("scores_kernel", constants, 4), ("sums_kernel", constants, 4)]
-    built(capability, dim, 0, "attend", kernels, tmp_path)
 
 
 @pytest.mark.parametrize("capability", [90, 121])

@@ -24,7 +24,6 @@ from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal
 from kvstore.codecs.literature.stages.min_max import GROUP, Axis, MinMaxGroups, Rounded
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Added, Components, Mapped, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.errors import Corrupt
@@ -98,13 +97,6 @@ class CorrectedGroups:
         rough = self._groups.backward(stack, first_token, note.groups)
         restored: np.ndarray = rough + np.matmul(note.left, note.right) + note.sparse
         return restored
-
-    def attended(self, source: Source, note: object) -> Source:
-        assert isinstance(note, _Note)
-        left, right = Components(note.left), note.right
-        low_rank = Mapped(left, lambda x: x @ right, lambda x: x @ right.swapaxes(1, 2))
-        groups = self._groups.attended(source, note.groups)
-        return Added((groups, low_rank, Components(note.sparse)))
 
     def note_nbytes(self, num_tokens: int) -> int:
         matrices = self._shape.num_units * (num_tokens + self._shape.width)

@@ -15,19 +15,18 @@ import functools
 
 import numpy as np
 
-from kvstore.codecs.attention.angles import BLOCK, LEVEL_BITS, AnglePlanes
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages import half_numbers
 from kvstore.codecs.literature.stages.half_numbers import HalfRange
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
 from kvstore.codecs.literature.stages.rotated import SignHadamard
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stages.planes import PackedPlanes
 from kvstore.errors import UnknownCodec
 
+BLOCK = 16
+LEVEL_BITS = (4, 2, 2, 2)  # of an angle, from the finest
 GRID = 1 << 14  # points on the quarter circle, to compute levels
 ROUNDS = 200
 
@@ -61,34 +60,18 @@ class Polar:
         return np.concatenate([*columns, half_numbers.to_columns(radii)], axis=-1)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
-        return restored(codes)
-
-    def attended(self, planes: PackedPlanes) -> Source:
-        return AnglePlanes(planes, self._num_blocks * BLOCK, turns, restored)
+        ends = np.cumsum([self._angles_of(level) for level in range(len(LEVEL_BITS))])
+        *columns, halves = np.split(codes, ends, axis=-1)
+        radii = half_numbers.from_columns(halves)
+        for level in range(len(LEVEL_BITS) - 1, -1, -1):
+            angles, pairs = angle_levels(level), np.empty((*radii.shape, 2), np.float32)
+            np.multiply(radii, np.cos(angles)[columns[level]], out=pairs[..., 0])
+            np.multiply(radii, np.sin(angles)[columns[level]], out=pairs[..., 1])
+            radii = pairs.reshape(*radii.shape[:-1], 2 * radii.shape[-1])
+        return radii
 
     def _angles_of(self, level: int) -> int:
         return self._num_blocks * BLOCK >> (level + 1)
-
-
-def restored(codes: np.ndarray) -> np.ndarray:
-    """Returns rows, fp32 (..., width), from the columns of their codes."""
-    num_blocks = codes.shape[-1] // (BLOCK + 1)  # a block: an angle less than values, two bytes
-    ends = np.cumsum([num_blocks * BLOCK >> level + 1 for level in range(len(LEVEL_BITS))])
-    *columns, halves = np.split(codes, ends, axis=-1)
-    radii = half_numbers.from_columns(halves)
-    for level in range(len(LEVEL_BITS) - 1, -1, -1):
-        angles, pairs = angle_levels(level), np.empty((*radii.shape, 2), np.float32)
-        np.multiply(radii, np.cos(angles)[columns[level]], out=pairs[..., 0])
-        np.multiply(radii, np.sin(angles)[columns[level]], out=pairs[..., 1])
-        radii = pairs.reshape(*radii.shape[:-1], 2 * radii.shape[-1])
-    return radii
-
-
-@functools.cache
-def turns() -> np.ndarray:
-    """Returns the cosines, then the sines, of each level's angles, level by level, fp32."""
-    angles = [angle_levels(level) for level in range(len(LEVEL_BITS))]
-    return np.concatenate([x for each in angles for x in (np.cos(each), np.sin(each))])
 
 
 def _angle_codes(angles: np.ndarray, level: int) -> np.ndarray:

@@ -20,7 +20,6 @@ from kvstore.codecs.literature.stages.min_max import grouped
 from kvstore.codecs.literature.stages.vectors import directions, sign_size
 from kvstore.codecs.rows.rotation import MAX_DIM
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Mapped, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stacks.stage_protocols import WithoutNote
@@ -51,10 +50,6 @@ class Sketch(WithoutNote):
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         restored: np.ndarray = np.matmul(stack, self._directions * self._size)
         return restored
-
-    def attended(self, source: Source, note: object) -> Source:
-        directions = self._directions * self._size
-        return Mapped(source, lambda x: x @ directions, lambda x: x @ directions.T)
 
 
 def _sketched(shape: StackShape, num_signs: int) -> Pipeline:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.attention.planes import levels_of_planes
 from kvstore.codecs.base import Codec
 from kvstore.codecs.floats import FP16_LARGEST
 from kvstore.codecs.learning.samples import Samples
@@ -38,13 +37,12 @@ from kvstore.codecs.literature.stages.vectors import UNIT, k_means, nearest
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Added, Components, Mapped, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import KEY, StackShape
 from kvstore.codecs.stacks.stage_protocols import Transform
 from kvstore.codecs.stages.gain import HalfGain
 from kvstore.codecs.stages.model_transforms import UnRope
-from kvstore.codecs.stages.planes import BitPlanes, PackedPlanes
+from kvstore.codecs.stages.planes import BitPlanes
 from kvstore.shapes import KVLayout
 
 VALUE_BITS = 4
@@ -138,15 +136,6 @@ class Clusters:
         stack += np.take_along_axis(centroids, numbers, axis=1)
         return stack
 
-    def attended(self, source: Source, note: object) -> Source:
-        assert isinstance(note, tuple)
-        centroids, numbers = note
-        is_member = (numbers == np.arange(self._shape[1])).astype(np.float32)
-        own = Mapped(
-            Components(is_member), lambda x: x @ centroids, lambda x: x @ centroids.swapaxes(1, 2)
-        )
-        return Added((source, own))
-
     def note_nbytes(self, num_tokens: int) -> int:
         stored = 2 * int(np.prod(self._shape)) if self._learned is None else 0
         return stored + self._numbers.nbytes(num_tokens)
@@ -196,10 +185,6 @@ class Grid:
     def restore(self, codes: np.ndarray) -> np.ndarray:
         restored: np.ndarray = (codes - self._middle) * self._spacing
         return restored
-
-    def attended(self, planes: PackedPlanes) -> Source:
-        codes = np.arange(1 << self._num_bits, dtype=np.uint8)
-        return levels_of_planes(planes, self.restore(codes))
 
     def _nearest(self, components: np.ndarray, size: np.float32) -> np.ndarray:
         """Returns the codes in a grid of that size, fp32; the same shape."""

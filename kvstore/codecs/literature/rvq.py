@@ -16,16 +16,13 @@ import math
 
 import numpy as np
 
-from kvstore.codecs.attention.planes import levels_of_planes
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal_bits
 from kvstore.codecs.literature.stages.rotated import rotated
 from kvstore.codecs.rows.lloyd_max import gauss_error, gauss_table
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stages.planes import PackedPlanes
 
 
 def rvq(bits: int = 1) -> Codec:
@@ -92,9 +89,6 @@ class Residual:
     def restore(self, codes: np.ndarray) -> np.ndarray:
         restored: np.ndarray = self._levels[codes]
         return restored
-
-    def attended(self, planes: PackedPlanes) -> Source:
-        return levels_of_planes(planes, self._levels)
 
     def _restored(self, codes: np.ndarray) -> np.ndarray:
         coarse = self._first.restore(codes & ((1 << self._first_bits) - 1))

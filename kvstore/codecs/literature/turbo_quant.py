@@ -16,7 +16,6 @@ import functools
 
 import numpy as np
 
-from kvstore.codecs.attention.planes import PlaneLevels
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages import half_numbers
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
@@ -26,10 +25,8 @@ from kvstore.codecs.literature.stages.vectors import directions, sign_size
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Added, Mapped, Scaled, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stages.planes import PackedPlanes
 
 
 def turbo_quant(num_bits: int) -> Codec:
@@ -80,20 +77,6 @@ class SketchedResidual:
         missed = np.matmul(signs, self._directions) * (self._size * sizes)
         restored: np.ndarray = coarse + missed
         return restored
-
-    def attended(self, planes: PackedPlanes) -> Source:
-        """Returns the components as levels, and signs along the sketch's directions."""
-        width, step, levels = len(self._directions), self._first_bits + 1, self._first.table()
-        assert levels is not None
-        sizes = half_numbers.from_columns(planes.codes(slice(width, None)))[:, :, 0] * self._size
-        coarse = PlaneLevels(planes, 0, step, width, levels)
-        signs = PlaneLevels(planes, self._first_bits, step, width, np.array([-1, 1], np.float32))
-        sketch = Mapped(
-            Scaled(signs, sizes),
-            lambda x: x @ self._directions,
-            lambda x: x @ self._directions.T,
-        )
-        return Added((coarse, sketch))
 
 
 def _levels_and_sketch(shape: StackShape, level_bits: int) -> Pipeline:

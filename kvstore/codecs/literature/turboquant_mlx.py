@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
-from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.literature.stages.rotated import SignHadamard, normal_levels
 from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Components, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stacks.stage_protocols import Quantiser
 from kvstore.codecs.stages.gain import HalfGain
 
 NUM_LEVELS = 11
@@ -71,14 +67,7 @@ class Digits:
         return np.concatenate(parts, axis=1).tobytes()
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:
-        return self.codes(self.take(reader, num_tokens))
-
-    def take(self, reader: Reader, num_tokens: int) -> np.ndarray:
-        """Returns the packed rows, uint8 (units, tokens, nbytes_of_row)."""
-        return reader.take("u1", self._shape.num_units, num_tokens, self.nbytes_of_row)
-
-    def codes(self, packed: np.ndarray) -> np.ndarray:
-        """Unpacks rows that ``take`` gives."""
+        packed = reader.take("u1", self._shape.num_units, num_tokens, self.nbytes_of_row)
         codes = np.empty((*packed.shape[:2], self._shape.width), np.uint8)
         rows, flat = packed.reshape(-1, self.nbytes_of_row), codes.reshape(-1, self._shape.width)
         if fast := compiled_module(LOOPS):
@@ -87,12 +76,6 @@ class Digits:
         for columns, places, _ in self.slices():
             digits_of_bytes(rows[:, places], flat[:, columns])
         return codes
-
-    def attended(self, reader: Reader, num_tokens: int, quantiser: Quantiser) -> Source:
-        levels = quantiser.table() if isinstance(quantiser, LloydMax) else None
-        if levels is None:
-            return Components(quantiser.restore(self.read(reader, num_tokens)))
-        return DigitRows(self, self.take(reader, num_tokens), levels)
 
     def nbytes(self, num_tokens: int) -> int:
         return self._shape.num_units * num_tokens * self.nbytes_of_row
@@ -106,38 +89,6 @@ class Digits:
         for first, nbytes, digits in self.groups.tolist():
             yield slice(column, column + digits), slice(first, first + nbytes), nbytes
             column += digits
-
-
-@dataclass(frozen=True, eq=False)
-class DigitRows:
-    """Rows of levels that packed digits choose. Implements ``Source``."""
-
-    digits: Digits
-    packed: np.ndarray  # uint8 (units, tokens, bytes of a row)
-    levels: np.ndarray  # fp32 (11,)
-
-    def products(self, query: np.ndarray) -> np.ndarray:
-        fast = compiled_module(LOOPS)
-        if fast is None:
-            return Components(self.rows()).products(query)
-        found = np.zeros((*query.shape[:2], self.packed.shape[1]), np.float32)
-        fast.products(*self._known(), np.ascontiguousarray(query, np.float32), found)
-        return found
-
-    def sums(self, weights: np.ndarray) -> np.ndarray:
-        fast = compiled_module(LOOPS)
-        if fast is None:
-            return Components(self.rows()).sums(weights)
-        found = np.zeros((*weights.shape[:2], int(self.digits.groups[:, 2].sum())), np.float32)
-        fast.sums(*self._known(), np.ascontiguousarray(weights, np.float32), found)
-        return found
-
-    def rows(self) -> np.ndarray:
-        found: np.ndarray = self.levels[self.digits.codes(self.packed)]
-        return found
-
-    def _known(self) -> tuple[np.ndarray, ...]:
-        return self.packed, self.digits.groups, self.digits.threes, self.levels
 
 
 def digits_to_bytes(digits: np.ndarray, size: int) -> np.ndarray:

@@ -23,7 +23,6 @@ from kvstore.codecs.literature.stages.rotated import rotated
 from kvstore.codecs.literature.stages.vectors import NUM_VECTORS, ProductVectors, normal_vectors
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Mapped, Source
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.errors import Corrupt
@@ -59,10 +58,6 @@ class ChunkScale:
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         restored: np.ndarray = stack * note
         return restored
-
-    def attended(self, source: Source, note: object) -> Source:
-        assert isinstance(note, np.ndarray)
-        return Mapped(source, lambda x: x * note, lambda x: x * note)
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 2 * self._shape[0] * self._shape[2]

@@ -1,8 +1,7 @@
 """Digits to base 11 in numba functions: the loops of ``literature.turboquant_mlx``.
 
 A row consists of groups: numbers of up to 16 bytes, of up to 37 digits, lowest first. A number is
-divided by 11^3, 16 bits at a time, for many rows at once. So three digits at once choose one of
-1,331 sums, and a product needs a third of the look-ups.
+divided by 11^3, 16 bits at a time, for many rows at once: three digits come out of one division.
 
 ``groups``: int64 (groups, 3), the first byte of each, its bytes, its digits. ``threes``: int64
 (threes, 2), the first column of each, and its digits: three, or fewer at the end of a group.
@@ -18,14 +17,14 @@ from numba import njit, types
 from kvstore.codecs.loops.numba_functions import array_of, compiled
 
 BASE = 11
-DIGITS = 3  # that choose one sum
-NUM_SUMS = BASE**DIGITS
+DIGITS = 3  # of one division
+NUM_THREES = BASE**DIGITS
 LIMBS = 8  # of 16 bits, in a group
 LIMB_BITS = 16
-SUM_BITS = 10.378  # the logarithm of 1,331, rounded down
+THREE_BITS = 10.378  # the logarithm of 1,331, rounded down
 TILE = 256  # rows that are divided at once
 PART_DIGITS = 9  # that fit 32 bits
-_SUMS, _LIMB, _BYTE = np.uint32(NUM_SUMS), np.uint32(LIMB_BITS), np.uint32(8)
+_DIVISOR, _LIMB, _BYTE = np.uint32(NUM_THREES), np.uint32(LIMB_BITS), np.uint32(8)
 _PART, _ONE = np.uint64(BASE**PART_DIGITS), np.uint64(BASE)
 _WORD, _LOW_WORD = np.uint64(32), np.uint64(0xFFFFFFFF)
 
@@ -53,9 +52,9 @@ def _divide(limb: Any, rest: Any) -> None:
     """Divide a limb, with the remainder of the limb above it, by 1,331."""
     for row in range(TILE):
         value = np.uint32(np.uint32(rest[row] << _LIMB) | limb[row])
-        quotient = np.uint32(value // _SUMS)
+        quotient = np.uint32(value // _DIVISOR)
         limb[row] = quotient
-        rest[row] = np.uint32(value - np.uint32(quotient * _SUMS))
+        rest[row] = np.uint32(value - np.uint32(quotient * _DIVISOR))
 
 
 @njit
@@ -73,13 +72,13 @@ def _choices(packed: Any, groups: Any, choices: Any) -> None:
                     _divide(limbs[limb], rest)
                 for row in range(count):
                     choices[three, start + row] = rest[row]
-                three, bits = three + 1, bits - SUM_BITS
+                three, bits = three + 1, bits - THREE_BITS
 
 
 def _unpack_digits(packed: Any, groups: Any, threes: Any, codes: Any) -> None:
     """Write the digits of every row to ``codes``, uint8 (rows, columns)."""
-    digits = np.empty((NUM_SUMS, DIGITS), np.uint8)
-    for number in range(NUM_SUMS):
+    digits = np.empty((NUM_THREES, DIGITS), np.uint8)
+    for number in range(NUM_THREES):
         digits[number, 0] = number % BASE
         digits[number, 1] = number // BASE % BASE
         digits[number, 2] = number // (BASE * BASE)
@@ -113,84 +112,10 @@ def _pack_digits(codes: Any, groups: Any, packed: Any) -> None:
             column += digits
 
 
-@njit
-def _fill(sums: Any, levels: Any, query: Any, first: int, digits: int) -> None:
-    """Write the sums of up to three values of a query, each times any level."""
-    length = 1
-    sums[0] = 0
-    for digit in range(DIGITS):
-        factor = query[first + digit] if digit < digits else np.float32(0)
-        for k in range(BASE - 1, -1, -1):  # the first, from which all others are made, is last
-            product = levels[k] * factor
-            for at in range(length):
-                sums[k * length + at] = sums[at] + product
-        length *= BASE
-
-
-@njit(fastmath={"reassoc"})
-def _total(values: Any) -> Any:
-    """Add up fp32 numbers in any order."""
-    total = np.float32(0)
-    for value in values:
-        total += value
-    return total
-
-
-@njit
-def _collect(chosen: Any, levels: Any, sums: Any, first: int, digits: int) -> None:
-    """Add weights times levels to up to three sums; ``chosen``: the weights, by what they chose."""
-    length = NUM_SUMS
-    for digit in range(DIGITS - 1, -1, -1):  # the highest; then the parts of all its levels are one
-        length //= BASE
-        for k in range(BASE):
-            part = chosen[k * length : (k + 1) * length]
-            if digit < digits:
-                sums[first + digit] += levels[k] * _total(part)
-            for i in range(length if k else 0):
-                chosen[i] += part[i]
-
-
-def _products(packed: Any, groups: Any, threes: Any, levels: Any, query: Any, out: Any) -> None:
-    """Add products of queries with levels to ``out``, fp32 (units, queries, tokens)."""
-    units, tokens, _ = packed.shape
-    choices = np.empty((len(threes), tokens), np.uint16)
-    sums = np.empty(NUM_SUMS, np.float32)
-    for unit in range(units):
-        _choices(packed[unit], groups, choices)
-        for q in range(query.shape[1]):
-            products = out[unit, q]
-            for three in range(len(threes)):
-                _fill(sums, levels, query[unit, q], threes[three, 0], threes[three, 1])
-                for token in range(tokens):
-                    products[token] += sums[choices[three, token]]
-
-
-def _sums(packed: Any, groups: Any, threes: Any, levels: Any, weights: Any, out: Any) -> None:
-    """Add weighted sums of levels to ``out``, fp32 (units, queries, columns)."""
-    units, tokens, _ = packed.shape
-    choices = np.empty((len(threes), tokens), np.uint16)
-    chosen = np.empty(NUM_SUMS, np.float32)
-    for unit in range(units):
-        _choices(packed[unit], groups, choices)
-        for q in range(weights.shape[1]):
-            given = weights[unit, q]
-            for three in range(len(threes)):
-                chosen[:] = 0
-                for token in range(tokens):
-                    chosen[choices[three, token]] += given[token]
-                _collect(chosen, levels, out[unit, q], threes[three, 0], threes[three, 1])
-
-
 _NUMBERS = array_of(types.int64, 2)
 _READ = types.Array(types.uint8, 2, "C", readonly=True)
-_ROWS = types.Array(types.uint8, 3, "C", readonly=True)
-_LEVELS = types.Array(types.float32, 1, "C", readonly=True)
-_FLOATS = types.Array(types.float32, 3, "C", readonly=True)
-_GIVEN = (_ROWS, _NUMBERS, _NUMBERS, _LEVELS, _FLOATS)
 
 unpack_digits = compiled(
     types.void, _unpack_digits, _READ, _NUMBERS, _NUMBERS, array_of(types.uint8, 2)
 )
 pack_digits = compiled(types.void, _pack_digits, _READ, _NUMBERS, array_of(types.uint8, 2))
-products = compiled(types.void, _products, *_GIVEN, array_of(types.float32, 3))
-sums = compiled(types.void, _sums, *_GIVEN, array_of(types.float32, 3))

@@ -156,16 +156,21 @@ def copy(source: Any, target: Any) -> None:
             target[row, i] = source[row, i]
 
 
-@njit
-def address_of(array: Any) -> Any:
-    """The address of an array's first element, int64."""
-    return np.int64(array.ctypes.data)
+def _typed_address(context: Any, array: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.ptrtoint(found.data, ir.IntType(64))
+
+    return types.int64(array), generate
+
+
+address_of: Any = intrinsic(_typed_address)  # the address of an array's first element, int64
 
 
 @njit
 def first_line_of(array: Any) -> Any:
     """The address of the first whole cache line inside an array, int64."""
-    return np.int64(array.ctypes.data + LINE - 1) // LINE * LINE
+    return (address_of(array) + LINE - 1) // LINE * LINE
 
 
 ADDRESS, STRIDES, LENGTHS, IS_WRITABLE = 0, 1, 4, 7  # columns

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -55,14 +55,6 @@ class StackPacker(Protocol):
 
 # Maps components and codes to factors of the gains, fp32 (units, tokens, 1).
 FitGains: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-class PipelineParts(NamedTuple):
-    """The parts of a chunk between its kept groups and its codes."""
-
-    before: list[object]  # the notes of the transforms before the gain
-    after: list[object]  # the notes of the transforms after the gain
-    gains: np.ndarray  # fp32 (units, tokens, gain groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +124,9 @@ class Pipeline:
 
     def _unpack(self, reader: Reader, num_tokens: int, first_token: int) -> np.ndarray:
         """Returns fp32 (units, tokens, width), not yet rounded; kept groups have no meaning."""
-        before, after, gains = self.read_parts(reader, num_tokens)
+        before = [transform.read(reader, num_tokens) for transform in self.before]
+        after = [transform.read(reader, num_tokens) for transform in self.after]
+        gains = self.gain.read(reader, num_tokens)
         stack = self.quantiser.restore(self.coder.read(reader, num_tokens))
         for transform, note in zip(self.after[::-1], after[::-1], strict=True):
             stack = transform.backward(stack, first_token, note)
@@ -141,14 +135,6 @@ class Pipeline:
         for transform, note in zip(self.before[::-1], before[::-1], strict=True):
             stack = transform.backward(stack, first_token, note)
         return stack
-
-    def read_parts(self, reader: Reader, num_tokens: int) -> PipelineParts:
-        """Returns the parts before the codes. Raises ``Corrupt`` as ``decode``."""
-        return PipelineParts(
-            [transform.read(reader, num_tokens) for transform in self.before],
-            [transform.read(reader, num_tokens) for transform in self.after],
-            self.gain.read(reader, num_tokens),
-        )
 
     def _divide(self, stack: np.ndarray, gains: np.ndarray, kept: np.ndarray) -> None:
         factors = 1 / np.where(gains > 0, gains, 1)

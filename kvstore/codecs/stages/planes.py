@@ -7,8 +7,6 @@ another, then units. So neighbours may have different numbers of bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from kvstore.codecs.loops.compiled import compiled_stages
@@ -16,22 +14,6 @@ from kvstore.codecs.reader import Reader
 
 # The bits of every byte as eight bytes, lowest first, in one word.
 _SPREAD = np.unpackbits(np.arange(256, dtype=np.uint8), bitorder="little").view("<u8")
-
-
-class PackedPlanes(NamedTuple):
-    """The planes of a chunk whose units are alike."""
-
-    array: np.ndarray  # uint8 (units, planes, bytes of eight tokens each)
-    bits: np.ndarray  # int64 (columns,)
-    num_tokens: int
-
-    def codes(self, columns: slice) -> np.ndarray:
-        """Returns the codes of some columns, uint8 (units, tokens, columns)."""
-        ends = np.concatenate([[0], np.cumsum(self.bits)])
-        first, last, _ = columns.indices(len(self.bits))
-        chosen = np.ascontiguousarray(self.array[:, ends[first] : ends[last]])
-        bits = np.tile(self.bits[columns], (len(self.array), 1))
-        return BitPlanes(bits).read(Reader(chosen.data), self.num_tokens)
 
 
 class BitPlanes:
@@ -71,17 +53,6 @@ class BitPlanes:
             fast.unpack_planes(packed.copy(), self._bits.reshape(-1), _SPREAD, rows.view("<u8"))
         units, components = self._bits.shape
         return rows[:, :num_tokens].reshape(units, components, num_tokens).swapaxes(1, 2)
-
-    def take(self, reader: Reader, num_tokens: int) -> PackedPlanes:
-        """Returns the planes themselves; the bits must be the same in all units."""
-        units, _ = self._bits.shape
-        shape = (units, len(self._places) // units, _padded(num_tokens) // 8)
-        return PackedPlanes(reader.take("u1", *shape), self._bits[0], num_tokens)
-
-    @property
-    def are_units_alike(self) -> bool:
-        """True if a column has the same bits in all units."""
-        return bool((self._bits == self._bits[:1]).all())
 
     def _unpack(self, packed: np.ndarray, rows: np.ndarray) -> None:
         planes = np.unpackbits(packed, axis=1, bitorder="little")

@@ -12,7 +12,7 @@ import pytest
 import thermocline
 
 PUBLIC = """
-CodecInfo Corrupt KVLayer KVLayout Method Mismatch NoScores Packed Parameter Profile Quality Samples
+CodecInfo Corrupt KVLayer KVLayout Method Mismatch Packed Parameter Profile Quality Samples
 UnknownCodec codebook codec codecs judge layout_of learn per_layer register
 simple
 """

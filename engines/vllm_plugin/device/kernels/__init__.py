@@ -2,7 +2,6 @@
 
 ``row_kernels`` serve a row format and plain copies; ``triton_rows`` launches them. ``rate_kernels``
 serve a calibrated fixed rate: ``triton_rates`` has its integers on the device and launches them.
-Functions that both use are in ``paged_rows``. ``triton_attention`` multiplies packed rows and adds
-them up as they are. The language inside ``@triton.jit`` is not Python: only launchers are
-annotated.
+Functions that both use are in ``paged_rows``. The language inside ``@triton.jit`` is not Python:
+only launchers are annotated.
 """

@@ -9,17 +9,14 @@ from __future__ import annotations
 from llvmlite import ir
 
 from kvstore.codecs import floats
-from kvstore.codecs.kernels.emit.dots import dot_of_bytes, host_vectors
 from kvstore.codecs.kernels.emit.emitter import (
     F32,
-    I8,
     I16,
     I32,
     I64,
     SIGN_BIT,
     Emitter,
     Value,
-    all_of,
     bits_of,
     f32,
     look_up,
@@ -48,43 +45,6 @@ def emit_scores(
     unit = _unit(e, shape, scale, 0)
     for q, (even, odd) in enumerate(sums):
         product = b.fmul(_sum_of_lanes(e, b.fadd(even, odd)), unit)
-        e.store(product, b.add(out, b.mul(step, ir.Constant(I64, q))), 0)
-
-
-def has_byte_scores(shape: RowShape) -> bool:
-    """Return whether this host multiplies bytes, and levels and rows fit its vectors of them."""
-    host = host_vectors()
-    fits = shape.dim % (4 * host.lanes) == 0 and int(shape.rows.levels[-1]) < 256
-    return host.bytes_dot == "vnni" and fits
-
-
-def emit_byte_scores(
-    e: Emitter, shape: RowShape, num_queries: int, addresses: tuple[Value, ...]
-) -> None:
-    """Emit the products of one row with rotated queries of bytes, none of which is -128.
-
-    ``addresses``: as for ``emit_scores``; after the first query, that of the values of a one in
-    each query, fp32. VNNI multiplies unsigned bytes by signed ones: a row's signs go to the query.
-    """
-    packed, scale, queries, ones, out, step = addresses
-    b, lanes = e.builder, host_vectors().lanes
-    e, wide = Emitter(b, lanes), Emitter(b, 4 * lanes)
-    kind = ir.VectorType(I8, wide.lanes)
-    sums = [e.all_words(0)] * num_queries
-    for first in range(0, shape.dim, wide.lanes):
-        masks = [wide.load_mask(packed, k * shape.dim + first) for k in range(shape.num_bits)]
-        levels = [all_of(kind, level) for level in shape.rows.levels.tolist()]
-        for mask in masks[:-1]:
-            pairs = zip(levels[::2], levels[1::2], strict=True)
-            levels = [b.select(mask, high, low) for low, high in pairs]
-        for q, total in enumerate(sums):
-            query = e.load(queries, q * shape.dim + first, kind)
-            signed = b.bitcast(b.select(masks[-1], b.neg(query), query), e.words)
-            sums[q] = dot_of_bytes(e, total, b.bitcast(levels[0], e.words), signed)
-    unit = _unit(e, shape, scale, 0)
-    for q, total in enumerate(sums):
-        whole = e.call(f"llvm.vector.reduce.add.v{e.lanes}i32", I32, total)
-        product = b.fmul(b.sitofp(whole, F32), b.fmul(unit, e.load(ones, 4 * q, F32)))
         e.store(product, b.add(out, b.mul(step, ir.Constant(I64, q))), 0)
 
 

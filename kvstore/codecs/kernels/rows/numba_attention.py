@@ -16,6 +16,7 @@ from kvstore.codecs.kernels.rows import attend_rows
 from kvstore.codecs.kernels.rows.attend_rows import TILE_TOKENS
 from kvstore.codecs.kernels.rows.row_shape import RowShape, has_kernel
 from kvstore.codecs.loops.numba_functions import (
+    address_of,
     array_of,
     compiled,
     copy,
@@ -28,8 +29,6 @@ from kvstore.codecs.rows.rotation import base_matrix, order_of, sign_masks
 
 SOURCES = sources_of(__file__)
 
-LARGEST = 127  # byte of a query
-LEAST_TOKENS = 256  # of a head; for fewer, rounding the query costs more than it saves
 MOST_QUERIES = 4  # in one pass over the rows: their sums have to fit into registers
 
 
@@ -56,7 +55,6 @@ def _sums_of_one(e: Emitter, shape: RowShape, queries: int, at: tuple[Any, ...])
 
 
 _scores_of_row = _attend_intrinsic(attend_rows.emit_scores)
-_byte_scores_of_row = _attend_intrinsic(attend_rows.emit_byte_scores)
 _add_tile = _attend_intrinsic(_sums_of_tile)
 _add_one = _attend_intrinsic(_sums_of_one)
 
@@ -114,8 +112,8 @@ def _multiply_base(x: Any, base: Any, power: int) -> None:
 @njit
 def rows_of_head(codes: Any, scales: Any, head: int) -> Any:
     """Return the addresses of a head's first packed row and of its scale, and the rows' number."""
-    row = codes.ctypes.data + head * codes.strides[0]
-    return row, scales.ctypes.data + head * scales.strides[0], scales.shape[1]
+    row = address_of(codes) + head * codes.strides[0]
+    return row, address_of(scales) + head * scales.strides[0], scales.shape[1]
 
 
 @njit
@@ -169,48 +167,9 @@ def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
             copy(query[head], rotated)
             rotate(rotated, turn, False)
             rows = rows_of_head(codes, scales, head)
-            target = (out.ctypes.data + head * out.strides[0], out.strides[1])
-            multiply_rows(bits, dim, num_queries, sources, rows, rotated.ctypes.data, target)
+            target = (address_of(out) + head * out.strides[0], out.strides[1])
+            multiply_rows(bits, dim, num_queries, sources, rows, address_of(rotated), target)
         rotated[0, 0] = 0  # numba frees an array after its last use; its address does not count
-
-    return compiled(types.void, scores, *_argument_types())
-
-
-@njit
-def _to_bytes(x: Any, whole: Any) -> Any:
-    """Round fp32 (dim,) to ``LARGEST`` steps of its largest value; return a step."""
-    largest = np.float32(0)
-    for value in x:
-        largest = max(largest, abs(value))
-    factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
-    for i in range(len(x)):
-        whole[i] = np.int8(np.rint(x[i] * factor))
-    return largest / np.float32(LARGEST)
-
-
-def _byte_scores_function(bits: int, dim: int, num_queries: int) -> Any:
-    sources, row_nbytes = SOURCES, bits * dim // 8
-
-    def scores(codes: Any, scales: Any, query: Any, out: Any, turn: Any) -> None:
-        rotated = np.empty((num_queries, dim), np.float32)
-        whole = np.empty((num_queries, dim), np.int8)
-        ones = np.empty(num_queries, np.float32)
-        for head in range(len(scales)):
-            copy(query[head], rotated)
-            rotate(rotated, turn, False)
-            for q in range(num_queries):
-                ones[q] = _to_bytes(rotated[q], whole[q])
-            row, scale, tokens = rows_of_head(codes, scales, head)
-            target = out.ctypes.data + head * out.strides[0]
-            given = (whole.ctypes.data, ones.ctypes.data)
-            for _ in range(tokens):
-                at = (row, scale, given[0], given[1], target, out.strides[1])
-                _byte_scores_of_row(bits, dim, num_queries, sources, at)
-                row += row_nbytes
-                scale += 2
-                target += 4
-        whole[0, 0] = 0  # as in ``scores``
-        ones[0] = 0
 
     return compiled(types.void, scores, *_argument_types())
 
@@ -223,8 +182,8 @@ def _sums_function(bits: int, dim: int, num_queries: int) -> Any:
         for head in range(len(scales)):
             total[:] = 0
             rows = rows_of_head(codes, scales, head)
-            given = (weights.ctypes.data + head * weights.strides[0], weights.strides[1])
-            add_rows(bits, dim, num_queries, sources, rows, given, total.ctypes.data)
+            given = (address_of(weights) + head * weights.strides[0], weights.strides[1])
+            add_rows(bits, dim, num_queries, sources, rows, given, address_of(total))
             rotate(total, turn, True)
             for q in range(num_queries):
                 for i in range(dim):
@@ -253,11 +212,6 @@ def _kernels(bits: int, dim: int, num_queries: int) -> tuple[Any, Any]:
     return _scores_function(*shape), _sums_function(*shape)
 
 
-@functools.cache
-def _byte_kernel(bits: int, dim: int, num_queries: int) -> Any:
-    return _byte_scores_function(bits, dim, num_queries)
-
-
 @dataclass(frozen=True)
 class NumbaAttention:
     """Implements ``kvstore.codecs.attention.rotated.RowAttention`` with compiled functions."""
@@ -270,16 +224,6 @@ class NumbaAttention:
     ) -> None:
         for part in blocks_of(query.shape[1]):
             kernel, _ = _kernels(self.rows.num_bits, self.dim, part.stop - part.start)
-            kernel(codes, scales, query[:, part], out[:, part], self._rotation)
-
-    def near_scores(
-        self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
-    ) -> None:
-        shape = RowShape(self.rows.num_bits, self.dim, "float32")
-        if scales.shape[1] < LEAST_TOKENS or not attend_rows.has_byte_scores(shape):
-            return self.scores(query, codes, scales, out)
-        for part in blocks_of(query.shape[1]):
-            kernel = _byte_kernel(self.rows.num_bits, self.dim, part.stop - part.start)
             kernel(codes, scales, query[:, part], out[:, part], self._rotation)
 
     def add_weighted(

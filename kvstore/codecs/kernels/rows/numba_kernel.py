@@ -23,9 +23,11 @@ from kvstore.codecs.loops.numba_functions import (
     LENGTHS,
     LINE,
     STRIDES,
+    address_of,
     array_of,
     compiled,
     emitted,
+    first_line_of,
     places_of,
     sources_of,
 )
@@ -91,13 +93,13 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
 
     def pack(payload: Any, offsets: Any, places: Any) -> None:
         scratch = np.zeros(SCRATCH_NBYTES * (3 + lanes) + LINE, np.uint8)
-        norms = (scratch.ctypes.data + LINE - 1) // LINE * LINE
+        norms = first_line_of(scratch)
         factors, energies = norms + SCRATCH_NBYTES, norms + 2 * SCRATCH_NBYTES
         sums = norms + 3 * SCRATCH_NBYTES
         for number in range(len(offsets)):
             address, to_head, to_token, _, heads, tokens, _, _ = places[number]
-            packed = payload.ctypes.data + offsets[number, 0]
-            scales = payload.ctypes.data + offsets[number, 1]
+            packed = address_of(payload) + offsets[number, 0]
+            scales = address_of(payload) + offsets[number, 1]
             for head in range(heads):
                 row = address + head * to_head
                 for first in range(0, tokens, BLOCK_ROWS):

@@ -25,7 +25,7 @@ from kvstore.codecs.kernels.rows.numba_attention import (
     turn_type,
 )
 from kvstore.codecs.kernels.rows.row_shape import has_kernel
-from kvstore.codecs.loops.numba_functions import compiled, copy, sources_of, tuple_of
+from kvstore.codecs.loops.numba_functions import address_of, compiled, copy, sources_of, tuple_of
 
 SOURCES = sources_of(__file__)
 
@@ -119,13 +119,13 @@ def _attend_function(shapes: RowShapes, num_queries: int) -> Any:
             copy(query[head], rotated)
             rotate(rotated, key_turn, False)
             rows = rows_of_head(keys[1], keys[2], head)
-            columns = (scores.ctypes.data + 4 * first, 4 * tokens)
-            multiply_rows(bits, key_dim, num_queries, sources, rows, rotated.ctypes.data, columns)
+            columns = (address_of(scores) + 4 * first, 4 * tokens)
+            multiply_rows(bits, key_dim, num_queries, sources, rows, address_of(rotated), columns)
             for q in range(num_queries):
                 totals[q] = _to_weights(scores[q])
             sums[:] = 0
             rows = rows_of_head(values[1], values[2], head)
-            add_rows(bits, value_dim, num_queries, sources, rows, columns, sums.ctypes.data)
+            add_rows(bits, value_dim, num_queries, sources, rows, columns, address_of(sums))
             rotate(sums, value_turn, True)
             _add_exact(scores, 0, values[0][head], is_fp16, sums)
             _add_exact(scores, last, values[3][head], is_fp16, sums)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.attention.planes import levels_of_planes
 from kvstore.codecs.loops.compiled import compiled_stages
 from kvstore.codecs.rows.lloyd_max import MAX_LEVELS, gauss_table
-from kvstore.codecs.stacks.sources import Components, Source
-from kvstore.codecs.stages.planes import PackedPlanes
 
 
 class LloydMax:
@@ -55,19 +52,6 @@ class LloydMax:
         known = (self._kinds, self._levels, self._counts)
         (fast.restore_levels if fast else _restore)(rows, self._deviations, *known, out)
         return self._stack(out)
-
-    def table(self) -> np.ndarray | None:
-        """Returns the levels, fp32 (levels,), where they are the same for all components."""
-        if not self._are_alike:
-            return None
-        levels: np.ndarray = self._levels[0, : self._counts[0] + 1] * self._deviations[0]
-        return levels
-
-    def attended(self, planes: PackedPlanes) -> Source:
-        table = self.table()
-        if table is None or np.any(1 << planes.bits != len(table)):
-            return Components(self.restore(planes.codes(slice(None))))
-        return levels_of_planes(planes, table)
 
     def _rows(self, stack: np.ndarray) -> np.ndarray:
         rows = np.ascontiguousarray(stack.swapaxes(1, 2))
@@ -120,6 +104,3 @@ class Sign:
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
         return np.where(codes > 0, self._size, -self._size)
-
-    def attended(self, planes: PackedPlanes) -> Source:
-        return levels_of_planes(planes, np.array([-self._size, self._size], np.float32))

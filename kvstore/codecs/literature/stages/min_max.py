@@ -3,18 +3,10 @@
 KIVI (arXiv 2402.02750) groups keys along tokens, channel by channel, and values along channels. The
 two numbers of a group are fp16. They are the note of this transform, which maps values to numbers
 from 0 to ``2 ** bits - 1``; ``Rounded`` makes codes of these.
-
-Packed rows are multiplied as they are: a value is ``low + step * code``. For groups along the width
-
-    q . row             = sum over groups of step (q_g . code_g) + low sum(q_g)
-    sum of weight row_g = sum of (weight step) code_g + sum of weight low
-
-For groups along tokens, steps and lows multiply the query of each group of tokens, or its sum.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -24,72 +16,12 @@ from kvstore.codecs.literature.stages.half_numbers import HalfRange
 from kvstore.codecs.literature.stages.head_pipelines import equal_bits, planes_of
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Source
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.errors import Corrupt
 
 SMALLEST_STEP = np.float32(2.0**-14)
 GROUP = 32  # values that share a smallest value and a step
 Axis: TypeAlias = Literal["tokens", "width"]
-
-
-@dataclass(frozen=True, eq=False)
-class WidthGroups:
-    """Groups of neighbouring values of a row. Implements ``Source``."""
-
-    codes: np.ndarray  # fp32 (units, tokens, width)
-    lows: np.ndarray  # fp32 (units, tokens, groups)
-    steps: np.ndarray  # fp32 (units, tokens, groups)
-    group: int
-
-    def products(self, query: np.ndarray) -> np.ndarray:
-        found = np.zeros((*query.shape[:2], self.codes.shape[1]), np.float32)
-        for number, part in self._parts():
-            steps, lows = self.steps[:, None, :, number], self.lows[:, None, :, number]
-            q = query[:, :, part]
-            found += np.matmul(q, self.codes[:, :, part].swapaxes(1, 2)) * steps
-            found += q.sum(axis=2, keepdims=True) * lows
-        return found
-
-    def sums(self, weights: np.ndarray) -> np.ndarray:
-        found = np.empty((*weights.shape[:2], self.codes.shape[2]), np.float32)
-        lows = np.matmul(weights, self.lows)
-        for number, part in self._parts():
-            scaled = weights * self.steps[:, None, :, number]
-            found[:, :, part] = np.matmul(scaled, self.codes[:, :, part])
-            found[:, :, part] += lows[:, :, number, None]
-        return found
-
-    def rows(self) -> np.ndarray:
-        width = self.codes.shape[2]
-        steps, lows = (
-            np.repeat(x, self.group, axis=2)[:, :, :width] for x in (self.steps, self.lows)
-        )
-        found: np.ndarray = self.codes * steps + lows
-        return found
-
-    def _parts(self) -> list[tuple[int, slice]]:
-        starts = range(0, self.codes.shape[2], self.group)
-        return [(number, slice(x, x + self.group)) for number, x in enumerate(starts)]
-
-
-@dataclass(frozen=True, eq=False)
-class TokenGroups:
-    """Groups of neighbouring tokens, for each channel. Implements ``Source``.
-
-    ``turned``: the same with tokens and channels exchanged.
-    """
-
-    turned: WidthGroups
-
-    def products(self, query: np.ndarray) -> np.ndarray:
-        return self.turned.sums(query)
-
-    def sums(self, weights: np.ndarray) -> np.ndarray:
-        return self.turned.products(weights)
-
-    def rows(self) -> np.ndarray:
-        return self.turned.rows().swapaxes(1, 2)
 
 
 class MinMaxGroups:
@@ -123,14 +55,6 @@ class MinMaxGroups:
         values = self._groups(stack) * steps[..., None]
         values += lows[..., None]
         return self._ungrouped(values, stack.shape[1])
-
-    def attended(self, source: Source, note: object) -> Source:
-        assert isinstance(note, tuple)
-        lows, steps = note
-        rows = source.rows()
-        if self._along == "width":
-            return WidthGroups(rows, lows, steps, self._group)
-        return TokenGroups(WidthGroups(rows.swapaxes(1, 2), lows, steps, self._group))
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 4 * int(np.prod(self._note_shape(num_tokens)))

@@ -11,7 +11,6 @@ from kvstore.codecs.literature.stages.head_pipelines import equal_bits, planes_o
 from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.rows import rotation
 from kvstore.codecs.stacks.pipeline import Pipeline
-from kvstore.codecs.stacks.sources import Mapped, Source
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stacks.stage_protocols import Quantiser, WithoutNote
 from kvstore.codecs.stages.gain import HalfGain
@@ -37,9 +36,6 @@ class SignHadamard(WithoutNote):
         rows = np.ascontiguousarray(stack).reshape(-1, self._width)
         turned = rotation.rotate_back(rows) * self._unit
         return rotation.flip_signs(turned, rotation.sign_masks(self._width)).reshape(stack.shape)
-
-    def attended(self, source: Source, note: object) -> Source:
-        return Mapped(source, lambda x: self.backward(x, 0, None), lambda x: self.forward(x, 0)[0])
 
 
 def rotated(

@@ -64,35 +64,6 @@ def test_compiled_code_of_other_kinds(num_bits, dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_bits", "dim"), [(1, 64), (3, 64), (4, 128), (5, 64), (3, 80)])
-def test_queries_of_bytes_give_products_within_the_stated_error(num_bits, dim):
-    pytest.importorskip("numba")
-    rows = RotatedRows(num_bits)
-    attention = row_attention(rows, dim)
-    assert not isinstance(attention, ReferenceAttention)
-    codes, scales, restored = packed(num_bits, dim, 300)
-    query = uneven((2, 5, dim), seed=1)
-    query[1, 2] = 0
-    right, near = np.empty((2, 5, 300), np.float32), np.empty((2, 5, 300), np.float32)
-    ReferenceAttention(rows, dim).scores(query, codes, scales, right)
-    attention.near_scores(query, codes, scales, near)
-    signs = rotation.sign_masks(dim)
-    turned, levels = (
-        rotation.rotate(rotation.flip_signs(x.reshape(-1, dim), signs)).reshape(x.shape)
-        for x in (query, restored / dim)
-    )
-    steps = np.abs(turned).max(axis=2) / 254
-    bound = steps[:, :, None] * np.abs(levels).sum(axis=2)[:, None]
-    assert (np.abs(near - right) <= 1.001 * bound + 2e-5 * np.abs(right).max()).all()
-    assert (near[1, 2] == 0).all()
-    assert np.sqrt(np.mean((near - right) ** 2) / np.mean(right**2)) < 0.01
-    from kvstore.codecs.kernels.emit.dots import host_vectors
-
-    has_bytes = host_vectors().bytes_dot == "vnni" and num_bits < 5 and dim % 64 == 0
-    assert (near != right).any() if has_bytes else np.allclose(near, right, rtol=1e-4, atol=1e-2)
-
-
-@pytest.mark.slow
 def test_no_rows_have_no_scores_and_sums_of_zero():
     pytest.importorskip("numba")
     for attention in (row_attention(RotatedRows(3), 64), ReferenceAttention(RotatedRows(3), 64)):
