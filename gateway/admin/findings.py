@@ -46,6 +46,10 @@ async def show_findings(request: Request) -> Response:
 
 def _engine(model: ServedModel) -> Iterator[Finding]:
     welcome = model.engine.welcome
+    if model.on_demand is not None and not model.is_there:
+        words = model.on_demand.failed or f"{model.state}: it is loaded when a request asks for it"
+        yield Finding("engine", "warning" if model.on_demand.failed else "ok", words)
+        return
     if welcome is None:
         yield Finding("engine", "failure", model.engine.trouble, "Its lines in the log say more.")
         return

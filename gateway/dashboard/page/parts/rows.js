@@ -59,14 +59,14 @@ export function Rows({ columns, items, keyOf, chosen, choose, nameOf, sort, setS
         </tr>
       </thead>
       <tbody>
-        <${Gap} rows=${view.first} columns=${columns.length} />
+        <${Gap} rows=${view.first} />
         ${shown.map((item, i) => {
           const at = view.first + i;
           const key = keyOf(item);
           return html`<${Row} key=${key} item=${item} at=${at} columns=${columns} name=${nameOf(item)}
             chosen=${key === chosen} reachable=${at === reachable} setCursor=${setCursor} choose=${choose} />`;
         })}
-        <${Gap} rows=${items.length - view.first - shown.length} columns=${columns.length} />
+        <${Gap} rows=${items.length - view.first - shown.length} />
       </tbody>
     </table>
   </div>`;
@@ -100,7 +100,8 @@ function Head({ column, sort, setSort }) {
   </th>`;
 }
 
-function Gap({ rows, columns }) {
+// One cell: it would keep the room of columns that are left out, if it spanned them.
+function Gap({ rows }) {
   if (rows <= 0) return null;
-  return html`<tr class="gap" aria-hidden="true"><td colspan=${columns} style=${{ height: `${rows * ROW}px` }}></td></tr>`;
+  return html`<tr class="gap" aria-hidden="true"><td style=${{ height: `${rows * ROW}px` }}></td></tr>`;
 }

@@ -9,7 +9,7 @@ export const KEY = "YOUR-KEY";
 const listed = signal([]); // {id, name, text, notes}
 let asked = "";
 
-// The list; empty until the server has answered.
+// The list; empty until the server has said its model and has answered.
 export function useClients() {
   const it = server.value;
   const query = new URLSearchParams({
@@ -19,7 +19,7 @@ export function useClients() {
     key: keyOf() ? KEY : "none",
   }).toString();
   useEffect(() => {
-    if (query === asked) return;
+    if (!it || query === asked) return;
     asked = query;
     call("GET", `ui/clients?${query}`).then(
       (said) => query === asked && (listed.value = said.data),

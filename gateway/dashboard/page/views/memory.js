@@ -136,7 +136,7 @@ function Outcomes({ outcomes }) {
     <h2 id="outcomes">Where prompts came from</h2>
     ${all === 0
       ? html`<p class="hint">No turn yet. Each one is counted here by where its prompt came from, and why not more of it was reused.</p>`
-      : html`<div class="scroll" tabindex="0" role="region" aria-label="Where prompts came from"><table class="plain outcomes"><thead><tr><th scope="col">From</th><th scope="col" class="number">Turns</th><th scope="col" class="low1">Share</th><th scope="col">Why not more</th></tr></thead><tbody>
+      : html`<div class="scroll" tabindex="0" role="region" aria-label="Table of prompts"><table class="plain outcomes"><thead><tr><th scope="col">From</th><th scope="col" class="number">Turns</th><th scope="col" class="low1">Share</th><th scope="col">Why not more</th></tr></thead><tbody>
           ${rows.map((x) => {
             const n = sum(x.outcomes);
             return html`<tr key=${x.name}>

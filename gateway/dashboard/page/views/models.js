@@ -52,13 +52,13 @@ function Served({ models, cached, deed }) {
   const act = (verb, x) => deed("POST", `admin/models/${verb}`, { model: x.name });
   return html`<section class="card" aria-labelledby="served">
     <h2 id="served">Served models</h2>
-    <div class="scroll" tabindex="0" role="region" aria-label="Served models"><table class="plain models">
-      <thead><tr><th scope="col">Name</th><th scope="col">State</th><th scope="col" class="number">Weights</th><th scope="col" class="number low2">In memory</th>
+    <div class="scroll" tabindex="0" role="region" aria-label="Table of served models"><table class="plain models">
+      <thead><tr><th scope="col">Name</th><th scope="col">State</th><th scope="col" class="number low1">Weights</th><th scope="col" class="number low2">In memory</th>
         <th scope="col" class="number low1">Sessions</th><th scope="col" class="low1">Replicas</th><th scope="col"><span class="sr">Actions</span></th></tr></thead>
       <tbody>${models.map((x) => html`<tr key=${x.name}>
         <th scope="row">${x.name || "not loaded yet"}${x.aliases.length > 0 && html` <span class="faint">also ${x.aliases.join(", ")}</span>`}</th>
         <td>${x.state.endsWith("ing") && html`<span class="spin" aria-hidden="true"></span>`}${x.state}${x.said && html`<span class="note">${x.said}</span>`}</td>
-        <td class="number">${bytes(x.weights_bytes ?? cached.find((y) => y.served_as === x.name)?.nbytes)}</td>
+        <td class="number low1">${bytes(x.weights_bytes ?? cached.find((y) => y.served_as === x.name)?.nbytes)}</td>
         <td class="number low2">${x.held_bytes ? bytes(x.held_bytes) : "–"}</td>
         <td class="number low1">${count(x.num_sessions)}</td>
         <td class="low1">${replicas(x.replicas)}</td>
@@ -87,7 +87,7 @@ function Disk({ disk, deed }) {
   const forget = (x) => deed("DELETE", `admin/models/cached/${x.id.split("/").map(encodeURIComponent).join("/")}`, null, `${x.id} is deleted.`);
   return html`<section class="card" aria-labelledby="on-disk">
     <h2 id="on-disk">Downloaded models</h2>
-    ${disk?.data.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Downloaded models"><table class="plain models">
+    ${disk?.data.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label="Table of downloaded models"><table class="plain models">
       <thead><tr><th scope="col">Name</th><th scope="col" class="number">On disk</th><th scope="col" class="low1">Used</th><th scope="col"><span class="sr">Actions</span></th></tr></thead>
       <tbody>${disk.data.map((x) => html`<tr key=${x.id}><th scope="row">${x.id}</th><td class="number">${bytes(x.nbytes)}</td><td class="low1 faint">${used(x.used_at)}</td>
         <td>${x.served_as

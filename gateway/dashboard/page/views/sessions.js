@@ -95,7 +95,7 @@ export function Sessions({ chosen, open, close }) {
         : items.length === 0
           ? html`<p class="hint">No session is like that. <button type="button" class="link" onClick=${() => (filter.value = NO_FILTER)}>Show all</button></p>`
           : html`<${Rows} columns=${columns} items=${items} keyOf=${rowKey} nameOf=${nameOf} chosen=${chosen}
-              choose=${open} sort=${sort.value} setSort=${(x) => (sort.value = x)} label="Sessions" />`}
+              choose=${open} sort=${sort.value} setSort=${(x) => (sort.value = x)} label="Table of sessions" />`}
     </section>
     ${chosen ? html`<${Side} key=${chosen} row=${row} chosen=${chosen} open=${open} close=${close} />` : ""}
   </div>`;

@@ -1,4 +1,4 @@
-"""The server's findings about its engines' tiers."""
+"""The server's findings about its engines and their tiers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 
 from engines.wire import TierStats
 from tests.unit.gateway.in_process import App
+from tests.unit.gateway.test_models import SLOW, TwoModels
 from tests.unit.gateway.watch.test_metrics import REPORT
 
 
@@ -18,3 +19,14 @@ async def test_a_tier_that_its_server_does_not_bound_is_a_warning(trouble: str) 
     rows = (await app.get("/admin/findings")).json["data"]
     found = [x for x in rows if x["about"] == "tier redis"]
     assert [(x["verdict"], x["text"]) for x in found] == [("warning", trouble)] * bool(trouble)
+
+
+async def test_a_model_that_is_loaded_on_demand_is_no_failure_while_it_is_not() -> None:
+    app = TwoModels()
+    rows = (await app.get("/admin/findings")).json["data"]
+    (found,) = [x for x in rows if x["about"] == f"engine of {SLOW}"]
+    assert found["verdict"] == "ok" and "loaded when a request asks for it" in found["text"]
+    app.on_demand.failed = "too large"
+    rows = (await app.get("/admin/findings")).json["data"]
+    (found,) = [x for x in rows if x["about"] == f"engine of {SLOW}"]
+    assert (found["verdict"], found["text"]) == ("warning", "too large")
