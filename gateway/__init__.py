@@ -1,7 +1,7 @@
 """The HTTP face: OpenAI in, OpenAI out; knows sessions by id only.
 
-A request's way: ``edge/protocol`` receives it within bounds, ``middleware`` gives it an id,
-``context`` finds its key and charges its cost, ``turns`` checks its body, ``identity`` finds its
-session, ``relay/turn_response`` admits it and opens the engine, ``relay/passthrough`` sends the
-answer's bytes on.
+A request's way: ``edge/protocol`` receives it within bounds, ``request/middleware`` gives it an
+id, ``request/callers`` finds its key and charges its cost, ``turns`` checks its body, ``identity``
+finds its session, ``relay/turn_response`` admits it and opens the engine, ``relay/passthrough``
+sends the answer's bytes on.
 """

@@ -18,7 +18,6 @@ from gateway.admin import findings, shelf
 from gateway.admin import routes as admin
 from gateway.anthropic import routes as anthropic
 from gateway.config import GatewayConfig
-from gateway.context import Gateway, count
 from gateway.dashboard import routes as dashboard
 from gateway.dashboard import snapshot
 from gateway.edge.bodies import BodyBudget
@@ -27,12 +26,14 @@ from gateway.edge.key_list import KeyList
 from gateway.edge.rates import Rates
 from gateway.edge.tier_bytes import TierBytes
 from gateway.errors import FORESEEN, respond
+from gateway.gateway import Gateway
 from gateway.keys import Tenants
-from gateway.middleware import RequestMiddleware
 from gateway.models import Models, ServedModel
 from gateway.openai import chat, conversations, models, stored_chats
 from gateway.openai.responses import routes as responses
 from gateway.relay.answer import STORED_HEADER
+from gateway.request.callers import count
+from gateway.request.middleware import RequestMiddleware
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics

@@ -184,7 +184,7 @@ def failure_of(error: Exception) -> Failure:
 
 async def respond(request: Request, error: Exception) -> Response:
     """Answer an exception that ``failure_of`` knows by name; an exception handler of the app."""
-    request_id = request.scope.get("state", {}).get("request_id")
+    request_id = getattr(request.scope.get("state", {}).get("request"), "id", None)
     response = failure_of(error).response_for(request.url.path, request_id)
     if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         response.headers["allow"] = ", ".join(sorted(_methods(request)))

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engines.base import (
     Engine,
@@ -27,6 +28,7 @@ from gateway.keys import Tenant
 from gateway.watch.gauges import Gauges
 from gateway.watch.live import Live
 from gateway.watch.metrics import Metrics
+from scheduler.session import SessionView
 from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
@@ -181,22 +183,9 @@ class ServedModel:
         """Name a session and this model, for the count of sessions that requests will open."""
         return f"{self.given_name}\0{session_id}"
 
-    def is_quiet(self, tenant: Tenant, session_id: str) -> bool:
-        """Say whether the tenant has a session of that id, and nothing of it is being served."""
-        seen = self.sessions.get(tenant.session(session_id))
-        return seen is not None and seen.state not in ("active", "waking")
-
-    def tokens_of(self, tenant: Tenant, session_id: str) -> int:
-        """Return the tokens of a tenant's session; 0 if there is none."""
-        seen = self.sessions.get(tenant.session(session_id))
-        return seen.tokens if seen else 0
-
-    def is_answered(self, tenant: Tenant, session_id: str) -> bool:
-        """Say whether a session's latest request was answered, and not only read ahead of time."""
-        answer_tokens = self.prefixes.answer_tokens(tenant.name, session_id)
-        if answer_tokens is None:
-            return self.tokens_of(tenant, session_id) > 0
-        return answer_tokens > 0
+    def sessions_of(self, tenant: Tenant) -> TenantSessions:
+        """Look at a tenant's sessions by their ids."""
+        return TenantSessions(self, tenant)
 
     async def served_soon(self, wait_s: float, ending: Callable[[], bool]) -> Welcome:
         """Return ``served``; an engine that died first gets ``wait_s`` to come back.
@@ -256,6 +245,31 @@ class ServedModel:
             return {}
         ready = [x.ready for x in self.engine.replicas]
         return {"ready": ready.count(True), "away": ready.count(False)}
+
+
+class TenantSessions(NamedTuple):
+    """One tenant's sessions of a model; an ``identity.known_chats.SessionsSeen``."""
+
+    model: ServedModel
+    tenant: Tenant
+
+    def _seen(self, id: str) -> SessionView | None:
+        return self.model.sessions.get(self.tenant.session(id))
+
+    def exists(self, id: str) -> bool:
+        return self._seen(id) is not None
+
+    def is_quiet(self, id: str) -> bool:
+        seen = self._seen(id)
+        return seen is not None and seen.state not in ("active", "waking")
+
+    def tokens_of(self, id: str) -> int:
+        seen = self._seen(id)
+        return seen.tokens if seen else 0
+
+    def is_answered(self, id: str) -> bool:
+        answer_tokens = self.model.prefixes.answer_tokens(self.tenant.name, id)
+        return (self.tokens_of(id) if answer_tokens is None else answer_tokens) > 0
 
 
 class Models:

@@ -1,6 +1,6 @@
 """GET /openapi.json and /docs: what this server takes and answers, made of its own routes.
 
-A route names the struct that checks its body (``context.takes``), and is described by it, so the
+A route names the struct that checks its body (``routing.takes``), and is described by it, so the
 description cannot say otherwise. The page loads nothing from anywhere else.
 """
 
@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from engines.openai.messages import Json
-from gateway.context import json_response, new_router
 from gateway.dashboard.routes import PAGE_HEADERS
 from gateway.openai.stored_objects import MAX_ROWS
+from gateway.request.routing import json_response, new_router
 from gateway.sessions import MAX_ROWS as MAX_SESSIONS
 
 router = new_router()

@@ -17,9 +17,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from gateway.config import GatewayConfig
-from gateway.context import Gateway
 from gateway.edge.connections import Connections, most_connections, open_files_limit
 from gateway.edge.protocol import EdgeProtocol
+from gateway.gateway import Gateway
 
 log = logging.getLogger("thermocline.gateway")
 

@@ -19,22 +19,14 @@ from starlette.responses import Response
 
 from engines.base import EngineUnavailable, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
-from gateway.body import read_json_body
-from gateway.context import (
-    admin_of,
-    caller_of,
-    gateway_of,
-    json_response,
-    limit_of,
-    model_asked,
-    new_router,
-    takes,
-)
 from gateway.errors import RETRY_LATER_S, Failure, RequestRefused
 from gateway.identity.names import SUFFIX, checked_name
 from gateway.identity.tasks import TASK_SUFFIX
 from gateway.keys import Tenant
 from gateway.models import ServedModel
+from gateway.request.body import read_json_body
+from gateway.request.callers import admin_of, caller_of, gateway_of, model_asked
+from gateway.request.routing import json_response, limit_of, new_router, takes
 from gateway.shared.session_rows import SessionRow
 from gateway.shared.shared_sessions import Elsewhere
 from gateway.stored.table import StoreFailed

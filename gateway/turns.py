@@ -27,10 +27,10 @@ from engines.openai.messages import ImageSupport, with_known_parts
 from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
 from engines.pool.on_demand import OnDemand
 from engines.wire import TemplateRules
-from gateway.body import ParsedBody, body_for_engine, fitted, keep_reasoning
 from gateway.config import GatewayConfig
-from gateway.context import Gateway, caller_of, gateway_of
+from gateway.edge.request_state import state_of
 from gateway.errors import Failure
+from gateway.gateway import Gateway
 from gateway.identity.known_chats import Link, message_chain
 from gateway.identity.names import (
     MAX_ID_BYTES,
@@ -46,13 +46,14 @@ from gateway.identity.names import (
 from gateway.identity.outline import Compared, Outline, hashed
 from gateway.identity.tasks import TASK_SUFFIX, TASK_TOKENS, shared_task_row
 from gateway.keys import Tenant
-from gateway.middleware import headers_of, request_id_of
 from gateway.models import ServedModel
 from gateway.relay.answer import (
     AnswerFormat,
     StoreAnswer,
 )
 from gateway.relay.turn_response import AwaitingModel, TurnRequest, TurnResponse
+from gateway.request.body import ParsedBody, body_for_engine, fitted, keep_reasoning
+from gateway.request.callers import caller_of, charge_session, gateway_of, has_room_for
 from gateway.watch.rows import title_of
 from scheduler.session import TurnHints
 
@@ -102,6 +103,14 @@ class Operation(msgspec.Struct, frozen=True):
     dialect: Dialect | None = None
     name: str = "chat"  # OpenTelemetry's
     path: str = "/v1/chat/completions"  # the engine's
+
+
+class Served(NamedTuple):
+    """The part of an engine's account of itself that a body is checked by."""
+
+    template: TemplateRules
+    image_support: ImageSupport
+    engine: str
 
 
 class CheckedRequest(NamedTuple):
@@ -159,37 +168,21 @@ async def _prepared(
         RequestRefused: the caller's key, or all bodies together, have what they may have.
         EngineUnavailable: there is no engine, or none again in time.
     """
-    gateway = gateway_of(request)
-    tenant = caller_of(request)
+    gateway, tenant, state = gateway_of(request), caller_of(request), state_of(request.scope)
     early = partial(_check_early, operation)
     async with body_for_engine(request, check=early, on_wait=on_wait) as body:
-        translate = await operation.recall(gateway, tenant, body)
         model = body.model
-        rules, headers = model.served.template, headers_of(request.scope)
-        served = rules, model.image_support, model.served.engine
-        check = partial(_check, operation, translate, tenant, headers, served, body.json)
+        translate = await operation.recall(gateway, tenant, body)
+        served = Served(model.served.template, model.image_support, model.served.engine)
+        check = partial(_check, operation, translate, tenant, state.headers, served, body.json)
         asked = await body.off_loop(check)
         raw, answer = asked.translated.raw, asked.translated.answer
-        raw["model"] = served_name(model, gateway.config, asked.model)
-        if gateway.config.keep_reasoning and "messages" in raw:
-            keep_reasoning(raw, rules)
-        _normalize(raw, model.served.max_context, _usual_length(gateway.config, asked.task_row))
-        answer.hides_usage = _asks_for_usage(raw)
-        is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
-        is_silent = model.served.engine == "vllm" and _asks_for_nothing(raw)
         gateway.metrics.left_out(asked.translated.left_out)
-        if asked.task_row is not None:
-            named = _task_session(model, tenant, asked.session, asked.task_row)
-        else:
-            named = asked.session or _found(model, tenant, asked.chain)
-            if asked.outline is not None and named_by_agent(headers):
-                named = _session_of(gateway, model, tenant, named, asked.outline)
-            await gateway.check_new_session(tenant, model, named.id)
-            gateway.limits.comes(tenant, model.coming(named.id), request.scope)
-        if gateway.shared_sessions is not None and asked.session is not None:
-            await gateway.shared_sessions.before_first_turn(model, tenant.session(named.id))
+        is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
+        is_silent = _fit(raw, model, gateway.config, asked)
+        answer.hides_usage = _asks_for_usage(raw)
+        named = await _session_for(request, gateway, model, asked)
         session = tenant.session(named.id)
-        request.scope["state"]["session"] = named.id
         compared = None
         if asked.outline is not None:
             compared = model.prefixes.compare(tenant.name, named.id, asked.outline)
@@ -197,26 +190,57 @@ async def _prepared(
             operation.compared(model, tenant, answer, compared)
         title = title_of(raw.get("messages", ())) if gateway.config.session_titles else ""
         for_engine = await body.off_loop(partial(_encode, model.engine, raw, session))
-    retain_s, is_task = asked.translated.retain_s, asked.task_row is not None
-    hints = TurnHints(named.parent, named.is_child, retain_s, is_task)
     turn = TurnRequest(
-        operation.name,
-        operation.path,
-        session,
-        for_engine,
-        hints,
-        compared,
-        client_name(headers),
-        tenant.weight,
-        asked.num_answers,
-        title,
-        asked.foreign,
-        asked.ignored,
-        asked.left_out,
-        is_silent,
+        operation=operation.name,
+        path=operation.path,
+        session=session,
+        body=for_engine,
+        hints=TurnHints(
+            parent=named.parent,
+            is_child=named.is_child,
+            retain_s=asked.translated.retain_s,
+            is_task=asked.task_row is not None,
+        ),
+        compared=compared,
+        client=client_name(state.headers),
+        weight=tenant.weight,
+        num_answers=asked.num_answers,
+        title=title,
+        foreign=asked.foreign,
+        ignored=asked.ignored,
+        left_out=asked.left_out,
+        is_silent=is_silent,
     )
-    request_id = request_id_of(request.scope)
-    return TurnResponse(gateway, model, turn, request_id, answer, asked.translated.keep)
+    return TurnResponse(gateway, model, turn, state.id, answer, asked.translated.keep)
+
+
+def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedRequest) -> bool:
+    """Make a checked body one that its engine serves as it is meant; True if it shows nothing."""
+    raw["model"] = served_name(model, config, asked.model)
+    if config.keep_reasoning and "messages" in raw:
+        keep_reasoning(raw, model.served.template)
+    _normalize(raw, model.served.max_context, _usual_length(config, asked.task_row))
+    return model.served.engine == "vllm" and _asks_for_nothing(raw)
+
+
+async def _session_for(
+    request: Request, gateway: Gateway, model: ServedModel, asked: CheckedRequest
+) -> NamedSession:
+    """Find the session of a turn, and charge it; raises as ``charge_session`` does."""
+    tenant, state = caller_of(request), state_of(request.scope)
+    if asked.task_row is not None:
+        named = _task_session(model, tenant, asked.session, asked.task_row)
+    else:
+        named = asked.session or NamedSession(
+            model.chats.identify(tenant, asked.chain, model.sessions_of(tenant))
+        )
+        if asked.outline is not None and named_by_agent(state.headers):
+            named = _session_of(gateway, model, tenant, named, asked.outline)
+        await charge_session(request, model, named.id)
+    if gateway.shared_sessions is not None and asked.session is not None:
+        await gateway.shared_sessions.before_first_turn(model, tenant.session(named.id))
+    state.session = named.id
+    return named
 
 
 def _check(
@@ -224,10 +248,10 @@ def _check(
     translate: Translate,
     tenant: Tenant,
     headers: Mapping[str, str],
-    served: tuple[TemplateRules, ImageSupport, str],
+    served: Served,
     asked: Json,
 ) -> CheckedRequest:
-    translated, (rules, image_support, engine) = translate(asked), served
+    translated, engine = translate(asked), served.engine
     raw = dict(translated.raw)  # it may be the client's body, which is still read
     foreign: dict[str, str] = {}
     ignored: list[str] = []
@@ -235,7 +259,7 @@ def _check(
         ignored = ignored_fields(asked, operation.dialect)
         foreign = take_foreign(asked, raw, operation.dialect, engine)
     try:
-        request = operation.validate(raw, image_support)
+        request = operation.validate(raw, served.image_support)
     except InvalidRequest as error:
         message, param = renamed(error.message, error.param, foreign)
         raise InvalidRequest(message, param, error.code, error.status) from error
@@ -259,12 +283,22 @@ def _check(
         if named is None and task_row is None:
             chain = message_chain(parts, group_of(asked))
         if "messages" in raw:
-            raw["messages"] = fitted(messages, rules)
+            raw["messages"] = fitted(messages, served.template)
             outline = parts.outline
     for name in _PRIVATE_FIELDS & raw.keys():
         del raw[name]
-    found = translated._replace(raw=raw), request.model, named, chain, outline, task_row
-    return CheckedRequest(*found, foreign, ignored, keywords, request.num_answers)
+    return CheckedRequest(
+        translated=translated._replace(raw=raw),
+        model=request.model,
+        session=named,
+        chain=chain,
+        outline=outline,
+        task_row=task_row,
+        foreign=foreign,
+        ignored=ignored,
+        left_out=keywords,
+        num_answers=request.num_answers,
+    )
 
 
 def _check_early(operation: Operation, model: ServedModel, asked: Json) -> None:
@@ -340,8 +374,8 @@ def _session_of(
 ) -> NamedSession:
     """Find the row of an agent's request; one that there is no room for is not opened."""
     latest = partial(model.prefixes.latest, tenant.name)
-    row = choose_session(named.id, outline, latest, partial(model.is_quiet, tenant))
-    if not gateway.has_room_for(tenant, model, row.id) or len(row.id.encode()) > MAX_ID_BYTES:
+    row = choose_session(named.id, outline, latest, model.sessions_of(tenant).is_quiet)
+    if not has_room_for(gateway, tenant, model, row.id) or len(row.id.encode()) > MAX_ID_BYTES:
         return named
     parent = named.parent or (named.id if row.is_lesser and row.id.endswith(SUFFIX) else None)
     return NamedSession(row.id, parent, named.is_child or row.is_lesser)
@@ -362,16 +396,3 @@ def _usual_length(config: GatewayConfig, task_row: str | None) -> int:
     """Return the length of an answer whose request names none; 0 = as the context has room."""
     usual = config.default_max_tokens
     return usual if task_row is None else min(usual or TASK_TOKENS, TASK_TOKENS)
-
-
-def _found(model: ServedModel, tenant: Tenant, chain: Sequence[Link]) -> NamedSession:
-    """Find the chat that a request goes on with, or begin a new one."""
-    found = model.chats.identify(
-        tenant,
-        chain,
-        partial(model.knows, tenant),
-        partial(model.is_quiet, tenant),
-        partial(model.tokens_of, tenant),
-        partial(model.is_answered, tenant),
-    )
-    return NamedSession(found)

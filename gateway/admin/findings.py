@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.routes import answer, for_admin
-from gateway.context import Gateway, new_router
 from gateway.edge.connections import most_connections, open_files_limit
+from gateway.gateway import Gateway
 from gateway.models import ServedModel
+from gateway.request.routing import new_router
 from kvstore.likeness import WORDS
 
 router = new_router()

@@ -16,20 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engines.openai.requests import InvalidRequest
-from gateway.body import read_json_body
-from gateway.context import (
-    Gateway,
-    admin_of,
-    caller_of,
-    gateway_of,
-    json_response,
-    model_asked,
-    new_router,
-    takes,
-)
 from gateway.edge.key_list import KeyListFixed
 from gateway.errors import Failure, RequestRefused
+from gateway.gateway import Gateway
 from gateway.keys import BadKeyLine, KeyFacts, Limits, generate_key, key_facts
+from gateway.request.body import read_json_body
+from gateway.request.callers import admin_of, caller_of, gateway_of, model_asked
+from gateway.request.routing import json_response, new_router, takes
 
 router = new_router()
 log = logging.getLogger("thermocline.admin")

@@ -22,10 +22,12 @@ from engines.pool.hub_cache import HubRefusal
 from engines.pool.loading import Loading
 from engines.pool.on_demand import OnDemand
 from gateway.admin.routes import answer, for_admin
-from gateway.body import read_json_body
-from gateway.context import Gateway, admin_of, gateway_of, new_router, takes
 from gateway.errors import Failure, RequestRefused
+from gateway.gateway import Gateway
 from gateway.models import ServedModel
+from gateway.request.body import read_json_body
+from gateway.request.callers import admin_of, gateway_of
+from gateway.request.routing import new_router, takes
 
 router = new_router()
 

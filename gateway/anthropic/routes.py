@@ -12,16 +12,18 @@ from engines.openai.messages import NO_IMAGES, ImageSupport
 from engines.openai.requests import Json, checked, validate_chat
 from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.anthropic.translation import MessageFormat, prompt_fields, translated
-from gateway.body import ParsedBody, body_for_engine
 from gateway.config import GatewayConfig
-from gateway.context import Gateway, caller_of, gateway_of, json_response, new_router, takes
+from gateway.edge.request_state import state_of
 from gateway.errors import ANTHROPIC_PATH, Failure
+from gateway.gateway import Gateway
 from gateway.identity.outline import Compared, change_between
 from gateway.keys import Tenant
-from gateway.middleware import request_id_of
 from gateway.models import ServedModel
 from gateway.relay.answer import AnswerFormat
 from gateway.relay.question import count_question, prompt_tokens
+from gateway.request.body import ParsedBody, body_for_engine
+from gateway.request.callers import caller_of, gateway_of
+from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import Operation, Translate, accept, served_name
 
 router = new_router()
@@ -83,7 +85,7 @@ async def messages(request: Request) -> Response:
     unknown = num_unknown(request.headers.get("anthropic-beta", ""))
     gateway = gateway_of(request)
     gateway.metrics.left_out(["beta"] * unknown)
-    return await accept(request, operation(request_id_of(request.scope)))
+    return await accept(request, operation(state_of(request.scope).id))
 
 
 def diagnosis(earlier: Compared | None, now: Compared) -> Json | None:

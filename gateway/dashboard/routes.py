@@ -24,7 +24,7 @@ from starlette.responses import RedirectResponse, Response
 from engines.openai.requests import InvalidRequest
 from gateway.clients.needs import Server
 from gateway.clients.table import CLIENTS, connection
-from gateway.context import json_response, new_router
+from gateway.request.routing import json_response, new_router
 
 FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"

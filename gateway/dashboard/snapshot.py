@@ -13,7 +13,8 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import caller_of, gateway_of, limit_of, model_asked, new_router, sees_all
+from gateway.request.callers import caller_of, gateway_of, model_asked, sees_all
+from gateway.request.routing import limit_of, new_router
 from gateway.watch.snapshots import MAX_ROWS
 
 USUAL_ROWS = 500

@@ -28,7 +28,6 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
-from starlette.types import Scope
 
 from engines.http import body_too_large
 from engines.openai.errors import InvalidRequest
@@ -40,7 +39,6 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-BODY_SHARE = "body_share"  # where a request's share is in the scope's state
 LARGE_BODY_BYTES = 256 << 10  # some milliseconds of work
 # The most that a parsed body may weigh, in units of about 64 bytes: a number or a text is 1.
 MAX_WEIGHT = 1 << 20
@@ -54,7 +52,6 @@ STEP_BYTES: Final = 256 << 10  # unpacked in well under a millisecond
 FEED_BYTES: Final = 64 << 10  # zlib copies what it has not taken yet, at each step
 MAX_WINDOW_LOG: Final = 23  # 8 MiB, the most that RFC 9659 lets a client of HTTP ask for
 REPLACED_HEADER: Final = "x-thermocline-replaced"
-NUM_REPLACED: Final = "num_replaced"  # where the scope's state has it
 _REPLACEMENT: Final = "\ufffd".encode()
 _HINT: Final = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 # Escapes one after the other, so that an escaped backslash is not taken for the next one's.
@@ -126,13 +123,6 @@ class BodyShare:
         nbytes, self._nbytes = self._nbytes, 0
         if nbytes:
             self._budget.give_back(self.tenant, nbytes)
-
-
-def body_share_of(scope: Scope) -> BodyShare:
-    """Return what a request has of the budget of all bodies; ``RequestMiddleware`` has made it."""
-    share = scope["state"][BODY_SHARE]
-    assert isinstance(share, BodyShare)
-    return share
 
 
 def check_weight(*bodies: bytes, what: str = "The body") -> None:

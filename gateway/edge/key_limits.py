@@ -6,10 +6,8 @@ waits for it afterwards. Requests at once are those of this gateway. A session h
 turn has a slot, so the ids on their way there are counted here.
 
 What each route takes of a key's limits, and the bound on the rest of its work, is in
-``ROUTE_COSTS``. ``context.count`` counts a request in its key's minute before it is routed;
-``context.caller_of`` then refuses it with 429, or takes a place among the key's running requests.
-Both come before its body is read. A route without a cost cannot be served, and
-``tests/architecture`` finds it first.
+``ROUTE_COSTS``; ``gateway.request.callers`` charges it, before a body is read. A route without a
+cost cannot be served, and ``tests/architecture`` finds it first.
 """
 
 from __future__ import annotations
@@ -26,9 +24,6 @@ from gateway.edge.rates import AGAIN_S, Most, Rates, Taken
 from gateway.errors import Failure, RequestRefused
 from gateway.keys import Limits, Tenant
 
-# Keys of the scope's state:
-KEY_SHARE = "key_share"  # the request's share of its key's limits
-TAKEN = "taken"  # the answer of ``Rates`` to the request
 Headers = tuple[tuple[str, str], ...]
 
 
@@ -50,32 +45,33 @@ class KeyLimits:
         """Say whether the key's requests are to be counted by ``count``."""
         return bool(_most(self.of(tenant)))
 
-    async def count(self, tenant: Tenant, scope: Scope, cost: RouteCost) -> None:
+    async def count(self, tenant: Tenant, cost: RouteCost) -> Taken:
         """Count a request in the key's minute, before ``enter`` lets it in or refuses it."""
         most = _most(self.of(tenant))
-        if most and cost.requests and self._has_place(tenant, cost):
-            scope["state"][TAKEN] = await self.rates.take(
-                _name(tenant), most, cost.requests, cost.computes
-            )
+        if not (most and cost.requests and self._has_place(tenant, cost)):
+            return Taken()
+        return await self.rates.take(_name(tenant), most, cost.requests, cost.computes)
 
-    def enter(self, tenant: Tenant, scope: Scope, cost: RouteCost) -> None:
+    def enter(self, tenant: Tenant, cost: RouteCost, taken: Taken) -> KeyShare | None:
         """Let a request in; ``leave`` of its share lets the next one in.
 
-        A cost that counts nothing leaves no share.
+        A cost that counts nothing has no share.
+
+        Args:
+            taken: what ``count`` has said.
 
         Raises:
             RequestRefused: 429, the key has used up what it may.
         """
         if not cost.requests:
-            return
-        taken: Taken = scope["state"].pop(TAKEN, Taken())
+            return None
         if not self._has_place(tenant, cost):
             running = self._running[_name(tenant)]
             raise _refusal(f"{running} requests of this key are running already", AGAIN_S, taken)
         if what := taken.refused:
             most = _most(self.of(tenant))[what]
             raise _refusal(f"this key may use {most} {what} a minute", taken.wait_s, taken)
-        scope["state"][KEY_SHARE] = KeyShare(self, tenant, taken, int(cost.computes))
+        return KeyShare(self, tenant, taken, int(cost.computes))
 
     def _has_place(self, tenant: Tenant, cost: RouteCost) -> bool:
         at_once = self.of(tenant).concurrent_requests
@@ -97,11 +93,9 @@ class KeyLimits:
         """Return the sessions that requests of the tenant are about now, with a row or without."""
         return self._coming.get(tenant.name, ())
 
-    def comes(self, tenant: Tenant, session_id: str, scope: Scope) -> None:
-        """Note which session a request is about, until it ends; it has been let in by ``enter``."""
+    def comes(self, tenant: Tenant, session_id: str, share: KeyShare) -> None:
+        """Note which session a request is about, until it ends."""
         self._coming.setdefault(tenant.name, Counter())[session_id] += 1
-        share = key_share_of(scope)
-        assert share is not None
         share.on_leaving(partial(self._left, tenant.name, session_id))
 
     def _left(self, tenant: str, session_id: str) -> None:
@@ -149,12 +143,6 @@ class KeyShare:
             self._limits.run(self._tenant, -self._num_places)
             for then in self._on_leaving:
                 then()
-
-
-def key_share_of(scope: Scope) -> KeyShare | None:
-    """Return the share of a request; None if it was not let in by a key's limits."""
-    found: KeyShare | None = scope["state"].get(KEY_SHARE)
-    return found
 
 
 def _name(tenant: Tenant) -> str:

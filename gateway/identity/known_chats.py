@@ -27,8 +27,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from gateway.identity.outline import HashedRequest
 from gateway.keys import Tenant
@@ -54,6 +54,27 @@ class Link(NamedTuple):
     is_own: bool  # False: without an answer or a named group, many chats may begin so
 
 
+class SessionsSeen(Protocol):
+    """The sessions of one tenant, by their ids."""
+
+    def exists(self, id: str) -> bool:
+        """Say whether there is one: so chats are found that began before the gateway did."""
+
+    def is_quiet(self, id: str) -> bool:
+        """Say whether there is one, of which nothing is being served."""
+
+    def tokens_of(self, id: str) -> int:
+        """Return the tokens of one; 0 if there is none."""
+
+    def is_answered(self, id: str) -> bool:
+        """Say whether its latest request was answered, and not only read ahead of time."""
+
+
+def _is_taken(seen: SessionsSeen, id: str) -> bool:
+    """Say whether a first request was answered, or is being served."""
+    return seen.exists(id) and (seen.is_answered(id) or not seen.is_quiet(id))
+
+
 class KnownChats:
     """The heads of chats that came without an id; the longest unused are forgotten first."""
 
@@ -67,29 +88,16 @@ class KnownChats:
     def __len__(self) -> int:
         return self._num_chats
 
-    def identify(
-        self,
-        tenant: Tenant,
-        chain: Sequence[Link],
-        exists: Callable[[str], bool],
-        is_quiet: Callable[[str], bool] = lambda session_id: False,
-        tokens_of: Callable[[str], int] = lambda session_id: 0,
-        is_answered: Callable[[str], bool] = lambda session_id: False,
-    ) -> str:
+    def identify(self, tenant: Tenant, chain: Sequence[Link], seen: SessionsSeen) -> str:
         """Find the session id of a chat, or give it a new one.
 
         Args:
             chain: ``message_chain`` of its messages.
-            exists: says whether the tenant has a session of that id; this is how chats are found
-                that began before the gateway was restarted.
-            is_quiet: says whether nothing of a session is being served.
-            tokens_of: returns the tokens of a session; 0 if there is none.
-            is_answered: says whether a session's latest request was answered.
+            seen: the tenant's sessions.
         """
         heads = self._heads_of.pop(tenant.name, None) or _Heads(self._capacity_per_tenant)
         self._heads_of[tenant.name] = heads
         self._num_chats -= len(heads)
-        seen = _Seen(exists, is_quiet, tokens_of, is_answered)
         session_id = (
             heads.take(chain, seen)
             or heads.rewritten(chain, seen)
@@ -109,21 +117,6 @@ class KnownChats:
             self._num_chats -= len(self._heads_of.pop(next(iter(self._heads_of))))
 
 
-class _Seen(NamedTuple):
-    """Questions about the tenant's sessions; see ``KnownChats.identify``."""
-
-    exists: Callable[[str], bool]
-    is_quiet: Callable[[str], bool]
-    tokens_of: Callable[[str], int]
-    is_answered: Callable[[str], bool]
-
-    def is_taken(self, session_id: str) -> bool:
-        """Say whether a first request was answered, or is being served."""
-        if not self.exists(session_id):
-            return False
-        return self.is_answered(session_id) or not self.is_quiet(session_id)
-
-
 class _Heads:
     """The heads of one tenant's chats: head to session ids, and back."""
 
@@ -138,7 +131,7 @@ class _Heads:
     def __len__(self) -> int:
         return len(self._head_of)
 
-    def take(self, chain: Sequence[Link], seen: _Seen) -> str | None:
+    def take(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Remove the head that lies furthest down the chain; return its session, if any."""
         for link in reversed(chain):
             found = self._sessions_at.get(link.digest)
@@ -146,7 +139,7 @@ class _Heads:
                 continue
             if link.is_own or link is not chain[-1]:
                 session_id = next(filter(seen.is_quiet, found), found[0])
-            elif len(found) < MAX_ALIKE and seen.is_taken(found[-1]):
+            elif len(found) < MAX_ALIKE and _is_taken(seen, found[-1]):
                 return self.unused(link, seen)
             else:
                 session_id = found[-1]
@@ -154,7 +147,7 @@ class _Heads:
             return session_id
         return None
 
-    def rewritten(self, chain: Sequence[Link], seen: _Seen) -> str | None:
+    def rewritten(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Find the quiet session whose last question this chain has written anew; remove it."""
         for stem, shared in _stems(chain[:-_TURN]):
             session_id = self._session_with.get(stem)
@@ -165,19 +158,19 @@ class _Heads:
                 return session_id
         return None
 
-    def inherited(self, chain: Sequence[Link], seen: _Seen) -> str | None:
+    def inherited(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Find a session from before a restart. One whose head is known belongs to another chat."""
         for link in reversed(chain):
             session_id = _derived(link.digest)
             if session_id in self._head_of or not seen.exists(session_id):
                 continue
-            if link is chain[-1] and not link.is_own and seen.is_taken(session_id):
+            if link is chain[-1] and not link.is_own and _is_taken(seen, session_id):
                 continue
             if 2 * link.nbytes >= _BYTES_A_TOKEN * seen.tokens_of(session_id):
                 return session_id
         return None
 
-    def unused(self, head: Link, seen: _Seen) -> str:
+    def unused(self, head: Link, seen: SessionsSeen) -> str:
         """Make an id for a new chat. Of chats that begin alike only one gets the derived id."""
         session_id = _derived(head.digest)
         if session_id in self._head_of or seen.exists(session_id):

@@ -24,15 +24,16 @@ from engines.openai.requests import (
     validate_completion,
 )
 from engines.wire import FillIn
-from gateway.body import ParsedBody
-from gateway.context import Gateway, new_router, takes
 from gateway.errors import Failure
+from gateway.gateway import Gateway
 from gateway.identity.names import asked_seconds
 from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.openai.chat_fields import ChatCalls, custom_input, for_engine, metadata_of
 from gateway.openai.stored_chats import keep_completion, rows_of
 from gateway.relay.answer import AnswerFormat, NotStored, TranslatedStream
+from gateway.request.body import ParsedBody
+from gateway.request.routing import new_router, takes
 from gateway.turns import Operation, Translate, Translated, accept, as_it_is
 from gateway.watch.metrics import Usage
 

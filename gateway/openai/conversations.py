@@ -16,12 +16,13 @@ from starlette.responses import Response
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import NO_IMAGES, Json
 from engines.openai.requests import checked
-from gateway.body import parsed
-from gateway.context import caller_of, gateway_of, json_response, new_router, takes
 from gateway.openai.responses.history import full_items, rows_of
 from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import new_id
 from gateway.openai.stored_objects import Metadata, MetadataChange, StoredKind, shown_list
+from gateway.request.body import parsed
+from gateway.request.callers import caller_of, gateway_of
+from gateway.request.routing import json_response, new_router, takes
 from gateway.stored.forms import Entry, Item, stored_form
 from gateway.stored.objects import MAX_ITEMS, ObjectList, Objects, Outgrown
 from gateway.stored.table import Steps

@@ -32,24 +32,17 @@ from engines.openai.requests import (
     validate_embeddings,
     validate_tokenize,
 )
-from gateway.body import body_for_engine
 from gateway.config import ANY_MODEL, GatewayConfig
-from gateway.context import (
-    Gateway,
-    caller_of,
-    gateway_of,
-    json_response,
-    new_router,
-    sees_all,
-    takes,
-)
-from gateway.edge.bodies import body_share_of
-from gateway.edge.key_limits import key_share_of
+from gateway.edge.request_state import state_of
+from gateway.gateway import Gateway
 from gateway.models import ServedModel
 from gateway.openai.chat_fields import with_results
 from gateway.relay.answer import parse_usage
 from gateway.relay.question import answer_to
 from gateway.relay.turn_response import IGNORED_HEADER
+from gateway.request.body import body_for_engine
+from gateway.request.callers import caller_of, gateway_of, sees_all
+from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import served_name
 
 router = new_router()
@@ -115,12 +108,11 @@ def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool)
 async def embeddings(request: Request) -> Response:
     """Embed texts, or token ids, with the served model."""
     model, answer, ignored = await _answer(request)
-    body_share_of(request.scope).give_back()  # the question is gone
+    state_of(request.scope).body.give_back()  # the question is gone
     if usage := parse_usage(answer):
         welcome = model.engine.welcome  # it may be gone by now
         gateway_of(request).metrics.used(_OPERATION, welcome.model if welcome else "", usage)
-        if place := key_share_of(request.scope):
-            place.used_tokens(usage.prompt_tokens)
+        state_of(request.scope).used_tokens(usage.prompt_tokens)
     response = json_response(answer)
     if ignored:
         response.headers[IGNORED_HEADER] = ", ".join(ignored)

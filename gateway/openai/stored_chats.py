@@ -12,9 +12,10 @@ from starlette.responses import Response
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
-from gateway.context import caller_of, gateway_of, new_router, takes
-from gateway.edge.bodies import body_share_of
+from gateway.edge.request_state import state_of
 from gateway.openai.stored_objects import MetadataChange, StoredKind, query_of, shown_list
+from gateway.request.callers import caller_of, gateway_of
+from gateway.request.routing import new_router, takes
 from gateway.stored.forms import Entry, Item, Label, label_of, stored_form
 from gateway.stored.objects import ObjectList, Objects
 from gateway.stored.stored import Stored
@@ -66,7 +67,7 @@ async def list_completions(request: Request) -> Response:
             tenant,
             lambda objects: objects.listed(tenant, "completion", labels, query),
             ObjectList([], False),
-            body_share_of(request.scope).add,
+            state_of(request.scope).body.add,
         )
     )
 

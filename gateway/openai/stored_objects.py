@@ -17,9 +17,10 @@ from starlette.responses import Response
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import checked
-from gateway.body import parsed
-from gateway.context import caller_of, gateway_of, json_response, limit_of
-from gateway.edge.bodies import body_share_of
+from gateway.edge.request_state import state_of
+from gateway.request.body import parsed
+from gateway.request.callers import caller_of, gateway_of
+from gateway.request.routing import json_response, limit_of
 from gateway.stored.forms import Form, Kind, stored_form
 from gateway.stored.head import Object
 from gateway.stored.objects import ObjectList, Objects, Query
@@ -99,7 +100,7 @@ class StoredKind(NamedTuple):
             tenant,
             lambda objects: work(objects, tenant, id),
             None,
-            body_share_of(request.scope).add,
+            state_of(request.scope).body.add,
         )
         if found is None:
             raise self._unknown(request)

@@ -17,6 +17,7 @@ Only the fields that a translation needs are read. Both names of a model's reaso
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -211,7 +212,7 @@ class AnswerStream:
             self.prefill = min(int(done), int(whole)), int(whole)
 
 
-class TranslatedStream(AnswerStream):
+class TranslatedStream(AnswerStream, ABC):
     """A stream whose events are each made anew: a subclass says what of."""
 
     comment = KEEPALIVE  # what goes out for a comment of the engine's
@@ -232,13 +233,13 @@ class TranslatedStream(AnswerStream):
                 raise EngineUnavailable("its answer cannot be read")
         return b"".join(map(self._line, chunk[:cut].splitlines()))
 
+    @abstractmethod
     def translated(self, data: bytes) -> bytes:
         """Return what goes out for an event's data; sets ``usage`` and ``failed``.
 
         Raises:
             EngineUnavailable: it cannot be read.
         """
-        raise NotImplementedError
 
     def _line(self, line: bytes) -> bytes:
         if line.startswith(b":"):

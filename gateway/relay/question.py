@@ -14,11 +14,11 @@ from engines.http import TENANT_HEADER, while_client_stays
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import PROMPT_FIELDS, TOKENIZE_PATH, Json
 from engines.wire import TemplateRules
-from gateway.body import fitted, keep_reasoning
-from gateway.context import caller_of
 from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.relay.passthrough import engine_failure
+from gateway.request.body import fitted, keep_reasoning
+from gateway.request.callers import caller_of
 
 QUESTION_S: Final = 60.0
 

@@ -21,13 +21,11 @@ from engines.http import (
     while_client_stays,
 )
 from engines.openai.foreign_request import renamed
-from gateway.context import Gateway
-from gateway.edge.bodies import body_share_of
-from gateway.edge.key_limits import key_share_of
+from gateway.edge.request_state import state_of
 from gateway.errors import FORESEEN, Failure, failure_of
+from gateway.gateway import Gateway
 from gateway.identity.names import id_to_header
 from gateway.identity.outline import Compared
-from gateway.middleware import body_send_of
 from gateway.models import ServedModel
 from gateway.relay.answer import AnswerFormat, NotStored, StoreAnswer, WithoutContent, parse_usage
 from gateway.relay.passthrough import (
@@ -44,6 +42,7 @@ from gateway.relay.passthrough import (
     send_response,
     send_whole,
 )
+from gateway.request.middleware import body_send_of
 from gateway.watch.telemetry import context_of
 from scheduler.session import TurnHints
 from scheduler.sessions import Turn
@@ -113,7 +112,7 @@ class TurnResponse(Response):
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._share, self._place = body_share_of(scope), key_share_of(scope)
+            self._state = state_of(scope)
             send_body = body_send_of(scope, send)
             serve = partial(self._serve, send, send_body)
             end = await while_client_stays(receive, serve)
@@ -184,7 +183,7 @@ class TurnResponse(Response):
         small ones until the answer begins (``engines.client.second_try``).
         """
         self._body = b""
-        self._share.give_back()
+        self._state.body.give_back()
 
     async def _refused(self, upstream: Upstream, out: StreamOut) -> Ending:
         failure = engine_failure(upstream.status, await upstream.read())
@@ -243,8 +242,7 @@ class TurnResponse(Response):
         used = self._live.count()
         num_tokens = used.prompt_tokens + used.completion_tokens
         turn.used(num_tokens)
-        if self._place is not None:
-            self._place.used_tokens(num_tokens)
+        self._state.used_tokens(num_tokens)
 
     def _head(self, upstream: Upstream) -> list[tuple[bytes, bytes]]:
         return [*passed_on(upstream), *self._own_headers()]

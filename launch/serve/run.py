@@ -22,7 +22,7 @@ import msgspec
 from engines.base import Engine
 from engines.wire import Welcome
 from gateway.config import GatewayConfig
-from gateway.context import Gateway
+from gateway.gateway import Gateway
 from gateway.keys import BadKeyLine
 from gateway.server import DrainingServer, server_of
 from gateway.watch.telemetry import configure_logging, keep_lines

@@ -57,7 +57,7 @@ def test_callers_are_known_by_one_function_which_charges_them() -> None:
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "authenticate"
     ]
-    assert found == ["gateway/context.py"]
+    assert found == ["gateway/request/callers.py"]
 
 
 @pytest.mark.parametrize("work", Work)

@@ -20,13 +20,13 @@ from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import checked
-from gateway.body import ParsedBody
-from gateway.context import Gateway
 from gateway.edge.bodies import check_weight
+from gateway.gateway import Gateway
 from gateway.keys import Tenant
 from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import MAX_ITEMS, ResponseFields
+from gateway.request.body import ParsedBody
 from gateway.stored.forms import Entry, Item, stored_form
 from gateway.stored.head import Head
 from gateway.stored.objects import Objects, Outgrown

@@ -15,10 +15,9 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.foreign_request import Dialect
 from engines.openai.messages import ImageSupport
 from engines.openai.requests import Json, checked
-from gateway.body import ParsedBody, body_for_engine, read_json_body
-from gateway.context import Gateway, caller_of, gateway_of, json_response, new_router, takes
-from gateway.edge.bodies import body_share_of
+from gateway.edge.request_state import state_of
 from gateway.errors import Failure
+from gateway.gateway import Gateway
 from gateway.identity.names import asked_seconds
 from gateway.keys import Tenant
 from gateway.models import ServedModel
@@ -43,6 +42,9 @@ from gateway.openai.stored_objects import StoredKind
 from gateway.relay.answer import NotStored
 from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS
 from gateway.relay.question import count_question, prompt_tokens
+from gateway.request.body import ParsedBody, body_for_engine, read_json_body
+from gateway.request.callers import caller_of, gateway_of
+from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import Operation, Translate, Translated, accept
 
 router = new_router()
@@ -121,7 +123,7 @@ async def show_response(request: Request) -> Response:
     after = request.query_params.get("starting_after") or "-1"
     if not after.removeprefix("-").isdecimal() or len(after) > 9:
         raise InvalidRequest("starting_after: a number is needed", "starting_after")
-    body_share_of(request.scope).add(_REPLAYED * len(body))
+    state_of(request.scope).body.add(_REPLAYED * len(body))
     events = await asyncio.to_thread(_replayed, body, int(after))
     headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
     return Response(events, headers=headers, media_type=EVENT_STREAM)

@@ -16,8 +16,8 @@ from engines.base import SAVE_S, Demoted, EngineUnavailable, SessionRef, TierNam
 from engines.wire import CodecReport, EngineReport, Notice, SessionReport, Welcome
 from gateway.app import create_app
 from gateway.config import GatewayConfig
-from gateway.context import Gateway
 from gateway.edge.key_list import lines_of
+from gateway.gateway import Gateway
 from gateway.keys import Limits, Tenants
 from gateway.models import ServedModel
 from gateway.stored.stored import Stored

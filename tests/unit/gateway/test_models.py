@@ -15,7 +15,10 @@ from engines.base import Engine, ReplicaState
 from engines.pool.loading import Loading
 from engines.pool.on_demand import OnDemand
 from gateway.app import create_app
-from gateway.edge.key_limits import ROUTE_COSTS, key_share_of
+from gateway.edge.bodies import BodyShare
+from gateway.edge.key_limits import ROUTE_COSTS
+from gateway.edge.rates import Taken
+from gateway.edge.request_state import RequestState, begin
 from gateway.keys import generate_key
 from gateway.models import ServedModel
 from scheduler.config import SchedulerConfig
@@ -116,10 +119,11 @@ async def test_a_verb_waits_as_long_as_its_client_and_a_deletion_to_its_end():
 async def test_who_is_cancelled_in_the_moment_of_loading_holds_no_model(num_steps):
     app = TwoModels()
     tenant = app.gateway.tenants.authenticate(None)
-    scope = {"type": "http", "method": "POST", "headers": [], "state": {"caller": tenant}}
-    app.gateway.limits.enter(tenant, scope, ROUTE_COSTS["messages"])
-    share = key_share_of(scope)
+    scope = {"type": "http", "method": "POST", "headers": []}
+    share = app.gateway.limits.enter(tenant, ROUTE_COSTS["messages"], Taken())
     assert share is not None
+    body = BodyShare(app.gateway.bodies)
+    begin(scope, RequestState("r", {}, body, caller=tenant, place=share))
 
     async def receive() -> Message:
         await asyncio.Event().wait()

@@ -11,10 +11,11 @@ from starlette.requests import Request
 
 from engines.base import SessionRef
 from engines.wire import KVSize
-from gateway.context import caller_of, sees_all
 from gateway.dashboard.snapshot import show_snapshot
-from gateway.edge.bodies import BODY_SHARE, BodyShare
+from gateway.edge.bodies import BodyShare
+from gateway.edge.request_state import RequestState, begin
 from gateway.keys import generate_key
+from gateway.request.callers import caller_of, sees_all
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 ROOT = generate_key("root")
@@ -67,8 +68,8 @@ def request(app: App, port: int, **headers: str) -> Request:
         "endpoint": show_snapshot,
         "server": ("127.0.0.1", port),
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
-        "state": {BODY_SHARE: BodyShare(app.gateway.bodies), "headers": headers},
     }
+    begin(scope, RequestState("r", headers, BodyShare(app.gateway.bodies)))
     return Request(scope)
 
 

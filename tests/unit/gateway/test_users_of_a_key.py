@@ -14,6 +14,7 @@ from gateway.identity.known_chats import MAX_TENANTS, KnownChats, Link
 from gateway.keys import Tenant, Tenants
 from gateway.watch.tally import MAX_TENANTS as MAX_TALLIES
 from gateway.watch.tally import Tallies
+from tests.unit.gateway.identity.test_names import none_known
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
 HEADER = "X-OpenWebUI-User-Id"
@@ -107,7 +108,7 @@ def test_no_number_of_users_grows_what_is_kept_of_them() -> None:
     for i in range(20_000):
         tenant = Tenant(f"ui/{i}", b"s" * 32)
         assert tallies.counting(tenant.name)[1] is tallies.shown(tenant.name)
-        chats.identify(tenant, [Link(b"d" * 16, 9, True)], lambda id: False)
+        chats.identify(tenant, [Link(b"d" * 16, 9, True)], none_known)
     assert len(tallies) == MAX_TALLIES
     assert len(chats._heads_of) <= MAX_TENANTS
 
@@ -117,7 +118,7 @@ def test_all_users_together_have_no_more_chats_than_one_table_of_sessions() -> N
     for i in range(400):
         for tenant in (Tenant(f"ui/{i // 20}", b"s" * 32), latest):
             link = Link(i.to_bytes(16), 9, True)
-            named = chats.identify(tenant, [link], lambda id: False)
-            assert chats.identify(tenant, [link], lambda id: False) == named
+            named = chats.identify(tenant, [link], none_known)
+            assert chats.identify(tenant, [link], none_known) == named
             assert len(chats) <= 100
     assert len(chats) > 70, "only those quiet for longest were forgotten"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 import pytest
 
-from gateway.edge.key_limits import ROUTE_COSTS, KeyLimits, KeyShare, RouteCost, key_share_of
+from gateway.edge.key_limits import ROUTE_COSTS, KeyLimits, KeyShare, RouteCost
 from gateway.errors import RequestRefused
 from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
 from gateway.models import Models, ServedModel
+from gateway.request.callers import has_room_for
 from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import Answered, App, RecordingEngine
 from tests.waiting import eventually
@@ -22,10 +22,7 @@ TURN, READ = ROUTE_COSTS["chat_completions"], ROUTE_COSTS["show_response"]
 
 
 async def enter(limits: KeyLimits, tenant: Tenant = ALICE, cost: RouteCost = TURN) -> KeyShare:
-    scope: dict[str, Any] = {"state": {}}
-    await limits.count(tenant, scope, cost)
-    limits.enter(tenant, scope, cost)
-    share = key_share_of(scope)
+    share = limits.enter(tenant, cost, await limits.count(tenant, cost))
     assert share is not None
     return share
 
@@ -92,11 +89,8 @@ async def test_reads_cost_a_part_of_a_request_and_need_no_place():
 
 
 async def test_a_path_that_is_open_to_all_is_charged_to_no_key():
-    scope: dict[str, Any] = {"state": {}}
-    limits = KeyLimits(Limits(requests_per_minute=1))
-    await limits.count(ALICE, scope, ROUTE_COSTS["livez"])
-    limits.enter(ALICE, scope, ROUTE_COSTS["livez"])
-    assert key_share_of(scope) is None
+    limits, cost = KeyLimits(Limits(requests_per_minute=1)), ROUTE_COSTS["livez"]
+    assert limits.enter(ALICE, cost, await limits.count(ALICE, cost)) is None
     await enter(limits)
 
 
@@ -264,5 +258,5 @@ async def test_one_name_on_two_models_is_two_sessions():
     )
     gateway.models = Models([one, two])
     gateway.limits._coming[tenant.name] = Counter([one.coming("s")])
-    assert gateway.has_room_for(tenant, one, "s")
-    assert not gateway.has_room_for(tenant, two, "s")
+    assert has_room_for(gateway, tenant, one, "s")
+    assert not has_room_for(gateway, tenant, two, "s")

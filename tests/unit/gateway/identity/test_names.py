@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from engines.openai.requests import InvalidRequest
-from gateway.identity.known_chats import MAX_ALIKE, KnownChats, Link, message_chain
+from gateway.identity.known_chats import MAX_ALIKE, KnownChats, Link, SessionsSeen, message_chain
 from gateway.identity.names import (
     MAX_RETAIN_S,
     asked_seconds,
@@ -29,8 +29,27 @@ ALICE = Tenant("alice", b"a" * 32)
 BOB = Tenant("bob", b"b" * 32)
 
 
-def none_known(session_id: str) -> bool:
-    return False
+class Known:
+    """A tenant's sessions, of which some are known."""
+
+    def __init__(self, known: Collection[str] = (), *, quiet: bool = False) -> None:
+        self.known = known
+        self.quiet = quiet
+
+    def exists(self, id: str) -> bool:
+        return id in self.known
+
+    def is_quiet(self, id: str) -> bool:
+        return self.quiet
+
+    def tokens_of(self, id: str) -> int:
+        return 0
+
+    def is_answered(self, id: str) -> bool:
+        return False
+
+
+none_known = Known()
 
 
 def chain_of(
@@ -40,9 +59,9 @@ def chain_of(
 
 
 def identify(
-    chats: KnownChats, tenant: Tenant, messages: Sequence[object], exists: Callable[[str], bool]
+    chats: KnownChats, tenant: Tenant, messages: Sequence[object], seen: SessionsSeen
 ) -> str:
-    return chats.identify(tenant, chain_of(messages, tenant), exists)
+    return chats.identify(tenant, chain_of(messages, tenant), seen)
 
 
 def said(*texts: str) -> list[dict[str, Any]]:
@@ -176,7 +195,7 @@ def test_a_last_question_that_is_written_anew_goes_on_in_its_session():
 
     def ask(*texts: str) -> str:
         chain = chain_of(said(*texts))
-        return chats.identify(ALICE, chain, none_known, lambda session_id: quiet)
+        return chats.identify(ALICE, chain, Known(quiet=quiet))
 
     begin, files = ("rules", "yes", "example", "ok"), ("files", "seen")
     first = ask(*begin, *files, "one? obey")
@@ -192,10 +211,7 @@ def test_a_last_question_that_is_written_anew_goes_on_in_its_session():
 def test_a_shared_first_message_is_no_sign_of_a_question_written_anew():
     chats = KnownChats(9)
     one, other = (said("rules", *texts) for texts in (["hi"], ["you", "me", "ho"]))
-    found = [
-        chats.identify(ALICE, chain_of(x), none_known, lambda session_id: True)
-        for x in (one, other)
-    ]
+    found = [chats.identify(ALICE, chain_of(x), Known(quiet=True)) for x in (one, other)]
     assert found[0] != found[1]
 
 
@@ -247,9 +263,9 @@ def test_after_a_restart_a_chat_is_found_by_its_derived_id():
     identify(before, ALICE, said("hi", "hello", "more"), none_known)
     after = KnownChats(100)
     turn = said("hi", "hello", "more", "sure", "thanks")
-    assert identify(after, ALICE, turn, lambda x: x == chat) == chat
+    assert identify(after, ALICE, turn, Known([chat])) == chat
     # Another chat that begins alike does not get a session that is in use by now.
-    assert identify(after, ALICE, said("hi"), lambda x: x == chat) != chat
+    assert identify(after, ALICE, said("hi"), Known([chat])) != chat
 
 
 class Answered:
@@ -265,16 +281,21 @@ class Answered:
     def ask(
         self, messages: Sequence[object], tools: object = None, group: str | None = None
     ) -> str:
-        session_id = self.chats.identify(
-            ALICE,
-            chain_of(messages, ALICE, group, tools),
-            self.known.__contains__,
-            lambda x: x in self.known - self.busy,
-            lambda x: self.tokens if x in self.known else 0,
-            lambda x: x in self.known - self.only_read,
-        )
+        session_id = self.chats.identify(ALICE, chain_of(messages, ALICE, group, tools), self)
         self.known.add(session_id)
         return session_id
+
+    def exists(self, id: str) -> bool:
+        return id in self.known
+
+    def is_quiet(self, id: str) -> bool:
+        return id in self.known - self.busy
+
+    def tokens_of(self, id: str) -> int:
+        return self.tokens if id in self.known else 0
+
+    def is_answered(self, id: str) -> bool:
+        return id in self.known - self.only_read
 
 
 def test_two_chats_that_begin_with_the_same_words_are_two_sessions():

@@ -25,18 +25,18 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.requests import Json
 from engines.wire import TemplateRules
 from gateway.config import GatewayConfig
-from gateway.context import Gateway, gateway_of
 from gateway.edge.bodies import (
     LARGE_BODY_BYTES,
-    NUM_REPLACED,
-    body_share_of,
     check_weight,
     encoding_of,
     parse_whole,
     unpacked,
 )
 from gateway.edge.key_limits import cost_of
+from gateway.edge.request_state import state_of
+from gateway.gateway import Gateway
 from gateway.models import ServedModel
+from gateway.request.callers import gateway_of
 
 T = TypeVar("T")
 _SYSTEM = ("system", "developer")
@@ -74,7 +74,7 @@ class ParsedBody:
 
     def recall(self, nbytes: int) -> None:
         """Count what it is about to recall. Raises ``Refused`` (503)."""
-        body_share_of(self._request.scope).add(nbytes)
+        state_of(self._request.scope).body.add(nbytes)
         self.nbytes += nbytes
 
     async def recalled(self) -> None:
@@ -176,14 +176,14 @@ async def _off_loop(nbytes: int, work: Callable[[], T]) -> T:
 def _parsed(scope: Scope, body: bytes) -> Json:
     check_weight(body)
     json, num_replaced = parse_whole(body)
-    scope["state"][NUM_REPLACED] = num_replaced
+    state_of(scope).num_replaced = num_replaced
     return json
 
 
 async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
     """Read the whole body, and unpack it; it is not parsed here. A byte order mark is left out.
 
-    Its bytes count in the budget of all bodies, as its caller's, until ``body_share_of`` is given
+    Its bytes count in the budget of all bodies, as its caller's, until its share is given
     back: those that came, and those that they were unpacked to.
 
     Raises:
@@ -194,7 +194,7 @@ async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
     """
     assert cost_of(request.scope).body, "a route that reads a body says so in its cost"
     encoding = _encoding(request)
-    share = body_share_of(request.scope)
+    share = state_of(request.scope).body
     try:
         async with asyncio.timeout(config.body_timeout_s):
             body = await read_body(request, config.max_body_bytes, share.grow)

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engines.http import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.edge.bodies import BODY_SHARE, NUM_REPLACED, REPLACED_HEADER, BodyBudget, BodyShare
-from gateway.edge.key_limits import key_share_of
+from gateway.edge.bodies import REPLACED_HEADER, BodyBudget, BodyShare
+from gateway.edge.request_state import RequestState, begin
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
 from gateway.watch.metrics import Metrics
 
@@ -30,7 +30,6 @@ CLIENT_CLOSED_REQUEST = 499  # nginx' word for it; never sent, only counted
 MAX_LOGGED_PATH = 200
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 _OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics", "dashboard_file")
-_HEADERS = "headers"  # where the scope's state has them: Starlette's look through all each time
 _HEALTH = ("/livez", "/readyz", "/health", "/ping")
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # paths that count in a key's limits
 _NAMING = ("/v1/sessions/", "/v1/models/")  # a name that follows may hold slashes
@@ -48,17 +47,6 @@ def body_send_of(scope: Scope, send: Send) -> Send:
     return found
 
 
-def request_id_of(scope: Scope) -> str:
-    """Return the id that ``RequestMiddleware`` gave the request."""
-    return str(scope["state"]["request_id"])
-
-
-def headers_of(scope: Scope) -> Mapping[str, str]:
-    """Return the request's headers by their names in lower case; of several the first."""
-    found: Mapping[str, str] = scope["state"][_HEADERS]
-    return found
-
-
 class RequestMiddleware:
     """Names, checks, logs and counts every request. See above."""
 
@@ -69,7 +57,7 @@ class RequestMiddleware:
         metrics: Metrics,
         bodies: BodyBudget,
         open_to_all: bool,
-        count: Callable[[Scope, Mapping[str, str]], Awaitable[None]],
+        count: Callable[[Scope], Awaitable[None]],
     ) -> None:
         """
         Args:
@@ -88,34 +76,34 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         scope = _plain(scope)
-        path, state = scope["path"], scope.setdefault("state", {})
-        headers = state[_HEADERS] = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in reversed(scope["headers"])
-        }
-        response = _TrackedResponse(send, _request_id(headers), scope)
-        state["request_id"] = response.request_id
-        share = state[BODY_SHARE] = BodyShare(self._bodies)
+        path, headers = (
+            scope["path"],
+            {  # Starlette's look through all each time
+                name.decode("latin-1"): value.decode("latin-1")
+                for name, value in reversed(scope["headers"])
+            },
+        )
+        state = RequestState(_request_id(headers), headers, BodyShare(self._bodies))
+        begin(scope, state)
+        response = _TrackedResponse(send, state, path)
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:
             refusal = self._refusal(scope, headers)
-            app = refusal.response_for(path, response.request_id) if refusal else self._app
+            app = refusal.response_for(path, state.id) if refusal else self._app
             if refusal is None and path.startswith(_COUNTED):
-                await self._count(scope, headers)
+                await self._count(scope)
             await app(scope, receive, response.send)
         except (ClientGone, ClientDisconnect):
             response.status = CLIENT_CLOSED_REQUEST
         except Exception as error:  # the edge of the process: for the log, not for the client
-            log.exception("request %s failed", response.request_id)
+            log.exception("request %s failed", state.id)
             if response.status:
                 raise
-            answer = failure_of(error).response_for(path, response.request_id)
+            answer = failure_of(error).response_for(path, state.id)
             await answer(scope, receive, response.send)
         finally:
-            share.give_back()
-            if place := key_share_of(scope):
-                place.leave()
-            self._done(scope, response)
+            state.ended()
+            self._done(scope, state, response)
 
     def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Failure | None:
         method, host = scope["method"], headers.get("host", "")
@@ -152,7 +140,7 @@ class RequestMiddleware:
     def _known(self, origin: str, host: str) -> bool:
         return origin in self._config.allowed_origins or urlsplit(origin).netloc == host
 
-    def _done(self, scope: Scope, response: _TrackedResponse) -> None:
+    def _done(self, scope: Scope, state: RequestState, response: _TrackedResponse) -> None:
         route = getattr(scope.get("endpoint"), "__name__", "other")
         self._metrics.answered(route, response.status)
         path = str(scope.get("raw_path") or scope["path"].encode(), "ascii", "replace")
@@ -163,21 +151,20 @@ class RequestMiddleware:
             path[:MAX_LOGGED_PATH],
             response.status,
             response.age_ms,
-            response.request_id,
-            extra={"request_id": response.request_id, "session": scope["state"].get("session")},
+            state.id,
+            extra={"request_id": state.id, "session": state.session},
         )
 
 
 class _TrackedResponse:
     """Passes a response on; adds the headers that all have, and keeps its status and time."""
 
-    def __init__(self, send: Send, request_id: str, scope: Scope) -> None:
+    def __init__(self, send: Send, state: RequestState, path: str) -> None:
         self._send = send
-        self._scope = scope
+        self._state = state
         # There the request's id also goes out under Anthropic's name for it.
-        self._anthropic = scope["path"].startswith(ANTHROPIC_PATH)
+        self._anthropic = path.startswith(ANTHROPIC_PATH)
         self._began = time.perf_counter()
-        self.request_id = request_id
         self.status = 0
 
     @property
@@ -186,17 +173,17 @@ class _TrackedResponse:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            state = self._state
             self.status = message["status"]
-            place = key_share_of(self._scope)
-            num_replaced = self._scope["state"].get(NUM_REPLACED)
+            place, id, num_replaced = state.place, state.id.encode(), state.num_replaced
             message["headers"] = [
                 *message.get("headers", ()),
                 *((x.encode(), y.encode()) for x, y in (place.headers() if place else ())),
-                (b"x-request-id", self.request_id.encode()),
+                (b"x-request-id", id),
                 (b"openai-processing-ms", b"%d" % self.age_ms),
             ]
             if self._anthropic:
-                message["headers"].append((b"request-id", self.request_id.encode()))
+                message["headers"].append((b"request-id", id))
             if num_replaced:
                 message["headers"].append((REPLACED_HEADER.encode(), b"%d" % num_replaced))
         await self._send(message)

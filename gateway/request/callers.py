@@ -1,0 +1,177 @@
+"""Who asks, what it may see, and what it is charged; no other part charges a key.
+
+    count            in its key's minute, before anything waits for it
+    caller_of        by its key: a place among that key's running requests; its body's bytes
+    charge_session   the session of a turn
+    RequestState     the tokens of prompt and answer (``used_tokens``), when these are known; at the
+                     end of the answer it gives back place, session and bytes
+
+The limits are those of ``edge/key_limits`` (with the costs of routes), which counts minutes by
+``edge/rates``, and of ``edge/bodies``. What a tenant may hold in tiers is up to the engines
+(``edge/tier_bytes``), and its turns' share of them to ``scheduler.admission``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from starlette.requests import Request
+from starlette.routing import Match
+from starlette.types import Scope
+
+from engines.openai.errors import InvalidRequest
+from gateway.config import LOOPBACK
+from gateway.edge.key_limits import RouteCost, cost_of
+from gateway.edge.request_state import state_of
+from gateway.errors import Failure, RequestRefused
+from gateway.gateway import Gateway
+from gateway.keys import Tenant
+from gateway.models import ServedModel
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Return the parts of the app that serves ``request``."""
+    gateway = request.app.state.gateway
+    assert isinstance(gateway, Gateway)
+    return gateway
+
+
+def model_asked(request: Request) -> ServedModel | None:
+    """Return the model that ``?model=NAME`` names; None if the request names none.
+
+    Raises:
+        InvalidRequest: 404, no model goes by that name.
+    """
+    named, gateway = request.query_params.get("model"), gateway_of(request)
+    return None if named is None else gateway.models.named(named, gateway.config)
+
+
+def sees_all(request: Request, caller: Tenant) -> bool:
+    """Say whether the caller is an admin: by its key, or as the one user of this very machine.
+
+    Where admins have an address of their own (``gateway.admin_address``), no caller is one
+    elsewhere, but on their unix socket.
+
+    An open server on loopback has one user, who owns its process anyway. Pages of other sites are
+    kept out by the checks of ``Host`` and ``Origin``, as they are from that user's chats. Once an
+    admin key is set, it is needed here, too.
+    """
+    gateway = gateway_of(request)
+    if gateway.config.is_admin_socket(request.scope.get("server")):
+        return True
+    if gateway.config.admin_port and _port_of(request) != gateway.config.admin_port:
+        return False
+    if caller.admin:
+        return True
+    tenants = gateway.tenants
+    config = gateway.config
+    local = config.admin_host in LOOPBACK if config.admin_port else config.on_loopback
+    return tenants.open_to_all and not tenants.num_admin_keys and local
+
+
+def _port_of(request: Request) -> int:
+    server = request.scope.get("server")
+    return int(server[1] or 0) if server else 0
+
+
+def admin_of(request: Request) -> Tenant:
+    """Authenticate a request that only an admin may make.
+
+    Raises:
+        InvalidRequest: 401, no key or an unknown one; 403, not an admin's.
+    """
+    caller = caller_of(request)
+    if sees_all(request, caller):
+        return caller
+    port = gateway_of(request).config.admin_port
+    where = f" on port {port}" if port else ""
+    message = f"This needs an admin key{where}; see gateway.admin_keys."
+    raise InvalidRequest(message, None, "admin_only", 403)
+
+
+def caller_of(request: Request) -> Tenant:
+    """Authenticate a request by its API key, and charge its route's cost to that key, once.
+
+    On the admins' unix socket no key is looked at. Where ``gateway.trust_user_header`` names a
+    header that was sent, it is that user of the key. From here on the body counts as this tenant's.
+
+    Raises:
+        InvalidRequest: 401, no key, an unknown one, or two that differ.
+        RequestRefused: 429, the key has used up what it may.
+    """
+    state, gateway = state_of(request.scope), gateway_of(request)
+    if state.caller is not None:
+        return state.caller
+    if gateway.config.is_admin_socket(request.scope.get("server")):
+        caller = gateway.tenants.operator()
+    else:
+        caller = state.known or _known(gateway, state.headers)
+    state.place = gateway.limits.enter(caller, cost_of(request.scope), state.taken)
+    state.body.tenant = caller.name
+    state.caller = caller
+    return caller
+
+
+async def count(gateway: Gateway, scope: Scope) -> None:
+    """Count a request in its key's minute, before anything waits for it.
+
+    A request of an unknown caller, or for no route, is refused later and counts in nothing.
+    """
+    state = state_of(scope)
+    with suppress(InvalidRequest):
+        caller = state.known = _known(gateway, state.headers)
+        if gateway.limits.has_rates(caller) and (cost := _cost(scope)) is not None:
+            state.taken = await gateway.limits.count(caller, cost)
+
+
+def has_room_for(gateway: Gateway, tenant: Tenant, model: ServedModel, session_id: str) -> bool:
+    """Say whether the tenant has that session, or may open one more.
+
+    The limit is on the sessions of all models together. Sessions that running requests will
+    open count as if they were there.
+    """
+    most, coming = gateway.limits.of(tenant).sessions, gateway.limits.coming(tenant)
+    if not most or model.coming(session_id) in coming or model.knows(tenant, session_id):
+        return True
+    by_name = {x.given_name: x for x in gateway.models}
+    apart = (x.partition("\0") for x in coming)
+    num_new = sum(not by_name[name].knows(tenant, id) for name, _, id in apart)
+    return sum(x.sessions.num_sessions(tenant.name) for x in gateway.models) + num_new < most
+
+
+async def charge_session(request: Request, model: ServedModel, session_id: str) -> None:
+    """Count the session of a turn, until the turn ends, as one that its caller has.
+
+    Where gateways share a Redis, those at all of them count, as of half a second ago.
+
+    Raises:
+        RequestRefused: 429, the caller has all sessions that it may, and not this one.
+    """
+    gateway, tenant, place = gateway_of(request), caller_of(request), state_of(request.scope).place
+    assert place is not None, "a turn has a place"
+    most = gateway.limits.of(tenant).sessions
+    has_room = has_room_for(gateway, tenant, model, session_id)
+    shared = gateway.shared_sessions
+    if has_room and most and shared and not model.knows(tenant, session_id):
+        has_room = await shared.has_room_for(tenant.name, session_id, most)
+    if not has_room:
+        message = f"This key may have {most} sessions at once. Delete some: /v1/sessions."
+        raise RequestRefused(Failure(429, message, "session_id", "session_limit"))
+    gateway.limits.comes(tenant, model.coming(session_id), place)
+
+
+def _cost(scope: Scope) -> RouteCost | None:
+    """Find the cost of a request that was not routed yet."""
+    for route in scope["app"].state.routes:
+        match, found = route.matches(scope)
+        if match is Match.FULL:
+            return cost_of(found)
+    return None
+
+
+def _known(gateway: Gateway, headers: Mapping[str, str]) -> Tenant:
+    tenants, trusted = gateway.tenants, gateway.config.trust_user_header
+    tenant = tenants.authenticate(headers.get("authorization"), headers.get("x-api-key"))
+    user = headers.get(trusted.lower()) if trusted else None
+    return tenants.user(tenant, user) if user else tenant
