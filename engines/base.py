@@ -21,6 +21,7 @@ from engines.wire import Notice as Notice
 from engines.wire import SessionReport as SessionReport
 from engines.wire import TenantUses as TenantUses
 from engines.wire import Welcome as Welcome
+from kvstore.session import TIERS as TIERS
 from kvstore.session import KVSize as KVSize
 from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TenantLimits as TenantLimits

@@ -37,7 +37,7 @@ from gateway.request.middleware import RequestMiddleware
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
-from scheduler.admission import Headroom
+from scheduler.headroom import Headroom
 
 log = logging.getLogger("thermocline.gateway")
 

@@ -44,7 +44,7 @@ from gateway.identity.names import (
     named_session,
 )
 from gateway.identity.outline import Compared, Outline, hashed
-from gateway.identity.tasks import TASK_SUFFIX, TASK_TOKENS, shared_task_row
+from gateway.identity.tasks import TASK_SUFFIX, TASK_TOKENS, shared_task_session
 from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.relay.answer import (
@@ -121,7 +121,7 @@ class CheckedRequest(NamedTuple):
     session: NamedSession | None  # None: the client gave none
     chain: Sequence[Link]  # then its chat is recognised by these
     outline: Outline | None  # None: it is no chat
-    task_row: str | None  # None: it is no task
+    task_session: str | None  # None: it is no task
     foreign: Mapping[str, str]  # the client's names of the engine's fields, if they are others
     ignored: Sequence[str]  # fields that this server does not know
     left_out: Sequence[str]  # keywords of JSON schemas
@@ -199,7 +199,7 @@ async def _prepared(
             parent=named.parent,
             is_child=named.is_child,
             retain_s=asked.translated.retain_s,
-            is_task=asked.task_row is not None,
+            is_task=asked.task_session is not None,
         ),
         compared=compared,
         client=client_name(state.headers),
@@ -219,7 +219,7 @@ def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedReq
     raw["model"] = served_name(model, config, asked.model)
     if config.keep_reasoning and "messages" in raw:
         keep_reasoning(raw, model.served.template)
-    _normalize(raw, model.served.max_context, _usual_length(config, asked.task_row))
+    _normalize(raw, model.served.max_context, _usual_length(config, asked.task_session))
     return model.served.engine == "vllm" and _asks_for_nothing(raw)
 
 
@@ -228,8 +228,8 @@ async def _session_for(
 ) -> NamedSession:
     """Find the session of a turn, and charge it; raises as ``charge_session`` does."""
     tenant, state = caller_of(request), state_of(request.scope)
-    if asked.task_row is not None:
-        named = _task_session(model, tenant, asked.session, asked.task_row)
+    if asked.task_session is not None:
+        named = _task_session(model, tenant, asked.session, asked.task_session)
     else:
         named = asked.session or NamedSession(
             model.chats.identify(tenant, asked.chain, model.sessions_of(tenant))
@@ -274,13 +274,13 @@ def _check(
     else:
         raw.pop("messages", None)  # a text has none
         messages = [raw["prompt"]]
-    task_row = shared_task_row(raw) if "messages" in raw else None
+    task_session = shared_task_session(raw) if "messages" in raw else None
     named = named_session(headers, asked, messages)
     chain: Sequence[Link] = ()
     outline: Outline | None = None
     if "messages" in raw or named is None:
         parts = hashed(request.model, messages, raw.get("tools"), tenant.salt)
-        if named is None and task_row is None:
+        if named is None and task_session is None:
             chain = message_chain(parts, group_of(asked))
         if "messages" in raw:
             raw["messages"] = fitted(messages, served.template)
@@ -293,7 +293,7 @@ def _check(
         session=named,
         chain=chain,
         outline=outline,
-        task_row=task_row,
+        task_session=task_session,
         foreign=foreign,
         ignored=ignored,
         left_out=keywords,
@@ -392,7 +392,7 @@ def _task_session(
     return NamedSession(id, named.id) if fits else NamedSession(shared_row, named.id)
 
 
-def _usual_length(config: GatewayConfig, task_row: str | None) -> int:
+def _usual_length(config: GatewayConfig, task_session: str | None) -> int:
     """Return the length of an answer whose request names none; 0 = as the context has room."""
     usual = config.default_max_tokens
-    return usual if task_row is None else min(usual or TASK_TOKENS, TASK_TOKENS)
+    return usual if task_session is None else min(usual or TASK_TOKENS, TASK_TOKENS)

@@ -11,15 +11,30 @@ generated again, and a last message that is edited. A return to an earlier point
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final, Literal, TypeAlias, get_args
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 TierName: TypeAlias = Literal["ram", "disk", "redis"]
-TIER_NAMES: Final[tuple[TierName, ...]] = get_args(TierName)  # fastest first
-# Engines on other machines write to these tiers, too.
-SHARED_TIERS: Final[frozenset[TierName]] = frozenset({"redis"})
+
+
+class TierKind(NamedTuple):
+    """What the name of a tier says of it."""
+
+    place: str  # where sessions sleep in it, in words
+    outlives_engine: bool
+    is_shared: bool  # engines on other machines write to it, too
+    restore_share: float  # the time of a restore, about, as a share of the prefill it replaces
+
+
+# By their speed, the fastest first.
+TIERS: Final[Mapping[TierName, TierKind]] = {
+    "ram": TierKind("in memory", outlives_engine=False, is_shared=False, restore_share=0.01),
+    "disk": TierKind("on disk", outlives_engine=True, is_shared=False, restore_share=0.02),
+    "redis": TierKind("in Redis", outlives_engine=True, is_shared=True, restore_share=0.05),
+}
+TIER_NAMES: Final[tuple[TierName, ...]] = tuple(TIERS)
 # Why something that was once computed has to be computed again.
 MissReason: TypeAlias = Literal[
     "never-stored",  # nothing of this session was ever saved here

@@ -31,7 +31,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from engines.base import EngineReport, KeptReason, SessionRef, SessionReport, TierName
+from engines.base import TIERS, EngineReport, KeptReason, SessionRef, SessionReport, TierName
 
 
 class Step(NamedTuple):
@@ -165,6 +165,11 @@ class Session:
         return self.state in (S.ACTIVE, S.IDLE, S.HIBERNATING)
 
     @property
+    def goes_with_engine(self) -> bool:
+        """True if its cold copy is lost when the engine ends."""
+        return self.tier is not None and not TIERS[self.tier].outlives_engine
+
+    @property
     def kind(self) -> Kind:
         """Its use: a conversation, one that serves another, or single questions of programs."""
         return "task" if self.is_task else "child" if self.is_child else "main"
@@ -172,7 +177,7 @@ class Session:
     def shown_state(self, engine_is_there: bool) -> str:
         """Return the state for readers; see above."""
         quiet = self.state in (S.IDLE, S.HIBERNATING)
-        if not engine_is_there and (quiet or (self.state is S.COLD and self.tier == "ram")):
+        if not engine_is_there and (quiet or (self.state is S.COLD and self.goes_with_engine)):
             return AWAY
         return SAVING if self.saving and quiet else self.state.value
 

@@ -19,11 +19,12 @@ import msgspec
 
 from engines.base import CacheOutcome, Engine, KeptReason, KVSize, SessionRef, TierName
 from engines.base import Overloaded as Overloaded
-from scheduler.admission import AdmissionQueue, Headroom
+from scheduler.admission import AdmissionQueue
 from scheduler.admission import Draining as Draining
-from scheduler.admission import MemoryScarce as MemoryScarce
 from scheduler.config import SchedulerConfig
 from scheduler.follower import Deleted, Follower
+from scheduler.headroom import Headroom
+from scheduler.headroom import MemoryScarce as MemoryScarce
 from scheduler.moves import Moves
 from scheduler.session import (
     SAVING,
@@ -228,7 +229,7 @@ class SessionManager:
         for session in list(self.table):
             if session.state is State.IDLE:
                 session.apply(Event.EVICTED, "unloaded")
-            if session.state is State.COLD and session.tier in (None, "ram"):
+            if session.state is State.COLD and (not session.tier or session.goes_with_engine):
                 session.tier = rests_in
                 self._observers.row_changed(session.ref)
 

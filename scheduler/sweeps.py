@@ -9,9 +9,10 @@ A session with a cold copy wakes by unpacking, which costs far less than a prefi
 expensive to lose. Prefill grows faster than linearly with the prompt since every token attends to
 all before it. Only the order of the values matters, so the rates are plain constants.
 
-A session's rank comes before its value. Tasks sleep first, since nothing continues them; then child
-sessions, which end with a job of their parent; then ordinary ones; then those that their clients
-ask to keep; last the parents of a child that is being served, since they continue when it is done.
+A session's group comes before its value. Tasks sleep first, since nothing continues them; then
+child sessions, which end with a job of their parent; then ordinary ones; then those that their
+clients ask to keep; last the parents of a child that is being served, since they continue when it
+is done.
 A client's wish counts only within its tenant's share of the memory in question. Otherwise tenants
 that ask to keep everything would push out those that ask for nothing.
 
@@ -30,20 +31,19 @@ from contextlib import suppress
 from itertools import chain, islice, takewhile
 from typing import Final
 
-from engines.base import Engine, EngineError, EngineReport, TierName
-from scheduler.admission import Headroom
+from engines.base import TIERS, Engine, EngineError, EngineReport, TierName
 from scheduler.config import SchedulerConfig
+from scheduler.headroom import Headroom
 from scheduler.moves import Moves
 from scheduler.session import Kind, Observer, Session, State
 from scheduler.table import Queue, SessionTable
 
 PREFILL_S_PER_TOKEN = 1e-3
 PREFILL_QUADRATIC_TOKENS = 8192  # context at which attention doubles the price of a token
-MAX_RANKED = 4096  # of the longest quiet; limits the time of a sweep, however many sessions exist
-UNPACK_SHARE = {"ram": 0.01, "disk": 0.02, "redis": 0.05}  # of the prefill it replaces
+MAX_WEIGHED = 4096  # of the longest quiet; limits the time of a sweep, however many sessions exist
 SWEEP_EVERY_S = 1.0
-_KINDS: Final[Sequence[Kind]] = ("task", "child", "main")  # by rank
-RETAINED: Final = 3  # the rank of sessions that their clients ask to keep
+_KINDS: Final[Sequence[Kind]] = ("task", "child", "main")  # by group
+RETAINED: Final = 3  # the group of sessions that their clients ask to keep
 MIN_SWEEP_GAP_S = 0.05  # turns that end in a burst share a sweep
 
 
@@ -54,7 +54,7 @@ def wake_seconds(session: Session) -> float:
     """
     tokens = session.tokens
     prefill = tokens * (1 + tokens / PREFILL_QUADRATIC_TOKENS) * PREFILL_S_PER_TOKEN
-    return prefill * UNPACK_SHARE[session.tier] if session.tier else prefill
+    return prefill * TIERS[session.tier].restore_share if session.tier else prefill
 
 
 def value(session: Session, now: float, half_life_s: float) -> float:
@@ -64,7 +64,7 @@ def value(session: Session, now: float, half_life_s: float) -> float:
     return float(per_byte * 2.0 ** (-idle_s / half_life_s))
 
 
-def rank(session: Session, now: float) -> int:
+def group_of(session: Session, now: float) -> int:
     """Return the group in which the session is given up, the lowest first. See above."""
     if session.num_children:
         return 4
@@ -73,15 +73,15 @@ def rank(session: Session, now: float) -> int:
     return _KINDS.index(session.kind)
 
 
-def ranks(
+def groups_of(
     sessions: Sequence[Session], size: Callable[[Session], int], now: float
 ) -> dict[int, int]:
-    """Rank sessions among each other; returns ranks by the rows' numbers.
+    """Group sessions among each other; returns groups by the rows' numbers.
 
-    The latest used sessions of a tenant keep a rank that their clients asked for, as far as the
+    The latest used sessions of a tenant keep the group that their clients asked for, as far as the
     tenant's share of all their bytes reaches: an equal part for each tenant.
     """
-    found = {x.number: rank(x, now) for x in sessions}
+    found = {x.number: group_of(x, now) for x in sessions}
     tenants = {x.ref.tenant for x in sessions}
     left = dict.fromkeys(tenants, sum(map(size, sessions)) / max(1, len(tenants)))
     for session in sorted(sessions, key=lambda x: -x.last_used):
@@ -106,7 +106,7 @@ def long_idle(sessions: Iterable[Session], now: float, idle_after_s: float) -> l
         sessions: the longest idle first.
     """
     old = takewhile(lambda x: now - x.last_used >= idle_after_s, sessions)
-    return [x for x in old if may_sleep(x, now) and rank(x, now) < RETAINED]
+    return [x for x in old if may_sleep(x, now) and group_of(x, now) < RETAINED]
 
 
 def victims(
@@ -118,13 +118,13 @@ def victims(
 ) -> list[Session]:
     """Choose idle sessions that together free ``need_bytes``; never pinned ones.
 
-    They are ordered by rank. Within a rank, those that are idle for ``idle_after_s`` come first,
+    They are ordered by group. Within a group, those that are idle for ``idle_after_s`` come first,
     since they would go anyway; then the least valuable ones.
     """
     if need_bytes <= 0:
         return []
     candidates = [x for x in sessions if may_sleep(x, now) and x.hot_bytes > 0]
-    order = ranks(candidates, lambda x: x.hot_bytes, now)
+    order = groups_of(candidates, lambda x: x.hot_bytes, now)
     candidates.sort(
         key=lambda x: (
             order[x.number],
@@ -137,7 +137,7 @@ def victims(
 
 def may_leave_memory(session: Session, now: float) -> bool:
     """True if the session is quiet and holds memory, hot or packed, that it may give up."""
-    in_ram = session.state is State.COLD and session.tier == "ram" and not session.pinned
+    in_ram = session.state is State.COLD and session.goes_with_engine and not session.pinned
     return may_sleep(session, now) or (in_ram and now >= session.keep_until)
 
 
@@ -145,11 +145,11 @@ def leaving_memory(sessions: Iterable[Session], need_bytes: int, now: float) -> 
     """Choose quiet sessions, hot or packed in memory, that together hold ``need_bytes``.
 
     Args:
-        sessions: the longest quiet first; within a rank, those are worth the least.
+        sessions: the longest quiet first; within a group, those are worth the least.
     """
     quiet = (x for x in sessions if may_leave_memory(x, now))
-    looked_at = list(islice(quiet, MAX_RANKED))
-    order = ranks(looked_at, bytes_in_memory, now)
+    looked_at = list(islice(quiet, MAX_WEIGHED))
+    order = groups_of(looked_at, bytes_in_memory, now)
     looked_at.sort(key=lambda x: order[x.number])
     return _enough(chain(looked_at, quiet), need_bytes, bytes_in_memory)
 

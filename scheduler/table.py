@@ -270,4 +270,4 @@ def _queue_for(session: Session) -> Queue | None:
         return Queue.PINNED
     if session.state is State.IDLE:
         return Queue.HOT
-    return Queue.PACKED if session.tier == "ram" else Queue.STORED
+    return Queue.PACKED if session.goes_with_engine else Queue.STORED

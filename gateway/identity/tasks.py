@@ -36,7 +36,7 @@ _OPEN_WEBUI: Final = "### Task:\n", "</chat_history>"
 _SHARED_ROW: Final = re.compile(r"task-[0-9a-f]")
 
 
-def shared_task_row(chat: Json) -> str | None:
+def shared_task_session(chat: Json) -> str | None:
     """Return the row of a chat that is a task of no known conversation; None if it is no task."""
     messages: Sequence[Json] = chat["messages"]
     if chat.get("stream") or chat.get("tools") or len(messages) > 2:
@@ -57,7 +57,7 @@ def _asks_for_task(text: str) -> bool:
     )
 
 
-def is_task_row(session_id: str) -> bool:
+def is_task_session(session_id: str) -> bool:
     """Say whether tasks were served under an id, as far as it shows."""
     return session_id.endswith(TASK_SUFFIX) or bool(_SHARED_ROW.fullmatch(session_id))
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvstore.errors import TierUnavailable
 
@@ -22,9 +21,6 @@ AWAY_S: Final = 1.0  # after a failure no call waits for so long
 FIRST_LOOKS: Final = 5  # the quickest counts
 JUMP_S: Final = 0.5  # of one of the clocks
 QUIET_S: Final = 15.0  # a subscription that is silent for so long is checked
-OWN: Final = "sentinel_"  # prefix of the query's fields that are for Sentinels
-PORT: Final = 6379
-SENTINEL_PORT: Final = 26379
 
 
 class AsyncRedis:
@@ -36,27 +32,34 @@ class AsyncRedis:
 
     Raises:
         ImportError: redis-py is not installed.
+        ValueError: not a URL. The message may repeat its password.
     """
 
     def __init__(
         self, url: str, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        import redis.asyncio  # redis-py is an extra
+        import redis.asyncio as library  # redis-py is an extra
+        from redis import RedisError
+        from redis.asyncio.cluster import ClusterNode
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
 
-        self._options_of_all: dict[str, Any] = {
-            "socket_timeout": deadline_s,
-            "socket_connect_timeout": deadline_s,
-            "retry": Retry(NoBackoff(), 0),
-        }
-        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError, TimeoutError)
-        self._redis = redis.asyncio
-        self._url = url
+        from kvstore.tiers.redis_server.client import Library, opener_of
+
+        self._errors: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError)
+        self._redis = library
+        self._opener = opener_of(
+            url,
+            {
+                "socket_timeout": deadline_s,
+                "socket_connect_timeout": deadline_s,
+                "retry": Retry(NoBackoff(), 0),
+            },
+            Library(library.Redis, library.RedisCluster, ClusterNode, library.Sentinel),
+        )
         self._deadline_s = deadline_s
         self._clock = clock
         self._client: Any = None
-        self._sentinels: list[Any] = []
         self._away_until = float("-inf")
         self._offset_s: float | None = None
 
@@ -183,53 +186,12 @@ class AsyncRedis:
 
     def _opened(self) -> Any:
         if self._client is None:
-            self._client = self._open()
+            self._client = self._opener.open()
         return self._client
-
-    def _open(self) -> Any:
-        parts = urlsplit(self._url)
-        kind = parts.scheme.partition("+")[2]
-        times = self._options_of_all
-        if not kind:
-            return self._redis.Redis.from_url(self._url, **times)
-        hosts = parts.netloc.rpartition("@")[2].split(",")
-        fields = parse_qsl(parts.query)
-        options = {**times, **self._options(parts.path, urlencode(_of_server(fields)))}
-        if kind == "cluster":
-            from redis.asyncio.cluster import ClusterNode
-
-            is_ssl = options.pop("connection_class", None) is not None
-            options.pop("db", None)
-            nodes = [ClusterNode(*_address(x, PORT)) for x in hosts]
-            return self._redis.RedisCluster(startup_nodes=nodes, ssl=is_ssl, **options)
-        own = {k.removeprefix(OWN): v for k, v in fields if k.startswith(OWN)}
-        if options.pop("connection_class", None) is not None:
-            options["ssl"] = True
-        sentinels = [_address(x, SENTINEL_PORT) for x in hosts]
-        manager = self._redis.Sentinel(  # type: ignore[no-untyped-call]
-            sentinels, sentinel_kwargs={**times, **own}
-        )
-        self._sentinels = manager.sentinels
-        return manager.master_for(parts.path.strip("/").partition("/")[0], **options)
-
-    def _options(self, path: str, query: str) -> dict[str, Any]:
-        """Parse a URL as if there were one server, whose address is then left out."""
-        from redis.asyncio.connection import parse_url
-
-        parts = urlsplit(self._url)
-        scheme, _, kind = parts.scheme.partition("+")
-        login, at, _ = parts.netloc.rpartition("@")
-        db = path.strip("/").partition("/")[2] if kind == "sentinel" else ""
-        known: dict[str, Any] = dict(
-            parse_url(urlunsplit((scheme, f"{login}{at}host", db, query, "")))
-        )
-        known.pop("host")
-        return known
 
     async def close(self) -> None:
         """Close all connections; the next call opens others."""
-        clients, self._sentinels = [*self._sentinels, self._client], []
-        self._client = None
+        clients, self._client = [*self._opener.sentinels, self._client], None
         for client in clients:
             if client is not None:
                 with suppress(*self._errors):
@@ -241,12 +203,3 @@ def _check_cancelled() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-def _of_server(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(k, v) for k, v in fields if not k.startswith(OWN)]
-
-
-def _address(text: str, port: int) -> tuple[str, int]:
-    parts = urlsplit(f"//{text}")
-    return parts.hostname or "", parts.port or port

@@ -16,7 +16,7 @@ from engines.base import TierName
 
 Phase: TypeAlias = Literal["waiting", "prefill", "decode"]
 MAX_MOVES = 60  # of one tenant, or of all
-KVPlace: TypeAlias = Literal["", "hot", "ram", "disk", "redis"]  # of a session's KV; "" = none yet
+KVPlace: TypeAlias = Literal["", "hot", TierName]  # of a session's KV; "" = none yet
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):

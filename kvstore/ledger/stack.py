@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvstore.blobs.chain import CHUNK
 from kvstore.errors import TierUnavailable
-from kvstore.session import NO_LIMITS, SHARED_TIERS, TenantLimits, TierName
+from kvstore.session import NO_LIMITS, TIERS, TenantLimits, TierName
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
@@ -57,11 +57,11 @@ class TierStack:
     @property
     def local(self) -> list[int]:
         """Levels of tiers that no other machine writes to."""
-        return [i for i, name in enumerate(self._names) if name not in SHARED_TIERS]
+        return [i for i, name in enumerate(self._names) if not TIERS[name].is_shared]
 
     @property
     def shared(self) -> list[int]:
-        return [i for i, name in enumerate(self._names) if name in SHARED_TIERS]
+        return [i for i, name in enumerate(self._names) if TIERS[name].is_shared]
 
     @property
     def names(self) -> tuple[TierName, ...]:

@@ -18,11 +18,10 @@ folder that another process owns, and never costs more than a prefill.
 A new tier is a module here, or a sub-package if it needs several. It implements ``Tier``, keeps
 a budget with ``ReturnOrder``, is opened in ``registry.py``, and joins ``KINDS`` of
 ``tests/contract/tier_rig.py``, so that ``test_tiers.py`` and ``test_tier_model.py`` run over it.
-Its name goes into ``kvstore.session.TierName``, by its speed, and into ``SHARED_TIERS`` if other
-servers write to it. What is said of each tier elsewhere:
+Its name goes into ``kvstore.session.TierName``, and a row into the table ``TIERS`` there. What is
+said of each tier elsewhere:
 
 - its budget and time to live: ``StoreConfig``; a tenant's limit: ``gateway.keys.Limits``
-- the cost of waking from it, and whether sessions leave the memory for it: ``scheduler.sweeps``
 - the word in ``x-thermocline-cache``: ``engines.http``; the places of a session's KV on the page:
   ``gateway.watch.shape`` and ``page/live/store.js``
 - the plan: ``launch.plan``, and the columns that print it: ``launch.cli``

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from kvstore.session import SHARED_TIERS, TenantLimits, TierName
+from kvstore.session import TIERS, TenantLimits, TierName
 
 # "budget": there was no space for it. "limit": its tenant may hold no more.
 EvictionCause: TypeAlias = Literal["budget", "limit"]
@@ -42,7 +42,7 @@ class TierStats(msgspec.Struct, frozen=True):
     @classmethod
     def joined(cls, tiers: Sequence[TierStats], *, available: bool) -> TierStats:
         """Add up the numbers of one tier in several places; a shared server's are the same."""
-        joins = max if tiers[0].name in SHARED_TIERS else sum
+        joins = max if TIERS[tiers[0].name].is_shared else sum
         names = ("nbytes", "capacity_bytes", "num_blobs", "evictions")
         joint = {name: joins(getattr(x, name) for x in tiers) for name in names}
         errors = sum(x.errors for x in tiers)

@@ -9,6 +9,7 @@ from typing import Final
 
 import typer
 
+from kvstore.session import TIERS
 from launch.cli import options
 from launch.errors import UsageError
 from launch.plan.capacity_plan import CapacityPlan, ColdPlan, ContextPlan, plan_of
@@ -26,11 +27,7 @@ MACHINES: Final = (
 BAR_WIDTH: Final = 40
 BAR: Final = "█"
 RATIOS: Final = ("KV vs bf16", "all vs bf16")
-LABELS: Final = {
-    "hot": "awake at once",
-    "ram": "asleep in memory",
-    "disk": "asleep on disk",
-}
+LABELS: Final = {"hot": "awake at once"} | {x: f"asleep {y.place}" for x, y in TIERS.items()}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvstore.session import TIER_NAMES
 from launch.cli.options import Json
 from launch.errors import UsageError
 from launch.machine.server_address import VARIABLE
@@ -45,7 +46,6 @@ Key = Annotated[
 ]
 OfModel = Annotated[str, typer.Option("--model", help="Of several that are served, this one.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Session ids.")]
-TIERS = ("ram", "disk", "redis")
 
 
 @app.callback()
@@ -87,8 +87,8 @@ def demote(
     as_json: Json = False,
 ) -> None:
     """Let sessions sleep now."""
-    if tier is not None and tier not in TIERS:
-        raise UsageError(f"there is no tier {tier!r}; there are: {', '.join(TIERS)}")
+    if tier is not None and tier not in TIER_NAMES:
+        raise UsageError(f"there is no tier {tier!r}; there are: {', '.join(TIER_NAMES)}")
     _act("demote", ids, _remote(url, api_key, model), as_json, {"tier": tier} if tier else {})
 
 

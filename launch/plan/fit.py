@@ -42,31 +42,31 @@ def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
             "capacity.sessions (--sessions) needs an engine that is started here, mlx or vllm, not"
             f" {effective.engine_kind}; give budgets in bytes instead (--hot, --ram, --disk)"
         )
-    rooms = rooms_of(effective)
+    space = space_of(effective)
     needs_at = cache(lambda context: needs_of(effective, context))
     needs = needs_at(wish.context)
-    if reason := refusal(needs, rooms, wish.sessions):
+    if reason := refusal(needs, space, wish.sessions):
         if heavy := too_large_here(effective):
             raise UsageError(heavy)
-        ways = "; or ".join(what_would(needs_at, rooms, wish.sessions, wish.context))
+        ways = "; or ".join(what_would(needs_at, space, wish.sessions, wish.context))
         raise UsageError(
             f"{wish.sessions} sessions of {wish.context} tokens do not fit here: {reason}. What"
             f" would: {ways}"
         )
-    budgets = choose_budgets(needs, rooms, wish.sessions)
+    budgets = choose_budgets(needs, space, wish.sessions)
     return dataclasses.replace(
         effective,
-        resolved=_resolved(effective, rooms, budgets),
+        resolved=_resolved(effective, space, budgets),
         capacity=tuple(_words(effective, needs, budgets)),
     )
 
 
-def _resolved(effective: EffectiveSettings, rooms: Rooms, budgets: Budgets) -> Resolved:
+def _resolved(effective: EffectiveSettings, space: Space, budgets: Budgets) -> Resolved:
     wish = effective.settings.capacity
     chosen = {
-        "engine.hot_bytes": budgets.hot if rooms.given_hot is None else None,
-        "store.ram_bytes": budgets.ram if rooms.given_ram is None else None,
-        "store.disk_bytes": budgets.disk if rooms.given_disk is None else None,
+        "engine.hot_bytes": budgets.hot if space.given_hot is None else None,
+        "store.ram_bytes": budgets.ram if space.given_ram is None else None,
+        "store.disk_bytes": budgets.disk if space.given_disk is None else None,
         "store.index_bytes": _index_bytes(effective),
     }
     why = f"capacity: {wish.sessions} sessions of {wish.context} tokens"
@@ -114,7 +114,7 @@ def _share(count: int, num: int) -> str:
 
 
 @dataclass(frozen=True)
-class Rooms:
+class Space:
     """Bytes. ``given_*``: a budget that the operator set, which stays; None = it may be chosen."""
 
     hot: int  # the most that live KV may have
@@ -127,7 +127,7 @@ class Rooms:
     awake: int = 16  # sessions that should find room to be answered at once
 
 
-def rooms_of(effective: EffectiveSettings) -> Rooms:
+def space_of(effective: EffectiveSettings) -> Space:
     """Find this machine's room. Half of the memory left by the weights stays free, as always."""
     engine, store = effective.settings.engine, effective.settings.store
     hot, ram = engine.hot_bytes, store.ram_bytes
@@ -138,7 +138,7 @@ def rooms_of(effective: EffectiveSettings) -> Rooms:
     most_hot = hot if apart or given_ram is not None else shared
     most_ram = ram if apart or given_hot is not None else shared
     folder = Path(store.disk_path) if store.disk_path else effective.folders.data
-    return Rooms(
+    return Space(
         hot=most_hot,
         ram=most_ram,
         shared=most_hot + most_ram if apart else shared,
@@ -176,37 +176,37 @@ class Budgets:
         return max(self.num_held.values(), default=0)
 
 
-def choose_budgets(needs: Needs, rooms: Rooms, num_sessions: int) -> Budgets:
+def choose_budgets(needs: Needs, space: Space, num_sessions: int) -> Budgets:
     """The budgets that suit ``num_sessions`` best; ``most`` may be fewer than these."""
-    hot, ram = _memory(needs, rooms, num_sessions)
-    disk = rooms.given_disk
+    hot, ram = _memory(needs, space, num_sessions)
+    disk = space.given_disk
     if disk is None:  # where it can, it holds all of them before the model was measured, too
         wanted = max(needs.cold_bytes("disk", num_sessions, meanwhile=x) for x in (False, True))
-        disk = min(wanted, _whole(rooms.disk))
+        disk = min(wanted, _whole(space.disk))
     budgets = {"ram": ram, "disk": disk}
     held = {tier: needs.num_asleep(tier, nbytes) for tier, nbytes in budgets.items() if nbytes}
     at_first = [needs.num_asleep(tier, budgets[tier], meanwhile=True) for tier in held]
     return Budgets(hot, ram, disk, needs.num_hot(hot), held, max(at_first, default=0))
 
 
-def _memory(needs: Needs, rooms: Rooms, num_sessions: int) -> tuple[int, int]:
+def _memory(needs: Needs, space: Space, num_sessions: int) -> tuple[int, int]:
     """Share memory out: one session has to run; then sleepers in memory; the rest is live KV."""
     all_hot = _up(int(needs.hot_bytes(num_sessions) * HEADROOM))
-    awake = int(needs.hot_bytes(min(num_sessions, rooms.awake)) * HEADROOM)
-    floor = _up(max(needs.running_bytes, min(awake, int(rooms.shared * HOT_SHARE), rooms.hot)))
-    ram = rooms.given_ram
+    awake = int(needs.hot_bytes(min(num_sessions, space.awake)) * HEADROOM)
+    floor = _up(max(needs.running_bytes, min(awake, int(space.shared * HOT_SHARE), space.hot)))
+    ram = space.given_ram
     if ram is None:
-        left = rooms.ram if rooms.given_hot is not None else min(rooms.ram, rooms.shared - floor)
+        left = space.ram if space.given_hot is not None else min(space.ram, space.shared - floor)
         ram = min(needs.cold_bytes("ram", num_sessions), _whole(left))
-    hot = rooms.given_hot
+    hot = space.given_hot
     if hot is None:
-        hot = min(all_hot, _whole(min(rooms.hot, max(floor, rooms.shared - ram))))
+        hot = min(all_hot, _whole(min(space.hot, max(floor, space.shared - ram))))
     return hot, max(0, ram)
 
 
-def refusal(needs: Needs, rooms: Rooms, num_sessions: int) -> str:
+def refusal(needs: Needs, space: Space, num_sessions: int) -> str:
     """The reason why so many sessions cannot be kept, in words with figures; "" if they can."""
-    found = choose_budgets(needs, rooms, num_sessions)
+    found = choose_budgets(needs, space, num_sessions)
     if found.hot < needs.running_bytes:
         return (
             f"one session of {needs.context} tokens takes {show_bytes(needs.running_bytes)} of live"
@@ -223,19 +223,19 @@ def refusal(needs: Needs, rooms: Rooms, num_sessions: int) -> str:
 
 
 def what_would(
-    needs_at: Callable[[int], Needs], rooms: Rooms, num_sessions: int, context: int
+    needs_at: Callable[[int], Needs], space: Space, num_sessions: int, context: int
 ) -> list[str]:
     """List what this machine could do instead, nearest to the wish first."""
-    found = choose_budgets(needs_at(context), rooms, num_sessions)
+    found = choose_budgets(needs_at(context), space, num_sessions)
     ways = []
     if found.hot >= needs_at(context).running_bytes and found.most:
         ways.append(f"--sessions {found.most} --context {context}")
-    shorter = _longest(needs_at, rooms, num_sessions, context)
+    shorter = _longest(needs_at, space, num_sessions, context)
     if shorter:
         ways.append(f"--sessions {num_sessions} --context {shorter}")
     if found.hot < needs_at(context).running_bytes:
         ways.append(f"--hot {_size(needs_at(context).running_bytes)}, where that is free")
-    elif rooms.given_disk is not None and rooms.given_disk < rooms.disk:
+    elif space.given_disk is not None and space.given_disk < space.disk:
         ways.append(f"--disk {_size(needs_at(context).cold_bytes('disk', num_sessions))}")
     else:
         wanted = needs_at(context).cold_bytes("disk", num_sessions)
@@ -244,13 +244,13 @@ def what_would(
 
 
 def _longest(
-    needs_at: Callable[[int], Needs], rooms: Rooms, num_sessions: int, context: int
+    needs_at: Callable[[int], Needs], space: Space, num_sessions: int, context: int
 ) -> int:
     """The most tokens, in steps of 64, that so many sessions may have; 0 = not even the fewest."""
     low, high = 0, context // 64
     while low < high:
         middle = (low + high + 1) // 2
-        fits = not refusal(needs_at(middle * 64), rooms, num_sessions)
+        fits = not refusal(needs_at(middle * 64), space, num_sessions)
         low, high = (middle, high) if fits else (low, middle - 1)
     return low * 64
 

@@ -23,7 +23,7 @@ from launch.families.table import cache_shape
 from launch.families.weights import estimated_weights
 from launch.model.find import find_model
 from launch.plan.cold_size import cold_size
-from launch.plan.fit import Budgets, Rooms, choose_budgets
+from launch.plan.fit import Budgets, Space, choose_budgets
 from launch.plan.hot_budget import HotBudget
 from launch.plan.needs import Asleep, Needs
 from launch.plan.weights import known_weights, too_large
@@ -92,7 +92,7 @@ class OnMachine(NamedTuple):
 
     needs: Needs
     budgets: Budgets
-    rooms: Rooms
+    space: Space
     hot_only: int  # sessions, if live KV had all memory, and nothing slept
 
 
@@ -172,17 +172,17 @@ def _row(
     found = _counted(effective, model, machine, context)
     if isinstance(found, str):
         return msgspec.structs.replace(row, refused=found)
-    budgets, rooms = found.budgets, found.rooms
+    budgets, space = found.budgets, found.space
     return msgspec.structs.replace(
         row,
-        kv_bytes=rooms.shared,
-        reserve_bytes=_reserve(machine, model, rooms),
+        kv_bytes=space.shared,
+        reserve_bytes=_reserve(machine, model, space),
         hot_only=found.hot_only,
         hot=budgets.num_hot,
         ram=budgets.num_held.get("ram", 0),
         disk=budgets.num_held.get("disk", 0),
         codec=found.needs.asleep.codec,
-        disk_bytes=rooms.disk if rooms.given_disk is None else rooms.given_disk,
+        disk_bytes=space.disk if space.given_disk is None else space.given_disk,
     )
 
 
@@ -201,14 +201,14 @@ def _counted(
     if refused := _too_much(given, available, gpu, model.weights):
         return refused
     disk = int(machine.disk_gb * GB * DISK_FREE)
-    rooms = _rooms(given, available, gpu, model.weights, disk)
-    hot = HotBudget(shape, BF16_BYTES, rooms.hot, model.longest, machine.engine == "mlx")
+    space = _space(given, available, gpu, model.weights, disk)
+    hot = HotBudget(shape, BF16_BYTES, space.hot, model.longest, machine.engine == "mlx")
     if not hot.sessions(context):
         return f"{context:,} tokens do not fit beside the weights"
     codec, nbytes = _asleep(effective, shape, context)
     asleep = Asleep(codec, nbytes, planned=True)
     needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)
-    return OnMachine(needs, choose_budgets(needs, rooms, MANY), rooms, hot.sessions(context))
+    return OnMachine(needs, choose_budgets(needs, space, MANY), space, hot.sessions(context))
 
 
 def _given(effective: EffectiveSettings) -> OtherBudgets:
@@ -239,13 +239,13 @@ def _room(machine: Machine) -> int:
     return int((machine.gpu_gb or machine.memory_gb) * GB * FREE)
 
 
-def _reserve(machine: Machine, model: _Weighed, rooms: Rooms) -> int:
-    live = rooms.hot if machine.gpu_gb else rooms.shared
+def _reserve(machine: Machine, model: _Weighed, space: Space) -> int:
+    live = space.hot if machine.gpu_gb else space.shared
     return (machine.gpu_gb or machine.memory_gb) * GB - model.weights - live
 
 
-def _rooms(given: OtherBudgets, available: int, gpu: int, weights: int, disk_free: int) -> Rooms:
-    """The rooms of a machine: memory by our defaults, of the disk what ``--sessions`` may take."""
+def _space(given: OtherBudgets, available: int, gpu: int, weights: int, disk_free: int) -> Space:
+    """The space on a machine: memory by our defaults, of the disk what ``--sessions`` may take."""
     layer = default_budgets(available, weights, disk_free, gpu)
     hot, ram = (int(layer[x].value) for x in ("engine.hot_bytes", "store.ram_bytes"))
     hot = hot if given.hot is None else given.hot
@@ -253,7 +253,7 @@ def _rooms(given: OtherBudgets, available: int, gpu: int, weights: int, disk_fre
         ram = given.ram
         hot = hot if gpu else min(hot, available - weights - ram)
     together = 0 if gpu else hot + ram  # one memory: what one does not take is the other's
-    return Rooms(
+    return Space(
         hot=hot if given.ram is not None else max(hot, together),
         ram=ram if given.hot is not None else max(ram, together),
         shared=hot + ram,

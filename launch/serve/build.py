@@ -22,7 +22,7 @@ from engines.pool.on_demand import OnDemand
 from engines.pool.replica_pool import MOVES_AT, MOVES_AT_ALONE, ReplicaPool
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
-from gateway.identity.tasks import is_task_row
+from gateway.identity.tasks import is_task_session
 from gateway.keys import BadKeyLine, Tenants
 from gateway.models import ServedModel
 from gateway.watch.metrics import Metrics
@@ -50,8 +50,8 @@ from launch.settings.effective_settings import (
     require_installed,
 )
 from launch.settings.schema import EngineEntry, Settings
-from scheduler.admission import Headroom
 from scheduler.config import SchedulerConfig
+from scheduler.headroom import Headroom
 from scheduler.sessions import PLACES_ELSEWHERE, SessionManager
 
 log = logging.getLogger("thermocline.launch")
@@ -116,7 +116,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
                 salt_of=tenants.salt_of,
                 observer=metrics,
                 memory=machine_memory,
-                is_task=is_task_row,
+                is_task=is_task_session,
                 headroom=headroom,
             )
             if entry.load == "on-demand":

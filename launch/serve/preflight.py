@@ -28,7 +28,7 @@ from launch.settings.units import show_bytes
 log = logging.getLogger("thermocline.launch")
 
 # An engine whose gateway was killed saves what it holds before it leaves the folder.
-IN_USE_PATIENCE_S = 30.0
+IN_USE_WAIT_S = 30.0
 LOOK_EVERY_S = 0.2
 SERVER_LOCK = "server.lock"  # holds the process id of the server that has it
 
@@ -37,7 +37,7 @@ def check_tiers(
     config: StoreConfig,
     *,
     vllm_ranks: int = 0,
-    in_use_patience_s: float = IN_USE_PATIENCE_S,
+    in_use_wait_s: float = IN_USE_WAIT_S,
 ) -> None:
     """Check that every tier can be opened. Waits while another process is leaving a disk folder.
 
@@ -52,7 +52,7 @@ def check_tiers(
     if config.disk_bytes:
         _check_disk_limit(config.disk_bytes // max(1, vllm_ranks))
         for folder in _disk_folders(Path(config.disk_path), vllm_ranks):
-            _check_disk(folder, in_use_patience_s)
+            _check_disk(folder, in_use_wait_s)
     if config.redis_url:
         _check_redis(config)
 
@@ -91,7 +91,7 @@ def check_memory(
 ) -> None:
     """Refuse to start more than the machine's memory holds.
 
-    A machine whose GPU shares its memory would hang: see ``scheduler.admission``.
+    A machine whose GPU shares its memory would hang: see ``scheduler.headroom``.
 
     Args:
         weights: bytes of the weights; None if the model is not here yet.
@@ -131,8 +131,8 @@ def _check_disk_limit(disk_bytes: int) -> None:
         raise UsageError(f"store.{error} (--disk)") from error
 
 
-def _check_disk(folder: Path, patience_s: float) -> None:
-    end = time.monotonic() + patience_s
+def _check_disk(folder: Path, wait_s: float) -> None:
+    end = time.monotonic() + wait_s
     waiting = False
     while True:
         try:
@@ -142,9 +142,7 @@ def _check_disk(folder: Path, patience_s: float) -> None:
             if time.monotonic() >= end:
                 raise LaunchError(_with_options(error)) from error
             if not waiting:
-                log.warning(
-                    "waiting up to %.0f s until another process leaves %s", patience_s, folder
-                )
+                log.warning("waiting up to %.0f s until another process leaves %s", wait_s, folder)
                 waiting = True
             time.sleep(LOOK_EVERY_S)
         except TierUnavailable as error:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 try:
     import redis
@@ -33,7 +33,6 @@ try:
 except ImportError as error:
     raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
 
-SENTINEL: Final = "+sentinel"
 CLUSTER: Final = "+cluster"
 OWN: Final = "sentinel_"  # prefix of the query's fields that are for Sentinels
 PASSWORDS: Final = ("password", "sentinel_password")  # fields of a URL's query
@@ -57,7 +56,9 @@ class RedisServers:
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self._open = _opener(url, timeout_s)
+        limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+        options = {"protocol": 2, "socket_read_size": READ_BYTES, "retry": Retry(NoBackoff(), 0)}
+        self._open = opener_of(url, limits | options, BLOCKING).open
         self.is_cluster = urlsplit(url).scheme.endswith(CLUSTER)
         self._opening = threading.Lock()
         self._client: Any = None if self.is_cluster else self._open()
@@ -102,67 +103,76 @@ class RedisServers:
             client.connection_pool.disconnect()
 
 
-def _opener(url: str, timeout_s: float) -> Callable[[], Any]:
-    """Return what opens a URL's client; only a cluster's connects. Raises ``ValueError``."""
-    scheme = urlsplit(url).scheme
-    options: dict[str, Any] = {
-        "protocol": 2,
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-        "socket_read_size": READ_BYTES,
-        "retry": Retry(NoBackoff(), 0),
-    }
-    if scheme.endswith(SENTINEL):
-        return _sentinel_opener(url, options)
-    if scheme.endswith(CLUSTER):
-        return _cluster_opener(url, options)
-    parse_url(url)  # type: ignore[no-untyped-call]
-    return partial(redis.Redis.from_url, url, **options)
+class Library(NamedTuple):
+    """redis-py's classes of one kind: those that block, or those of an event loop."""
+
+    redis: Any
+    cluster: Any
+    node: Any
+    sentinel: Any
 
 
-def _sentinel_opener(url: str, options: dict[str, Any]) -> Callable[[], Any]:
+BLOCKING: Final = Library(redis.Redis, RedisCluster, ClusterNode, Sentinel)
+
+
+class Opener(NamedTuple):
+    """Opens the client of a URL; only a blocking cluster's connects.
+
+    ``sentinels``: clients of Sentinels, to be closed with it.
+    """
+
+    open: Callable[[], Any]
+    sentinels: Sequence[Any] = ()
+
+
+def opener_of(url: str, options: Mapping[str, Any], library: Library) -> Opener:
+    """Make what opens a URL's client.
+
+    Args:
+        options: of each connection: time limits, and how it retries.
+
+    Raises:
+        ValueError: not a URL. The message may repeat its password.
+    """
     parts = urlsplit(url)
+    kind = parts.scheme.partition("+")[2]
+    if not kind:
+        parse_url(url)  # type: ignore[no-untyped-call]
+        return Opener(partial(library.redis.from_url, url, **options))
     login, at, hosts = parts.netloc.rpartition("@")
-    service, _, db = parts.path.strip("/").partition("/")
+    path = parts.path.strip("/")
+    if kind == "cluster":
+        seeds = [library.node(*_address(x, _PORT)) for x in hosts.split(",")]
+        if path not in ("", "0"):
+            raise ValueError("a cluster has one database, 0")
+        known, uses_tls = _options_of(parts, login + at, "", parts.query)
+        known.pop("db", None)
+        merged = {**options, **known, "ssl": uses_tls, "require_full_coverage": False}
+        return Opener(lambda: library.cluster(startup_nodes=list(seeds), **merged))
+    service, _, db = path.partition("/")
     if not service:
         raise ValueError(f"name the service after the Sentinels, as in {parts.scheme}://HOST/NAME")
     sentinels = [_address(x, _SENTINEL_PORT) for x in hosts.split(",")]
     fields = parse_qsl(parts.query)
     own = {k.removeprefix(OWN): v for k, v in fields if k.startswith(OWN)}
     query = urlencode([(k, v) for k, v in fields if not k.startswith(OWN)])
-    known = _options_of(parts.scheme.removesuffix(SENTINEL), login + at, db, query)
-    uses_tls = known.pop("connection_class", None) is not None
+    known, uses_tls = _options_of(parts, login + at, db, query)
     # All Sentinels may have to be asked within the time of one server.
     share_s = options["socket_timeout"] / len(sentinels)
     limits = {"socket_timeout": share_s, "socket_connect_timeout": share_s}
     asked = {**limits, "retry": options["retry"], **own}
-    named = Sentinel(sentinels, sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
-    return partial(named.master_for, service, ssl=uses_tls, **{**options, **known})
+    named = library.sentinel(sentinels, sentinel_kwargs=asked)
+    merged = {**options, **known}
+    return Opener(partial(named.master_for, service, ssl=uses_tls, **merged), named.sentinels)
 
 
-def _cluster_opener(url: str, options: dict[str, Any]) -> Callable[[], Any]:
-    parts = urlsplit(url)
-    login, at, hosts = parts.netloc.rpartition("@")
-    seeds = [_address(x, _PORT) for x in hosts.split(",")]
-    if parts.path.strip("/") not in ("", "0"):
-        raise ValueError("a cluster has one database, 0")
-    known = _options_of(parts.scheme.removesuffix(CLUSTER), login + at, "", parts.query)
-    known.pop("db", None)
-    uses_tls = known.pop("connection_class", None) is not None
-    merged = {**options, **known, "ssl": uses_tls, "require_full_coverage": False}
-
-    def opened() -> Any:
-        return RedisCluster(startup_nodes=[ClusterNode(*x) for x in seeds], **merged)  # type: ignore[no-untyped-call]
-
-    return opened
-
-
-def _options_of(scheme: str, login: str, db: str, query: str) -> dict[str, Any]:
-    """Parse a URL as if there were one server, whose address is then left out."""
+def _options_of(parts: SplitResult, login: str, db: str, query: str) -> tuple[dict[str, Any], bool]:
+    """Parse a URL as if there were one server, whose address is left out; and whether by TLS."""
+    scheme = parts.scheme.partition("+")[0]
     one = urlunsplit((scheme, f"{login}host", db, query, ""))
     known: dict[str, Any] = parse_url(one)  # type: ignore[no-untyped-call]
     known.pop("host")
-    return known
+    return known, known.pop("connection_class", None) is not None
 
 
 def _address(text: str, port: int) -> tuple[str, int]:

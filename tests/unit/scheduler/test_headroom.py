@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.stacks.constants import configured
 from engines.base import Demoted, SessionRef
-from scheduler.admission import LOOK_EVERY_S, RETRY_S, Headroom, MemoryScarce
 from scheduler.config import SchedulerConfig
+from scheduler.headroom import LOOK_EVERY_S, RETRY_S, Headroom, MemoryScarce
 from scheduler.sessions import SessionManager
 from tests.clock import Clock
 

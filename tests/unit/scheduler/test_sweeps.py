@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks.stacks.constants import configured
 from engines.base import SessionRef
-from scheduler.admission import LOOK_EVERY_S, Headroom
 from scheduler.config import SchedulerConfig
+from scheduler.headroom import LOOK_EVERY_S, Headroom
 from scheduler.moves import Moves
 from scheduler.session import Session, State
 from scheduler.sessions import SessionManager
 from scheduler.sweeps import (
-    MAX_RANKED,
+    MAX_WEIGHED,
     Sweeps,
     bytes_over,
     leaving_memory,
@@ -118,10 +118,10 @@ def test_a_session_to_be_kept_never_outlasts_a_budget():
 
 
 def test_of_very_many_sessions_only_the_longest_quiet_are_ranked():
-    rows = [idle(f"s{i}", last_used=float(i)) for i in range(MAX_RANKED)]
-    rows.append(idle("child", last_used=float(MAX_RANKED), is_child=True))
+    rows = [idle(f"s{i}", last_used=float(i)) for i in range(MAX_WEIGHED)]
+    rows.append(idle("child", last_used=float(MAX_WEIGHED), is_child=True))
     chosen = names(leaving_memory(rows, 10**9, 10_000.0))
-    assert (chosen[0], chosen[-1], len(chosen)) == ("s0", "child", MAX_RANKED + 1)
+    assert (chosen[0], chosen[-1], len(chosen)) == ("s0", "child", MAX_WEIGHED + 1)
 
 
 def test_a_wish_reaches_as_far_as_the_tenants_share():

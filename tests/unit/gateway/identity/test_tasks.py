@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.identity.tasks import TASK_TOKENS, is_task_row, shared_task_row
+from gateway.identity.tasks import TASK_TOKENS, is_task_session, shared_task_session
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
 HISTORY = "### Chat History:\n<chat_history>\nUSER: hi\nASSISTANT: hello\n</chat_history>"
@@ -25,11 +25,11 @@ def chat(*texts: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", [TITLE, TAGS, LIBRECHAT, SUMMARY])
 def test_a_programs_prompt_is_a_task(text: str) -> None:
-    row = shared_task_row(chat(text))
-    assert row is not None and is_task_row(row)
+    row = shared_task_session(chat(text))
+    assert row is not None and is_task_session(row)
     told = {"role": "system", "content": "Be brief."}
     parts = {"role": "user", "content": [{"type": "text", "text": text}]}
-    assert shared_task_row({"messages": [told, parts]}) == row
+    assert shared_task_session({"messages": [told, parts]}) == row
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,15 @@ def test_a_programs_prompt_is_a_task(text: str) -> None:
     ],
 )
 def test_what_a_person_may_have_asked_is_none(asked: dict[str, Any]) -> None:
-    assert shared_task_row(asked) is None
+    assert shared_task_session(asked) is None
 
 
 def test_tasks_share_a_few_rows() -> None:
     texts = [f"### Task:\nDo thing {i}.\n{HISTORY}" for i in range(200)]
-    assert len({shared_task_row(chat(x)) for x in texts}) <= 16
+    assert len({shared_task_session(chat(x)) for x in texts}) <= 16
     other = TITLE.replace("hello", "good evening")
-    assert shared_task_row(chat(TITLE)) == shared_task_row(chat(other))
-    assert shared_task_row(chat(TITLE)) != shared_task_row(chat(TAGS))
+    assert shared_task_session(chat(TITLE)) == shared_task_session(chat(other))
+    assert shared_task_session(chat(TITLE)) != shared_task_session(chat(TAGS))
 
 
 def anthropic(text: str) -> dict[str, Any]:
@@ -79,7 +79,7 @@ async def test_every_dialect_lists_tasks_apart(path: str, body: Any) -> None:
     (alone,) = {
         (await app.post(path, body(TITLE))).headers["x-thermocline-session"] for _ in range(2)
     }
-    assert is_task_row(alone)
+    assert is_task_session(alone)
     assert [x["id"] for x in (await app.get("/v1/sessions")).json["data"]] == ["c"]
     tasks = {x["id"]: x for x in (await app.get("/v1/sessions?kind=task")).json["data"]}
     assert tasks.keys() == {"c/task", alone}

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from launch.cli.options import layers
 from launch.plan.capacity_plan import plan_of
-from launch.plan.fit import Rooms, choose_budgets, refusal, what_would
+from launch.plan.fit import Space, choose_budgets, refusal, what_would
 from launch.plan.needs import MIB, Asleep, Needs, needs_of
 from launch.settings.effective_settings import effective_settings
 from launch.settings.units import show_bytes
 
 GIB = 1 << 30
-ROOMS = Rooms(hot=4 * GIB, ram=4 * GIB, shared=4 * GIB, disk=16 * GIB)
+ROOMS = Space(hot=4 * GIB, ram=4 * GIB, shared=4 * GIB, disk=16 * GIB)
 
 
 def needs_at(context: int) -> Needs:
@@ -38,14 +38,14 @@ def test_budgets_stay_within_the_room_and_hold_sessions_that_were_not_refused(
 ):
     room = memory * MIB
     shared = 2 * room if apart else room
-    rooms = Rooms(hot=room, ram=room, shared=shared, disk=disk * MIB)
+    space = Space(hot=room, ram=room, shared=shared, disk=disk * MIB)
     needs = needs_at(context)
-    found = choose_budgets(needs, rooms, sessions)
-    assert found.hot <= rooms.hot
-    assert found.ram <= rooms.ram
-    assert found.hot + found.ram <= rooms.shared
-    assert found.disk <= rooms.disk
-    if refusal(needs, rooms, sessions):
+    found = choose_budgets(needs, space, sessions)
+    assert found.hot <= space.hot
+    assert found.ram <= space.ram
+    assert found.hot + found.ram <= space.shared
+    assert found.disk <= space.disk
+    if refusal(needs, space, sessions):
         assert found.most < sessions or found.hot < needs.running_bytes
     else:
         assert found.most >= sessions
@@ -76,11 +76,11 @@ def test_all_sleep_in_memory_while_it_has_room_and_else_on_disk():
 
 
 def test_given_budgets_stay_and_are_counted_with():
-    rooms = Rooms(hot=GIB, ram=GIB, shared=2 * GIB, disk=0, given_hot=GIB, given_ram=64 * MIB)
-    found = choose_budgets(needs_at(1024), rooms, 1000)
+    space = Space(hot=GIB, ram=GIB, shared=2 * GIB, disk=0, given_hot=GIB, given_ram=64 * MIB)
+    found = choose_budgets(needs_at(1024), space, 1000)
     assert (found.hot, found.ram, found.disk) == (GIB, 64 * MIB, 0)
-    assert "1.0 GiB" not in refusal(needs_at(1024), rooms, 5)
-    assert "64 MiB may be used" in refusal(needs_at(1024), rooms, 1000)
+    assert "1.0 GiB" not in refusal(needs_at(1024), space, 5)
+    assert "64 MiB may be used" in refusal(needs_at(1024), space, 1000)
 
 
 @pytest.mark.parametrize(("sessions", "context"), [(5000, 8192), (100, 65_536), (1, 400_000)])
@@ -100,7 +100,7 @@ def test_a_model_that_was_not_measured_may_use_more_of_the_disk_until_it_is():
     found = choose_budgets(needs, ROOMS, 300)
     assert found.num_at_first >= 300
     assert found.disk >= 300 * live
-    small = Rooms(hot=GIB, ram=GIB, shared=GIB, disk=3 * GIB)
+    small = Space(hot=GIB, ram=GIB, shared=GIB, disk=3 * GIB)
     assert refusal(needs, small, 300) == ""
     assert choose_budgets(needs, small, 300).num_at_first < 300
 

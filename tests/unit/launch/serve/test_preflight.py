@@ -66,7 +66,7 @@ def test_a_second_server_is_refused_at_once_and_the_first_named(tmp_path):
 def test_each_worker_of_vllm_has_a_folder_of_its_own(store, tmp_path):
     rank = DiskFolder(tmp_path / "vllm-rank-1" / "cold")
     with pytest.raises(LaunchError, match="vllm-rank-1"):
-        check_tiers(store, vllm_ranks=2, in_use_patience_s=0)
+        check_tiers(store, vllm_ranks=2, in_use_wait_s=0)
     rank.release(clean=False)
     check_tiers(store, vllm_ranks=2)
     little = msgspec.structs.replace(store, disk_bytes=6 << 20)
@@ -77,7 +77,7 @@ def test_each_worker_of_vllm_has_a_folder_of_its_own(store, tmp_path):
 
 def test_a_folder_of_another_process_is_named_with_a_way_out(store, owner):
     with pytest.raises(LaunchError, match=f"pid {owner.pid}.*--data-dir FOLDER, or --disk 0"):
-        check_tiers(store, in_use_patience_s=0)
+        check_tiers(store, in_use_wait_s=0)
 
 
 def test_a_process_that_is_leaving_is_waited_for(store, owner, caplog):
@@ -88,7 +88,7 @@ def test_a_process_that_is_leaving_is_waited_for(store, owner, caplog):
 
     leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
-    check_tiers(store, in_use_patience_s=60)
+    check_tiers(store, in_use_wait_s=60)
     leaving.join()
     assert caplog.text.count("waiting up to 60 s until another process leaves") == 1
 
