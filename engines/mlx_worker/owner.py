@@ -38,7 +38,8 @@ from engines.mlx_worker.generation import (
 )
 from engines.mlx_worker.measuring.steps import HeldPrefix, IdleSteps
 from engines.mlx_worker.model.loading import LoadedModel
-from engines.mlx_worker.sessions.hot_cache import Cause, ColdSessions
+from engines.mlx_worker.sessions.cold_sessions import ColdSessions
+from engines.mlx_worker.sessions.hot_cache import Cause
 from engines.mlx_worker.sessions.store_opening import OpenedStore
 from engines.openai.errors import context_too_long
 from engines.wire import KVSize

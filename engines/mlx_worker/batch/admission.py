@@ -13,7 +13,7 @@ from functools import partial
 
 from engines.host.work_line import QueueLimit
 from engines.http import CacheOutcome
-from engines.mlx_worker.batch.batches import MemoryBudget
+from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefillFollowers, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request

@@ -14,19 +14,16 @@ from typing import Any
 from engines.config import SPARE_PLACE, EngineConfig
 from engines.host.work_line import QueueLimit
 from engines.mlx_worker.batch.admission import Admission
-from engines.mlx_worker.batch.batches import (
-    Batches,
-    LengthBucket,
-    MemoryBudget,
-    StepOutput,
-)
+from engines.mlx_worker.batch.batches import Batches, LengthBucket, StepOutput
+from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import Post, Prefetches, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request, RunningRequests, Sequence
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, PrefillProgress
-from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, Notify
+from engines.mlx_worker.sessions.cold_sessions import ColdSessions
+from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
 from engines.mlx_worker.sessions.hot_sessions import HotSessions
 from kvstore.session import SessionName
 from kvstore.store.states import StateAt

@@ -21,16 +21,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from engines.http import COLD_SOURCES, CacheOutcome
-from engines.mlx_worker.batch.batches import MemoryBudget
+from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.request import PrefillTask
 from engines.mlx_worker.cache import kv_arrays
-from engines.mlx_worker.sessions.hot_cache import (
-    ColdPrefix,
-    ColdSessions,
-    HotCache,
-    PrefixQuery,
-    resolved,
-)
+from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, ColdSessions, PrefixQuery
+from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
 from engines.mlx_worker.sessions.hot_sessions import (
     SHORTEST_SHARED,
     HotPrefix,

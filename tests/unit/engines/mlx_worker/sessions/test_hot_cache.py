@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from engines.mlx_worker.sessions.hot_cache import ColdSessions, HotCache, resolved
+from engines.mlx_worker.sessions.cold_sessions import ColdSessions
+from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
 from engines.mlx_worker.sessions.hot_sessions import HotSession, HotSessions
 from engines.mlx_worker.sessions.restore_times import TRY_AGAIN, RestoreTimes
 from kvstore.errors import Mismatch
