@@ -20,7 +20,7 @@ TierName: TypeAlias = Literal["ram", "disk", "redis"]
 
 
 class TierKind(NamedTuple):
-    """What the name of a tier says of it."""
+    """Describes a tier, as far as its name alone says it."""
 
     place: str  # where sessions sleep in it, in words
     outlives_engine: bool

@@ -156,20 +156,20 @@ class Embedder:
     """Embeds texts with the model of a started owner. Belongs to the event loop.
 
     Args:
-        patience_s: for how long a text waits until no request lacks memory.
+        wait_s: for how long a text waits until no request lacks memory.
     """
 
     def __init__(
         self,
         owner: Owner,
         step: int,
-        patience_s: float = 30.0,
+        wait_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._owner = owner
         self._step = step
         self._sizes = ChunkSizer(step)
-        self._patience_s = patience_s
+        self._wait_s = wait_s
         self._clock = clock
         self._inner = inner_of(owner.loaded.model)
         self._pooling = pooling_of(owner.loaded.path)
@@ -218,7 +218,7 @@ class Embedder:
     async def _room_for(self, num_tokens: int) -> None:
         nbytes = self._owner.sequence_bytes(num_tokens)
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._wait_s):
                 while await self._on_owner(lambda: self._owner.parts.loop.lacks(nbytes)):
                     await asyncio.sleep(LOOK_AGAIN_S)
         except TimeoutError:

@@ -43,7 +43,7 @@ AGENT_PORTS: Final = (
     *("--metrics-export-port", "--runtime-env-agent-port"),
 )
 # Some seconds by default: on a busy machine they are not enough to import Python's modules.
-PATIENCE: Final = {
+LONG_STARTS: Final = {
     "RAY_agent_register_timeout_ms": "600000",
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_raylet_start_wait_time_s": "300",
@@ -87,7 +87,7 @@ def _started(num_places: int) -> tuple[subprocess.Popen[bytes], str]:
     ]
     for name in AGENT_PORTS:
         command += [name, str(free_port("127.0.0.1"))]
-    process = subprocess.Popen(command, env={**PATIENCE, **os.environ}, stdout=sys.stderr)
+    process = subprocess.Popen(command, env={**LONG_STARTS, **os.environ}, stdout=sys.stderr)
     return process, f"{ray.util.get_node_ip_address()}:{port}"
 
 

@@ -33,7 +33,7 @@ RETRY_AFTER_S: Final = 10.0  # a model that could not be loaded is refused for s
 MAX_RETRY_AFTER_S: Final = 640.0  # time for twice as long, since others lose their place for it
 MAX_WAITING: Final = 256  # requests for models that are not loaded
 MAX_OF_TENANT: Final = 64  # of these
-PATIENCE_S: Final = 10.0  # in line; so long a loaded model still takes new requests
+OVERDUE_S: Final = 10.0  # in line; so long a loaded model still takes new requests
 # A model stays for twice as long as loading took, within these bounds, before it makes way for
 # other tenants than its own.
 STAY_S: Final = (10.0, 60.0)
@@ -156,14 +156,14 @@ class Loading:
     def _takes(self, model: OnDemand) -> bool:
         """Say whether requests may have the model now.
 
-        Not while its place is about to be given to a model that was asked for ``PATIENCE_S`` ago:
+        Not while its place is about to be given to a model that was asked for ``OVERDUE_S`` ago:
         a model that is always in use would else never be unloaded.
         """
         if model.state is not LoadState.LOADED:
             return False
         if model is not self._leaving():
             return True
-        return self._clock() - self._wanted_since[self._wanted[0]] < PATIENCE_S
+        return self._clock() - self._wanted_since[self._wanted[0]] < OVERDUE_S
 
     async def _wait(self, model: OnDemand, tenant: str) -> None:
         waiting = [x for y in self._models for x in y.waiting]

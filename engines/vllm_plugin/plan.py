@@ -101,4 +101,4 @@ class StepWork:
     given: list[Given] = field(default_factory=list)
     wanted: list[WantedBlocks] = field(default_factory=list)
     alone: int = 0
-    patience_s: float = 0.0  # how long a worker may wait for transfers, if the model has no work
+    wait_s: float = 0.0  # how long a worker may wait for transfers, if the model has no work

@@ -25,7 +25,7 @@ CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 _COMMAND: Final = ("nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits")
-_PATIENCE_S: Final = 20.0
+_TIMEOUT_S: Final = 20.0
 LEAST = 256  # the engine's, the logs', and a few connections
 COMFORTABLE = 1024
 MLX_LM_SETS = 4096
@@ -124,7 +124,7 @@ class Gpu:
 def find_gpus() -> list[Gpu]:
     """The GPUs, with their free memory; none where no driver answers."""
     try:
-        run = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_PATIENCE_S)
+        run = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return parse_gpus(run.stdout) if run.returncode == 0 else []

@@ -28,9 +28,9 @@ from engines.vllm_plugin.messages import RequestAdmitted
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
-from engines.vllm_plugin.scheduler.restores import PATIENCE_S, Restores
+from engines.vllm_plugin.scheduler.restores import IDLE_WAIT_S, Restores
 from engines.vllm_plugin.scheduler.shared_prefills import PrefillsInFlight
-from engines.vllm_plugin.scheduler.tracked_request import TrackedRequest
+from engines.vllm_plugin.scheduler.tracked_request import Restoring, TrackedRequest
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from engines.wire import RequestProgress
 from kvstore.session import SessionRef, TierName
@@ -72,9 +72,8 @@ class RequestTracker:
         if self._measured.add(request):
             return
         session = session_of(request)
-        self._requests[request.request_id] = TrackedRequest(
-            request, session, barred=request.lora_request is not None
-        )
+        restoring = Restoring.OPEN if request.lora_request is None else Restoring.OVER
+        self._requests[request.request_id] = TrackedRequest(request, session, restoring=restoring)
         if session is not None:
             self._resident.begin(session)
 
@@ -119,11 +118,11 @@ class RequestTracker:
         self._shared.forget_computed()
         for request_id, num_computed_tokens in admitted:
             self._report(request_id, num_computed_tokens)
-        patience_s = 0.0 if self._num_running else PATIENCE_S
+        wait_s = 0.0 if self._num_running else IDLE_WAIT_S
         saves, loads = self._saves.pop_planned(), self._restores.pop_planned()
         given, wanted = self._measured.pop_given(), self._saves.pop_wanted()
         alone = self._measured.alone_in(scheduled)
-        return StepWork(saves, loads, given, wanted, alone, patience_s)
+        return StepWork(saves, loads, given, wanted, alone, wait_s)
 
     def _report(self, request_id: str, num_computed_tokens: int) -> None:
         tracked = self._requests.get(request_id)
@@ -171,7 +170,7 @@ class RequestTracker:
         self._counters.add("loads_failed")
         tracked = self._requests.get(request_id)
         if tracked is not None:
-            tracked.barred = tracked.failed = True
+            tracked.restoring = Restoring.FAILED
             tracked.reason = "corrupt"
 
     def _end_load(self, request_id: str) -> None:
@@ -180,7 +179,7 @@ class RequestTracker:
         if tracked is None:
             return
         tracked.restore = None
-        if not tracked.failed:
+        if tracked.restoring is not Restoring.FAILED:
             self._counters.add("restores")
             self._counters.add("restored_tokens", tracked.restored_tokens)
             self._counters.add(f"restored_tokens.{tracked.tier}", tracked.restored_tokens)
@@ -206,7 +205,7 @@ class RequestTracker:
             self._saves.end_turn(request, tracked.session, tables, filled=not is_loading)
             self._on_turn_end(tracked.session)
         return {
-            "restored_tokens": 0 if tracked.failed else tracked.restored_tokens,
+            "restored_tokens": tracked.num_restored,
             "tier": tracked.tier,
             "reason": tracked.reason,
         }

@@ -17,14 +17,19 @@ from typing import Final
 from engines.vllm_plugin.messages import Release, Stage
 from engines.vllm_plugin.plan import Load
 from engines.vllm_plugin.scheduler.hub import Hub
-from engines.vllm_plugin.scheduler.tracked_request import Restore, TokenBlocks, TrackedRequest
+from engines.vllm_plugin.scheduler.tracked_request import (
+    Restore,
+    Restoring,
+    TokenBlocks,
+    TrackedRequest,
+)
 
 # A rank answers within its own deadline. After this many seconds more, a request stops waiting.
 RANK_GRACE_S: Final = 2.0
 # While the model has no work, vLLM runs empty steps until a load or a save is done, in every
 # process, on the cores that the load or save needs. So each step waits for news, but no longer than
 # this, because vLLM accepts a new request only between two steps.
-PATIENCE_S: Final = 0.01
+IDLE_WAIT_S: Final = 0.01
 
 
 class Probes:
@@ -106,7 +111,7 @@ class Restores:
         ``idle``: no request is being computed, so a short wait delays no request.
         """
         request = tracked.request
-        if tracked.barred or request.skip_reading_prefix_cache:
+        if tracked.restoring is not Restoring.OPEN or request.skip_reading_prefix_cache:
             return 0, False
         first = num_computed_tokens // self._blocks.block_tokens
         last = self._blocks.num_restorable(request)
@@ -143,7 +148,7 @@ class Restores:
         """Let a request without stored blobs continue; others wait while the ranks answer."""
         if not self._probes.poll(tracked, first, hashes):
             return None, False
-        tracked.barred = True
+        tracked.restoring = Restoring.OVER
         self.release(tracked)
         return 0, False
 
@@ -151,17 +156,17 @@ class Restores:
         """True once the ranks have answered, or the deadline for their answer has passed."""
         if restore.staged is not None:
             return True
-        restore.staged = self._ranks.staged(restore.ticket, self._patience_s(idle))
+        restore.staged = self._ranks.staged(restore.ticket, self._wait_s(idle))
         if restore.staged is None and self._monotonic() - restore.asked_at < self._deadline_s:
             return False
         tracked.reason = restore.staged.reason if restore.staged else "deadline"
         return True
 
-    def _patience_s(self, idle: bool) -> float:
+    def _wait_s(self, idle: bool) -> float:
         """Seconds to wait for the ranks: once per step at most, however many requests ask in it."""
         patient = idle and not self._has_waited
         self._has_waited = True
-        return PATIENCE_S if patient else 0.0
+        return IDLE_WAIT_S if patient else 0.0
 
     def _offer(self, tracked: TrackedRequest, first: int) -> tuple[int, bool]:
         staged = tracked.restore.staged if tracked.restore else None
@@ -170,7 +175,7 @@ class Restores:
             offered = max(staged.end_block - first, 0) * self._blocks.block_tokens
         if not offered:
             self.release(tracked)
-            tracked.barred = True
+            tracked.restoring = Restoring.OVER
         return offered, offered > 0
 
     def release(self, tracked: TrackedRequest) -> None:

@@ -6,6 +6,7 @@ one are computed again in every turn, together with the new message.
 
 from __future__ import annotations
 
+import enum
 import struct
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,14 @@ class Restore:
     loading: set[int] = field(default_factory=set)  # block ids
 
 
+class Restoring(enum.Enum):
+    """Names the phases of a request's restores; only the first one is ever left."""
+
+    OPEN = "more of its prompt may be restored"
+    OVER = "no more of it may be restored"
+    FAILED = "what was to be restored is not right"
+
+
 @dataclass
 class TrackedRequest:
     """vLLM's request, and the outcome of its restore."""
@@ -95,8 +104,7 @@ class TrackedRequest:
     session: SessionRef | None
     restore: Restore | None = None
     probe: Restore | None = None  # while it waits for room
-    barred: bool = False  # no more restores for this request
-    failed: bool = False
+    restoring: Restoring = Restoring.OPEN
     restored_tokens: int = 0
     tier: TierName | None = None
     reason: MissReason | None = None
@@ -105,10 +113,15 @@ class TrackedRequest:
     awaited: tuple[str, int, int] | None = None
     num_stalled: int = 0  # the questions since then with the same answer
 
+    @property
+    def num_restored(self) -> int:
+        """The tokens that came from the store; 0 if these were not right."""
+        return 0 if self.restoring is Restoring.FAILED else self.restored_tokens
+
     def outcome(self, num_computed_tokens: int) -> tuple[CacheSource, MissReason | None]:
         """The source of the prompt's KV, and the reason why no more of it was found."""
         source: CacheSource = "hot" if num_computed_tokens else "miss"
-        if self.restored_tokens and self.tier and not self.failed:
+        if self.num_restored and self.tier:
             source = COLD_SOURCES[self.tier]
         # Even for a hot prompt a search for its last few tokens fails; that reason is not reported.
         is_news = source != "hot" or self.reason not in UNKNOWN_REASONS

@@ -89,7 +89,7 @@ class WorkerSide:
         self._store = store
         self.measuring = measuring
         self._resting = resting
-        self._patience_s = 0.0
+        self._wait_s = 0.0
         self._stepped_at = float("-inf")  # monotonic
         store.listen(self._store_changed)
         store.pack_when(self._is_quiet, self._packed)
@@ -101,7 +101,7 @@ class WorkerSide:
 
     def start_loads(self, step: StepWork) -> None:
         """Begin the step's loads."""
-        self._patience_s = step.patience_s
+        self._wait_s = step.wait_s
         self._stepped_at = time.monotonic()
         if self.measuring is not None:
             self.measuring.fill(step)
@@ -122,7 +122,7 @@ class WorkerSide:
 
         If the model has no work, this waits for news for a moment.
         """
-        self.transfer.wait_for_news(self._patience_s)
+        self.transfer.wait_for_news(self._wait_s)
         return self.transfer.pop_loaded()
 
     def close(self) -> None:

@@ -15,20 +15,20 @@ from typing import Final
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S: Final = 1.0  # of silence
+SILENCE_S: Final = 1.0  # of silence
 CACHED_S: Final = 0.2  # reading a function from a cache takes less; it is no compilation
 
 
 class Compilations:
     """Counts compilations and their processor time. Thread-safe."""
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._lock = threading.Lock()
         self._num = 0
         self._num_cached = 0
         self._seconds = 0.0
         self.waited_s = 0.0  # of a caller's time, that of compilations included
-        self._patience_s = patience_s
+        self._silence_s = silence_s
         self._said = False
 
     @contextmanager
@@ -39,7 +39,7 @@ class Compilations:
         the log says so. ``folder``: where the result is kept.
         """
         begun, cached = time.thread_time(), list[bool]()
-        left_s = max(self._patience_s - self.waited_s, min(CACHED_S, self._patience_s))
+        left_s = max(self._silence_s - self.waited_s, min(CACHED_S, self._silence_s))
         timer = threading.Timer(left_s, self._say, (name, folder))
         timer.daemon = True
         if not self._said:

@@ -187,7 +187,7 @@ async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: P
     owner = Owner(lambda: tiny_model("llama"), EngineConfig(max_batch=1), "toy")
     await owner.start()
     try:
-        embedder = Embedder(owner, 16, patience_s=0.3)
+        embedder = Embedder(owner, 16, wait_s=0.3)
         async with staged(owner, tiny_tokenizer(tmp_path), embedder=embedder) as stage:
             # Two answers run, one in the spare place, and another waits.
             ask = partial(stage.chat, max_tokens=3000, extra_body={"ignore_eos": True})

@@ -11,7 +11,7 @@ import pytest
 from engines.base import SAVE_S, EngineUnavailable, SessionRef
 from engines.pool.loading import (
     MAX_OF_TENANT,
-    PATIENCE_S,
+    OVERDUE_S,
     RETRY_AFTER_S,
     STAY_S,
     UNLOAD_S,
@@ -122,7 +122,7 @@ async def test_one_place_is_given_to_the_first_in_line_once_nothing_uses_it():
         second, third = rig.begin(1), rig.begin(2)
         await asyncio.sleep(0.05)
         await rig.begin(0)  # the place cannot be given yet
-        rig.now += PATIENCE_S
+        rig.now += OVERDUE_S
         later = rig.begin(0)  # does not keep the others out for ever
         await asyncio.sleep(0.05)
         assert rig.models[0].state is LoadState.LOADED and not (second.done() or later.done())
@@ -147,7 +147,7 @@ async def test_a_request_waits_for_a_place_only_so_long():
         await rig.begin(0)
         waiting = rig.begin(1)
         await asyncio.sleep(0.02)
-        rig.now += PATIENCE_S
+        rig.now += OVERDUE_S
         closed_out = rig.begin(0)
         await asyncio.sleep(0.02)
         rig.now += 111

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.vllm_plugin.messages import Release, Stage
-from engines.vllm_plugin.scheduler.restores import PATIENCE_S
+from engines.vllm_plugin.scheduler.restores import IDLE_WAIT_S
 from engines.vllm_plugin.scheduler.tracked_request import TrackedRequest
 from engines.wire import RequestProgress
 from tests.block_sessions import BLOCK, tokens_of
@@ -30,21 +30,21 @@ def test_while_nothing_runs_the_answer_may_be_waited_for(bench):
     for request in requests:
         bench.tracker.add(request)
         assert bench.tracker.match(request, 0) == (None, False)
-    assert bench.ranks.patience == [PATIENCE_S, 0, 0]
-    assert bench.tracker.take_step([]).patience_s == PATIENCE_S
+    assert bench.ranks.patience == [IDLE_WAIT_S, 0, 0]
+    assert bench.tracker.take_step([]).wait_s == IDLE_WAIT_S
     bench.tracker.match(requests[0], 0)
-    assert bench.ranks.patience[3:] == [PATIENCE_S]
+    assert bench.ranks.patience[3:] == [IDLE_WAIT_S]
 
 
 def test_a_running_request_waits_for_no_restore(bench):
     running, other = Request(PROMPT, name="r1"), Request(PROMPT, name="r2")
     bench.tracker.add(running)
-    assert bench.tracker.take_step([("r1", 0)]).patience_s == 0
+    assert bench.tracker.take_step([("r1", 0)]).wait_s == 0
     bench.tracker.add(other)
     bench.tracker.match(other, 0)
     assert bench.ranks.patience == [0]
     bench.tracker.finished(running, [[]])
-    assert bench.tracker.take_step([]).patience_s == PATIENCE_S
+    assert bench.tracker.take_step([]).wait_s == IDLE_WAIT_S
 
 
 def test_one_token_is_always_left_to_compute(bench):

@@ -24,7 +24,7 @@ from tests.unit.kvstore.codecs.samples import run_of
 
 @pytest.fixture
 def counted(monkeypatch):
-    own = Compilations(patience_s=60)
+    own = Compilations(silence_s=60)
     monkeypatch.setattr(numba_functions, "COMPILATIONS", own)
     return own
 
@@ -60,7 +60,7 @@ def test_what_a_cache_has_is_not_counted(counted):
 
 
 def test_long_compilations_are_said_once(caplog):
-    impatient = Compilations(patience_s=0)
+    impatient = Compilations(silence_s=0)
     with caplog.at_level(logging.WARNING):
         for name in ("first", "second"):
             with impatient.look(name, "/folder"):
@@ -71,7 +71,7 @@ def test_long_compilations_are_said_once(caplog):
 
 
 def test_what_comes_before_a_compilation_counts_as_silence(caplog):
-    own = Compilations(patience_s=1e6)
+    own = Compilations(silence_s=1e6)
     with own.wait():
         pass
     assert own.waited_s > 0 and own.seconds == 0
