@@ -25,7 +25,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -252,42 +252,65 @@ def thread_ns(process: psutil.Process) -> Counter[str]:
 
 
 async def turns(args: argparse.Namespace) -> None:
-    rows, answer = [], 2
+    """Take turns of all lengths in alternation: the machine's load changes meanwhile."""
+    chats = [_Turns(x) for x in args.lengths]
     with stack_of(False, 4 << 30, "cold" in args.runs) as (stack, model):
-        encode = load(str(model))[1].encode
         async with client_of(stack) as client:
-            for length in args.lengths:
-                name, spent = f"t{length}", list[list[tuple[float, float, float]]]([[], []])
-                messages = [{"role": "user", "content": prose(length, length)}]
-                for turn in range(2 * args.rounds):
-                    if turn % 2:
-                        await client.until(name, "idle")
-                        await client.post(f"/v1/sessions/{name}/demote")
-                        await client.until(name, "cold")
-                        await asyncio.sleep(0.5)
-                    before = thread_ns(stack.gateway), thread_ns(stack.engine)
-                    reply = await client.chat(messages, name, max_tokens=answer)
-                    await asyncio.sleep(1.0)  # it is saved meanwhile
-                    gateway = thread_ns(stack.gateway) - before[0]
-                    engine = thread_ns(stack.engine) - before[1]
-                    if not turn % 2:
-                        (computing, _), num_new = engine.most_common(1)[0], reply.prompt_tokens
-                        num_new -= reply.cached_tokens
-                    own = engine.total() - engine[computing]
-                    spent[turn % 2].append((gateway.total() / 1e6, own / 1e6, 1000 * reply.ttft_s))
-                    messages.append({"role": "assistant", "content": reply.text})
-                    messages.append({"role": "user", "content": f"And {turn}?"})
-                began = time.process_time()
-                encode("".join(x["content"] for x in messages))
-                row: dict[str, float] = {"tokens": reply.prompt_tokens, "new": num_new}
-                row["encoding_ms"] = 1000 * (time.process_time() - began)
-                for kind, found in zip(("", "slept_"), (spent[0][1:], spent[1]), strict=True):
-                    gateway_ms, engine_ms, ttft_ms = np.median(found, axis=0)
-                    row |= {f"{kind}gateway_ms": gateway_ms, f"{kind}engine_ms": engine_ms}
-                    row |= {f"{kind}ttft_ms": ttft_ms, f"{kind}ms": gateway_ms + engine_ms}
-                rows.append({key: round(float(value), 1) for key, value in row.items()})
-                print(json.dumps(rows[-1]), flush=True)
+            for chat in chats * (2 * args.rounds):
+                await chat.go_on(stack, client)
+        encode = load(str(model))[1].encode
+        rows = [chat.row(encode) for chat in chats]
+    for row in rows:
+        print(json.dumps(row))
     draw(rows)
+
+
+class _Turns:
+    """A conversation of one length, whose session sleeps before every second turn."""
+
+    def __init__(self, length: int) -> None:
+        self._name = f"t{length}"
+        self._messages = [{"role": "user", "content": prose(length, length)}]
+        self._num_turns = 0
+        self._spent = list[list[tuple[float, float, float]]]([[], []])  # hot, slept
+        self._computing = ""  # the engine's thread on which mlx computes
+        self._figures = dict[str, float]()
+
+    async def go_on(self, stack: Stack, client: Client) -> None:
+        slept = self._num_turns % 2
+        if slept:
+            await client.until(self._name, "idle")
+            await client.post(f"/v1/sessions/{self._name}/demote")
+            await client.until(self._name, "cold")
+            await asyncio.sleep(0.5)
+        before = thread_ns(stack.gateway), thread_ns(stack.engine)
+        reply = await client.chat(self._messages, self._name, max_tokens=2)
+        await asyncio.sleep(1.0)  # it is saved meanwhile
+        gateway = thread_ns(stack.gateway) - before[0]
+        engine = thread_ns(stack.engine) - before[1]
+        if not slept:
+            self._computing = engine.most_common(1)[0][0]
+            num_new = reply.prompt_tokens - reply.cached_tokens
+            self._figures = {"tokens": reply.prompt_tokens, "new": num_new}
+        own = engine.total() - engine[self._computing]
+        self._spent[slept].append((gateway.total() / 1e6, own / 1e6, 1000 * reply.ttft_s))
+        self._messages.append({"role": "assistant", "content": reply.text})
+        self._messages.append({"role": "user", "content": f"And {self._num_turns}?"})
+        self._num_turns += 1
+
+    def row(self, encode: Callable[[str], object]) -> dict[str, float]:
+        row, times = self._figures, []
+        for _ in range(3):
+            began = time.process_time()
+            encode("".join(x["content"] for x in self._messages))
+            times.append(1000 * (time.process_time() - began))
+        row["encoding_ms"] = min(times)
+        hot, slept = self._spent
+        for kind, found in (("", hot[1:]), ("slept_", slept)):
+            gateway_ms, engine_ms, ttft_ms = np.median(found, axis=0)
+            row |= {f"{kind}gateway_ms": gateway_ms, f"{kind}engine_ms": engine_ms}
+            row |= {f"{kind}ttft_ms": ttft_ms, f"{kind}ms": gateway_ms + engine_ms}
+        return {key: round(float(value), 1) for key, value in row.items()}
 
 
 def draw(rows: list[dict[str, float]]) -> None:
