@@ -101,7 +101,7 @@ def as_codec(codec: object, called: str) -> Codec:
     """Return the object. Raises ``UnknownCodec``, which names the members that it lacks."""
     if isinstance(codec, str | type):
         hint = f"an object of it, {codec.__name__}()," if isinstance(codec, type) else "an object"
-        raise UnknownCodec(f"{called} is {codec!r}: {hint} is wanted")
+        raise UnknownCodec(f"{called} is {codec!r}, which is no codec: {hint} is wanted")
     if not isinstance(codec, Codec):
         missing = ", ".join(x for x in _MEMBERS if not hasattr(codec, x))
         raise UnknownCodec(

@@ -39,7 +39,7 @@ class Half:
             UnknownCodec,
             "bits=True of codec 'kivi': a",
         ),
-        (lambda: thermocline.Method("kivi"), UnknownCodec, "is 'kivi': an object is wanted"),
+        (lambda: thermocline.Method("kivi"), UnknownCodec, "is 'kivi', which is no codec"),
         (lambda: thermocline.Method(Half), UnknownCodec, r"an object of it, Half\(\), is wanted"),
         (lambda: thermocline.Method(Half()), UnknownCodec, "is a Half, which is no codec"),
         (lambda: thermocline.layout_of(__file__), OSError, "is a file: the folder of a model"),
