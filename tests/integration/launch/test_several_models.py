@@ -171,7 +171,7 @@ def test_a_stream_shows_life_while_its_model_waits_for_a_place(fakes):
             assert answer.headers["content-type"].startswith("text/event-stream")
             text = answer.read()
         assert slow.result()[0] == 200
-    assert b": the model three waits to be loaded, number 1 in line\n\n" in text
+    assert b": the model three waits to be loaded, number 1 in line, in place of two\n\n" in text
     assert b"message_stop" in text and b"event: error" not in text
 
 
