@@ -19,7 +19,7 @@ import msgspec
 
 from engines.base import CodecReport, Engine, EngineError, EngineRefused, EngineUnavailable
 from engines.calibration.gate.profiles import make_folder, profile_path
-from engines.calibration.orders import FIRST_PROBED
+from engines.calibration.orders import FIRST_PROBED, FIRST_WINDOWS
 from engines.config import REPORT, CalibrationOrder, CalibrationReport
 from engines.kv_budget import stated_context
 from engines.wire import MeasurementEnd, Welcome
@@ -240,6 +240,7 @@ def order_of(
     order = CalibrationOrder(
         presets=presets_of(options.presets),
         contexts=_contexts(options.contexts, longest),
+        num_windows=FIRST_WINDOWS,
         window_tokens=_window_tokens(longest),
         probed_share=FIRST_PROBED,
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
