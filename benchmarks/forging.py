@@ -7,7 +7,6 @@ only the claim itself to doubt. All draw from a seeded generator.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -75,13 +74,13 @@ def forged_blob(chance: random.Random, seed: bytes, other: bytes) -> bytes:
     for _ in range(chance.randint(1, 2)):
         match chance.randrange(6):
             case 0:
-                header = dataclasses.replace(header, num_tokens=_field(chance, header.num_tokens))
+                header = header._replace(num_tokens=_field(chance, header.num_tokens))
             case 1:
-                header = dataclasses.replace(header, first_token=_field(chance, header.first_token))
+                header = header._replace(first_token=_field(chance, header.first_token))
             case 2:
-                header = dataclasses.replace(header, codec=another.codec, layout=another.layout)
+                header = header._replace(codec=another.codec, layout=another.layout)
             case 3:
-                header = dataclasses.replace(header, key=another.key)
+                header = header._replace(key=another.key)
             case _:
                 body = mutated(chance, body, other)
     return bytes(blobs.pack(header, body))
@@ -110,15 +109,15 @@ def forged_rows(chance: random.Random, seed: bytes, other: bytes) -> bytes:
             case 2:
                 _relayer(chance, claims["layers"])
             case 3:
-                header = dataclasses.replace(header, num_tokens=_field(chance, header.num_tokens))
+                header = header._replace(num_tokens=_field(chance, header.num_tokens))
             case 4:
-                header = dataclasses.replace(header, first_token=_field(chance, header.first_token))
+                header = header._replace(first_token=_field(chance, header.first_token))
             case 5:
                 body = mutated(chance, body, other)
     head = msgspec.json.encode(claims)
     try:
         layout = msgspec.json.decode(head, type=KVLayout)
-        header = dataclasses.replace(header, layout=blobs.layout_digest(layout))
+        header = header._replace(layout=blobs.layout_digest(layout))
     except msgspec.ValidationError:
         pass  # no reader gets so far as to look at the digest
     return b"".join((MAGIC, len(head).to_bytes(4, "little"), head, blobs.pack(header, body)))

@@ -26,7 +26,6 @@ the checksum with the rest, and it is not computed again. All integers are littl
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -48,8 +47,7 @@ _CODEC: Final = slice(8, 8 + MAX_CODEC_ID_BYTES)
 HEADER_BYTES: Final = _HEADER.size + _CRC.size
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Everything that a blob states about itself."""
 
     key: bytes  # kind byte and digest
@@ -160,9 +158,9 @@ def parse(blob: bytes | bytearray | memoryview | VerifiedBlob) -> tuple[Header, 
 
 def expect(found: Header, wanted: Header) -> None:
     """Compare a header with the one asked for. Raises ``Mismatch`` naming the first difference."""
-    for name in ("key", "codec", "fingerprint", "layout", "first_token", "num_tokens"):
-        if getattr(found, name) != getattr(wanted, name):
-            raise Mismatch(f"the blob's {name} is not the one asked for")
+    if found != wanted:
+        name = next(x for x in wanted._fields if getattr(found, x) != getattr(wanted, x))
+        raise Mismatch(f"the blob's {name} is not the one asked for")
 
 
 def _stated(view: memoryview) -> int:

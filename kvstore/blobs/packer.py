@@ -18,7 +18,7 @@ from kvstore.blobs import format as blobs
 from kvstore.blobs.chain import CHUNK, KEY_BYTES, STATE, WINDOW, Piece
 from kvstore.blobs.state_packer import check_matrices, pack_matrices, unpack_matrices
 from kvstore.blobs.state_tree import StateTree, decode_state, encode_state
-from kvstore.codecs.base import Codec, RawCodec
+from kvstore.codecs.base import NUM_SINKS, Codec, RawCodec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.rows import sinks
 from kvstore.codecs.session_codec import SessionCodec
@@ -120,6 +120,7 @@ class _Known:
     codecs: StoreCodecs  # all of them
     by_name: Mapping[bytes, Codec]
     windows_by_name: Mapping[bytes, Codec]
+    least: dict[tuple[bytes, bytes, int, int], int] = field(default_factory=dict)
 
     def of(self, kind: bytes) -> Mapping[bytes, Codec]:
         return self.windows_by_name if kind == WINDOW else self.by_name
@@ -219,12 +220,19 @@ class Packer:
         blobs.expect(header, self._header(piece, header.codec))
         kind = piece.key[:1]
         if kind in ROWS:
-            codec, layout = self._reader(kind, header.codec), self.layout_of(kind)
-            least = sinks.least_nbytes(codec, layout, piece.num_tokens, piece.first_token)
-            blobs.check_length(payload, least)
+            blobs.check_length(payload, self._least_nbytes(kind, header))
         elif header.codec == PACKED_STATE:
             check_matrices(decode_state(payload), self._matrices)
         return blobs.VerifiedBlob(blob, header, payload)
+
+    def _least_nbytes(self, kind: bytes, header: blobs.Header) -> int:
+        """Bound the payload of rows, once for all that differ in nothing but their place."""
+        place, known = min(header.first_token, NUM_SINKS), self._known.least
+        key = kind, header.codec, header.num_tokens, place
+        if (least := known.get(key)) is None:
+            codec, layout = self._reader(kind, header.codec), self.layout_of(kind)
+            least = known[key] = sinks.least_nbytes(codec, layout, header.num_tokens, place)
+        return least
 
     # ---- rows: chunks, and windows in a chunk
 

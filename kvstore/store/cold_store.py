@@ -27,7 +27,7 @@ from kvstore.ledger.notices import OnNotice
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import OnPacked
 from kvstore.session import CHUNK_TOKENS, UNKNOWN_REASONS, SessionRef, TenantLimits, TierName
-from kvstore.shapes import StoredModel
+from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import Counters, StoreStats
 from kvstore.store.planner import Planner
 from kvstore.store.restorer import Fetched, Match, Restored, Restorer
@@ -210,9 +210,11 @@ class ColdStore:
         count = plan.num_chunks if reads else 0
         return Match(count, count * self.chunk_tokens, tier, reason, tuple(reads), key)
 
-    def restore(self, match: Match, deadline_s: float | None = None) -> Restored:
+    def restore(
+        self, match: Match, deadline_s: float | None = None, out: KVRun | None = None
+    ) -> Restored:
         """Read and unpack what ``match`` found; see ``Restorer.restore``. Blocks."""
-        return self._restorer.restore(match, deadline_s)
+        return self._restorer.restore(match, deadline_s, out)
 
     def fetch(self, match: Match, deadline_s: float | None = None) -> Fetched:
         """Read and verify what ``match`` found; see ``Restorer.fetch``. Blocks."""

@@ -17,7 +17,7 @@ from kvstore.errors import ForeignCodec, RefusedCodec, StoreClosed, Unusable
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.reading import GoodCopy
 from kvstore.session import MissReason, TierName
-from kvstore.shapes import KVPair, slice_tokens
+from kvstore.shapes import KVRun, slice_tokens
 from kvstore.store.blob_reader import BlobReader, Use
 from kvstore.store.planner import BlobRead
 from kvstore.store.states import unpack_state
@@ -60,7 +60,7 @@ class Restored:
     """
 
     num_tokens: int
-    run: list[KVPair] = field(repr=False)
+    run: KVRun = field(repr=False)
     state: StateTree = field(repr=False)
     tier: TierName | None
     reason: MissReason | None
@@ -100,20 +100,25 @@ class Restorer:
         self._profiles = ledger.profiles
         self._monotonic = ledger.monotonic
 
-    def restore(self, match: Match, deadline_s: float | None = None) -> Restored:
+    def restore(
+        self, match: Match, deadline_s: float | None = None, out: KVRun | None = None
+    ) -> Restored:
         """Read and unpack what ``match`` found, or the good beginning of it. Blocks.
+
+        ``out``: arrays of the caller's for all its tokens. They are ``run`` of the result if
+        everything was good, and of no use otherwise: a late thread may still write to them.
 
         Never raises for bad or missing blobs, or for tiers that are down. Blobs that came from a
         slower tier are put into the fastest one afterwards, in the background.
         """
         size, layout = self._chunk_tokens, self._packer.layout
-        out = layout.empty(match.num_tokens)
+        whole = layout.empty(match.num_tokens) if out is None else out
 
         def use(pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:
             verified = self._verified(pairs)
             found = [(x, read.piece) for (read, _), x in zip(pairs, verified, strict=True)]
             if chunks := [x for x in found if x[1].is_chunk]:
-                rows = slice_tokens(out, chunks[0][1].first_token, chunks[-1][1].end_token)
+                rows = slice_tokens(whole, chunks[0][1].first_token, chunks[-1][1].end_token)
                 self._packer.unpack_chunks(chunks, rows)
             return verified
 
@@ -133,7 +138,7 @@ class Restorer:
             return Restored(0, layout.empty(0), None, None, reason)
         if num_tokens < match.num_tokens:
             # A late thread may still be writing after the good prefix, so a copy is returned.
-            out = [(k.copy(), v.copy()) for k, v in slice_tokens(out, 0, num_tokens)]
+            whole = [(k.copy(), v.copy()) for k, v in slice_tokens(whole, 0, num_tokens)]
         lossy = [
             x.piece.first_token + max(x.piece.num_tokens, size * x.piece.is_state)
             for x, y in zip(match.reads, good, strict=False)
@@ -143,7 +148,7 @@ class Restorer:
         self._counters.add("restored_tokens", num_tokens)
         tier = self._ledger.stack.name(max(x.level for x in good))
         lossy_tokens = min(max(lossy, default=0), num_tokens)
-        return Restored(num_tokens, out, state, tier, reason, lossy_tokens)
+        return Restored(num_tokens, whole, state, tier, reason, lossy_tokens)
 
     def fetch(self, match: Match, deadline_s: float | None = None) -> Fetched:
         """Read and verify what ``match`` found, or the good beginning of it. Blocks.

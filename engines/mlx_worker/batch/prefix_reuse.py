@@ -33,9 +33,7 @@ from engines.mlx_worker.sessions.hot_sessions import (
     common_prefix,
     whole_chunks,
 )
-from kvstore.blobs.chain import Chain
 from kvstore.session import UNKNOWN_REASONS, MissReason, SessionName, SessionRef
-from kvstore.store.restorer import Restored
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +117,7 @@ class PrefixReuse:
             return None
         began = time.perf_counter()
         try:
-            caches = self._cold.rebuild(found.restored)
+            caches = self._cold.rebuild(found)
         except Exception:  # stored data may be wrong in any way; prefill is right
             logger.exception("a restored session could not be used")
             self._cold.counters["rebuild_failures"] += 1
@@ -187,10 +185,7 @@ class Prefetches:
             return False
         self._running[key] = _Prefetch()
         self._cold.load(
-            session,
-            lambda restored, chain: self._post(
-                lambda: self._finish(session, restored, chain, then)
-            ),
+            session, lambda found: self._post(lambda: self._finish(session, found, then))
         )
         return True
 
@@ -212,26 +207,23 @@ class Prefetches:
         if (prefetch := self._running.get(key)) is not None:
             prefetch.forgotten = True
 
-    def _finish(
-        self, session: SessionRef, restored: Restored | None, chain: Chain, then: WhenHot
-    ) -> None:
+    def _finish(self, session: SessionRef, found: ColdPrefix, then: WhenHot) -> None:
         prefetch = self._running.pop(session.name)
         try:
-            if restored is not None and not prefetch.forgotten:
-                self._keep(session, restored, chain)
+            if found.restored is not None and not prefetch.forgotten:
+                self._keep(session, found, found.restored.lossy_tokens)
         finally:  # in every case the turns that waited for it go on
             then(prefetch.joined)
 
-    def _keep(self, session: SessionRef, restored: Restored, chain: Chain) -> None:
-        missing = self._budget.missing() + self._budget.sequence_bytes(restored.num_tokens)
+    def _keep(self, session: SessionRef, found: ColdPrefix, lossy_tokens: int) -> None:
+        count = found.num_tokens
+        missing = self._budget.missing() + self._budget.sequence_bytes(count)
         if self._cold is None or (missing > 0 and not self._hot_cache.make_room(missing, None)):
             return
         try:
-            caches, count = self._cold.rebuild(restored), restored.num_tokens
-            chain = chain[: count // self._cold.store.chunk_tokens]
-            hot = HotSession(
-                session, caches, count, chain=chain, restored_tokens=restored.lossy_tokens
-            )
+            caches = self._cold.rebuild(found)
+            chain = found.chain[: count // self._cold.store.chunk_tokens]
+            hot = HotSession(session, caches, count, chain=chain, restored_tokens=lossy_tokens)
             self._hot_cache.keep(hot, saved=resolved(True))
         except Exception:  # stored data may be wrong in any way; prefill is right
             logger.exception("a restored session could not be used")

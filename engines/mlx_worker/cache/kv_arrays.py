@@ -33,7 +33,7 @@ from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed.rows import PackedSide, RowKind
 from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree, WindowArray
 from kvstore.codecs.base import NUM_SINKS
-from kvstore.codecs.rows.packed_layout import PackedArray, empty_packed
+from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout, empty_packed
 from kvstore.errors import Mismatch
 from kvstore.shapes import DType, KVLayout, KVPair, KVRun
 
@@ -194,14 +194,35 @@ def as_numpy(array: mx.array) -> np.ndarray:
 # ---- and back
 
 
+def empty_rows(layout: KVLayout, num_tokens: int, most: int) -> tuple[list[mx.array], KVRun]:
+    """Allocate mlx's own arrays for rows to be restored, and view their first ``num_tokens``.
+
+    There is spare room for ``most`` tokens. Nothing is left to evaluate, so any thread may call it.
+    There are no arrays for a packed cache. The views may be written to until ``rebuild`` takes the
+    arrays.
+    """
+    if isinstance(layout, PackedLayout):
+        return [], layout.empty(num_tokens)
+    count = -(-max(num_tokens, most) // KVCache.step) * KVCache.step
+    arrays = [mx.array(x[None]) for pair in layout.empty(count) for x in pair]
+    views = [np.asarray(x)[0, :, :num_tokens] for x in arrays]
+    return arrays, list(zip(views[::2], views[1::2], strict=True))
+
+
 def rebuild(
-    model: Any, layout: KVLayout | None, run: KVRun, state: StateTree | None, num_tokens: int
+    model: Any,
+    layout: KVLayout | None,
+    run: KVRun,
+    state: StateTree | None,
+    num_tokens: int,
+    arrays: Sequence[mx.array] = (),
 ) -> Caches:
-    """Make caches that hold ``num_tokens`` tokens. The arrays are copied, so ``run`` may go.
+    """Make caches that hold ``num_tokens`` tokens. Other arrays are copied, so ``run`` may go.
 
     Args:
         run: as ``growing_run`` gives it, for every growing layer.
         state: as ``state_tree`` gives it; None for models that need none.
+        arrays: those of ``empty_rows``, if ``run`` views them; they are given away.
 
     Raises:
         Mismatch: the KV is not this model's, or has another length.
@@ -210,14 +231,15 @@ def rebuild(
         raise Mismatch("this model's KV is not kept")
     caches: Caches = make_prompt_cache(model)
     pairs, states = iter(run), iter(state if isinstance(state, list | tuple) else ())
+    given = iter(arrays)
     for leaf in leaves(caches):
         if isinstance(leaf, PackedKVCache):
             fill_packed(leaf, next(pairs, None), num_tokens)
         elif is_growing(leaf):
             keys, values = next(pairs, (None, None))
             leaf.state = (
-                _growing(keys, layout, num_tokens),
-                _growing(values, layout, num_tokens),
+                _growing(keys, layout, num_tokens, next(given, None)),
+                _growing(values, layout, num_tokens, next(given, None)),
                 num_tokens,
             )
         else:
@@ -228,15 +250,17 @@ def rebuild(
     return caches
 
 
-def _growing(array: np.ndarray | None, layout: KVLayout, num_tokens: int) -> mx.array:
+def _growing(
+    array: np.ndarray | None, layout: KVLayout, num_tokens: int, given: mx.array | None
+) -> mx.array:
     if array is None or array.shape[1] != num_tokens or array.dtype != layout.numpy_dtype:
         raise Mismatch("the stored KV has another shape than this model's")
-    return _to_mlx(array, layout.dtype)[None]
+    return _to_mlx(array[None] if given is None else given, layout.dtype)
 
 
-def _to_mlx(array: np.ndarray, dtype: str) -> mx.array:
-    copied = mx.array(array)
-    return copied.view(mx.bfloat16) if dtype == "bfloat16" else copied
+def _to_mlx(array: np.ndarray | mx.array, dtype: str) -> mx.array:
+    stored = mx.array(array) if isinstance(array, np.ndarray) else array
+    return stored.view(mx.bfloat16) if dtype == "bfloat16" else stored
 
 
 def _fill(leaf: Any, kept: Any, num_tokens: int) -> None:

@@ -1,8 +1,9 @@
 """Saves hot sessions into the cold store, and finds and unpacks cold ones.
 
 Looking for a prompt's KV and unpacking it happen on a few threads of this module's own, before the
-prompt enters a batch, so running sequences never wait for a disk. The owner thread only turns the
-finished arrays into caches. Any error on the way costs a prefill and nothing else.
+prompt enters a batch, so running sequences never wait for a disk. Rows are unpacked into mlx's own
+arrays, which the owner thread only puts into caches. Any error on the way costs a prefill and
+nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import mlx.core as mx
 import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
@@ -24,6 +26,7 @@ from engines.mlx_worker.sessions.restore_times import RestoreTimes
 from kvstore.blobs.chain import Chain
 from kvstore.blobs.state_tree import state_nbytes
 from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.errors import Mismatch
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.store.cold_store import ColdStore
@@ -48,10 +51,6 @@ class PrefixQuery:
     chain: Chain = ()  # the names of its first chunks, if they are known
 
 
-# Called with the restored part of a session, None = nothing, and the chain of its chunks.
-OnLoaded: TypeAlias = Callable[[Restored | None, Chain], None]
-
-
 @dataclass(frozen=True)
 class ColdPrefix:
     """The cold store's answer; ``restored`` is None for a miss."""
@@ -60,6 +59,7 @@ class ColdPrefix:
     reason: MissReason | None
     seconds: float = 0.0  # that the restore took
     chain: Chain = ()  # of the prompt
+    arrays: Sequence[mx.array] = ()  # that the restored rows lie in, if they are mlx's
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +68,10 @@ class ColdPrefix:
     @property
     def tier(self) -> TierName | None:
         return self.restored.tier if self.restored else None
+
+
+# Called with what was found, on a thread of the pool.
+OnFound: TypeAlias = Callable[[ColdPrefix], None]
 
 
 class ColdSessions:
@@ -85,12 +89,12 @@ class ColdSessions:
         self.times = RestoreTimes()
         self.counters: Counter[str] = Counter()  # the owner thread's
 
-    def find(self, query: PrefixQuery, then: Callable[[ColdPrefix], None]) -> None:
+    def find(self, query: PrefixQuery, then: OnFound) -> None:
         """Look for a prompt's longest prefix and unpack it, then call ``then``."""
         self._pool.submit(self._find, query, then)
 
-    def load(self, session: SessionRef, then: OnLoaded) -> None:
-        """Unpack everything that is kept of a session, then call ``then`` with it and its chain."""
+    def load(self, session: SessionRef, then: OnFound) -> None:
+        """Unpack everything that is kept of a session, then call ``then``."""
         self._pool.submit(self._load_session, session, then)
 
     def chain(self, ref: SessionRef, tokens: np.ndarray, before: Chain = ()) -> list[bytes]:
@@ -141,14 +145,16 @@ class ColdSessions:
         # Last: what raises above leaves no promise that would not be kept.
         hot.saved = saved
 
-    def rebuild(self, restored: Restored) -> Caches:
-        """Make caches of the KV that the store has restored.
+    def rebuild(self, found: ColdPrefix) -> Caches:
+        """Make caches of the KV that the store has restored; it is given away.
 
         Raises ``Mismatch`` for KV of another model, or an error of mlx.
         """
-        return kv_arrays.rebuild(
-            self._model, self._plan.layout, restored.run, restored.state, restored.num_tokens
-        )
+        restored, layout = found.restored, self._plan.layout
+        if restored is None:
+            raise Mismatch("nothing was restored")
+        run, state, num_tokens = restored.run, restored.state, restored.num_tokens
+        return kv_arrays.rebuild(self._model, layout, run, state, num_tokens, found.arrays)
 
     def close(self) -> None:
         """End the threads; look-ups that have not begun are dropped."""
@@ -156,7 +162,7 @@ class ColdSessions:
 
     # ---- threads of the pool
 
-    def _find(self, query: PrefixQuery, then: Callable[[ColdPrefix], None]) -> None:
+    def _find(self, query: PrefixQuery, then: OnFound) -> None:
         try:
             found = self._look_up(query)
         except Exception:  # the edge of this thread: a store that fails is a store without KV
@@ -164,15 +170,14 @@ class ColdSessions:
             found = ColdPrefix(None, "unavailable")
         then(found)
 
-    def _load_session(self, session: SessionRef, then: OnLoaded) -> None:
-        restored: Restored | None = None
-        chain: Chain = ()
+    def _load_session(self, session: SessionRef, then: OnFound) -> None:
+        found = ColdPrefix(None, "unavailable")
         try:
             match, chain = self.store.prepare(session)
-            restored = self._restore(match).restored
+            found = replace(self._restore(match), chain=chain)
         except Exception:  # as in _find
             logger.exception("the cold store could not be read")
-        then(restored, chain)
+        then(found)
 
     def _look_up(self, query: PrefixQuery) -> ColdPrefix:
         chain = self.chain(query.session, query.tokens[: query.limit], query.chain)
@@ -185,13 +190,20 @@ class ColdSessions:
         computing_s = query.prefill_s(more) if query.held and more > 0 else 0.0
         if not self.times.is_worth(match.num_tokens, computing_s):
             return ColdPrefix(None, "computed-sooner", chain=chain)
-        return replace(self._restore(match, query.held), chain=chain)
+        return replace(self._restore(match, query.held, len(query.tokens)), chain=chain)
 
-    def _restore(self, match: Match, held: int = 0) -> ColdPrefix:
-        """Restore a match if it has more tokens than are held."""
+    def _restore(self, match: Match, held: int = 0, most: int = 0) -> ColdPrefix:
+        """Restore a match if it has more tokens than are held, with room for ``most`` tokens.
+
+        Its rows are unpacked where they stay; only of a match that was not all good they are
+        copied once more.
+        """
         if match.num_tokens <= held:
             return ColdPrefix(None, match.reason)
         began = time.perf_counter()
-        restored = self.store.restore(match)
+        arrays, out = kv_arrays.empty_rows(self.store.model.layout, match.num_tokens, most)
+        restored = self.store.restore(match, out=out)
         reason, seconds = restored.reason or match.reason, time.perf_counter() - began
-        return ColdPrefix(restored if restored.num_tokens > held else None, reason, seconds)
+        if restored.num_tokens <= held:
+            return ColdPrefix(None, reason, seconds)
+        return ColdPrefix(restored, reason, seconds, (), arrays if restored.run is out else ())

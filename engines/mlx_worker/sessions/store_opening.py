@@ -115,9 +115,15 @@ def _fed(model: Any, tokens: list[int]) -> Caches:
 
 
 def _asleep_and_awake(model: Any, plan: CachePlan, caches: Caches, num_tokens: int) -> Caches:
-    run = [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, num_tokens)]
+    assert plan.layout is not None
+    kept = [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, num_tokens)]
+    arrays, run = kv_arrays.empty_rows(plan.layout, num_tokens, num_tokens)
+    for (keys, values), pair in zip(run, kept, strict=True):
+        if arrays:
+            keys[:], values[:] = pair
     state = decode_state(memoryview(encode_state(kv_arrays.state_tree(caches))))
-    return kv_arrays.rebuild(model, plan.layout, run, state, num_tokens)
+    run = run if arrays else kept
+    return kv_arrays.rebuild(model, plan.layout, run, state, num_tokens, arrays)
 
 
 def _same(one: Caches, other: Caches, num_tokens: int) -> bool:

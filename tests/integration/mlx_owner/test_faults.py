@@ -15,6 +15,7 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionRef
+from kvstore.shapes import KVRun
 from kvstore.store.restorer import Match, Restored
 from tests.integration.mlx_owner.harness import engine, session, surround, text, whole
 
@@ -127,8 +128,8 @@ async def test_a_prefetch_whose_kv_is_no_use_is_counted(tmp_path: Path):
         await it.demote_all()
         store = it.store
 
-        def restore(match: Match) -> Restored:
-            return replace(store.restore(match), run=[])
+        def restore(match: Match, out: KVRun) -> Restored:
+            return replace(store.restore(match, out=out), run=[])
 
         surround(it, restore=restore)
         assert not (await it.verbs.prefetch(A)).report.hot
@@ -141,8 +142,8 @@ async def test_a_session_that_is_deleted_while_it_wakes_stays_deleted(tmp_path: 
     async with engine("llama", tmp_path) as it:
         store = it.store
 
-        def restore(match: Match) -> Restored:
-            restored = store.restore(match)
+        def restore(match: Match, out: KVRun) -> Restored:
+            restored = store.restore(match, out=out)
             reading.set()
             assert go_on.wait(30)
             return restored

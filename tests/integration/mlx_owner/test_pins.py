@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
+from kvstore.shapes import KVRun
 from kvstore.store.restorer import Match, Restored
 from tests.integration.mlx_owner.harness import engine, session, surround, text
 
@@ -48,8 +49,8 @@ async def test_a_session_that_is_unpinned_while_it_comes_back_stays_unpinned(
         store = it.store
         store.pin(one, True)  # by an engine before this one
 
-        def restore(match: Match) -> Restored:
-            restored = store.restore(match)
+        def restore(match: Match, out: KVRun) -> Restored:
+            restored = store.restore(match, out=out)
             reading.set()
             assert go_on.wait(30)
             return restored

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -194,7 +193,7 @@ def test_a_small_blob_cannot_ask_for_a_lot_of_memory(codec, num_tokens):
     layout = KVLayout("bfloat16", (KVLayer(2, 64, 64),) * 2)
     by, asked = packer(codec, layout), piece(first=32)
     verified = by.verify(by.pack_rows(asked, kv_of(TOKENS, layout)), asked)
-    claimed = pack(replace(verified.header, num_tokens=num_tokens), verified.payload)
+    claimed = pack(verified.header._replace(num_tokens=num_tokens), verified.payload)
     with pytest.raises(Corrupt):
         by.verify(claimed, asked._replace(num_tokens=num_tokens))
     with pytest.raises(Corrupt):

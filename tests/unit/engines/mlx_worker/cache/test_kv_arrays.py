@@ -225,3 +225,18 @@ def test_bf16_travels_as_its_bits():
     assert keys.dtype == np.uint16 and keys.shape == (2, 20, 4)
     ((_, state),) = kv_arrays.state_tree(caches)  # type: ignore[misc]
     assert isinstance(state[0], StateArray) and state[0].dtype == "bfloat16"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_rows_are_restored_where_they_stay(dtype: mx.Dtype):
+    model = Model("K", dtype)
+    caches, layout = fed(model, 20), probe(model).layout
+    assert layout is not None
+    arrays, out = kv_arrays.empty_rows(layout, 20, 300)
+    ((keys, values),), (kept,) = out, kv_arrays.growing_run(caches, 20)
+    keys[:], values[:] = kept
+    (leaf,) = kv_arrays.rebuild(model, layout, out, None, 20, arrays)
+    assert leaf.keys.shape == (1, 2, 512, 4)  # room for the rest of the prompt, in mlx_lm's steps
+    assert kv_arrays.as_numpy(leaf.keys).ctypes.data == keys.ctypes.data
+    one, other = (model(mx.array([[5, 6]]), x) for x in ([leaf], caches))
+    assert mx.array_equal(one, other)
