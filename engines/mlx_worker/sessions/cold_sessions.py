@@ -70,7 +70,7 @@ class ColdPrefix:
         return self.restored.tier if self.restored else None
 
 
-# Called with what was found, on a thread of the pool.
+# Called on a thread of the pool.
 OnFound: TypeAlias = Callable[[ColdPrefix], None]
 
 
