@@ -44,14 +44,22 @@ def load_squares(e: Emitter, dtype: DType, base: Value, dim: int) -> list[Value]
 
 
 def _is_at_home_in_bf16(e: Emitter, dtype: DType) -> bool:
-    return dtype == "bfloat16" and e.lanes == 16 and "avx512bf16" in host_features()
+    return dtype == "bfloat16" and e.lanes >= 4 and "avx512bf16" in host_features()
 
 
 def _squares_of_bf16(e: Emitter, halves: Value) -> Value:
     """Add neighbours' squares; small values have denormal squares, which become zero here."""
     pairs = e.builder.bitcast(halves, ir.VectorType(BFloat(), 2 * e.lanes))
     zero = ir.Constant(e.floats, None)
-    return e.call("llvm.x86.avx512bf16.dpbf16ps.512", e.floats, zero, pairs, pairs)
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * e.lanes}"
+    return e.call(name, e.floats, zero, pairs, pairs)
+
+
+def _joined_as_bf16(e: Emitter, first: Value, second: Value) -> Value:
+    """Round two vectors to bf16, one after the other in one vector of halves."""
+    name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * e.lanes}"
+    halves = e.call(name, ir.VectorType(BFloat(), 2 * e.lanes), second, first)
+    return e.builder.bitcast(halves, ir.VectorType(I16, 2 * e.lanes))
 
 
 def store_row(e: Emitter, dtype: DType, base: Value, signs: np.ndarray, row: list[Value]) -> None:
@@ -74,12 +82,10 @@ def store_natural(
         return store_row(
             e, dtype, base, signs, [e.choose(a, b, half) for a, b in pairs for half in halves]
         )
-    narrow = ir.VectorType(BFloat(), 2 * e.lanes)
     flips = signs.reshape(-1, 2, e.lanes)
     for i, (pair, flip) in enumerate(zip(pairs, flips, strict=True)):
         low, high = (e.flip(x, e.word_list(part)) for x, part in zip(pair, flip, strict=True))
-        halves = e.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", narrow, high, low)
-        e.store(e.builder.bitcast(halves, ir.VectorType(I16, narrow.count)), base, 4 * e.lanes * i)
+        e.store(_joined_as_bf16(e, low, high), base, 4 * e.lanes * i)
 
 
 def _load_bf16(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[Value, Value]:
@@ -106,6 +112,11 @@ def _split_bf16(e: Emitter, values: Value) -> tuple[Value, Value]:
 
 
 def _store_bf16(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> None:
+    if _is_at_home_in_bf16(e, "bfloat16"):
+        halves = _joined_as_bf16(e, even, odd)
+        in_turn = [k // 2 + e.lanes * (k % 2) for k in range(2 * e.lanes)]
+        interleaved = Emitter(e.builder, 2 * e.lanes).choose(halves, halves, in_turn)
+        return e.store(interleaved, base, 4 * e.lanes * pair)
     low = e.builder.lshr(rounded(e, even), e.all_words(16))
     high = e.builder.and_(rounded(e, odd), e.all_words(HIGH_HALF))
     e.store(e.builder.or_(low, high), base, 4 * e.lanes * pair)

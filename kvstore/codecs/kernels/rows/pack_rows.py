@@ -67,7 +67,10 @@ def emit_pack(
     times = e.splat(e.load(factor, 0, F32))
     x = load_row(e, shape.dtype, row, sign_masks(shape.dim))
     whole = [e.multiply_exactly(v, times, e.all_floats(NEAREST)) for v in x]
-    if _fits_bytes(wide, shape):
+    if shape.is_mixed:
+        z = rotation.mixed(wide, shape.order, _in_order(e, whole))
+        masks = [_masks_of_halves(wide, shape, v) for v in z]
+    elif _fits_bytes(wide, shape):
         z = rotation.rotate(wide, shape.order, _stretches(wide, whole, TO_BYTES[0]), TO_BYTES)
         masks = [_masks_of_bytes(wide, shape, a, b) for a, b in zip(z[::2], z[1::2], strict=True)]
     else:
@@ -79,6 +82,14 @@ def emit_pack(
         for bits in e.whole_bytes(plane):
             e.store(bits, packed, at)
             at += bits.type.width // 8
+
+
+def _in_order(e: Emitter, row: list[Value]) -> list[Value]:
+    """Return the lower 16 bits of split vectors in natural order."""
+    b, kind, words = e.builder, ir.VectorType(I16, 2 * e.lanes), [e.as_words(x) for x in row]
+    low = [b.and_(x, e.all_words(0xFFFF)) for x in words[::2]]
+    high = [b.shl(x, e.all_words(16)) for x in words[1::2]]
+    return [b.bitcast(b.or_(x, y), kind) for x, y in zip(low, high, strict=True)]
 
 
 def _halves(wide: Emitter, row: list[Value]) -> list[Value]:

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
+from llvmlite import ir
 
-from kvstore.codecs.kernels.emit.emitter import Emitter, Value, log2
+from kvstore.codecs.kernels.emit.emitter import Emitter, Value, in_turn, log2
 from kvstore.codecs.rows.rotation import Order, base_matrix
 
 Layout: TypeAlias = tuple[int, ...]
@@ -111,8 +112,61 @@ def _signed_sum(e: Emitter, signs: np.ndarray, terms: tuple[Value, ...]) -> Valu
     return total
 
 
+def mixed(e: Emitter, order: Order, row: list[Value]) -> list[Value]:
+    """Multiply a row in natural order, of vectors of several groups, by the Hadamard matrix."""
+    for bit in range(log2(order.power)):
+        row = [_butterfly_of_lanes(e, x, 1 << bit) for x in row]
+    return _multiply_groups(e, base_matrix(order.base), order.power, row)
+
+
+def mixed_back(e: Emitter, order: Order, row: list[Value]) -> list[Value]:
+    """Multiply such a row by the transposed matrix, but for the butterfly of neighbours."""
+    row = _multiply_groups(e, base_matrix(order.base).T, order.power, row)
+    for bit in range(1, log2(order.power)):
+        row = [_butterfly_of_lanes(e, x, 1 << bit) for x in row]
+    return row
+
+
+def _butterfly_of_lanes(e: Emitter, x: Value, distance: int) -> Value:
+    lanes = np.arange(e.lanes)
+    signs = np.stack([np.ones(e.lanes), np.where(lanes & distance, -1, 1)])
+    return _sum_by_lanes(e, [e.choose(x, x, lanes ^ distance), x], signs)
+
+
+def _multiply_groups(e: Emitter, matrix: np.ndarray, power: int, row: list[Value]) -> list[Value]:
+    """Make each group a signed sum of all groups; every vector is turned by each of its groups."""
+    lanes, num = np.arange(e.lanes), e.lanes // power
+    turns = [(k, turn) for k in range(len(row)) for turn in range(num)]
+    turned = [e.choose(row[k], row[k], (lanes + power * turn) % e.lanes) for k, turn in turns]
+    sources = np.array([num * k + (lanes // power + turn) % num for k, turn in turns])
+    groups = (num * k + lanes // power for k in range(len(row)))
+    return [_sum_by_lanes(e, turned, matrix[group, sources]) for group in groups]
+
+
+def _sum_by_lanes(e: Emitter, terms: list[Value], signs: np.ndarray) -> Value:
+    """Add up vectors with a sign for each lane, (terms, lanes), those of like signs first.
+
+    Of lanes that are subtracted bits are flipped: -x is ~x + 1.
+    """
+    b, kind, sums = e.builder, terms[0].type, dict[tuple[int, ...], Value]()
+    for term, own in zip(terms, signs.astype(int), strict=True):
+        alike = tuple(own * own[0])
+        add_up = b.add if own[0] > 0 else b.sub
+        sums[alike] = add_up(sums.get(alike, ir.Constant(kind, None)), term)
+    negative = np.array([*sums]) < 0
+    total = in_turn(kind, *negative.sum(axis=0).tolist())
+    for term, mask in zip(sums.values(), negative, strict=True):
+        total = b.add(total, b.xor(term, in_turn(kind, *(-1 * mask).tolist())))
+    return total
+
+
 def partial_norm(e: Emitter, order: Order, neighbours: list[Value]) -> Value:
-    """Add up neighbours' sums of squares to one per lane, in the order of ``squared_norms``."""
+    """Add up neighbours' sums of squares to one per lane, in the order of ``squared_norms``.
+
+    Lanes that a group of a mixed row does not have are zero.
+    """
+    if e.lanes > order.power // 2:
+        return _mixed_norm(e, order, neighbours)
     terms, per_group = neighbours, order.power // (2 * e.lanes)
     while len(terms) // per_group % 2 == 0:
         terms = _fold(e, terms)
@@ -122,6 +176,24 @@ def partial_norm(e: Emitter, order: Order, neighbours: list[Value]) -> Value:
     while len(first) > 1:
         first = _fold(e, first)
     return first[0]
+
+
+def _mixed_norm(e: Emitter, order: Order, terms: list[Value]) -> Value:
+    """Add up groups of ``power // 2`` lanes each: upper halves to lower ones, then in order."""
+    b, places, num = e.builder, order.power // 2, order.base
+
+    def lanes_from(first: int) -> Value:
+        at, within = divmod(first, e.lanes)
+        return e.choose(terms[at], terms[min(at + 1, len(terms) - 1)], within + np.arange(e.lanes))
+
+    while num % 2 == 0:
+        num //= 2
+        starts = range(0, num * places, e.lanes)
+        terms = [b.fadd(lanes_from(k), lanes_from(num * places + k)) for k in starts]
+    total = terms[0]
+    for group in range(1, num):
+        total = b.fadd(total, lanes_from(group * places))
+    return e.choose(total, e.all_floats(0.0), [k + e.lanes * (k >= places) for k in range(e.lanes)])
 
 
 def sums_of_lanes(e: Emitter, rows: list[Value]) -> Value:

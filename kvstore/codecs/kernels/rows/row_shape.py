@@ -30,9 +30,14 @@ class RowShape:
         return order
 
     @property
+    def is_mixed(self) -> bool:
+        """True if a vector has several groups of the rotation: with one, it would be too short."""
+        return self.order.base > 1 and self.order.power < 2 * MAX_LANES and self.fits_16_bits
+
+    @property
     def lanes(self) -> int:
-        """The lanes of 32 bits in a vector; a group of the rotation has at least two vectors."""
-        return min(self.order.power // 2, MAX_LANES)
+        """The lanes of 32 bits in a vector; a row has an even number of vectors."""
+        return min((self.dim & -self.dim if self.is_mixed else self.order.power) // 2, MAX_LANES)
 
     @property
     def wide_lanes(self) -> int:
@@ -40,6 +45,8 @@ class RowShape:
 
         On hosts with small vectors, more lanes would cost more shuffles than they save.
         """
+        if self.is_mixed:
+            return 2 * self.lanes
         most = 2 * MAX_LANES if "avx512bw" in host_features() else MAX_LANES
         return min(self.order.power // 2, most)
 

@@ -43,12 +43,22 @@ def emit_unpack(e: Emitter, shape: RowShape, packed: Value, scale: Value, row: V
     bits = e.builder.zext(e.load(scale, 0, I16), I32)
     size = e.builder.shl(e.builder.add(bits, ir.Constant(I32, floats.REBIAS)), ir.Constant(I32, 13))
     unit = e.splat(e.builder.fmul(e.builder.bitcast(size, F32), f32(shape.rows.unit_of(shape.dim))))
-    if shape.fits_16_bits and shape.wide_lanes > e.lanes:
+    if shape.is_mixed:
+        sums, store = _mixed_sums(e, shape, packed), store_row
+    elif shape.fits_16_bits and shape.wide_lanes > e.lanes:
         sums, store = _natural_sums(e, shape, packed), store_natural
     else:
         sums, store = _split_sums(e, shape, packed), store_row
     x = [e.builder.fmul(e.builder.sitofp(v, e.floats), unit) for v in sums]
     store(e, shape.dtype, row, sign_masks(shape.dim), x)
+
+
+def _mixed_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
+    """Return rotated levels in 32 bits, as split vectors of several groups each."""
+    wide = Emitter(e.builder, shape.wide_lanes)
+    z = [_levels(wide, shape, packed, i, I16) for i in range(shape.dim // wide.lanes)]
+    z = rotation.mixed_back(wide, shape.order, z)
+    return [x for halves in z for x in _neighbours(e, halves)]
 
 
 def _split_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
@@ -85,7 +95,7 @@ def _natural_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
 def _neighbours(e: Emitter, halves: Value) -> tuple[Value, Value]:
     """Return sums and differences of neighbours, in 32 bits."""
     b, shift = e.builder, e.all_words(16)
-    if "avx512bw" in host_features():
+    if "avx512bw" in host_features() and halves.type.count == 32:
         ones = [in_turn(halves.type, 1, sign) for sign in (1, -1)]
         name = "llvm.x86.avx512.pmaddw.d.512"
         both = [e.call(name, e.words, halves, x) for x in ones]
