@@ -15,7 +15,6 @@ SUITES = (
         "rows/test_golden.py",
         "kernels/test_kernels.py",
         "attention/test_rotated.py",
-        "attention/test_planes.py",
     ),
     *("fixed_rate/test_fused_rate.py", "one_step/test_fused_loop.py"),
 )
@@ -27,7 +26,6 @@ CHOSEN = " or ".join(
         "(test_fused_loop and (frozen or predicted_from or kernels_give_the))",
         "any_number_of_rows",
         "(code_agrees and 3-64)",
-        "(planes_agree and (1-3 or 5-1))",
     ]
 )
 
