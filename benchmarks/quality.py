@@ -29,7 +29,7 @@ from kvstore.codecs.profile import load_profile
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.config import AUTO, StoreConfig
 from launch.calibrate.program import USUAL_CONTEXTS, CalibrateOptions, calibrate
-from launch.cli.calibrate import print_report
+from launch.cli.calibrate import RowPrinter
 from launch.cli.options import layers
 from launch.errors import LaunchError, UsageError
 from launch.machine.installation import find_python
@@ -48,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         report = _measured(arguments, arguments.folder or Path(temporary))
         choice = _choice(Path(report.profile))
-    print_report(report)
+    RowPrinter().print_report(report)
     text = markdown(report, time.monotonic() - started)
     print("", text, choice, sep="\n")
     if arguments.markdown:
@@ -64,7 +64,7 @@ def _measured(arguments: argparse.Namespace, folder: Path) -> CalibrationReport:
     assignments += [f"engine.dtype={arguments.dtype}"] if arguments.dtype else []
     assignments += [f"engine.vllm.python={arguments.python}"] if arguments.python else []
     flags = {"--model": arguments.model} if arguments.model else {}
-    wishes = CalibrateOptions((), (), arguments.presets, arguments.contexts, True)
+    wishes = CalibrateOptions((), (), arguments.presets, arguments.contexts)
     try:
         settings = effective_settings(
             layers(os.environ, assignments=assignments, flags=flags), os.environ

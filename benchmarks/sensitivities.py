@@ -27,7 +27,7 @@ import psutil
 from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.stacks.product_stack import MIB, write_json
 from engines.calibration.corpus import fit_texts, held_out_texts
-from engines.calibration.learn import deal, learn, samples_of
+from engines.calibration.learn import Reader, deal, learn
 from engines.calibration.measuring.cases import Case, chain_cases, text_cases
 from engines.calibration.measuring.measure import measure
 from engines.mlx_worker.cache.layout import probe
@@ -36,7 +36,6 @@ from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.base import Codec
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.quality import Quality
-from kvstore.session import CHUNK_TOKENS
 from launch.machine.folders import default_cache_dir
 from launch.model.sample import sample_model
 
@@ -65,8 +64,8 @@ def learned(
         by_texts[way.num_texts].append(way)
     for num_texts, some in by_texts.items():
         began = time.monotonic()
-        dealt = list(deal(fit_texts(), instrument, num_texts, tokens))
-        seen = samples_of(instrument, dealt, probed_share)
+        dealt = list(deal(fit_texts(), instrument.encode, num_texts, tokens))
+        seen = Reader(instrument, probed_share).samples(dealt)
         read_s = time.monotonic() - began
         alike = replace(seen, metrics=None)
         for way in some:
@@ -127,9 +126,7 @@ def main() -> None:
     codecs = {way.label: codec for way, codec, _ in found}
     costs = {way.label: cost for way, _, cost in found}
     contexts = tuple(map(int, args.contexts.split(",")))
-    judged: list[Quality] = measure(
-        instrument, codecs, cases(instrument, contexts, args.scored), CHUNK_TOKENS
-    )
+    judged: list[Quality] = measure(instrument, codecs, cases(instrument, contexts, args.scored))
     rows = [{"label": x.preset, **msgspec.to_builtins(x), **costs[x.preset]} for x in judged]
     print("\n".join(table(rows)), flush=True)
     write_json(args.json, {"rows": rows})

@@ -116,7 +116,6 @@ class CalibrationOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     num_scored: Positive = 256  # tokens after each prefix that are compared
     depths: tuple[float, ...] = DEPTHS  # of needles, as shares of the prefix; none = no needles
     num_chains: Annotated[int, msgspec.Meta(ge=0)] = 4  # prefixes with problems; 0 = none
-    chunk_tokens: Positive = 32  # of the cold store
     num_threads: Annotated[int, msgspec.Meta(ge=0)] = 0  # that unpack a session; 0 = the codec's
     # Stop at the first case after which all presets surely keep the bound, or one surely does not.
     ends_early: bool = False

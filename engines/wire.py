@@ -85,6 +85,7 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     # "learning on: 5 of 96 texts to learn from"; "" = none runs.
     progress: str = ""
     ended: MeasurementEnd | None = None  # the last one; None: none since the engine started
+    found: tuple[Quality, ...] = ()  # rows of the measurement that runs or ran last, as they come
     # The reason why KV on a GPU is packed by the host, which is slower; "" if it is not, or if
     # there is no GPU.
     why_host: str = ""

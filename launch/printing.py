@@ -37,8 +37,8 @@ def one_line(text: str) -> str:
 
 
 def say(text: str = "", *, error: bool = False) -> None:
-    """Print lines of text; with ``error`` to standard error."""
-    print(safe(text), file=sys.stderr if error else sys.stdout, flush=error)
+    """Print lines of text at once, also into a pipe; with ``error`` to standard error."""
+    print(safe(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def print_json(content: Any) -> None:

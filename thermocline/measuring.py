@@ -85,7 +85,6 @@ def judge(
     """
     from engines.calibration.measuring.cases import Case, chain_cases
     from engines.calibration.measuring.measure import measure, quiet
-    from kvstore.session import CHUNK_TOKENS
 
     if not tokens or min(map(len, tokens)) < context + num_scored:
         raise ValueError(f"texts of {context + num_scored} tokens or more are wanted")
@@ -99,7 +98,7 @@ def judge(
     instrument, say = _instrument_of(model), _printed if _is_shown(progress) else quiet
     say("opening methods; one that is used for the first time is compiled")
     codecs = _codecs(instrument, names, profile)
-    return measure(instrument, codecs, cases, CHUNK_TOKENS, say)
+    return measure(instrument, codecs, cases, say)
 
 
 def _is_shown(progress: bool | None) -> bool:

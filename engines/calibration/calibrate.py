@@ -6,8 +6,8 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +15,13 @@ import numpy as np
 from engines.calibration.corpus import Text, fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.rules import Bound, beyond_measured, decided, refusal
 from engines.calibration.instrument import Instrument
-from engines.calibration.learn import (
-    deal,
-    learn,
-    look_at_states,
-    samples_of,
-    short_texts,
-    window_samples_of,
-)
+from engines.calibration.learn import Reader, deal, learn, short_texts
 from engines.calibration.measuring.cases import Case, chain_cases, needle_cases, text_cases
-from engines.calibration.measuring.measure import OnProgress, measure, quiet
+from engines.calibration.measuring.measure import Judge, OnProgress, quiet
 from engines.calibration.measuring.trials import AnyCodec, least_context
 from engines.calibration.scratch import Scratch
 from engines.config import CalibrationOrder
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.learning.sensitivity import StateSensitivities
 from kvstore.codecs.names import first_part, is_learned, parts_of, session_presets
 from kvstore.codecs.presets import open_codec, warm
 from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, Profile
@@ -45,163 +37,174 @@ class CannotCalibrate(Exception):
     """The order cannot be carried out. The message is one sentence for the operator."""
 
 
-def calibrate(
-    instrument: Instrument,
-    order: CalibrationOrder,
-    known: Profile | None = None,
-    on_progress: OnProgress = quiet,
-    folder: Path | None = None,
-) -> Profile:
-    """Learn and measure what ``order`` asks for; returns the profile with its rows.
+def calibrate(instrument: Instrument, order: CalibrationOrder) -> Profile:
+    """Learn and measure what ``order`` asks for, in memory; returns the profile with its rows.
 
-    Args:
-        known: what presets have learned of this model, which they do not learn again.
-        on_progress: called now and then with the progress; may raise, to end it.
-        folder: of a file without a name for all that is large; None = it stays in memory.
-
-    Raises:
-        CannotCalibrate: no text is long enough, or a context is too short for a state.
-        UnknownCodec: a preset does not exist, or cannot pack this model's cache.
-        ValueError: the model turns its keys in a way that is not understood.
-        OSError: a text cannot be read, or the disk of ``folder`` is full.
+    Raises what ``Calibration.profiles`` does.
     """
-    with nullcontext() if folder is None else Scratch(folder) as scratch:
-        return _Calibration(instrument, order, on_progress, folder, scratch).profile(known)
+    with Calibration(instrument) as calibration:
+        *_, profile = calibration.profiles(order)
+    return profile
 
 
-@dataclass(frozen=True)
-class _Calibration:
-    """Carries out one order on one model; ``calibrate`` describes the fields."""
+class Calibration:
+    """Carries out orders on one model. What one has read and computed is there for the next.
 
-    instrument: Instrument
-    order: CalibrationOrder
-    on_progress: OnProgress
-    folder: Path | None
-    scratch: Scratch | None
+    They may differ in their presets, in the number of texts to learn from, and in whether they end
+    early. Use it in a ``with`` block.
+    """
 
-    def profile(self, known: Profile | None) -> Profile:
-        """Learn and measure."""
-        order, instrument = self.order, self.instrument
-        cases = list(self._cases())
+    def __init__(
+        self,
+        instrument: Instrument,
+        on_progress: OnProgress = quiet,
+        folder: Path | None = None,
+        room: int = 0,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            on_progress: called now and then with the progress; may raise, to end it.
+            folder: of files without a name for all that is large; None = it stays in memory.
+            room: bytes for the answers by the exact cache, which are computed once; what
+                does not fit is computed again for every preset.
+        """
+        self._instrument = instrument
+        self._on_progress = on_progress
+        self._folder, self._room = folder, room
+        self._encode = functools.cache(instrument.encode)  # a long text takes a second
+        self._readers: dict[bool, Reader] = {}  # of layers with windows, and of others
+        self._judge: Judge | None = None
+        self._file: Scratch | None = None
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Calibration:
+        if self._folder is not None:
+            self._file = self._closing.enter_context(Scratch(self._folder))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.close()
+
+    def profiles(self, order: CalibrationOrder, known: Profile | None = None) -> Iterator[Profile]:
+        """Learn and measure one preset after the other; yields the profile after each.
+
+        It has the rows of all presets that were measured so far for this order. One that ends early
+        ends before the first preset that its few texts do not show to keep the bound.
+
+        Args:
+            known: what presets have learned of this model, which they do not learn again.
+
+        Raises:
+            CannotCalibrate: no text is long enough, or a context is too short for a state.
+            UnknownCodec: a preset does not exist, or cannot pack this model's cache.
+            ValueError: the model turns its keys in a way that is not understood.
+            OSError: a text cannot be read, or the disk of the folder is full.
+        """
+        instrument, bound = self._instrument, Bound(kl=order.max_kl)
+        judge = self._judge_of(order)
         if known is None or known.layout != instrument.layout or self._turns_otherwise(known):
             known = Profile(instrument.fingerprint, instrument.layout, (), {})
-        profile = self._learned(known, order.presets)
-        rows = self._measured(profile, order.presets, cases)
-        if order.fallbacks and not order.ends_early and not _serves(rows, profile, self._bound):
-            profile = self._learned(profile, order.fallbacks)
-            more = self._measured(profile, order.fallbacks, cases)
-            measured = {(x.preset, x.context) for x in rows}
-            rows += [x for x in more if (x.preset, x.context) not in measured]
-        return replace(profile, rows=tuple(rows))
+        profile, rows = known, list[Quality]()
+        for presets in (order.presets, order.fallbacks):
+            if rows and (order.ends_early or _serves(rows, profile, bound)):
+                return
+            for name in dict.fromkeys(presets):
+                profile = self._learned(profile, first_part(name), order)
+                measured = {x.preset for x in rows}
+                codecs = codecs_to_measure(instrument, [name], profile)
+                codecs = {x: codec for x, codec in codecs.items() if x not in measured}
+                if order.ends_early:
+                    found = judge.rows(codecs, lambda rows: decided(rows, bound) is not None)
+                    if not decided(found, bound):
+                        return
+                else:
+                    found = judge.rows(codecs)
+                rows = sorted([*rows, *found], key=lambda row: row.context)
+                yield replace(profile, rows=tuple(rows))
 
     def _turns_otherwise(self, known: Profile) -> bool:
         """True if a profile was learned when the model's rotation was read in another way."""
-        return bool(known.ropes) and known.ropes != self.instrument.ropes
-
-    @property
-    def _bound(self) -> Bound:
-        return Bound(kl=self.order.max_kl)
+        return bool(known.ropes) and known.ropes != self._instrument.ropes
 
     # ---- learning
 
-    def _learned(self, profile: Profile, presets: Sequence[str]) -> Profile:
-        """Add to a profile what the presets have not learned yet."""
-        names = [x for x in dict.fromkeys(map(first_part, presets)) if is_learned(x)]
-        profile = self._with_rows(profile, [x for x in names if not self._knows(profile, x)])
-        return self._with_windows(profile, [x for x in names if not _knows_windows(profile, x)])
+    def _learned(self, profile: Profile, name: str, order: CalibrationOrder) -> Profile:
+        """Add to a profile what a preset has yet to learn of rows, of windows and of states."""
+        layout, states = self._instrument.layout, self._instrument.states
+        if is_learned(name) and layout.layers and not self._knows(profile, name):
+            reader = self._reader_of(order)
+            samples = reader.samples(self._texts_of(order))
+            profile = self._with(profile, name, self._found(samples, name))
+            profile = replace(profile, ropes=samples.ropes)
+            profile = self._with_costs(profile, reader)
+        elif not layout.layers and self._sees_states and OF_STATES not in profile.learned:
+            reader = self._reader_of(order)
+            reader.samples(self._texts_of(order))
+            profile = self._with_costs(profile, reader)
+        has_windows = states is not None and states.windows is not None
+        if is_learned(name) and has_windows and name + OF_WINDOWS not in profile.learned:
+            how = (self._encode, order.num_windows, order.window_tokens)
+            texts = short_texts(self._instrument, _fit_texts(order), *how)
+            samples = self._reader_of(order, of_windows=True).samples(texts)
+            profile = self._with(profile, name + OF_WINDOWS, self._found(samples, name))
+            profile = replace(profile, windows=samples.layout, window_ropes=samples.ropes)
+        return profile
+
+    @property
+    def _sees_states(self) -> bool:
+        states = self._instrument.states
+        return states is not None and states.has_matrices and self._instrument.sees_states
 
     def _knows(self, profile: Profile, name: str) -> bool:
         """True if a preset has learned the model, and not in another release's way."""
         if name not in profile.learned:
             return False
         try:
-            open_codec(name, profile).check(self.instrument.layout)
+            open_codec(name, profile).check(self._instrument.layout)
         except UnknownCodec:
             return False
         return True
 
-    def _with_rows(self, profile: Profile, missing: Sequence[str]) -> Profile:
-        """Add the tables of rows, and the costs of errors in states."""
-        seen = None if OF_STATES in profile.learned else StateSensitivities()
-        states = self.instrument.states
-        if self.instrument.layout.layers and missing:
-            self.on_progress("reading texts to learn from")
-            with self._rows() as rows:
-                how = (self.order.probed_share, rows, self.on_progress, seen)
-                samples = samples_of(self.instrument, self._dealt, *how)
-                for name in missing:
-                    profile = self._with(profile, name, self._found(samples, name))
-                profile = replace(profile, ropes=samples.ropes)
-        elif not self.instrument.layout.layers and states and states.has_matrices and seen:
-            self.on_progress("reading texts to see what errors in states cost")
-            look_at_states(self.instrument, self._dealt, self.order.probed_share, seen)
-        if seen is not None and (costs := seen.learned()):
-            profile = self._with(profile, OF_STATES, costs)
-        return profile
+    def _reader_of(self, order: CalibrationOrder, *, of_windows: bool = False) -> Reader:
+        """Return the reader of texts, which goes on where the order before has ended."""
+        if of_windows not in self._readers:
+            how = (order.probed_share, self._file, self._on_progress)
+            self._readers[of_windows] = Reader(self._instrument, *how, of_windows=of_windows)
+        return self._readers[of_windows]
 
-    def _with_windows(self, profile: Profile, missing: Sequence[str]) -> Profile:
-        """Add what presets learn of layers with sliding windows, if the model has any."""
-        states = self.instrument.states
-        if states is None or states.windows is None or not missing:
-            return profile
-        order = self.order
-        texts = short_texts(self.instrument, self._texts, order.num_windows, order.window_tokens)
-        with self._rows() as rows:
-            how = (order.probed_share, rows, self.on_progress)
-            samples = window_samples_of(self.instrument, texts, *how)
-            for name in missing:
-                profile = self._with(profile, name + OF_WINDOWS, self._found(samples, name))
-        return replace(profile, windows=samples.layout, window_ropes=samples.ropes)
+    def _texts_of(self, order: CalibrationOrder) -> list[list[int]]:
+        texts = _fit_texts(order)
+        return [*deal(texts, self._encode, order.num_windows, order.window_tokens)]
 
     def _found(self, samples: Samples, name: str) -> Mapping[str, np.ndarray]:
-        self.on_progress(f"learning {name}")
-        return learn(samples, self.instrument.fingerprint, [name]).learned[name]
+        self._on_progress(f"learning {name}")
+        return learn(samples, self._instrument.fingerprint, [name]).learned[name]
+
+    def _with_costs(self, profile: Profile, reader: Reader) -> Profile:
+        """Add what errors in states cost, if texts have shown it."""
+        costs = {} if OF_STATES in profile.learned else reader.costs_of_states.learned()
+        return self._with(profile, OF_STATES, costs) if costs else profile
 
     def _with(self, profile: Profile, name: str, learned: Mapping[str, np.ndarray]) -> Profile:
-        if self.scratch is not None:
-            learned = {key: self.scratch.keep(array) for key, array in learned.items()}
+        if self._file is not None:
+            learned = {key: self._file.keep(array) for key, array in learned.items()}
         return replace(profile, learned={**profile.learned, name: learned})
-
-    def _rows(self) -> AbstractContextManager[Scratch | None]:
-        """Make the place for the rows of texts, which are freed once all is learned of them."""
-        return nullcontext() if self.folder is None else Scratch(self.folder)
-
-    @property
-    def _texts(self) -> list[Text]:
-        given = self.order.fit_texts
-        return texts_of(map(Path, given)) if given else fit_texts()
-
-    @property
-    def _dealt(self) -> list[list[int]]:
-        order = self.order
-        return [*deal(self._texts, self.instrument, order.num_windows, order.window_tokens)]
 
     # ---- measuring
 
-    def _measured(
-        self, profile: Profile, presets: Sequence[str], cases: Sequence[Case]
-    ) -> list[Quality]:
-        """Measure presets, as ``profile`` has learned them, on all cases, or until they decide."""
+    def _judge_of(self, order: CalibrationOrder) -> Judge:
+        """Return the judge by an order's cases, which all orders have in common."""
+        if self._judge is None:
+            known = (self._instrument, list(self._cases(order)), self._on_progress)
+            files = (self._folder, self._room)
+            self._judge = Judge(*known, *files, num_threads=order.num_threads)
+        return self._judge
 
-        def is_decided(rows: Sequence[Quality]) -> bool:
-            return self.order.ends_early and decided(rows, self._bound) is not None
-
-        return measure(
-            self.instrument,
-            codecs_to_measure(self.instrument, presets, profile),
-            cases,
-            self.order.chunk_tokens,
-            self.on_progress,
-            self.folder,
-            num_threads=self.order.num_threads,
-            is_enough=is_decided,
-        )
-
-    def _cases(self) -> Iterator[Case]:
-        order = self.order
+    def _cases(self, order: CalibrationOrder) -> Iterator[Case]:
         texts = texts_of(map(Path, order.eval_texts)) if order.eval_texts else held_out_texts()
-        encode = functools.cache(self.instrument.encode)  # a long text takes a second
-        for context in self._contexts():
+        encode = self._encode
+        for context in self._contexts(order):
             of_texts = list(text_cases(texts, encode, context, order.num_scored))
             if not of_texts:
                 needed = context + order.num_scored
@@ -216,14 +219,14 @@ class _Calibration:
             yield from of_texts[1:]
             yield from chains
 
-    def _contexts(self) -> list[int]:
+    def _contexts(self, order: CalibrationOrder) -> list[int]:
         """The contexts to measure. With states they end where a state can rest.
 
         What lies after it would be computed again, and count as if it had been packed. In one of
         them a session has to sleep as often as it is judged by; an engine's own order takes what
         the engine can hold, and its sessions then sleep less often.
         """
-        order, states, step = self.order, self.instrument.states, self.instrument.state_step
+        states, step = self._instrument.states, self._instrument.state_step
         if states is None:
             return list(order.contexts)
         least = least_context(states, step) if order.report_path else step
@@ -235,8 +238,8 @@ class _Calibration:
         return list(dict.fromkeys(x // step * step for x in order.contexts))
 
 
-def _knows_windows(profile: Profile, name: str) -> bool:
-    return name + OF_WINDOWS in profile.learned
+def _fit_texts(order: CalibrationOrder) -> list[Text]:
+    return texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
 
 
 def _serves(rows: Sequence[Quality], profile: Profile, bound: Bound) -> bool:

@@ -25,12 +25,15 @@ class NotObservable(Exception):
 class HeldSession:
     """All that an engine keeps of ``num_tokens`` tokens: rows of every token, and its state.
 
-    ``state``: as the engine hands it to a cold store; None where rows are all there is.
+    Attributes:
+        state: as the engine hands it to a cold store; None where rows are all there is.
+        prompt: the prompt that these tokens begin, where an engine needs it to go on from them.
     """
 
     run: KVRun
     num_tokens: int
     state: StateTree = None
+    prompt: tuple[int, ...] = ()
 
 
 NOTHING: Final = HeldSession((), 0)

@@ -8,16 +8,15 @@ can be compared.
 
 from __future__ import annotations
 
-import shutil
 from typing import Final
 
 import msgspec
 
 from engines.calibration.corpus import held_out_texts
+from engines.calibration.scratch import room_on_disk
 from engines.config import CalibrationOrder
 from kvstore.codecs.names import USUAL, first_part, is_learned, session_presets
 from kvstore.config import AUTO, StoreConfig
-from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import StateLayout
 from kvstore.workers import restoring_threads
 
@@ -30,14 +29,12 @@ FIRST_SCORED: Final = 64
 # Many short texts teach more than few long ones of as many tokens (decision 59).
 FIRST_WINDOWS: Final = 24
 FIRST_WINDOW_TOKENS: Final = 512  # at most half of the context: see ``further_order``
-FIRST_PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
+PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
 FIRST_CHAINS: Final = 3
 EARLY_WINDOWS: Final = 12
 DENSEST: Final = "max"  # it learns
 MOST_WINDOWS: Final = 96  # of an order that follows
-FURTHER_PROBED: Final = 0.25  # of each window
 MOST_ROW_BYTES: Final = 8 << 30  # of rows to learn from, in a file without a name
-FREE_SHARE: Final = 4  # at most a quarter of that disk's free space
 STORED_BYTES: Final = 2  # of a value in that file
 LEAST_CONTEXT: Final = 128  # fewer tokens are never packed
 
@@ -75,12 +72,11 @@ def first_order(
         contexts=(context,),
         num_windows=FIRST_WINDOWS,
         window_tokens=window_tokens,
-        probed_share=FIRST_PROBED,
+        probed_share=PROBED,
         num_scored=FIRST_SCORED,
         depths=(0.5,),
         num_chains=FIRST_CHAINS,
         num_threads=restoring_threads(store.num_threads),
-        chunk_tokens=CHUNK_TOKENS,
         data_path=data_path,
     )
 
@@ -100,7 +96,7 @@ def further_order(order: CalibrationOrder, elements_per_token: int) -> Calibrati
     Args:
         elements_per_token: of the rows that are learned from.
     """
-    room = min(MOST_ROW_BYTES, shutil.disk_usage(order.data_path).free // FREE_SHARE)
+    room = room_on_disk(order.data_path, MOST_ROW_BYTES)
     of_window = max(1, order.window_tokens * elements_per_token * STORED_BYTES)
     num_windows = min(MOST_WINDOWS, room // of_window)
     learned = [x for x in order.presets if is_learned(first_part(x))]
@@ -108,7 +104,6 @@ def further_order(order: CalibrationOrder, elements_per_token: int) -> Calibrati
         order,
         presets=tuple(dict.fromkeys([*learned, DENSEST])),
         num_windows=max(order.num_windows, num_windows),
-        probed_share=FURTHER_PROBED,
     )
 
 

@@ -1,6 +1,6 @@
 """Bounds the memory and the threads of a measurement, which runs beside users' requests.
 
-One BLAS thread, freed memory returned, and arrays in a file without a name: they take disk and no
+Few BLAS threads, freed memory returned, and arrays in a file without a name: they take disk and no
 memory that the system could not reclaim. A measurement inside an engine learns from hundreds of
 mebibytes of rows, of which it looks at a few at a time.
 """
@@ -11,6 +11,7 @@ import ctypes
 import math
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,24 +27,25 @@ from kvstore.shapes import DType, KVPair, KVRun
 
 # Arrays of so many bytes get pages of their own while a model is measured.
 LARGE_BYTES: Final = 4 << 20
+FREE_SHARE: Final = 4  # at most a quarter of a disk's free space
 # What glibc's threshold grows to by itself, as soon as blocks of such a size were freed.
 _USUAL_BYTES: Final = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Have numpy's BLAS compute on the calling thread, which can then be of low priority.
+def blas_threads(count: int) -> Iterator[None]:
+    """Have numpy's BLAS compute on so many threads; mlx and torch have BLAS of their own.
 
-    Its other threads are as old as the process, and as important. mlx and torch have BLAS of their
-    own.
+    With one it computes on the calling thread, which can then be of low priority: its other threads
+    are as old as the process, and as important.
     """
     blas = ThreadpoolController().select(user_api="blas")
     own = [x for x in blas.lib_controllers if "numpy" in x.filepath]
     before = [x.num_threads for x in own]
     try:
         for library in own:
-            library.set_num_threads(1)
+            library.set_num_threads(count)
         yield
     finally:
         for library, num_threads in zip(own, before, strict=True):
@@ -84,6 +86,11 @@ def _set_threshold(nbytes: int) -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * _USUAL_BYTES)
 
 
+def room_on_disk(folder: str | Path, most: int) -> int:
+    """Return the bytes that files of a measurement may take there, ``most`` at most."""
+    return min(most, shutil.disk_usage(folder).free // FREE_SHARE)
+
+
 class Scratch:
     """A file that is gone when this process is, however it ends. Use it in a ``with`` block.
 
@@ -110,9 +117,10 @@ class Scratch:
         self._file.close()
 
     def keep(self, array: np.ndarray) -> np.ndarray:
-        """Write ``array``; returns it as read-only memory of the file, same shape and dtype.
+        """Write ``array``; returns it as memory of the file, same shape and dtype.
 
-        Written and not only mapped, so that a full disk is an error and no signal.
+        What is written to that memory stays there, and does not reach the file. The array itself is
+        written and not only mapped, so that a full disk is an error and no signal.
 
         Raises:
             OSError: the disk is full.
@@ -122,7 +130,7 @@ class Scratch:
         values = np.ascontiguousarray(array)
         self._write(values.data.cast("B"))
         start, self._end = self._end, _next_page(self._end + values.nbytes)
-        mapped = mmap.mmap(self._file.fileno(), values.nbytes, prot=mmap.PROT_READ, offset=start)
+        mapped = mmap.mmap(self._file.fileno(), values.nbytes, mmap.MAP_PRIVATE, offset=start)
         return np.frombuffer(mapped, values.dtype, math.prod(values.shape)).reshape(values.shape)
 
     def keep_stored(self, run: KVRun, dtype: DType) -> list[KVPair]:

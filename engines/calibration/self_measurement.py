@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -20,27 +20,30 @@ from typing import Final, Protocol
 import msgspec
 
 from engines.calibration.agreement import Partners
-from engines.calibration.calibrate import (
-    CannotCalibrate,
-    calibrate,
-    codecs_to_measure,
-)
+from engines.calibration.calibrate import Calibration, CannotCalibrate, codecs_to_measure
 from engines.calibration.gate.profiles import load, locked, make_folder, save
-from engines.calibration.gate.rules import Bound, decided, is_disturbed
+from engines.calibration.gate.rules import is_disturbed
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
 from engines.calibration.measuring.times import timed_again
 from engines.calibration.orders import early_order, further_order
-from engines.calibration.scratch import large_arrays_apart, one_thread, return_freed_memory
+from engines.calibration.scratch import (
+    blas_threads,
+    large_arrays_apart,
+    return_freed_memory,
+    room_on_disk,
+)
 from engines.config import CalibrationOrder, CalibrationReport
 from engines.wire import CodecReport, MeasurementEnd
 from kvstore.codecs.profile import Profile
+from kvstore.codecs.quality import Quality, short_row
 from kvstore.errors import UnknownCodec
-from kvstore.workers import lower_priority
+from kvstore.workers import lower_priority, usable_cores
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S: Final = 2.0
+KEPT_BYTES: Final = 4 << 30
 LOG_EVERY_S: Final = 60.0  # in the log; ``progress`` always says the latest
 LOOK_EVERY_S: Final = 2.0
 # Until the next attempt to time a model on a quiet machine; doubled each time, up to the second.
@@ -103,6 +106,7 @@ class SelfMeasurement:
         self._has_verdict = False
         self._partners = partners
         self._progress = ""
+        self._found: tuple[Quality, ...] = ()
         self._ended: MeasurementEnd | None = None
         self._logged_s = float("-inf")
         self._closing = threading.Event()
@@ -126,8 +130,9 @@ class SelfMeasurement:
         return self._has_verdict
 
     def with_progress(self, report: CodecReport) -> CodecReport:
-        """The report with this measurement's progress, and with its end."""
-        return msgspec.structs.replace(report, progress=self._progress, ended=self._ended)
+        """The report with this measurement's progress and rows, and with its end."""
+        news = {"progress": self._progress, "found": self._found, "ended": self._ended}
+        return msgspec.structs.replace(report, **news)
 
     def close(self) -> None:
         """Have it end at the next opportunity. The instrument must refuse its steps, too."""
@@ -141,7 +146,8 @@ class SelfMeasurement:
         lower_priority()
         try:
             # An engine whose report is awaited was started to measure: no user needs the cores.
-            with nullcontext() if self._is_awaited else one_thread(), large_arrays_apart():
+            num_threads = usable_cores() if self._is_awaited else 1
+            with blas_threads(num_threads), large_arrays_apart():
                 self._measure()
             self._ended = MeasurementEnd(time.time())
         except Interrupted:
@@ -166,18 +172,29 @@ class SelfMeasurement:
         with self._alone(instrument.fingerprint) as has_waited:
             if has_waited:  # the other may have found what is wanted
                 self._adopt()
-            if self._open is None or self._open.unmeasured:
-                self._first_verdict(instrument)
-                self._ended = MeasurementEnd(time.time())
-            self._has_verdict, self._progress = True, ""
-            if self._stages and self._open is not None and self._open.learns_on:
-                order = further_order(self._order, instrument.layout.elements_per_token)
-                with self._verdict_stands("no more is learned of the model"):
-                    self._carry_out(order, instrument, "learned from more texts")
+            data = Path(self._order.data_path)
+            make_folder(data)
+            how = (self._on_progress, data / "profiles", self._room)
+            with Calibration(instrument, *how) as calibration:
+                if self._open is None or self._open.unmeasured:
+                    self._first_verdict(calibration, instrument)
+                    self._ended = MeasurementEnd(time.time())
+                self._has_verdict, self._progress = True, ""
+                if self._stages and self._open is not None and self._open.learns_on:
+                    order = further_order(self._order, instrument.layout.elements_per_token)
+                    with self._verdict_stands("no more is learned of the model"):
+                        self._carry_out(calibration, order, "learned from more texts")
         if self._stages:
             self._time_again(instrument)
 
-    def _first_verdict(self, instrument: Instrument) -> None:
+    @property
+    def _room(self) -> int:
+        """Bytes for answers by the exact cache: of several ranks the same, or they would part."""
+        if self._partners is not None:
+            return KEPT_BYTES
+        return room_on_disk(self._order.data_path, KEPT_BYTES)
+
+    def _first_verdict(self, calibration: Calibration, instrument: Instrument) -> None:
         known = self._known(instrument) if self._stages else None
         logger.info(
             "measuring what each codec costs this model, in idle moments; %s",
@@ -187,47 +204,48 @@ class SelfMeasurement:
             " anew",
         )
         if self._stages and known is None:
-            self._carry_out(early_order(self._order), instrument, "a first verdict")
-        self._carry_out(self._order, instrument, "measured", known)
+            self._carry_out(calibration, early_order(self._order), "a first verdict")
+        self._carry_out(calibration, self._order, "measured", known)
 
     def _carry_out(
         self,
+        calibration: Calibration,
         order: CalibrationOrder,
-        instrument: Instrument,
         work: str,
         known: Profile | None = None,
     ) -> None:
         """Carry out an order, and have the engine adopt the result.
 
-        One that ends early has none if its few texts have left a doubt.
+        Of one that ends early, each preset that keeps the bound is adopted as soon as that is
+        sure; there is none if its few texts have left a doubt.
         """
-        began, data = time.monotonic(), Path(order.data_path)
-        try:
-            make_folder(data)
-        except OSError as error:
-            where = f"nothing can be kept in {data}; choose another data_dir"
-            raise CannotCalibrate(f"{where}: {error.strerror}") from error
-        folder = None if self._is_awaited else data / "profiles"
-        profile = calibrate(instrument, order, known, self._on_progress, folder)
-        if order.ends_early and not decided(profile.rows, Bound(kl=order.max_kl)):
+        began, profile = time.monotonic(), None
+        for profile in calibration.profiles(order, known):
+            if order.ends_early:
+                rows = tuple(msgspec.structs.replace(x, is_early=True) for x in profile.rows)
+                self._take(replace(profile, rows=rows))
+                logger.info("%s in %.0f s", work, time.monotonic() - began)
+            elif self._partners is None:
+                self._found = tuple(short_row(x) for x in profile.rows)
+        if profile is None:
             logger.info("a few texts do not decide yet")
-            return
-        if order.ends_early:
-            rows = tuple(msgspec.structs.replace(x, is_early=True) for x in profile.rows)
-            profile = replace(profile, rows=rows)
-        if self._partners is not None:
-            profile = self._partners.agree(profile)
-        path = self._kept(profile, data)
-        if order.report_path:
+        elif not order.ends_early:
+            self._take(profile if self._partners is None else self._partners.agree(profile))
+            logger.info("%s in %.0f s", work, time.monotonic() - began)
+
+    def _take(self, profile: Profile) -> None:
+        """Keep a profile, write the report that a command awaits, and have the engine adopt it."""
+        self._found = tuple(short_row(x) for x in profile.rows)
+        path = self._kept(profile, Path(self._order.data_path))
+        if self._order.report_path:
             report = CalibrationReport(
-                fingerprint=instrument.fingerprint,
+                fingerprint=profile.fingerprint,
                 engine=self._engine,
-                dtype=instrument.layout.dtype,
+                dtype=profile.layout.dtype,
                 rows=profile.rows,
                 profile=path,
             )
-            Path(order.report_path).write_bytes(msgspec.json.encode(report))
-        logger.info("%s in %.0f s", work, time.monotonic() - began)
+            Path(self._order.report_path).write_bytes(msgspec.json.encode(report))
         self._check()
         self._adopt()
         self._has_verdict = True
@@ -280,7 +298,6 @@ class SelfMeasurement:
                 instrument,
                 codecs_to_measure(instrument, names, profile),
                 profile.rows,
-                chunk_tokens=self._order.chunk_tokens,
                 num_threads=self._order.num_threads,
             )
             if again:

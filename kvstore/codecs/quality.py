@@ -64,3 +64,8 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.prefill_s is None or self.restore_s is None:
             return None
         return self.restore_s / max(self.prefill_s, 1e-9)
+
+
+def short_row(row: Quality) -> Quality:
+    """Return a row without its single texts and problems."""
+    return msgspec.structs.replace(row, texts=(), chains=())

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
 from engines.base import CodecReport, Engine, EngineError, EngineRefused, EngineUnavailable
 from engines.calibration.gate.profiles import make_folder, profile_path
-from engines.calibration.orders import FIRST_PROBED, FIRST_WINDOWS
+from engines.calibration.orders import FIRST_WINDOWS, PROBED
 from engines.config import REPORT, CalibrationOrder, CalibrationReport
 from engines.kv_budget import stated_context
 from engines.wire import MeasurementEnd, Welcome
 from kvstore.codecs.names import CODECS, EXACT, FLOOR, OWN, split_names
 from kvstore.codecs.presets import canonical_name, check_name
+from kvstore.codecs.quality import Quality
 from kvstore.errors import UnknownCodec
-from kvstore.session import CHUNK_TOKENS
 from kvstore.workers import restoring_threads
 from launch.calibrate.profile_notes import write_note
 from launch.engine_start import compile_folders, engine_of
@@ -39,6 +39,7 @@ from launch.settings.schema import laid_over
 
 log = logging.getLogger("thermocline.launch")
 
+OnRows: TypeAlias = Callable[[Sequence[Quality]], None]
 MEASURABLE: Final = ("mlx", "vllm")
 LOOK_EVERY_S: Final = 0.5
 STORE_BYTES: Final = 16 << 20  # an engine without a cold store does not measure
@@ -56,9 +57,15 @@ USUAL_PRESETS: Final = "ours,usual"
 
 
 def calibrate(
-    effective: EffectiveSettings, options: CalibrateOptions, environ: Mapping[str, str]
+    effective: EffectiveSettings,
+    options: CalibrateOptions,
+    environ: Mapping[str, str],
+    on_rows: OnRows = lambda rows: None,
 ) -> CalibrationReport:
     """Measure the model in an engine of its own, and wait for the report. Takes minutes.
+
+    Args:
+        on_rows: called with all rows so far, again and again.
 
     Raises:
         UsageError, LaunchError: it cannot be done; the message gives the remedy.
@@ -78,7 +85,7 @@ def calibrate(
         engine, blas = engine_of(own, model, own.settings.store, folder, environ)
         if blas is not None:
             log.info("%s", blas.message)
-        asyncio.run(_measure(engine, order))
+        asyncio.run(_measure(engine, order, on_rows))
         written = (folder / REPORT).read_bytes()
     report = msgspec.json.decode(written, type=CalibrationReport)
     write_note(effective, report.fingerprint)
@@ -115,7 +122,7 @@ def _own_settings(effective: EffectiveSettings, order: CalibrationOrder) -> Effe
     return replace(effective, resolved=laid_over(effective.resolved, layer))
 
 
-async def _measure(engine: Engine, order: CalibrationOrder) -> None:
+async def _measure(engine: Engine, order: CalibrationOrder, on_rows: OnRows) -> None:
     """Start the engine, have it carry out the order, and end it. Raises ``LaunchError``."""
     await engine.start()
     try:
@@ -124,7 +131,7 @@ async def _measure(engine: Engine, order: CalibrationOrder) -> None:
             why = welcome.hibernation_reason or welcome.codec.why
             raise LaunchError(f"the engine cannot measure this model: {why}")
         await engine.measure(order)
-        end = await _end(engine, welcome)
+        end = await _end(engine, welcome, on_rows)
         if end.error:
             raise LaunchError(end.error)
     except EngineError as error:
@@ -142,7 +149,7 @@ async def _welcome(engine: Engine) -> Welcome:
     return welcome
 
 
-async def _end(engine: Engine, welcome: Welcome) -> MeasurementEnd:
+async def _end(engine: Engine, welcome: Welcome, on_rows: OnRows) -> MeasurementEnd:
     """Wait for the end of the measurement. Raises ``LaunchError``: the engine ended before it.
 
     A connection may be lost and made anew while the engine goes on. An engine that was started
@@ -157,6 +164,7 @@ async def _end(engine: Engine, welcome: Welcome) -> MeasurementEnd:
             continue
         if codec is None:
             continue
+        on_rows(codec.found)
         if codec.ended is not None and not codec.progress:
             return codec.ended
         if codec.progress not in ("", shown):
@@ -221,7 +229,6 @@ class CalibrateOptions:
     eval_texts: Sequence[Path]
     presets: str | None  # names and groups, separated by commas; None = ours and the usual
     contexts: str | None  # None = the usual ones that the model can take
-    needles: bool
 
 
 def order_of(
@@ -237,18 +244,16 @@ def order_of(
     if both := {x.resolve() for x in options.texts} & {x.resolve() for x in options.eval_texts}:
         raise UsageError(f"{both.pop()} cannot be learned from and be judged by; take another")
     longest = stated_context(model.config())
-    order = CalibrationOrder(
+    return CalibrationOrder(
         presets=presets_of(options.presets),
         contexts=_contexts(options.contexts, longest),
         num_windows=FIRST_WINDOWS,
         window_tokens=_window_tokens(longest),
-        probed_share=FIRST_PROBED,
+        probed_share=PROBED,
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
         eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
-        chunk_tokens=CHUNK_TOKENS,
         num_threads=restoring_threads(effective.settings.store.num_threads),
     )
-    return order if options.needles else msgspec.structs.replace(order, depths=())
 
 
 def _check_text(path: Path) -> None:

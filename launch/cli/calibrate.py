@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from engines.config import CalibrationReport
 from engines.wire import CodecReport
 from kvstore.codecs.quality import Quality
 from launch.errors import LaunchError
-from launch.printing import print_table, say
+from launch.printing import one_line, say
 from launch.remote.gateway import Remote
 
 LOOK_EVERY_S: Final = 2.0
@@ -20,11 +20,14 @@ COLUMNS: Final = (
     *("preset", "tokens", "bits", "KL", "perplexity", "delta p", "top 1", "needles"),
     *("chains: KL", "top 1", "restore", "cos K", "cos V", "of Gaussian"),
 )
+NAME: Final = 12  # characters of a preset's name
+FIGURE: Final = 7  # and of a figure
 
 
 def measure_served(
     remote: Remote,
     on_progress: Callable[[str], None],
+    on_rows: Callable[[Sequence[Quality]], None],
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -36,6 +39,7 @@ def measure_served(
 
     Args:
         on_progress: called with the progress, whenever that changes.
+        on_rows: called with all rows so far, again and again.
 
     Raises:
         LaunchError: the server cannot measure, or has given up.
@@ -46,6 +50,7 @@ def measure_served(
     while True:
         sleep(LOOK_EVERY_S)
         codec = _looked(remote)
+        on_rows(codec.found if codec is not None else ())
         if codec is not None and codec.progress:
             heard = clock()
             if codec.progress != shown:
@@ -82,13 +87,38 @@ def _report(codec: CodecReport) -> CalibrationReport:
     return CalibrationReport(fingerprint=codec.fingerprint, engine="", dtype="", rows=rows)
 
 
-def print_report(report: CalibrationReport) -> None:
-    print_table(COLUMNS, [_cells(row) for row in report.rows], right=COLUMNS[1:])
-    times = {row.context: row.prefill_s for row in report.rows if row.prefill_s is not None}
-    for context, seconds in times.items():
-        say(f"prefill of {context} tokens: {seconds * context / 1000:.2f} s")
-    if report.profile:
-        say(f"learned: {report.profile}")
+class RowPrinter:
+    """Prints the rows of a measurement, each of them as soon as it is there, and once."""
+
+    def __init__(self) -> None:
+        self._printed: set[tuple[str, int]] = set()
+
+    def print_rows(self, rows: Iterable[Quality]) -> None:
+        """Print those rows that were not printed yet, but none of an early verdict."""
+        for row in rows:
+            key = (row.preset, row.context)
+            if key not in self._printed and not row.is_early:
+                if not self._printed:
+                    say(_line(COLUMNS))
+                self._printed.add(key)
+                say(_line(_cells(row)))
+
+    def print_report(self, report: CalibrationReport) -> None:
+        """Print the rows that are left, and the lines below the table."""
+        self.print_rows(report.rows)
+        times = {row.context: row.prefill_s for row in report.rows if row.prefill_s is not None}
+        for context, seconds in times.items():
+            say(f"prefill of {context} tokens: {seconds * context / 1000:.2f} s")
+        if report.profile:
+            say(f"learned: {report.profile}")
+
+
+def _line(cells: Sequence[str]) -> str:
+    """Align cells, which have the widths of their titles, or that of a usual figure."""
+    name, *figures = map(one_line, cells)
+    widths = [max(len(title), FIGURE) for title in COLUMNS[1:]]
+    aligned = [cell.rjust(width) for cell, width in zip(figures, widths, strict=True)]
+    return "  ".join([name.ljust(NAME), *aligned]).rstrip()
 
 
 def _cells(row: Quality) -> list[str]:

@@ -226,7 +226,6 @@ def calibrate(
         str | None,
         typer.Option(metavar="N,N", help="Tokens that go through the codec [2048,6144]."),
     ] = None,
-    needles: Annotated[bool, typer.Option(help="Hide pass keys in the texts, too.")] = True,
     json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the rows there.")] = None,
     url: Annotated[
         str | None,
@@ -243,27 +242,28 @@ def calibrate(
     from gateway.watch.telemetry import configure_logging
     from launch.calibrate.program import CalibrateOptions
     from launch.calibrate.program import calibrate as run
-    from launch.cli.calibrate import measure_served, print_report
+    from launch.cli.calibrate import RowPrinter, measure_served
     from launch.printing import check_output, write_json
     from launch.remote.gateway import Remote
 
     if json is not None:
         check_output("--json", json)
+    rows = RowPrinter()
     if url is not None:
-        own = (text, eval_text, presets, contexts, not needles, profile, config, assignments)
+        own = (text, eval_text, presets, contexts, profile, config, assignments)
         if any(own):
             raise UsageError(
                 "with --url the server measures what it serves, in its own way: leave out all"
                 " options but --api-key, --model and --json"
             )
         remote = Remote(url, api_key, model or "")
-        report = measure_served(remote, lambda words: say(words, error=True))
+        report = measure_served(remote, lambda words: say(words, error=True), rows.print_rows)
     else:
-        chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts, needles)
+        chosen = CalibrateOptions(text or (), eval_text or (), presets, contexts)
         effective = options.chosen(context, os.environ)
         configure_logging(effective.settings.log_level, effective.settings.log_format)
-        report = run(effective, chosen, os.environ)
-    print_report(report)
+        report = run(effective, chosen, os.environ, rows.print_rows)
+    rows.print_report(report)
     if json is not None:
         write_json(report, json)
     if url is None and not report.profile:

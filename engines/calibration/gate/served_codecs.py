@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from engines.calibration.gate.choice import Choice, choose, exact
 from engines.calibration.gate.profiles import load, profile_path
 from engines.calibration.gate.rules import is_disturbed
@@ -24,7 +22,7 @@ from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.codecs.names import EXACT, OWN, first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.quality import Quality
+from kvstore.codecs.quality import Quality, short_row
 from kvstore.codecs.registration import import_registering
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.config import AUTO, StoreConfig
@@ -59,10 +57,6 @@ class _Chosen:
 def _lossy_session(choice: Choice) -> SessionCodec | None:
     """Return how a choice packs states, if it does not keep them exactly."""
     return None if choice.session is None or choice.session.exact else choice.session
-
-
-def _short(row: Quality) -> Quality:
-    return msgspec.structs.replace(row, texts=(), chains=())
 
 
 class MeasuredModel(NamedTuple):
@@ -123,12 +117,12 @@ class ServedCodecs:
     def report(self) -> CodecReport:
         """The codecs and the reasons for them, as they are reported to the gateway."""
         chosen, choice = self._chosen, self._chosen.choice
-        others = [_short(row) for row in chosen.measured if row not in choice.rows]
+        others = [short_row(row) for row in chosen.measured if row not in choice.rows]
         return CodecReport(
             name=choice.name,
             id=choice.id,
             why=choice.why,
-            rows=tuple(_short(row) for row in choice.rows),
+            rows=tuple(short_row(row) for row in choice.rows),
             others=tuple(others[:MAX_OTHERS]),
             unmeasured=choice.unmeasured,
             fingerprint=self.fingerprint,

@@ -1,4 +1,4 @@
-"""The measurement: prefill a prefix once, then go on from each preset's version of it."""
+"""The measurement: a prefix is prefilled once, and gone on from with each preset's version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from engines.calibration.measuring.metrics import (
     quality_of,
 )
 from engines.calibration.measuring.stopwatch import Stopwatch
-from engines.calibration.measuring.trials import AnyCodec, Trials, Trip
+from engines.calibration.measuring.trials import AnyCodec, Exact, Trials, Trip
+from engines.calibration.scratch import Scratch
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayout
 
@@ -36,67 +37,128 @@ def quiet(progress: str) -> None:
     """Report to no one."""
 
 
-def never(rows: Sequence[Quality]) -> bool:
-    """Measure all cases."""
-    return False
-
-
 def measure(
     instrument: Instrument,
     codecs: Mapping[str, AnyCodec],
     cases: Iterable[Case],
-    chunk_tokens: int,
     on_progress: OnProgress = quiet,
-    folder: Path | None = None,
     *,
     num_threads: int = 0,
     stopwatch: Callable[[], Stopwatch] = Stopwatch,
-    is_enough: Callable[[Sequence[Quality]], bool] = never,
 ) -> list[Quality]:
     """Measure every case with every codec; returns a row for each preset and context length.
 
-    Exact presets go through the same steps as lossy ones, so that ``raw`` shows the floor: what is
-    not zero there is the model's own noise.
-
-    Args:
-        codecs: by preset; of an instrument with states ``SessionCodec``s.
-        chunk_tokens: of the cold store.
-        on_progress: called with the progress and figures so far, for every codec of every case.
-        folder: of a file in which a case's KV rests between codecs; None = in memory.
-        num_threads: of the cold store, to time what a restore takes; 0 = its default.
-        is_enough: given the rows so far after every case; True ends the measurement with them.
+    ``codecs``: by preset; of an instrument with states ``SessionCodec``s. ``Judge`` describes the
+    other arguments.
     """
-    trials = Trials(instrument, chunk_tokens, num_threads, folder, stopwatch)
-    found: defaultdict[tuple[int, str], list[CaseResult]] = defaultdict(list)
-    ordered = in_reading_order(cases)
-    rows: dict[tuple[int, str], Quality] = {}
-    for number, case in enumerate(ordered):
-        done, context = f"{number} of {len(ordered)} cases", len(case.prefix)
-        on_progress(done)
-        session = trials.session(case.prefix)
-        exact = instrument.log_probs(session, case.rest)
-        if case.is_needle and not answers(exact, case.rest, case.num_answer):
+    known = (instrument, cases, on_progress)
+    return Judge(*known, num_threads=num_threads, stopwatch=stopwatch).rows(codecs)
+
+
+class _Reference(NamedTuple):
+    """A prompt, and the log-probabilities after its exact cache."""
+
+    exact: Exact
+    log_probs: np.ndarray  # fp32 (len(case.rest), vocabulary)
+
+
+class Judge:
+    """Judges codecs by the same cases, whose answers by the exact cache it computes once.
+
+    It keeps those of as many cases as there is room for, if it has a folder.
+    """
+
+    def __init__(
+        self,
+        instrument: Instrument,
+        cases: Iterable[Case],
+        on_progress: OnProgress = quiet,
+        folder: Path | None = None,
+        room: int = 0,
+        *,
+        num_threads: int = 0,
+        stopwatch: Callable[[], Stopwatch] = Stopwatch,
+    ) -> None:
+        """Compute nothing yet.
+
+        Args:
+            on_progress: called with the progress and figures so far, for every codec of every case.
+            folder: of files without a name, where references are kept from one call of ``rows`` to
+                the next; None = they are not kept.
+            room: bytes for them.
+            num_threads: of the cold store, to time what a restore takes; 0 = its default.
+        """
+        self._instrument = instrument
+        self._cases = in_reading_order(cases)
+        self._trials = Trials(instrument, num_threads, folder, stopwatch)
+        self._on_progress = on_progress
+        self._folder = folder
+        self._kept: dict[int, _Reference | None] = {}  # by number of the case
+        self._room = room
+
+    def rows(
+        self,
+        codecs: Mapping[str, AnyCodec],
+        is_enough: Callable[[Sequence[Quality]], bool] = lambda rows: False,
+    ) -> list[Quality]:
+        """Judge codecs; returns a row for each preset and context length.
+
+        Exact presets go through the same steps as lossy ones, so that ``raw`` shows the floor: what
+        is not zero there is the model's own noise.
+
+        Args:
+            codecs: by preset; of an instrument with states ``SessionCodec``s.
+            is_enough: given the rows so far after every case; True ends the measurement with them.
+        """
+        found: defaultdict[tuple[int, str], list[CaseResult]] = defaultdict(list)
+        rows: dict[tuple[int, str], Quality] = {}
+        for number, case in enumerate(self._cases):
+            done, context = f"{number} of {len(self._cases)} cases", len(case.prefix)
+            self._on_progress(done)
+            if (reference := self._reference(number, case)) is None:
+                continue
+            for name, codec in codecs.items():
+                self._on_progress(f"{done}, {name}{_so_far(rows.values(), context)}")
+                result = self._result(case, reference, codec)
+                found[context, name].append(result)
+                rows[context, name] = quality_of(name, found[context, name])
+            logger.info("measured %s of %d tokens", case.name, context)
+            if is_enough([*rows.values()]):
+                break
+        return sorted(rows.values(), key=lambda row: row.context)
+
+    def _reference(self, number: int, case: Case) -> _Reference | None:
+        """Compute or remember a case's reference; None if not even the exact cache answers it."""
+        if number in self._kept:
+            return self._kept[number]
+        exact = self._trials.exact(case.prefix)
+        found = _Reference(exact, self._instrument.log_probs(exact.session, case.rest))
+        if case.is_needle and not answers(found.log_probs, case.rest, case.num_answer):
             logger.info("%s: not even the exact cache answers", case.name)
-            continue
-        for name, codec in codecs.items():
-            on_progress(f"{done}, {name}{_so_far(rows.values(), context)}")
-            trip = trials.trip(codec, session)
-            packed = instrument.log_probs(trip.session, case.rest)
-            result = CaseResult(
-                text=case.name,
-                context=context,
-                codec_id=codec.id,
-                prefill=trials.prefill,
-                restore=trip.restore,
-                **_answered(case, exact, packed),
-                **(_losses(instrument.layout, session, trip) if case.is_text else {}),
-            )
-            found[context, name].append(result)
-            rows[context, name] = quality_of(name, found[context, name])
-        logger.info("measured %s of %d tokens", case.name, context)
-        if is_enough([*rows.values()]):
-            break
-    return sorted(rows.values(), key=lambda row: row.context)
+            self._kept[number] = None
+            return None
+        nbytes = exact.nbytes + found.log_probs.nbytes
+        if self._folder is not None and nbytes <= self._room:
+            self._room -= nbytes
+            with Scratch(self._folder) as scratch:
+                found = found._replace(log_probs=scratch.keep(found.log_probs))
+            self._kept[number] = found
+        return found
+
+    def _result(self, case: Case, reference: _Reference, codec: AnyCodec) -> CaseResult:
+        """Judge one codec by one case."""
+        exact = reference.exact
+        trip = self._trials.trip(codec, exact)
+        packed = self._instrument.log_probs(trip.session, case.rest)
+        return CaseResult(
+            text=case.name,
+            context=len(case.prefix),
+            codec_id=codec.id,
+            prefill=exact.prefill,
+            restore=trip.restore,
+            **_answered(case, reference.log_probs, packed),
+            **(_losses(self._instrument.layout, exact.session, trip) if case.is_text else {}),
+        )
 
 
 def _so_far(rows: Iterable[Quality], context: int) -> str:

@@ -29,7 +29,6 @@ def timed_again(
     codecs: Mapping[str, AnyCodec],
     rows: Sequence[Quality],
     *,
-    chunk_tokens: int,
     num_threads: int,
     stopwatch: Callable[[], Stopwatch] = Stopwatch,
 ) -> list[Quality]:
@@ -57,7 +56,6 @@ def timed_again(
                 instrument,
                 doomed,
                 [Case("times", text[:context], text[context:])],
-                chunk_tokens,
                 num_threads=num_threads,
                 stopwatch=stopwatch,
             )

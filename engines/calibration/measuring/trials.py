@@ -26,10 +26,19 @@ from kvstore.blobs.state_packer import (
     with_windows,
     without_windows,
 )
-from kvstore.blobs.state_tree import decode_state, encode_state, state_elements
+from kvstore.blobs.state_tree import (
+    StateArray,
+    StateTree,
+    arrays_of,
+    decode_state,
+    encode_state,
+    mapped,
+    state_elements,
+)
 from kvstore.codecs.base import Codec
 from kvstore.codecs.rows import sinks
 from kvstore.codecs.session_codec import SessionCodec
+from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import KVLayout, KVRun, StateLayout, slice_tokens, tokens_in
 from kvstore.workers import default_threads, usable_cores
 
@@ -68,6 +77,47 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
+class Exact:
+    """A prompt's session as the engine has computed it; must not be written to.
+
+    Attributes:
+        session: the whole of it.
+        first: as it was before its first sleep; only of a model with states.
+        prefill: the speed of the prefill; None if a part of it was another prompt's.
+    """
+
+    tokens: tuple[int, ...] = ()
+    session: HeldSession = NOTHING
+    first: HeldSession = NOTHING
+    prefill: Speed | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(_nbytes(x) for x in (self.session, self.first))
+
+    def kept(self, scratch: Scratch) -> Exact:
+        """Return it with all arrays in a file."""
+        session, first = (_kept(x, scratch) for x in (self.session, self.first))
+        return replace(self, session=session, first=first)
+
+
+def _kept(session: HeldSession, scratch: Scratch) -> HeldSession:
+    def of(node: StateTree) -> StateTree:
+        if isinstance(node, StateArray):
+            return replace(node, array=scratch.keep(node.array))
+        return node
+
+    run = [(scratch.keep(k), scratch.keep(v)) for k, v in session.run]
+    return replace(session, run=run, state=mapped(session.state, of))
+
+
+def _nbytes(session: HeldSession) -> int:
+    rows = sum(k.nbytes + v.nbytes for k, v in session.run)
+    return rows + sum(x.nbytes for x in arrays_of(session.state))
+
+
+@dataclass(frozen=True)
 class Trip:
     """A session that was packed and unpacked, the size that it had in between, and the time back.
 
@@ -94,70 +144,62 @@ def least_context(states: StateLayout | None, state_step: int) -> int:
 
 
 class Trials:
-    """Keeps the session of the last prompt, and of no other.
-
-    Attributes:
-        prefill: the speed of the last prompt's prefill; None if a part of it was another prompt's.
-    """
-
-    prefill: Speed | None = None
+    """Computes prompts, of which it remembers the last, and has codecs pack and unpack them."""
 
     def __init__(
         self,
         instrument: Instrument,
-        chunk_tokens: int,
         num_threads: int = 0,
         folder: Path | None = None,
         stopwatch: Callable[[], Stopwatch] = Stopwatch,
     ) -> None:
-        """Keep nothing yet; ``measure`` describes the arguments."""
+        """Remember nothing yet; ``Judge`` describes the arguments."""
         self._instrument = instrument
-        self._chunk_tokens = chunk_tokens
         self._num_threads = num_threads or default_threads()
         self._folder = folder
         self._stopwatch = stopwatch
-        self._tokens: tuple[int, ...] = ()
-        self._session = self._first = NOTHING  # whole, and as it was before the first sleep
+        self._last = Exact()
 
-    def session(self, tokens: Sequence[int]) -> HeldSession:
-        """The session of a prompt; must not be written to.
+    def exact(self, tokens: Sequence[int]) -> Exact:
+        """Compute a prompt, from where the last one ceases to be the same.
 
-        Raises ``OSError`` if the disk of the folder is full.
+        Its arrays are in a file, if there is a folder for one. Raises ``OSError`` if its disk is
+        full.
         """
-        if self._tokens != tuple(tokens):
+        prompt = tuple(tokens)
+        if self._last.tokens != prompt:
             with_states = self._instrument.states is not None
-            self._session = self._whole(tokens) if with_states else self._rows(tokens)
-            self._tokens = tuple(tokens)
-        return self._session
+            found = self._whole(prompt) if with_states else self._rows(prompt)
+            if self._folder is not None:
+                with Scratch(self._folder) as scratch:
+                    found = found.kept(scratch)
+            self._last = found
+        return self._last
 
-    def _rows(self, tokens: Sequence[int]) -> HeldSession:
-        shared = min(common_length(self._tokens, tokens), len(tokens) - 1)
+    def _rows(self, tokens: tuple[int, ...]) -> Exact:
+        last = self._last
+        shared = min(common_length(last.tokens, tokens), len(tokens) - 1)
         shared = shared if shared >= LEAST_SHARED else 0
-        past = HeldSession(slice_tokens(self._session.run, 0, shared), shared)
+        past = HeldSession(slice_tokens(last.session.run, 0, shared), shared)
         with self._stopwatch() as watch:
             computed = self._instrument.prefill(tokens, past)
         took = Speed.of(watch, len(tokens))
         if not shared:
-            self.prefill = took
-        elif self.prefill is not None:  # that of all tokens of the last prompt
-            known = shared == len(self._tokens)
-            self.prefill = took.plus(self.prefill, shared / len(tokens)) if known else None
-        if self._folder is None:
-            return computed
-        with Scratch(self._folder) as scratch:
-            run = [(scratch.keep(k), scratch.keep(v)) for k, v in computed.run]
-        return replace(computed, run=run)
+            return Exact(tokens, computed, prefill=took)
+        known = last.prefill if shared == len(last.tokens) else None
+        whole = took.plus(known, shared / len(tokens)) if known is not None else None
+        return Exact(tokens, computed, prefill=whole)
 
-    def _whole(self, tokens: Sequence[int]) -> HeldSession:
+    def _whole(self, tokens: tuple[int, ...]) -> Exact:
         """The session of a model with states, which cannot be cut."""
-        self._session = self._first = NOTHING  # two would be one too many
+        self._last = Exact()  # two would be one too many
         step = self._instrument.state_step
         asleep = len(tokens) - (SLEEPS - 1) * self._turn_tokens
         asleep = max(step, asleep // step * step)  # the position of the first sleep
         with self._stopwatch() as watch:
-            self._first = self._instrument.prefill(tokens[:asleep])
-        self.prefill = Speed.of(watch, asleep)
-        return self._instrument.prefill(tokens, self._first)
+            first = self._instrument.prefill(tokens[:asleep])
+        whole = self._instrument.prefill(tokens, first)
+        return Exact(tokens, whole, first, Speed.of(watch, asleep))
 
     @property
     def _turn_tokens(self) -> int:
@@ -165,13 +207,14 @@ class Trials:
         step = self._instrument.state_step
         return -(-TURN_TOKENS // step) * step
 
-    def trip(self, codec: AnyCodec, session: HeldSession) -> Trip:
-        """Pack and unpack the session of the last prompt."""
+    def trip(self, codec: AnyCodec, exact: Exact) -> Trip:
+        """Pack and unpack a prompt's session."""
         if not isinstance(codec, SessionCodec):
-            return self._trip_of(codec, session.run, self._instrument.layout)
+            trip = self._trip_of(codec, exact.session.run, self._instrument.layout)
+            return replace(trip, session=replace(exact.session, run=trip.session.run))
         states = self._instrument.states
         assert states is not None
-        exact, session = session, self._slept_before(codec, session)
+        session = self._slept_before(codec, exact)
         parts = [self._trip_of(codec.kv, session.run, self._instrument.layout)]
         tree, windows = without_windows(session.state, states.windows)
         if codec.windows is not None and windows is not None and states.windows is not None:
@@ -189,9 +232,9 @@ class Trials:
         for part in parts:
             restore = restore.plus(part.restore, part.session.num_tokens / session.num_tokens)
         return Trip(
-            HeldSession(parts[0].session.run, session.num_tokens, came),
+            replace(exact.session, run=parts[0].session.run, state=came),
             sum(x.nbytes for x in parts) + HEADER_BYTES + len(payload),
-            parts[0].num_elements + state_elements(exact.state),
+            parts[0].num_elements + state_elements(exact.session.state),
             restore,
         )
 
@@ -202,9 +245,8 @@ class Trials:
         """
         if not run:
             return Trip(NOTHING, 0, 0, Speed(0.0))
-        num_tokens, chunk_tokens = tokens_in(run), self._chunk_tokens
-        begun = start - start % chunk_tokens
-        bounds = [max(x, start) for x in range(begun, start + num_tokens, chunk_tokens)]
+        num_tokens, begun = tokens_in(run), start - start % CHUNK_TOKENS
+        bounds = [max(x, start) for x in range(begun, start + num_tokens, CHUNK_TOKENS)]
         spans = list(itertools.pairwise([*bounds, start + num_tokens]))
         out = layout.empty(num_tokens)
         for array in (x for pair in out for x in pair):
@@ -229,17 +271,17 @@ class Trials:
             Speed.of(watch, num_tokens),
         )
 
-    def _slept_before(self, codec: SessionCodec, session: HeldSession) -> HeldSession:
-        """The session as it is after all sleeps but the last; ``session`` if states are exact.
+    def _slept_before(self, codec: SessionCodec, exact: Exact) -> HeldSession:
+        """The session as it is after all sleeps but the last; unchanged if states stay exact.
 
         Of those sleeps it has the errors in matrices. Its rows, which are packed once, are not yet.
         """
         if codec.matrices.exact:
-            return session
-        came = self._first
-        while came.num_tokens < session.num_tokens:
+            return exact.session
+        came, end = exact.first, exact.session.num_tokens
+        while came.num_tokens < end:
             packed = pack_matrices(came.state, codec.matrices)
             woken = replace(came, state=unpack_matrices(packed, [codec.matrices.id]))
-            awake = min(came.num_tokens + self._turn_tokens, session.num_tokens)
-            came = self._instrument.prefill(self._tokens[:awake], woken)
+            awake = min(came.num_tokens + self._turn_tokens, end)
+            came = self._instrument.prefill(exact.tokens[:awake], woken)
         return came

@@ -23,7 +23,7 @@ from engines.calibration.instrument import (
     draw_seed,
 )
 from engines.mlx_worker.cache.layout import CachePlan
-from engines.mlx_worker.measuring.steps import AtOnce, Dropped, HeldPrefix, Steps
+from engines.mlx_worker.measuring.steps import PART_TOKENS, AtOnce, Dropped, HeldPrefix, Steps
 from engines.mlx_worker.model.loading import LoadedModel, fingerprint
 from engines.mlx_worker.model.ropes import rope_readers
 from kvstore.session import CHUNK_TOKENS
@@ -34,7 +34,6 @@ GPU_WORK: Final = 10**12
 SMALLEST: Final = 8
 LARGEST: Final = 512
 T = TypeVar("T")
-MOST_NOTED: Final = 128  # tokens at a time whose calls are differentiated
 
 
 def step_tokens(num_parameters: int, *, on_gpu: bool) -> int:
@@ -151,7 +150,7 @@ class MlxInstrument:
         self._feed(NOTHING, tokens[:first])
         at = first
         while at < len(tokens):
-            part = tokens[at : at + min(self._step_tokens, MOST_NOTED)]
+            part = tokens[at : at + min(self._step_tokens, PART_TOKENS)]
             for number in range(self._steps.run(partial(self._held.feed_noted, part))):
                 seed = draw_seed(tokens, at, number)
                 look = partial(self._held.notice, number, first, seed)

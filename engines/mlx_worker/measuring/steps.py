@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -31,8 +32,11 @@ from engines.mlx_worker.model.layer_calls import (
 )
 from kvstore.blobs.state_tree import copied_state
 from kvstore.shapes import KVLayout
+from kvstore.workers import usable_cores
 
 T = TypeVar("T")
+Parts: TypeAlias = list[mx.array]
+PART_TOKENS: Final = 128  # that go through the layers together; whose calls are differentiated
 
 
 class Steps(Protocol):
@@ -128,10 +132,14 @@ class Dropped(Exception):
     """The prefix was given up for a user's request; its work has to begin again."""
 
 
-def log_probs(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
-    """Feed ``tokens`` after ``caches``; the log-probabilities after each, fp32 (tokens, vocab)."""
-    logits = model(mx.array(list(tokens))[None], cache=caches)[0].astype(mx.float32)
-    scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+def _same(logits: mx.array) -> mx.array:
+    return logits
+
+
+def log_probs(logits: mx.array) -> mx.array:
+    """Return log-probabilities in fp32."""
+    wide = logits.astype(mx.float32)
+    scores: mx.array = wide - mx.logsumexp(wide, axis=-1, keepdims=True)
     return scores
 
 
@@ -172,10 +180,9 @@ class HeldPrefix:
 
     def feed(self, tokens: Sequence[int]) -> None:
         """Prefill ``tokens`` after the held prefix. Raises ``Dropped``."""
-        caches = self._held()
-        self._model(mx.array(list(tokens))[None], cache=caches)
+        self._read(tokens)
         # Only the caches: the logits of these positions are never computed.
-        mx.eval([cache.state for cache in caches])
+        mx.eval([cache.state for cache in self._held()])
         mx.clear_cache()
         self._count()
 
@@ -184,10 +191,37 @@ class HeldPrefix:
 
         fp32 (len(tokens), vocabulary). Raises ``Dropped``.
         """
-        found = np.array(log_probs(self._model, self._held(), tokens))
+        scores = self._read(tokens, log_probs)
+        mx.eval(scores)
+        found = np.concatenate([np.array(x) for x in scores])
         mx.clear_cache()
         self._count()
         return found
+
+    def _read(self, tokens: Sequence[int], of: Callable[[mx.array], mx.array] = _same) -> Parts:
+        """Have the model read ``tokens``; returns parts of its logits, none of it computed yet.
+
+        On a processor mlx computes a stream on one thread. So the parts go by turns to two streams,
+        the second of which follows the first through the layers.
+
+        Args:
+            of: applied to the logits of a part, fp32 (tokens, vocabulary).
+
+        Raises ``Dropped``.
+        """
+        caches, streams, found = self._held(), self._streams, []
+        step = len(tokens) if len(streams) == 1 else PART_TOKENS
+        for number, at in enumerate(range(0, len(tokens), step)):
+            with mx.stream(streams[number % len(streams)]):
+                part = mx.array(list(tokens[at : at + step]))[None]
+                found.append(of(self._model(part, cache=caches)[0]))
+        return found
+
+    @cached_property
+    def _streams(self) -> list[mx.Stream]:
+        device = mx.default_device()
+        is_slow = device.type == mx.DeviceType.cpu and usable_cores() > 1
+        return [mx.default_stream(device), *([mx.new_stream(device)] if is_slow else [])]
 
     def take(self, num_tokens: int) -> HeldSession:
         """Return a copy of all that is held, of ``num_tokens`` tokens, and drop it.

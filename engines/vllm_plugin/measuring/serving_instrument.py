@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -70,7 +70,6 @@ class ServingInstrument:
         self._fingerprint = fingerprint
         self._tokenizer = tokenizer
         self._salt = salt
-        self._tokens: tuple[int, ...] = ()  # of the last prefill
         self._num_misses = 0
         self._num_unseen = 0  # texts in a row
         self.rows([0])
@@ -115,7 +114,8 @@ class ServingInstrument:
     def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
         if self._kv.states is not None:
             return self._whole(tokens, past)
-        return HeldSession(self.rows(tokens, past.run), len(tokens))
+        run = self.rows(tokens, past.run)
+        return HeldSession(run, len(tokens), prompt=tuple(tokens))
 
     def rows(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
         """Return the KV of ``tokens``, step by step; ``past`` is copied unchanged.
@@ -130,7 +130,6 @@ class ServingInstrument:
             end = min(done + step, len(tokens))
             _copy(self._computed(tokens[:end], done, run), run, done)
             done = end
-        self._tokens = tuple(tokens)
         return run
 
     @property
@@ -217,10 +216,6 @@ class ServingInstrument:
         Without ``past``, blocks in vLLM's own cache are not computed again.
         """
         whole = len(tokens) // self._kv.block_tokens * self._kv.block_tokens
-        # With ``past``, a prefix of the prompt is one turn of the prompt being measured. Keep the
-        # whole prompt then: ``log_probs`` needs it.
-        if not past.num_tokens or tuple(tokens) != self._tokens[: len(tokens)]:
-            self._tokens = tuple(tokens)
         run, session = self._kv.layout.empty(whole), past
         _copy(session.run, run, 0)
         while session.num_tokens < whole:
@@ -233,7 +228,7 @@ class ServingInstrument:
                 raise RuntimeError(f"vLLM did not keep its state after {end} tokens")
             _copy(slice_tokens(found.rows, 0, end - done), run, done)
             session = HeldSession(slice_tokens(run, 0, end), end, found.state)
-        return session
+        return replace(session, prompt=tuple(tokens))
 
     @property
     def _step_tokens(self) -> int:
@@ -243,12 +238,12 @@ class ServingInstrument:
     def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         """Log-probabilities after each of ``tokens``: fp32 (num_tokens, vocabulary).
 
-        ``session`` is the one that was prefilled last, or its first tokens. Its whole blocks are
-        given to vLLM; the prompt's tokens after them are computed again.
+        The whole blocks of ``session`` are given to vLLM; its prompt's tokens after them are
+        computed again.
         """
         given = session.num_tokens // self._kv.block_tokens * self._kv.block_tokens
         with_states = self._kv.states is not None
-        prompt = self._tokens if with_states else self._tokens[: session.num_tokens]
+        prompt = session.prompt if with_states else session.prompt[: session.num_tokens]
         run = slice_tokens(session.run, 0, given)
         return self._scored(HeldSession(run, given, session.state), prompt, tokens)
 

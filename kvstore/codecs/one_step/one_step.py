@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,7 +50,9 @@ class OneStep:
 
     def learn(self, samples: Samples, means: np.ndarray) -> dict[str, np.ndarray]:
         centroids = Centroids()
-        for learner in self._learners(samples, means, centroids.levels(), PREPARING_TOKENS):
+        # The levels of a class hardly depend on the scope; axes of one layer are quickly found.
+        layers = replace(self, scope=Scope("layer"))
+        for learner in layers._learners(samples, means, centroids.levels(), PREPARING_TOKENS):
             learner.centroids = centroids
             for _ in learner.codes():
                 pass

@@ -40,7 +40,7 @@ def calibrate_whole(data: Path, kind: str) -> tuple[Quality, ...]:
     codecs = {name: open_session_codec(name, None, instrument.states) for name in WHOLE[kind]}
     case = Case("text", tuple(text(1, 256)), tuple(text(2, 40)))
     # Of a random model hardly any guess stays the same; here it is about KL.
-    found = measure(instrument, codecs, [case], 128)
+    found = measure(instrument, codecs, [case])
     rows = tuple(msgspec.structs.replace(x, top1=1.0) for x in found)
     save(Profile(instrument.fingerprint, instrument.layout, (), {}, rows), data)
     return rows
@@ -60,7 +60,7 @@ def calibrate(data: Path, *presets: str, shares: Mapping[str, float] | None = No
     profile = learn_profile(samples, instrument.fingerprint, learnable)
     codecs = {name: open_codec(name, profile) for name in presets}
     cases = [Case("text", tuple(text(7, 256)), tuple(text(8, 256)))]
-    rows = measure(instrument, codecs, cases, 128)
+    rows = measure(instrument, codecs, cases)
     if shares is not None:
         good = {"kl": 0.001, "top1": 1.0, "prefill_s": 1.0}
         rows = [msgspec.structs.replace(x, restore_s=shares[x.preset], **good) for x in rows]

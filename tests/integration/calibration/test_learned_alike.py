@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engines.calibration.corpus import Text
-from engines.calibration.learn import deal, learn, samples_of
+from engines.calibration.learn import Reader, deal, learn
 from engines.calibration.scratch import Scratch
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
@@ -51,7 +51,7 @@ def learned(it: Engine, folder: Path, late: Callable[[], None] = lambda: None) -
     known = owner.codecs.report.fingerprint
     beside = Instrument(owner.loaded, owner.plan, None, Steps(), owner.held, 64)
     with Scratch(folder) as scratch:
-        samples = samples_of(beside, [*deal(TEXTS, beside, 3, 192)], scratch=scratch)
+        samples = Reader(beside, scratch=scratch).samples([*deal(TEXTS, beside.encode, 3, 192)])
         assert samples.metrics is not None, "nothing was looked back on"
         return learn(samples, known, PRESETS).ids
 
@@ -87,6 +87,7 @@ async def test_other_steps_teach_something_else(tmp_path: Path) -> None:
         found = []
         for step in (64, 32):
             beside = Instrument(owner.loaded, owner.plan, "f", owner.idle_steps, owner.held, step)
-            samples = await asyncio.to_thread(samples_of, beside, [text(x, 192) for x in (1, 2, 3)])
+            reader = await asyncio.to_thread(Reader, beside)
+            samples = await asyncio.to_thread(reader.samples, [text(x, 192) for x in (1, 2, 3)])
             found.append(learn(samples, "f", ["dense3"]).ids)
     assert found[0] != found[1]

@@ -64,7 +64,7 @@ def test_a_table_and_its_rows_as_json(folder: Path) -> None:
 
 def test_a_profile_is_learned_and_kept(folder: Path) -> None:
     out = folder / "rows.json"
-    done = run(folder, "--no-needles", "--presets", "dense3,tq3", "--json", str(out))
+    done = run(folder, "--presets", "dense3,tq3", "--json", str(out))
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     profile = load_profile(Path(report["profile"]))
@@ -99,7 +99,7 @@ def test_what_cannot_be_done(folder: Path, arguments: tuple[str, ...], said: str
 @pytest.mark.thorough
 def test_a_profile_that_cannot_be_kept_costs_no_figures(folder: Path) -> None:
     out = folder / "rows.json"
-    arguments = ("--presets", "tq3", "--no-needles", "--json", str(out))
+    arguments = ("--presets", "tq3", "--json", str(out))
     assert run(folder, *arguments).returncode == 0
     profile = Path(json.loads(out.read_text())["profile"])
     profile.unlink()
@@ -113,7 +113,7 @@ def test_a_profile_that_cannot_be_kept_costs_no_figures(folder: Path) -> None:
 def test_a_data_folder_that_cannot_be_is_said_before_anything_is_measured(folder: Path) -> None:
     data = folder / "in-the-way"
     data.write_text("a file")
-    done = run(folder, "--presets", "tq3", "--no-needles", "--set", f"data_dir={data}")
+    done = run(folder, "--presets", "tq3", "--set", f"data_dir={data}")
     assert done.returncode == 1 and f"nothing can be kept in {data}" in done.stderr
     assert "measured" not in done.stderr.partition("nothing")[0]
 

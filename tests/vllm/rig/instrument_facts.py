@@ -22,7 +22,8 @@ TOKENS = [(37 * i * i + 11 * i + 3) % 1000 for i in range(CONTEXT + 64)]
 def look(instrument: Any) -> dict[str, object]:
     session = instrument.prefill(TOKENS[:CONTEXT])
     run = session.run
-    short = HeldSession(slice_tokens(run, 0, 1000), 1000)  # no whole number of blocks
+    # No whole number of blocks.
+    short = HeldSession(slice_tokens(run, 0, 1000), 1000, prompt=tuple(TOKENS[:1000]))
     # From token 1000 on: once after the short past, once after a longer one.
     whole = instrument.log_probs(short, TOKENS[1000:])
     split = instrument.log_probs(session, TOKENS[CONTEXT:])

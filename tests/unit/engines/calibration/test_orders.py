@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from engines.calibration import orders
+from engines.calibration import scratch
 from engines.calibration.orders import (
     EARLY_WINDOWS,
     FIRST_CONTEXT,
@@ -65,7 +65,7 @@ def test_it_judges_by_the_same_cases(tmp_path: Path) -> None:
     assert set(more.presets) == {"dense3", "balanced", "max"}
     assert more.fallbacks == order.fallbacks == ("tq4", "safe")
     assert 2 * more.window_tokens <= more.contexts[0], "other positions are judged, too"
-    same = ("contexts", "num_scored", "depths", "num_chains", "chunk_tokens", "window_tokens")
+    same = ("contexts", "num_scored", "depths", "num_chains", "window_tokens")
     assert [getattr(more, x) for x in same] == [getattr(order, x) for x in same]
 
 
@@ -82,7 +82,7 @@ def test_rows_to_learn_from_fit_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
 
     def learned(elements_per_token: int, free: int = 1 << 60) -> int:
         disk = SimpleNamespace(free=free)
-        monkeypatch.setattr(orders.shutil, "disk_usage", lambda path: disk)
+        monkeypatch.setattr(scratch.shutil, "disk_usage", lambda path: disk)
         return further_order(order, elements_per_token).num_windows
 
     of_token = MOST_ROW_BYTES // (2 * FIRST_WINDOW_TOKENS * 43)

@@ -120,7 +120,7 @@ def untimed(profile: Profile) -> list[Quality]:
 
 
 def test_a_first_verdict_comes_early_and_is_renewed(tmp_path: Path):
-    """Few texts to learn from and to judge by decide, and then all cases do."""
+    """Few texts to learn from and to judge by decide for each preset, and then all cases do."""
     adopted: list[Profile] = []
     verdicts: list[bool] = []
 
@@ -131,8 +131,9 @@ def test_a_first_verdict_comes_early_and_is_renewed(tmp_path: Path):
             verdicts.append(self.measurement.has_verdict)
 
     assert Adopting(tmp_path, Talking()).ended() == ""
-    early, whole = adopted
-    assert verdicts == [False, True]
+    first, early, whole = adopted
+    assert verdicts == [False, True, True]
+    assert {x.preset for x in first.rows} == set(first.learned) == {"dense3"}
     for profile in (early, whole):
         assert {x.preset for x in profile.rows} == set(FIRST_PRESETS) <= set(profile.learned)
     assert all(x.is_early for x in early.rows) and not any(x.is_early for x in whole.rows)
@@ -165,7 +166,7 @@ def test_an_interrupted_one_keeps_its_last_verdict(tmp_path: Path):
     assert Engine(tmp_path / "other", whole).ended() == ""
     second = Talking(stop_after=whole.num_answers - 1)
     two = Engine(tmp_path, second)
-    assert two.ended() is None and two.adopted == 1 and two.measurement.has_verdict
+    assert two.ended() is None and two.adopted == 2 and two.measurement.has_verdict
     assert load_profile(profile_path(tmp_path, second.fingerprint)).rows
 
 
@@ -228,7 +229,7 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
 
     one = Engine(tmp_path, Stopped(), open_questions=Asked(ask_more=wanted))
     assert one.ended() == "", "the verdict stands, though learning on was interrupted"
-    assert one.measurement.has_verdict and one.adopted == 2
+    assert one.measurement.has_verdict and one.adopted == 3
     assert progress[0].startswith("measuring: 0 of ")
     assert any(x.startswith("learning on: ") and "; dense3 " in x for x in progress)
     first = load_profile(path)
@@ -248,12 +249,12 @@ def test_a_verdict_stands_if_no_more_can_be_learned(
 ):
     class Unlearned(Talking):
         def encode(self, text: str) -> list[int]:
-            if self.engine.adopted == 2:
+            if self.engine.adopted == 3:
                 raise kind("no text is left")
             return super().encode(text)
 
     one = Engine(tmp_path, Unlearned(), open_questions=Asked(ask_more=lambda: True))
-    assert one.ended() == "" and one.adopted == 2
+    assert one.ended() == "" and one.adopted == 3
     assert "no more is learned of the model" in caplog.text and "no text is left" in caplog.text
 
 
@@ -338,11 +339,32 @@ def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(tmp_p
         one = Engine(tmp_path, Talking(), order=wanted, stages=False)
         assert one.ended() == "" and one.adopted == 1
         report = msgspec.json.decode(path.read_bytes(), type=CalibrationReport)
+        assert [x.preset for x in one.report.found] == [x.preset for x in report.rows]
         assert [x.preset for x in report.rows] == ["dense3", "max", "raw"]
         profile = load_profile(Path(report.profile))
         assert report.rows[0].codec_id.endswith(profile.ids["dense3"])
         ids.add(profile.ids["dense3"])
     assert len(ids) == 2
+
+
+def test_a_preset_is_measured_before_the_next_one_is_learned(tmp_path: Path):
+    """And the answers by the exact cache are computed once for all of them."""
+    found_when_judged: list[list[str]] = []
+
+    class Watched(Talking):
+        def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
+            found_when_judged.append([x.preset for x in self.engine.report.found])
+            return super().log_probs(session, tokens)
+
+    usual = first_order(StoreConfig(), 300, str(tmp_path))
+    order = msgspec.structs.replace(usual, presets=("tq4", "dense3", "raw"), fallbacks=())
+    one = Engine(tmp_path, Watched(), order=order, stages=False)
+    assert one.ended() == ""
+    assert [x.preset for x in one.report.found] == ["tq4", "dense3", "raw"]
+    assert not any(x.texts for x in one.report.found)
+    num_cases = found_when_judged.count(["tq4"])
+    assert num_cases == found_when_judged.count(["tq4", "dense3"])
+    assert found_when_judged.count([]) == 2 * num_cases + 1, "a needle is not answered"
 
 
 def test_an_order_that_fails_leaves_no_report(tmp_path: Path):

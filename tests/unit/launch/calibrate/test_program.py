@@ -45,7 +45,7 @@ def contexts_for(folder: Path, longest: int | None, wished: str | None) -> tuple
     stated = f'"max_position_embeddings": {longest}' if longest else ""
     (folder / "config.json").write_text(f"{{{stated}}}")
     (folder / "model.safetensors").touch()
-    return ordered(folder, CalibrateOptions((), (), None, wished, False)).contexts
+    return ordered(folder, CalibrateOptions((), (), None, wished)).contexts
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,8 @@ def test_a_context_and_a_text_are_measured_once(tmp_path: Path) -> None:
     text = tmp_path / "some.txt"
     text.write_text("Once.")
     twice = (text, tmp_path / "." / "some.txt")
-    assert ordered(tmp_path, CalibrateOptions(twice, (), None, None, False)).fit_texts == (
-        str(text),
-    )
-    assert ordered(tmp_path, CalibrateOptions((), twice, None, None, False)).eval_texts == (
-        str(text),
-    )
+    assert ordered(tmp_path, CalibrateOptions(twice, (), None, None)).fit_texts == (str(text),)
+    assert ordered(tmp_path, CalibrateOptions((), twice, None, None)).eval_texts == (str(text),)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +94,8 @@ def test_a_file_that_is_no_text_is_neither_learned_from_nor_judged_by(
     file = tmp_path / "some.txt"
     file.write_bytes(content)
     for wishes in (
-        CalibrateOptions((file,), (), None, None, False),
-        CalibrateOptions((), (file,), None, None, False),
+        CalibrateOptions((file,), (), None, None),
+        CalibrateOptions((), (file,), None, None),
     ):
         with pytest.raises(UsageError, match=said):
             ordered(tmp_path, wishes)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import pytest
 
+from engines.config import CalibrationReport
 from engines.wire import CodecReport, MeasurementEnd
 from kvstore.codecs.quality import Quality
-from launch.cli.calibrate import LOOK_EVERY_S, SILENCE_S, measure_served
+from launch.cli.calibrate import LOOK_EVERY_S, SILENCE_S, RowPrinter, measure_served
 from launch.errors import LaunchError
 from launch.remote.gateway import Remote
 
@@ -54,9 +56,17 @@ def report(progress: str = "", ended: MeasurementEnd | None = None, *rows: Quali
     return CodecReport(name="raw", progress=progress, ended=ended, rows=rows)
 
 
-def run(server: Reporting) -> tuple[list[str], tuple[Quality, ...]]:
+def run(
+    server: Reporting, on_rows: Callable[[Sequence[Quality]], None] = lambda rows: None
+) -> tuple[list[str], tuple[Quality, ...]]:
     printed: list[str] = []
-    found = measure_served(server, printed.append, clock=lambda: server.now_s, sleep=server.sleep)
+    found = measure_served(
+        server,
+        printed.append,
+        on_rows,
+        clock=lambda: server.now_s,
+        sleep=server.sleep,
+    )
     return printed, found.rows
 
 
@@ -81,6 +91,28 @@ def test_a_measurement_that_failed_says_why() -> None:
     with pytest.raises(LaunchError, match="No space left"):
         run(server)
     assert server.now_s == LOOK_EVERY_S
+
+
+def test_rows_are_printed_as_they_come_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+    early = msgspec.structs.replace(ROW, preset="dense3", is_early=True)
+    max_row = msgspec.structs.replace(ROW, preset="max")
+    working = [
+        msgspec.structs.replace(report("1 of 2"), found=x) for x in ((), (early,), (ROW,), (ROW,))
+    ]
+    server, printer = Reporting(report(), *working, report("", OLD, ROW, max_row)), RowPrinter()
+    shown: list[str] = []
+
+    def print_rows(rows: Sequence[Quality]) -> None:
+        printer.print_rows(rows)
+        shown.append(capsys.readouterr().out)
+
+    found = run(server, print_rows)[1]
+    printer.print_report(CalibrationReport(fingerprint="", engine="", dtype="", rows=found))
+    last = capsys.readouterr().out
+    heading, row = "".join(shown).splitlines()
+    assert heading.startswith("preset") and row.split()[:4] == ["tq4", "512", "4.300", "0.00500"]
+    assert shown[2] and not any(shown[:2] + shown[3:])
+    assert last.startswith("max ") and len(heading) == len(row.rstrip()) + len("  of Gaussian")
 
 
 def test_an_engine_without_codecs() -> None:

@@ -60,7 +60,7 @@ class Indifferent(Blind):
 
 
 def timed(rows: list[Quality], *waited: float) -> list[Quality]:
-    how = {"chunk_tokens": 32, "num_threads": 1}
+    how = {"num_threads": 1}
     return timed_again(Indifferent(), CODECS, rows, **how, stopwatch=stopwatch_of(*waited))  # type: ignore[arg-type]
 
 
@@ -99,7 +99,7 @@ class Remembering(Indifferent):
 
 def test_each_attempt_reads_another_prompt():
     """Otherwise an engine's prefix cache would be timed."""
-    instrument, how = Remembering(), {"chunk_tokens": 32, "num_threads": 1}
+    instrument, how = Remembering(), {"num_threads": 1}
     timed_again(
         instrument, CODECS, [row("tq3", 0.5)], **how, stopwatch=stopwatch_of(*[0.7] * 2 * TRIES)
     )

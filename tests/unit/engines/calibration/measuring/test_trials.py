@@ -67,17 +67,19 @@ class Adding:
 
 def test_errors_of_all_sleeps_are_in_the_judged_session() -> None:
     instrument, tokens = Adding(), [1] * 200
-    how = Trials(instrument, 128, 1)
-    session = how.session(tokens)
+    how = Trials(instrument, 1)
+    exact = how.exact(tokens)
     before = 200 - (SLEEPS - 1) * TURN_TOKENS
     assert instrument.went_on_from == [0, before]
     codec = SessionCodec(RAW, None, matrix_codec("state4"))
-    trip = how.trip(codec, session)
+    trip = how.trip(codec, exact)
     turns = [before + i * TURN_TOKENS for i in range(SLEEPS - 1)]
     assert instrument.went_on_from[2:] == turns
 
     once = codec.matrices
-    assert isinstance(session.state, StateArray) and isinstance(trip.session.state, StateArray)
+    assert isinstance(exact.session.state, StateArray) and isinstance(
+        trip.session.state, StateArray
+    )
     array = np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 8) + np.float32(before)
     for number in range(SLEEPS):
         payload = memoryview(once.encode(array, "float32"))
@@ -91,12 +93,12 @@ def test_errors_of_all_sleeps_are_in_the_judged_session() -> None:
 def test_states_that_exist_only_after_blocks_sleep_as_often_as_there_is_room() -> None:
     for num_tokens, sleeps in [(300, [160, 192, 224]), (70, [32])]:
         instrument = Adding(state_step=32)
-        how = Trials(instrument, 128, 1)
+        how = Trials(instrument, 1)
         whole = num_tokens // 32 * 32
         first = whole - len(sleeps) * 32
-        session = how.session([1] * num_tokens)
-        assert session.num_tokens == whole and instrument.went_on_from == [0, first]
-        how.trip(SessionCodec(RAW, None, matrix_codec("state4")), session)
+        exact = how.exact([1] * num_tokens)
+        assert exact.session.num_tokens == whole and instrument.went_on_from == [0, first]
+        how.trip(SessionCodec(RAW, None, matrix_codec("state4")), exact)
         assert instrument.went_on_from[2:] == list(range(first, whole, 32))
 
 
@@ -105,21 +107,23 @@ def test_in_the_least_context_a_state_sleeps_as_often_as_it_is_judged_by() -> No
     least = least_context(Adding.states, step)
     for num_tokens, sleeps in [(least, SLEEPS), (least - step, SLEEPS - 1)]:
         instrument = Adding(step)
-        how = Trials(instrument, 128, 1)
-        session = how.session([1] * num_tokens)
-        how.trip(SessionCodec(RAW, None, matrix_codec("state4")), session)
+        how = Trials(instrument, 1)
+        exact = how.exact([1] * num_tokens)
+        how.trip(SessionCodec(RAW, None, matrix_codec("state4")), exact)
         assert 1 + len(instrument.went_on_from[2:]) == sleeps
     assert least_context(StateLayout(), step) == least_context(None, step) == step
 
 
 def test_an_exact_codec_changes_nothing() -> None:
     instrument, tokens = Adding(), [1] * 20
-    how = Trials(instrument, 128, 1)
-    session = how.session(tokens)
-    trip = how.trip(SessionCodec(RAW, None, matrix_codec("")), session)
-    assert isinstance(session.state, StateArray) and isinstance(trip.session.state, StateArray)
-    np.testing.assert_array_equal(trip.session.state.array, session.state.array)
-    assert how.session(tokens) is session and len(instrument.went_on_from) == 2
+    how = Trials(instrument, 1)
+    exact = how.exact(tokens)
+    trip = how.trip(SessionCodec(RAW, None, matrix_codec("")), exact)
+    assert isinstance(exact.session.state, StateArray) and isinstance(
+        trip.session.state, StateArray
+    )
+    np.testing.assert_array_equal(trip.session.state.array, exact.session.state.array)
+    assert how.exact(tokens) is exact and len(instrument.went_on_from) == 2
 
 
 class Counting(Adding):
@@ -142,36 +146,32 @@ class Counting(Adding):
 
 def test_a_prompt_that_begins_alike_goes_on_from_there() -> None:
     instrument = Counting()
-    trials = Trials(instrument, 128)
+    trials = Trials(instrument)
     long = list(range(1000))
     for tokens in (long[:400], long, long[:700], [*long[:600], *range(9000, 9300)], [5, 6, 7]):
-        ((keys, _),) = trials.session(tokens).run
+        ((keys, _),) = trials.exact(tokens).session.run
         assert keys[0, :, 0].tolist() == tokens
     assert instrument.computed == [400, 600, 1, 300, 3]
 
 
 def test_a_few_tokens_are_computed_again() -> None:
     instrument = Counting()
-    trials = Trials(instrument, 128)
+    trials = Trials(instrument)
     few = list(range(LEAST_SHARED - 1))
-    trials.session([*few, 1000])
-    trials.session([*few, 2000])
+    trials.exact([*few, 1000])
+    trials.exact([*few, 2000])
     assert instrument.computed == [LEAST_SHARED, LEAST_SHARED]
 
 
 def test_a_prompt_is_timed_where_all_of_it_was_computed_for_it() -> None:
     times = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 30.0, 34.0])
     stopwatch = partial(Stopwatch, lambda: next(times), dict)
-    trials, long = Trials(Counting(), 128, stopwatch=stopwatch), list(range(1000))
-    assert trials.prefill is None
-    trials.session(long[:400])
-    assert trials.prefill == (2 / 0.4, 0)
-    trials.session(long)  # goes on from all of it
-    assert trials.prefill == (2 + 3, 0)
-    trials.session([*long[:600], *range(9000, 9300)])  # from a part of it
-    assert trials.prefill is None
-    trials.session([5] * 500)
-    assert trials.prefill == (8, 0)
+    trials, long = Trials(Counting(), stopwatch=stopwatch), list(range(1000))
+    assert trials.exact(long[:400]).prefill == (2 / 0.4, 0)
+    assert trials.exact(long).prefill == (2 + 3, 0)  # goes on from all of it
+    other = trials.exact([*long[:600], *range(9000, 9300)])  # from a part of it
+    assert other.prefill is None
+    assert trials.exact([5] * 500).prefill == (8, 0)
 
 
 def test_the_length_of_the_common_prefix() -> None:
