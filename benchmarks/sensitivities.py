@@ -27,13 +27,14 @@ import psutil
 from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.stacks.product_stack import MIB, write_json
 from engines.calibration.corpus import fit_texts, held_out_texts
-from engines.calibration.learn import Reader, deal, learn
+from engines.calibration.learn import Reader, deal
 from engines.calibration.measuring.cases import Case, chain_cases, text_cases
 from engines.calibration.measuring.measure import measure
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.base import Codec
+from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.quality import Quality
 from launch.machine.folders import default_cache_dir
@@ -70,7 +71,9 @@ def learned(
         alike = replace(seen, metrics=None)
         for way in some:
             began = time.monotonic()
-            found = learn(seen if way.is_local else alike, instrument.fingerprint, [way.preset])
+            found = learn_profile(
+                seen if way.is_local else alike, instrument.fingerprint, [way.preset]
+            )
             costs = {
                 "read_s": round(read_s),
                 "learn_s": round(time.monotonic() - began),

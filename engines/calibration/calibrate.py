@@ -15,12 +15,13 @@ import numpy as np
 from engines.calibration.corpus import Text, fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.rules import Bound, beyond_measured, decided, refusal
 from engines.calibration.instrument import Instrument
-from engines.calibration.learn import Reader, deal, learn, short_texts
+from engines.calibration.learn import Reader, deal, short_texts
 from engines.calibration.measuring.cases import Case, chain_cases, needle_cases, text_cases
 from engines.calibration.measuring.measure import Judge, OnProgress, quiet
 from engines.calibration.measuring.trials import AnyCodec, least_context
 from engines.calibration.scratch import Scratch
 from engines.config import CalibrationOrder
+from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.names import first_part, is_learned, parts_of, session_presets
 from kvstore.codecs.presets import open_codec, warm
@@ -179,7 +180,9 @@ class Calibration:
 
     def _found(self, samples: Samples, name: str) -> Mapping[str, np.ndarray]:
         self._on_progress(f"learning {name}")
-        return learn(samples, self._instrument.fingerprint, [name]).learned[name]
+        found = learn_profile(samples, self._instrument.fingerprint, [name])
+        logger.info("learned %s (%s)", name, found.ids[name])
+        return found.learned[name]
 
     def _with_costs(self, profile: Profile, reader: Reader) -> Profile:
         """Add what errors in states cost, if texts have shown it."""

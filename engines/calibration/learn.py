@@ -1,4 +1,4 @@
-"""Learns a profile of a model from the KV of some texts."""
+"""Reads the texts that a profile of a model is learned from."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from engines.calibration.measuring.measure import OnProgress, quiet
 from engines.calibration.rope_probe import check_turning
 from engines.calibration.scratch import Scratch
 from kvstore.blobs.state_packer import rows_of, window_arrays
-from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.learning.sensitivity import Sensitivities, StateSensitivities
-from kvstore.codecs.profile import Profile
 from kvstore.shapes import KVLayout, KVRun
 
 logger = logging.getLogger(__name__)
@@ -162,13 +160,6 @@ def short_texts(
     short = max(min(states.window_tokens, num_tokens), step)  # no state is there before a step
     num_pieces = num_texts * max(1, min(num_tokens // short, MOST_PIECES))
     return list(deal(texts, encode, num_pieces, short, max(min(short, LEAST_TOKENS), step)))
-
-
-def learn(samples: Samples, fingerprint: str, presets: Sequence[str]) -> Profile:
-    """Fit the parameters of each preset to the samples."""
-    profile = learn_profile(samples, fingerprint, presets)
-    logger.info("learned %s", ", ".join(f"{name} ({id})" for name, id in profile.ids.items()))
-    return profile
 
 
 def deal(

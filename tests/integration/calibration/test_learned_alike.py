@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from engines.calibration.corpus import Text
-from engines.calibration.learn import Reader, deal, learn
+from engines.calibration.learn import Reader, deal
 from engines.calibration.scratch import Scratch
 from engines.mlx_worker.measuring.instrument import MlxInstrument
+from kvstore.codecs.calibrated import learn_profile
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 
 pytestmark = pytest.mark.mlx
@@ -53,7 +54,7 @@ def learned(it: Engine, folder: Path, late: Callable[[], None] = lambda: None) -
     with Scratch(folder) as scratch:
         samples = Reader(beside, scratch=scratch).samples([*deal(TEXTS, beside.encode, 3, 192)])
         assert samples.metrics is not None, "nothing was looked back on"
-        return learn(samples, known, PRESETS).ids
+        return learn_profile(samples, known, PRESETS).ids
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3_text", marks=pytest.mark.thorough)])
@@ -89,5 +90,5 @@ async def test_other_steps_teach_something_else(tmp_path: Path) -> None:
             beside = Instrument(owner.loaded, owner.plan, "f", owner.idle_steps, owner.held, step)
             reader = await asyncio.to_thread(Reader, beside)
             samples = await asyncio.to_thread(reader.samples, [text(x, 192) for x in (1, 2, 3)])
-            found.append(learn(samples, "f", ["dense3"]).ids)
+            found.append(learn_profile(samples, "f", ["dense3"]).ids)
     assert found[0] != found[1]

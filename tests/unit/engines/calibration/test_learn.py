@@ -9,8 +9,9 @@ import pytest
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import NOTHING, HeldSession, LayerNotice, NotObservable
-from engines.calibration.learn import Reader, deal, learn, short_texts
+from engines.calibration.learn import Reader, deal, short_texts
 from kvstore.blobs.state_tree import WindowArray
+from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.profile import Profile
 from kvstore.shapes import KVLayer, KVLayout, KVRun, Rope, StateLayout
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_run, ropes_of, turned
@@ -97,7 +98,7 @@ class Interrupted(Seeing):
 
 
 def learned(instrument: Blind) -> Profile:
-    return learn(
+    return learn_profile(
         Reader(instrument).samples([*deal(TEXTS, instrument.encode, 3, 200)]),
         instrument.fingerprint,
         ["dense3"],
