@@ -216,22 +216,25 @@ class SelfMeasurement:
     ) -> None:
         """Carry out an order, and have the engine adopt the result.
 
-        Of one that ends early, each preset that keeps the bound is adopted as soon as that is
-        sure; there is none if its few texts have left a doubt.
+        Of one that ends early, and of one that a command awaits, that is done after every preset.
+        An early one has no result if its few texts have left a doubt.
         """
         began, profile = time.monotonic(), None
+        takes_each = self._partners is None and (order.ends_early or self._is_awaited)
         for profile in calibration.profiles(order, known):
             if order.ends_early:
                 rows = tuple(msgspec.structs.replace(x, is_early=True) for x in profile.rows)
-                self._take(replace(profile, rows=rows))
-                logger.info("%s in %.0f s", work, time.monotonic() - began)
+                profile = replace(profile, rows=rows)
+            if takes_each:
+                self._take(profile)
             elif self._partners is None:
                 self._found = tuple(short_row(x) for x in profile.rows)
         if profile is None:
             logger.info("a few texts do not decide yet")
-        elif not order.ends_early:
+            return
+        if not takes_each:
             self._take(profile if self._partners is None else self._partners.agree(profile))
-            logger.info("%s in %.0f s", work, time.monotonic() - began)
+        logger.info("%s in %.0f s", work, time.monotonic() - began)
 
     def _take(self, profile: Profile) -> None:
         """Keep a profile, write the report that a command awaits, and have the engine adopt it."""

@@ -19,7 +19,7 @@ import msgspec
 
 from engines.base import CodecReport, Engine, EngineError, EngineRefused, EngineUnavailable
 from engines.calibration.gate.profiles import make_folder, profile_path
-from engines.calibration.orders import FIRST_WINDOWS, PROBED
+from engines.calibration.orders import FIRST_CHAINS, FIRST_WINDOWS, PROBED
 from engines.config import REPORT, CalibrationOrder, CalibrationReport
 from engines.kv_budget import stated_context
 from engines.wire import MeasurementEnd, Welcome
@@ -250,6 +250,7 @@ def order_of(
         num_windows=FIRST_WINDOWS,
         window_tokens=_window_tokens(longest),
         probed_share=PROBED,
+        num_chains=FIRST_CHAINS,
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
         eval_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.eval_texts)),
         num_threads=restoring_threads(effective.settings.store.num_threads),

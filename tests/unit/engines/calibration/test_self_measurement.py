@@ -337,7 +337,7 @@ def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(tmp_p
     for num_windows in (2, 3):
         wanted = msgspec.structs.replace(order, num_windows=num_windows)
         one = Engine(tmp_path, Talking(), order=wanted, stages=False)
-        assert one.ended() == "" and one.adopted == 1
+        assert one.ended() == "" and one.adopted == len(order.presets)
         report = msgspec.json.decode(path.read_bytes(), type=CalibrationReport)
         assert [x.preset for x in one.report.found] == [x.preset for x in report.rows]
         assert [x.preset for x in report.rows] == ["dense3", "max", "raw"]
@@ -345,6 +345,26 @@ def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(tmp_p
         assert report.rows[0].codec_id.endswith(profile.ids["dense3"])
         ids.add(profile.ids["dense3"])
     assert len(ids) == 2
+
+
+def test_an_order_that_is_interrupted_keeps_the_presets_that_it_has_measured(tmp_path: Path):
+    order = CalibrationOrder(
+        presets=("dense3", "raw"),
+        contexts=(128,),
+        num_windows=2,
+        window_tokens=128,
+        num_scored=16,
+        depths=(),
+        num_chains=0,
+        data_path=str(tmp_path),
+        report_path=str(tmp_path / "report.json"),
+    )
+    whole, elsewhere = Talking(), msgspec.structs.replace(order, data_path=str(tmp_path / "other"))
+    assert Engine(tmp_path, whole, order=elsewhere, stages=False).ended() == ""
+    half = Talking(stop_after=whole.num_answers - 1)
+    assert Engine(tmp_path, half, order=order, stages=False).ended() is None
+    profile = load_profile(profile_path(tmp_path, half.fingerprint))
+    assert {x.preset for x in profile.rows} == set(profile.learned) == {"dense3"}
 
 
 def test_a_preset_is_measured_before_the_next_one_is_learned(tmp_path: Path):
