@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes that wait for each other
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy reads it
+
 USUAL_EXAMPLES = 15
 THOROUGH_EXAMPLES = 150
 SHARED = ("vllm_stack", "shared_engine", "vllm_server")  # fixtures that take a minute to make

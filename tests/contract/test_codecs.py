@@ -50,13 +50,15 @@ COSINES = {
 
 # Of methods of the literature; their parts have tests of their own.
 FEW_LAYOUTS = ("float16", "K and V differ")
-OF_PAPERS = [name for name, entry in LITERATURE.items() if entry.make]
+RATES = ("tq1", "tq2", "tq5", "tq6", "tq7", "tq8", "base11")  # compiled for each layout: one
+OF_PAPERS = [name for name, entry in LITERATURE.items() if entry.make and name not in RATES]
 
 
 def with_layouts(ours, papers=None):
     """Every codec with some of the layouts, and those that a profile makes with their own."""
     pairs = [(name, x) for name in READY for x in ours]
     pairs += [(name, x) for name in OF_PAPERS for x in papers or ours]
+    pairs += [(name, "bfloat16") for name in RATES]
     pairs += [(name, "learned") for name in LEARNABLE]
     return pytest.mark.parametrize(("name", "kind"), pairs, ids=map("-".join, pairs))
 

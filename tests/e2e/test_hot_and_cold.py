@@ -27,9 +27,9 @@ async def sleep_now(client, name: str) -> None:
 
 
 async def conversation(client, name: str, words: int, sleeps: bool) -> list[str]:
-    """Three turns; between them the session sleeps, or does not."""
+    """Two turns; between them the session sleeps, or does not."""
     history, texts = [], []
-    for turn in range(3):
+    for turn in range(2):
         history.append(user(f"{prose(f'{words}-{turn}', words)}? Tell me more."))
         reply = await client.chat(history, session=name, max_tokens=10)
         assert reply.status == 200 and not reply.error

@@ -161,6 +161,7 @@ def test_a_gateway_that_comes_back_finds_its_sessions(sdk, stack, elsewhere):
     assert ask(sdk, "kept").headers["x-thermocline-cache"].startswith("hot; tokens=")
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_asked_to_end_comes_back_with_its_sessions(sdk, elsewhere):
     """Asked right after an answer, while the turn is still being saved. The last test here."""
     said = ask(sdk, "ending", 700).parse().choices[0].message.content

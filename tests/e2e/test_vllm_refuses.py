@@ -65,12 +65,14 @@ def refused(folder: Path, config: dict[str, object], *args: str) -> tuple[int, s
     return done.returncode, why[0], done.stderr
 
 
+@pytest.mark.thorough
 def test_a_kind_of_model_that_vllm_does_not_know(tmp_path):
     code, why, _ = refused(tmp_path, LLAMA | {"architectures": ["NeverHeardOf"]}, *NO_WEIGHTS)
     assert code == 1
     assert "NeverHeardOf" in why and "not supported" in why
 
 
+@pytest.mark.thorough
 def test_a_flag_that_vllm_does_not_have(tmp_path):
     code, why, log = refused(tmp_path, LLAMA, "--no-such-flag")
     assert code == 1

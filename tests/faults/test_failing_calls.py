@@ -30,6 +30,7 @@ from tests.faults.failing_calls import (
 )
 
 AT_LEAST = 40  # calls of one life that meet its folder; there are some fifty
+EVERY = 4  # of them one in so many, without --thorough
 
 
 def strace_works() -> bool:
@@ -53,11 +54,16 @@ pytestmark = [
 ]
 
 
-def lives(tmp_path: Path, fault: str) -> Iterator[tuple[str, Path, Life]]:
+@pytest.fixture
+def every(pytestconfig: pytest.Config) -> int:
+    return 1 if pytestconfig.getoption("--thorough") else EVERY
+
+
+def lives(tmp_path: Path, fault: str, every: int) -> Iterator[tuple[str, Path, Life]]:
     """One life for each call, until there is no k-th one of its kind any more."""
     met = 0
     for call in CALLS:
-        for k in range(1, 100):
+        for k in range(1, 100, every):
             folder = tmp_path / f"{call}-{k}" / "cold"
             folder.parent.mkdir()
             life = live(folder, call, fault, k)
@@ -67,7 +73,7 @@ def lives(tmp_path: Path, fault: str) -> Iterator[tuple[str, Path, Life]]:
             met += 1
             yield f"{call} {k}", folder, life
             shutil.rmtree(folder.parent)
-    assert met >= AT_LEAST
+    assert met >= AT_LEAST // every
 
 
 def next_life(folder: Path) -> dict[bytes, bytes]:
@@ -82,18 +88,18 @@ def next_life(folder: Path) -> dict[bytes, bytes]:
 
 
 @pytest.mark.parametrize("error", ["EIO", pytest.param("ENOSPC", marks=pytest.mark.thorough)])
-def test_each_call_of_the_system_fails_once(tmp_path: Path, error: str) -> None:
+def test_each_call_of_the_system_fails_once(tmp_path: Path, every: int, error: str) -> None:
     """The tier refuses, or is refused with a sentence; no blob is ever another's."""
-    for where, folder, life in lives(tmp_path, f"error={error}"):
+    for where, folder, life in lives(tmp_path, f"error={error}", every):
         assert life.returncode in (0, NO_TIER), (where, life)
         if life.returncode == NO_TIER:
             assert "disk tier" in life.words and "Traceback" not in life.words
         next_life(folder)
 
 
-def test_each_call_of_the_system_is_the_last(tmp_path: Path) -> None:
+def test_each_call_of_the_system_is_the_last(tmp_path: Path, every: int) -> None:
     """SIGKILL: blobs that were reported kept are there, but for those deleted or replaced since."""
-    for where, folder, life in lives(tmp_path, "signal=KILL"):
+    for where, folder, life in lives(tmp_path, "signal=KILL", every):
         assert life.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), (where, life)
         there = next_life(folder)
         for step, items in (("first", FIRST), ("then", THEN), ("late", LATE)):

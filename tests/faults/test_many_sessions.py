@@ -67,7 +67,7 @@ def prompt_of(chat: int, turn: int, answers: Sequence[Sequence[int]]) -> list[in
     return prompt + question(chat, turn)
 
 
-@soak(30, 100)
+@soak(12, 100)
 async def test_chats_of_five_turns_that_sleep_and_wake_at_random(many: int, tmp_path: Path) -> None:
     right = await without_a_cache(many, NUM_TURNS)
     chance = random.Random(4)
@@ -93,7 +93,7 @@ async def test_chats_of_five_turns_that_sleep_and_wake_at_random(many: int, tmp_
         assert "corrupt" not in it.store.stats().counters
     assert sum(sources.values()) == many * NUM_TURNS
     assert sources["cold-ram"] + sources["cold-disk"] > many
-    assert sources["hot"] > 10 and sources["miss"] >= many // 2
+    assert sources["hot"] > many // 3 and sources["miss"] >= many // 2
 
 
 async def disturb(it: Engine, chance: random.Random, ref: object) -> None:

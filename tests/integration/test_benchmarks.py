@@ -13,9 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 PLAIN = {
     "codec_speed": "--codec tq3 --dims 64 --threads 1 --seconds 0.1",
+    "relay": "--readers 2 --chunks 10 --answers 1 --rounds 1 --ttft-rounds 5",
+}
+RARELY = {
     "fuzz": "--count 200 --only tq3",
     "idle_connections": "--idle 50 --seconds 1",
-    "relay": "--readers 2 --chunks 10 --answers 1 --rounds 1 --ttft-rounds 5",
 }
 OF_THE_SAMPLE_MODEL = {
     "capacity": "--sessions 3 --tokens 200 --room 2",
@@ -40,6 +42,13 @@ def run(name: str, options: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_benchmark_runs(name, tmp_path):
     run(name, PLAIN[name], tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RARELY)
+def test_a_benchmark_that_takes_longer_runs(name, tmp_path):
+    run(name, RARELY[name], tmp_path)
 
 
 @pytest.mark.thorough

@@ -195,7 +195,10 @@ async def fresh(config: WorkerConfig, folder: Path) -> Any:
         return (await complete(server, PROMPT))[0]["choices"]
 
 
-@pytest.mark.parametrize("changed", ["weights", "dtype", "tokenizer"])
+@pytest.mark.parametrize(
+    "changed",
+    ["weights", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("dtype", "tokenizer"))],
+)
 async def test_another_model_begins_anew_and_leaves_the_first_ones_sessions(
     model: Path, tmp_path: Path, changed: str
 ):

@@ -97,6 +97,7 @@ def fresh(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fresh
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_killed_measures_again_in_its_next_life(fresh: Path):
     server = start(fresh)
     try:
@@ -244,6 +245,7 @@ def test_doctor_judges_what_packs_live_kv(folder: Path, setting: str, verdict: s
     assert found["codec"]["text"].startswith(said)
 
 
+@pytest.mark.thorough
 def test_it_learns_on_once(tmp_path: Path):
     write_tiny(tmp_path, SHORT)
     server = start(tmp_path, "--set", "store.learn_on=true")

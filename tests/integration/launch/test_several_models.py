@@ -319,7 +319,7 @@ def test_models_that_take_turns_come_back_with_their_conversations(tmp_path):
     server = start(tmp_path, TAKING_TURNS.format(model=tmp_path / "tiny"))
     try:
         said: dict[tuple[str, str], list[str]] = {}
-        for turn in range(3):
+        for turn in range(2):
             for model in ("one", "two"):
                 for session in ("a", "b"):
                     history = said.setdefault((model, session), [])

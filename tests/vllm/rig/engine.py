@@ -100,6 +100,9 @@ class RealEngine:
         args = EngineArgs(model=model, kv_transfer_config=transfer, **(defaults | options))
         config = args.create_engine_config()
         prepare(config)
+        if os.environ.get("OMP_NUM_THREADS") == "1":  # no pool of threads that a fork would break
+            # Otherwise each of vLLM's processes imports torch and vLLM anew: ten seconds each.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self.engine = LLMEngine.from_vllm_config(config)
         self._count = 0
 
