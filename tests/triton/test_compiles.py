@@ -79,10 +79,22 @@ def built(capability, dim, kind, family, kernels, tmp_path):
 
 
 KINDS = [(64, 3, 0), (128, 3, 0), (256, 3, 0), (128, 4, 1)]
+OF_RATES = [(32, 0), (64, 0), (64, 2), (128, 0), (128, 1), (256, 0)]
 
 
-@pytest.mark.parametrize(("dim", "bits", "fp16"), KINDS)
-@pytest.mark.parametrize("capability", [90, 121])
+def targets(kinds, usual):
+    """All kinds on a data centre's GPU and on GB10; only some of them without --thorough."""
+    return [
+        pytest.param(x, *kind, marks=[pytest.mark.thorough] * ((x, *kind) not in usual))
+        for x in (90, 121)
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dim", "bits", "fp16"),
+    targets(KINDS, [(90, 128, 3, 0), (121, 128, 3, 0), (121, 128, 4, 1)]),
+)
 def test_kernels_of_rows_compile_without_fusing_or_spilling(capability, dim, bits, fp16, tmp_path):
     rows = {"R": 16, "D": dim, "BITS": bits, "FP16": fp16}
     copies = {"R": 16, "W": dim}
@@ -96,8 +108,10 @@ def test_kernels_of_rows_compile_without_fusing_or_spilling(capability, dim, bit
     assert found["pack_kernel"]["wide"] > 0, "rows are not read 16 bytes at a time"
 
 
-@pytest.mark.parametrize(("dim", "kind"), [(32, 0), (64, 0), (64, 2), (128, 0), (128, 1), (256, 0)])
-@pytest.mark.parametrize("capability", [90, 121])
+@pytest.mark.parametrize(
+    ("capability", "dim", "kind"),
+    targets(OF_RATES, [(90, 128, 0), (121, 64, 2), (121, 128, 1), (121, 256, 0)]),
+)
 def test_kernels_of_rates_multiply_bytes_and_round_as_the_host_does(
     capability, dim, kind, tmp_path
 ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -57,6 +58,15 @@ class Result:
     seconds: float
 
 
+def may_fork() -> bool:
+    """True if vLLM's processes can be forks of this one; spawned ones import vLLM for ten seconds.
+
+    A fork has none of the threads of OpenMP's pool; and with numba loaded, vLLM's search through
+    all modules for kernels to replace ends in an error.
+    """
+    return os.environ.get("OMP_NUM_THREADS") == "1" and "llvmlite" not in sys.modules
+
+
 class RealEngine:
     def __init__(
         self,
@@ -100,8 +110,7 @@ class RealEngine:
         args = EngineArgs(model=model, kv_transfer_config=transfer, **(defaults | options))
         config = args.create_engine_config()
         prepare(config)
-        if os.environ.get("OMP_NUM_THREADS") == "1":  # no pool of threads that a fork would break
-            # Otherwise each of vLLM's processes imports torch and vLLM anew: ten seconds each.
+        if may_fork():
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self.engine = LLMEngine.from_vllm_config(config)
         self._count = 0
