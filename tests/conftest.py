@@ -103,6 +103,9 @@ def _sendable(text: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no xdist
 def pytest_xdist_auto_num_workers(config: Any) -> int:
-    """Return how many processes ``-n auto`` starts: one for a core, at most four."""
+    """Return how many processes ``-n auto`` starts: one more than cores, at most four.
+
+    A third of the time of a test is a wait: for a process, a deadline, an answer.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, 4)
+    return min((cores or 1) + 1, 4)
