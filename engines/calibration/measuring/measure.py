@@ -1,4 +1,4 @@
-"""The measurement: a prefix is prefilled once, and gone on from with each preset's version."""
+"""Measures codecs: a model's answers after a restored prefix, beside those after the exact one."""
 
 from __future__ import annotations
 

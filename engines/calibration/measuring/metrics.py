@@ -1,6 +1,6 @@
-"""The distance of a model with an unpacked past from the same model with the exact one.
+"""Compares a model's answers after a restored prefix with those after the exact one.
 
-It is measured case by case, and put together for a preset at one context length.
+First case by case, then over all cases of a preset at one context length.
 """
 
 from __future__ import annotations

@@ -119,9 +119,12 @@ def _nbytes(session: HeldSession) -> int:
 
 @dataclass(frozen=True)
 class Trip:
-    """A session that was packed and unpacked, the size that it had in between, and the time back.
+    """A session after it was packed and unpacked.
 
-    ``nbytes``: of all blobs, headers included.
+    Attributes:
+        nbytes: of all its blobs, headers included.
+        num_elements: values that were packed.
+        restore: the speed of the unpacking.
     """
 
     session: HeldSession
