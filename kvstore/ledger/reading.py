@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.blobs.chain import CHUNK, chunk_before, stretches
 from kvstore.errors import ForeignCodec, RefusedCodec, TierUnavailable, Unusable
@@ -21,8 +20,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GoodCopy(Generic[T]):
+class GoodCopy(NamedTuple, Generic[T]):
     """The copy that was accepted, the level of its tier, and the result of using it."""
 
     blob: Blob

@@ -123,7 +123,7 @@ _SOURCES: Mapping[str, Callable[[Path], str]] = {
 def preload_environment(environ: Mapping[str, str], library: str, threads: int) -> dict[str, str]:
     """The variables to add to ``environ`` so that ``library`` is preloaded.
 
-    What the user preloads or has chosen for threads stays.
+    What the user preloads or has chosen for threads and memory stays.
 
     Raises:
         NoBlas: the loader splits ``LD_PRELOAD`` at blanks and colons, and this path has one.
@@ -134,6 +134,8 @@ def preload_environment(environ: Mapping[str, str], library: str, threads: int) 
         "OPENBLAS_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "MKL_THREADING_LAYER": "INTEL",
+        # mlx takes new memory for every result: of a long context that is thousands of pages.
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
     env = {name: value for name, value in wanted.items() if name not in environ}
     # mlx passes 32-bit dimensions; this must not follow a user's setting for other programs.
