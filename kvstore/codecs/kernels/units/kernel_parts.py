@@ -6,9 +6,10 @@ numpy for a single one takes a microsecond.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
@@ -40,14 +41,22 @@ def plain(emit: Callable[..., None]) -> Any:
     return intrinsic(prefer_literal=True)(typed)
 
 
-def with_number(emit: Callable[..., None]) -> Any:
-    """Make an intrinsic (literal digest of the sources, literal number, tuple of numbers)."""
+def by_number(emit: Callable[..., None], numbers: Iterable[int]) -> Any:
+    """Make such an intrinsic of whose numbers the first one, of ``numbers``, selects the code."""
 
-    def typed(context: Any, sources: Any, number: Any, values: Any) -> Any:
-        known = number.literal_value
-        return emitted(lambda b, args: emit(b, known, args), sources, number, values)
+    def emit_each(b: Any, args: Any) -> None:
+        number, *others = args
+        end = b.append_basic_block()
+        cases = b.switch(number, end)
+        for known in numbers:
+            case = b.append_basic_block()
+            cases.add_case(ir.Constant(number.type, known), case)
+            b.position_at_end(case)
+            emit(b, known, tuple(others))
+            b.branch(end)
+        b.position_at_end(end)
 
-    return intrinsic(prefer_literal=True)(typed)
+    return plain(emit_each)
 
 
 def _emit_tile_of_levels(b: Any, args: Any) -> None:
@@ -59,21 +68,17 @@ def _emit_tile_of_rows(b: Any, args: Any) -> None:
     dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dots.dot_of_words, args)
 
 
-put_levels: Any = with_number(lambda b, bits, args: dots.emit_levels(b, bits, OFFSET, args))
+_BITS, _IS_WORDS = range(1, MAX_BITS + 1), (0, 1)
+put_levels: Any = by_number(lambda b, bits, args: dots.emit_levels(b, bits, OFFSET, args), _BITS)
 put_groups: Any = plain(lambda b, args: dots.emit_groups(b, GROUP, args))
 tile_of_levels: Any = plain(_emit_tile_of_levels)
-_put_rows: Any = with_number(
-    lambda b, words, args: engine_rows.emit_rows(b, LANES, words == 1, args)
-)
-
-load_rows: Any = with_number(
-    lambda b, words, args: engine_rows.emit_load(b, LANES, words == 1, args)
-)
+_put_rows: Any = by_number(lambda b, *x: engine_rows.emit_rows(b, LANES, *x), _IS_WORDS)
+load_rows: Any = by_number(lambda b, *x: engine_rows.emit_load(b, LANES, *x), _IS_WORDS)
 put_squares: Any = plain(lambda b, args: engine_rows.emit_squares(b, LANES, args))
 put_integers: Any = plain(lambda b, args: engine_rows.emit_integers(b, LANES, args))
 put_columns: Any = plain(lambda b, args: engine_rows.emit_transposed(b, LANES, args))
 tile_of_rows: Any = plain(_emit_tile_of_rows)
-put_codes: Any = with_number(lambda b, bits, args: engine_rows.emit_codes(b, LANES, bits, args))
+put_codes: Any = by_number(lambda b, *x: engine_rows.emit_codes(b, LANES, *x), _BITS)
 
 
 BLOCK = 64  # tokens that a kernel processes together
@@ -101,6 +106,7 @@ def put_tile(
     rope, stride = rope_of[unit, segment], strides[unit, segment]
     angle = NBYTES * (rope * cosines.shape[1] + token) * cosines.shape[2]
     args = (
+        as_words,
         sums,
         mean,
         address_of(cosines) + angle,
@@ -114,10 +120,7 @@ def put_tile(
         halves[rope],
         dim,
     )
-    if as_words:
-        _put_rows(SOURCES, 1, args)
-    else:
-        _put_rows(SOURCES, 0, args)
+    _put_rows(SOURCES, args)
 
 
 @njit

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit, types
 
 from kvstore.codecs.kernels.emit import loop_tiles
-from kvstore.codecs.kernels.units.kernel_parts import GROUP, LANES, plain, with_number
+from kvstore.codecs.kernels.units.kernel_parts import GROUP, LANES, by_number, plain
 from kvstore.codecs.loops.numba_functions import (
     NBYTES,
     address_of,
@@ -28,7 +28,7 @@ _restored_tile: Any = plain(loop_tiles.emit_restored)
 _bytes_of_sums: Any = plain(loop_tiles.emit_bytes)
 components_tile: Any = plain(loop_tiles.emit_components)
 residuals_of_rows: Any = plain(loop_tiles.emit_residuals)
-codes_of_sums: Any = with_number(loop_tiles.emit_codes)
+codes_of_sums: Any = by_number(loop_tiles.emit_codes, (0, 1))
 grouped_rows: Any = plain(loop_tiles.emit_grouped)
 
 _PANELS = array_of(types.uint32, 4)

@@ -140,6 +140,7 @@ def load_block(
         rope, column, stride = rope_of[unit, segment], segment * dim, strides[unit, segment]
         angle = NBYTES * (rope * cosines.shape[1] + block) * cosines.shape[2]
         args = (
+            as_words,
             addresses[unit, segment] + block * stride,
             means + NBYTES * column,
             address_of(cosines) + angle,
@@ -152,10 +153,7 @@ def load_block(
             halves[rope],
             dim,
         )
-        if as_words:
-            load_rows(SOURCES, 1, args)
-        else:
-            load_rows(SOURCES, 0, args)
+        load_rows(SOURCES, args)
 
 
 @njit
@@ -207,19 +205,8 @@ def _codes_of_block(
 ) -> None:
     along, energy = address_of(sums[0]), address_of(sums[1])
     for bits in range(MAX_BITS, 0, -1):
-        args = (numbers, bounds, values, rates, width, planes, along, energy, runs[bits])
-        if bits == 1:
-            put_codes(SOURCES, 1, args)
-        elif bits == 2:
-            put_codes(SOURCES, 2, args)
-        elif bits == 3:
-            put_codes(SOURCES, 3, args)
-        elif bits == 4:
-            put_codes(SOURCES, 4, args)
-        elif bits == 5:
-            put_codes(SOURCES, 5, args)
-        else:
-            put_codes(SOURCES, 6, args)
+        args = (bits, numbers, bounds, values, rates, width, planes, along, energy, runs[bits])
+        put_codes(SOURCES, args)
         numbers += runs[bits] * NBYTES * BLOCK
         bounds += runs[bits] * width
         values += runs[bits] * width

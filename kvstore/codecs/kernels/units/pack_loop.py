@@ -196,6 +196,7 @@ def _pack_function(digest: int) -> Any:
                         continue
                     first_row = row if is_wide else row + wide
                     args = (
+                        is_wide,
                         address_of(components) + NBYTES * start,
                         step,
                         address_of(known) + NBYTES * start,
@@ -208,10 +209,7 @@ def _pack_function(digest: int) -> Any:
                         address_of(flag),
                         (count + LANES - 1) // LANES,
                     )
-                    if is_wide:
-                        codes_of_sums(SOURCES, 1, args)
-                    else:
-                        codes_of_sums(SOURCES, 0, args)
+                    codes_of_sums(SOURCES, args)
                     if flag[0]:
                         place = (first_row, is_wide, unit, first, num_tokens)
                         lists = (keys, rare, excess, used)

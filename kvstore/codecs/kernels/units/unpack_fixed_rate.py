@@ -53,19 +53,7 @@ def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, 
     with most bits come first in memory.
     """
     for bits in range(MAX_BITS, 0, -1):
-        args = (source, step, table, width, rows, runs[bits])
-        if bits == 1:
-            put_levels(SOURCES, 1, args)
-        elif bits == 2:
-            put_levels(SOURCES, 2, args)
-        elif bits == 3:
-            put_levels(SOURCES, 3, args)
-        elif bits == 4:
-            put_levels(SOURCES, 4, args)
-        elif bits == 5:
-            put_levels(SOURCES, 5, args)
-        else:
-            put_levels(SOURCES, 6, args)
+        put_levels(SOURCES, (bits, source, step, table, width, rows, runs[bits]))
         source += runs[bits] * bits * step
         table += runs[bits] * width
         rows += runs[bits] * BLOCK
