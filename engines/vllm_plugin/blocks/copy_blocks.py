@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvstore.codecs.loops.numba_functions import CompiledFunction, array_of, compiled, sources_of
+from kvstore.codecs.loops.numba_functions import CompiledFunction, compiled, sources_of
 
 SOURCES = sources_of(__file__)
 _VALUES: dict[int, Any] = {2: types.int16, 4: types.int32}
@@ -83,6 +83,4 @@ def copies_of(value_nbytes: int) -> CompiledFunction:
                         _copy_plane(target, source, (tokens, channels), like)
         return sources
 
-    numbers = array_of(types.int64, 2)
-    ids = array_of(types.int64, 1)
-    return compiled(types.int64, copy_blocks, numbers, numbers, ids, types.int64, types.boolean)
+    return compiled("i8", copy_blocks, "i8:2 i8:2 i8:1 i8 b1")

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 
-from kvstore.codecs.loops.numba_functions import array_of, compiled, copy
+from kvstore.codecs.loops.numba_functions import compiled, copy
 
 
 def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, codes: Any) -> None:
@@ -157,36 +156,11 @@ def _round_to_bf16(words: Any, out: Any) -> None:
 
 
 ROWS_AT_ONCE = 64
-_FLOATS = array_of(types.float32, 2)
-_SCALES = array_of(types.float32, 1)
-_BYTES = array_of(types.uint8, 2)
-_WORDS = array_of(types.uint64, 2)
-_NUMBERS = array_of(types.int64, 1)
-
-quantise_levels = compiled(
-    types.void, _quantise_levels, _FLOATS, _SCALES, _NUMBERS, _FLOATS, _NUMBERS, _BYTES
-)
-restore_levels = compiled(
-    types.void, _restore_levels, _BYTES, _SCALES, _NUMBERS, _FLOATS, _NUMBERS, _FLOATS
-)
-pack_planes = compiled(types.void, _pack_planes, _WORDS, _NUMBERS, _BYTES)
-unpack_planes = compiled(
-    types.void, _unpack_planes, _BYTES, _NUMBERS, array_of(types.uint64, 1), _WORDS
-)
-_TABLES = array_of(types.float32, 3)
-nearest_vectors = compiled(types.void, _nearest_vectors, _TABLES, _TABLES, _FLOATS, _BYTES)
-butterflies = compiled(types.void, _butterflies, _FLOATS, _NUMBERS)
-turn_keys = compiled(
-    types.void,
-    _turn_keys,
-    _TABLES,
-    _NUMBERS,
-    types.int64,
-    _FLOATS,
-    _FLOATS,
-    types.float32,
-    types.boolean,
-)
-round_to_bf16 = compiled(
-    types.void, _round_to_bf16, array_of(types.uint32, 1), array_of(types.uint16, 1)
-)
+quantise_levels = compiled("void", _quantise_levels, "f4:2 f4:1 i8:1 f4:2 i8:1 u1:2")
+restore_levels = compiled("void", _restore_levels, "u1:2 f4:1 i8:1 f4:2 i8:1 f4:2")
+pack_planes = compiled("void", _pack_planes, "u8:2 i8:1 u1:2")
+unpack_planes = compiled("void", _unpack_planes, "u1:2 i8:1 u8:1 u8:2")
+nearest_vectors = compiled("void", _nearest_vectors, "f4:3 f4:3 f4:2 u1:2")
+butterflies = compiled("void", _butterflies, "f4:2 i8:1")
+turn_keys = compiled("void", _turn_keys, "f4:3 i8:1 i8 f4:2 f4:2 f4 b1")
+round_to_bf16 = compiled("void", _round_to_bf16, "u4:1 u2:1")

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
-from kvstore.codecs.loops.numba_functions import array_of, compiled
+from kvstore.codecs.loops.numba_functions import compiled
 
 BASE = 11
 DIGITS = 3  # of one division
@@ -112,10 +112,5 @@ def _pack_digits(codes: Any, groups: Any, packed: Any) -> None:
             column += digits
 
 
-_NUMBERS = array_of(types.int64, 2)
-_READ = types.Array(types.uint8, 2, "C", readonly=True)
-
-unpack_digits = compiled(
-    types.void, _unpack_digits, _READ, _NUMBERS, _NUMBERS, array_of(types.uint8, 2)
-)
-pack_digits = compiled(types.void, _pack_digits, _READ, _NUMBERS, array_of(types.uint8, 2))
+unpack_digits = compiled("void", _unpack_digits, "u1:2r i8:2 i8:2 u1:2")
+pack_digits = compiled("void", _pack_digits, "u1:2r i8:2 u1:2")

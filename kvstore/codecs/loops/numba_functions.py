@@ -17,13 +17,13 @@ import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import from_dtype, njit, types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
@@ -115,20 +115,31 @@ class CompiledFunction:
         return lazy
 
 
-def compiled(result: Any, function: Callable[..., Any], *arguments: Any) -> CompiledFunction:
-    """Return ``function`` for these numba types; it is compiled when it is first called."""
-    return CompiledFunction(result(*arguments), function)
+def compiled(result: str, function: Callable[..., Any], *arguments: Any) -> CompiledFunction:
+    """Return ``function`` for these types; it is compiled when it is first called.
+
+    They are numba's, or names as in ``"f4 u1:2 i8:1r"``: of a number, of a contiguous array of two
+    axes, and of one that is only read.
+    """
+    (returned,) = _kinds((result,))
+    return CompiledFunction(returned(*_kinds(arguments)), function)
 
 
 def tuple_of(*kinds: Any) -> Any:
-    """The numba type of a tuple of these types."""
+    """The numba type of a tuple of these types, named as for ``compiled``."""
     make: Any = types.Tuple
-    return make(kinds)
+    return make(_kinds(kinds))
 
 
-def array_of(kind: Any, ndim: int) -> Any:
-    """The numba type of a contiguous array of ``ndim`` axes."""
-    return types.Array(kind, ndim, "C")
+def _kinds(given: Iterable[Any]) -> list[Any]:
+    words = (x.split() if isinstance(x, str) else [x] for x in given)
+    return [_kind(x) if isinstance(x, str) else x for several in words for x in several]
+
+
+def _kind(word: str) -> Any:
+    name, _, axes = word.partition(":")
+    kind = types.void if name == "void" else from_dtype(np.dtype(name))
+    return types.Array(kind, int(axes[0]), "C", readonly="r" in axes) if axes else kind
 
 
 def emitted(emit: Callable[[Any, tuple[Any, ...]], None], *kinds: Any) -> tuple[Any, Any]:
@@ -209,7 +220,7 @@ def _read_objects(objects: Any, places: Any) -> bool:
     return True
 
 
-_read = compiled(types.boolean, _read_objects, array_of(types.int64, 1), array_of(types.int64, 2))
+_read = compiled("b1", _read_objects, "i8:1 i8:2")
 
 
 def places_of(arrays: Sequence[np.ndarray], *, written: bool = False) -> np.ndarray:

@@ -17,7 +17,6 @@ from kvstore.codecs.kernels.rows.attend_rows import TILE_TOKENS
 from kvstore.codecs.kernels.rows.row_shape import RowShape, has_kernel
 from kvstore.codecs.loops.numba_functions import (
     address_of,
-    array_of,
     compiled,
     copy,
     emitted,
@@ -171,7 +170,7 @@ def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
             multiply_rows(bits, dim, num_queries, sources, rows, address_of(rotated), target)
         rotated[0, 0] = 0  # numba frees an array after its last use; its address does not count
 
-    return compiled(types.void, scores, *_argument_types())
+    return compiled("void", scores, *_argument_types())
 
 
 def _sums_function(bits: int, dim: int, num_queries: int) -> Any:
@@ -190,7 +189,7 @@ def _sums_function(bits: int, dim: int, num_queries: int) -> Any:
                     out[head, q, i] += total[q, i]
         total[0, 0] = 0  # as in ``scores``
 
-    return compiled(types.void, sums, *_argument_types())
+    return compiled("void", sums, *_argument_types())
 
 
 def _argument_types() -> tuple[Any, ...]:
@@ -202,8 +201,7 @@ def _argument_types() -> tuple[Any, ...]:
 
 def turn_type() -> Any:
     """Return the numba type of ``rotation_of``'s result."""
-    base = types.Array(types.float32, 2, "C", readonly=True)
-    return tuple_of(array_of(types.float32, 1), base, types.int64)
+    return tuple_of("f4:1 f4:2r i8")
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 from numba.extending import intrinsic
 
 from kvstore.codecs.kernels.emit.emitter import Emitter
@@ -24,7 +24,6 @@ from kvstore.codecs.loops.numba_functions import (
     LINE,
     STRIDES,
     address_of,
-    array_of,
     compiled,
     emitted,
     first_line_of,
@@ -130,7 +129,7 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
                     scales += count * SCALE_NBYTES
         scratch[0] = 0  # numba frees an array after its last use; its address does not count
 
-    return compiled(types.void, pack, array_of(types.uint8, 1), _NUMBERS, _NUMBERS)
+    return compiled("void", pack, "u1:1 i8:2 i8:2")
 
 
 def _unpack_function(bits: int, dim: int, dtype: int) -> Any:
@@ -151,10 +150,7 @@ def _unpack_function(bits: int, dim: int, dtype: int) -> Any:
                         packed += row_nbytes
                         scale += SCALE_NBYTES
 
-    return compiled(types.void, unpack, array_of(types.int64, 1), _NUMBERS, _NUMBERS)
-
-
-_NUMBERS = array_of(types.int64, 2)
+    return compiled("void", unpack, "i8:1 i8:2 i8:2")
 
 
 @dataclass(frozen=True)

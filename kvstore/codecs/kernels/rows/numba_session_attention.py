@@ -136,13 +136,11 @@ def _attend_function(shapes: RowShapes, num_queries: int) -> Any:
         sums[0, 0] = 0
         scores[0, 0] = 0
 
-    exact = types.Array(types.uint16, 3, "C", readonly=True)
     codes = types.Array(types.uint8, 3, "A", readonly=True)
     scales = types.Array(types.uint16, 2, "A", readonly=True)
-    given = types.Array(types.float32, 3, "C", readonly=True)
-    side, turn = tuple_of(exact, codes, scales, exact), turn_type()
+    side, turn = tuple_of("u2:3r", codes, scales, "u2:3r"), turn_type()
     target = types.Array(types.float32, 3, "A")
-    return compiled(types.void, attend, given, side, side, target, turn, turn)
+    return compiled("void", attend, "f4:3r", side, side, target, turn, turn)
 
 
 _function = functools.cache(_attend_function)

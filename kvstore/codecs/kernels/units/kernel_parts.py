@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import njit
 from numba.extending import intrinsic
 
 from kvstore.codecs.kernels.emit import dots
@@ -19,7 +19,6 @@ from kvstore.codecs.kernels.units import engine_rows
 from kvstore.codecs.loops.numba_functions import (
     NBYTES,
     address_of,
-    array_of,
     emitted,
     sources_of,
     tuple_of,
@@ -82,12 +81,11 @@ put_codes: Any = by_number(lambda b, *x: engine_rows.emit_codes(b, LANES, *x), _
 
 
 BLOCK = 64  # tokens that a kernel processes together
-ANGLES = array_of(types.float32, 3)
 # The RoPE table of each segment (0: none), half the channels that each table rotates, cosines,
 # sines, and head_dim.
-ROPE_TABLES = (array_of(types.int64, 2), array_of(types.int64, 1), ANGLES, ANGLES, types.int64)
+ROPE_TABLES = ("i8:2 i8:1 f4:3 f4:3 i8",)
 # Addresses of the engine's arrays and bytes from token to token, (units, segments) each.
-SEGMENTS = tuple_of(array_of(types.int64, 2), array_of(types.int64, 2))
+SEGMENTS = tuple_of("i8:2 i8:2")
 
 
 @njit

@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
 from kvstore.codecs.kernels.emit import loop_tiles
 from kvstore.codecs.kernels.units.kernel_parts import GROUP, LANES, by_number, plain
 from kvstore.codecs.loops.numba_functions import (
     NBYTES,
     address_of,
-    array_of,
     sources_of,
     tuple_of,
 )
@@ -31,20 +30,9 @@ residuals_of_rows: Any = plain(loop_tiles.emit_residuals)
 codes_of_sums: Any = by_number(loop_tiles.emit_codes, (0, 1))
 grouped_rows: Any = plain(loop_tiles.emit_grouped)
 
-_PANELS = array_of(types.uint32, 4)
 # ``one_step.fused_loop.LoopTables.shared``: counts, known, wide, own, begins, shifts, finer, rows,
 # constants.
-TABLES = tuple_of(
-    array_of(types.int64, 2),
-    _PANELS,
-    _PANELS,
-    _PANELS,
-    array_of(types.int32, 3),
-    array_of(types.int32, 3),
-    array_of(types.int32, 1),
-    array_of(types.int8, 3),
-    array_of(types.int32, 3),
-)
+TABLES = tuple_of("i8:2 u4:4 u4:4 u4:4 i4:3 i4:3 i4:1 i1:3 i4:3")
 
 
 @njit

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
 from kvstore.codecs.kernels.units.kernel_parts import (
@@ -30,7 +30,6 @@ from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,
     address_of,
-    array_of,
     compiled,
     first_line_of,
     sources_of,
@@ -46,17 +45,6 @@ THRESHOLDS = octave_gain.THRESHOLDS
 STEPS, CODES = octave_gain.STEPS, octave_gain.CODES
 INFINITY = octave_gain.INFINITY
 TILE_COLUMNS = HOST.tile_columns
-_FLOATS = array_of(types.float32, 3)
-_UNITS = tuple_of(
-    array_of(types.int64, 2),
-    array_of(types.uint32, 3),
-    array_of(types.int32, 3),
-    _FLOATS,
-    array_of(types.float32, 2),
-    array_of(types.float32, 2),
-    array_of(types.int32, 2),
-    array_of(types.float32, 2),
-)
 
 
 @njit
@@ -304,13 +292,12 @@ def _pack_function(sources: int) -> Any:
 
 
 pack = compiled(
-    types.boolean,
+    "b1",
     _pack_function(SOURCES),
     SEGMENTS,
-    types.int64,
-    _UNITS,
-    tuple_of(types.int64, types.float32, types.float32),
-    tuple_of(*ROPE_TABLES, types.boolean),
-    array_of(types.uint8, 2),
-    array_of(types.uint8, 1),
+    "i8",
+    tuple_of("i8:2 u4:3 i4:3 f4:3 f4:2 f4:2 i4:2 f4:2"),
+    tuple_of("i8 f4 f4"),
+    tuple_of(*ROPE_TABLES, "b1"),
+    "u1:2 u1:1",
 )

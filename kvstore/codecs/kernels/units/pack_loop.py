@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
 from kvstore.codecs.kernels.emit.emitter import log2
 from kvstore.codecs.kernels.units.kernel_parts import (
@@ -36,7 +36,6 @@ from kvstore.codecs.kernels.units.pack_fixed_rate import load_block, steps_of
 from kvstore.codecs.loops.numba_functions import (
     NBYTES,
     address_of,
-    array_of,
     compiled,
     sources_of,
     tuple_of,
@@ -228,25 +227,15 @@ def _pack_function(digest: int) -> Any:
 
 
 pack = compiled(
-    types.int64,
+    "i8",
     _pack_function(SOURCES),
     SEGMENTS,
-    types.int64,
+    "i8",
     TABLES,
-    tuple_of(
-        array_of(types.float32, 2),
-        array_of(types.float32, 2),
-        array_of(types.int32, 2),
-        array_of(types.uint32, 4),
-    ),
-    types.int32,
-    tuple_of(
-        array_of(types.int64, 2),
-        array_of(types.float32, 1),
-        array_of(types.int32, 2),
-        array_of(types.float32, 3),
-    ),
-    tuple_of(*ROPE_TABLES, types.boolean),
-    tuple_of(array_of(types.uint8, 2), array_of(types.uint8, 2)),
-    tuple_of(array_of(types.int64, 1), array_of(types.int32, 1), array_of(types.int32, 2)),
+    tuple_of("f4:2 f4:2 i4:2 u4:4"),
+    "i4",
+    tuple_of("i8:2 f4:1 i4:2 f4:3"),
+    tuple_of(*ROPE_TABLES, "b1"),
+    tuple_of("u1:2 u1:2"),
+    tuple_of("i8:1 i4:1 i4:2"),
 )

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
 from kvstore.codecs.entropy.rans import LANES, LOWEST
 from kvstore.codecs.entropy.tables import PRECISION, TOTAL
 from kvstore.codecs.kernels.emit import rans
 from kvstore.codecs.kernels.units.kernel_parts import HOST, plain
-from kvstore.codecs.loops.numba_functions import address_of, array_of, compiled, sources_of
+from kvstore.codecs.loops.numba_functions import address_of, compiled, sources_of
 
 SOURCES = sources_of(__file__)
 
@@ -100,13 +100,5 @@ def _functions(sources: int) -> tuple[Any, Any]:
 
 
 _decode, _encode = _functions(SOURCES)
-_CLASSES = array_of(types.int64, 1)
-_TABLE = array_of(types.uint32, 2)
-_STATES = array_of(types.uint32, 1)
-_WORDS = array_of(types.uint16, 1)
-_SYMBOLS = array_of(types.uint8, 2)
-
-decode = compiled(
-    types.int64, _decode, _WORDS, types.int64, _CLASSES, _TABLE, _STATES, _SYMBOLS, types.int64
-)
-encode = compiled(types.int64, _encode, _SYMBOLS, _CLASSES, _TABLE, _STATES, _WORDS, types.int64)
+decode = compiled("i8", _decode, "u2:1 i8 i8:1 u4:2 u4:1 u1:2 i8")
+encode = compiled("i8", _encode, "u1:2 i8:1 u4:2 u4:1 u2:1 i8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
 from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
 from kvstore.codecs.kernels.units.kernel_parts import (
@@ -30,7 +30,6 @@ from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,
     address_of,
-    array_of,
     compiled,
     first_line_of,
     sources_of,
@@ -142,21 +141,12 @@ def _unpack_function(sources: int) -> Any:
     return unpack_units
 
 
-_UNITS = tuple_of(
-    array_of(types.int64, 2),
-    array_of(types.uint8, 3),
-    array_of(types.uint32, 3),
-    array_of(types.int32, 2),
-    array_of(types.float32, 2),
-    array_of(types.float32, 2),
-)
 unpack = compiled(
-    types.void,
+    "void",
     _unpack_function(SOURCES),
-    types.Array(types.uint8, 1, "C", readonly=True),
-    types.int64,
-    _UNITS,
-    types.Array(types.uint8, 2, "C", readonly=True),
-    tuple_of(*ROPE_TABLES, types.boolean),
+    "u1:1r i8",
+    tuple_of("i8:2 u1:3 u4:3 i4:2 f4:2 f4:2"),
+    "u1:2r",
+    tuple_of(*ROPE_TABLES, "b1"),
     SEGMENTS,
 )

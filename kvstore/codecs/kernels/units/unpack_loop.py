@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
 from kvstore.codecs.kernels.emit.loop_tiles import CONSTANTS as CONSTANTS
 from kvstore.codecs.kernels.emit.loop_tiles import ROW
@@ -30,7 +30,6 @@ from kvstore.codecs.kernels.units.loop_parts import (
 from kvstore.codecs.loops.numba_functions import (
     NBYTES,
     address_of,
-    array_of,
     compiled,
     sources_of,
     tuple_of,
@@ -161,15 +160,14 @@ def _unpack_function(sources: int) -> Any:
     return unpack_units
 
 
-_CODED = tuple_of(array_of(types.uint8, 2), array_of(types.uint8, 2), array_of(types.int32, 1))
 unpack = compiled(
-    types.void,
+    "void",
     _unpack_function(SOURCES),
-    _CODED,
-    array_of(types.int32, 2),
+    tuple_of("u1:2 u1:2 i4:1"),
+    "i4:2",
     TABLES,
-    tuple_of(array_of(types.int32, 2), array_of(types.float32, 2), array_of(types.int64, 1)),
-    array_of(types.float32, 3),
-    tuple_of(*ROPE_TABLES, types.boolean),
+    tuple_of("i4:2 f4:2 i8:1"),
+    "f4:3",
+    tuple_of(*ROPE_TABLES, "b1"),
     SEGMENTS,
 )

@@ -10,11 +10,10 @@ import pytest
 
 pytest.importorskip("numba")
 
-from numba import types
 
 from kvstore.codecs.loops import numba_functions
 from kvstore.codecs.loops.compilations import COMPILATIONS, Compilations
-from kvstore.codecs.loops.numba_functions import array_of, compiled, places_of
+from kvstore.codecs.loops.numba_functions import compiled, places_of
 from kvstore.codecs.presets import codec_by_name, warm
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import codec_of, layout_with, rope_of
 from tests.unit.kvstore.codecs.one_step.step_models import codec_of as learned_codec
@@ -36,7 +35,7 @@ def fresh(number):
     def add(values):
         values[0] += nonce
 
-    return compiled(types.void, add, array_of(types.int64, 1))
+    return compiled("void", add, "i8:1")
 
 
 def test_a_function_is_compiled_when_it_is_first_called(counted):
@@ -55,7 +54,7 @@ def test_what_a_cache_has_is_not_counted(counted):
         values[0] *= 2
 
     for _ in range(2):
-        compiled(types.void, double, array_of(types.int64, 1)).prepare()
+        compiled("void", double, "i8:1").prepare()
     assert counted.as_counters()["compilations"] <= 1
 
 
