@@ -52,10 +52,6 @@ class Digits:
         firsts = np.cumsum([0, *sizes[:-1]])
         # int64 (groups, 3): the first byte of each, its bytes, its digits.
         self.groups = np.stack([firsts, sizes, counts], axis=1).astype(np.int64)
-        # int64 (threes, 2): the first column of each three digits of a group, and their number.
-        ends = np.cumsum(counts)
-        parts = [(x, y) for y, n in zip(ends, counts, strict=True) for x in range(y - n, y, 3)]
-        self.threes = np.array([(x, min(3, y - x)) for x, y in parts], np.int64)
 
     def write(self, codes: np.ndarray) -> bytes:
         rows = np.ascontiguousarray(codes).reshape(-1, self._shape.width)
@@ -71,7 +67,7 @@ class Digits:
         codes = np.empty((*packed.shape[:2], self._shape.width), np.uint8)
         rows, flat = packed.reshape(-1, self.nbytes_of_row), codes.reshape(-1, self._shape.width)
         if fast := compiled_module(LOOPS):
-            fast.unpack_digits(rows, self.groups, self.threes, flat)
+            fast.unpack_digits(rows, self.groups, flat)
             return codes
         for columns, places, _ in self.slices():
             digits_of_bytes(rows[:, places], flat[:, columns])
