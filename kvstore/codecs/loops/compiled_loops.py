@@ -83,7 +83,7 @@ def _nearest_vectors(rows: Any, vectors: Any, halves: Any, codes: Any) -> None:
                 codes[table, start + row] = np.uint8(best[row])
 
 
-def _butterflies(rows: Any, distances: Any) -> None:
+def add_and_subtract(rows: Any, distances: Any) -> None:
     """Replaces pairs of elements so far apart by sum and difference; fp32 (rows, dim), in place."""
     for row in range(rows.shape[0]):
         for at in range(len(distances)):
@@ -161,6 +161,6 @@ restore_levels = compiled("void", _restore_levels, "u1:2 f4:1 i8:1 f4:2 i8:1 f4:
 pack_planes = compiled("void", _pack_planes, "u8:2 i8:1 u1:2")
 unpack_planes = compiled("void", _unpack_planes, "u1:2 i8:1 u8:1 u8:2")
 nearest_vectors = compiled("void", _nearest_vectors, "f4:3 f4:3 f4:2 u1:2")
-butterflies = compiled("void", _butterflies, "f4:2 i8:1")
+butterflies = compiled("void", add_and_subtract, "f4:2 i8:1")
 turn_keys = compiled("void", _turn_keys, "f4:3 i8:1 i8 f4:2 f4:2 f4 b1")
 round_to_bf16 = compiled("void", _round_to_bf16, "u4:1 u2:1")

@@ -1,7 +1,7 @@
 """Digits to base 11 in numba functions: the loops of ``literature.turboquant_mlx``.
 
 A row consists of groups: numbers of up to 16 bytes, of up to 37 digits, lowest first. A number is
-four words of 32 bits, and is multiplied and divided by 11^9, which fits a word: nine digits at once.
+four words of 32 bits, multiplied and divided by 11^9, which fits a word: nine digits at once.
 
 ``groups``: int64 (groups, 3), the first byte of each, its bytes, its digits.
 """

@@ -40,7 +40,7 @@ def load_squares(e: Emitter, dtype: DType, base: Value, dim: int) -> list[Value]
     else:
         row = [x for i in stretches for x in _split_bf16(e, _cut_bf16(e, _bf16(e, base, i)))]
     pairs = zip(row[::2], row[1::2], strict=True)
-    return [e.square_and_add(a, e.builder.fmul(b, b)) for a, b in pairs]
+    return [e.multiply_add(a, a, e.builder.fmul(b, b)) for a, b in pairs]
 
 
 def _is_at_home_in_bf16(e: Emitter, dtype: DType) -> bool:
@@ -124,12 +124,9 @@ def _store_bf16(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> 
 
 def _load_fp16(e: Emitter, base: Value, pair: int, signs: np.ndarray) -> tuple[Value, Value]:
     words = e.load(base, 4 * e.lanes * pair, e.words)
-    even = e.builder.and_(words, e.all_words(0xFFFF))
-    odd = e.builder.lshr(words, e.all_words(16))
-    return (
-        e.flip(widen_fp16(e, even), e.word_list(signs[::2])),
-        e.flip(widen_fp16(e, odd), e.word_list(signs[1::2])),
-    )
+    halves = e.builder.and_(words, e.all_words(0xFFFF)), e.builder.lshr(words, e.all_words(16))
+    even, odd = (widen_fp16(e, x) for x in halves)
+    return e.flip(even, e.word_list(signs[::2])), e.flip(odd, e.word_list(signs[1::2]))
 
 
 def _store_fp16(e: Emitter, base: Value, pair: int, even: Value, odd: Value) -> None:

@@ -125,10 +125,6 @@ class Emitter:
         """A vector of these 32-bit integers, one for each lane."""
         return ir.Constant(self.words, [ir.Constant(I32, int(v)) for v in values])
 
-    def halves(self, value: int) -> Value:
-        """A vector of 16-bit integers, all the same."""
-        return all_of(ir.VectorType(I16, self.lanes), value)
-
     def all_floats(self, value: float | np.float32) -> Value:
         """A vector of fp32 numbers, all the same."""
         return ir.Constant(self.floats, [f32(value)] * self.lanes)
@@ -161,9 +157,16 @@ class Emitter:
         count = first.type.count
         pairs = [k for lane in range(count) for k in (lane, count + lane)]
         kind = ir.VectorType(I32, count)
-        halves = (pairs[:count], pairs[count:])
-        masks = [ir.Constant(kind, [ir.Constant(I32, k) for k in half]) for half in halves]
+        masks = [in_turn(kind, *half) for half in (pairs[:count], pairs[count:])]
         return [self.builder.shuffle_vector(first, second, mask) for mask in masks]
+
+    def transposed(self, rows: list[Value]) -> list[Value]:
+        """Transpose rows, a power of two: the first elements of all, then the second ones, ..."""
+        half = len(rows) // 2
+        for _ in range(log2(len(rows))):
+            pairs = zip(rows[:half], rows[half:], strict=True)
+            rows = [x for pair in pairs for x in self.zipped(*pair)]
+        return rows
 
     # ---- arithmetic
 
@@ -179,16 +182,11 @@ class Emitter:
         """Choose any lanes of two vectors; those of ``second`` count from ``self.lanes``."""
         return self.builder.shuffle_vector(first, second, self.word_list(lanes))
 
-    def square_and_add(self, x: Value, addend: Value) -> Value:
-        """Compute x * x + addend, only for x whose square is exact."""
-        return self.multiply_exactly(x, x, addend)
-
-    def multiply_exactly(self, x: Value, y: Value, addend: Value) -> Value:
-        """Compute x * y + addend, only for products that are exact."""
-        return self.multiply_add(x, y, addend)
-
     def multiply_add(self, x: Value, y: Value, addend: Value) -> Value:
-        """Compute x * y + addend, fused if the host can: the last bit depends on the host."""
+        """Compute x * y + addend, fused if the host can.
+
+        Unless the product is exact, the last bit depends on the host.
+        """
         return self._call(f"llvm.fmuladd.v{self.lanes}f32", x, y, addend)
 
     def nearest(self, floats: Value) -> Value:

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from kvstore.codecs.kernels.emit import dots
-from kvstore.codecs.kernels.emit.emitter import I8, I16, I32, I64, Emitter, Value, all_of, log2
+from kvstore.codecs.kernels.emit.emitter import I8, I16, I32, I64, Emitter, Value, all_of, in_turn
 from kvstore.codecs.one_step.closed_loop import BYTE, LARGEST_LEVEL, ROUNDING
 
 HOST = dots.host_vectors()
@@ -237,10 +237,9 @@ def emit_grouped(b: Any, args: tuple[Value, ...]) -> None:
         if GROUP == PAIR:
             rows = [b.sext(row, ir.VectorType(I16, ROW)) for row in rows]
         out = b.add(target, b.mul(b.mul(loop.index, ir.Constant(I64, ROW // TOKENS)), tile_step))
-        for groups in (b.bitcast(x, ir.VectorType(I32, ROW // GROUP)) for x in _shuffled(e, rows)):
+        for groups in (b.bitcast(x, ir.VectorType(I32, ROW // GROUP)) for x in e.transposed(rows)):
             for first in range(0, ROW // GROUP, TOKENS):
-                lanes = [ir.Constant(I32, first + k) for k in range(TOKENS)]
-                chosen = ir.Constant(ir.VectorType(I32, TOKENS), lanes)
+                chosen = in_turn(ir.VectorType(I32, TOKENS), *range(first, first + TOKENS))
                 e.store(b.shuffle_vector(groups, groups, chosen), out, 0)
                 out = b.add(out, tile_step)
 
@@ -269,19 +268,10 @@ def _store_groups(e: Emitter, group: int, words: Value, target: Value, token: in
 def _store_transposed(e: Emitter, tokens: Sequence[Value], target: Value, step: Value) -> None:
     """Store words, one vector of components for each token, as rows of bytes, one a component."""
     rows = [e.builder.trunc(x, ir.VectorType(I8, LANES)) for x in tokens]
-    for vector in _shuffled(e, rows):
+    for vector in e.transposed(rows):
         for value in _integers(e, vector, 8 * TOKENS):
             e.store(value, target, 0)
             target = e.builder.add(target, step)
-
-
-def _shuffled(e: Emitter, rows: list[Value]) -> list[Value]:
-    """Transpose rows: the first elements of all, then the second ones, ..."""
-    half = len(rows) // 2
-    for _ in range(log2(len(rows))):
-        pairs = zip(rows[:half], rows[half:], strict=True)
-        rows = [x for pair in pairs for x in e.zipped(*pair)]
-    return rows
 
 
 def _integers(e: Emitter, vector: Value, width: int) -> list[Value]:

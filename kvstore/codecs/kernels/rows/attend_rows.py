@@ -19,6 +19,7 @@ from kvstore.codecs.kernels.emit.emitter import (
     Value,
     bits_of,
     f32,
+    in_turn,
     look_up,
 )
 from kvstore.codecs.kernels.rows.row_shape import RowShape
@@ -103,13 +104,7 @@ def _sum_of_lanes(e: Emitter, values: Value) -> Value:
     while count > 1:
         count //= 2
         kind = ir.VectorType(I32, count)
-        low, high = (
-            b.shuffle_vector(
-                values,
-                values,
-                ir.Constant(kind, [ir.Constant(I32, k) for k in range(first, first + count)]),
-            )
-            for first in (0, count)
-        )
+        masks = (in_turn(kind, *range(first, first + count)) for first in (0, count))
+        low, high = (b.shuffle_vector(values, values, mask) for mask in masks)
         values = b.fadd(low, high)
     return b.extract_element(values, ir.Constant(I32, 0))

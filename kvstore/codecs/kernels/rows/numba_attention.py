@@ -11,10 +11,11 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvstore.codecs.kernels.emit.emitter import Emitter
+from kvstore.codecs.kernels.emit.emitter import Emitter, log2
 from kvstore.codecs.kernels.rows import attend_rows
 from kvstore.codecs.kernels.rows.attend_rows import TILE_TOKENS
 from kvstore.codecs.kernels.rows.row_shape import RowShape, has_kernel
+from kvstore.codecs.loops.compiled_loops import add_and_subtract
 from kvstore.codecs.loops.numba_functions import (
     address_of,
     compiled,
@@ -64,13 +65,15 @@ def rotate(rows: Any, turn: Any, back: bool) -> None:
 
     ``turn``: from ``rotation_of``.
     """
-    signs, base, power = turn
+    signs, base, distances = turn
+    power = rows.shape[1] // len(base)
     for row in range(len(rows)):
         if back:
             _multiply_base(rows[row], base.T, power)
         else:
             _flip(rows[row], signs)
-        _butterflies(rows[row], power)
+    _butterflies(rows, distances)
+    for row in range(len(rows)):
         if back:
             _flip(rows[row], signs)
         else:
@@ -83,15 +86,7 @@ def _flip(x: Any, signs: Any) -> None:
         x[i] *= signs[i]
 
 
-@njit
-def _butterflies(x: Any, power: int) -> None:
-    distance = 1
-    while distance < power:
-        for start in range(0, len(x), 2 * distance):
-            for i in range(start, start + distance):
-                low, high = x[i], x[i + distance]
-                x[i], x[i + distance] = low + high, low - high
-        distance *= 2
+_butterflies: Any = njit(add_and_subtract)
 
 
 @njit
@@ -201,7 +196,7 @@ def _argument_types() -> tuple[Any, ...]:
 
 def turn_type() -> Any:
     """Return the numba type of ``rotation_of``'s result."""
-    return tuple_of("f4:1 f4:2r i8")
+    return tuple_of("f4:1 f4:2r i8:1")
 
 
 @functools.cache
@@ -232,16 +227,16 @@ class NumbaAttention:
             kernel(codes, scales, weights[:, part], out[:, part], self._rotation)
 
     @functools.cached_property
-    def _rotation(self) -> tuple[np.ndarray, np.ndarray, int]:
+    def _rotation(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return rotation_of(self.dim)
 
 
-def rotation_of(dim: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the arguments of ``rotate``: fp32 signs (dim,), the base matrix, the power of two."""
+def rotation_of(dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arguments of ``rotate``: fp32 signs (dim,), the base matrix, int64 distances."""
     order = order_of(dim)
     assert order is not None
     signs = 1 - 2 * (sign_masks(dim) >> 31).astype(np.float32)
-    return signs, base_matrix(order.base), order.power
+    return signs, base_matrix(order.base), 1 << np.arange(log2(order.power))
 
 
 def blocks_of(num_queries: int) -> list[slice]:

@@ -66,7 +66,7 @@ def emit_pack(
     wide = Emitter(e.builder, shape.wide_lanes)
     times = e.splat(e.load(factor, 0, F32))
     x = load_row(e, shape.dtype, row, sign_masks(shape.dim))
-    whole = [e.multiply_exactly(v, times, e.all_floats(NEAREST)) for v in x]
+    whole = [e.multiply_add(v, times, e.all_floats(NEAREST)) for v in x]
     if shape.is_mixed:
         z = rotation.mixed(wide, shape.order, _in_order(e, whole))
         masks = [_masks_of_halves(wide, shape, v) for v in z]
@@ -133,7 +133,7 @@ def _fits_bytes(wide: Emitter, shape: RowShape) -> bool:
 
 def _masks_of_bytes(e: Emitter, shape: RowShape, first: Value, second: Value) -> list[Value]:
     """Return the masks of a stretch whose layout is the last of ``TO_BYTES``."""
-    shift = e.halves(log2(shape.fraction))
+    shift = all_of(first.type, log2(shape.fraction))
     numbers = (e.builder.ashr(x, shift) for x in (first, second))
     kind = ir.VectorType(I8, 2 * e.lanes)
     return _masks(e, e.call("llvm.x86.avx512.packsswb.512", kind, *numbers), shape.rows.bounds)

@@ -130,11 +130,7 @@ def emit_transposed(b: Any, lanes: int, args: tuple[Value, ...]) -> None:
     for _ in range(lanes):
         rows.append(e.load(source, 0, e.words))
         source = b.add(source, source_step)
-    half = lanes // 2
-    for _ in range(lanes.bit_length() - 1):
-        pairs = zip(rows[:half], rows[half:], strict=True)
-        rows = [x for pair in pairs for x in e.zipped(*pair)]
-    for row in rows:
+    for row in e.transposed(rows):
         e.store(row, target, 0)
         target = b.add(target, target_step)
 

@@ -155,42 +155,21 @@ def _columns_of_block(words: Any, columns: Any, count: Any, groups: Any) -> None
 
 
 @njit
-def _components_of_block(
-    matrix: Any,
-    num_rows: Any,
-    live: Any,
-    groups: Any,
-    num_groups: Any,
-    begin: Any,
-    count: Any,
-    sums: Any,
-) -> None:
+def _components_of_block(matrix: Any, groups: Any, begin: Any, sums: Any, sizes: Any) -> None:
+    """Multiply a block; ``sizes``: rows of the matrix, those in use, pairs of columns, tokens."""
+    num_rows, live, num_groups, count = sizes
+    steps = (num_groups, NBYTES * num_rows, NBYTES * BLOCK, NBYTES * BLOCK)
     for component in range(0, live, TILE_TOKENS):
         for first in range(0, count, TILE_COLUMNS):
-            args = (
-                matrix + NBYTES * component,
-                groups + NBYTES * first,
-                begin,
-                sums + NBYTES * (component * BLOCK + first),
-                num_groups,
-                NBYTES * num_rows,
-                NBYTES * BLOCK,
-                NBYTES * BLOCK,
-            )
-            tile_of_rows(SOURCES, args)
+            source, target = matrix + NBYTES * component, NBYTES * (component * BLOCK + first)
+            place = (source, groups + NBYTES * first, begin, sums + target)
+            tile_of_rows(SOURCES, (*place, *steps))
 
 
 @njit
-def _codes_of_block(
-    numbers: Any,
-    bounds: Any,
-    values: Any,
-    rates: Any,
-    width: Any,
-    planes: Any,
-    sums: Any,
-    runs: Any,
-) -> None:
+def _codes_of_block(numbers: Any, tables: Any, planes: Any, sums: Any, runs: Any) -> None:
+    """Code a block; ``tables``: addresses of bounds, values and rates, bytes between the first."""
+    bounds, values, rates, width = tables
     along, energy = address_of(sums[0]), address_of(sums[1])
     for bits in range(MAX_BITS, 0, -1):
         args = (bits, numbers, bounds, values, rates, width, planes, along, energy, runs[bits])
@@ -230,18 +209,13 @@ def _pack_function(sources: int) -> Any:
         """
         runs, matrix, bounds, values, rates, means, gain_ends, gain_tables = units
         num_pairs, share, scale = sizes
-        plane_nbytes, columns, num_components = (
-            (num_tokens + 7) // 8,
-            means.shape[1],
-            rates.shape[1],
-        )
+        plane_nbytes = (num_tokens + 7) // 8
+        columns, num_components = means.shape[1], rates.shape[1]
         scratch = np.zeros((4, LINE + NBYTES * BLOCK * max(columns, num_components)), np.uint8)
         rows, words = first_line_of(scratch[0]), first_line_of(scratch[1])
         groups, sums = first_line_of(scratch[2]), first_line_of(scratch[3])
-        begin, block_planes = (
-            np.zeros(BLOCK, np.int32),
-            np.zeros((MAX_BITS * num_components, 8), np.uint8),
-        )
+        begin = np.zeros(BLOCK, np.int32)
+        block_planes = np.zeros((MAX_BITS * num_components, 8), np.uint8)
         steps, gains = np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.float32)
         codes = np.zeros(BLOCK, np.uint8)
         squares, factors = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
@@ -263,21 +237,14 @@ def _pack_function(sources: int) -> Any:
                     factors[token] = np.float32(1) / gains[token] * scale
                 put_integers(sources, (rows, address_of(factors), words, columns, count))
                 _columns_of_block(words, columns, count, groups)
+                lengths = (num_components, live, num_pairs, count)
                 factor, start = address_of(matrix[unit]), address_of(begin)
-                _components_of_block(
-                    factor, num_components, live, groups, num_pairs, start, count, sums
-                )
+                _components_of_block(factor, groups, start, sums, lengths)
                 fits[:] = 0
-                _codes_of_block(
-                    sums,
-                    address_of(bounds[unit]),
-                    address_of(values[unit]),
-                    address_of(rates[unit]),
-                    NBYTES * bounds.shape[2],
-                    address_of(block_planes),
-                    fits,
-                    runs[unit],
-                )
+                tables = (address_of(bounds[unit]), address_of(values[unit]))
+                more = (address_of(rates[unit]), NBYTES * bounds.shape[2])
+                into = address_of(block_planes)
+                _codes_of_block(sums, (*tables, *more), into, fits, runs[unit])
                 at = plane * plane_nbytes + block // 8
                 _put_planes(block_planes, num_planes, count, planes, at, plane_nbytes)
                 fit(gains[:count], fits)

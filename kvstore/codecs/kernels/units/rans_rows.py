@@ -87,10 +87,9 @@ def _functions(sources: int) -> tuple[Any, Any]:
         pointer[0] = address_of(words)
         for row in range(len(classes) - 1, -1, -1):
             if VECTORS:
-                place = (address_of(coding[classes[row]]), address_of(symbols[row]))
-                _coded_row(
-                    sources, (address_of(states), address_of(pointer), *place, np.int64(count))
-                )
+                table, source = address_of(coding[classes[row]]), address_of(symbols[row])
+                place = (address_of(pointer), table, source, np.int64(count))
+                _coded_row(sources, (address_of(states), *place))
                 used = (pointer[0] - address_of(words)) // 2
             else:
                 used = _code_row(symbols[row], coding[classes[row]], states, words, used, count)

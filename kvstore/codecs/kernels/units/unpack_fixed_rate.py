@@ -88,11 +88,8 @@ def _unpack_function(sources: int) -> Any:
         gains = np.empty(BLOCK, np.float32)
         plane_nbytes, width = (num_tokens + 7) // 8, begins.shape[1]
         scratch = np.zeros((3, LINE + NBYTES * BLOCK * max(width, levels.shape[1])), np.uint8)
-        rows, groups, sums = (
-            first_line_of(scratch[0]),
-            first_line_of(scratch[1]),
-            first_line_of(scratch[2]),
-        )
+        rows, groups = first_line_of(scratch[0]), first_line_of(scratch[1])
+        sums = first_line_of(scratch[2])
         plane = 0
         for unit in range(len(runs)):
             num_planes, num_components = count_of(runs[unit])
@@ -117,24 +114,16 @@ def _unpack_function(sources: int) -> Any:
                 put_groups(sources, (rows, groups, num_groups))
                 for first in range(0, count, TILE_TOKENS):
                     for column in range(0, width, TILE_COLUMNS):
-                        args = (
-                            groups + NBYTES * first,
-                            factors + NBYTES * column,
-                            begin + NBYTES * column,
-                            sums + NBYTES * column,
-                            num_groups,
-                            NBYTES * BLOCK,
-                            NBYTES * width,
-                            NBYTES * width,
-                        )
-                        tile_of_levels(SOURCES, args)
+                        at = NBYTES * column
+                        place = (groups + NBYTES * first, factors + at, begin + at, sums + at)
+                        steps = (NBYTES * BLOCK, NBYTES * width, NBYTES * width)
+                        tile_of_levels(SOURCES, (*place, num_groups, *steps))
                     token, rest = block + first, min(TILE_TOKENS, count - first)
                     gain_at = address_of(gains) + NBYTES * first
                     for segment in range(num_segments):
                         place, column = (unit, segment, token, rest), NBYTES * segment * dim
-                        put_tile(
-                            sums + column, width, mean + column, gain_at, place, ropes, targets
-                        )
+                        total, mean_at = sums + column, mean + column
+                        put_tile(total, width, mean_at, gain_at, place, ropes, targets)
             plane += num_planes
         scratch[0, 0] = 0  # numba frees an array after its last use; its address does not count
 
