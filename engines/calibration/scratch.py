@@ -1,6 +1,6 @@
 """Bounds the memory and the threads of a measurement, which runs beside users' requests.
 
-Few BLAS threads, freed memory returned, and arrays in a file without a name: they take disk and no
+One BLAS thread, freed memory returned, and arrays in a file without a name: they take disk and no
 memory that the system could not reclaim. A measurement inside an engine learns from hundreds of
 mebibytes of rows, of which it looks at a few at a time.
 """
@@ -34,18 +34,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @contextmanager
-def blas_threads(count: int) -> Iterator[None]:
-    """Have numpy's BLAS compute on so many threads; mlx and torch have BLAS of their own.
+def one_thread() -> Iterator[None]:
+    """Have numpy's BLAS compute on the calling thread, which can then be of low priority.
 
-    With one it computes on the calling thread, which can then be of low priority: its other threads
-    are as old as the process, and as important.
+    Its other threads are as old as the process, and as important. On a busy machine two of them
+    wait for each other: an ``eigh`` took ten times the processor time. mlx and torch have BLAS of
+    their own.
     """
     blas = ThreadpoolController().select(user_api="blas")
     own = [x for x in blas.lib_controllers if "numpy" in x.filepath]
     before = [x.num_threads for x in own]
     try:
         for library in own:
-            library.set_num_threads(count)
+            library.set_num_threads(1)
         yield
     finally:
         for library, num_threads in zip(own, before, strict=True):

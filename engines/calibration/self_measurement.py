@@ -28,8 +28,8 @@ from engines.calibration.instrument import Interrupted as Interrupted
 from engines.calibration.measuring.times import timed_again
 from engines.calibration.orders import early_order, further_order
 from engines.calibration.scratch import (
-    blas_threads,
     large_arrays_apart,
+    one_thread,
     return_freed_memory,
     room_on_disk,
 )
@@ -38,7 +38,7 @@ from engines.wire import CodecReport, MeasurementEnd
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality, short_row
 from kvstore.errors import UnknownCodec
-from kvstore.workers import lower_priority, usable_cores
+from kvstore.workers import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +145,7 @@ class SelfMeasurement:
     def _run(self) -> None:
         lower_priority()
         try:
-            # An engine whose report is awaited was started to measure: no user needs the cores.
-            num_threads = usable_cores() if self._is_awaited else 1
-            with blas_threads(num_threads), large_arrays_apart():
+            with one_thread(), large_arrays_apart():
                 self._measure()
             self._ended = MeasurementEnd(time.time())
         except Interrupted:
