@@ -329,7 +329,8 @@ class SelfMeasurement:
     def _on_progress(self, progress: str) -> None:
         """Note how far it is; raises ``Interrupted`` if it is to end."""
         self._check()
-        self._progress = f"{'learning on' if self._has_verdict else 'measuring'}: {progress}"
+        learns_on = self._has_verdict and not self._is_awaited
+        self._progress = f"{'learning on' if learns_on else 'measuring'}: {progress}"
         return_freed_memory()  # the arrays of the step before are as large as a prompt's KV
         if time.monotonic() - self._logged_s >= LOG_EVERY_S:
             self._logged_s = time.monotonic()
