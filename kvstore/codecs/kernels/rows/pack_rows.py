@@ -64,9 +64,15 @@ def emit_pack(
     """
     e.prefetch(ahead, shape.row_nbytes)
     wide = Emitter(e.builder, shape.wide_lanes)
-    times = e.splat(e.load(factor, 0, F32))
+    once = e.load(factor, 0, F32)
+    times = [e.splat(by) for by in (once, e.builder.fadd(once, once))]
     x = load_row(e, shape.dtype, row, sign_masks(shape.dim))
-    whole = [e.multiply_add(v, times, e.all_floats(NEAREST)) for v in x]
+    # Twice as large, a number has the same lower bits. With equal factors LLVM would join short
+    # vectors to long ones, which fewer units compute.
+    whole = [
+        e.multiply_add(v, times[k % 2], e.all_floats(NEAREST * (1 + k % 2)))
+        for k, v in enumerate(x)
+    ]
     if shape.is_mixed:
         z = rotation.mixed(wide, shape.order, _in_order(e, whole))
         masks = [_masks_of_halves(wide, shape, v) for v in z]
