@@ -177,8 +177,8 @@ def test_two_gateways_measure_once_and_both_adopt(folder: Path):
         assert sum("measured in" in "".join(x.log) for x in (one, two)) == 1
         codec = codec_of(one)
         assert codec["name"] in FIRST_PRESETS and not codec["unmeasured"]
-        own: dict[str, Any] = {"why": "", "ended": None}  # each ended for itself
-        assert codec_of(one) | own == codec_of(two) | own
+        assert codec_of(two)["name"] in FIRST_PRESETS and not codec_of(two)["unmeasured"]
+        assert losses(codec) == losses(codec_of(two)) != []
         for row in codec["rows"]:
             assert row["kl"] <= 0.01 and row["context"] == TEXT
             assert min(row["restore_s"], row["prefill_s"]) > 0
@@ -187,6 +187,12 @@ def test_two_gateways_measure_once_and_both_adopt(folder: Path):
         assert f'thermocline_codec_kl{{codec="{codec["id"]}",context="{TEXT}"}}' in metrics
     finally:
         assert (one.stop(), two.stop()) == (0, 0)
+
+
+def losses(codec: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """What was measured once; times are each engine's own where the machine was busy."""
+    rows = [*codec["rows"], *codec["others"]]
+    return sorted((x["preset"], x["kl"], x["bits_per_element"]) for x in rows)
 
 
 def _chat(server: Server) -> urllib.request.Request:
