@@ -27,7 +27,7 @@ import psutil
 from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.stacks.product_stack import MIB, write_json
 from engines.calibration.corpus import fit_texts, held_out_texts
-from engines.calibration.learn import Reader, deal
+from engines.calibration.learn import TextReader, deal
 from engines.calibration.measuring.cases import Case, chain_cases, text_cases
 from engines.calibration.measuring.measure import measure
 from engines.mlx_worker.cache.layout import probe
@@ -66,7 +66,7 @@ def learned(
     for num_texts, some in by_texts.items():
         began = time.monotonic()
         dealt = list(deal(fit_texts(), instrument.encode, num_texts, tokens))
-        seen = Reader(instrument, probed_share).samples(dealt)
+        seen = TextReader(instrument, probed_share).samples(dealt)
         read_s = time.monotonic() - began
         alike = replace(seen, metrics=None)
         for way in some:

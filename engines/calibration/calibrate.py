@@ -15,7 +15,7 @@ import numpy as np
 from engines.calibration.corpus import Text, fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.rules import Bound, beyond_measured, decided, refusal
 from engines.calibration.instrument import Instrument
-from engines.calibration.learn import Reader, deal, short_texts
+from engines.calibration.learn import TextReader, deal, short_texts
 from engines.calibration.measuring.cases import Case, chain_cases, needle_cases, text_cases
 from engines.calibration.measuring.measure import Judge, OnProgress, quiet
 from engines.calibration.measuring.trials import AnyCodec, least_context
@@ -74,7 +74,7 @@ class Calibration:
         self._on_progress = on_progress
         self._folder, self._room = folder, room
         self._encode = functools.cache(instrument.encode)  # a long text takes a second
-        self._readers: dict[bool, Reader] = {}  # of layers with windows, and of others
+        self._readers: dict[bool, TextReader] = {}  # of layers with windows, and of others
         self._judge: Judge | None = None
         self._file: Scratch | None = None
         self._closing = ExitStack()
@@ -167,11 +167,11 @@ class Calibration:
             return False
         return True
 
-    def _reader_of(self, order: CalibrationOrder, *, of_windows: bool = False) -> Reader:
+    def _reader_of(self, order: CalibrationOrder, *, of_windows: bool = False) -> TextReader:
         """Return the reader of texts, which goes on where the order before has ended."""
         if of_windows not in self._readers:
             how = (order.probed_share, self._file, self._on_progress)
-            self._readers[of_windows] = Reader(self._instrument, *how, of_windows=of_windows)
+            self._readers[of_windows] = TextReader(self._instrument, *how, of_windows=of_windows)
         return self._readers[of_windows]
 
     def _texts_of(self, order: CalibrationOrder) -> list[list[int]]:
@@ -184,7 +184,7 @@ class Calibration:
         logger.info("learned %s (%s)", name, found.ids[name])
         return found.learned[name]
 
-    def _with_costs(self, profile: Profile, reader: Reader) -> Profile:
+    def _with_costs(self, profile: Profile, reader: TextReader) -> Profile:
         """Add what errors in states cost, if texts have shown it."""
         costs = {} if OF_STATES in profile.learned else reader.costs_of_states.learned()
         return self._with(profile, OF_STATES, costs) if costs else profile

@@ -28,7 +28,7 @@ OBSERVED: Final = 2  # one of so many pieces is observed
 LEAST_TOKENS: Final = 64  # of a text
 
 
-class Reader:
+class TextReader:
     """Reads texts to learn from, each of them once, and sees which errors in their KV matter.
 
     Attributes:

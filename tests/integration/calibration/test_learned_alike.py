@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engines.calibration.corpus import Text
-from engines.calibration.learn import Reader, deal
+from engines.calibration.learn import TextReader, deal
 from engines.calibration.scratch import Scratch
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from kvstore.codecs.calibrated import learn_profile
@@ -52,7 +52,7 @@ def learned(it: Engine, folder: Path, late: Callable[[], None] = lambda: None) -
     known = owner.codecs.report.fingerprint
     beside = Instrument(owner.loaded, owner.plan, None, Steps(), owner.held, 64)
     with Scratch(folder) as scratch:
-        samples = Reader(beside, scratch=scratch).samples([*deal(TEXTS, beside.encode, 3, 192)])
+        samples = TextReader(beside, scratch=scratch).samples([*deal(TEXTS, beside.encode, 3, 192)])
         assert samples.metrics is not None, "nothing was looked back on"
         return learn_profile(samples, known, PRESETS).ids
 
@@ -88,7 +88,7 @@ async def test_other_steps_teach_something_else(tmp_path: Path) -> None:
         found = []
         for step in (64, 32):
             beside = Instrument(owner.loaded, owner.plan, "f", owner.idle_steps, owner.held, step)
-            reader = await asyncio.to_thread(Reader, beside)
+            reader = await asyncio.to_thread(TextReader, beside)
             samples = await asyncio.to_thread(reader.samples, [text(x, 192) for x in (1, 2, 3)])
             found.append(learn_profile(samples, "f", ["dense3"]).ids)
     assert found[0] != found[1]
