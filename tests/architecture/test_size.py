@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
@@ -42,3 +43,13 @@ def test_functions_are_short(room):
     lengths = [length for path in files for length in function_lengths(path)]
     assert median(lengths) < 15
     assert quantiles(lengths, n=10)[-1] <= 40
+
+
+def test_no_name_of_a_class_is_used_twice():
+    classes = Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in classes.items() if count > 1} == set()
