@@ -91,11 +91,11 @@ def capture(model: Any, tokens: Sequence[Sequence[int]]) -> Samples:
         ValueError: the model's cache cannot be packed, it turns its keys in a way that is not
             understood, or there is no text.
     """
-    from engines.calibration.learn import Reader
+    from engines.calibration.learn import TextReader
 
     if not tokens or not all(map(len, tokens)):
         raise ValueError("token ids of one text or more are wanted")
-    return Reader(instrument(model)).samples(tokens)
+    return TextReader(instrument(model)).samples(tokens)
 
 
 def layout_of(model: Any) -> KVLayout:

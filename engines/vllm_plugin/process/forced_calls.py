@@ -45,7 +45,7 @@ def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
     if parser.structural_tag_model is None:
         return _held_as_json(parser)
 
-    class Held(parser):  # type: ignore[misc]
+    class HeldParser(parser):  # type: ignore[misc]
         def get_structural_tag(
             self,
             request: Any,
@@ -59,14 +59,14 @@ def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
                 _for_calls(request), reasoning=reasoning, strict_level=strict_level
             )
 
-    Held.__name__ = parser.__name__
-    return Held
+    HeldParser.__name__ = parser.__name__
+    return HeldParser
 
 
 def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
     """Extend a parser whose forced calls vLLM holds to a JSON schema that it makes of theirs."""
 
-    class Held(parser):  # type: ignore[misc]
+    class HeldToolParser(parser):  # type: ignore[misc]
         def adjust_request(self, request: Any) -> Any:
             adjusted = super().adjust_request(request)
             outputs = getattr(adjusted, "structured_outputs", None)
@@ -74,8 +74,8 @@ def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
                 outputs.json = enforceable(outputs.json)
             return adjusted
 
-    Held.__name__ = parser.__name__
-    return Held
+    HeldToolParser.__name__ = parser.__name__
+    return HeldToolParser
 
 
 def __getattr__(name: str) -> type[ToolParser]:
