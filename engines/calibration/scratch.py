@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Final
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from kvstore.codecs.floats import to_stored
 from kvstore.shapes import DType, KVPair, KVRun
@@ -41,6 +40,8 @@ def one_thread() -> Iterator[None]:
     wait for each other: an ``eigh`` took ten times the processor time. mlx and torch have BLAS of
     their own.
     """
+    from threadpoolctl import ThreadpoolController  # engines have it, the gateway has not
+
     blas = ThreadpoolController().select(user_api="blas")
     own = [x for x in blas.lib_controllers if "numpy" in x.filepath]
     before = [x.num_threads for x in own]

@@ -45,8 +45,9 @@ class Writer:
         assert self._process.stdout is not None
         with self._process.stdout as said:
             for line in said:
-                name, num_tokens = line.split()
-                self.saved.append((name, int(num_tokens)))
+                if line.endswith("\n"):  # the last one of a killed process may be cut
+                    name, num_tokens = line.split()
+                    self.saved.append((name, int(num_tokens)))
 
     def goes_on(self) -> None:
         """Wait for two more turns."""

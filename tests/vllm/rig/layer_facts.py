@@ -11,7 +11,7 @@ import numpy as np
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import LayerNotice, NotObservable
-from engines.calibration.learn import Reader, deal
+from engines.calibration.learn import TextReader, deal
 from kvstore.codecs.states import fp32, narrowed
 from kvstore.shapes import DType, KVRun, slice_tokens
 from tests.vllm.rig.instrument import seen_by
@@ -60,7 +60,7 @@ def look(instrument: Any) -> dict[str, object]:
             done = fp32(moved[0], dtype) - fp32(moved[1], dtype)
             slopes.append((change, float((done * gradient).sum())))
     unseen = LayerViews(model, names, WINDOW)
-    samples = Reader(instrument).samples([*deal(TEXTS, instrument.encode, 2, 200)])
+    samples = TextReader(instrument).samples([*deal(TEXTS, instrument.encode, 2, 200)])
     return {
         "layers": [x.layer for x in found],
         "heads of layers": [[x.num_kv_heads, x.head_dim] for x in instrument.layout.layers],

@@ -9,7 +9,7 @@ import pytest
 
 from engines.calibration.corpus import Text
 from engines.calibration.instrument import NOTHING, HeldSession, LayerNotice, NotObservable
-from engines.calibration.learn import Reader, deal, short_texts
+from engines.calibration.learn import TextReader, deal, short_texts
 from kvstore.blobs.state_tree import WindowArray
 from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.profile import Profile
@@ -99,7 +99,7 @@ class Interrupted(Seeing):
 
 def learned(instrument: Blind) -> Profile:
     return learn_profile(
-        Reader(instrument).samples([*deal(TEXTS, instrument.encode, 3, 200)]),
+        TextReader(instrument).samples([*deal(TEXTS, instrument.encode, 3, 200)]),
         instrument.fingerprint,
         ["dense3"],
     )
@@ -148,7 +148,7 @@ class WholeBlocks(Blind):
 def test_windows_are_learned_from_texts_of_a_whole_block_at_least() -> None:
     texts = [Text("long", "x" * 300), Text("short", "y" * 100)]
     instrument = WholeBlocks()
-    samples = Reader(instrument, of_windows=True).samples(
+    samples = TextReader(instrument, of_windows=True).samples(
         short_texts(instrument, texts, instrument.encode, 4, 64)
     )
     assert [run[0][0].shape[1] for run in samples.texts] == [128, 128]
