@@ -137,6 +137,7 @@ def _tier(tier: TierStats, sums: Sums, codec: CodecReport | None, admin: bool) -
     return TierStatus(
         name=tier.name,
         bytes=tier.nbytes if admin else sums.tier_bytes[tier.name],
+        profile_bytes=tier.profile_bytes if admin else 0,
         sessions=sums.asleep[tier.name],
         hot_sessions=sums.copied[tier.name],
         capacity_bytes=tier.capacity_bytes,

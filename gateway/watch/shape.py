@@ -144,6 +144,7 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: TierName
     bytes: int
+    profile_bytes: int  # of these, the learned tables of codecs
     sessions: int  # asleep (cold), their fastest copy here
     hot_sessions: int  # awake, with a copy ready here
     capacity_bytes: int | None

@@ -264,7 +264,10 @@ class Ledger:
             save_queue_bytes=save_queue_bytes,
             write_queue_bytes={self.stack.name(i): x.nbytes for i, x in enumerate(self._slower, 1)},
             num_sessions=len(self.index),
-            tiers=self.stack.stats(),
+            tiers=[
+                replace(x, profile_bytes=self.profiles.nbytes(i))
+                for i, x in enumerate(self.stack.stats())
+            ],
             codec=self._packer.codec.id,
             repacking=self.repacker.progress,
             differs=self.likeness.differs,

@@ -74,6 +74,7 @@ class Profiles:
         self._renewing = threading.Lock()
         # By key, the newest last; codecs: another store's, whose profile stays while they are read.
         self._kept: dict[bytes, Profile | StoreCodecs] = {}
+        self._nbytes: dict[int, int] = {}  # of the kept profiles, by tier
         # By tier and key: when a tier that refused a profile is asked again, and after what time.
         self._refusals: dict[tuple[int, bytes], tuple[float, float]] = {}
         self._asked: dict[str, tuple[Future[bool | None], float]] = {}  # by codec id, and when
@@ -111,6 +112,12 @@ class Profiles:
                         self._stack.saved_by(level, "", [key])
                     elif not there and isinstance(x, Profile) and self._is_due(level, key):
                         self._write(level, key, content(x))
+                lengths = self._stack.lengths(level, list(kept))
+                self._nbytes[level] = sum(x or 0 for x in lengths)
+
+    def nbytes(self, level: int) -> int:
+        """Return how many bytes of a tier the kept profiles took at the last ``renew``."""
+        return self._nbytes.get(level, 0)
 
     def _is_due(self, level: int, key: bytes) -> bool:
         """True if a tier is up, lacks a profile, and did not refuse it lately."""

@@ -38,12 +38,13 @@ class TierStats(msgspec.Struct, frozen=True):
     errors: int
     available: bool  # it answers; False until the first answer and while a breaker is open
     trouble: str = ""  # why the medium may hold too much, or refuse to store
+    profile_bytes: int = 0  # of these, the learned tables of codecs
 
     @classmethod
     def joined(cls, tiers: Sequence[TierStats], *, available: bool) -> TierStats:
         """Add up the numbers of one tier in several places; a shared server's are the same."""
         joins = max if TIERS[tiers[0].name].is_shared else sum
-        names = ("nbytes", "capacity_bytes", "num_blobs", "evictions")
+        names = ("nbytes", "capacity_bytes", "num_blobs", "evictions", "profile_bytes")
         joint = {name: joins(getattr(x, name) for x in tiers) for name in names}
         errors = sum(x.errors for x in tiers)
         trouble = next((x.trouble for x in tiers if x.trouble), "")

@@ -150,6 +150,8 @@ def _memory(memory: Row) -> Table:
         notes = f"{tier['sessions']} asleep" if tier["available"] else "not available"
         if tier["available"] and tier["hot_sessions"]:
             notes += f", copies of {tier['hot_sessions']} that are hot"
+        if tier["profile_bytes"]:
+            notes += f", {show_bytes(tier['profile_bytes'])} of tables"
         table.add_row(*_bar(tier["name"], tier), _text(notes, "dim"))
     packed, plain = memory["cold_bytes"], memory["bf16_bytes"] or 0
     if packed:

@@ -90,6 +90,7 @@ SNAPSHOT: dict[str, Any] = {
             {
                 "name": "ram",
                 "bytes": 1,
+                "profile_bytes": 0,
                 "sessions": 1,
                 "hot_sessions": 6,
                 "capacity_bytes": 4,

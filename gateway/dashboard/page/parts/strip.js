@@ -32,7 +32,8 @@ function Cell({ name, said, chosen, choose }) {
   const { sessions, bytes: own } = places.value[name];
   const report = name === "hot" ? said?.hot : tierReport(said, name);
   const measuring = report?.measuring_bytes ?? 0; // for moments, while the model is measured
-  const used = (report?.bytes ?? own) - measuring;
+  const tables = report?.profile_bytes ?? 0; // what a codec has learned, however few the sessions
+  const used = (report?.bytes ?? own) - measuring - tables;
   const capacity = report?.capacity_bytes;
   const back = sum(said?.outcomes?.[SOURCE[name]]);
   const last = moves.value[0];
@@ -47,7 +48,7 @@ function Cell({ name, said, chosen, choose }) {
     <span class="figure"><b>${count(sessions)}</b> ${sessions === 1 ? "session" : "sessions"}</span>
     <${Meter} parts=${[{ name: TIER_NAMES[name], value: used, tone: name }]} total=${capacity || allBytes(said) || 1}
       marks=${marks(name, report)} words=${`${TIER_NAMES[name]}: ${bytes(used)}`} />
-    <span class="small">${bytes(used)}${capacity ? ` of ${bytes(capacity)}` : ""}${codec(report)}${measuring ? ` · ${bytes(measuring)} measuring` : ""}</span>
+    <span class="small">${bytes(used)}${capacity ? ` of ${bytes(capacity)}` : ""}${codec(report)}${measuring ? ` · ${bytes(measuring)} measuring` : ""}${tables ? ` · ${bytes(tables)} its tables` : ""}</span>
     <span class="small back">${report?.available === false ? "down now" : returns(name, back)}</span>
   </button>`;
 }

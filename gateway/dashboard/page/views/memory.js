@@ -64,6 +64,7 @@ function Cold({ tier }) {
       words=${`${TIER_NAMES[tier.name]}: ${bytes(tier.bytes)}${tier.capacity_bytes ? ` of ${bytes(tier.capacity_bytes)}` : ""}`} />
     <p class="facts-line"><span>${plural(tier.sessions, "session")} asleep here</span>
       ${tier.hot_sessions ? html`<span>${plural(tier.hot_sessions, "copy", "copies")} of hot ones</span>` : ""}
+      ${tier.profile_bytes ? html`<span>learned tables of its codec ${bytes(tier.profile_bytes)}</span>` : ""}
       ${tier.blobs != null && html`<span>${plural(tier.blobs, "chunk")}</span>`}
       ${tier.evictions != null && html`<span class=${tier.evictions ? "warn" : ""}>${plural(tier.evictions, "eviction")}${tier.evictions ? ": it ran out of room" : ""}</span>`}
       ${tier.errors ? html`<span class="bad">${plural(tier.errors, "error")}</span>` : ""}</p>

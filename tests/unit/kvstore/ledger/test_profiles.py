@@ -146,9 +146,11 @@ def test_a_tier_that_is_down_gets_the_profile_once_it_answers():
     rig.tier.fails = lambda number, method: True
     renew_for_an_hour(rig)
     assert (rig.tier.calls.count("put_many"), Counted.made) == (0, 1)  # for the other tier
+    assert rig.profiles.nbytes(0) == 0 < rig.profiles.nbytes(1)
     rig.tier.fails = lambda number, method: False
     rig.profiles.renew()
     assert rig.tier.contains_many([key]) == [True]
+    assert [rig.profiles.nbytes(0)] == rig.tier.lengths([key])
 
 
 def test_of_codecs_of_other_stores_the_oldest_are_released(opened):
