@@ -35,7 +35,7 @@ function Cell({ name, said, chosen, choose }) {
   const tables = report?.profile_bytes ?? 0; // what a codec has learned, however few the sessions
   const used = (report?.bytes ?? own) - measuring - tables;
   const capacity = report?.capacity_bytes;
-  const back = sum(said?.outcomes?.[SOURCE[name]]);
+  const notes = [returns(name, sum(said?.outcomes?.[SOURCE[name]])), tables && `tables ${bytes(tables)}`];
   const last = moves.value[0];
   const arrived = last?.after === name && last.before ? `arrived-${last.number % 2}` : "";
   return html`<button
@@ -48,8 +48,8 @@ function Cell({ name, said, chosen, choose }) {
     <span class="figure"><b>${count(sessions)}</b> ${sessions === 1 ? "session" : "sessions"}</span>
     <${Meter} parts=${[{ name: TIER_NAMES[name], value: used, tone: name }]} total=${capacity || allBytes(said) || 1}
       marks=${marks(name, report)} words=${`${TIER_NAMES[name]}: ${bytes(used)}`} />
-    <span class="small">${bytes(used)}${capacity ? ` of ${bytes(capacity)}` : ""}${codec(report)}${measuring ? ` · ${bytes(measuring)} measuring` : ""}${tables ? ` · ${bytes(tables)} its tables` : ""}</span>
-    <span class="small back">${report?.available === false ? "down now" : returns(name, back)}</span>
+    <span class="small">${bytes(used)}${capacity ? ` of ${bytes(capacity)}` : ""}${codec(report)}${measuring ? ` · ${bytes(measuring)} measuring` : ""}</span>
+    <span class="small back">${report?.available === false ? "down now" : notes.filter(Boolean).join(" · ") || "\u00a0"}</span>
   </button>`;
 }
 
@@ -61,7 +61,7 @@ const marks = (name, report) =>
 const codec = (report) => (report?.codec ? ` · ${report.codec.startsWith("raw") ? "exact" : report.codec.split(".")[0]}` : "");
 
 function returns(name, back) {
-  if (back === null) return "\u00a0";
+  if (back === null) return "";
   return name === "hot" ? `${plural(back, "turn")} continued hot` : `${plural(back, "return")} from here`;
 }
 
