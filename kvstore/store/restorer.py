@@ -6,7 +6,7 @@ its blocks only for a moment, so it gets verified blobs (``Fetched``) and unpack
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.blobs.chain import ChainKeys
@@ -106,24 +106,32 @@ class Restorer:
         """Read and unpack what ``match`` found, or the good beginning of it. Blocks.
 
         ``out``: arrays of the caller's for all its tokens. They are ``run`` of the result if
-        everything was good, and of no use otherwise: a late thread may still write to them.
+        everything was good at the first reading, and of no use otherwise: a late thread may still
+        write to them.
 
         Never raises for bad or missing blobs, or for tiers that are down. Blobs that came from a
         slower tier are put into the fastest one afterwards, in the background.
         """
         size, layout = self._chunk_tokens, self._packer.layout
-        whole = layout.empty(match.num_tokens) if out is None else out
+        given = iter([] if out is None else [out])
+        whole: KVRun = []
 
-        def use(pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:
-            verified = self._verified(pairs)
-            found = [(x, read.piece) for (read, _), x in zip(pairs, verified, strict=True)]
-            if chunks := [x for x in found if x[1].is_chunk]:
-                rows = slice_tokens(whole, chunks[0][1].first_token, chunks[-1][1].end_token)
-                self._packer.unpack_chunks(chunks, rows)
-            return verified
+        def into_arrays() -> Use[VerifiedBlob]:
+            nonlocal whole
+            whole = run = next(given, None) or layout.empty(match.num_tokens)
+
+            def use(pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:
+                verified = self._verified(pairs)
+                found = [(x, read.piece) for (read, _), x in zip(pairs, verified, strict=True)]
+                if chunks := [x for x in found if x[1].is_chunk]:
+                    rows = slice_tokens(run, chunks[0][1].first_token, chunks[-1][1].end_token)
+                    self._packer.unpack_chunks(chunks, rows)
+                return verified
+
+            return use
 
         try:
-            good, reason = self._read(match, use, deadline_s)
+            good, reason = self._read(match, into_arrays, deadline_s)
         except StoreClosed:
             return Restored(0, layout.empty(0), None, None, "disabled")
         try:
@@ -155,7 +163,7 @@ class Restorer:
 
         Raises ``StoreClosed``, and nothing else: a ``reason`` explains blobs that are unavailable.
         """
-        good, reason = self._read(match, self._verified, deadline_s)
+        good, reason = self._read(match, lambda: self._verified, deadline_s)
         reason = reason or match.reason
         reads = match.reads[: len(good)]
         rows = [x.piece for x in reads if x.piece.is_chunk]
@@ -171,25 +179,32 @@ class Restorer:
     def _read(
         self,
         match: Match,
-        use: Use[VerifiedBlob],
+        begin: Callable[[], Use[VerifiedBlob]],
         deadline_s: float | None,
     ) -> tuple[list[GoodCopy[VerifiedBlob]], MissReason | None]:
+        """Read once, or twice where profiles had to be fetched.
+
+        ``begin`` gives each reading its own use of blobs, since threads of the first may be late.
+        """
         end = self._monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
         foreign: set[str] = set()
 
-        def noting(pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:
-            try:
-                return use(pairs)
-            except ForeignCodec as error:
-                if self._profiles.is_refused(error.codec_id):
-                    raise RefusedCodec(str(error), error.codec_id) from error
-                if not isinstance(error, RefusedCodec):
-                    foreign.add(error.codec_id)
-                raise
+        def noting(use: Use[VerifiedBlob]) -> Use[VerifiedBlob]:
+            def noted(pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:
+                try:
+                    return use(pairs)
+                except ForeignCodec as error:
+                    if self._profiles.is_refused(error.codec_id):
+                        raise RefusedCodec(str(error), error.codec_id) from error
+                    if not isinstance(error, RefusedCodec):
+                        foreign.add(error.codec_id)
+                    raise
 
-        good, reason = self._reader.read(match.reads, noting, end - self._monotonic())
+            return noted
+
+        good, reason = self._reader.read(match.reads, noting(begin()), end - self._monotonic())
         if foreign and self._profiles.fetch([*foreign], end - self._monotonic()):
-            good, reason = self._reader.read(match.reads, noting, end - self._monotonic())
+            good, reason = self._reader.read(match.reads, noting(begin()), end - self._monotonic())
         has_state = any(x.piece.is_state for x in match.reads)
         if has_state and len(good) < len(match.reads):
             good = []  # without the state at its end, a run of tokens is unusable

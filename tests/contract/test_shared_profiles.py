@@ -71,8 +71,10 @@ def engine(rig: Rig, server: RedisServer, seed: int, *local: Tier) -> ColdStore:
     return store
 
 
-def wake(store: ColdStore, tokens: list[int] = LONG) -> Restored:
-    return store.restore(store.match(ref(), kv_sessions.chain_of(store, ref(), tokens)))
+def wake(
+    store: ColdStore, tokens: list[int] = LONG, out: kv_sessions.Rows | None = None
+) -> Restored:
+    return store.restore(store.match(ref(), kv_sessions.chain_of(store, ref(), tokens)), out=out)
 
 
 def save(store: ColdStore, tokens: list[int] = LONG, restored: int = 0) -> kv_sessions.Rows:
@@ -101,6 +103,21 @@ def test_a_server_fetches_the_profile_that_it_lacks_and_reads_on(
     more = save(ours, LONGER, restored=WHOLE)
     assert [x.first_token for x in more.packed] == list(range(WHOLE, len(LONGER) // 16 * 16, 16))
     assert wake(theirs, LONGER).num_tokens == wake(ours, LONGER).num_tokens == WHOLE + 64
+
+
+def test_a_second_reading_has_arrays_of_its_own(rig: Rig, server: RedisServer):
+    """Threads of the first one may be late, and write to those of the caller."""
+    theirs = engine(rig, server, THEIRS)
+    save(theirs)
+    ours = engine(rig, server, OURS)
+    first, second = LAYOUT.empty(WHOLE), LAYOUT.empty(WHOLE)
+    woken = wake(ours, out=first)
+    assert woken.num_tokens == WHOLE and woken.run is not first
+    for pair in first:
+        for array in pair:
+            array[:] = 1
+    assert same(woken, wake(theirs))
+    assert wake(ours, out=second).run is second  # the profile is known now
 
 
 def test_both_renew_the_life_of_a_profile_while_it_is_in_use(rig: Rig, server: RedisServer):

@@ -289,6 +289,7 @@ def _num_shared(task: PrefillTask, other: PrefillTask) -> int:
     if one is None or two is None or (one.tenant, one.salt) != (two.tenant, two.salt):
         return 0
     shared = min(common_prefix(task.tokens, other.tokens), task.target, other.target)
+    shared = whole_chunks(shared, other.request.restored_tokens)  # as ``_taken`` gives them
     is_behind = other.num_cached <= shared or kv_arrays.can_trim(other.caches)
     return shared if is_behind else 0
 

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from engines.http import CacheOutcome
 from engines.mlx_worker.batch.prefill import (
     ChunkSizer,
     Prefiller,
     state_positions,
 )
+from engines.mlx_worker.batch.prefix_reuse import PrefillFollowers
 from engines.mlx_worker.batch.request import PrefillTask, Request, split_request
 from engines.mlx_worker.generation import EventQueue, Generation, SequenceSampling
+from kvstore.session import SessionRef
 
 pytestmark = pytest.mark.mlx
 
@@ -107,3 +111,29 @@ def test_a_request_is_split_into_groups_of_sequences() -> None:
     assert [[x.index for x in task.sequences] for task in tasks] == [[0, 1], [2, 3], [4]]
     assert all(x.target == 2 for x in tasks)
     assert all(x.remaining == 7 and x.tokens.tolist() == [1, 2, 3] for x in request.sequences)
+
+
+@pytest.mark.parametrize("shared, own, followed", [(80, 40, 0), (158, 100, 0), (80, 0, 64)])
+def test_of_restored_kv_whole_chunks_are_waited_for(shared: int, own: int, followed: int) -> None:
+    """Less than a chunk more is computed: to wait for it again and again would never end."""
+    leader, task = (_of_a_session(x, shared, cached) for x, cached in (("a", 512), ("b", own)))
+    leader.request.note_restored(512)
+    given: list[CacheOutcome] = []
+    outcome = CacheOutcome("miss", 0, "never-stored")
+    assert PrefillFollowers().follow(task, [leader], outcome, given.append) == followed
+    assert task.num_cached == max(own, followed)
+    assert [x.cached_tokens for x in given] == [followed] * bool(followed)
+
+
+def _of_a_session(name: str, shared: int, cached: int) -> PrefillTask:
+    tokens = [1] * shared + [ord(name)] * 600
+    session = SessionRef("t", name, b"s" * 32)
+    generation = Generation(tokens, [SequenceSampling()], 5, [], session=session)
+    made = PrefillTask(
+        Request(generation, EventQueue(1, lambda index: None)), [], np.array(tokens, np.int32)
+    )
+    made.caches, made.num_cached = [KVCache()], cached
+    if cached:
+        rows = mx.zeros((1, 1, cached, 8))
+        made.caches[0].update_and_fetch(rows, rows)
+    return made
