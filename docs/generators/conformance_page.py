@@ -44,6 +44,7 @@ _OWN: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ("`min_tokens`", Fate.ON_VLLM.value, ""),
         ("`top_k`, `min_p`, `repetition_penalty`, `ignore_eos`", "honoured", ""),
         ("`chat_template_kwargs`", "honoured", "but for the names that the server sets itself"),
+        ("`messages[].reasoning`", "honoured", "as `reasoning_content`"),
     ),
     "llama.cpp": (
         (
@@ -51,12 +52,17 @@ _OWN: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
             "honoured",
             "OpenAI's, and with `schema` beside the type `json_object` or `json_schema`",
         ),
+        ("`seed`", "honoured", "-1: another one at each request"),
     ),
     "Ollama": (
         ("`options`", "honoured", "each field in it as one beside it; unknown ones are refused"),
+        ("`messages[].thinking`", "honoured on mlx, ignored on vLLM", "as `reasoning_content`"),
     ),
     "LM Studio": (("`response_format`", "honoured", "`strict` may be a text"),),
     "SGLang": (("`top_k`, `min_p`, `min_tokens`, `ignore_eos`", "", "as vLLM's"),),
+    "mlx_lm.server": (
+        ("`top_k`, `min_p`, `repetition_penalty`, `chat_template_kwargs`", "honoured", ""),
+    ),
 }
 
 
@@ -70,13 +76,10 @@ def fields_section() -> str:
     """Write a table for each server."""
     parts = [HEAD, INTRODUCTION.strip()]
     for server in SERVERS:
-        rows = [*_OWN[server], *_rows(x for x in FOREIGN_FIELDS if server in x.servers)]
+        rows = [*_OWN.get(server, ()), *_rows(x for x in FOREIGN_FIELDS if server in x.servers)]
         inside = [x for x in IN_MESSAGES if server in x.servers]
         rows += [(code(f"messages[].{x.name}"), x.fate.value, x.words) for x in inside]
         parts += [f"### {server}", table(("field", "here", "how"), rows)]
-    others = [x for x in IN_MESSAGES if not set(x.servers) & set(SERVERS)]
-    rows = [(code(f"messages[].{x.name}"), x.fate.value, x.words) for x in others]
-    parts += ["### DeepSeek, Mistral, Moonshot", table(("field", "here", "how"), rows)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -18,8 +18,8 @@ import msgspec
 from engines.openai.messages import Json
 
 VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG = "vLLM", "llama.cpp", "Ollama", "LM Studio", "SGLang"
-SERVERS: Final = (VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG)
-OTHERS: Final = "others"  # DeepSeek, Mistral, Moonshot: only inside messages
+MLX_LM, OTHERS = "mlx_lm.server", "DeepSeek, Mistral, Moonshot, OpenRouter, Qwen"
+SERVERS: Final = (VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG, MLX_LM, OTHERS)
 
 
 class Fate(Enum):
@@ -154,9 +154,31 @@ def _reasoning(value: Any) -> Json:
         return _think({"on": True, "off": False}.get(value, value))
     if not isinstance(value, dict):
         raise ValueError("an object is needed, such as {effort: low}")
+    for name in ("max_tokens", "exclude"):
+        if value.get(name):
+            raise ValueError(f"{name} cannot be done here: leave it out")
     if value.get("enabled") is False:
         return {"reasoning_effort": "none"}
-    return {"reasoning_effort": value["effort"]} if value.get("effort") else {}
+    if value.get("effort"):
+        return {"reasoning_effort": value["effort"]}
+    return _think(True) if value.get("enabled") else {}
+
+
+def _thinking(value: Any) -> Json:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("enabled", "disabled", "adaptive", "auto"):
+        raise ValueError("an object is needed, such as {type: disabled}")
+    return _think(kind != "disabled")
+
+
+def _switch(value: Any) -> Json:
+    if not isinstance(value, bool):
+        raise ValueError("true or false is needed")
+    return _think(value)
+
+
+def _seed(value: Any) -> Json:
+    return {"seed": value}
 
 
 _GRAMMAR: Final = "`structured_outputs.grammar`"
@@ -171,6 +193,11 @@ _THOUGHTS: Final = "reasoning comes back by itself, as reasoning_content"
 _PENALTIES: Final = ("repeat_penalty", "repetition_penalty", "presence_penalty")
 _PRIVATE: Final = "the gateway's own to set"
 _PART: Final = "a part of something that is refused"
+_SWITCHED: Final = "`chat_template_kwargs.enable_thinking`"
+_EFFORT: Final = "send reasoning_effort, or chat_template_kwargs"
+_SEEN: Final = "how images are read is the server's to say"
+_WHOLE: Final = "penalties look at the whole conversation: leave it out"
+_MESSAGE: Final = "say in a message what is to be done"
 _GO_ON: Final = "on vLLM, send continue_final_message and add_generation_prompt: false"
 
 FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
@@ -202,7 +229,8 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_on_vllm("thinking_token_budget repetition_detection", VLLM),
     *_refused("stop_regex", SGLANG, words="send stop"),
     *_refused("no_stop_trim", SGLANG, words="on vLLM, send include_stop_str_in_output"),
-    *_refused("n_indent t_max_predict_ms", LLAMA),
+    *_refused("n_indent", LLAMA),
+    *_refused("t_max_predict_ms", LLAMA, neutral=(-1, 0)),
     # Sampling.
     *_means(
         *("`repetition_penalty`", _penalty, "repeat_penalty", LLAMA, OLLAMA, LM_STUDIO),
@@ -214,13 +242,20 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
         neutral=(-1,),
         beside=(*_PENALTIES, "frequency_penalty"),
     ),
+    *_refused("repetition_context_size", MLX_LM, words=_WHOLE, beside=("repetition_penalty",)),
+    *_refused("presence_context_size", MLX_LM, words=_WHOLE, beside=("presence_penalty",)),
+    *_refused("frequency_context_size", MLX_LM, words=_WHOLE, beside=("frequency_penalty",)),
+    *_means("`seed`", _seed, "random_seed", OTHERS),
+    *_refused("top_a", OTHERS),
     *_refused("samplers sampler_seq", LLAMA, words="samplers have one order here"),
     *_refused("mirostat", LLAMA, OLLAMA),
-    *_refused("dynatemp_range xtc_probability dry_multiplier min_keep", LLAMA),
+    *_refused("dynatemp_range dry_multiplier min_keep", LLAMA),
+    *_refused("xtc_probability", LLAMA, MLX_LM),
     *_refused("typical_p typ_p tfs_z", LLAMA, OLLAMA, neutral=(1,)),
     *_refused("top_n_sigma adaptive_target", LLAMA, neutral=(-1, 0)),
     *_hint("mirostat_tau mirostat_eta", LLAMA, OLLAMA, words=_PART),
-    *_hint("dynatemp_exponent xtc_threshold dry_base dry_allowed_length", LLAMA, words=_PART),
+    *_hint("xtc_threshold", LLAMA, MLX_LM, words=_PART),
+    *_hint("dynatemp_exponent dry_base dry_allowed_length", LLAMA, words=_PART),
     *_hint("dry_penalty_last_n dry_sequence_breakers adaptive_decay", LLAMA, words=_PART),
     *_hint("penalize_nl", LLAMA),
     *_hint("penalize_newline", OLLAMA),
@@ -232,41 +267,53 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
         *("`chat_template_kwargs.enable_thinking`, or `reasoning_effort`", _think, "think"),
         OLLAMA,
     ),
-    *_means("`reasoning_effort`", _reasoning, "reasoning", OLLAMA, LM_STUDIO),
+    *_means("`reasoning_effort`", _reasoning, "reasoning", OLLAMA, LM_STUDIO, SGLANG, OTHERS),
+    *_means(_SWITCHED, _thinking, "thinking", OTHERS),
+    *_means(_SWITCHED, _switch, "enable_thinking", OTHERS),
+    *_refused("thinking_budget", OTHERS, words=_EFFORT),
+    *_refused("prompt_mode", OTHERS, words=_EFFORT),
     *_refused(*("reasoning_format", LLAMA), words=_THOUGHTS, neutral=("", "auto", "deepseek")),
     *_refused(
-        *("reasoning_budget thinking_budget_tokens", LLAMA),
-        words="send reasoning_effort, or chat_template_kwargs",
+        *("reasoning_budget reasoning_budget_tokens thinking_budget_tokens", LLAMA),
+        words=_EFFORT,
         neutral=(-1,),
     ),
-    *_refused("thinking_forced_open", LLAMA),
+    *_hint("reasoning_budget_start_tag reasoning_budget_end_tag", LLAMA, words=_PART),
+    *_hint("reasoning_budget_end_tags reasoning_budget_message", LLAMA, words=_PART),
+    *_refused("thinking_forced_open reasoning_control", LLAMA),
     *_refused("separate_reasoning", SGLANG, words=_THOUGHTS, neutral=_ON),
     *_hint("stream_reasoning", SGLANG),
     *_shown_on_vllm("include_reasoning", VLLM, neutral=_ON),
     # Prompts.
-    *_on_vllm("continue_final_message", VLLM, SGLANG),
+    *_on_vllm("continue_final_message", VLLM, LLAMA, SGLANG),
     *_on_vllm("add_generation_prompt", VLLM, LLAMA, neutral=_ON),
     *_on_vllm("add_special_tokens documents truncate_prompt_tokens truncation_side", VLLM),
     *_refused("chat_template", VLLM, LLAMA, words=_TEMPLATE),
     *_refused("template", OLLAMA, words=_TEMPLATE),
     *_refused("prompt_embeds", VLLM, words="send text"),
     *_refused("input_ids input_embeds", SGLANG, words="send text"),
+    *_refused("generation_prompt chat_format chat_parser", LLAMA, words=_TEMPLATE),
+    *_refused("role_mapping", MLX_LM, words=_TEMPLATE),
+    *_refused("task", SGLANG, words=_MESSAGE),
+    *_refused("safe_prompt", OTHERS, words=_SYSTEM),
+    *_refused("previous_input_messages", VLLM, words=_MESSAGES),
     *_refused("context", OLLAMA, words=_MESSAGES),
     *_refused("session_params", SGLANG, words=_MESSAGES),
     *_refused("system", OLLAMA, words=_SYSTEM),
     *_refused("system_prompt", LM_STUDIO, words=_SYSTEM),
     *_refused("images", OLLAMA, words=_IMAGES),
     *_refused("image_data", LLAMA, SGLANG, words=_IMAGES),
-    *_refused(
-        *("media_io_kwargs mm_processor_kwargs", VLLM),
-        words="how images are read is the server's to say",
-    ),
+    *_refused("media_io_kwargs mm_processor_kwargs", VLLM, words=_SEEN),
+    *_refused("images_config max_dynamic_patch min_dynamic_patch", SGLANG, words=_SEEN),
+    *_refused("use_audio_in_video", SGLANG, words=_SEEN),
     *_refused("integrations", LM_STUDIO, words="send tools, and run them yourself"),
     *_refused("input_prefix input_suffix input_extra", LLAMA, words="send prompt and suffix"),
     *_refused("lora", LLAMA, words=_ADAPTER),
     *_refused("lora_path", SGLANG, words=_ADAPTER),
+    *_refused("adapters", MLX_LM, words=_ADAPTER),
     *_refused("sampling_params", SGLANG, words="send its fields themselves"),
     *_hint("raw shift truncate", OLLAMA),
+    *_refused("_debug_render_only", OLLAMA),
     # What an answer shows.
     *_shown_on_vllm("echo include_stop_str_in_output prompt_logprobs logprob_token_ids", VLLM),
     *_shown_on_vllm("return_tokens_as_token_ids return_token_offsets return_prompt_text", VLLM),
@@ -279,8 +326,11 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_refused("return_hidden_states return_routed_experts return_meta_info", SGLANG),
     *_refused("return_prompt_token_ids", SGLANG, words="ask /tokenize"),
     *_hint("post_sampling_probs", LLAMA, words=_PART),
-    *_hint("timings_per_token return_progress response_fields", LLAMA),
-    *_hint("return_cached_tokens_details", SGLANG),
+    *_refused("enable_response_messages", VLLM),
+    *_hint("timings_per_token return_progress response_fields verbose", LLAMA),
+    *_hint("sse_ping_interval", LLAMA),
+    *_hint("return_cached_tokens_details custom_labels", SGLANG),
+    *_hint("routed_experts_start_len", SGLANG, words=_PART),
     *_hint("stream_interval", VLLM),
     # Where, when and beside which others it runs.
     *_hint("priority request_id session_id cache_salt kv_transfer_params", VLLM, words=_PRIVATE),
@@ -290,7 +340,9 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_hint("backend_sampling t_max_prompt_ms", LLAMA),
     *_hint("keep_alive num_ctx num_keep num_batch num_gpu main_gpu num_thread", OLLAMA),
     *_hint("use_mmap use_mlock low_vram numa f16_kv vocab_only draft_num_predict", OLLAMA),
-    *_hint("ttl draft_model context_length", LM_STUDIO),
+    *_hint("ttl context_length", LM_STUDIO),
+    *_hint("draft_model", LM_STUDIO, MLX_LM),
+    *_hint("num_draft_tokens", MLX_LM),
     *_hint("rid extra_key ngram_corpus_id bootstrap_host bootstrap_port", SGLANG),
     *_hint("bootstrap_room routed_dp_rank data_parallel_rank disagg_prefill_dp_rank", SGLANG),
 )
@@ -298,4 +350,5 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
 IN_MESSAGES: Final[tuple[ForeignField, ...]] = (
     *_refused("prefix partial", OTHERS, words=_GO_ON),
     *_refused("images", OLLAMA, words=_IMAGES),
+    *_refused("tools", SGLANG, words="send the tools beside the messages"),
 )

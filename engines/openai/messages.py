@@ -87,6 +87,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None  # newer vLLM's name of it, and OpenRouter's
+    thinking: Any = None  # Ollama's
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
@@ -105,6 +107,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.content, list):
             return "".join(part.body or "" for part in self.content)
         return self.content or self.refusal or ""
+
+    @property
+    def thought(self) -> str | None:
+        """What the model thought before it, under whichever name."""
+        given = (self.reasoning_content, self.reasoning, self.thinking)
+        return next((x for x in given if isinstance(x, str) and x), self.reasoning_content)
 
 
 def with_known_parts(messages: Sequence[Json], read: Sequence[Message]) -> list[Json]:

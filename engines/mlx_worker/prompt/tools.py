@@ -132,7 +132,7 @@ def _template_message(message: Message) -> ChatMessage:
         "content": message.text,
         "name": message.name,
         "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content,
+        "reasoning_content": message.thought,
     }
     if calls := _calls(message):
         shown["tool_calls"] = calls

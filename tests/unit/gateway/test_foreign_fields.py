@@ -98,6 +98,8 @@ async def test_schemas_under_other_names(path: str, fields: Any, ours: Any) -> N
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
         ({"think": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
         ({"think": "low"}, {"reasoning_effort": "low"}),
+        ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"random_seed": 5}, {"seed": 5}),
     ],
 )
 async def test_other_fields_of_ours_under_any_name(path: str, fields: Any, ours: Any) -> None:
@@ -107,6 +109,37 @@ async def test_other_fields_of_ours_under_any_name(path: str, fields: Any, ours:
     (asked,) = app.engine.asked
     assert {name: asked.body.get(name) for name in ours} == ours
     assert "options" not in asked.body
+
+
+@pytest.mark.parametrize("path", [x for x in BODIES if x != "/v1/messages"])
+async def test_a_switch_of_thinking_by_any_name(path: str) -> None:
+    """Messages have one of their own by the name of DeepSeek's."""
+    for value, switch in (("disabled", False), ("enabled", True), ("auto", True)):
+        app = app_with("mlx")
+        assert (await ask(app, path, thinking={"type": value})).status == 200
+        assert app.engine.asked[0].body["chat_template_kwargs"] == {"enable_thinking": switch}
+    for wrong in (True, {"type": "hard"}, "disabled"):
+        assert (await ask(app_with("mlx"), path, thinking=wrong)).status == 400
+    assert (await ask(app_with("mlx"), path, enable_thinking="no")).status == 400
+
+
+@pytest.mark.parametrize("path", [x for x in BODIES if x != "/v1/responses"])
+async def test_openrouters_object_of_reasoning(path: str) -> None:
+    for value, ours in (
+        ({"enabled": False}, {"reasoning_effort": "none"}),
+        ({"effort": "low", "summary": "auto"}, {"reasoning_effort": "low"}),
+        ({"enabled": True}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        ({"exclude": False}, {}),
+    ):
+        app = app_with("mlx")
+        assert (await ask(app, path, reasoning=value)).status == 200
+        body = app.engine.asked[0].body
+        assert {
+            x: body[x] for x in ("reasoning_effort", "chat_template_kwargs") if x in body
+        } == ours
+    for value in ({"max_tokens": 100}, {"effort": "low", "exclude": True}):
+        reply = await ask(app_with("vllm"), path, reasoning=value)
+        assert reply.status == 400 and error_of(reply)["message"].startswith("reasoning: ")
 
 
 async def test_a_limit_under_another_name() -> None:
@@ -149,7 +182,7 @@ async def test_what_no_engine_here_can_do_is_refused_by_name(path: str) -> None:
     own = OWN[path].__struct_fields__
     for field in FOREIGN_FIELDS:
         if field.fate is Fate.REFUSED and field.name not in own:
-            beside = {"frequency_penalty": 0.5} if field.beside else {}
+            beside = dict.fromkeys(field.beside[-1:], 0.5)
             reply = await ask(app, path, **{field.name: [7]}, **beside)
             assert reply.status == 400, field.name
             error = error_of(reply)

@@ -97,6 +97,15 @@ async def test_a_limit_of_minus_one_is_none(
     assert (await app.post(path, {"model": MODEL, **fields, limit: -2})).status == 400
 
 
+@EACH
+async def test_a_seed_of_minus_one_is_none(path: str, fields: Any, limit: str) -> None:
+    """It means another one each time to llama.cpp, LM Studio and vLLM."""
+    app = app_for(path)
+    for seed in (-1, -1.0, 7):
+        assert (await app.post(path, {"model": MODEL, **fields, "seed": seed})).status == 200
+    assert [x.body.get("seed") for x in app.engine.asked] == [None, None, 7]
+
+
 async def test_newer_names_of_the_limit_take_it_too() -> None:
     app = App(RecordingEngine(json_answer({})))
     assert (await app.chat(max_completion_tokens=-1)).status == 200

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.chat_template import ChatPrompt, PromptWriter
-from engines.mlx_worker.prompt.tools import plan_tools
+from engines.mlx_worker.prompt.tools import plan_tools, template_messages
 from engines.openai.requests import InvalidRequest, validate_chat
 from tests.tiny_tokenizer import SPECIALS, tiny_tokenizer
 
@@ -101,6 +101,23 @@ def test_arguments_that_are_no_json_are_left_alone(with_tools: Vocabulary):
     broken = {**CALL, "function": {"name": "look", "arguments": "{at"}}
     messages = [USER, {"role": "assistant", "tool_calls": [broken]}, {**USER, "content": "x"}]
     assert '"arguments": "{at"' in text_of(with_tools, write(with_tools, messages))
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_that_come_back_have_one_name(name: str):
+    said = {"role": "assistant", "content": "4", name: "two and two"}
+    other = {"role": "assistant", "content": "4", name: None, "reasoning_content": "two and two"}
+    first, second = (
+        validate_chat({"model": "m", "messages": [USER, x]}).messages for x in (said, other)
+    )
+    assert template_messages(first) == template_messages(second)
+    assert template_messages(first)[1]["reasoning_content"] == "two and two"
+
+
+def test_thoughts_in_another_form_are_left_alone():
+    said = {"role": "assistant", "content": "4", "thinking": {"type": "x"}, "reasoning": [1]}
+    shown = template_messages(validate_chat({"model": "m", "messages": [USER, said]}).messages)
+    assert shown[1] == {"role": "assistant", "content": "4"}
 
 
 def test_templates_without_tools_get_them_in_words(plain: Vocabulary):
