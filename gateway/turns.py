@@ -210,6 +210,7 @@ async def _prepared(
         ignored=asked.ignored,
         left_out=asked.left_out,
         is_silent=is_silent,
+        on_words=model.chats.on_words(tenant, named.id, asked.chain),
     )
     return TurnResponse(gateway, model, turn, state.id, answer, asked.translated.keep)
 
@@ -320,11 +321,9 @@ def _normalize(raw: Json, max_context: int, default_max_tokens: int) -> None:
     ``stream_options`` go where nothing is streamed. A chat's limit of the whole context is left
     out, so that its answer may fill the room that the prompt leaves; a chat without a limit gets
     the default, if there is one. A text completion without a limit has 16 tokens, so its limit is
-    lowered and not left out. A limit of -1 is none, a seed of -1 another one each time, and a bias
-    of zero is none.
+    lowered and not left out. A limit or seed of -1 is none, and a bias of zero is none.
     """
-    if raw.get("seed") == NO_LIMIT:
-        del raw["seed"]
+    raw |= {"seed": None} if raw.get("seed") == NO_LIMIT else {}
     raw |= {name: max_context for name in LIMITS if raw.get(name) == NO_LIMIT}
     if biases := raw.pop("logit_bias", None):
         raw["logit_bias"] = {key: bias for key, bias in biases.items() if bias}

@@ -9,8 +9,8 @@ compares tokens, but the first chat would lose its id, its pin and its figures. 
 taken over only if at least half of it is the beginning of the new prompt.
 
 Many chats begin with the same words. A first request that was answered and comes again begins
-another chat; which of those that begin alike a request goes on with cannot be seen, and the first
-of them that is quiet has it.
+another chat; which of those that begin alike a request goes on with is seen by their first answers,
+if these differ and are known. Else the first of them that is quiet has it.
 
 One kind of fork goes on in the session that it left: aider writes the last question anew when the
 next one comes, and puts the files after the earlier messages. Such a request is longer than the one
@@ -27,10 +27,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from gateway.identity.outline import HashedRequest
+from gateway.identity.outline import HashedRequest, said
 from gateway.keys import Tenant
 
 DERIVED_PREFIX = "chat-"
@@ -52,6 +52,7 @@ class Link(NamedTuple):
     digest: bytes
     nbytes: int  # as JSON, with those before it and the tools
     is_own: bool  # False: without an answer or a named group, many chats may begin so
+    said: bytes = b""  # names the answer after it if that is the chat's first (``outline.said``)
 
 
 class SessionsSeen(Protocol):
@@ -109,6 +110,19 @@ class KnownChats:
         self._make_room()
         return session_id
 
+    def on_words(
+        self, tenant: Tenant, session_id: str, chain: Sequence[Link]
+    ) -> Callable[[str], None] | None:
+        """Return what notes a chat's first answer; None for a chat that is known without it."""
+        if not chain or chain[-1].is_own:
+            return None
+
+        def note(words: str) -> None:
+            if heads := self._heads_of.get(tenant.name):
+                heads.answered(session_id, said(words))
+
+        return note
+
     def _make_room(self) -> None:
         """Forget the chats of tenants that were quiet for longest, but not of the latest one."""
         while len(self._heads_of) > MAX_TENANTS or (
@@ -125,11 +139,16 @@ class _Heads:
         # Several sessions only at the first request of chats that begin alike, in their order.
         self._sessions_at: OrderedDict[bytes, list[str]] = OrderedDict()
         self._head_of: dict[str, Link] = {}
+        self._said_in: dict[str, bytes] = {}  # the first answer of those that have no other
         self._stems_of: dict[str, Sequence[bytes]] = {}
         self._session_with: dict[bytes, str] = {}  # by stem; of several the latest
 
     def __len__(self) -> int:
         return len(self._head_of)
+
+    def answered(self, session_id: str, said: bytes) -> None:
+        if session_id in self._head_of:
+            self._said_in[session_id] = said
 
     def take(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Remove the head that lies furthest down the chain; return its session, if any."""
@@ -138,7 +157,9 @@ class _Heads:
             if found is None:
                 continue
             if link.is_own or link is not chain[-1]:
-                session_id = next(filter(seen.is_quiet, found), found[0])
+                if not (fit := self._going_on(found, link, seen)):
+                    continue
+                session_id = next(filter(seen.is_quiet, fit), fit[0])
             elif len(found) < MAX_ALIKE and _is_taken(seen, found[-1]):
                 return self.unused(link, seen)
             else:
@@ -146,6 +167,21 @@ class _Heads:
             self._drop(session_id)
             return session_id
         return None
+
+    def _going_on(self, found: Sequence[str], link: Link, seen: SessionsSeen) -> Sequence[str]:
+        """Return those of the sessions at a head that a request may go on with.
+
+        Those that said what it says they did, else those of which that is not known, else those of
+        which half is shared all the same.
+        """
+        known = {x: self._said_in.get(x, b"") for x in found}
+        if not link.said or not any(known.values()):
+            return found
+        return (
+            [x for x in found if known[x] == link.said]
+            or [x for x in found if not known[x]]
+            or [x for x in found if _is_half(link, seen.tokens_of(x))]
+        )
 
     def rewritten(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Find the quiet session whose last question this chain has written anew; remove it."""
@@ -166,7 +202,7 @@ class _Heads:
                 continue
             if link is chain[-1] and not link.is_own and _is_taken(seen, session_id):
                 continue
-            if 2 * link.nbytes >= _BYTES_A_TOKEN * seen.tokens_of(session_id):
+            if _is_half(link, seen.tokens_of(session_id)):
                 return session_id
         return None
 
@@ -190,6 +226,7 @@ class _Heads:
 
     def _drop(self, session_id: str) -> None:
         digest = self._head_of.pop(session_id).digest
+        self._said_in.pop(session_id, None)
         alike = self._sessions_at[digest]
         alike.remove(session_id)
         if not alike:
@@ -197,6 +234,11 @@ class _Heads:
         for stem in self._stems_of.pop(session_id):
             if self._session_with.get(stem) == session_id:
                 del self._session_with[stem]
+
+
+def _is_half(link: Link, num_tokens: int) -> bool:
+    """Say whether the messages up to ``link`` are half of a session of so many tokens, or more."""
+    return 2 * link.nbytes >= _BYTES_A_TOKEN * num_tokens
 
 
 def _stems(chain: Sequence[Link]) -> Iterator[tuple[bytes, Link]]:
@@ -222,7 +264,9 @@ def message_chain(request: HashedRequest, group: str | None = None) -> list[Link
     for i, message in enumerate(request.messages):
         digest = _joined(digest, message.digest)
         nbytes += message.nbytes
-        links.append(Link(digest, nbytes, group is not None or i >= request.first_answer))
+        is_own = group is not None or i >= request.first_answer
+        first_said = request.first_said if i + 1 == request.first_answer else b""
+        links.append(Link(digest, nbytes, is_own, first_said))
     return links
 
 

@@ -15,6 +15,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 DIGEST_BYTES: Final = 8
+SAID_CHARS: Final = 200  # of an answer, by which it is known again
 Part: TypeAlias = Literal["model", "system", "tools", "messages"]
 _encode = msgspec.json.Encoder(order="sorted").encode
 CAPACITY_BYTES = 16 << 20
@@ -61,6 +62,7 @@ class HashedRequest(NamedTuple):
     messages: Sequence[HashedPart]
     has_system: bool  # the first message is the system's
     first_answer: int  # the first message that many chats do not begin with; their number if none
+    first_said: bytes  # names the text of that message; b"" if there is none
 
     @property
     def outline(self) -> Outline:
@@ -79,13 +81,28 @@ class HashedRequest(NamedTuple):
 def hashed(model: str, messages: Sequence[object], tools: object, salt: bytes) -> HashedRequest:
     """Hash a request's parts. Fields that are null count as left out: clients differ in that."""
     roles = [x.get("role") if isinstance(x, Mapping) else "assistant" for x in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
     return HashedRequest(
         _hashed(model.encode(), salt).digest[:DIGEST_BYTES],
         _hashed(_encode(tools), salt) if tools else None,
         [_hashed(_encode(_without_nulls(message)), salt) for message in messages],
         roles[0] in ("system", "developer"),
-        roles.index("assistant") if "assistant" in roles else len(roles),
+        first,
+        said(_text_of(messages[first])) if first < len(roles) else b"",
     )
+
+
+def said(text: str) -> bytes:
+    """Name an answer by its beginning; b"" if it has no words. Blanks around it do not count."""
+    beginning = text.strip()[:SAID_CHARS]
+    return hashlib.blake2b(beginning.encode(), digest_size=16).digest() if beginning else b""
+
+
+def _text_of(message: object) -> str:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list):
+        content = "".join(str(x.get("text") or "") for x in content if isinstance(x, Mapping))
+    return content if isinstance(content, str) else ""
 
 
 def _hashed(written: bytes, salt: bytes) -> HashedPart:

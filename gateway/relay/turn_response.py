@@ -25,12 +25,13 @@ from gateway.edge.request_state import state_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.gateway import Gateway
 from gateway.identity.names import id_to_header
-from gateway.identity.outline import Compared
+from gateway.identity.outline import SAID_CHARS, Compared
 from gateway.models import ServedModel
 from gateway.relay.answer import AnswerFormat, NotStored, StoreAnswer, WithoutContent, parse_usage
 from gateway.relay.passthrough import (
     EVENT_STREAM,
     STREAM_HEADERS,
+    Overheard,
     StreamOut,
     body_part,
     engine_failure,
@@ -72,6 +73,7 @@ class TurnRequest(NamedTuple):
     ignored: Sequence[str] = ()  # of the client's fields, those that this server does not know
     left_out: Sequence[str] = ()  # keywords of JSON schemas
     is_silent: bool = False  # nothing of the answer is shown
+    on_words: Callable[[str], None] | None = None  # called with the beginning of the answer
 
 
 class TurnResponse(Response):
@@ -171,10 +173,18 @@ class TurnResponse(Response):
                 if upstream.status < 400:
                     turn.engine_answered(self._live.cache)
                 try:
-                    yield WithoutContent(upstream) if asked.is_silent else upstream
+                    yield self._overheard(upstream)
                 finally:
                     if upstream.status < 400:
                         self._count(turn)
+
+    def _overheard(self, upstream: Upstream) -> Upstream:
+        asked = self._asked
+        if asked.is_silent:
+            return WithoutContent(upstream)
+        if asked.on_words is None or asked.num_answers > 1 or upstream.status >= 400:
+            return upstream
+        return Overheard(upstream, SAID_CHARS, asked.on_words)
 
     def _let_go(self) -> None:
         """Count the body no longer, and hold it no longer: it goes to the engine.

@@ -23,7 +23,7 @@ from gateway.identity.names import (
 )
 from gateway.identity.outline import hashed
 from gateway.keys import Tenant
-from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer, streamed
 
 ALICE = Tenant("alice", b"a" * 32)
 BOB = Tenant("bob", b"b" * 32)
@@ -285,6 +285,11 @@ class Answered:
         self.known.add(session_id)
         return session_id
 
+    def answer(self, session_id: str, words: str, *messages: str) -> None:
+        on_words = self.chats.on_words(ALICE, session_id, chain_of(said(*messages), ALICE))
+        assert on_words is not None
+        on_words(words)
+
     def exists(self, id: str) -> bool:
         return id in self.known
 
@@ -306,6 +311,36 @@ def test_two_chats_that_begin_with_the_same_words_are_two_sessions():
     assert sessions.ask(said("Hello!", "Yes?", "my dog")) == second
     assert sessions.ask(said("Hello!", "Hi.", "my cat", "Nice.", "it sleeps")) == first
     assert sessions.ask(said("Hello!")) not in (first, second)
+
+
+def test_chats_that_begin_alike_are_known_by_what_they_were_answered():
+    sessions = Answered(tokens=40)
+    first, second, third = (sessions.ask(said("Hello!")) for _ in range(3))
+    sessions.answer(first, "Hi.\n", "Hello!")
+    sessions.answer(second, "Yes?", "Hello!")
+    assert sessions.ask(said("Hello!", "Yes?", "my dog")) == second
+    assert sessions.ask(said("Hello!", "Good day.", "my bird")) == third  # no answer was seen
+    assert sessions.ask(said("Hello!", "Hi.", "my cat")) == first
+    assert sessions.ask(said("Hello!", "Hi.", "my cat", "Nice.", "it sleeps")) == first
+
+
+def test_a_chat_that_was_answered_otherwise_goes_on_in_no_session_of_which_little_is_shared():
+    sessions = Answered(tokens=400)
+    first = sessions.ask(said("Hello!"))
+    sessions.answer(first, "Once upon a time " * 100, "Hello!")
+    other = said("Hello!", "Never", "my dog")
+    assert sessions.ask(other) != first
+    assert sessions.ask(said("Hello!", "Once upon a time " * 100, "more")) == first
+    short = Answered(tokens=8)
+    first = short.ask(said("Hello!"))
+    short.answer(first, "Hi!", "Hello!")
+    assert short.ask(said("Hello!", "Hi", "more")) == first  # the client wrote it otherwise
+
+
+def test_a_chat_with_answers_of_its_own_needs_no_other_sign():
+    sessions = Answered(tokens=40)
+    chat = said("hi", "hello", "more")
+    assert sessions.chats.on_words(ALICE, sessions.ask(chat), chain_of(chat, ALICE)) is None
 
 
 def test_a_first_request_that_was_only_read_ahead_of_time_is_the_one_that_is_answered():
@@ -368,6 +403,8 @@ def test_a_question_written_anew_takes_a_session_over_only_if_half_of_it_is_shar
     assert sessions.ask(rewritten) != first
 
 
+COUNTED = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\n'
+COUNTED += b"data: [DONE]\n\n"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -389,6 +426,27 @@ async def test_two_users_of_a_key_who_greet_alike_have_a_session_each() -> None:
     assert await session_of(said("Hello!", "yo", "my dog")) == second
     assert await session_of(said("Hello!", "yo", "my cat"), tools=[TOOL]) == with_tools
     assert await session_of(said("Hello!", "yo", "my cat", "yo", "more")) == first
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_two_users_of_a_key_who_were_greeted_otherwise_go_on_in_their_own_sessions(
+    dialect: str, stream: bool
+) -> None:
+    app = App(RecordingEngine())
+    name = "input" if dialect == "/v1/responses" else "messages"
+
+    async def session_of(answer: str, *texts: str) -> str:
+        app.engine.answer = streamed(answer, COUNTED) if stream else chat_answer(answer)
+        fields = {"model": MODEL, name: said(*texts), "stream": stream, "max_tokens": 99}
+        reply = await app.post(dialect, fields)
+        assert reply.status == 200
+        return reply.headers["x-thermocline-session"]
+
+    first = await session_of("Hi, how are you?", "Hello!")
+    second = await session_of("Yes, please?", "Hello!")
+    assert await session_of("a dog", "Hello!", "Yes, please?", "my dog") == second
+    assert await session_of("a cat", "Hello!", "Hi, how are you?", "my cat") == first
 
 
 def test_the_longest_unused_chat_is_forgotten_first():
