@@ -110,7 +110,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def thought(self) -> str | None:
-        """What the model thought before it, under whichever name."""
+        """Return what the model thought before it, under whichever name."""
         given = (self.reasoning_content, self.reasoning, self.thinking)
         return next((x for x in given if isinstance(x, str) and x), self.reasoning_content)
 
