@@ -3,13 +3,16 @@
     python -m benchmarks.agent_traffic turns                   a turn of some 14 tokens, by length
     python -m benchmarks.agent_traffic traffic --profile agentx --sessions 20 --hot-for 3
     python -m benchmarks.agent_traffic traffic --runs cold kill none
+    python -m benchmarks.agent_traffic traffic --engine vllm --runs cold plain lmcache
     python -m benchmarks.agent_traffic together --sessions 8   chats that begin alike, at once
 
-Of the runs, in ``kill`` the engine is killed half-way, and in ``none`` nothing sleeps.
+Of the runs, in ``kill`` the engine is killed half-way, and in ``none`` nothing sleeps. ``plain`` is
+vLLM alone, and ``lmcache`` vLLM with LMCache, in as much memory as ours with its RAM tier. What
+they compute depends on which requests come together, so their answers are not compared.
 
 The model has one layer with one head, random weights and the sample model's tokenizer, so
 bookkeeping is what is measured; ``--sample`` takes the sample model at a sixteenth of the length.
-Processor time is that of whole processes, saves included; ``turns`` leaves out the engine's thread
+Processor time is that of all processes, saves included; ``turns`` leaves out the engine's thread
 on which mlx computes. Sessions rest exactly (``raw``). Answers are compared with those of a run in
 which nothing sleeps and one request comes after another; a session is wrong if one differs.
 ``turns`` draws docs/pictures/agent-turns.png.
@@ -38,9 +41,10 @@ from matplotlib.figure import Figure
 from mlx_lm.utils import load
 
 from benchmarks.stacks.light_model import light_model
+from benchmarks.stacks.lmcache_stack import LmcacheVllm, python_with_lmcache
 from benchmarks.stacks.product_stack import WORD_TOKENS, Client, Reply, Stack, client_of, rss_mib
 from benchmarks.stacks.product_stack import prose as words
-from benchmarks.stacks.vllm_stack import with_plugin
+from benchmarks.stacks.vllm_stack import START_S, PlainVllm, python_with_vllm, with_plugin
 from launch.machine.folders import default_cache_dir
 from launch.model.sample import sample_model
 
@@ -50,6 +54,8 @@ HEAD_DIM: Final = 64
 TOKEN_BYTES: Final = 2 * HEAD_DIM * 4  # of live KV, for each layer and head
 LENGTHS: Final = (10_000, 40_000, 80_000, 145_000)
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "pictures" / "agent-turns.png"
+PEERS: Final = ("plain", "lmcache")
+LONGEST: Final = 180_000  # tokens, on vLLM
 TASKS: Final = ("Suggest a title for", "Name three tags of", "Suggest follow-up questions to")
 
 
@@ -93,10 +99,10 @@ class Run:
 
     async def ask(self, name: str, turn: int, messages: list[dict[str, str]], known: int) -> Reply:
         """Ask until there is an answer, as clients do."""
-        reply, session = Reply(0), "" if turn < 0 else name
+        reply = Reply(0)
         while not reply.ok:
             try:
-                reply = await self.client.chat(messages, session, self.profile.answer)
+                reply = await self.client.chat(messages, name, self.profile.answer)
             except aiohttp.ClientError:
                 reply = Reply(0)
             if not reply.ok:
@@ -113,6 +119,21 @@ class Run:
         self.answers[name, turn] = reply.text
         return reply
 
+    async def ask_task(self, name: str, number: int, text: str) -> None:
+        """Ask as Open WebUI asks for a title; the prompt is none of which more could be reused."""
+        body = {"model": self.client.model, "max_tokens": self.profile.answer, "temperature": 0}
+        body |= {"messages": [{"role": "user", "content": text}]}
+        answer: dict[str, Any] = {}
+        while "choices" not in answer:
+            answer = await self.client.post("/v1/chat/completions", body)
+            if "choices" not in answer:
+                self.asked_again += 1
+                await asyncio.sleep(1.0)
+        self.prompt_tokens += answer["usage"]["prompt_tokens"]
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        self.cached_tokens += details.get("cached_tokens", 0)
+        self.answers[f"{name} task", number] = answer["choices"][0]["message"]["content"]
+
     async def session(self, name: str, turns: int, has_child: bool = False) -> None:
         """Have one conversation, with its subagent and its helpers' prompts."""
         rng, profile = random.Random(name), self.profile
@@ -127,34 +148,73 @@ class Run:
             known = reply.prompt_tokens + reply.completion_tokens
             messages.append({"role": "assistant", "content": reply.text})
             for number, task in enumerate(TASKS[: 0 if turn else profile.tasks], 1):
-                text = f"### Task:\n{task} this chat: {prose(name, 250 / self.scale)}"
-                await self.ask(f"{name} task", -number, [{"role": "user", "content": text}], 0)
+                text = f"{messages[1]['content']}\n{reply.text}"
+                text = f"### Task:\n{task} it.\n<chat_history>\n{text}\n</chat_history>"
+                await self.ask_task(name, number, text)
             if has_child and turn == turns // 3:
                 await self.session(f"{name} sub", turns // 4)
             await asyncio.sleep(pauses.expovariate(1 / self.think_s) if self.think_s else 0.0)
 
 
 @contextmanager
-def stack_of(sample: bool, hot_bytes: int, sleeps: bool) -> Iterator[tuple[Stack, Path]]:
-    """Start the product; yields it and the folder of its model."""
+def model_of(sample: bool) -> Iterator[Path]:
+    """Yield the folder of a model of one layer with one head, or of the sample model."""
     model = sample_model(default_cache_dir(os.environ))
-    ram, disk = (hot_bytes, 16 << 30) if sleeps else (0, 0)
     with tempfile.TemporaryDirectory() as folder:
-        if not sample:
-            model = light_model(model, Path(folder) / "light", **LIGHT)
-        settings: dict[str, dict[str, Any]] = {
-            "engine": {"kind": "mlx", "model": str(model), "hot_bytes": hot_bytes},
-            "store": {"codec": "raw", "ram_bytes": ram, "disk_bytes": disk},
-            "scheduler": {"idle_after_s": 3600.0},
-        }
-        with Stack(settings) as stack:
-            yield stack, model
+        yield model if sample else light_model(model, Path(folder) / "light", **LIGHT)
 
 
-def cpu_ms(stack: Stack) -> np.ndarray:
-    """Processor time of gateway and engine, by Linux's clocks of other processes."""
-    clocks = [(~x.pid << 3) | 2 for x in (stack.gateway, stack.engine)]
-    return np.array([1000 * time.clock_gettime(x) for x in clocks])
+def stack_of(model: Path, hot_bytes: int, sleeps: bool, kind: str = "mlx") -> Stack:
+    """Return the product; it is not started yet."""
+    ram, disk = (hot_bytes, 16 << 30) if sleeps else (0, 0)
+    engine: dict[str, Any] = {"kind": kind, "model": str(model), "hot_bytes": hot_bytes}
+    if kind == "vllm":
+        engine |= {"vllm.python": python_with_vllm(), "dtype": "float32"}
+        engine |= {"max_context": LONGEST}
+    settings: dict[str, dict[str, Any]] = {
+        "engine": engine,
+        "store": {"codec": "raw", "ram_bytes": ram, "disk_bytes": disk},
+        "scheduler": {"idle_after_s": 3600.0},
+    }
+    return Stack(settings, start_timeout_s=START_S)
+
+
+def peer_of(name: str, model: Path, hot_bytes: int) -> PlainVllm | LmcacheVllm:
+    """Return plain vLLM, or vLLM with LMCache, not started yet; ``hot_bytes``: as of ours."""
+    if name == "plain":
+        return PlainVllm(2 * hot_bytes, LONGEST, model_path=str(model))
+    python = python_with_lmcache(default_cache_dir(os.environ) / "lmcache")
+    spare = hot_bytes // 4
+    return LmcacheVllm(python, hot_bytes, spare, hot_bytes, LONGEST, "float32", str(model))
+
+
+class Processes:
+    """The processes of a server: the gateway's, if there is one, and the engine's."""
+
+    def __init__(self, server: Stack | PlainVllm | LmcacheVllm) -> None:
+        self._gateway: psutil.Process | None = None
+        if isinstance(server, Stack):
+            self._gateway, self._engine = server.gateway, server.engine
+        else:
+            self._engine = (server.vllm if isinstance(server, LmcacheVllm) else server).process
+
+    def _engines(self) -> list[psutil.Process]:
+        return [self._engine, *self._engine.children(recursive=True)]
+
+    def cpu_ms(self) -> np.ndarray:
+        """Processor time of the gateway and of the engine, children included."""
+        gateway = [self._gateway] if self._gateway is not None else []
+        times = [[sum(x.cpu_times()[:2]) for x in found] for found in (gateway, self._engines())]
+        return np.array([1000 * sum(x) for x in times])
+
+    def mib(self) -> tuple[float, float]:
+        """Memory of the gateway and of the engine."""
+        gateway = rss_mib(self._gateway) if self._gateway is not None else 0.0
+        return gateway, sum(rss_mib(x) for x in self._engines())
+
+    def written_kib(self) -> float:
+        """What the engine has written."""
+        return float(sum(x.io_counters().write_chars for x in self._engines()) / 1024)
 
 
 async def traffic(args: argparse.Namespace, kind: str) -> tuple[Run, dict[str, float]]:
@@ -162,35 +222,48 @@ async def traffic(args: argparse.Namespace, kind: str) -> tuple[Run, dict[str, f
     profile, scale = PROFILES[args.profile], 16 if args.sample else args.scale
     each = int(profile.last * 1.2 / scale) * TOKEN_BYTES * (30 * 3 if args.sample else 1)
     hot = max(each * (3 * args.sessions if undisturbed else args.hot_for + 1), 16 << 20)
-    with stack_of(args.sample, hot, kind in ("cold", "kill")) as (stack, _):
-        async with client_of(stack) as client:
-            run = Run(client, profile, scale, 0.0 if undisturbed else args.think_s)
-            before, names = cpu_ms(stack), [f"s{i}" for i in range(args.sessions)]
-            rng = random.Random(args.sessions)
-            parents = set(rng.sample(names, round(profile.subagents * len(names))))
-            sessions = [run.session(x, profile.turns, x in parents) for x in names]
-            if undisturbed:
-                for session in sessions:
-                    await session
-            else:
-                kill = [kill_half_way(stack, run, args.sessions)] if kind == "kill" else []
-                await asyncio.gather(*sessions, *kill)
-            # Of a killed engine nothing counts but what clients saw.
-            cpu, count = cpu_ms(stack) - before, len(run.ttfts)
-            figures = {
-                "turns": count,
-                "gateway_ms_a_turn": cpu[0] / count,
-                "engine_ms_a_turn": cpu[1] / count,
-                "ttft_p50_s": np.percentile(run.ttfts, 50),
-                "ttft_p95_s": np.percentile(run.ttfts, 95),
-                "not_computed": run.cached_tokens / run.prompt_tokens,
-                "of_reusable": run.cached_tokens / max(1, run.reusable_tokens),
-                "written_kib_a_turn": stack.engine.io_counters().write_chars / 1024 / count,
-                "engine_mib": rss_mib(stack.engine),
-                "gateway_mib": rss_mib(stack.gateway),
-                "asked_again": run.asked_again,
-            }
-    return run, {key: round(float(value), 4) for key, value in figures.items()}
+    with model_of(args.sample) as model:
+        server: Stack | PlainVllm | LmcacheVllm
+        if kind in PEERS:
+            server = peer_of(kind, model, hot)
+        else:
+            server = stack_of(model, hot, kind in ("cold", "kill"), args.engine)
+        with server:
+            async with client_of(server) as client:
+                run = Run(client, profile, scale, 0.0 if undisturbed else args.think_s)
+                return run, await _measured(args, server, run, kind)
+
+
+async def _measured(
+    args: argparse.Namespace, server: Stack | PlainVllm | LmcacheVllm, run: Run, kind: str
+) -> dict[str, float]:
+    profile, processes = run.profile, Processes(server)
+    before, names = processes.cpu_ms(), [f"s{i}" for i in range(args.sessions)]
+    rng = random.Random(args.sessions)
+    parents = set(rng.sample(names, round(profile.subagents * len(names))))
+    sessions = [run.session(x, profile.turns, x in parents) for x in names]
+    if kind == "undisturbed":
+        for session in sessions:
+            await session
+    else:
+        killing = isinstance(server, Stack) and kind == "kill"
+        kill = [kill_half_way(server, run, args.sessions)] if killing else []
+        await asyncio.gather(*sessions, *kill)
+    count = len(run.ttfts)
+    figures = {
+        "turns": count,
+        "ttft_p50_s": np.percentile(run.ttfts, 50),
+        "ttft_p95_s": np.percentile(run.ttfts, 95),
+        "not_computed": run.cached_tokens / run.prompt_tokens,
+        "of_reusable": run.cached_tokens / max(1, run.reusable_tokens),
+        "asked_again": run.asked_again,
+    }
+    if kind != "kill":  # of a killed engine nothing counts but what clients saw
+        cpu, (gateway_mib, engine_mib) = processes.cpu_ms() - before, processes.mib()
+        figures |= {"gateway_ms_a_turn": cpu[0] / count, "engine_ms_a_turn": cpu[1] / count}
+        figures |= {"written_kib_a_turn": processes.written_kib() / count}
+        figures |= {"engine_mib": engine_mib, "gateway_mib": gateway_mib}
+    return {key: round(float(value), 4) for key, value in figures.items()}
 
 
 async def kill_half_way(stack: Stack, run: Run, num_sessions: int) -> None:
@@ -230,15 +303,14 @@ async def together(args: argparse.Namespace) -> None:
 
 
 async def compared(args: argparse.Namespace) -> None:
-    expected, _ = await traffic(args, "undisturbed")
+    expected = (await traffic(args, "undisturbed"))[0] if args.engine == "mlx" else None
     for kind in args.runs:
         run, figures = await traffic(args, kind)
-        assert expected.answers.keys() == run.answers.keys()
-        wrong = {
-            name for (name, turn), x in expected.answers.items() if run.answers[name, turn] != x
-        }
-        again = dict(run.computed_again)
-        row = {"run": kind, **figures, "computed_again": again, "wrong": sorted(wrong)}
+        row = {"run": kind, **figures, "computed_again": dict(run.computed_again)}
+        if expected is not None and kind not in PEERS:
+            answers = expected.answers
+            assert answers.keys() == run.answers.keys()
+            row["wrong"] = sorted({x[0] for x in answers if run.answers[x] != answers[x]})
         print(json.dumps(row), flush=True)
 
 
@@ -254,7 +326,7 @@ def thread_ns(process: psutil.Process) -> Counter[str]:
 async def turns(args: argparse.Namespace) -> None:
     """Take turns of all lengths in alternation: the machine's load changes meanwhile."""
     chats = [_Turns(x) for x in args.lengths]
-    with stack_of(False, 4 << 30, "cold" in args.runs) as (stack, model):
+    with model_of(False) as model, stack_of(model, 4 << 30, "cold" in args.runs) as stack:
         async with client_of(stack) as client:
             for chat in chats * (2 * args.rounds):
                 await chat.go_on(stack, client)
@@ -328,7 +400,7 @@ def draw(rows: list[dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["turns", "traffic", "together"])
-    parser.add_argument("--engine", choices=["mlx", "vllm"], default="mlx", help="for together")
+    parser.add_argument("--engine", choices=["mlx", "vllm"], default="mlx")
     parser.add_argument("--shared", type=int, default=4000, help="tokens, for together")
     parser.add_argument("--profile", choices=PROFILES, default="agentx")
     parser.add_argument("--sessions", type=int, default=20)
@@ -336,7 +408,8 @@ def main() -> None:
     parser.add_argument("--think-s", type=float, default=2.0)
     parser.add_argument("--scale", type=int, default=1, help="divides all lengths")
     parser.add_argument("--sample", action="store_true", help="the sample model, a sixteenth")
-    parser.add_argument("--runs", choices=["cold", "kill", "none"], nargs="+", default=["cold"])
+    runs = ("cold", "kill", "none", *PEERS)
+    parser.add_argument("--runs", choices=runs, nargs="+", default=["cold"])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()

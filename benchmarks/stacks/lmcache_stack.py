@@ -68,7 +68,9 @@ class LmcacheVllm:
         pool_bytes: int,
         max_context: int,
         dtype: FloatName,
+        model_path: str = "",
     ) -> None:
+        """``model_path``: "" = the sample model."""
         self._python = python
         self._ram_bytes, self._all_bytes = ram_bytes, ram_bytes + headroom_bytes
         self._watermark = ram_bytes / self._all_bytes
@@ -78,6 +80,7 @@ class LmcacheVllm:
             max_context,
             dtype=dtype,
             python=str(python),
+            model_path=model_path,
             arguments=(
                 "--disable-hybrid-kv-cache-manager",
                 *("--kv-transfer-config", json.dumps(self._transfer_config())),

@@ -38,7 +38,7 @@ ENGINE: Final[Mapping[str, Any]] = {
     "enable_prefix_caching": True,
     "enable_prompt_tokens_details": True,
     "prefix_caching_hash_algo": "sha256_cbor",
-    "scheduler_cls": "engines.vllm_plugin.grammar.backend.scheduler",
+    "scheduler_cls": "engines.vllm_plugin.scheduler.vllm_scheduler.scheduler",
     "logits_processors": ["engines.vllm_plugin.measuring.model_access:ForcedTokens"],
     "worker_extension_cls": "engines.vllm_plugin.measuring.model_access.ModelView",
 }

@@ -130,6 +130,11 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.tracker.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    @property
+    def num_held_back(self) -> int:
+        """The number of requests that wait for a running one: see ``vllm_scheduler``."""
+        return self._scheduler.tracker.num_held_back
+
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:

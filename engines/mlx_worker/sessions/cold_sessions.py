@@ -200,8 +200,8 @@ class ColdSessions:
         """
         if match.num_tokens <= held:
             return ColdPrefix(None, match.reason)
-        began = time.perf_counter()
         arrays, out = kv_arrays.empty_rows(self.store.model.layout, match.num_tokens, most)
+        began = time.perf_counter()  # computing the prompt would need the same arrays
         restored = self.store.restore(match, out=out)
         reason, seconds = restored.reason or match.reason, time.perf_counter() - began
         if restored.num_tokens <= held:

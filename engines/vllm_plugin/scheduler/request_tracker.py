@@ -3,11 +3,11 @@
 The stages of a request (``->`` marks calls by vLLM, on its own thread):
 
     -> add                 finds the request's session
-    -> match  None         another request computes what comes next; see ``shared_prefills``
     -> match  None         too much is staged for other requests already; the request waits
     -> match  None         the ranks were asked to stage the stored blobs: to read and verify them;
                            if no other request runs, blobs in memory are staged within this call
     -> match  None         still reading (a disk, Redis); vLLM serves other requests meanwhile
+    -> match  None         another request computes more than is stored: see ``shared_prefills``
     -> match  n tokens     all offered tokens are in memory and verified on every rank
     -> allocated           vLLM set blocks aside; the load is planned
     -> absorb              the load has ended, perhaps with blocks that could not be decoded
@@ -88,10 +88,15 @@ class RequestTracker:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0, False
-        if self._shared.computes_next(tracked, num_computed_tokens):
+        if self._shared.is_held_back(tracked, num_computed_tokens):
+            return None, False
+        idle = not self._num_running
+        offered, is_async = self._restores.match(tracked, num_computed_tokens, idle=idle)
+        # What is stored may reach beyond what the other request computes.
+        if offered is not None and self._shared.holds_back(tracked, num_computed_tokens + offered):
             self._restores.release(tracked)
             return None, False
-        return self._restores.match(tracked, num_computed_tokens, idle=not self._num_running)
+        return offered, is_async
 
     def allocated(
         self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int
@@ -232,6 +237,11 @@ class RequestTracker:
     def num_running(self) -> int:
         """The number of requests that vLLM has begun to compute."""
         return self._num_running
+
+    @property
+    def num_held_back(self) -> int:
+        """The number of requests that wait until a running one has computed their beginning."""
+        return self._shared.num_held_back
 
     @property
     def num_requests(self) -> int:

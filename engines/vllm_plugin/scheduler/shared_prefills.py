@@ -13,12 +13,28 @@ for no longer. Only running requests are waited for, and those wait for nothing:
 
 from __future__ import annotations
 
-from typing import Any, Final
+from bisect import bisect_left
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks, TrackedRequest
 
 # Steps in a row in which the running request may get no tokens.
 MAX_STALLED: Final = 4
+
+
+@runtime_checkable
+class HoldsBack(Protocol):
+    """A connector that lets requests wait although vLLM could run them."""
+
+    @property
+    def num_held_back(self) -> int: ...
+
+
+class Awaited(NamedTuple):
+    """The request that a request is held back for, and the tokens that both prompts begin with."""
+
+    request: Any
+    num_tokens: int
 
 
 class PrefillsInFlight:
@@ -27,14 +43,27 @@ class PrefillsInFlight:
     def __init__(self, blocks: TokenBlocks) -> None:
         self._blocks = blocks
         self._prefilled: dict[str, Any] = {}  # vLLM's requests by id
+        self._held_back: dict[str, Awaited] = {}  # by the id of the request that waits
 
     def begin(self, request: Any) -> None:
         """Note that vLLM has set blocks aside for this request."""
         self._prefilled[request.request_id] = request
+        self._held_back.pop(request.request_id, None)
 
     def end(self, request_id: str) -> None:
         """Forget a request that has ended; any request may be named."""
         self._prefilled.pop(request_id, None)
+        self._held_back.pop(request_id, None)
+
+    @property
+    def num_held_back(self) -> int:
+        """The number of requests whose beginning a running request has yet to compute."""
+        return sum(
+            x.request.request_id in self._prefilled
+            and x.request.status.name == "RUNNING"
+            and x.request.num_computed_tokens < x.num_tokens
+            for x in self._held_back.values()
+        )
 
     def forget_computed(self) -> None:
         """Forget the requests whose prompts are computed."""
@@ -42,25 +71,48 @@ class PrefillsInFlight:
             if request.num_computed_tokens >= request.num_tokens - 1:
                 del self._prefilled[request_id]
 
-    def computes_next(self, tracked: TrackedRequest, num_computed_tokens: int) -> bool:
-        """True if a running request will compute the chunk after these tokens.
+    def is_held_back(self, tracked: TrackedRequest, num_computed_tokens: int) -> bool:
+        """True if a request that was held back waits on."""
+        if tracked.request.request_id not in self._held_back:
+            return False
+        return self.holds_back(tracked, num_computed_tokens)
+
+    def holds_back(self, tracked: TrackedRequest, num_computed_tokens: int) -> bool:
+        """Hold a request back if a running one will compute the chunk after these tokens.
 
         vLLM asks once a step; this compares one hash with every prompt that is being computed. The
         hash of a block covers all tokens before it, the tenant's salt and the adapter.
         """
-        if not self._prefilled or tracked.request.skip_reading_prefix_cache:
+        found = self._computing_next(tracked, num_computed_tokens)
+        if found is not None:
+            progress = found.request_id, int(found.num_computed_tokens), num_computed_tokens
+            tracked.num_stalled = tracked.num_stalled + 1 if progress == tracked.awaited else 0
+            tracked.awaited = progress
+        if found is None or tracked.num_stalled >= MAX_STALLED:
+            self._held_back.pop(tracked.request.request_id, None)
             return False
+        self._hold_back(tracked.request, found)
+        return True
+
+    def _computing_next(self, tracked: TrackedRequest, num_computed_tokens: int) -> Any | None:
+        if not self._prefilled or tracked.request.skip_reading_prefix_cache:
+            return None
         end = num_computed_tokens // self._blocks.block_tokens + self._blocks.chunk_blocks
         if end > self._blocks.num_restorable(tracked.request):
-            return False
+            return None
         wanted = tracked.request.block_hashes[end - 1]
-        found = next((x for x in self._prefilled.values() if self._computes(x, end, wanted)), None)
-        if found is None:
-            return False
-        progress = found.request_id, int(found.num_computed_tokens), num_computed_tokens
-        tracked.num_stalled = tracked.num_stalled + 1 if progress == tracked.awaited else 0
-        tracked.awaited = progress
-        return tracked.num_stalled < MAX_STALLED
+        return next((x for x in self._prefilled.values() if self._computes(x, end, wanted)), None)
+
+    def _hold_back(self, request: Any, other: Any) -> None:
+        """Note that the request waits for the other one, as long as the two prompts are alike."""
+        held = self._held_back.get(request.request_id)
+        if held is not None and held.request is other:
+            return
+        own, others = request.block_hashes, other.block_hashes
+        most = min(self._blocks.num_restorable(request), len(others))
+        alike = bisect_left(range(most), True, key=lambda x: bool(own[x] != others[x]))
+        tokens = alike * self._blocks.block_tokens
+        self._held_back[request.request_id] = Awaited(other, tokens)
 
     def _computes(self, request: Any, end: int, wanted: bytes) -> bool:
         """True if the request runs, and has yet to compute block ``end - 1``, with this hash."""

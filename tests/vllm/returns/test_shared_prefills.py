@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from engines.vllm_plugin.process.command import SCHEDULER
 from kvstore.config import StoreConfig
 from tests.vllm.rig.engine import BLOCK, RealEngine, Result
 from tests.vllm.rig.tiny_model import VOCAB, write_tiny_model
@@ -32,6 +33,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
         num_gpu_blocks_override=4 * NUM_SHARED // BLOCK,
         max_num_batched_tokens=256,
         long_prefill_token_threshold=64,
+        scheduler_cls=SCHEDULER,
     )
     yield engine
     engine.close()

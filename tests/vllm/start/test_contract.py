@@ -45,6 +45,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import attention
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
@@ -60,6 +61,7 @@ from engines.vllm_plugin.connector import BlockAcks, StepPlan, ThermoclineConnec
 from engines.vllm_plugin.grammar.backend import BoundedGrammar, TwoCompilers
 from engines.vllm_plugin.process.command import command
 from engines.vllm_plugin.reports import ColdMetrics, ColdStats
+from engines.vllm_plugin.scheduler.vllm_scheduler import AsyncCompetitorCount, CompetitorCount
 from engines.vllm_plugin.support import Unsupported, check_version
 from kvstore.config import StoreConfig
 from tests.vllm.rig.versions import make_arg_parser
@@ -100,6 +102,8 @@ OURS = [
     (ColdMetrics, KVConnectorPromMetrics),
     (TwoCompilers, StructuredOutputBackend),
     (BoundedGrammar, GuidanceGrammar),
+    (CompetitorCount, Scheduler),
+    (AsyncCompetitorCount, AsyncScheduler),
 ]
 OVERRIDES = [
     pytest.param(ours, theirs, name, id=f"{ours.__name__}.{name}")
@@ -161,6 +165,29 @@ def test_our_backend_of_grammars_can_be_put_where_vllms_would_be():
         "tokenizer",
         "vocab_size",
     ]
+
+
+class Asking(Scheduler):
+    """Plans nothing, and notes the requests that it would divide a step among."""
+
+    def __init__(self, num_held_back: int) -> None:
+        self.running, self.waiting, self.kv_holding_waiting = [1], [2, 3], [4]
+        self.connector = SimpleNamespace(num_held_back=num_held_back)
+
+    def schedule(self, throttle_prefills=False):
+        self.divided_among = self.get_request_counts()
+
+
+class CountingAsking(CompetitorCount, Asking):
+    pass
+
+
+def test_a_step_is_not_divided_among_requests_that_are_held_back():
+    assert "get_request_counts" in Scheduler.schedule.__code__.co_names
+    scheduler = CountingAsking(num_held_back=2)
+    scheduler.schedule()
+    assert scheduler.divided_among == (1, 1)
+    assert scheduler.get_request_counts() == (1, 3)  # vLLM has work as long as these wait
 
 
 def test_vllms_client_has_what_grammars_are_tried_with():

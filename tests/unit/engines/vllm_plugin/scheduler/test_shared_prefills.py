@@ -37,11 +37,15 @@ def follower(bench: Bench, name: str = "second", own: int = 2000, **fields) -> R
     return bench.add(SHARED + tokens_of(2, 3, first=own), name=name, **fields)
 
 
-def asks_the_store(bench: Bench, request: Request, num_computed_tokens: int) -> bool:
-    """Whether it goes on; ranks that have not answered are waited for in another way."""
-    before = len(bench.ranks.sent)
-    bench.tracker.match(request, num_computed_tokens)
-    return any(isinstance(x, Stage) for x in bench.ranks.sent[before:])
+def waits(bench: Bench, request: Request, num_computed_tokens: int, stored_blocks: int = 0) -> bool:
+    """Whether a request waits for another's prefill once the ranks said what is stored for it."""
+    sent = len(bench.ranks.sent)
+    found = bench.tracker.match(request, num_computed_tokens)
+    if any(isinstance(x, Stage) for x in bench.ranks.sent[sent:]):
+        assert found == WAITS
+        bench.ranks.answer(stored_blocks)
+        found = bench.tracker.match(request, num_computed_tokens)
+    return found == WAITS
 
 
 def test_it_waits_until_all_that_both_have_in_common_is_computed(bench):
@@ -50,30 +54,44 @@ def test_it_waits_until_all_that_both_have_in_common_is_computed(bench):
     for computed in range(0, NUM_SHARED - 4 * BLOCK, 4 * BLOCK):
         first.num_computed_tokens = computed
         # vLLM finds the blocks of the step that it plans just now.
-        assert bench.tracker.match(second, computed + 4 * BLOCK) == WAITS
-    assert not bench.ranks.sent  # meanwhile nothing is read
-    assert asks_the_store(bench, second, NUM_SHARED)
+        assert waits(bench, second, computed + 4 * BLOCK)
+        assert bench.tracker.num_held_back == 1
+    assert len(bench.ranks.sent) == 2  # meanwhile nothing is read
+    first.num_computed_tokens = NUM_SHARED
+    assert bench.tracker.num_held_back == 0  # vLLM is to ask for it again
+    assert not waits(bench, second, NUM_SHARED)
 
 
 def test_those_let_in_by_the_same_step_wait_too(bench):
     """vLLM has set the first one's blocks aside, but computed nothing."""
     others = [follower(bench, f"r{i}", 2000 + 100 * i) for i in range(7)]
     prefilled(bench)
-    assert [bench.tracker.match(x, 4 * BLOCK) for x in others] == [WAITS] * 7
+    assert all(waits(bench, x, 4 * BLOCK) for x in others)
+    assert bench.tracker.num_held_back == 7
 
 
 def test_none_waits_if_none_runs(bench):
     requests = [follower(bench, f"r{i}", 2000 + 100 * i) for i in range(3)]
-    assert all(asks_the_store(bench, x, 0) for x in requests)
+    assert not any(waits(bench, x, 0) for x in requests)
+    assert bench.tracker.num_held_back == 0
 
 
-def test_what_was_read_for_it_already_is_let_go(bench):
-    second = follower(bench)
-    assert asks_the_store(bench, second, 0)
+def test_what_is_stored_beyond_the_others_beginning_is_restored(bench):
     prefilled(bench)
-    assert bench.tracker.match(second, 4 * BLOCK) == WAITS
-    assert bench.tracker.match(second, 8 * BLOCK) == WAITS
+    second = follower(bench)
+    assert not waits(bench, second, 4 * BLOCK, stored_blocks=22)
+    assert bench.tracker.match(second, 4 * BLOCK) == (18 * BLOCK, True)
+
+
+def test_what_was_read_and_is_shorter_is_let_go(bench):
+    first = prefilled(bench)
+    second = follower(bench)
+    assert waits(bench, second, 4 * BLOCK, stored_blocks=12)
+    assert waits(bench, second, 8 * BLOCK)
     assert [type(x) for x in bench.ranks.sent] == [Stage, Release]
+    first.num_computed_tokens = NUM_SHARED
+    assert not waits(bench, second, NUM_SHARED, stored_blocks=22)
+    assert bench.tracker.match(second, NUM_SHARED) == (2 * BLOCK, True)
 
 
 @pytest.mark.parametrize("num_alike", [0, CHUNK - 1, CHUNK])
@@ -81,7 +99,7 @@ def test_a_whole_chunk_must_be_alike(bench, num_alike):
     prefilled(bench)
     tokens = SHARED[:num_alike] + tokens_of(20, first=3000)
     second = bench.add(tokens, name="second")
-    assert asks_the_store(bench, second, 0) is (num_alike < CHUNK)
+    assert waits(bench, second, 0) is (num_alike >= CHUNK)
 
 
 def test_another_tenants_prompt_is_not_waited_for(bench):
@@ -89,13 +107,13 @@ def test_another_tenants_prompt_is_not_waited_for(bench):
     prefilled(bench)
     second = follower(bench)
     second.block_hashes = hashes(second.all_token_ids, salt="other")
-    assert asks_the_store(bench, second, 0)
+    assert not waits(bench, second, 0)
 
 
 def test_a_prompt_that_is_the_others_beginning_computes_its_last_token(bench):
     first = prefilled(bench)
     second = bench.add(SHARED, name="second")
-    assert bench.tracker.match(second, 4 * BLOCK) == WAITS
+    assert waits(bench, second, 4 * BLOCK)
     run(first, 12 * BLOCK)
     end = NUM_SHARED - CHUNK  # the last chunk is not whole without the last token
     assert bench.tracker.match(second, end) == (0, False)
@@ -104,12 +122,13 @@ def test_a_prompt_that_is_the_others_beginning_computes_its_last_token(bench):
 def test_it_goes_on_where_the_other_was_aborted(bench):
     first = prefilled(bench)
     second, third = follower(bench), follower(bench, "third", 2500)
-    assert bench.tracker.match(second, 4 * BLOCK) == WAITS
+    assert waits(bench, second, 4 * BLOCK)
     bench.tracker.finished(first, [list(range(30))])
-    assert asks_the_store(bench, second, 4 * BLOCK)
+    assert bench.tracker.num_held_back == 0
+    assert not waits(bench, second, 4 * BLOCK)
     bench.tracker.allocated(second, [list(range(30))], 0)
     run(second, 4 * BLOCK)
-    assert bench.tracker.match(third, 8 * BLOCK) == WAITS  # for the second one now
+    assert waits(bench, third, 8 * BLOCK)  # for the second one now
 
 
 @pytest.mark.parametrize("status", [Status.PREEMPTED, Status.WAITING_FOR_REMOTE_KVS])
@@ -117,32 +136,31 @@ def test_only_a_running_request_is_waited_for(bench, status):
     first = prefilled(bench)
     second = follower(bench)
     first.status = status
-    assert asks_the_store(bench, second, 0)
+    assert not waits(bench, second, 0)
     run(first, 2 * BLOCK)  # resumed
-    assert bench.tracker.match(second, 4 * BLOCK) == WAITS
+    assert waits(bench, second, 4 * BLOCK)
 
 
 def test_a_load_is_not_taken_for_a_prefill(bench):
     first = Request(SHARED, name="first")
     restored(bench, first)
     first.status, first.num_computed_tokens = Status.WAITING_FOR_REMOTE_KVS, 10 * BLOCK
-    assert asks_the_store(bench, follower(bench), 0)
+    assert not waits(bench, follower(bench), 0)
 
 
 def test_one_that_gets_no_tokens_is_not_waited_for_long(bench):
     first = prefilled(bench, num_computed_tokens=2 * BLOCK)
     second = follower(bench)
-    answers = [bench.tracker.match(second, 4 * BLOCK) for _ in range(MAX_STALLED)]
-    assert answers == [WAITS] * MAX_STALLED
-    assert asks_the_store(bench, second, 4 * BLOCK)
+    assert [waits(bench, second, 4 * BLOCK) for _ in range(MAX_STALLED)] == [True] * MAX_STALLED
+    assert not waits(bench, second, 4 * BLOCK)
     run(first, 4 * BLOCK)
-    assert bench.tracker.match(second, 8 * BLOCK) == WAITS  # it goes on meanwhile
+    assert waits(bench, second, 8 * BLOCK)  # it goes on meanwhile
 
 
 def test_a_state_that_vllm_did_not_keep_is_not_waited_for(bench):
     """Of recurrent layers vLLM keeps states only where a piece ends."""
     prefilled(bench, num_computed_tokens=12 * BLOCK)
-    assert asks_the_store(bench, follower(bench), 8 * BLOCK)
+    assert not waits(bench, follower(bench), 8 * BLOCK)
 
 
 def test_prompt_logprobs_wait_for_nothing(bench):
@@ -155,4 +173,4 @@ def test_an_answer_that_runs_on_is_no_prefill(bench):
     run(first, first.num_tokens - 1)
     bench.tracker.take_step([])
     first.num_computed_tokens = 0  # as if it were preempted later, and not yet resumed
-    assert asks_the_store(bench, follower(bench), 0)
+    assert not waits(bench, follower(bench), 0)

@@ -1,0 +1,50 @@
+"""Makes vLLM's own scheduler with two things that it has no setting for.
+
+    --scheduler-cls engines.vllm_plugin.scheduler.vllm_scheduler.scheduler
+
+Grammars go to the compiler that handles them well (``grammar.backend``). And while a long prompt is
+computed, only requests that could use its tokens of a step count against it: vLLM gives a long
+prompt fewer tokens in a step while other requests wait, also if they wait for this very prompt
+(``shared_prefills``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from engines.vllm_plugin.grammar.backend import choose_compilers
+from engines.vllm_plugin.scheduler.shared_prefills import HoldsBack
+
+
+class CompetitorCount(Scheduler):
+    """Leaves requests that are held back out of the count from which a step is divided."""
+
+    _divides = False
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._divides = True
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self._divides = False
+
+    def get_request_counts(self) -> tuple[int, int]:
+        running, waiting = super().get_request_counts()
+        if self._divides and isinstance(self.connector, HoldsBack):
+            waiting -= self.connector.num_held_back
+        return running, waiting
+
+
+class AsyncCompetitorCount(CompetitorCount, AsyncScheduler):
+    """Does the same for vLLM's scheduler of steps that overlap."""
+
+
+def scheduler(*args: Any, **kwargs: Any) -> Scheduler:
+    """Make the scheduler; vLLM calls this in place of a class."""
+    choose_compilers(kwargs["structured_output_manager"])
+    is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
+    return (AsyncCompetitorCount if is_async else CompetitorCount)(*args, **kwargs)
