@@ -20,7 +20,7 @@ from engines.vllm_plugin.grammar.backend import choose_compilers
 from engines.vllm_plugin.scheduler.shared_prefills import HoldsBack
 
 
-class CompetitorCount(Scheduler):
+class SharedPrefillScheduler(Scheduler):
     """Leaves requests that are held back out of the count from which a step is divided."""
 
     _divides = False
@@ -39,12 +39,12 @@ class CompetitorCount(Scheduler):
         return running, waiting
 
 
-class AsyncCompetitorCount(CompetitorCount, AsyncScheduler):
-    """Does the same for vLLM's scheduler of steps that overlap."""
+class AsyncSharedPrefillScheduler(SharedPrefillScheduler, AsyncScheduler):
+    """Does so where vLLM plans a step while the one before it runs."""
 
 
 def scheduler(*args: Any, **kwargs: Any) -> Scheduler:
     """Make the scheduler; vLLM calls this in place of a class."""
     choose_compilers(kwargs["structured_output_manager"])
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
-    return (AsyncCompetitorCount if is_async else CompetitorCount)(*args, **kwargs)
+    return (AsyncSharedPrefillScheduler if is_async else SharedPrefillScheduler)(*args, **kwargs)
