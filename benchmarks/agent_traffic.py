@@ -245,10 +245,10 @@ async def _measured(
     if kind == "undisturbed":
         for session in sessions:
             await session
+    elif kind == "kill" and isinstance(server, Stack):
+        await asyncio.gather(*sessions, kill_half_way(server, run, args.sessions))
     else:
-        killing = isinstance(server, Stack) and kind == "kill"
-        kill = [kill_half_way(server, run, args.sessions)] if killing else []
-        await asyncio.gather(*sessions, *kill)
+        await asyncio.gather(*sessions)
     count = len(run.ttfts)
     figures = {
         "turns": count,
