@@ -105,8 +105,11 @@ class Live(Observer):
         """Follow a request while it is served; at its end its session's history has one more."""
         model = self._engine.welcome.model if self._engine.welcome else ""
         at, clock = self._wall(), self._clock
-        request = LiveRequest(ref, id, operation, client, at, clock, self._metrics, model)
         key = (ref.tenant, ref.id)
+        session = self._rows.session(key)
+        is_first = session is None or not session.known
+        how = (at, clock, self._metrics, model)
+        request = LiveRequest(ref, id, operation, client, *how, is_first=is_first)
         self._requests[request] = self._serving[key][request] = None
         try:
             yield request
@@ -341,6 +344,6 @@ def _shown(request: LiveRequest, admin: bool) -> RequestStatus:
         prompt_tokens=request.prompt_tokens,
         prefilled_tokens=request.prefilled_tokens,
         answered_tokens=request.answered_tokens,
-        source=request.cache.source if request.cache else None,
+        source=request.source,
         reason=request.cache.reason if request.cache else None,
     )

@@ -128,7 +128,8 @@ DEFINED: Final = (
     _histogram(
         _FIRST,
         f"{_GEN_AI} cache",
-        "From the request's arrival to the first token of a stream.",
+        "From the request's arrival to the first token of a stream. `cache`: where its prompt's KV"
+        " came from, `first` of a session's first turn.",
         _FIRST_TOKEN_S,
     ),
     _histogram(
@@ -260,16 +261,14 @@ class Metrics(Observer):
         """
         self._of[_DURATION](operation, PROVIDER, model, error).observe(seconds)
 
-    def first_token(
-        self, operation: str, model: str, seconds: float, cache: CacheOutcome | None
-    ) -> None:
+    def first_token(self, operation: str, model: str, seconds: float, source: str | None) -> None:
         """Count the time to a stream's first event.
 
         Args:
-            cache: None if the engine's header was missing or of no known form.
+            source: see ``LiveRequest``; None if the engine's header was missing or of no known
+                form.
         """
-        source = _source_and_reason(cache)[0]
-        self._of[_FIRST](operation, PROVIDER, model, source).observe(seconds)
+        self._of[_FIRST](operation, PROVIDER, model, source or "unknown").observe(seconds)
 
     def per_token(self, operation: str, model: str, seconds: float) -> None:
         """Count the time that each token after the first took, of one stream."""

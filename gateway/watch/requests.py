@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -15,6 +15,8 @@ from gateway.watch.metrics import Metrics, PromptDetails, Usage
 from gateway.watch.shape import Phase, TurnRecord
 
 log = logging.getLogger("thermocline.gateway")
+
+FIRST: Final = "first"  # in place of a source
 
 
 class Stretch(NamedTuple):
@@ -70,6 +72,8 @@ class LiveRequest:
         clock: Callable[[], float],
         metrics: Metrics,
         model: str = "",
+        *,
+        is_first: bool = False,
     ) -> None:
         """
         Args:
@@ -77,8 +81,10 @@ class LiveRequest:
             client: a word for the program that asks.
             at: the Unix time of its arrival.
             model: the served one's name.
+            is_first: its session was unknown here when it came.
         """
         self.ref = ref
+        self._is_first = is_first
         self.id = request_id
         self.operation = operation
         self.client = client
@@ -160,6 +166,22 @@ class LiveRequest:
         """Count the request once it is over, by its ``error``."""
         seconds = self._clock() - self._began
         self._metrics.turn_ended(self.operation, self.model, seconds, self.error)
+
+    @property
+    def source(self) -> str | None:
+        """Where its prompt's KV came from; ``FIRST`` of a first turn, None until it is known.
+
+        A first turn is no return, though it may share a beginning with other sessions. One that is
+        unknown here and lies on Redis may be another server's.
+        """
+        if self.cache is None:
+            return None
+        source, reason = self.cache.source, self.cache.reason
+        if source == "miss":
+            is_first = reason == "never-stored" or (self._is_first and reason in (None, "disabled"))
+        else:
+            is_first = self._is_first and source != "cold-redis"
+        return FIRST if is_first else source
 
     @property
     def in_engine(self) -> bool:
@@ -298,7 +320,7 @@ class LiveRequest:
         if stream.num_events:
             self.phase = "decode"
             self.first_token_s = self._clock() - self._began
-            self._metrics.first_token(self.operation, self.model, self.first_token_s, self.cache)
+            self._metrics.first_token(self.operation, self.model, self.first_token_s, self.source)
         elif stream.prefill is not None:
             done, whole = stream.prefill
             self.progress = RequestProgress(self.ref.tenant, self.ref.id, whole, done, 0)
@@ -313,7 +335,7 @@ class LiveRequest:
             at=round(self.at, 3),
             client=self.client,
             operation=self.operation,
-            source=cache.source if cache else None,
+            source=self.source,
             reason=cache.reason if cache else None,
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,

@@ -235,7 +235,7 @@ class Rows:
             ratio=_ratio(in_bf16, session.cold_bytes),
             idle_since=None if session.num_turns else self._unix(session.last_used),
             pinned=session.pinned,
-            last_source=cache.source if cache else last.source if last else None,
+            last_source=now.source if now and cache else last.source if last else None,
             last_reason=cache.reason if cache else last.reason if last else None,
             saved_tokens=past.saved_tokens if past else 0,
             saved_s=round(past.saved_s, 3) if past and past.saved_s is not None else None,

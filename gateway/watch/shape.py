@@ -119,7 +119,7 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None  # its bytes in bf16 over its packed bytes; null: it is not packed
     idle_since: float | None  # null while it is served
     pinned: bool
-    last_source: str | None  # hot, cold-ram, cold-disk, cold-redis or miss
+    last_source: str | None  # first, hot, cold-ram, cold-disk, cold-redis or miss
     last_reason: str | None  # why not more of its prompt was reused
     saved_tokens: int  # of its prompts, not computed again
     saved_s: float | None  # estimated, that these would have taken; null: not known

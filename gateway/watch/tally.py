@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Final
 
-from engines.http import CacheOutcome
 from engines.wire import CodecReport
-from gateway.watch.requests import LiveRequest, Stretch
+from gateway.watch.requests import FIRST, LiveRequest, Stretch
 from gateway.watch.shape import MAX_MOVES, FirstTokenTimes, Move, TurnKind
 
 LATEST_TURNS: Final = 500  # over which times are shown
@@ -170,13 +169,11 @@ def p95(values: Collection[float]) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)]
 
 
-def kind_of(cache: CacheOutcome) -> TurnKind:
-    """Return the kind of a turn; a first one has nothing to return to."""
-    if cache.source == "hot":
-        return "hot"
-    if cache.source.startswith("cold"):
+def kind_of(source: str) -> TurnKind:
+    """Return the kind of a turn by ``LiveRequest.source``."""
+    if source.startswith("cold"):
         return "restored"
-    return "first" if cache.reason == "never-stored" else "missed"
+    return "first" if source == FIRST else "hot" if source == "hot" else "missed"
 
 
 class Tally:
@@ -199,14 +196,14 @@ class Tally:
         self._turn_day()
         self._turns += 1
         self._waits.append(request.waited_s)
-        if request.cache is not None and request.first_token_s is not None:
-            kind, prompt_tokens = kind_of(request.cache), request.prompt_tokens or 0
+        if request.source is not None and request.first_token_s is not None:
+            kind, prompt_tokens = kind_of(request.source), request.prompt_tokens or 0
             self.first_tokens.add(kind, request.first_token_s, prompt_tokens)
         self._saved_tokens += request.reused_tokens
         if request.reused_tokens and saved_s is not None:
             self._saved_s = (self._saved_s or 0.0) + saved_s
-        if request.cache is not None:
-            reasons = self.outcomes.setdefault(request.cache.source, {})
+        if request.cache is not None and request.source is not None:
+            reasons = self.outcomes.setdefault(request.source, {})
             reason = request.cache.reason or ""
             reasons[reason] = reasons.get(reason, 0) + 1
 

@@ -189,8 +189,10 @@ def _cells(row: Row, moment: float) -> tuple[object, ...]:
     title = f"{row['title']} {name[-7:]}" if row.get("title") else name
     places = {"active": "answering", "idle": "hot", "cold": row["tier"] or "cold"}
     source, reason = row["last_source"] or "", row["last_reason"] or ""
-    if source == "miss":  # *missed* is said of returns only
-        source, reason = ("first", "") if reason == "never-stored" else ("missed", reason)
+    if source == "miss":
+        source = "missed"
+    elif source == "first":  # it had nothing to return to
+        reason = ""
     where = _text(places.get(row["state"], row["state"]), STYLES.get(row["state"], ""))
     return (
         f"{'  ' if row['parent'] else ''}{title}{' (pinned)' if row['pinned'] else ''}",

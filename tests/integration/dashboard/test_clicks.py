@@ -131,7 +131,7 @@ def test_missed_means_a_return_that_found_nothing_wherever_it_stands(server, bro
     missed.click()
     rows = page.get_by_role("region", name="Sessions").get_by_role("rowheader")
     expect(rows).to_have_text([re.compile("missed-it")])
-    page.get_by_label("Last return").select_option("first turn")
+    page.get_by_label("Last turn").select_option("first turn")
     page.get_by_text("No session is like that.").wait_for()
     page.get_by_role("tab", name="Memory").click()
     table = page.get_by_role("region", name="Where prompts came from").get_by_role("row")

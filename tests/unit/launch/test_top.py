@@ -220,7 +220,7 @@ def test_names_are_told_apart_and_cannot_steer_the_terminal() -> None:
         ({"state": "active", "last_source": None, "last_reason": None}, "answering 812"),
         ({"state": "away", "tier": None}, "away missed"),
         ({"state": "waking", "last_source": "hot", "last_reason": None}, "waking hot"),
-        ({"state": "cold", "last_reason": "never-stored"}, "disk first"),
+        ({"state": "cold", "last_source": "first", "last_reason": "diverged"}, "disk first"),
     ],
 )
 def test_a_row_says_the_fastest_place_and_calls_returns_missed_only(

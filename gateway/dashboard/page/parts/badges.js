@@ -56,14 +56,9 @@ const CLIENTS = {
   "ai-sdk": "AI SDK",
 };
 
-// *Missed* is said of returns that found nothing to reuse. A first turn has nothing to return to.
-const FIRST = "never-stored";
-export const isFirst = (source, reason) => source === "miss" && reason === FIRST;
-// The outcomes of the source "miss", by reason: those of first turns, and those of returns.
-export function split(outcomes) {
-  const { [FIRST]: fresh, ...missed } = outcomes ?? {};
-  return { first: fresh ? { [FIRST]: fresh } : {}, missed };
-}
+// *Missed* is said of returns that found nothing to reuse. A first turn has nothing to return to,
+// though it may begin as other sessions do. (Headers call one that shares nothing a miss.)
+export const isFirst = (source, reason) => source === "first" || (source === "miss" && reason === "never-stored");
 
 export const tierOf = (source) => SOURCE_TIER[source] ?? "none";
 export const sourceWords = (source) => SOURCE_WORDS[source] ?? "";

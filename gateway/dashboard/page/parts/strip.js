@@ -2,7 +2,7 @@
 
 import { html } from "./html.js";
 import { Meter } from "./meter.js";
-import { REASONS, split } from "./badges.js";
+import { REASONS } from "./badges.js";
 import { memory, moves, places, TIER_NAMES, TIERS } from "../live/store.js";
 import { bytes, count, plural } from "../live/format.js";
 
@@ -65,10 +65,10 @@ function returns(name, back) {
   return name === "hot" ? `${plural(back, "turn")} continued hot` : `${plural(back, "return")} from here`;
 }
 
-// A first turn finds nothing stored and misses nothing: it is shown, but not counted as a return.
+// A first turn returns to nothing and misses nothing: it is shown, but not counted as a return.
 function Missed({ outcomes, chosen, choose }) {
-  const { first, missed } = split(outcomes?.miss);
-  const fresh = sum(first);
+  const missed = outcomes?.miss ?? {};
+  const fresh = sum(outcomes?.first) ?? 0;
   const worst = Object.entries(missed).sort((a, b) => b[1] - a[1])[0];
   const all = sum(missed);
   const returns = Object.values(outcomes ?? {}).reduce((n, x) => n + sum(x), 0) - fresh;

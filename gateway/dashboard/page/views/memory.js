@@ -2,7 +2,7 @@
 
 import { html } from "../parts/html.js";
 import { Meter } from "../parts/meter.js";
-import { leftWords, REASONS, sourceWords, split, tierOf } from "../parts/badges.js";
+import { leftWords, REASONS, sourceWords, tierOf } from "../parts/badges.js";
 import { sum } from "../parts/strip.js";
 import { unpackedWords } from "./quality.js";
 import { memory, packed, quality, TIER_NAMES, TIERS } from "../live/store.js";
@@ -126,11 +126,10 @@ function InBf16({ it }) {
 }
 
 function Outcomes({ outcomes }) {
-  const { first, missed } = split(outcomes.miss);
   const rows = [
     ...RETURNS.map((x) => ({ name: x, words: sourceWords(x), tone: tierOf(x), outcomes: outcomes[x] ?? {} })),
-    { name: "miss", words: "missed", tone: "computed", outcomes: missed },
-    { name: "first", words: "first turn", tone: "computed", outcomes: first },
+    { name: "miss", words: "missed", tone: "computed", outcomes: outcomes.miss },
+    { name: "first", words: "first turn", tone: "computed", outcomes: outcomes.first },
   ].filter((x) => sum(x.outcomes));
   const all = rows.reduce((total, x) => total + sum(x.outcomes), 0);
   return html`<section class="card" aria-labelledby="outcomes">

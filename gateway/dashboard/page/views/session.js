@@ -28,7 +28,7 @@ export function Session({ row, close }) {
       <dt>${isHot(row) ? "Hot bytes" : row.ratio ? "Packed bytes" : "Bytes asleep"}</dt><dd>${bytes(row.bytes)}</dd>
       <dt>In bf16</dt><dd>${bytes(row.bf16_bytes)}</dd>
       <dt>Cold copy</dt><dd>${row.tier ? TIER_NAMES[row.tier] : "none yet"}${row.cold_bytes ? html` <span class="faint">${bytes(row.cold_bytes)}, ${density(row.ratio)}</span>` : ""}</dd>
-      <dt>Last return</dt><dd><${Source} source=${row.last_source} reason=${row.last_reason} /></dd>
+      <dt>Last turn</dt><dd><${Source} source=${row.last_source} reason=${row.last_reason} /></dd>
       <dt>Prefill saved</dt><dd>${saved(row.saved_s, row.saved_tokens)}${row.turns ? html` <span class="faint">in ${plural(row.turns, "turn")}</span>` : ""}</dd>
     </dl>
     <${Journey} row=${row} began=${served(row)[0]?.started_at} steps=${detail?.timeline ?? []} turns=${detail?.last_turns ?? []} />

@@ -70,7 +70,7 @@ const COLUMNS = [
   { name: "tokens", label: "Tokens", number: true, low: 1, cell: (x) => count(x.tokens) },
   { name: "bytes", label: "Bytes", number: true, low: 1, cell: (x) => bytes(x.bytes) },
   { name: "ratio", label: "vs bf16", number: true, low: 3, cell: (x) => html`<span title=${density(x.ratio)}>${ratio(x.ratio)}</span>` },
-  { name: "last", label: "Last return", low: 2, cell: (x) => html`<${Source} source=${x.last_source} reason=${x.last_reason} />` },
+  { name: "last", label: "Last turn", low: 2, cell: (x) => html`<${Source} source=${x.last_source} reason=${x.last_reason} />` },
   { name: "turns", label: "Turns", number: true, low: 3, cell: (x) => count(x.turns) },
   { name: "saved", label: "Saved", number: true, low: 2, cell: (x) => html`<span class=${x.saved_tokens ? "" : "faint"}>${x.saved_s == null && x.saved_tokens ? `${count(x.saved_tokens)} tok` : saved(x.saved_s, 0)}</span>` },
 ];
@@ -113,7 +113,7 @@ function Filters({ shown }) {
     <${Choice} label="Where" value=${it.place} set=${set("place")} options=${TIER_NAMES} any="anywhere" />
     <${Choice} label="Client" value=${it.client} set=${set("client")} any="any client"
       options=${Object.fromEntries(clientNames.value.map((x) => [x, clientName(x)]))} />
-    <${Choice} label="Last return" value=${it.last} set=${set("last")} any="any last return"
+    <${Choice} label="Last turn" value=${it.last} set=${set("last")} any="any last turn"
       options=${{ hot: "continued hot", "cold-ram": "from RAM", "cold-disk": "from disk", "cold-redis": "from Redis", miss: "missed", first: "first turn" }} />
     <label class="check"><input type="checkbox" checked=${it.pinned} onChange=${set("pinned")} /> pinned</label>
     <label class="check" title="titles, tags and the like, which programs ask for by themselves"><input type="checkbox" checked=${it.tasks} onChange=${set("tasks")} /> tasks</label>

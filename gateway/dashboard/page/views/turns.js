@@ -28,7 +28,7 @@ function Turn({ turn, most }) {
   const computed = turn.computed_tokens ?? 0;
   const parts = [
     { name: `${count(hot)} reused hot`, value: hot, tone: "hot" },
-    { name: `${count(restored)} restored ${sourceWords(turn.source)}`, value: restored, tone: tierOf(turn.source) },
+    { name: `${count(restored)} restored ${sourceWords(turn.source)}`.trim(), value: restored, tone: turn.source === "first" ? "ram" : tierOf(turn.source) },
     { name: `${count(computed)} computed`, value: computed, tone: "computed" },
   ].filter((x) => x.value > 0);
   return html`<li>

@@ -32,7 +32,8 @@ class Watched:
         self.sessions = SessionManager(
             engine, SchedulerConfig(), salt_of=lambda name: b"", clock=self.clock
         )
-        self.live = Live(engine, self.sessions, Metrics(), clock=self.clock, wall=self.clock)
+        self.metrics = Metrics()
+        self.live = Live(engine, self.sessions, self.metrics, clock=self.clock, wall=self.clock)
 
     def turn(self, id: str, tenant: str = "alice", tokens: int = 10) -> None:
         """A turn from its begin to its end."""
@@ -250,7 +251,7 @@ async def test_a_session_is_listed_with_its_first_answer_while_that_comes(watche
         assert seen["tokens"] >= 96
         size = {"bytes": seen["tokens"] * 100, "bf16_bytes": seen["tokens"] * 50}
         assert seen == {"tokens": seen["tokens"], **size, "client": "codex", "turns": 1}
-        assert (shown["last_source"], shown["last_reason"]) == ("miss", "never-stored")
+        assert (shown["last_source"], shown["last_reason"]) == ("first", "never-stored")
         assert shown["idle_since"] is None
         assert sent["memory"]["hot"]["bytes"] == size["bytes"]
         row.known = True
@@ -331,11 +332,15 @@ async def test_a_title_is_shown_to_its_tenant_and_goes_with_its_session(watched:
 
 def streamed(watched: Watched, tenant: str, cache: CacheOutcome, first_s: float) -> None:
     """One turn of a stream with 100 tokens of prompt, whose first token came after ``first_s``."""
-    with watched.live.request(SessionRef(tenant, "s", b""), "r", "chat", "curl") as it:
+    ref = SessionRef(tenant, "s", b"")
+    with watched.live.request(ref, "r", "chat", "curl") as it:
+        row = watched.sessions.table.begin(ref)
         it.admitted()
         answered(it, cache, 100)
+        row.known = True
         watched.clock.now += first_s
         said(it)
+        watched.sessions.table.end(row)
 
 
 async def test_first_tokens_of_returns_are_shown_beside_those_of_first_turns(watched: Watched):
@@ -346,6 +351,7 @@ async def test_first_tokens_of_returns_are_shown_beside_those_of_first_turns(wat
         source = "cold-disk" if number % 2 else "cold-ram"
         streamed(watched, "alice", CacheOutcome(source, 90), 0.25 if number < 19 else 1.0)  # type: ignore[arg-type]
     streamed(watched, "alice", CacheOutcome("miss", 0, "evicted"), 5.0)
+    streamed(watched, "bob", CacheOutcome("miss", 0, "never-stored"), 2.0)
     streamed(watched, "bob", CacheOutcome("hot", 90), 0.125)
     shown = (await watched.seen("alice"))["now"]["first_token"]
     assert shown == {
@@ -356,8 +362,34 @@ async def test_first_tokens_of_returns_are_shown_beside_those_of_first_turns(wat
     assert (await watched.seen(None))["now"]["first_token"]["hot"]["turns"] == 1
 
 
+@pytest.mark.parametrize(
+    ("outcome", "source"),
+    [
+        (CacheOutcome("hot", 40, "diverged"), "first"),
+        (CacheOutcome("cold-ram", 64), "first"),
+        (CacheOutcome("miss", 0, "disabled"), "first"),
+        (CacheOutcome("miss", 0, "evicted"), "miss"),  # the engine remembers it
+        (CacheOutcome("cold-redis", 64), "cold-redis"),  # it may be another server's
+    ],
+)
+async def test_a_first_turn_that_shares_a_beginning_is_no_return(
+    watched: Watched, outcome: CacheOutcome, source: str
+):
+    streamed(watched, "alice", outcome, 1.0)
+    seen = await watched.seen("alice")
+    assert seen["sessions"][0]["last_source"] == source
+    assert seen["memory"]["outcomes"] == {source: {outcome.reason or "": 1}}
+    assert list(seen["now"]["first_token"]) == [
+        {"first": "first", "miss": "missed", "cold-redis": "restored"}[source]
+    ]
+    counted = f'cache="{source}"'
+    assert counted in watched.metrics.render().decode()
+    streamed(watched, "alice", CacheOutcome("hot", 90), 1.0)
+    assert (await watched.seen("alice"))["memory"]["outcomes"]["hot"] == {"": 1}
+
+
 async def test_an_admin_sees_what_each_tenant_has_and_uses_and_no_one_else_does(watched: Watched):
-    watched.turn("s1", "alice")
+    watched.turn("s", "alice")
     watched.turn("s2", "alice", tokens=20)
     watched.turn("s", "bob")
     for tenant, turns in (("alice", 3), ("bob", 1)):
