@@ -54,6 +54,12 @@ const CLIENTS = {
   "openai-sdk": "OpenAI SDK",
   "anthropic-sdk": "Anthropic SDK",
   "ai-sdk": "AI SDK",
+  langchain: "LangChain",
+  litellm: "LiteLLM",
+  thermocline: "thermocline chat",
+  python: "a Python program",
+  node: "a Node.js program",
+  browser: "a browser",
 };
 
 // *Missed* is said of returns that found nothing to reuse. A first turn has nothing to return to,
