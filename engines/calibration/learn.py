@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -26,6 +28,7 @@ PROBED_SHARE: Final = 0.25
 MOST_PIECES: Final = 8  # of a text, where sliding windows are shorter
 OBSERVED: Final = 2  # one of so many pieces is observed
 LEAST_TOKENS: Final = 64  # of a text
+AHEAD: Final = 2  # notices that wait to be added while the model computes the next
 
 
 class TextReader:
@@ -115,7 +118,7 @@ class TextReader:
             self._is_seen = False
             first = int(len(tokens) * (1 - self._probed_share))
             try:
-                run = self._instrument.observe(tokens, first, self._add)
+                run = self._seen(tokens, first)
             except NotObservable as error:
                 logger.warning("no more texts are looked back on: %s", error)
                 self._observes = False
@@ -124,6 +127,21 @@ class TextReader:
                 self._num_seen += self._is_seen
                 return run
         return self._instrument.prefill(tokens).run
+
+    def _seen(self, tokens: Sequence[int], first: int) -> KVRun:
+        """Observe a text. Notices are added on a thread of their own, one after the other."""
+        waiting = deque[Future[None]]()
+
+        def note(notice: LayerNotice | StateNotice) -> None:
+            waiting.append(adding.submit(self._add, notice))
+            if len(waiting) > AHEAD:
+                waiting.popleft().result()
+
+        with ThreadPoolExecutor(1) as adding:
+            run = self._instrument.observe(tokens, first, note)
+            for added in waiting:
+                added.result()
+        return run
 
     def _add(self, notice: LayerNotice | StateNotice) -> None:
         if isinstance(notice, StateNotice):

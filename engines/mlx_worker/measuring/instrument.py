@@ -16,14 +16,19 @@ from engines.calibration.instrument import (
     NOTHING,
     HeldSession,
     Interrupted,
-    LayerNotice,
     Note,
     NotObservable,
-    StateNotice,
     draw_seed,
 )
 from engines.mlx_worker.cache.layout import CachePlan
-from engines.mlx_worker.measuring.steps import PART_TOKENS, AtOnce, Dropped, HeldPrefix, Steps
+from engines.mlx_worker.measuring.steps import (
+    PART_TOKENS,
+    AtOnce,
+    Dropped,
+    HeldPrefix,
+    Noticed,
+    Steps,
+)
 from engines.mlx_worker.model.loading import LoadedModel, fingerprint
 from engines.mlx_worker.model.ropes import rope_readers
 from kvstore.session import CHUNK_TOKENS
@@ -151,9 +156,12 @@ class MlxInstrument:
         at = first
         while at < len(tokens):
             part = tokens[at : at + min(self._step_tokens, PART_TOKENS)]
-            for number in range(self._steps.run(partial(self._held.feed_noted, part))):
-                seed = draw_seed(tokens, at, number)
-                look = partial(self._held.notice, number, first, seed)
+            num_calls = self._steps.run(partial(self._held.feed_noted, part))
+            at_once = self._held.num_streams
+            for number in range(0, num_calls, at_once):
+                some = range(number, min(number + at_once, num_calls))
+                seeds = [draw_seed(tokens, at, x) for x in some]
+                look = partial(self._held.notices, some, first, seeds)
                 noted.note(partial(self._steps.run, look))
             at += len(part)
         return self._steps.run(lambda: self._held.take(len(tokens))).run
@@ -187,18 +195,19 @@ class _NotedOnce:
 
     def __init__(self, note: Note) -> None:
         self._note = note
-        self._num_noted = 0
+        self._num_looks = 0
         self._number = 0  # of the next look since the text was begun
 
     def begin(self) -> None:
         """Begin the text, perhaps again."""
         self._number = 0
 
-    def note(self, look: Callable[[], LayerNotice | StateNotice | None]) -> None:
-        """Pass on the notice that ``look`` returns, unless that was done before."""
+    def note(self, look: Callable[[], Sequence[Noticed]]) -> None:
+        """Pass on the notices that ``look`` returns, unless that was done before."""
         self._number += 1
-        if self._number > self._num_noted:
-            notice = look()
-            self._num_noted = self._number
-            if notice is not None:
-                self._note(notice)
+        if self._number > self._num_looks:
+            found = look()
+            self._num_looks = self._number
+            for notice in found:
+                if notice is not None:
+                    self._note(notice)

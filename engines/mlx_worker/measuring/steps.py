@@ -36,6 +36,7 @@ from kvstore.workers import usable_cores
 
 T = TypeVar("T")
 Parts: TypeAlias = list[mx.array]
+Noticed: TypeAlias = LayerNotice | StateNotice | None  # None: a state that mlx cannot differentiate
 PART_TOKENS: Final = 128  # that go through the layers together; whose calls are differentiated
 
 
@@ -244,14 +245,27 @@ class HeldPrefix:
         self._noted = [*noted_rows(held, before, layers), *noted_states(held, before, layers)]
         return len(self._noted)
 
-    def notice(self, number: int, first: int, seed: int) -> LayerNotice | StateNotice | None:
-        """Return what one of the calls noticed of the first tokens' K and V, or of its state.
+    @property
+    def num_streams(self) -> int:
+        """The number of calls that are differentiated in as little time as one."""
+        return len(self._streams)
+
+    def notices(self, numbers: Sequence[int], first: int, seeds: Sequence[int]) -> list[Noticed]:
+        """Return what some calls noticed of the first tokens' K and V, or of their states.
+
+        Args:
+            numbers: of the calls, at most ``num_streams`` neighbours.
+            seeds: one for each of them.
 
         Raises ``Dropped``.
         """
         self._held()
-        found = self._noted[number].notice(first, seed)
-        if number == len(self._noted) - 1:
+        begun = []
+        for number, seed, stream in zip(numbers, seeds, self._streams, strict=False):
+            with mx.stream(stream):
+                begun.append(self._noted[number].begin(first, seed))
+        found = [end() for end in begun]
+        if numbers[-1] == len(self._noted) - 1:
             self._noted = []
         mx.clear_cache()
         return found

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import mlx.core as mx
@@ -134,19 +135,27 @@ class NotedRows:
         self._before = before
         self._number = number
 
-    def notice(self, first: int, seed: int) -> LayerNotice:
-        """Differentiate random parts of the call's output by the rows of the first tokens."""
+    def begin(self, first: int, seed: int) -> Callable[[], LayerNotice]:
+        """Begin to differentiate random parts of the call's output by the rows of the first tokens.
+
+        The current stream computes while the caller goes on. What is returned waits for it.
+        """
         known = _rows_of(self._before)
         keys, values = _gradients(self._call, self._before, known, seed)
-        mx.eval(keys, values)
-        num_known = min(first, known[0].shape[2])
-        rows = [kv_arrays.as_numpy(x[0]).copy() for x in known]
-        return LayerNotice(
-            not is_growing(self._before),
-            self._number,
-            (rows[0], rows[1]),
-            (np.array(keys[:, :, :num_known]), np.array(values[:, :, :num_known])),
-        )
+        mx.async_eval(keys, values)
+
+        def end() -> LayerNotice:
+            mx.eval(keys, values)
+            num_known = min(first, known[0].shape[2])
+            rows = [kv_arrays.as_numpy(x[0]).copy() for x in known]
+            return LayerNotice(
+                not is_growing(self._before),
+                self._number,
+                (rows[0], rows[1]),
+                (np.array(keys[:, :, :num_known]), np.array(values[:, :, :num_known])),
+            )
+
+        return end
 
 
 def calls_by_cache(layers: Sequence[NotedLayer]) -> dict[int, list[LayerCall]]:
@@ -207,7 +216,7 @@ def _gradients(
 
 
 class NotedState:
-    """One layer's call after a recurrent state. ``notice`` belongs to the thread of the model."""
+    """One layer's call after a recurrent state."""
 
     def __init__(self, call: LayerCall, before: Any, place: int, number: int) -> None:
         """Keep the call.
@@ -222,8 +231,14 @@ class NotedState:
         self._place = place
         self._number = number
 
-    def notice(self, first: int, seed: int) -> StateNotice | None:
-        """Differentiate random parts of the call's output by the state; None if mlx cannot."""
+    def begin(self, first: int, seed: int) -> Callable[[], StateNotice | None]:
+        """Return what differentiates random parts of the call's output by the state.
+
+        It returns None if mlx cannot.
+        """
+        return partial(self._notice, seed)
+
+    def _notice(self, seed: int) -> StateNotice | None:
         try:
             with _differentiable(self._call.module):
                 gradients = list(self._gradients(seed))

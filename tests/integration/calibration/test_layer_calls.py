@@ -44,7 +44,7 @@ def test_mlx_finds_the_derivative_that_was_made_by_hand() -> None:
         cotangents = outer.reshape(NUM_DRAWS, count, heads, -1).swapaxes(1, 2)
         how = Attention(attention.scale)
         expected = gradients(how, queries, keys, values, cotangents, FIRST)
-        notice = rows.notice(FIRST, SEED)
+        notice = rows.begin(FIRST, SEED)()
         assert (notice.layer, notice.of_windows) == (number, False)
         for found, exact in zip(notice.gradients, expected, strict=True):
             np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max())

@@ -40,7 +40,7 @@ def test_gradients_foretell_what_an_error_does_to_a_layer(kind: str) -> None:
     found = noted_states(caches, before, layers)
     assert found
     for number, noted in enumerate(found):
-        notice = noted.notice(FIRST, SEED)
+        notice = noted.begin(FIRST, SEED)()
         assert notice.number == number
         call, earlier, place = noted._call, noted._before, noted._place
         drawn = mx.random.normal(call.given_shape, key=mx.random.key(SEED * NUM_DRAWS + 1))
