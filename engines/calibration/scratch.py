@@ -1,6 +1,6 @@
 """Bounds the memory and the threads of a measurement, which runs beside users' requests.
 
-One BLAS thread, freed memory returned, and arrays in a file without a name: they take disk and no
+Few BLAS threads, freed memory returned, and arrays in a file without a name: they take disk and no
 memory that the system could not reclaim. A measurement inside an engine learns from hundreds of
 mebibytes of rows, of which it looks at a few at a time.
 """
@@ -13,16 +13,18 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from kvstore.codecs.floats import to_stored
 from kvstore.shapes import DType, KVPair, KVRun
+from kvstore.workers import usable_cores
 
 # Arrays of so many bytes get pages of their own while a model is measured.
 LARGE_BYTES: Final = 4 << 20
@@ -30,28 +32,75 @@ FREE_SHARE: Final = 4  # at most a quarter of a disk's free space
 # What glibc's threshold grows to by itself, as soon as blocks of such a size were freed.
 _USUAL_BYTES: Final = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+LOOK_EVERY_S: Final = 1.0
+DISTURBED: Final = 0.3  # of a core: as much of it may be used by others, and it counts as idle
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Have numpy's BLAS compute on the calling thread, which can then be of low priority.
+class CoreTimes(NamedTuple):
+    """Seconds of all of a machine's cores at work, and of this process's share in them, until now.
+
+    Attributes:
+        at: the moment, by any clock of seconds.
+    """
+
+    at: float
+    all_s: float
+    own_s: float
+
+
+def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes | None:
+    """Read them; None where the system does not count them: only Linux does."""
+    try:
+        user, nice, system, _, _, irq, softirq = map(int, stat.read_text().split()[1:8])
+    except (OSError, ValueError):
+        return None
+    ticks = user + nice + system + irq + softirq
+    return CoreTimes(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+
+
+class FewThreads:
+    """Has numpy's BLAS compute on the calling thread, which can then be of low priority.
 
     Its other threads are as old as the process, and as important. On a busy machine two of them
-    wait for each other: an ``eigh`` took ten times the processor time. mlx and torch have BLAS of
-    their own.
+    wait for each other: an ``eigh`` took ten times the processor time. So there are others only for
+    who asks for them, and as many as there are cores that others leave idle. mlx and torch have
+    BLAS of their own. Use it in a ``with`` block.
     """
-    from threadpoolctl import ThreadpoolController  # engines have it, the gateway has not
 
-    blas = ThreadpoolController().select(user_api="blas")
-    own = [x for x in blas.lib_controllers if "numpy" in x.filepath]
-    before = [x.num_threads for x in own]
-    try:
-        for library in own:
-            library.set_num_threads(1)
-        yield
-    finally:
-        for library, num_threads in zip(own, before, strict=True):
-            library.set_num_threads(num_threads)
+    def __init__(
+        self,
+        read: Callable[[], CoreTimes | None] = core_times,
+        num_cores: int = os.cpu_count() or 1,
+    ) -> None:
+        """Change nothing yet; ``num_cores``: the machine's."""
+        from threadpoolctl import ThreadpoolController  # engines have it, the gateway has not
+
+        blas = ThreadpoolController().select(user_api="blas")
+        self._own = [x for x in blas.lib_controllers if "numpy" in x.filepath]
+        self._before = [x.num_threads for x in self._own]
+        self._read, self._num_cores = read, num_cores
+        self._known = read()
+
+    def __enter__(self) -> FewThreads:
+        self._set([1] * len(self._own))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._set(self._before)
+
+    def take_idle_cores(self) -> None:
+        """Have it compute on as many cores as other programs have left since the last look."""
+        now, known = self._read(), self._known
+        if now is None or known is None or now.at - known.at < LOOK_EVERY_S:
+            return
+        self._known = now
+        others_s = (now.all_s - known.all_s) - (now.own_s - known.own_s)
+        idle = int(self._num_cores - others_s / (now.at - known.at) + DISTURBED)
+        self._set([max(1, min(idle, usable_cores(), x)) for x in self._before])
+
+    def _set(self, num_threads: list[int]) -> None:
+        for library, number in zip(self._own, num_threads, strict=True):
+            library.set_num_threads(number)
 
 
 def return_freed_memory() -> None:

@@ -28,8 +28,8 @@ from engines.calibration.instrument import Interrupted as Interrupted
 from engines.calibration.measuring.times import timed_again
 from engines.calibration.orders import early_order, further_order
 from engines.calibration.scratch import (
+    FewThreads,
     large_arrays_apart,
-    one_thread,
     return_freed_memory,
     room_on_disk,
 )
@@ -111,6 +111,7 @@ class SelfMeasurement:
         self._logged_s = float("-inf")
         self._closing = threading.Event()
         self._is_waiting = False
+        self._blas = FewThreads()
         self._thread = threading.Thread(target=self._run, name="thermocline-measure", daemon=True)
         self._thread.start()
 
@@ -145,7 +146,7 @@ class SelfMeasurement:
     def _run(self) -> None:
         lower_priority()
         try:
-            with one_thread(), large_arrays_apart():
+            with self._blas, large_arrays_apart():
                 self._measure()
             self._ended = MeasurementEnd(time.time())
         except Interrupted:
@@ -329,6 +330,8 @@ class SelfMeasurement:
     def _on_progress(self, progress: str) -> None:
         """Note how far it is; raises ``Interrupted`` if it is to end."""
         self._check()
+        if self._is_awaited:  # by a command, and no user is served
+            self._blas.take_idle_cores()
         learns_on = self._has_verdict and not self._is_awaited
         self._progress = f"{'learning on' if learns_on else 'measuring'}: {progress}"
         return_freed_memory()  # the arrays of the step before are as large as a prompt's KV

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from threadpoolctl import ThreadpoolController
 
-from engines.calibration.scratch import LARGE_BYTES, Scratch
+from engines.calibration.scratch import LARGE_BYTES, CoreTimes, FewThreads, Scratch, core_times
 from kvstore.codecs.learning.samples import Samples, element_means
+from kvstore.workers import usable_cores
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_run, ropes_of
 
 SHAPES = arrays.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=40)
@@ -46,6 +49,42 @@ def test_kept_rows_teach_the_same(dtype: str) -> None:
     np.testing.assert_array_equal(element_means(plain), element_means(stored))
     back = stored.as_engine_has(kept[0])
     assert back[0][0].dtype == layout.numpy_dtype
+
+
+def test_blas_takes_the_cores_that_others_leave_and_is_as_it_was_afterwards() -> None:
+    blas = [x for x in ThreadpoolController().lib_controllers if "numpy" in x.filepath]
+    before = [x.num_threads for x in blas]
+    busy = iter(
+        [
+            CoreTimes(0.0, 100.0, 10.0),
+            CoreTimes(0.5, 100.5, 10.5),  # too soon to say
+            CoreTimes(2.0, 102.3, 12.0),  # this process alone, and a little
+            CoreTimes(4.0, 106.3, 14.0),  # another one beside it
+            None,
+        ]
+    )
+    try:
+        for library in blas:
+            library.set_num_threads(2)
+        with FewThreads(lambda: next(busy), num_cores=2) as few:
+            seen = [{x.num_threads for x in blas}]
+            for _ in range(4):
+                few.take_idle_cores()
+                seen.append({x.num_threads for x in blas})
+        after = [x.num_threads for x in blas]
+    finally:
+        for library, number in zip(blas, before, strict=True):
+            library.set_num_threads(number)
+    assert after == [2] * len(blas)
+    most = min(2, usable_cores())
+    assert seen == [{1}, {1}, {most}, {1}, {1}]
+
+
+def test_where_cores_are_not_counted_nothing_is_known_of_them(tmp_path: Path) -> None:
+    assert core_times(tmp_path / "stat") is None
+    (tmp_path / "stat").write_text("cpu  100 20 30 400 50 6 7 8 9 10\ncpu0 1 2\n")
+    known = core_times(tmp_path / "stat")
+    assert known is not None and known.all_s == 163 / os.sysconf("SC_CLK_TCK")
 
 
 needs_glibc = pytest.mark.skipif(
