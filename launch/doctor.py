@@ -122,7 +122,7 @@ def _names(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 def _capacity(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     """Check that the wanted number of sessions fits; the other checks look at budgets alone."""
-    return "ok", "; ".join(with_capacity(effective).capacity) or "budgets are given, or by machine"
+    return "ok", "; ".join(with_capacity(effective).capacity) or "no --sessions to make room for"
 
 
 def _engine(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -302,7 +302,7 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 def _likeness(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     """Compare what this server would store with the data on its Redis."""
     if not effective.settings.store.redis_url:
-        return "ok", "no Redis to share"
+        return "ok", "no Redis is shared with other servers"
     if effective.engine_kind not in MEASURABLE:
         return "ok", "the engine's own"
     if found := differences_from_redis(effective, environ, REDIS_DEADLINE_S):
@@ -333,7 +333,7 @@ def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 def _tools(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     """Say how the engine will read this model's tool calls."""
     if effective.engine_kind != "vllm":
-        return "ok", "the engine's own"
+        return "ok", "the engine reads tool calls by its own parsers"
     given = effective.settings.engine.model
     if not given and not sample_folder(effective.folders.cache).exists():
         return "ok", "the sample model is not here yet"

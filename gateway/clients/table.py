@@ -48,7 +48,8 @@ def connection(client: str, server: Server, home: Path) -> Connection:
     for words, value in (("a model", server.model), ("an address", server.url)):
         if not value or not value.isprintable():  # a line break would begin a setting of its own
             raise ValueError(f"{words} with control characters cannot be used: {value!r}")
-    found = CLIENTS.get(client)
+    spelt = {name.replace("-", ""): x for name, x in CLIENTS.items()}
+    found = spelt.get(client.lower().replace("-", ""))
     if found is None:
         raise LookupError(f"there is no client {client!r}; there are: {', '.join(CLIENTS)}")
     needs = found.needs(server, home)

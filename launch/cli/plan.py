@@ -68,6 +68,11 @@ def print_plan(plan: CapacityPlan) -> None:
             f"and {show_bytes(plan.state_bytes)} of state that does not grow"
             f" ({plan.window_layers} sliding windows, {plan.state_layers} recurrent layers)"
         )
+    if (memory := plan.memory) is not None:
+        say(
+            f"memory: {show_bytes(memory.free)} free here = {show_bytes(memory.reserve)} reserve +"
+            f" {show_bytes(memory.weights)} weights + {show_bytes(memory.kv)} KV"
+        )
     say("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))
     say(_usable(plan))
     for note in plan.notes:

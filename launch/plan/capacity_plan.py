@@ -24,7 +24,7 @@ from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import CacheShape, NotUnderstood
 from launch.families.weights import estimated_weights
-from launch.model.find import find_model
+from launch.model.find import Model, find_model
 from launch.plan.cold_size import chunk_of, cold_size, expected_choice, first_measurement
 from launch.plan.hot_budget import HotBudget, hot_budget_of, served_cache, served_dtype
 from launch.plan.serve_checks import check_family, check_hot_codec
@@ -88,6 +88,15 @@ class ContextPlan(msgspec.Struct, frozen=True):
         return max([self.hot_sessions, *(x.sessions for x in self.served)])
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """What becomes of the memory in which weights and live KV have to be, in bytes."""
+
+    free: int  # now
+    reserve: int  # of it: for the system and for working
+    weights: int
+    kv: int  # live, and asleep where that is in the same memory
+
+
 class CapacityPlan(msgspec.Struct, frozen=True):
     model: str
     model_type: str
@@ -106,6 +115,7 @@ class CapacityPlan(msgspec.Struct, frozen=True):
     contexts: list[ContextPlan]
     notes: list[str]
     refused: str = ""  # why the model cannot be loaded here
+    memory: Memory | None = None  # None where the weights are not known
 
 
 def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
@@ -153,7 +163,24 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
         engine=effective.engine_kind,
         notes=[*plan.notes, *note],
         refused=too_large_here(effective),
+        memory=_memory(effective, model, content),
     )
+
+
+def _memory(
+    effective: EffectiveSettings, model: Model, content: Mapping[str, Any]
+) -> Memory | None:
+    """Say what becomes of the memory here; None where that is not known, or elsewhere."""
+    weights = effective.planned_weights
+    if weights is None and model.folder is not None:
+        weights = weights_bytes(model.folder, effective.widens)
+    if weights is None and (stored := estimated_weights(content)):
+        weights = stored * (2 if effective.widens else 1)
+    settings = effective.settings
+    kv = settings.engine.hot_bytes + (0 if effective.hot_on_gpu else settings.store.ram_bytes)
+    if weights is None or effective.assumes_gpu or weights + kv > effective.room:
+        return None
+    return Memory(effective.room, effective.room - weights - kv, weights, kv)
 
 
 def _weights_note(content: Mapping[str, Any]) -> str:

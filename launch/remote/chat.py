@@ -259,7 +259,7 @@ def _fields(options: ChatOptions) -> dict[str, Any]:
 
 
 async def _http() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession()
+    return aiohttp.ClientSession(headers={"user-agent": "thermocline"})
 
 
 def reader() -> Callable[[], str | None]:

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from engines.wire import CodecReport
+from kvstore.codecs.names import EXACT
 from launch.errors import LaunchError
 from launch.machine.server_address import server_address
 from launch.remote.address import Address, words_of
@@ -131,4 +132,7 @@ def ask_server(environ: Mapping[str, str]) -> str:
         return ""
     if codec is None:
         return f"{remote.base} answers, and its engine is away"
-    return f"{remote.base} packs sessions with {codec.name}: {codec.progress or codec.why}"
+    words = (
+        "stores sessions exactly" if codec.name == EXACT else f"packs sessions with {codec.name}"
+    )
+    return f"{remote.base} {words}: {codec.progress or codec.why}"

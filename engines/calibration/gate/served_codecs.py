@@ -253,4 +253,5 @@ class ServedCodecs:
 
     def _say(self) -> None:
         report = self.report
-        logger.info("sessions are packed with %s: %s", report.id, report.why)
+        how = "stored exactly, by" if report.name == EXACT else "packed with"
+        logger.info("sessions are %s %s: %s", how, report.id, report.why)

@@ -80,6 +80,7 @@ def test_lists_in_yaml_are_read_as_they_are_meant(tmp_path: Path) -> None:
 
 def test_open_webui_is_asked_to_name_its_chats(tmp_path: Path) -> None:
     lines = connection("open-webui", SERVER, tmp_path).lines
+    assert connection("OpenWebUI", SERVER, tmp_path).lines == lines, "as it spells itself"
     assert "export ENABLE_FORWARD_USER_INFO_HEADERS='true'" in lines
 
 

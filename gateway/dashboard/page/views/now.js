@@ -51,7 +51,7 @@ const waiting = (it) => (it.waiting ? `${plural(it.waiting, "turn")} waiting` : 
 function FirstToken({ times: { restored, first } }) {
   if (!restored) return "";
   const note = first ? `first turns ${both(first)}` : `p95 ${seconds(restored.p95_s)}`;
-  return html`<${Figure} name="First token of a return" value=${seconds(restored.p50_s)} good note=${note}
+  return html`<${Figure} name="First token of a return" value=${seconds(restored.p50_s)} good=${!first || restored.p50_s < first.p50_s} note=${note}
     title=${[sentence("Returns from a tier", restored), first && sentence("First turns", first)].filter(Boolean).join(" ")} />`;
 }
 

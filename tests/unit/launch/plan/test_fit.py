@@ -187,6 +187,9 @@ def test_other_machines_are_counted_without_weights_and_with_budgets(run, model)
     assert quantised["weights_bytes"] < 0.3 * usual["weights_bytes"]  # with a scale for each group
     assert quantised["hot_only"] >= usual["hot_only"]
     here = run("plan", str(model), "--bits", "4")[1]
+    memory = json.loads(run("plan", str(model), "--bits", "4", "--json")[1])["memory"]
+    assert memory["free"] == memory["reserve"] + memory["weights"] + memory["kv"]
+    assert f"{show_bytes(memory['weights'])} weights" in here
     assert f"weights of {show_bytes(quantised['weights_bytes'])}, as asked for" in here
     assert "does not fit: 1 TiB of weights" in run("plan", str(model), "--weights", "1TiB")[1]
     assert (
