@@ -142,7 +142,7 @@ class NotedRows:
         """
         known = _rows_of(self._before)
         keys, values = _gradients(self._call, self._before, known, seed)
-        mx.async_eval(keys, values)
+        mx.async_eval(keys, values)  # type: ignore[no-untyped-call]
 
         def end() -> LayerNotice:
             mx.eval(keys, values)
