@@ -106,10 +106,9 @@ class Live(Observer):
         model = self._engine.welcome.model if self._engine.welcome else ""
         at, clock = self._wall(), self._clock
         key = (ref.tenant, ref.id)
+        request = LiveRequest(ref, id, operation, client, at, clock, self._metrics, model)
         session = self._rows.session(key)
-        is_first = session is None or not session.known
-        how = (at, clock, self._metrics, model)
-        request = LiveRequest(ref, id, operation, client, *how, is_first=is_first)
+        request.is_first = session is None or not session.known
         self._requests[request] = self._serving[key][request] = None
         try:
             yield request

@@ -72,8 +72,6 @@ class LiveRequest:
         clock: Callable[[], float],
         metrics: Metrics,
         model: str = "",
-        *,
-        is_first: bool = False,
     ) -> None:
         """
         Args:
@@ -81,10 +79,9 @@ class LiveRequest:
             client: a word for the program that asks.
             at: the Unix time of its arrival.
             model: the served one's name.
-            is_first: its session was unknown here when it came.
         """
         self.ref = ref
-        self._is_first = is_first
+        self.is_first = False  # True: its session was unknown here when it came
         self.id = request_id
         self.operation = operation
         self.client = client
@@ -178,9 +175,9 @@ class LiveRequest:
             return None
         source, reason = self.cache.source, self.cache.reason
         if source == "miss":
-            is_first = reason == "never-stored" or (self._is_first and reason in (None, "disabled"))
+            is_first = reason == "never-stored" or (self.is_first and reason in (None, "disabled"))
         else:
-            is_first = self._is_first and source != "cold-redis"
+            is_first = self.is_first and source != "cold-redis"
         return FIRST if is_first else source
 
     @property
