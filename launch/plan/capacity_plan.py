@@ -89,7 +89,7 @@ class ContextPlan(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """What becomes of the memory in which weights and live KV have to be, in bytes."""
+    """The use of the memory in which weights and live KV have to be, in bytes."""
 
     free: int  # now
     reserve: int  # of it: for the system and for working
