@@ -166,7 +166,7 @@ class LiveRequest:
 
     @property
     def source(self) -> str | None:
-        """The place that its prompt's KV came from; ``FIRST`` of a first turn, None if not known yet.
+        """The place that its prompt's KV came from; ``FIRST`` of a first turn, None if unknown yet.
 
         A first turn is no return, though it may share a beginning with other sessions. One that is
         unknown here and lies on Redis may be another server's.
