@@ -55,7 +55,7 @@ TOKEN_BYTES: Final = 2 * HEAD_DIM * 4  # of live KV, for each layer and head
 LENGTHS: Final = (10_000, 40_000, 80_000, 145_000)
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "pictures" / "agent-turns.png"
 PEERS: Final = ("plain", "lmcache")
-LONGEST: Final = 180_000  # tokens, on vLLM
+AS_FITS: Final = 0  # tokens of a request: what the model and vLLM's memory hold
 TASKS: Final = ("Suggest a title for", "Name three tags of", "Suggest follow-up questions to")
 
 
@@ -170,7 +170,6 @@ def stack_of(model: Path, hot_bytes: int, sleeps: bool, kind: str = "mlx") -> St
     engine: dict[str, Any] = {"kind": kind, "model": str(model), "hot_bytes": hot_bytes}
     if kind == "vllm":
         engine |= {"vllm.python": python_with_vllm(), "dtype": "float32"}
-        engine |= {"max_context": LONGEST}
     settings: dict[str, dict[str, Any]] = {
         "engine": engine,
         "store": {"codec": "raw", "ram_bytes": ram, "disk_bytes": disk},
@@ -182,10 +181,10 @@ def stack_of(model: Path, hot_bytes: int, sleeps: bool, kind: str = "mlx") -> St
 def peer_of(name: str, model: Path, hot_bytes: int) -> PlainVllm | LmcacheVllm:
     """Return plain vLLM, or vLLM with LMCache, not started yet; ``hot_bytes``: as of ours."""
     if name == "plain":
-        return PlainVllm(2 * hot_bytes, LONGEST, model_path=str(model))
+        return PlainVllm(2 * hot_bytes, AS_FITS, model_path=str(model))
     python = python_with_lmcache(default_cache_dir(os.environ) / "lmcache")
     spare = hot_bytes // 4
-    return LmcacheVllm(python, hot_bytes, spare, hot_bytes, LONGEST, "float32", str(model))
+    return LmcacheVllm(python, hot_bytes, spare, hot_bytes, AS_FITS, "float32", str(model))
 
 
 class Processes:

@@ -35,8 +35,10 @@ from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.shapes import KVLayer, KVLayout, KVRun, slice_tokens
 
-# KV heads and layers of SmolLM2-135M, H2O-Danube-1.8B, Phi-3-mini, Qwen2.5-1.5B and Gemma-3-1B.
-MODELS = {64: (3, 30), 80: (8, 24), 96: (32, 32), 128: (2, 28), 256: (1, 26)}
+# KV heads and layers by head dimension: of SmolLM2-135M, H2O-Danube-1.8B, Phi-3-mini, a part of
+# MPT-30B, Qwen2.5-1.5B, DeepSeek-V2-Lite's keys, Gemma-3-1B and DeepSeek-V2-Lite's latents.
+MODELS = {64: (3, 30), 80: (8, 24), 96: (32, 32), 112: (8, 24), 128: (2, 28)}
+MODELS |= {192: (16, 27), 256: (1, 26), 576: (1, 27)}
 CHUNK_TOKENS = 128
 PAST_SINKS = 1 << 20
 WORKING_SET_BYTES = 200 << 20  # far beyond any last-level cache share

@@ -7,8 +7,8 @@ nearly normal with the same variance (QuaRot, arXiv 2404.00456; TurboQuant, arXi
 A Hadamard matrix (entries +1 and -1, orthogonal rows) of order ``dim`` is the Kronecker product of
 a small one by Paley (1933) of order ``base`` and Sylvester's of order ``power``, a power of two.
 For head dimensions that are powers of two, ``base`` is 1 and the product is a fast butterfly; 80,
-96, 112 and 192 have base 20, 12, 28 and 12. It is never normalised, so that only additions occur:
-the result is longer than the input by the factor sqrt(dim).
+96, 112, 192 and 576 have base 20, 12, 28, 12 and 36. It is never normalised, so that only additions
+occur: the result is longer than the input by the factor sqrt(dim).
 
 The order of every addition is part of the definition: groups of ``power`` neighbouring elements go
 through the butterflies of distance 1, 2, 4, ..., then the groups are combined by the small matrix,

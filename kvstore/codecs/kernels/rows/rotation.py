@@ -115,19 +115,20 @@ def _signed_sum(e: Emitter, signs: np.ndarray, terms: tuple[Value, ...]) -> Valu
 def mixed(e: Emitter, order: Order, row: list[Value]) -> list[Value]:
     """Multiply a row in natural order, of vectors of several groups, by the Hadamard matrix."""
     for bit in range(log2(order.power)):
-        row = [_butterfly_of_lanes(e, x, 1 << bit) for x in row]
+        row = [butterfly_of_lanes(e, x, 1 << bit) for x in row]
     return _multiply_groups(e, base_matrix(order.base), order.power, row)
 
 
-def mixed_back(e: Emitter, order: Order, row: list[Value]) -> list[Value]:
-    """Multiply such a row by the transposed matrix, but for the butterfly of neighbours."""
+def mixed_back(e: Emitter, order: Order, row: list[Value], first_bit: int) -> list[Value]:
+    """Multiply such a row by the transposed matrix, but for butterflies below ``first_bit``."""
     row = _multiply_groups(e, base_matrix(order.base).T, order.power, row)
-    for bit in range(1, log2(order.power)):
-        row = [_butterfly_of_lanes(e, x, 1 << bit) for x in row]
+    for bit in range(first_bit, log2(order.power)):
+        row = [butterfly_of_lanes(e, x, 1 << bit) for x in row]
     return row
 
 
-def _butterfly_of_lanes(e: Emitter, x: Value, distance: int) -> Value:
+def butterfly_of_lanes(e: Emitter, x: Value, distance: int) -> Value:
+    """Do a butterfly of lanes of one vector that are ``distance`` apart."""
     lanes = np.arange(e.lanes)
     signs = np.stack([np.ones(e.lanes), np.where(lanes & distance, -1, 1)])
     return _sum_by_lanes(e, [e.choose(x, x, lanes ^ distance), x], signs)

@@ -11,7 +11,7 @@ from kvstore.shapes import NUMPY_DTYPES, DType
 
 MAX_LANES = 16  # of 32 bits
 MIN_POWER = 4  # below it, and beyond MAX_BASE, the code gets long and the dimensions are rare
-MAX_BASE = 28
+MAX_BASE = 36
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RowShape:
     @property
     def is_mixed(self) -> bool:
         """True if a vector has several groups of the rotation: with one, it would be too short."""
-        return self.order.base > 1 and self.order.power < 2 * MAX_LANES and self.fits_16_bits
+        return self.order.base > 1 and self.order.power < 2 * MAX_LANES
 
     @property
     def lanes(self) -> int:

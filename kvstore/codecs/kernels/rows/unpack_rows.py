@@ -57,8 +57,9 @@ def _mixed_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
     """Return rotated levels in 32 bits, as split vectors of several groups each."""
     wide = Emitter(e.builder, shape.wide_lanes)
     z = [_levels(wide, shape, packed, i, I16) for i in range(shape.dim // wide.lanes)]
-    z = rotation.mixed_back(wide, shape.order, z)
-    return [x for halves in z for x in _neighbours(e, halves)]
+    first_bit, sums = (1, _neighbours) if shape.fits_16_bits else (2, _sums_of_four)
+    z = rotation.mixed_back(wide, shape.order, z, first_bit)
+    return [x for halves in z for x in sums(e, halves)]
 
 
 def _split_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
@@ -92,17 +93,24 @@ def _natural_sums(e: Emitter, shape: RowShape, packed: Value) -> list[Value]:
     return row
 
 
-def _neighbours(e: Emitter, halves: Value) -> tuple[Value, Value]:
+def _neighbours(e: Emitter, halves: Value) -> list[Value]:
     """Return sums and differences of neighbours, in 32 bits."""
-    b, shift = e.builder, e.all_words(16)
     if "avx512bw" in host_features() and halves.type.count == 32:
         ones = [in_turn(halves.type, 1, sign) for sign in (1, -1)]
         name = "llvm.x86.avx512.pmaddw.d.512"
-        both = [e.call(name, e.words, halves, x) for x in ones]
-        return both[0], both[1]
-    words = b.bitcast(halves, e.words)
-    low, high = b.ashr(b.shl(words, shift), shift), b.ashr(words, shift)
-    return b.add(low, high), b.sub(low, high)
+        return [e.call(name, e.words, halves, x) for x in ones]
+    return rotation.add_and_subtract(e, _even_and_odd(e, halves), 1)
+
+
+def _sums_of_four(e: Emitter, halves: Value) -> list[Value]:
+    """Do the last two butterflies, in 32 bits."""
+    row = [rotation.butterfly_of_lanes(e, x, 1) for x in _even_and_odd(e, halves)]
+    return rotation.add_and_subtract(e, row, 1)
+
+
+def _even_and_odd(e: Emitter, halves: Value) -> list[Value]:
+    b, words, shift = e.builder, e.builder.bitcast(halves, e.words), e.all_words(16)
+    return [b.ashr(b.shl(words, shift), shift), b.ashr(words, shift)]
 
 
 def _has_pairs(shape: RowShape) -> bool:
