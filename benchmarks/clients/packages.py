@@ -36,6 +36,7 @@ PYPI: Final[Mapping[str, tuple[str, ...]]] = {
         "pytest==9.2.0",
     ),
     "fuzz": ("schemathesis==4.32.5",),
+    "open-webui": ("open-webui==0.12.4",),
 }
 
 

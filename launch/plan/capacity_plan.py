@@ -16,6 +16,7 @@ from kvstore.codecs.names import CODECS, READY, USUAL, family_of, first_part, fo
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.session_codec import SessionCodec, open_session_codec
+from kvstore.codecs.stacks.fused import for_sizes_alone
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.session import CHUNK_TOKENS, STATES_PER_SESSION, TierName
@@ -348,11 +349,12 @@ class _Planner:
     def _cold(self, name: str, num_tokens: int) -> ColdPlan:
         shape = self.hot.shape
         try:
-            codec: Codec | SessionCodec = open_codec(first_part(name), self.profile)
-            if self.states is not None:
-                has_windows = self.states.windows is not None
-                name = for_session(name, has_windows, self.states.has_matrices)
-                codec = open_session_codec(name, self.profile, self.states)
+            with for_sizes_alone():
+                codec: Codec | SessionCodec = open_codec(first_part(name), self.profile)
+                if self.states is not None:
+                    has_windows = self.states.windows is not None
+                    name = for_session(name, has_windows, self.states.has_matrices)
+                    codec = open_session_codec(name, self.profile, self.states)
             size = cold_size(shape, codec, self.dtype, num_tokens, self.chunk)
         except UnknownCodec as error:
             return ColdPlan(name, refused=str(error))

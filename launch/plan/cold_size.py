@@ -17,6 +17,7 @@ from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows import sinks
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.codecs.session_codec import SessionCodec
+from kvstore.codecs.stacks.fused import for_sizes_alone
 from kvstore.errors import UnknownCodec
 from kvstore.session import CHUNK_TOKENS, STATES_PER_SESSION, chunk_of_blocks
 from kvstore.shapes import DType, KVLayout, StateLayout, StoredModel
@@ -128,7 +129,8 @@ def expected_choice(effective: EffectiveSettings) -> Choice:
         layout = profile.layout  # of one rank
     if num_bits := HOT_CODECS.get(engine.hot_codec):
         layout = PackedLayout(dtype=layout.dtype, layers=layout.layers, num_bits=num_bits)
-    return choose(store.codec, store, layout, profile, states=shape.states(layout.dtype))
+    with for_sizes_alone():
+        return choose(store.codec, store, layout, profile, states=shape.states(layout.dtype))
 
 
 class Outlook(NamedTuple):

@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Final
 
 import numpy as np
 
@@ -25,6 +28,7 @@ from kvstore.shapes import DType, KVLayout, KVRun, Rope, angle_tables, slice_tok
 logger = logging.getLogger(__name__)
 LINE = 64  # bytes
 VECTOR = 16  # channels
+PACKS: Final[ContextVar[bool]] = ContextVar("PACKS", default=True)  # codecs are opened to pack
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +164,17 @@ def kernels_for(shape: StackShape, layout: KVLayout, name: str) -> ModuleType | 
     Compiling takes seconds, once per machine: only a process that packs should pay for it.
     """
     fits = layout.dtype != "float16" and fits_vector_units(shape)
-    return compiled_module(name) if fits else None
+    return compiled_module(name) if fits and PACKS.get() else None
+
+
+@contextmanager
+def for_sizes_alone() -> Iterator[None]:
+    """Open codecs within the block to ask for sizes: nothing is compiled, nothing proven."""
+    token = PACKS.set(False)
+    try:
+        yield
+    finally:
+        PACKS.reset(token)
 
 
 def proven_or_pipeline(

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.base import decode_each
 from kvstore.codecs.reader import count_bytes
+from kvstore.codecs.stacks.fused import for_sizes_alone
+from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.shapes import Rope
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import layout_with, rope_of
 from tests.unit.kvstore.codecs.fused_checks import (
@@ -156,6 +158,15 @@ def test_extreme_codes_of_chunks_that_are_restored_together(parts, layout):
     codec_of(parts).decode_chunks(payloads, layout, 32, together)
     decode_each(codec_of(parts), payloads, layout, 32, each)
     assert raw(together) == raw(each)
+
+
+def test_a_codec_that_is_asked_for_sizes_alone_compiles_nothing():
+    with for_sizes_alone():
+        parts = parts_of(profile_of(LAYOUT, rope_of(64), [(32.0, 0.3), (9.0, 0.5)]))
+    assert is_fused(PARTS) and all(isinstance(x, Pipeline) for x in parts)
+    for num_tokens in (0, 5, 64):
+        sizes = [codec_of(x).packed_nbytes(LAYOUT, num_tokens, 0) for x in (parts, PARTS)]
+        assert sizes[0] == sizes[1]
 
 
 def test_parts_that_no_gain_can_represent():

@@ -1,0 +1,251 @@
+"""Open WebUI, as its package installs it, before the sample model: two users at work.
+
+Its own API is driven as its page would: chats that begin alike, an answer that is generated again,
+a question that is edited, an answer that is stopped, titles, tags and follow-up questions, and a
+chat that sleeps in between. A proxy notes the session of each request, and what of its prompt was
+reused. Everything stays on loopback. Installing takes minutes and some gigabytes.
+
+    python -m benchmarks.clients.open_webui --cache ~/.cache/thermocline/agents
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.error import URLError
+from uuid import uuid4
+
+from benchmarks.clients import packages
+from benchmarks.clients.recorder import Exchange, Recorder, recording
+from benchmarks.stacks.product_stack import Stack, free_port
+
+START_S: Final = 300.0
+TASK_S: Final = 600.0
+MODEL: Final = "SmolLM2-135M-Instruct"
+USER_HEADER: Final = "X-OpenWebUI-User-Id"
+TASKS: Final = ("title", "tags", "follow_up")
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "gateway": {"trust_user_header": USER_HEADER, "default_max_tokens": 48},
+}
+# Without these it looks for models at the hub, and for other engines.
+OFFLINE: Final = {
+    "OFFLINE_MODE": "true",
+    "HF_HUB_OFFLINE": "1",
+    "RAG_EMBEDDING_ENGINE": "openai",
+    "ENABLE_OLLAMA_API": "false",
+    "ENABLE_FORWARD_USER_INFO_HEADERS": "true",
+    "BYPASS_MODEL_ACCESS_CONTROL": "true",
+    "WEBUI_SECRET_KEY": "of this run",
+    "ENABLE_VERSION_UPDATE_CHECK": "false",
+    "ANONYMIZED_TELEMETRY": "false",
+}
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def asked(
+    url: str, body: Any = None, token: str = "", headers: dict[str, str] | None = None
+) -> Any:
+    """Ask, by a POST if there is a body; returns the answer, still open."""
+    own = {"content-type": "application/json", **(headers or {})}
+    if token:
+        own["authorization"] = f"Bearer {token}"
+    data = None if body is None else json.dumps(body).encode()
+    return _OPENER.open(urllib.request.Request(url, data, own), timeout=TASK_S)
+
+
+def answer_to(url: str, body: Any = None, token: str = "") -> Any:
+    with asked(url, body, token) as answer:
+        return json.load(answer)
+
+
+class User:
+    """One user of the page."""
+
+    def __init__(self, url: str, name: str, token: str) -> None:
+        self.url, self.name, self.token = url, name, token
+
+    def new_chat(self) -> Chat:
+        content = {"title": "New Chat", "models": [MODEL], "history": {}, "messages": []}
+        made = answer_to(f"{self.url}/api/v1/chats/new", {"chat": content}, self.token)
+        return Chat(self, str(made["id"]))
+
+
+class Chat:
+    """One chat of the page, as far as its model sees it."""
+
+    def __init__(self, user: User, id: str) -> None:
+        self.user, self.id = user, id
+        self.messages: list[dict[str, str]] = []
+
+    def ask(self, words: str) -> None:
+        self.messages.append({"role": "user", "content": words})
+        self._answer()
+
+    def again(self) -> None:
+        """Have the last answer generated again."""
+        del self.messages[-1]
+        self._answer()
+
+    def edit(self, words: str) -> None:
+        """Ask the last question in other words."""
+        del self.messages[-2:]
+        self.ask(words)
+
+    def stop(self, words: str) -> None:
+        """Ask, and leave as soon as the answer begins."""
+        self.messages.append({"role": "user", "content": words})
+        with self._asked() as answer:
+            answer.readline()
+        self.messages.append({"role": "assistant", "content": "I"})
+
+    def tasks(self) -> None:
+        """Have the page's own prompts answered."""
+        body = {"model": MODEL, "messages": self.messages, "chat_id": self.id}
+        for name in TASKS:
+            answer_to(f"{self.user.url}/api/v1/tasks/{name}/completions", body, self.user.token)
+
+    def _answer(self) -> None:
+        text = ""
+        with self._asked() as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:]).get("choices", ()):
+                        text += choice["delta"].get("content") or ""
+        self.messages.append({"role": "assistant", "content": text})
+
+    def _asked(self) -> Any:
+        body = {
+            "model": MODEL,
+            "messages": self.messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "chat_id": self.id,
+            "id": str(uuid4()),
+            "params": {"function_calling": "legacy", "temperature": 0},
+        }
+        return asked(f"{self.user.url}/api/chat/completions", body, self.user.token)
+
+
+@contextmanager
+def page(command: Path, recorder: Recorder, folder: Path) -> Iterator[str]:
+    """Start Open WebUI; yields its address."""
+    port = free_port()
+    env = {**os.environ, **OFFLINE, "DATA_DIR": str(folder), "OPENAI_API_KEY": "none"}
+    env["OPENAI_API_BASE_URL"] = f"{recorder.url}/v1"
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            [str(command), "serve", "--host", "127.0.0.1", "--port", str(port)],
+            env=env, stdout=log, stderr=log, cwd=folder,
+        )  # fmt: skip
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while True:
+            try:
+                asked(f"{url}/health").close()
+                break
+            except URLError:
+                if time.monotonic() > end or process.poll() is not None:
+                    raise RuntimeError((folder / "log.txt").read_text()[-2000:]) from None
+                time.sleep(1.0)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def users(url: str) -> tuple[User, User]:
+    """Make two users; the first of all is Open WebUI's admin."""
+    secret = {"password": "a long enough one"}
+    anna = {"name": "Anna", "email": "anna@example.com", **secret}
+    boris = {"name": "Boris", "email": "boris@example.com", "role": "user", **secret}
+    first = answer_to(f"{url}/api/v1/auths/signup", anna)
+    second = answer_to(f"{url}/api/v1/auths/add", boris, first["token"])
+    return User(url, "Anna", first["token"]), User(url, "Boris", second["token"])
+
+
+def sleeps(server: str, chat: Chat, tenant: str) -> None:
+    """Put a chat to sleep; a copy that is being written is waited for."""
+    for _ in range(80):
+        path = f"{server}/v1/sessions/{chat.id}/demote"
+        with asked(path, {}, headers={USER_HEADER: tenant}) as answer:
+            if json.load(answer)["state"] == "cold":
+                return
+        time.sleep(0.25)
+    raise TimeoutError(f"{chat.id} does not sleep")
+
+
+def work(server: str, url: str) -> list[Chat]:
+    """Let both users chat."""
+    anna, boris = users(url)
+    ids = {
+        x.name: str(answer_to(f"{url}/api/v1/auths/", None, x.token)["id"]) for x in (anna, boris)
+    }
+    chats = [anna.new_chat(), anna.new_chat(), boris.new_chat()]
+    for chat in chats:  # they begin alike
+        chat.ask("hi")
+    first, second, others = chats
+    first.ask("Name a river of Africa, and say in a sentence where it flows.")
+    first.again()
+    second.ask("What is a lake?")
+    second.edit("What is a fjord, in one sentence?")
+    others.stop("Tell me a long story about a harbour.")
+    others.ask("Thank you. What is a harbour for?")
+    for chat in chats:
+        chat.tasks()
+    for chat in (first, others):
+        sleeps(server, chat, ids[chat.user.name])
+        chat.ask("Say it again in other words, please.")
+    return chats
+
+
+def report(chats: list[Chat], exchanges: list[Exchange], sessions: list[dict[str, Any]]) -> str:
+    """Say which sessions there were, and what of the prompts of returns was reused."""
+    turns = [x for x in exchanges if x.session]
+    lines, prompts, reused = [], 0, 0
+    for chat in chats:
+        own = [x for x in turns if x.session == chat.id]
+        back = [x for x in own[1:] if x.is_turn]
+        prompts += sum(x.prompt_tokens for x in back)
+        reused += sum(x.cached_tokens for x in back)
+        each = ", ".join(f"{x.cached_tokens} of {x.prompt_tokens}" for x in back)
+        lines.append(f"{chat.user.name}, {chat.id}: {len(own)} turns; of returns reused {each}")
+    tasks = [x for x in sessions if x["kind"] == "task"]
+    mains = [x["id"] for x in sessions if x["kind"] == "main"]
+    wrong = sorted({x.session for x in turns} - {x.id for x in chats} - {x["id"] for x in tasks})
+    tenants = len({x["tenant"] for x in sessions})
+    errors = [x.error for x in exchanges if x.error]
+    lines += [
+        f"sessions: {len(mains)} of {len(chats)} chats, {len(tasks)} of tasks, {tenants} tenants",
+        f"requests in other sessions: {wrong or 'none'}; errors: {errors or 'none'}",
+        f"reused of the prompts of returns: {reused} of {prompts} tokens ({reused / prompts:.0%})",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
+    args = parser.parse_args()
+    command = packages.pypi(args.cache.expanduser(), "open-webui") / "open-webui"
+    with (
+        tempfile.TemporaryDirectory(prefix="thermocline-webui-") as folder,
+        Stack(SETTINGS) as stack,
+        recording(stack.url) as recorder,
+        page(command, recorder, Path(folder)) as url,
+    ):
+        chats = work(stack.url, url)
+        sessions = answer_to(f"{stack.url}/v1/snapshot")["sessions"]
+        print(report(chats, recorder.exchanges, sessions))
+
+
+if __name__ == "__main__":
+    main()
