@@ -23,12 +23,12 @@ WAIT_S = 60
 class Stream:
     """An answer that comes slowly enough for a user to click meanwhile."""
 
-    def __init__(self, url: str, session: str) -> None:
+    def __init__(self, url: str, session: str, delay_s: float) -> None:
         body = {
             "model": MODEL,
             "messages": [{"role": "user", "content": "one two three"}],
             "stream": True,
-            "metadata": {"fake": f"chunks={CHUNKS} delay_s=0.1"},
+            "metadata": {"fake": f"chunks={CHUNKS} delay_s={delay_s}"},
         }
         headers = {
             "authorization": f"Bearer {KEYS['alice'][0]}",
@@ -40,6 +40,7 @@ class Stream:
         )
         self.lines: list[bytes] = []
         self.began = threading.Event()
+        self._has_left = False
         self._thread = threading.Thread(target=self._read)
 
     @property
@@ -49,6 +50,11 @@ class Stream:
     def start(self) -> None:
         self._thread.start()
         assert self.began.wait(WAIT_S)
+
+    def leave(self) -> None:
+        """Close the connection, as a client does that wants no more of the answer."""
+        self._has_left = True
+        self._thread.join(WAIT_S)
 
     def end(self) -> list[str]:
         """The words of the whole answer."""
@@ -61,17 +67,25 @@ class Stream:
     def _read(self) -> None:
         with urllib.request.urlopen(self._request, timeout=WAIT_S) as answer:
             for line in answer:
+                if self._has_left:
+                    return
                 if line.startswith(b"data: "):
                     self.lines.append(line.strip())
                     self.began.set()
 
 
 @contextmanager
-def streamed(url: str, session: str) -> Iterator[Stream]:
-    stream = Stream(url, session)
+def streamed(
+    url: str, session: str, *, whole: bool = False, delay_s: float = 0.1
+) -> Iterator[Stream]:
+    """Stream an answer; ``whole``: read it to its end, which takes twelve seconds."""
+    stream = Stream(url, session, delay_s)
     stream.start()
     yield stream
-    assert len(stream.end()) == CHUNKS
+    if not whole:
+        stream.leave()
+    else:
+        assert len(stream.end()) == CHUNKS
 
 
 def test_what_answers_stays_hot_and_the_page_says_why(server, browser):
@@ -118,7 +132,7 @@ def test_it_is_pinned_while_it_answers(server, browser):
 
 
 def test_it_is_forgotten_while_it_answers_and_the_answer_ends_whole(server, browser):
-    with streamed(server.url, "forgotten-in-use") as stream:
+    with streamed(server.url, "forgotten-in-use", whole=True) as stream:
         page = browser.open("sessions//forgotten-in-use", key=KEYS["alice"][0])
         side = page.get_by_role("complementary")
         side.get_by_text("It is answering").wait_for()
@@ -142,7 +156,7 @@ def test_a_new_session_is_shown_with_what_there_is_of_its_first_answer(server, b
         seen = int(cells["tokens"].inner_text())
         shown = {name: cell.inner_text() for name, cell in cells.items()}
         assert re.fullmatch(r"[1-9][\d.]* KiB", shown["bytes"])
-        assert (shown["client"], shown["turns"]) == ("python", "1")
+        assert (shown["client"], shown["turns"]) == ("a Python program", "1")
         page.wait_for_function(
             "([at, seen]) => Number(document.querySelector(at).innerText) > seen",
             arg=["tr:has([data-at='0']) .is-tokens", seen],
@@ -190,7 +204,7 @@ def test_no_label_of_the_chart_is_there_twice(server, browser, wait_ms):
 
 
 def test_speed_and_moves_are_there_when_a_page_is_loaded(server, browser):
-    with streamed(server.url, "unseen"):
+    with streamed(server.url, "unseen", whole=True, delay_s=0.01):
         pass
     server.post("alice", "/v1/sessions/unseen/demote")
     page = browser.open(key=KEYS["alice"][0])
