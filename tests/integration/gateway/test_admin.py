@@ -71,7 +71,7 @@ async def test_a_session_is_seen_from_its_first_turn_to_its_end(server: Server):
     assert (first["server"]["model"], first["server"]["admin"]) == (MODEL, False)
     await server.chat(ALICE[0], "seen")
     row = await server.until(ALICE[0], "seen", state="idle", turns=1)
-    assert (row["last_source"], row["client"]) == ("miss", "python")
+    assert (row["last_source"], row["client"]) == ("first", "python")
     assert "tenant" not in row
     await server.ask(ALICE[0], "POST", "/v1/sessions/seen/demote", {})
     assert (await server.until(ALICE[0], "seen", state="cold"))["tier"] == "ram"
