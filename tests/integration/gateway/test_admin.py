@@ -79,7 +79,7 @@ async def test_a_session_is_seen_from_its_first_turn_to_its_end(server: Server):
     assert (await server.until(ALICE[0], "seen", turns=2))["last_source"] == "cold-ram"
     assert "one two three" not in json.dumps(await server.snapshot(ALICE[0]))
     _, one = await server.ask(ALICE[0], "GET", "/v1/sessions/seen")
-    assert [x["source"] for x in one["last_turns"]] == ["miss", "cold-ram"]
+    assert [x["source"] for x in one["last_turns"]] == ["first", "cold-ram"]
     assert one["last_turns"][1]["restored_tokens"] > 0
     steps = [(x["before"], x["after"]) for x in one["timeline"]]
     assert ("hibernating", "cold") in steps and ("cold", "waking") in steps
