@@ -42,6 +42,7 @@ _CONTEXT: Final = re.compile(r"maximum context length is (\d{1,18}) tokens")
 _PROMPT: Final = re.compile(
     r"(?:prompt has|text has|prompt contains) (?:at least )?(\d{1,18}) (?:input )?tokens"
 )
+_OF_A_TOOL: Final = re.compile(r"^(tools\[\d{1,4}\])\.function\.parameters")  # a chat's name of it
 _OVERLOADED: Final = 529  # Anthropic's status for 503
 _HINTS = {
     404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/responses,"
@@ -80,7 +81,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     def anthropic_json(self, request_id: str | None = None) -> bytes:
         """The body, in Anthropic's shape."""
-        message = self.message
+        message = _OF_A_TOOL.sub(r"\1.input_schema", self.message)
         if self.code == "context_length_exceeded":
             message = _too_long(message)
         error = {"type": self._anthropic_type, "message": message}

@@ -18,6 +18,15 @@ SHOWN_BELOW: Final = "(The result is the image in the next message.)"
 # again at every turn, so that refusing it would end the conversation for good.
 IMAGE_LEFT_OUT: Final = "(An image was left out here: it cannot be shown to this model.)"
 FILE_LEFT_OUT: Final = "(A file was left out here: it cannot be shown to this model.)"
+
+
+def in_place_of(kind: str) -> tuple[str, str]:
+    """Return the sentence in the place of a part of a result that is not taken, and its word."""
+    if "image" in kind or "screenshot" in kind:
+        return IMAGE_LEFT_OUT, "result_image"
+    return FILE_LEFT_OUT, "result_file"
+
+
 _SHOWN_BY: Final = ("user", "tool")  # templates have no place for others' images, or drop them
 _HERE: Final = "data:image/"
 _ELSEWHERE: Final = ("http://", "https://")

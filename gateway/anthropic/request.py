@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
-from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, SHOWN_BELOW, ImageSupport
+from engines.openai.messages import SHOWN_BELOW, ImageSupport, in_place_of
 from engines.openai.requests import Json, ModelName, StopList, TokenLimit
 
 Sureness = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -329,14 +329,14 @@ def _result_parts(
         try:
             if kind == "image":
                 images.append(_image(chat, block, place))
-            elif kind == "document":
-                rest.append({"type": "text", "text": _seen(chat, block, place)})
+            elif kind in ("document", "search_result"):
+                rest.append({"type": "text", "text": _text_of(chat, block, place)})
             else:
                 rest.append(block)
         except InvalidRequest:
-            chat.left_out.append("result_image" if kind == "image" else "result_file")
-            text = IMAGE_LEFT_OUT if kind == "image" else FILE_LEFT_OUT
-            rest.append({"type": "text", "text": text})
+            sentence, word = in_place_of(str(kind))
+            chat.left_out.append(word)
+            rest.append({"type": "text", "text": sentence})
     return rest, images
 
 

@@ -62,6 +62,7 @@ _ESCAPE: Final = re.compile(
     re.DOTALL,
 )
 _LISTS: Final = ("messages", "input", "items")  # where they are, in each dialect
+_ARGUMENTS: Final = ("arguments", "input")  # of a call: OpenAI's functions and custom tools
 _BLOCKS: Final = {"tool_result": "content", "tool_use": "input"}  # Anthropic's, and their fields
 
 
@@ -277,6 +278,7 @@ def _of_tools(raw: Json) -> Iterator[tuple[Json, str]]:
         if not isinstance(row, dict):
             continue
         kind, content = row.get("type"), row.get("content")
+        yield from _calls_in(row)
         if isinstance(kind, str) and kind.endswith("_call_output"):
             yield row, "output"
         elif row.get("role") in ("tool", "function"):
@@ -285,6 +287,15 @@ def _of_tools(raw: Json) -> Iterator[tuple[Json, str]]:
             blocks = [x for x in content if isinstance(x, dict)]
             for kind, name in _BLOCKS.items():
                 yield from ((x, name) for x in blocks if x.get("type") == kind)
+
+
+def _calls_in(row: Json) -> Iterator[tuple[Json, str]]:
+    """Find what the model called tools with: an object and the name of its field."""
+    calls = row.get("tool_calls")
+    of_chats = [x for x in calls if isinstance(x, dict)] if isinstance(calls, list) else []
+    for call in (row, row.get("function_call"), *(y for x in of_chats for y in x.values())):
+        if isinstance(call, dict):
+            yield from ((call, name) for name in _ARGUMENTS if name in call)
 
 
 def _mend(of: Json, name: str, mark: bytes) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, ImageSupport, Json
+from engines.openai.messages import ImageSupport, Json, in_place_of
 from gateway.openai.stored_objects import Metadata
 
 _CUSTOM_SCHEMA = {
@@ -31,7 +31,6 @@ _CUSTOM_SCHEMA = {
 }
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _RESULTS = ("tool", "function")  # roles of results
-_FILES = ("file", "input_audio", "audio_url", "video_url")  # kinds of parts
 
 
 class Offer(NamedTuple):
@@ -201,16 +200,17 @@ def with_results(messages: list[Any], image_support: ImageSupport, skipped: list
 
 def _of_result(part: Any, image_support: ImageSupport, skipped: list[str]) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind in ("text", "refusal"):
+        return part
+    if isinstance(text := part.get("text"), str):  # other dialects have other names for it
+        return {"type": "text", "text": text}
     if kind == "image_url":
         image = part.get("image_url")
         if image_support.takes(image.get("url") if isinstance(image, dict) else None):
             return part
-        skipped.append("result_image")
-        return {"type": "text", "text": IMAGE_LEFT_OUT}
-    if kind in _FILES:
-        skipped.append("result_file")
-        return {"type": "text", "text": FILE_LEFT_OUT}
-    return part
+    sentence, word = in_place_of(kind)
+    skipped.append(word)
+    return {"type": "text", "text": sentence}
 
 
 def _check_moderation(wanted: Any) -> None:

@@ -12,10 +12,18 @@ from typing import Any
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import FILE_LEFT_OUT, IMAGE_LEFT_OUT, SHOWN_BELOW, ImageSupport, Json
+from engines.openai.messages import (
+    FILE_LEFT_OUT,
+    IMAGE_LEFT_OUT,
+    SHOWN_BELOW,
+    ImageSupport,
+    Json,
+    in_place_of,
+)
 from gateway.openai.chat_fields import custom_arguments
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_TEXTS = _TEXT_PARTS | {"refusal"}
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _IMAGES = frozenset({"input_image", "computer_screenshot"})
 _NOT_TEXT = _IMAGES | {"input_file", "input_audio"}
@@ -151,9 +159,7 @@ class MessageWriter:
             return output or "", []
         if _type_of(output) in _IMAGES:  # a computer's
             output = [output]
-        if not isinstance(output, list) or not all(
-            isinstance(x, dict) and "type" in x for x in output
-        ):
+        if not isinstance(output, list) or not _has_parts(output):
             return msgspec.json.encode(output).decode(), []
         parts = [self._output_part(x, f"{where}[{i}]") for i, x in enumerate(output)]
         images = [x for x in parts if isinstance(x, dict)]
@@ -164,12 +170,13 @@ class MessageWriter:
     def _output_part(self, part: Json, where: str) -> str | Json:
         """Return an image, or a text; an image that is not taken leaves a sentence."""
         kind, url = _type_of(part), part.get("image_url")
-        if kind not in _NOT_TEXT:
+        if kind in _TEXTS:
             return _part_text(part, where)
         if kind in _IMAGES and self._sight.takes(url):
             return self._sight.part(url, where, kind, part.get("detail"))
-        self.skipped.append("result_image" if kind in _IMAGES else "result_file")
-        return IMAGE_LEFT_OUT if kind in _IMAGES else FILE_LEFT_OUT
+        sentence, word = in_place_of(kind)
+        self.skipped.append(word)
+        return sentence
 
     def _content(self, content: Any, where: str) -> str | list[Json]:
         """Return a content as text, or as parts if there are images in it."""
@@ -203,6 +210,13 @@ def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
     if not isinstance(given, str):
         raise _wrong(where, "arguments and input of a call are strings")
     return name, given if kind == "function_call" else custom_arguments(given)
+
+
+def _has_parts(output: list[Any]) -> bool:
+    """Say whether a list is a content; else it is what a tool gave, whatever that is."""
+    if not all(isinstance(x, dict) and "type" in x for x in output):
+        return False
+    return not output or any(_type_of(x) in _TEXTS | _NOT_TEXT for x in output)
 
 
 def _type_of(part: Any) -> str:

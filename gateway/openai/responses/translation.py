@@ -124,6 +124,14 @@ def renamed(param: str | None) -> str | None:
     return RENAMED.get(field, param)
 
 
+def _in_own_words(message: str, param: str | None) -> tuple[str, str | None]:
+    """Return an error's message and field with the client's name of the field."""
+    theirs = renamed(param)
+    if theirs and param and message.startswith(param):
+        message = theirs + message.removeprefix(param)
+    return message, theirs
+
+
 class ResponseAnswer(AnswerFormat):
     """The answer as a response object, or as its events."""
 
@@ -163,7 +171,8 @@ class ResponseAnswer(AnswerFormat):
         return msgspec.json.encode(self._whole)
 
     def refusal(self, failure: Failure) -> Response:
-        return msgspec.structs.replace(failure, param=renamed(failure.param)).response()
+        message, param = _in_own_words(failure.message, failure.param)
+        return msgspec.structs.replace(failure, message=message, param=param).response()
 
 
 class Translation(NamedTuple):
@@ -217,10 +226,7 @@ def validate(chat: Json, image_support: ImageSupport) -> ChatRequest:
     try:
         return validate_chat(chat, image_support)
     except InvalidRequest as error:
-        param = renamed(error.param)
-        message = error.message
-        if param and error.param and message.startswith(error.param):
-            message = param + message.removeprefix(error.param)
+        message, param = _in_own_words(error.message, error.param)
         raise InvalidRequest(message, param, error.code, error.status) from error
 
 

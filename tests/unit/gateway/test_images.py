@@ -199,6 +199,44 @@ async def test_a_result_with_an_image_or_a_file_is_taken_without_it(path: str, i
     assert (image_of(PNG) in shown) == (image == PNG)
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_result_in_the_parts_of_another_dialect_ends_no_conversation(path: str) -> None:
+    """MCP's image has ``data`` beside its type; agents pass it on as it came."""
+    known = result_parts(path, PNG)[0]
+    parts: list[tuple[dict[str, Any], str]] = [
+        ({"type": "image", "data": "aGk=", "mimeType": "image/png"}, IMAGE),
+        ({"type": "image_file", "image_file": {}}, IMAGE),
+        ({"type": "audio", "data": "aGk="}, FILE),
+        ({"type": "resource", "resource": {"uri": "x"}}, FILE),
+        ({"type": "output_text", "text": "more"}, "more"),
+    ]
+    for part, wanted in parts:
+        to = App()
+        await to.post(path, after_a_tool(path, [known, part]))
+        said = text_of(heard(to)[-1])
+        if path.startswith("/v1/messages") and part["type"] != "image":
+            wanted = ""  # a block of a kind that is unknown there says nothing
+        assert said.replace("seen", "").strip() == wanted
+
+
+@pytest.mark.parametrize("path", [x for x in PATHS if x.startswith("/v1/messages")])
+async def test_a_search_result_with_an_image_ends_no_conversation(path: str) -> None:
+    found = {"type": "search_result", "title": "t", "source": "s"}
+    to = App()
+    image = {"type": "image", "source": source(PNG)}
+    await to.post(path, after_a_tool(path, [{**found, "content": [image]}]))
+    assert text_of(heard(to)[-1]) == FILE
+    await to.post(path, after_a_tool(path, [{**found, "content": [{"type": "text", "text": "x"}]}]))
+    assert text_of(heard(to)[-1]) == "t\ns\nx"
+
+
+async def test_a_list_that_a_tool_gave_is_no_content() -> None:
+    to = App()
+    given = [{"type": "dir", "name": "a"}, {"type": "link", "name": "b"}]
+    await to.post("/v1/responses", after_a_tool("/v1/responses", given))
+    assert msgspec.json.decode(heard(to)[-1]["content"]) == given
+
+
 async def test_what_is_left_out_of_results_is_counted() -> None:
     to = App()
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):

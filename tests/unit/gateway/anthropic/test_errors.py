@@ -139,6 +139,13 @@ async def test_agents_read_by_how_much_a_prompt_is_too_long(said: str, numbers: 
     assert error_of(reply)["message"] == f"prompt is too long: {numbers}. {said}"
 
 
+async def test_a_tools_schema_has_anthropics_name() -> None:
+    said = "tools[2].function.parameters: the JSON schema cannot be enforced"
+    app = App(RecordingEngine(json_answer({"error": {"message": said, "param": "tools"}}, 400)))
+    message = error_of(await app.post("/v1/messages", BODY))["message"]
+    assert message == "tools[2].input_schema: the JSON schema cannot be enforced"
+
+
 async def test_while_there_is_no_engine() -> None:
     reply = await App(RecordingEngine(welcome=None)).post("/v1/messages", BODY)
     assert reply.status == 529

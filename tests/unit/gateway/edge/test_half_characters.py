@@ -58,6 +58,24 @@ async def test_halves_in_a_call_of_anthropics() -> None:
     assert json.loads(call["function"]["arguments"]) == {"at": MENDED}
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_halves_in_a_call_of_openais(path: str) -> None:
+    for kind, field in (("function", "arguments"), ("custom", "input")):
+        body = after_a_tool(path, "done")
+        if path == "/v1/responses":
+            call = {"type": f"{kind}_call" if kind == "function" else "custom_tool_call"}
+            body["input"][1] = {**call, "call_id": "c1", "name": "read", field: CUT}
+        else:
+            call = {"id": "c1", "type": kind, kind: {"name": "read", field: CUT}}
+            body["messages"][1] = {"role": "assistant", "tool_calls": [call]}
+        to = App()
+        reply = await to.post(path, body)
+        (call,) = heard(to)[1]["tool_calls"]
+        arguments = call["function"]["arguments"]
+        assert (json.loads(arguments)["input"] if kind == "custom" else arguments) == MENDED
+        assert reply.headers[REPLACED_HEADER] == "4"
+
+
 async def test_halves_in_items_of_a_conversation_are_replaced() -> None:
     output = {"type": "function_call_output", "call_id": "c", "output": {HALF: [CUT]}}
     raw, num_replaced = parse_whole(json.dumps({"items": [output]}).encode())

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply, chat_answer
+from tests.unit.gateway.in_process import (
+    MODEL,
+    Answered,
+    App,
+    RecordingEngine,
+    Reply,
+    chat_answer,
+    json_answer,
+)
 
 PATH = "/v1/responses/input_tokens"
 
@@ -140,10 +148,11 @@ async def test_a_field_that_cannot_be_served_is_refused_by_name(fields: Any, par
 
 
 async def test_a_refusal_of_the_engine_names_the_clients_field() -> None:
-    said = b'{"error": {"message": "too long", "param": "messages", "code": "c"}}'
-    app = App(RecordingEngine(Answered(400, {}, said)))
-    reply = await respond(app)
-    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, "input", "c")
+    for param, name in (("messages", "input"), ("response_format", "text.format")):
+        said = {"error": {"message": f"{param}: no", "param": param, "code": "c"}}
+        reply = await respond(App(RecordingEngine(json_answer(said, 400))))
+        assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "c")
+        assert reply.error["message"] == f"{name}: no"
 
 
 def counting_app(status: int, body: bytes) -> App:
