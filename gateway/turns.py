@@ -267,7 +267,7 @@ def _check(
     keywords: Sequence[str] = ()
     if request.has_schemas:
         raw |= with_enforceable_formats(raw)
-        keywords = left_out(request.held_schemas)
+        keywords = left_out(request.held_schemas, engine)
         if engine == "vllm":
             request.count_schemas().check_lengths()
     if isinstance(request, ChatRequest):

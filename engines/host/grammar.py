@@ -8,6 +8,7 @@ anything of the engine is imported here: the process that tries grammars out is 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -47,6 +48,7 @@ MAX_MASKS_S: Final = 2.0
 # Above this the one schema at fault is not searched: that means compiling them all again.
 _MAX_BLAMED_CHARS: Final = 1 << 17
 LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+_XGRAMMARS_PLACE: Final = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # a time, and a line of its code
 TOO_MUCH: Final = "it is too large or too complex"
 
 
@@ -282,9 +284,10 @@ def _schema_error(schema: OneSchema, tokenizer: llguidance.LLTokenizer) -> str:
 
 
 def reason_of(error: str) -> str:
-    """Return llguidance's error in a line, without its state; a panic is no sentence of it."""
-    if "NoExtensionBias" in error:
+    """Return a compiler's error in a line, without its state; a panic is no sentence of it."""
+    if "NoExtensionBias" in error or "stack level exceeded" in error:
         return "it describes no value: a $ref leads back to itself, or all choices are impossible"
     if "panic" in error or "backtrace" in error:
         return TOO_MUCH
-    return " ".join(error.partition("<state>")[0].split())[:500] or TOO_MUCH
+    said = _XGRAMMARS_PLACE.sub("", error.partition("<state>")[0])
+    return " ".join(said.split())[:500] or TOO_MUCH

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from engines.openai.errors import FieldError
+from engines.openai.errors import FieldError, InvalidRequest
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
 
 _UNKNOWN: Final = frozenset(
@@ -49,12 +49,15 @@ _DRAFTS: Final = re.compile(
 _THING: Final = re.compile(
     r"(\(\?<?[=!]|\\[1-9bBZc]|\\k<|\[\^?\])|\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL
 )
+# Classes of Unicode and flags, which xgrammar does not read, or takes for letters.
+_NOT_OF_XGRAMMAR: Final = re.compile(r"(\\[pP]|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL)
 # Values, not schemas.
 _VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "required"})
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 Path: TypeAlias = tuple[str, ...]
 Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
+Reads: TypeAlias = Callable[[str], bool]  # says whether a compiler can hold a text to a pattern
 
 
 class HeldSchema(NamedTuple):
@@ -64,6 +67,12 @@ class HeldSchema(NamedTuple):
     name: str  # as OpenAI's errors name it
     schema: Json
     strict: bool
+    of_call: bool = False  # the arguments of one, and no answer
+    reads: Reads | None = None  # None: as most compilers do
+
+    def at(self, engine: str) -> HeldSchema:
+        """Return it as it is held to there: vLLM holds calls by another compiler than answers."""
+        return self._replace(reads=is_plain_in_calls) if self.of_call and engine == "vllm" else self
 
     def check(self) -> None:
         """Refuse what cannot be left out. Raises ``FieldError``."""
@@ -88,7 +97,8 @@ class HeldSchema(NamedTuple):
 
     def _left_out(self) -> list[tuple[Path, str]]:
         found: list[tuple[Path, str]] = []
-        _enforceable(self.schema, (), lambda path, keyword: found.append((path, keyword)))
+        reads = self.reads or is_plain
+        _enforceable(self.schema, (), reads, lambda path, keyword: found.append((path, keyword)))
         return found
 
 
@@ -117,6 +127,7 @@ def held_tools(
             f"function {tool.function.name!r}",
             tool.function.parameters,
             bool(tool.function.strict),
+            of_call=True,
         )
         for i, tool in enumerate(tools)
         if tool.function.parameters is not None
@@ -124,9 +135,20 @@ def held_tools(
     ]
 
 
-def left_out(schemas: Iterable[HeldSchema]) -> list[str]:
-    """List the keywords that the grammars of these schemas do not have."""
-    return sorted({keyword for schema in schemas for keyword in schema.left_out})
+def left_out(schemas: Iterable[HeldSchema], engine: str) -> list[str]:
+    """List the keywords that the grammars of checked schemas do not have at an engine.
+
+    Raises:
+        InvalidRequest: a strict one has such a keyword.
+    """
+    held = [schema.at(engine) for schema in schemas]
+    try:
+        for schema in held:
+            if schema.reads:
+                schema.check()
+    except FieldError as error:
+        raise InvalidRequest(f"{error.field}: {error}", error.field) from error
+    return sorted({keyword for schema in held for keyword in schema.left_out})
 
 
 def read_schema(schema: object) -> object:
@@ -149,15 +171,15 @@ def with_enforceable_formats(raw: Json) -> Json:
     return made
 
 
-def enforceable(schema: Json) -> Json:
+def enforceable(schema: Json, reads: Reads | None = None) -> Json:
     """Return a copy of a schema without the keywords that cannot be enforced."""
-    made: Json = _enforceable(schema, (), lambda path, keyword: None)
+    made: Json = _enforceable(schema, (), reads or is_plain, lambda path, keyword: None)
     return made
 
 
-def _enforceable(node: Any, path: Path, report: Report) -> Any:
+def _enforceable(node: Any, path: Path, reads: Reads, report: Report) -> Any:
     if isinstance(node, list):
-        return [_enforceable(x, (*path, str(i)), report) for i, x in enumerate(node)]
+        return [_enforceable(x, (*path, str(i)), reads, report) for i, x in enumerate(node)]
     if not isinstance(node, dict):
         return node
     made: Json = {}
@@ -166,17 +188,19 @@ def _enforceable(node: Any, path: Path, report: Report) -> Any:
         if key in _VALUES:
             made[key] = value
         elif key in _BY_NAME and isinstance(value, dict):
-            named = {k: x for k, x in value.items() if key != "patternProperties" or is_plain(k)}
-            made[key] = {k: _enforceable(x, (*path, key, k), report) for k, x in named.items()}
+            named = {k: x for k, x in value.items() if key != "patternProperties" or reads(k)}
+            made[key] = {
+                k: _enforceable(x, (*path, key, k), reads, report) for k, x in named.items()
+            }
             if len(named) < len(value):
                 report(path, key)
                 is_open = True
         elif key == "$schema" and not _DRAFTS.fullmatch(str(value)):
             continue  # a dialect that nothing here knows; it constrains nothing by itself
-        elif key == "format" and value in _OFFSET and is_plain(str(node.get("pattern", "(?="))):
+        elif key == "format" and value in _OFFSET and reads(str(node.get("pattern", "(?="))):
             continue  # the pattern says it all
-        elif _is_enforceable(key, value, node):
-            made[key] = _enforceable(value, (*path, key), report)
+        elif _is_enforceable(key, value, node, reads):
+            made[key] = _enforceable(value, (*path, key), reads, report)
         elif value not in _NOTHING.get(key, ()):
             report(path, key)
     if is_open and not made.get("additionalProperties"):
@@ -194,13 +218,13 @@ def _without_closing(node: Json) -> Json:
     }
 
 
-def _is_enforceable(key: str, value: object, node: Json) -> bool:
+def _is_enforceable(key: str, value: object, node: Json, reads: Reads) -> bool:
     if key in _UNKNOWN:
         return False
     if key in ("format", "pattern") and isinstance(value, str):
         if not _may_be_text(node):
             return True  # it is no text's, and means nothing
-        return value in _FORMATS if key == "format" else is_plain(value)
+        return value in _FORMATS if key == "format" else reads(value)
     if key in ("minProperties", "maxProperties"):
         return value in (0, 1) or not _has_optional(node)
     return True
@@ -221,6 +245,11 @@ def _has_optional(node: Json) -> bool:
 def is_plain(pattern: str) -> bool:
     """Say whether a pattern can be matched from left to right, without a look elsewhere."""
     return not any(thing[1] for thing in _THING.finditer(pattern))
+
+
+def is_plain_in_calls(pattern: str) -> bool:
+    """Say so of a pattern in the arguments of a call at vLLM."""
+    return is_plain(pattern) and not any(x[1] for x in _NOT_OF_XGRAMMAR.finditer(pattern))
 
 
 def endless_ref(schema: Json) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engines.openai.keywords import enforceable
+from engines.openai.keywords import enforceable, is_plain_in_calls
 
 Kind = Literal["json", "regex", "grammar", "tag"]
 
@@ -55,7 +55,9 @@ def for_calls(schema: Any) -> Any:
 
     It has no bounds on the lengths of strings, and no keywords that cannot be enforced.
     """
-    return without_lengths(enforceable(schema) if isinstance(schema, dict) else schema)
+    if isinstance(schema, dict):
+        schema = enforceable(schema, is_plain_in_calls)
+    return without_lengths(schema)
 
 
 def without_lengths(schema: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
-from engines.openai.keywords import enforceable
+from engines.openai.keywords import enforceable, is_plain_in_calls
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 _FREE = (None, "auto", "none")
@@ -71,7 +71,7 @@ def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
             adjusted = super().adjust_request(request)
             outputs = getattr(adjusted, "structured_outputs", None)
             if outputs is not None and isinstance(outputs.json, dict):
-                outputs.json = enforceable(outputs.json)
+                outputs.json = enforceable(outputs.json, is_plain_in_calls)
             return adjusted
 
     HeldToolParser.__name__ = parser.__name__

@@ -11,7 +11,14 @@ import numpy as np
 import psutil
 import pytest
 
-from engines.host.grammar import GrammarWish, Verdict, answer_schema, source_of, tried
+from engines.host.grammar import (
+    GrammarWish,
+    Verdict,
+    answer_schema,
+    reason_of,
+    source_of,
+    tried,
+)
 from engines.host.grammar_trial import PROGRAM
 from engines.mlx_worker import grammar as grammar_module
 from engines.mlx_worker.grammar import Grammar, GrammarCompiler, GrammarFailed, GrammarProcessor
@@ -236,6 +243,14 @@ def test_blames_the_schema(plain: Vocabulary, schema: dict[str, Any]) -> None:
 def test_a_choice_without_an_end_gets_a_sentence(plain: Vocabulary) -> None:
     found = verdict(plain, [], {"anyOf": [{"$ref": "#"}]})
     assert "describes no value" in found.reason and "Bias" not in found.reason
+    endless = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
+    of_tool = verdict(plain, tools(endless), None)
+    assert "describes no value" in of_tool.reason and "level" not in of_tool.reason
+
+
+def test_xgrammars_error_has_no_line_of_its_code() -> None:
+    said = "[22:29:19] /project/cpp/regex_converter.cc:83: Regex parsing error: Unclosed '['"
+    assert reason_of(said) == "Regex parsing error: Unclosed '['"
 
 
 def test_blames_the_right_tool(plain: Vocabulary) -> None:

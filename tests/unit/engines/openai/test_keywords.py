@@ -8,6 +8,7 @@ import pytest
 
 from engines.openai.keywords import enforceable, is_plain, left_out
 from engines.openai.requests import ChatRequest, InvalidRequest, validate_chat
+from engines.vllm_plugin.grammar.wanted import for_calls
 
 TEXT = {"type": "string"}
 
@@ -62,11 +63,11 @@ def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
     schema: dict[str, Any], keyword: str
 ) -> None:
     names = keyword.split(", ")
-    assert left_out(held(schema).held_schemas) == names
-    assert left_out(offered(schema, "required").held_schemas) == names
+    assert left_out(held(schema).held_schemas, "mlx") == names
+    assert left_out(offered(schema, "required").held_schemas, "mlx") == names
     named = {"type": "function", "function": {"name": "f"}}
-    assert left_out(offered(schema, named).held_schemas) == names
-    assert left_out(held(enforceable(schema), strict=True).held_schemas) == []
+    assert left_out(offered(schema, named).held_schemas, "mlx") == names
+    assert left_out(held(enforceable(schema), strict=True).held_schemas, "mlx") == []
     with pytest.raises(InvalidRequest, match=f"response_format 'n': in context=.*'{names[0]}'"):
         held(schema, strict=True)
     with pytest.raises(InvalidRequest, match=f"function 'f': in context=.*'{names[0]}'") as refusal:
@@ -87,7 +88,7 @@ def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
     ],
 )
 def test_all_else_stays(schema: dict[str, Any]) -> None:
-    assert left_out(held(schema, strict=True).held_schemas) == []
+    assert left_out(held(schema, strict=True).held_schemas, "mlx") == []
     made = enforceable(schema)
     assert made["properties"].keys() == schema["properties"].keys()
     assert made.get("additionalProperties") == schema.get("unevaluatedProperties")
@@ -104,7 +105,7 @@ def test_what_is_held_to_no_schema_is_not_looked_at() -> None:
 
 def test_a_time_is_held_to_its_own_pattern() -> None:
     local = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-9]$"}
-    assert left_out(held(of(**local), strict=True).held_schemas) == []
+    assert left_out(held(of(**local), strict=True).held_schemas, "mlx") == []
     assert "format" not in enforceable(local)
     assert enforceable({**local, "pattern": "(?=1)"}) == {"type": "string", "format": "time"}
 
@@ -154,6 +155,32 @@ def test_long_chains_of_refs_are_followed() -> None:
     assert len(held(schema).held_schemas) == 1
     with pytest.raises(InvalidRequest, match="leads back"):
         held({**schema, "$defs": {**links, "d4000": {"$ref": "#/$defs/d9"}}})
+
+
+UNREAD = ["^\\p{L}+$", "^[\\p{L}\\d]$", "a\\P{Lu}", "(?i)a", "(?i:a)b", "(?>a)b"]
+READ = ["^\\(?\\d{3}\\)?$", "\\\\p{L}", "(?:a)(?<n>b)(?P<m>c)", "[a-z]"]
+
+
+@pytest.mark.parametrize("pattern", UNREAD)
+def test_what_xgrammar_does_not_read_is_left_out_of_calls_at_vllm(pattern: str) -> None:
+    """It takes a class of Unicode in another class for its letters, and refuses it alone."""
+    schema = of(type="string", pattern=pattern)
+    forced = offered(schema, "required").held_schemas
+    assert (left_out(forced, "vllm"), left_out(forced, "mlx")) == (["pattern"], [])
+    assert left_out(held(schema).held_schemas, "vllm") == []
+    strict = offered(schema, strict=True).held_schemas
+    with pytest.raises(InvalidRequest, match="'pattern' is not permitted") as refusal:
+        left_out(strict, "vllm")
+    assert refusal.value.param == "tools[0].function.parameters"
+    assert left_out(strict, "mlx") == []
+    assert for_calls(schema) == of(type="string")
+
+
+@pytest.mark.parametrize("pattern", READ)
+def test_other_patterns_stay_in_calls_at_vllm(pattern: str) -> None:
+    schema = of(type="string", pattern=pattern)
+    assert left_out(offered(schema, "required").held_schemas, "vllm") == []
+    assert for_calls(schema) == schema
 
 
 @pytest.mark.parametrize(
