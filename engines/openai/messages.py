@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -27,6 +28,13 @@ def in_place_of(kind: str) -> tuple[str, str]:
     return FILE_LEFT_OUT, "result_file"
 
 
+# Half a character as JSON inside a text escapes it; an escaped backslash is not the next one's.
+_HALF: Final = re.compile(r"\\u[dD][89a-fA-F]")
+_ESCAPE: Final = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # both halves
+    r"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
+    re.DOTALL,
+)
 _SHOWN_BY: Final = ("user", "tool")  # templates have no place for others' images, or drop them
 _HERE: Final = "data:image/"
 _ELSEWHERE: Final = ("http://", "https://")
@@ -128,17 +136,27 @@ def with_known_parts(messages: Sequence[Json], read: Sequence[Message]) -> list[
     """Return messages whose contents have only such parts, and fields of parts, as were checked.
 
     An engine may know more of them: vLLM fetches every address that a part of any type holds, and
-    takes its ``uuid`` for the hash of an image, by which images of all tenants are kept.
+    takes its ``uuid`` for the hash of an image, by which images of all tenants are kept. Arguments
+    of calls have no half characters, which templates would write into the prompt.
 
     Args:
         read: the same messages, as they were checked.
     """
-    return [
-        {**message, "content": [part.plain for part in known.content]}
-        if isinstance(known.content, list)
-        else message
-        for message, known in zip(messages, read, strict=True)
-    ]
+    return [_as_checked(*x) for x in zip(messages, read, strict=True)]
+
+
+def _as_checked(message: Json, known: Message) -> Json:
+    if isinstance(known.content, list):
+        message = {**message, "content": [part.plain for part in known.content]}
+    if any(_HALF.search(call.function.arguments) for call in known.tool_calls or ()):
+        message = {**message, "tool_calls": [_without_halves(x) for x in message["tool_calls"]]}
+    return message
+
+
+def _without_halves(call: Json) -> Json:
+    function = call["function"]
+    text = _ESCAPE.sub(lambda x: r"\ufffd" if x["half"] else x[0], function.get("arguments", ""))
+    return {**call, "function": {**function, "arguments": text}}
 
 
 class Function(msgspec.Struct, frozen=True):

@@ -76,6 +76,20 @@ async def test_halves_in_a_call_of_openais(path: str) -> None:
         assert reply.headers[REPLACED_HEADER] == "4"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_halves_that_a_model_wrote_into_arguments_are_replaced(path: str) -> None:
+    """vLLM reads them, and its tokenizer takes no half: the conversation would end there."""
+    for written, wanted in ((json.dumps({"at": CUT}), {"at": MENDED}), ('"\\\\ud83d"', r"\ud83d")):
+        body = after_a_tool(path, "done")
+        if path == "/v1/responses":
+            body["input"][1]["arguments"] = written
+        else:
+            body["messages"][1]["tool_calls"][0]["function"]["arguments"] = written
+        to = App()
+        await to.post(path, body)
+        assert json.loads(heard(to)[1]["tool_calls"][0]["function"]["arguments"]) == wanted
+
+
 async def test_halves_in_items_of_a_conversation_are_replaced() -> None:
     output = {"type": "function_call_output", "call_id": "c", "output": {HALF: [CUT]}}
     raw, num_replaced = parse_whole(json.dumps({"items": [output]}).encode())
