@@ -189,6 +189,8 @@ class ControlLink:
                 f"the engine speaks control version {answer.version}, this gateway {WIRE_VERSION};"
                 " run the same release on both sides"
             )
+        if not answer.model.isprintable():  # clients write it into files and show it in terminals
+            raise EngineRefused(f"the engine's model has control characters: {answer.model!r}")
         return answer
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:

@@ -267,6 +267,8 @@ def _on_demand(
 def _model(effective: EffectiveSettings) -> Model:
     """The model that the engine is to load, under the name that clients use."""
     engine = effective.settings.engine
+    if not engine.served_model_name.isprintable():
+        raise UsageError("engine.served_model_name has control characters: clients would obey them")
     if effective.engine_kind in (
         "attached",
         "fake",

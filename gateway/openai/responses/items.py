@@ -213,7 +213,7 @@ def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
 
 
 def _has_parts(output: list[Any]) -> bool:
-    """Say whether a list is a content; else it is what a tool gave, whatever that is."""
+    """Say whether a list is a content, and not the JSON of a tool."""
     if not all(isinstance(x, dict) and "type" in x for x in output):
         return False
     return not output or any(_type_of(x) in _TEXTS | _NOT_TEXT for x in output)

@@ -59,6 +59,12 @@ def test_a_model_folder_that_is_not_there(tmp_path):
     assert code == 2 and "config.json" in why
 
 
+def test_a_name_of_a_model_that_terminals_and_files_would_obey(tmp_path, folder):
+    for name in ("m\ntest-cmd: touch x", "m\x1b]0;owned\x07"):
+        code, why, _ = refused(tmp_path, "--model", folder, "--served-model-name", name)
+        assert code == 2 and "served_model_name has control characters" in why
+
+
 def test_a_hub_id_that_cannot_be_fetched(tmp_path):
     code, why, log = refused(tmp_path, "--model", "no-such/model")
     assert code == 1

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -143,16 +144,24 @@ async def test_garbage_ends_the_connection_only(folder: Path) -> None:
         await eventually(lambda: "not a control message" in link.trouble)
 
 
-async def test_another_version_is_refused_with_a_reason(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "trouble"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"model": "m\ntest-cmd: x"}, r"control characters: 'm\ntest-cmd: x'"),
+        ({"model": "m\x1b[2J"}, r"control characters: 'm\x1b[2J'"),
+    ],
+)
+async def test_an_engine_that_cannot_be_used_is_refused_with_a_reason(
+    folder: Path, change: dict[str, Any], trouble: str
+) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = await read_request(reader)
-        writer.write(
-            frame(ControlReply(hello.number, msgspec.structs.replace(WELCOME, version=99)))
-        )
+        writer.write(frame(ControlReply(hello.number, msgspec.structs.replace(WELCOME, **change))))
         await reader.read()
 
     async with linked(folder, peer) as link:
-        await eventually(lambda: "version 99" in link.trouble)
+        await eventually(lambda: trouble in link.trouble)
         assert link.welcome is None
 
 
