@@ -29,6 +29,7 @@ import numpy as np
 from benchmarks.families.fast_blas import begin_with_blas
 from kvstore.blobs.chain import CHUNK, PAGE, RECORD, Piece, as_tokens
 from kvstore.codecs.base import NUM_SINKS, Codec
+from kvstore.codecs.names import CALIBRATED
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
@@ -207,7 +208,8 @@ def main() -> None:
         begin_with_blas("benchmarks.density")
         profile = load_profile(arguments.profile)
         layout, run = model_run(arguments.model, max(SHARES))  # a CPU prefills these in a minute
-        for codec in arguments.codec or ["tq3", "dense3", "balanced", "max"]:
+        known = [name for name in CALIBRATED if name in profile.learned]
+        for codec in arguments.codec or ["tq3", *known]:
             rows += measure("the model's own rows", layout, open_codec(codec, profile), run)
     print_table(rows)
     if arguments.json:
