@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Final, NamedTuple
 
 import numpy as np
+import psutil
 
 from kvstore.codecs.floats import to_stored
 from kvstore.shapes import DType, KVPair, KVRun
@@ -48,14 +49,11 @@ class CoreTimes(NamedTuple):
     own_s: float
 
 
-def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes | None:
-    """Read them; None where the system does not count them: only Linux does."""
-    try:
-        user, nice, system, _, _, irq, softirq = map(int, stat.read_text().split()[1:8])
-    except (OSError, ValueError):
-        return None
-    ticks = user + nice + system + irq + softirq
-    return CoreTimes(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+def core_times() -> CoreTimes:
+    """Read them of the system."""
+    now = psutil.cpu_times()
+    others = sum(getattr(now, x, 0.0) for x in ("nice", "irq", "softirq"))  # not on all systems
+    return CoreTimes(time.monotonic(), now.user + now.system + others, time.process_time())
 
 
 class FewThreads:
@@ -69,7 +67,7 @@ class FewThreads:
 
     def __init__(
         self,
-        read: Callable[[], CoreTimes | None] = core_times,
+        read: Callable[[], CoreTimes] = core_times,
         num_cores: int = os.cpu_count() or 1,
     ) -> None:
         """Change nothing yet; ``num_cores``: the machine's."""
@@ -91,7 +89,7 @@ class FewThreads:
     def take_idle_cores(self) -> None:
         """Have it compute on as many cores as other programs have left since the last look."""
         now, known = self._read(), self._known
-        if now is None or known is None or now.at - known.at < LOOK_EVERY_S:
+        if now.at - known.at < LOOK_EVERY_S:
             return
         self._known = now
         others_s = (now.all_s - known.all_s) - (now.own_s - known.own_s)
