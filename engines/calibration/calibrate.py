@@ -191,7 +191,7 @@ class Calibration:
 
     def _with(self, profile: Profile, name: str, learned: Mapping[str, np.ndarray]) -> Profile:
         if self._file is not None:
-            learned = {key: self._file.keep(array) for key, array in learned.items()}
+            learned = dict(zip(learned, self._file.keep(learned.values()), strict=True))
         return replace(profile, learned={**profile.learned, name: learned})
 
     # ---- measuring

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from kvstore.workers import usable_cores
 
 # Arrays of so many bytes get pages of their own while a model is measured.
 LARGE_BYTES: Final = 4 << 20
+ALIGNED: Final = 64  # bytes, of an array in a file
 FREE_SHARE: Final = 4  # at most a quarter of a disk's free space
 # What glibc's threshold grows to by itself, as soon as blocks of such a size were freed.
 _USUAL_BYTES: Final = 32 << 20
@@ -165,28 +166,43 @@ class Scratch:
     ) -> None:
         self._file.close()
 
-    def keep(self, array: np.ndarray) -> np.ndarray:
-        """Write ``array``; returns it as memory of the file, same shape and dtype.
+    def keep(self, arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
+        """Write ``arrays``; returns them as memory of the file, same shapes and dtypes.
 
-        What is written to that memory stays there, and does not reach the file. The array itself is
-        written and not only mapped, so that a full disk is an error and no signal.
+        What is written to that memory stays there, and does not reach the file. The arrays
+        themselves are written and not only mapped, so that a full disk is an error and no signal.
+        All of them are one mapping: each takes one of the files that a process may have open, and
+        mlx_lm allows 2,048.
 
         Raises:
             OSError: the disk is full.
         """
-        if not array.size:
-            return array
-        values = np.ascontiguousarray(array)
-        self._write(values.data.cast("B"))
-        start, self._end = self._end, _next_page(self._end + values.nbytes)
-        mapped = mmap.mmap(self._file.fileno(), values.nbytes, mmap.MAP_PRIVATE, offset=start)
-        return np.frombuffer(mapped, values.dtype, math.prod(values.shape)).reshape(values.shape)
+        start, end, places = self._end, self._end, list[tuple[int, np.dtype, tuple[int, ...]]]()
+        for array in arrays:
+            values = np.ascontiguousarray(array)
+            places.append((self._end - start, values.dtype, values.shape))
+            if values.size:
+                self._write(values.data.cast("B"))
+                end = self._end + values.nbytes
+                self._end = _next(end, ALIGNED)
+        self._end = _next(end, mmap.ALLOCATIONGRANULARITY)
+        mapped: mmap.mmap | bytes = b""
+        if end > start:
+            length = end - start
+            mapped = mmap.mmap(self._file.fileno(), length, mmap.MAP_PRIVATE, offset=start)
+        return [
+            np.frombuffer(mapped, dtype, size, at).reshape(shape)
+            if (size := math.prod(shape))
+            else np.empty(shape, dtype)
+            for at, dtype, shape in places
+        ]
 
     def keep_stored(self, run: KVRun, dtype: DType) -> list[KVPair]:
         """Keep ``run`` in the 16 bits that lossy codecs see of it: fp16, else bf16 as uint16."""
         # Codecs see fp16 unchanged, so it keeps its dtype, as bf16 keeps its bits.
-        kept = to_stored if dtype != "float16" else _as_it_is
-        return [(self.keep(kept(k, dtype)), self.keep(kept(v, dtype))) for k, v in run]
+        stored = to_stored if dtype != "float16" else _as_it_is
+        kept = iter(self.keep(stored(x, dtype) for pair in run for x in pair))
+        return list(zip(kept, kept, strict=True))
 
     def _write(self, content: memoryview) -> None:
         done = 0
@@ -194,8 +210,8 @@ class Scratch:
             done += os.pwrite(self._file.fileno(), content[done:], self._end + done)
 
 
-def _next_page(at: int) -> int:
-    return -(-at // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+def _next(at: int, multiple_of: int) -> int:
+    return -(-at // multiple_of) * multiple_of
 
 
 def _as_it_is(array: np.ndarray, dtype: DType) -> np.ndarray:

@@ -141,7 +141,8 @@ class Judge:
         if self._folder is not None and nbytes <= self._room:
             self._room -= nbytes
             with Scratch(self._folder) as scratch:
-                found = found._replace(log_probs=scratch.keep(found.log_probs))
+                (log_probs,) = scratch.keep([found.log_probs])
+                found = found._replace(log_probs=log_probs)
             self._kept[number] = found
         return found
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
+import numpy as np
+
 from engines.calibration.instrument import NOTHING, HeldSession, Instrument
 from engines.calibration.measuring.stopwatch import Stopwatch
 from engines.calibration.scratch import Scratch
@@ -103,12 +105,20 @@ class Exact:
 
 
 def _kept(session: HeldSession, scratch: Scratch) -> HeldSession:
-    def of(node: StateTree) -> StateTree:
+    known: list[np.ndarray] = [x for pair in session.run for x in pair]
+
+    def seen(node: StateTree) -> StateTree:
         if isinstance(node, StateArray):
-            return replace(node, array=scratch.keep(node.array))
+            known.append(node.array)
         return node
 
-    run = [(scratch.keep(k), scratch.keep(v)) for k, v in session.run]
+    mapped(session.state, seen)
+    kept = iter(scratch.keep(known))
+
+    def of(node: StateTree) -> StateTree:
+        return replace(node, array=next(kept)) if isinstance(node, StateArray) else node
+
+    run = [(next(kept), next(kept)) for _ in session.run]
     return replace(session, run=run, state=mapped(session.state, of))
 
 
