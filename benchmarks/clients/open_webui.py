@@ -32,6 +32,7 @@ START_S: Final = 300.0
 TASK_S: Final = 600.0
 MODEL: Final = "SmolLM2-135M-Instruct"
 USER_HEADER: Final = "X-OpenWebUI-User-Id"
+STOPPED_S: Final = 3.0  # after the question
 TASKS: Final = ("title", "tags", "follow_up")
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "gateway": {"trust_user_header": USER_HEADER, "default_max_tokens": 48},
@@ -101,11 +102,12 @@ class Chat:
         self.ask(words)
 
     def stop(self, words: str) -> None:
-        """Ask, and leave as soon as the answer begins."""
+        """Ask, and stop the answer once it has begun."""
         self.messages.append({"role": "user", "content": words})
-        with self._asked() as answer:
-            answer.readline()
-        self.messages.append({"role": "assistant", "content": "I"})
+        id = self._begin()
+        time.sleep(STOPPED_S)
+        answer_to(f"{self.user.url}/api/tasks/chat/{self.id}/stop", {}, self.user.token)
+        self._end(id)
 
     def tasks(self) -> None:
         """Have the page's own prompts answered."""
@@ -114,25 +116,34 @@ class Chat:
             answer_to(f"{self.user.url}/api/v1/tasks/{name}/completions", body, self.user.token)
 
     def _answer(self) -> None:
-        text = ""
-        with self._asked() as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    for choice in json.loads(line[6:]).get("choices", ()):
-                        text += choice["delta"].get("content") or ""
-        self.messages.append({"role": "assistant", "content": text})
+        self._end(self._begin())
 
-    def _asked(self) -> Any:
+    def _begin(self) -> str:
+        """Ask as the page does; returns the id of the answer, which Open WebUI keeps."""
+        id = str(uuid4())
         body = {
             "model": MODEL,
             "messages": self.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
             "chat_id": self.id,
-            "id": str(uuid4()),
+            "session_id": str(uuid4()),
+            "id": id,
             "params": {"function_calling": "legacy", "temperature": 0},
         }
-        return asked(f"{self.user.url}/api/chat/completions", body, self.user.token)
+        answer_to(f"{self.user.url}/api/chat/completions", body, self.user.token)
+        return id
+
+    def _end(self, id: str) -> None:
+        """Wait for the end of an answer, and take it from Open WebUI's own chat."""
+        running = f"{self.user.url}/api/tasks/chat/{self.id}"
+        while answer_to(running, token=self.user.token)["task_ids"]:
+            time.sleep(0.25)
+        kept = answer_to(f"{self.user.url}/api/v1/chats/{self.id}", token=self.user.token)["chat"]
+        text = kept["history"]["messages"][id]["content"]
+        if not text:
+            raise RuntimeError(f"chat {self.id}: no word of an answer")
+        self.messages.append({"role": "assistant", "content": text})
 
 
 @contextmanager
