@@ -83,15 +83,11 @@ class PrefillsInFlight:
         vLLM asks once a step; this compares one hash with every prompt that is being computed. The
         hash of a block covers all tokens before it, the tenant's salt and the adapter.
         """
-        found = self._computing_next(tracked, num_computed_tokens)
-        if found is not None:
-            progress = found.request_id, int(found.num_computed_tokens), num_computed_tokens
-            tracked.num_stalled = tracked.num_stalled + 1 if progress == tracked.awaited else 0
-            tracked.awaited = progress
-        if found is None or tracked.num_stalled >= MAX_STALLED:
+        other = self._computing_next(tracked, num_computed_tokens)
+        if other is None or self._is_stalled(tracked, other):
             self._held_back.pop(tracked.request.request_id, None)
             return False
-        self._hold_back(tracked.request, found)
+        self._hold_back(tracked.request, other)
         return True
 
     def _computing_next(self, tracked: TrackedRequest, num_computed_tokens: int) -> Any | None:
@@ -102,6 +98,13 @@ class PrefillsInFlight:
             return None
         wanted = tracked.request.block_hashes[end - 1]
         return next((x for x in self._prefilled.values() if self._computes(x, end, wanted)), None)
+
+    def _is_stalled(self, tracked: TrackedRequest, other: Any) -> bool:
+        """True if the other request got no tokens since the last few questions."""
+        progress = other.request_id, int(other.num_computed_tokens)
+        tracked.num_stalled = tracked.num_stalled + 1 if progress == tracked.awaited else 0
+        tracked.awaited = progress
+        return tracked.num_stalled >= MAX_STALLED
 
     def _hold_back(self, request: Any, other: Any) -> None:
         """Note that the request waits for the other one, as long as the two prompts are alike."""

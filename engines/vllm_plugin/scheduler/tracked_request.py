@@ -109,8 +109,8 @@ class TrackedRequest:
     tier: TierName | None = None
     reason: MissReason | None = None
     reported: bool = False
-    # What it last waited for (``PrefillsInFlight``): the other's id, tokens, and own tokens then
-    awaited: tuple[str, int, int] | None = None
+    # What it last waited for (``PrefillsInFlight``): the other's id, and its computed tokens then
+    awaited: tuple[str, int] | None = None
     num_stalled: int = 0  # the questions since then with the same answer
 
     @property

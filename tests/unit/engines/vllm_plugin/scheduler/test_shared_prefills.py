@@ -157,6 +157,15 @@ def test_one_that_gets_no_tokens_is_not_waited_for_long(bench):
     assert waits(bench, second, 8 * BLOCK)  # it goes on meanwhile
 
 
+def test_what_is_stored_is_loaded_where_the_other_gets_no_tokens(bench):
+    """It is asked about twice: once before the store is, once with what is stored."""
+    prefilled(bench, num_computed_tokens=2 * BLOCK)
+    second = follower(bench)
+    asked = (waits(bench, second, 4 * BLOCK, stored_blocks=12) for _ in range(3 * MAX_STALLED))
+    assert not all(asked)
+    assert bench.tracker.match(second, 4 * BLOCK) == (8 * BLOCK, True)
+
+
 def test_a_state_that_vllm_did_not_keep_is_not_waited_for(bench):
     """Of recurrent layers vLLM keeps states only where a piece ends."""
     prefilled(bench, num_computed_tokens=12 * BLOCK)
