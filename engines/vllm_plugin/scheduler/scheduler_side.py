@@ -123,7 +123,7 @@ class SchedulerSide:
                 deadline_s=settings.store.restore_deadline_s,
                 max_staged_bytes=settings.store.save_queue_bytes,
             ),
-            PrefillsInFlight(blocks),
+            PrefillsInFlight(blocks, int(vllm_config.scheduler_config.max_num_batched_tokens)),
             saves,
             self._resident,
             MeasuredRequests(self._forwards.order_of, saves, blocks),

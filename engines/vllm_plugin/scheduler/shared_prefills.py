@@ -7,8 +7,10 @@ chunk; then it starts where that one is, by vLLM's own prefix cache.
 
 A running request comes before new ones in every step, and gets as many tokens as any of them would.
 So waiting for it takes no more steps than computing beside it, save one step for each piece that
-several would compute in the same one. A request that is passed over, aborted or preempted is waited
-for no longer. Only running requests are waited for, and those wait for nothing: there is no circle.
+several would compute in the same one. It is not waited for if it is far behind what the other has
+(one whose prompt's logprobs are wanted starts at its first token), nor any longer once it is passed
+over, aborted or preempted. Only running requests are waited for, and those wait for nothing: there
+is no circle.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ class Awaited(NamedTuple):
 class PrefillsInFlight:
     """The requests whose prompts vLLM computes now. All methods run on vLLM's thread."""
 
-    def __init__(self, blocks: TokenBlocks) -> None:
+    def __init__(self, blocks: TokenBlocks, step_tokens: int) -> None:
+        """``step_tokens``: as many tokens as vLLM computes in a step."""
         self._blocks = blocks
+        self._step_tokens = step_tokens
         self._prefilled: dict[str, Any] = {}  # vLLM's requests by id
         self._held_back: dict[str, Awaited] = {}  # by the id of the request that waits
 
@@ -84,11 +88,14 @@ class PrefillsInFlight:
         hash of a block covers all tokens before it, the tenant's salt and the adapter.
         """
         other = self._computing_next(tracked, num_computed_tokens)
-        if other is None or self._is_stalled(tracked, other):
-            self._held_back.pop(tracked.request.request_id, None)
-            return False
-        self._hold_back(tracked.request, other)
-        return True
+        if other is not None:
+            awaited = self._awaited(tracked.request, other)
+            is_stalled = self._is_stalled(tracked, other)
+            if self._is_near(awaited, num_computed_tokens) and not is_stalled:
+                self._held_back[tracked.request.request_id] = awaited
+                return True
+        self._held_back.pop(tracked.request.request_id, None)
+        return False
 
     def _computing_next(self, tracked: TrackedRequest, num_computed_tokens: int) -> Any | None:
         if not self._prefilled or tracked.request.skip_reading_prefix_cache:
@@ -97,7 +104,17 @@ class PrefillsInFlight:
         if end > self._blocks.num_restorable(tracked.request):
             return None
         wanted = tracked.request.block_hashes[end - 1]
-        return next((x for x in self._prefilled.values() if self._computes(x, end, wanted)), None)
+        found = [x for x in self._prefilled.values() if self._computes(x, end, wanted)]
+        return max(found, key=lambda x: int(x.num_computed_tokens), default=None)
+
+    def _is_near(self, awaited: Awaited, num_computed_tokens: int) -> bool:
+        """True if waiting takes no longer than computing, save one step.
+
+        Side by side, the rest that is alike takes the waiting request twice as many steps as it
+        would take one alone; waiting, the other request must get here first.
+        """
+        behind = num_computed_tokens - int(awaited.request.num_computed_tokens)
+        return behind <= max(awaited.num_tokens - num_computed_tokens, self._step_tokens)
 
     def _is_stalled(self, tracked: TrackedRequest, other: Any) -> bool:
         """True if the other request got no tokens since the last few questions."""
@@ -106,16 +123,15 @@ class PrefillsInFlight:
         tracked.awaited = progress
         return tracked.num_stalled >= MAX_STALLED
 
-    def _hold_back(self, request: Any, other: Any) -> None:
-        """Note that the request waits for the other one, as long as the two prompts are alike."""
+    def _awaited(self, request: Any, other: Any) -> Awaited:
+        """Compare the prompts of two requests, unless that was done in the step before."""
         held = self._held_back.get(request.request_id)
         if held is not None and held.request is other:
-            return
+            return held
         own, others = request.block_hashes, other.block_hashes
         most = min(self._blocks.num_restorable(request), len(others))
         alike = bisect_left(range(most), True, key=lambda x: bool(own[x] != others[x]))
-        tokens = alike * self._blocks.block_tokens
-        self._held_back[request.request_id] = Awaited(other, tokens)
+        return Awaited(other, alike * self._blocks.block_tokens)
 
     def _computes(self, request: Any, end: int, wanted: bytes) -> bool:
         """True if the request runs, and has yet to compute block ``end - 1``, with this hash."""

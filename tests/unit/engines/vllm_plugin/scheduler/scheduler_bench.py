@@ -20,6 +20,7 @@ from kvstore.stats import Counters
 from tests.block_sessions import BLOCK, hashes, tokens_of
 
 PROMPT = tokens_of(10, 2)  # ten blocks, which are five chunks, and two tokens
+STEP = 12 * BLOCK
 
 
 @dataclass
@@ -155,7 +156,7 @@ def new_bench(
             max_staged_bytes=max_staged_bytes,
             monotonic=lambda: now[0],
         ),
-        PrefillsInFlight(blocks),
+        PrefillsInFlight(blocks, STEP),
         saves,
         hot,
         MeasuredRequests(orders.get, saves, blocks),

@@ -53,6 +53,7 @@ class Bench:
         )
         config = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=BLOCK),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=8 * BLOCK),
             parallel_config=SimpleNamespace(world_size=1, worker_extension_cls=""),
             model_config=SimpleNamespace(
                 model="m", max_model_len=1000, skip_tokenizer_init=False, logits_processors=None

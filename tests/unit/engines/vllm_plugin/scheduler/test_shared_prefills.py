@@ -21,7 +21,8 @@ WAITS = (None, False)
 
 def prefilled(bench: Bench, more: int = 1, num_computed_tokens: int = 0, **fields) -> Request:
     """A running request of the shared beginning and ``more`` blocks of its own."""
-    request = Request(SHARED + tokens_of(more, 3, first=1000), name="first", **fields)
+    fields.setdefault("name", "first")
+    request = Request(SHARED + tokens_of(more, 3, first=1000), **fields)
     bench.tracker.add(request)
     bench.tracker.allocated(request, [list(range(30))], 0)
     run(request, num_computed_tokens)
@@ -164,6 +165,25 @@ def test_what_is_stored_is_loaded_where_the_other_gets_no_tokens(bench):
     asked = (waits(bench, second, 4 * BLOCK, stored_blocks=12) for _ in range(3 * MAX_STALLED))
     assert not all(asked)
     assert bench.tracker.match(second, 4 * BLOCK) == (8 * BLOCK, True)
+
+
+@pytest.mark.parametrize("is_hot", [True, False])
+def test_one_far_behind_is_not_waited_for(bench, is_hot):
+    """Its prompt's logprobs are wanted, say: it computes also what vLLM or the store has."""
+    first = prefilled(bench, skip_reading_prefix_cache=True)
+    second = follower(bench)
+    held, stored = (14 * BLOCK, 0) if is_hot else (0, 14)
+    assert not waits(bench, second, held, stored)
+    run(first, 2 * BLOCK)  # less than a step behind
+    assert waits(bench, second, held, stored)
+
+
+def test_of_several_the_one_ahead_is_waited_for(bench):
+    prefilled(bench)
+    ahead = prefilled(bench, 2, name="ahead")
+    second = follower(bench)
+    run(ahead, 16 * BLOCK)
+    assert waits(bench, second, 18 * BLOCK)
 
 
 def test_a_state_that_vllm_did_not_keep_is_not_waited_for(bench):
