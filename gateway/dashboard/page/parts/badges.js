@@ -56,10 +56,9 @@ const CLIENTS = {
   "ai-sdk": "AI SDK",
   langchain: "LangChain",
   litellm: "LiteLLM",
-  thermocline: "thermocline chat",
-  python: "a Python program",
-  node: "a Node.js program",
-  browser: "a browser",
+  thermocline: "thermocline",
+  python: "Python",
+  node: "Node.js",
 };
 
 // *Missed* is said of returns that found nothing to reuse. A first turn has nothing to return to,
