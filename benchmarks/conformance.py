@@ -70,6 +70,7 @@ REASONS = {
     "responses/test_input_tokens.count_with_all_params": (
         "names a conversation and a previous response at once: refused by name, as OpenAI says"
     ),
+    ".list_with_all_params": "asks for a list of 0 rows: refused by name, as OpenAI does",
     "test_models.delete": "the served model cannot be deleted over HTTP",
     "openai/test_completions.create_with_all_params": (
         "asks for text in front of a suffix, which these engines cannot insert: refused by name"

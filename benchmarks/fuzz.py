@@ -95,14 +95,14 @@ def wire_targets(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     yield Target("control answer", answers, reader(read_from_engine), allowed)
     stage = vllm_messages.Stage(3, SESSION, 1, bytes(64))
     hub = (frame(stage)[4:], frame(vllm_messages.FrontHello())[4:])
-    decoders = (
-        vllm_messages.decode_to_rank,
-        vllm_messages.decode_from_peer,
-        vllm_messages.decode_to_front,
-    )
-    for decode in decoders:
+    decoders = {
+        "to rank": vllm_messages.decode_to_rank,
+        "from peer": vllm_messages.decode_from_peer,
+        "to front": vllm_messages.decode_to_front,
+    }
+    for name, decode in decoders.items():
         # The hub and the ranks take a ``ValueError`` for a broken peer.
-        yield Target(decode.__name__, hub, decode, (ValueError,))
+        yield Target(f"vLLM's message {name}", hub, decode, (ValueError,))
 
 
 def other_targets(folder: Path, loop: asyncio.AbstractEventLoop) -> list[Target]:
@@ -178,7 +178,9 @@ def _read(target: Target, data: bytes) -> tuple[str, float, int]:
 def names() -> list[str]:
     with tempfile.TemporaryDirectory() as folder, closing(asyncio.new_event_loop()) as loop:
         others = [x.name for x in other_targets(Path(folder), loop)]
-    return [*codec_targets(), *others]
+    found = [*codec_targets(), *others]
+    assert len(set(found)) == len(found), "a reader is found by its name"
+    return found
 
 
 def fuzzed(name: str, count: int, seconds: float, seed: int) -> Findings:
