@@ -1,6 +1,7 @@
 """Long agents' sessions: what a turn costs beyond the model, and what returns of many.
 
     python -m benchmarks.agent_traffic turns                   a turn of some 14 tokens, by length
+    python -m benchmarks.agent_traffic turns --engine vllm --lengths 10000 145000
     python -m benchmarks.agent_traffic traffic --profile agentx --sessions 20 --hot-for 3
     python -m benchmarks.agent_traffic traffic --runs cold kill none
     python -m benchmarks.agent_traffic traffic --engine vllm --runs cold plain lmcache
@@ -13,9 +14,10 @@ they compute depends on which requests come together, so their answers are not c
 The model has one layer with one head, random weights and the sample model's tokenizer, so
 bookkeeping is what is measured; ``--sample`` takes the sample model at a sixteenth of the length.
 Processor time is that of all processes, saves included; ``turns`` leaves out the engine's thread
-on which mlx computes. Sessions rest exactly (``raw``). Answers are compared with those of a run in
-which nothing sleeps and one request comes after another; a session is wrong if one differs.
-``turns`` draws docs/pictures/agent-turns.png.
+on which mlx computes, or vLLM's worker. Sessions rest exactly (``raw``). Answers are compared with
+those of a run in which nothing sleeps and one request comes after another; a session is wrong if
+one differs.
+``turns`` on mlx draws docs/pictures/agent-turns.png.
 """
 
 from __future__ import annotations
@@ -313,10 +315,10 @@ async def compared(args: argparse.Namespace) -> None:
         print(json.dumps(row), flush=True)
 
 
-def thread_ns(process: psutil.Process) -> Counter[str]:
+def thread_ns(*processes: psutil.Process) -> Counter[str]:
     """Processor time of each thread, by Linux's own count of it."""
     found = Counter[str]()
-    for folder in Path(f"/proc/{process.pid}/task").iterdir():
+    for folder in (x for y in processes for x in Path(f"/proc/{y.pid}/task").iterdir()):
         with suppress(OSError):  # it ended meanwhile
             found[folder.name] = int((folder / "schedstat").read_text().split()[0])
     return found
@@ -324,8 +326,8 @@ def thread_ns(process: psutil.Process) -> Counter[str]:
 
 async def turns(args: argparse.Namespace) -> None:
     """Take turns of all lengths in alternation: the machine's load changes meanwhile."""
-    chats = [_Turns(x) for x in args.lengths]
-    with model_of(False) as model, stack_of(model, 4 << 30, "cold" in args.runs) as stack:
+    chats, sleeps = [_Turns(x) for x in args.lengths], "cold" in args.runs
+    with model_of(False) as model, stack_of(model, 4 << 30, sleeps, args.engine) as stack:
         async with client_of(stack) as client:
             for chat in chats * (2 * args.rounds):
                 await chat.go_on(stack, client)
@@ -333,7 +335,8 @@ async def turns(args: argparse.Namespace) -> None:
         rows = [chat.row(encode) for chat in chats]
     for row in rows:
         print(json.dumps(row))
-    draw(rows)
+    if args.engine == "mlx":
+        draw(rows)
 
 
 class _Turns:
@@ -354,13 +357,15 @@ class _Turns:
             await client.post(f"/v1/sessions/{self._name}/demote")
             await client.until(self._name, "cold")
             await asyncio.sleep(0.5)
-        before = thread_ns(stack.gateway), thread_ns(stack.engine)
+        children = stack.engine.children(recursive=True)
+        engines = stack.engine, *(x for x in children if "VLLM::Worker" not in x.cmdline())
+        before = thread_ns(stack.gateway), thread_ns(*engines)
         reply = await client.chat(self._messages, self._name, max_tokens=2)
         await asyncio.sleep(1.0)  # it is saved meanwhile
         gateway = thread_ns(stack.gateway) - before[0]
-        engine = thread_ns(stack.engine) - before[1]
+        engine = thread_ns(*engines) - before[1]
         if not slept:
-            self._computing = engine.most_common(1)[0][0]
+            self._computing = "" if engines[1:] else engine.most_common(1)[0][0]
             num_new = reply.prompt_tokens - reply.cached_tokens
             self._figures = {"tokens": reply.prompt_tokens, "new": num_new}
         own = engine.total() - engine[self._computing]
