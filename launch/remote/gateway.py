@@ -47,13 +47,19 @@ class Remote:
         return found
 
     def sessions(self) -> list[dict[str, Any]]:
-        listed = self._ask("GET", f"/v1/sessions?{self._model}")
+        listed = self._page_of_sessions("")
         found: list[dict[str, Any]] = listed["data"]
         while following := listed.get("next"):
-            after = f"after={quote(following, safe='')}&"
-            listed = self._ask("GET", f"/v1/sessions?{after}{self._model}")
+            listed = self._page_of_sessions(f"after={quote(following, safe='')}&")
             found += listed["data"]
         return found
+
+    def _page_of_sessions(self, after: str) -> dict[str, Any]:
+        listed = self._ask("GET", f"/v1/sessions?{after}{self._model}")
+        rows = listed.get("data")
+        if isinstance(rows, list) and all(isinstance(x, dict) and "idle_s" in x for x in rows):
+            return listed
+        raise LaunchError(f"{self.base} is not a Thermocline gateway: it lists other sessions")
 
     def session(self, session_id: str) -> dict[str, Any]:
         return self._ask("GET", self._path(session_id))

@@ -87,3 +87,20 @@ def test_a_failure_is_named_by_its_cause():
     assert reason_of(TimeoutError()) == "timed out"
     assert reason_of(socket.gaierror(socket.EAI_NONAME, "x")) == "no such host"
     assert reason_of(socket.gaierror(socket.EAI_AGAIN, "x")).endswith("cannot be looked up now")
+
+
+@pytest.mark.parametrize(
+    "listed", [b'{"data": [{"id": "a"}]}', b'{"data": "none"}', b'{"data": [1]}', b"{}"]
+)
+def test_a_list_of_something_else_is_no_list_of_sessions(listed):
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.request.sendall(head + b"content-length: %d\r\n\r\n%s" % (len(listed), listed))
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(LaunchError, match="not a Thermocline gateway: it lists other"):
+            Remote(f"http://127.0.0.1:{other.server_address[1]}").sessions()
+        other.shutdown()
