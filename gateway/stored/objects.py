@@ -10,13 +10,14 @@ that will hold bytes says how many before it reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple, cast
 
 import msgspec
 
 from gateway.stored.forms import Entry, Form, Item, Kind, Label, shown_form
 from gateway.stored.head import Head, Object, Page, PageDraft, slices
+from gateway.stored.recent_pages import PageKey, RecentPages
 from gateway.stored.seal import KeyOf, NotOurs, Seals
 from gateway.stored.table import SLICE_ITEMS, Steps, StoreFailed, Table, Write, size_of
 
@@ -50,6 +51,7 @@ class Objects:
     def __init__(self, table: Table, key_of: KeyOf) -> None:
         self.table = table
         self._seals = Seals(table.place, key_of)
+        self._recent = RecentPages()
 
     def find(self, tenant: str, kind: Kind, id: str, *, uses: bool = True) -> Object | None:
         """Find an object; note that it was used, if this is a use."""
@@ -282,6 +284,7 @@ class Objects:
         """Remove an object and its items, for good; returns False if it is not there."""
         self.table.drop_copies()
         there = self.table.delete(tenant, f"{kind}:{id}")
+        self._recent.forget(tenant, f"{kind}:{id}")
         yield from self._tidy(tenant)
         return there
 
@@ -294,6 +297,7 @@ class Objects:
             beyond = some[-1][0]
             for _, name in some:
                 number += self.table.delete(tenant, name)
+                self._recent.forget(tenant, name)
                 yield 0
         yield from self._tidy(tenant)
         return number
@@ -351,6 +355,8 @@ class Objects:
         """Read and open pages; None for each that is not as it was."""
         seal = self._seals.of(tenant, object.kind, object.id)
         opened: list[bytes | None] = []
+        if not pages:
+            return []
         sealed = self.table.pages(tenant, object.name, [x.number for x in pages])
         for page, content in zip(pages, sealed, strict=True):
             try:
@@ -364,12 +370,16 @@ class Objects:
     ) -> Steps[list[Item] | None]:
         """Read items of whole pages; None if one of these is not as it was."""
         items: list[Item] = []
+        row = (tenant, object.name, object.number)
         for some in slices(pages):
-            for page, content in zip(some, self._read(tenant, object, some), strict=True):
-                opened = self._opened(page, content)
+            known = {x: self._recent.get(PageKey(*row, x)) for x in some}
+            unread = [x for x, found in known.items() if found is None]
+            for page, content in zip(unread, self._read(tenant, object, unread), strict=True):
+                known[page] = opened = self._opened(page, content)
                 if opened is None:
                     return None
-                items += opened
+                self._recent.put(PageKey(*row, page), opened)
+            items += chain.from_iterable(known[x] or () for x in some)
             yield 0
         return items
 

@@ -222,6 +222,7 @@ def test_an_answer_that_lost_an_item_is_not_there(attacker: Attacker):
     objects = attacker.objects
     assert len(shown(objects, "r", "response")["output"]) == 2
     attacker.take("r", 2)
+    objects = Objects(objects.table, KEY_OF)  # which has not read it
     assert shown(objects, "r", "response") is None
     assert read_all(objects, "r", "response") is None
 
