@@ -156,7 +156,7 @@ def test_a_new_session_is_shown_with_what_there_is_of_its_first_answer(server, b
         seen = int(cells["tokens"].inner_text())
         shown = {name: cell.inner_text() for name, cell in cells.items()}
         assert re.fullmatch(r"[1-9][\d.]* KiB", shown["bytes"])
-        assert (shown["client"], shown["turns"]) == ("a Python program", "1")
+        assert (shown["client"], shown["turns"]) == ("Python", "1")
         page.wait_for_function(
             "([at, seen]) => Number(document.querySelector(at).innerText) > seen",
             arg=["tr:has([data-at='0']) .is-tokens", seen],
