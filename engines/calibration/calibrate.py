@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,7 @@ class Calibration:
         self._readers: dict[bool, TextReader] = {}  # of layers with windows, and of others
         self._judge: Judge | None = None
         self._file: Scratch | None = None
+        self._learning: dict[str, Future[Profile]] = {}  # presets, on threads of their own
         self._closing = ExitStack()
 
     def __enter__(self) -> Calibration:
@@ -110,8 +112,11 @@ class Calibration:
         for presets in (order.presets, order.fallbacks):
             if rows and (order.ends_early or _serves(rows, profile, bound)):
                 return
-            for name in dict.fromkeys(presets):
+            names = [*dict.fromkeys(presets)]
+            for name, following in itertools.zip_longest(names, names[1:]):
                 profile = self._learned(profile, first_part(name), order)
+                if following is not None and order.report_path and is_learned(first_part(name)):
+                    self._learn_ahead(profile, first_part(following), order)
                 measured = {x.preset for x in rows}
                 codecs = codecs_to_measure(instrument, [name], profile)
                 codecs = {x: codec for x, codec in codecs.items() if x not in measured}
@@ -180,9 +185,23 @@ class Calibration:
 
     def _found(self, samples: Samples, name: str) -> Mapping[str, np.ndarray]:
         self._on_progress(f"learning {name}")
-        found = learn_profile(samples, self._instrument.fingerprint, [name])
+        if name in self._learning:
+            found = self._learning.pop(name).result()
+        else:
+            found = learn_profile(samples, self._instrument.fingerprint, [name])
         logger.info("learned %s (%s)", name, found.ids[name])
         return found.learned[name]
+
+    def _learn_ahead(self, profile: Profile, name: str, order: CalibrationOrder) -> None:
+        """Learn a preset while the one before it is measured: a command waits, and no user does."""
+        if not (is_learned(name) and self._instrument.layout.layers):
+            return
+        if self._knows(profile, name) or False not in self._readers:
+            return  # nothing to learn, or no text was read yet: the first row shall come soon
+        samples = self._reader_of(order).samples(self._texts_of(order))
+        beside = self._closing.enter_context(ThreadPoolExecutor(1))
+        fingerprint = self._instrument.fingerprint
+        self._learning[name] = beside.submit(learn_profile, samples, fingerprint, [name])
 
     def _with_costs(self, profile: Profile, reader: TextReader) -> Profile:
         """Add what errors in states cost, if texts have shown it."""

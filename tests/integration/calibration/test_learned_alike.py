@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from engines.calibration.calibrate import calibrate
 from engines.calibration.corpus import Text
 from engines.calibration.learn import TextReader, deal
 from engines.calibration.scratch import Scratch
+from engines.config import CalibrationOrder
+from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measuring.instrument import MlxInstrument
+from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.calibrated import learn_profile
+from kvstore.codecs.learning.samples import Samples
+from kvstore.codecs.profile import Profile
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
+from tests.integration.tiny_models import write_model
 
 pytestmark = pytest.mark.mlx
 
@@ -92,3 +101,35 @@ async def test_other_steps_teach_something_else(tmp_path: Path) -> None:
             samples = await asyncio.to_thread(reader.samples, [text(x, 192) for x in (1, 2, 3)])
             found.append(learn_profile(samples, "f", ["dense3"]).ids)
     assert found[0] != found[1]
+
+
+def test_what_is_learned_while_another_is_measured_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An order whose report a command awaits learns the next preset meanwhile."""
+    write_model("llama", tmp_path)
+    loaded = load_model(str(tmp_path), "float32")
+    order = CalibrationOrder(
+        presets=("dense3", "balanced", "tq4"),
+        contexts=(128,),
+        num_windows=2,
+        window_tokens=128,
+        num_scored=16,
+        depths=(),
+        num_chains=0,
+    )
+    found, beside = [], []
+
+    def noted(samples: Samples, fingerprint: str, presets: list[str]) -> Profile:
+        if threading.current_thread() is not threading.main_thread():
+            beside.extend(presets)
+        return learn_profile(samples, fingerprint, presets)
+
+    monkeypatch.setattr("engines.calibration.calibrate.learn_profile", noted)
+    for path in ("", str(tmp_path / "report.json")):
+        instrument = MlxInstrument(loaded, probe(loaded.model), tmp_path)
+        profile = calibrate(instrument, msgspec.structs.replace(order, report_path=path))
+        rows = [(x.preset, x.kl, x.bits_per_element) for x in profile.rows]
+        found.append((profile.ids, sorted(rows)))
+    assert found[0] == found[1] and beside == ["balanced"]
+    assert found[0][0].keys() == {"dense3", "balanced"} and len(found[0][1]) == 3
