@@ -174,7 +174,7 @@ def test_one_far_behind_is_not_waited_for(bench, is_hot):
     second = follower(bench)
     held, stored = (14 * BLOCK, 0) if is_hot else (0, 14)
     assert not waits(bench, second, held, stored)
-    run(first, 2 * BLOCK)  # less than a step behind
+    run(first, 2 * BLOCK)  # less than a step is missing
     assert waits(bench, second, held, stored)
 
 
