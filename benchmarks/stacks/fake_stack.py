@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -96,8 +97,17 @@ class FakeStack:
     @property
     def engine(self) -> psutil.Process:
         """The running engine. It changes when the engine is started again."""
-        (child,) = [x for x in self.process.children() if "fake_worker" in " ".join(x.cmdline())]
+        (child,) = self._engines()
         return child
+
+    def _engines(self) -> list[psutil.Process]:
+        """The engine's process; none while it is started again."""
+        found = []
+        for child in self.process.children():
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                if "fake_worker" in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -117,11 +127,14 @@ class FakeStack:
             return 0
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait for an engine that lives: for a moment the gateway calls a dead one ready."""
         end = time.monotonic() + timeout_s
-        while self.status("/readyz") != 200:
+        while True:
             assert self._process is not None
             if time.monotonic() > end or self._process.poll() is not None:
                 raise AssertionError("the gateway is not ready:\n" + self.log.read_text()[-4000:])
+            if self._engines() and self.status("/readyz") == 200:
+                return
             time.sleep(0.05)
 
 
