@@ -31,7 +31,7 @@ _OTHER_GOOD = {("POST", "/admin/keys"): 201} | {
     for x in ("measure", "models/load", "models/unload", "models/download")
 }
 _STREAMS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
-_NUMBER_OF_ROWS = {"type": "integer", "minimum": 1, "maximum": MAX_ROWS}
+_NUMBER_OF_ROWS = {"type": "integer", "minimum": 0, "maximum": MAX_ROWS}
 _LISTS = re.compile(r"/(items|input_items|messages)$|^/v1/chat/completions$")
 _PAGES = frozenset({"/", "/docs", "/ui", "/ui/{version}/{name}"})
 _OPEN = _PAGES | {"/livez", "/readyz", "/health", "/ping", "/version", "/openapi.json"}

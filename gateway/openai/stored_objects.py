@@ -44,11 +44,15 @@ def query_of(request: Request, *, ascending: bool) -> Query:
     order = given.get("order") or ("asc" if ascending else "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order: use asc or desc", "order")
-    return Query(limit_of(request, 20, MAX_ROWS), given.get("after") or None, order == "asc")
+    return Query(limit_of(request, 20, MAX_ROWS, 0), given.get("after") or None, order == "asc")
 
 
 def shown_list(page: ObjectList) -> Response:
-    """Answer with a page of bodies as they were stored."""
+    """Answer with a page of bodies as they were stored.
+
+    One without rows says that it is the last: a client goes on from a row, and where there is none
+    it would begin again, for ever.
+    """
     ids = [x.id for x in page.rows]
     return json_response(
         {
@@ -56,7 +60,7 @@ def shown_list(page: ObjectList) -> Response:
             "data": [msgspec.Raw(x.body) for x in page.rows],
             "first_id": ids[0] if ids else None,
             "last_id": ids[-1] if ids else None,
-            "has_more": page.more,
+            "has_more": page.more and bool(ids),
         }
     )
 

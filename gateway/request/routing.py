@@ -43,10 +43,10 @@ def json_response(body: object, status: int = 200) -> Response:
     return Response(encoded, status, media_type="application/json")
 
 
-def limit_of(request: Request, usual: int, most: int) -> int:
-    """Read ``limit``, the rows of a list. Raises ``InvalidRequest``: it is none from 1 on."""
+def limit_of(request: Request, usual: int, most: int, least: int = 1) -> int:
+    """Read ``limit``, the rows of a list. Raises ``InvalidRequest``: it is out of bounds."""
     given = request.query_params.get("limit") or str(usual)
     is_short = given.isascii() and given.isdigit() and len(given) <= len(str(most))
-    if not (is_short and 0 < int(given) <= most):
-        raise InvalidRequest(f"limit: use a number from 1 to {most}", "limit")
+    if not (is_short and least <= int(given) <= most):
+        raise InvalidRequest(f"limit: use a number from {least} to {most}", "limit")
     return int(given)

@@ -344,7 +344,7 @@ async def test_bad_bodies(app: App, path: str, body: Any, param: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", ["limit=x", "limit=0", "limit=00", "limit=101", "limit=-1", "limit=٣", "order=up"]
+    "query", ["limit=x", "limit=0000", "limit=101", "limit=-1", "limit=٣", "order=up"]
 )
 async def test_bad_pages(app: App, query: str) -> None:
     made = (await respond(app)).json
@@ -358,6 +358,26 @@ async def test_bad_pages(app: App, query: str) -> None:
         assert (reply.status, reply.error["param"]) == (400, query.partition("=")[0])
         assert reply.error["type"] == "invalid_request_error"
         assert (await app.get(f"{path}?limit=1")).status == 200
+
+
+async def test_a_list_of_no_rows_is_the_last_page(app: App) -> None:
+    """A client that pages on from the last row while there is more would never end."""
+    made = (await respond(app)).json
+    items = {"items": [{"role": "user", "content": "a"}]}
+    conversation = (await app.post("/v1/conversations", items)).json
+    asked = {"messages": [{"role": "user", "content": "hi"}], "store": True}
+    chat = (await app.post("/v1/chat/completions", {"model": MODEL, **asked})).json
+    for path in (
+        f"/v1/responses/{made['id']}/input_items",
+        f"/v1/conversations/{conversation['id']}/items",
+        "/v1/chat/completions",
+        f"/v1/chat/completions/{chat['id']}/messages",
+    ):
+        assert len((await app.get(path)).json["data"]) == 1
+        empty = {"object": "list", "data": [], "first_id": None, "last_id": None}
+        for query in ("limit=0", "limit=0&order=desc"):
+            assert (await app.get(f"{path}?{query}")).json == {**empty, "has_more": False}
+    assert (await app.get("/v1/responses/resp_x/input_items?limit=0")).status == 404
 
 
 async def test_a_stored_response_is_streamed_again(app: App) -> None:
