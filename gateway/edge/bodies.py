@@ -50,6 +50,7 @@ _FULL = Failure(
 ENCODINGS: Final = ("gzip", "deflate", "zstd")
 STEP_BYTES: Final = 256 << 10  # unpacked in well under a millisecond
 FEED_BYTES: Final = 64 << 10  # zlib copies what it has not taken yet, at each step
+MAX_STREAMS: Final = 4096  # of one body; empty ones would take time and no bytes
 MAX_WINDOW_LOG: Final = 23  # 8 MiB, the most that RFC 9659 lets a client of HTTP ask for
 REPLACED_HEADER: Final = "x-thermocline-replaced"
 _REPLACEMENT: Final = "\ufffd".encode()
@@ -207,23 +208,31 @@ class _Unpacker(Protocol):
 
 
 def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
-    """Yield what comes out, in pieces of at most ``STEP_BYTES``; some may be empty."""
-    unpacker = _unpacker(encoding, body)
+    """Yield what comes out, in pieces of at most ``STEP_BYTES``; some may be empty.
+
+    Streams of gzip and zstd may follow one another (RFC 1952, 2.2; RFC 8878, 3.1).
+    """
+    unpacker, num_streams = _unpacker(encoding, body), 1
     for start in range(0, len(body), FEED_BYTES):
-        if unpacker.eof:
-            raise InvalidRequest(f"The body goes on after the end of its {encoding} stream.")
         given = body[start : start + FEED_BYTES]
-        while not unpacker.eof:
+        while True:
+            if unpacker.eof:
+                num_streams += 1
+                if num_streams > (1 if encoding == "deflate" else MAX_STREAMS):
+                    raise InvalidRequest(
+                        f"The body goes on after the end of its {encoding} stream."
+                    )
+                unpacker = _unpacker(encoding, given)
             piece = unpacker.decompress(given, STEP_BYTES)
             yield piece
-            # zstd keeps what it has not taken, zlib hands it back.
-            given = getattr(unpacker, "unconsumed_tail", b"")
-            if not given and len(piece) < STEP_BYTES:
+            if unpacker.eof:
+                given = unpacker.unused_data
+            else:  # zstd keeps what it has not taken, zlib hands it back
+                given = getattr(unpacker, "unconsumed_tail", b"")
+            if not given and (unpacker.eof or len(piece) < STEP_BYTES):
                 break
     if not unpacker.eof:
         raise InvalidRequest(f"The body's {encoding} stream ends too early.")
-    if unpacker.unused_data:
-        raise InvalidRequest(f"The body goes on after the end of its {encoding} stream.")
 
 
 def _unpacker(encoding: str, body: bytes) -> _Unpacker:

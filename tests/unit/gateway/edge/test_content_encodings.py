@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
-from gateway.edge.bodies import STEP_BYTES, encoding_of, unpacked
+from gateway.edge.bodies import FEED_BYTES, MAX_STREAMS, STEP_BYTES, encoding_of, unpacked
 from gateway.errors import RequestRefused
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
@@ -108,6 +108,40 @@ async def test_a_damaged_body_is_400(encoding: str, pack: Pack) -> None:
         answer = await app.post("/v1/chat/completions", body, content_encoding=encoding)
         assert answer.status == 400, answer.body
     assert app.engine.asked == []
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [x for x in PACKED if x[0] != "deflate"])
+async def test_streams_may_follow_one_another(encoding: str, pack: Pack) -> None:
+    """RFC 1952, 2.2, and RFC 8878, 3.1: as several programs write large files."""
+    dice = random.Random(2)
+    pieces = [dice.randbytes(n) for n in (0, 1, FEED_BYTES, 5, STEP_BYTES + 3, 0)] + [b"x" * MIB]
+    packed = b"".join(map(pack, pieces))
+    assert await out_of(packed, encoding) == b"".join(pieces)
+    with pytest.raises(InvalidRequest, match="is larger than") as error:
+        await out_of(packed, encoding, MIB)
+    assert error.value.status == 413
+    for damaged in (packed + b"x", packed + pack(b"more")[:-1]):
+        with pytest.raises(InvalidRequest) as error:
+            await out_of(damaged, encoding)
+        assert error.value.status == 400
+    body = json.dumps(CHAT).encode()
+    app = App(RecordingEngine(chat_answer()))
+    both = pack(body[:99]) + pack(body[99:])
+    answer = await app.post("/v1/chat/completions", both, content_encoding=encoding)
+    assert answer.status == 200, answer.body
+
+
+@EACH
+async def test_streams_of_nothing_are_bounded_in_number(encoding: str, pack: Pack) -> None:
+    most = 1 if encoding == "deflate" else MAX_STREAMS
+    assert await out_of(pack(b"") * most, encoding) == b""
+    with pytest.raises(InvalidRequest, match="goes on after the end"):
+        await out_of(pack(b"") * (most + 1), encoding)
+
+
+async def test_a_zstd_frame_to_skip_is_skipped() -> None:
+    skipped = (0x184D2A50).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
+    assert await out_of(skipped + zstd.compress(b"{}") + skipped, "zstd") == b"{}"
 
 
 @EACH
