@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from engines.vllm_plugin.groups import DENSE, Groups
+from kvstore.blobs.chain import num_common
 from kvstore.session import SessionName, SessionRef
 
 MAX_SESSIONS: Final = 4096
@@ -64,7 +65,6 @@ class ResidentSessions:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._sessions: OrderedDict[SessionName, ResidentSession] = OrderedDict()
-        self._users: Counter[bytes] = Counter()  # sessions per block hash
         self._to_drop: list[SessionName] = []
         self._pool: BlockPool | None = None
         self._groups = DENSE
@@ -106,11 +106,9 @@ class ResidentSessions:
             entry.num_requests -= 1
             entry.last_used_s = self._monotonic()
             if hashes:
-                self._let_go(entry.hashes)
                 entry.hashes = list(hashes)
                 entry.boundary = len(hashes) if boundary is None else boundary
                 entry.reported_hot = True
-                self._users.update(entry.hashes)
 
     def count_save(self, session: SessionRef, change: int) -> None:
         """Count unfinished saves: +1 when one is planned, -1 when all ranks have copied it."""
@@ -125,22 +123,9 @@ class ResidentSessions:
             name = next(idle, None)
             if name is None:
                 return
-            self._let_go(self._sessions.pop(name).hashes)
-
-    def _let_go(self, hashes: Sequence[bytes]) -> None:
-        """Count one session less for these blocks, and remove blocks without sessions."""
-        for block_hash in hashes:
-            self._users[block_hash] -= 1
-            if not self._users[block_hash]:
-                del self._users[block_hash]
+            del self._sessions[name]
 
     # ---- looking
-
-    @property
-    def block_hashes(self) -> set[bytes]:
-        """The hashes of the blocks of all sessions."""
-        with self._lock:
-            return set(self._users)
 
     def names(self) -> list[SessionName]:
         with self._lock:
@@ -234,9 +219,9 @@ class ResidentSessions:
             names, self._to_drop = self._to_drop, []
             entries = [self._sessions[x] for x in names if x in self._sessions]
             idle = [x for x in entries if x.dropping]  # the sessions not used meanwhile
-            hashes = [h for x in idle for h in x.hashes if self._users[h] <= 1]
+            kept = [x.hashes for x in self._sessions.values() if not x.dropping]
+            hashes = [h for x in idle for h in x.hashes[_num_kept(x.hashes, kept) :]]
             for entry in idle:
-                self._let_go(entry.hashes)
                 entry.hashes, entry.boundary = [], 0
                 entry.dropping = False
         blocks = [x for h in hashes for g in self._groups.ids if (x := self._cached(h, g))]
@@ -249,3 +234,8 @@ class ResidentSessions:
                 found = self.pool.get_cached_block(block_hash, [group])
                 return found[0] if found else None
         return None
+
+
+def _num_kept(chain: Sequence[bytes], kept: Sequence[Sequence[bytes]]) -> int:
+    """Count the leading blocks of a chain that some other chain has as well."""
+    return max((num_common(chain, x) for x in kept), default=0)

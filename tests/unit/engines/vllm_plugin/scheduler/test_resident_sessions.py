@@ -11,6 +11,7 @@ from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 
 CHAIN = hashes(tokens_of(10))
 NAME = ("t", "s")
+NAMED = tuple(enumerate("abcd"))
 
 
 def bound(pool: Pool) -> ResidentSessions:
@@ -24,18 +25,25 @@ def turn(hot: ResidentSessions, session: str, chain: list[bytes]) -> None:
     hot.end(ref(session), chain)
 
 
-def test_nothing_is_counted_of_blocks_that_no_session_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_module, "MAX_SESSIONS", 8)
     hot = bound(Pool())
-    for i in range(100):
-        for end in (5, 10):
-            turn(hot, f"s{i % 20}", CHAIN[:2] + hashes(tokens_of(end, first=1000 * i)))
-        if not i % 3:
-            hot.ask_to_drop(("t", f"s{i % 20}"))
-            hot.drop_asked()
-    held = {x for _, session in hot.names() for x in hot.chain(ref(session))}
-    assert len(hot.names()) == 8
-    assert held == hot.block_hashes
+    for i in range(20):
+        turn(hot, f"s{i}", CHAIN)
+    assert [x for _, x in hot.names()] == [f"s{i}" for i in range(12, 20)]
+
+
+def test_sessions_that_are_dropped_together_leave_what_the_others_have() -> None:
+    pool = Pool()
+    hot = bound(pool)
+    chains = {x: hashes([*tokens_of(2 + i), *tokens_of(3, first=900 + i)]) for i, x in NAMED}
+    for name, chain in chains.items():
+        pool.fill(chain)
+        turn(hot, name, chain)
+    for name in ("b", "d"):
+        hot.ask_to_drop(("t", name))
+    hot.drop_asked()
+    assert set(pool.cached) == {*chains["a"], *chains["c"]}
 
 
 def test_blocks_that_another_session_has_are_not_dropped() -> None:
