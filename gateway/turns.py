@@ -22,7 +22,7 @@ from starlette.responses import Response
 from engines.base import Engine, SessionRef
 from engines.openai.errors import InvalidRequest, unknown_model
 from engines.openai.foreign_request import Dialect, ignored_fields, renamed, take_foreign
-from engines.openai.keywords import left_out, with_enforceable_formats
+from engines.openai.keywords import with_known_keywords
 from engines.openai.messages import ImageSupport, with_known_parts
 from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
 from engines.pool.on_demand import OnDemand
@@ -266,8 +266,8 @@ def _check(
         raise InvalidRequest(message, param, error.code, error.status) from error
     keywords: Sequence[str] = ()
     if request.has_schemas:
-        raw |= with_enforceable_formats(raw)
-        keywords = left_out(request.held_schemas, engine)
+        made, keywords = with_known_keywords(raw, request.held_schemas, engine)
+        raw |= made
         if engine == "vllm":
             request.count_schemas().check_lengths()
     if isinstance(request, ChatRequest):

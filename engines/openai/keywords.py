@@ -17,6 +17,7 @@ import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
+from engines.openai.well_formed import Path, misfits, well_formed, with_well_formed_tools
 
 _UNKNOWN: Final = frozenset(
     {"contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "not"}
@@ -55,7 +56,6 @@ _NOT_OF_XGRAMMAR: Final = re.compile(r"(\\[pP]|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", r
 _VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "required"})
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
-Path: TypeAlias = tuple[str, ...]
 Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
 Reads: TypeAlias = Callable[[str], bool]  # says whether a compiler can hold a text to a pattern
 
@@ -68,6 +68,7 @@ class HeldSchema(NamedTuple):
     schema: Json
     strict: bool
     of_call: bool = False  # the arguments of one, and no answer
+    on_mlx_only: bool = False  # others hold an answer to its format alone, or to nothing
     reads: Reads | None = None  # None: as most compilers do
 
     def at(self, engine: str) -> HeldSchema:
@@ -76,6 +77,8 @@ class HeldSchema(NamedTuple):
 
     def check(self) -> None:
         """Refuse what cannot be left out. Raises ``FieldError``."""
+        if self.on_mlx_only:
+            return  # its compiler says it
         if ref := endless_ref(self.schema):
             raise FieldError(
                 self.field,
@@ -83,6 +86,12 @@ class HeldSchema(NamedTuple):
                 " it describes no value: let it refer to a schema of its own",
             )
         if self.strict:
+            for misfit in misfits(self.schema):
+                raise FieldError(
+                    self.field,
+                    f"Invalid schema for {self.name}: in context={misfit.path!r}, {misfit.words},"
+                    " which strict does not permit: mend it, or set strict to false",
+                )
             for path, keyword in self._left_out():
                 raise FieldError(
                     self.field,
@@ -93,12 +102,14 @@ class HeldSchema(NamedTuple):
     @property
     def left_out(self) -> set[str]:
         """The keywords that its grammar does not have."""
-        return {keyword for _, keyword in self._left_out()}
+        found = {keyword for _, keyword in self._left_out()}
+        return found | {misfit.keyword for misfit in misfits(self.schema)}
 
     def _left_out(self) -> list[tuple[Path, str]]:
         found: list[tuple[Path, str]] = []
         reads = self.reads or is_plain
-        _enforceable(self.schema, (), reads, lambda path, keyword: found.append((path, keyword)))
+        schema = well_formed(self.schema)
+        _enforceable(schema, (), reads, lambda path, keyword: found.append((path, keyword)))
         return found
 
 
@@ -115,9 +126,15 @@ def held_formats(form: ResponseFormat | None, outputs: Json | None) -> list[Held
 
 
 def held_tools(
-    tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | NamedTool | None
+    tools: Sequence[Tool],
+    choice: Literal["none", "auto", "required"] | NamedTool | None,
+    beside_format: bool,
 ) -> list[HeldSchema]:
-    """List the schemas of functions that are strict, or whose call is forced."""
+    """List the schemas of functions that are strict, or whose call is forced.
+
+    Args:
+        beside_format: of an answer; then mlx holds all calls that may come in its place.
+    """
     if choice == "none":
         return []
     named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -128,10 +145,16 @@ def held_tools(
             tool.function.parameters,
             bool(tool.function.strict),
             of_call=True,
+            on_mlx_only=not (tool.function.strict or choice == "required" or named is not None),
         )
         for i, tool in enumerate(tools)
         if tool.function.parameters is not None
-        and (tool.function.strict or choice == "required" or tool.function.name == named)
+        and (
+            tool.function.strict
+            or choice == "required"
+            or tool.function.name == named
+            or (beside_format and named is None)
+        )
     ]
 
 
@@ -141,7 +164,7 @@ def left_out(schemas: Iterable[HeldSchema], engine: str) -> list[str]:
     Raises:
         InvalidRequest: a strict one has such a keyword.
     """
-    held = [schema.at(engine) for schema in schemas]
+    held = [x.at(engine) for x in schemas if engine == "mlx" or not x.on_mlx_only]
     try:
         for schema in held:
             if schema.reads:
@@ -159,6 +182,18 @@ def read_schema(schema: object) -> object:
     return schema
 
 
+def with_known_keywords(
+    raw: Json, held: Iterable[HeldSchema], engine: str
+) -> tuple[Json, list[str]]:
+    """Return the fields of a checked body that hold schemas, as they can be used there.
+
+    Returns the keywords that they lose as well; see ``left_out``.
+    """
+    tools, misplaced = with_well_formed_tools(raw)
+    keywords = misplaced.union(left_out(held, engine))
+    return {**tools, **with_enforceable_formats(raw)}, sorted(keywords)
+
+
 def with_enforceable_formats(raw: Json) -> Json:
     """Return the fields of a checked body that hold its answer's schema, as it can be enforced."""
     made: Json = {}
@@ -173,7 +208,8 @@ def with_enforceable_formats(raw: Json) -> Json:
 
 def enforceable(schema: Json, reads: Reads | None = None) -> Json:
     """Return a copy of a schema without the keywords that cannot be enforced."""
-    made: Json = _enforceable(schema, (), reads or is_plain, lambda path, keyword: None)
+    formed = well_formed(schema)
+    made: Json = _enforceable(formed, (), reads or is_plain, lambda path, keyword: None)
     return made
 
 

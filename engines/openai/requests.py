@@ -74,6 +74,8 @@ MAX_CONTEXTS: Final = 4
 PROMPT_FIELDS: Final = frozenset(
     {"model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"}
 )
+# Of a chat that is not answered: its tools, strict ones as well, only make the prompt.
+HELD_TO_NOTHING: Final[Json] = {"tool_choice": "none", "response_format": None}
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 MAX_INPUTS: Final = 2048  # OpenAI's
 MAX_EMBEDDED_TOKENS: Final = 300_000  # of all inputs together; OpenAI's, too
@@ -227,7 +229,9 @@ class ChatRequest(Body, frozen=True, kw_only=True):
 
     @property
     def held_schemas(self) -> Sequence[HeldSchema]:
-        return [*super().held_schemas, *held_tools(self.tools or (), self.tool_choice)]
+        form = self.response_format
+        beside = form is not None and form.type != "text" or bool(self.structured_outputs)
+        return [*super().held_schemas, *held_tools(self.tools or (), self.tool_choice, beside)]
 
     @property
     def answer_tokens(self) -> int | None:
@@ -317,9 +321,8 @@ def validate_tokenize(
         InvalidRequest: it is neither, or not of the right form.
     """
     if "messages" in raw:
-        return validate_chat(
-            {name: raw[name] for name in PROMPT_FIELDS & raw.keys()}, image_support
-        )
+        prompt = {name: raw[name] for name in PROMPT_FIELDS & raw.keys()}
+        return validate_chat(prompt | HELD_TO_NOTHING, image_support)
     return checked(raw, TokenizeText)
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from engines.openai.foreign_request import Dialect
 from engines.openai.messages import NO_IMAGES, ImageSupport
-from engines.openai.requests import Json, checked, validate_chat
+from engines.openai.requests import HELD_TO_NOTHING, Json, checked, validate_chat
 from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.anthropic.translation import MessageFormat, prompt_fields, translated
 from gateway.config import GatewayConfig
@@ -113,7 +113,7 @@ def chat_of(asked: Json, image_support: ImageSupport = NO_IMAGES) -> Json:
     request = checked(asked, CountRequest)
     fields, _ = prompt_fields(request, image_support)
     chat = {"model": request.model, **fields}
-    validate_chat(chat, image_support)
+    validate_chat({**chat, **HELD_TO_NOTHING}, image_support)
     return chat
 
 

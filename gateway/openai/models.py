@@ -32,6 +32,7 @@ from engines.openai.requests import (
     validate_embeddings,
     validate_tokenize,
 )
+from engines.openai.well_formed import with_well_formed_tools
 from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.edge.request_state import state_of
 from gateway.gateway import Gateway
@@ -206,4 +207,5 @@ def _for_engine(
     question = {name: raw[name] for name in _TAKEN & raw.keys()}
     if isinstance(asked, ChatRequest):
         question["messages"] = with_known_parts(raw["messages"], asked.messages)
+        question |= with_well_formed_tools(question)[0]
     return msgspec.json.encode({**question, "model": served_name(model, config, asked.model)})

@@ -13,6 +13,7 @@ from engines.base import EngineUnavailable
 from engines.http import TENANT_HEADER, while_client_stays
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import PROMPT_FIELDS, TOKENIZE_PATH, Json
+from engines.openai.well_formed import with_well_formed_tools
 from engines.wire import TemplateRules
 from gateway.keys import Tenant
 from gateway.models import ServedModel
@@ -71,6 +72,7 @@ def count_question(rules: TemplateRules, keeps_reasoning: bool, chat: Json) -> b
     """
     question = {name: chat[name] for name in PROMPT_FIELDS & chat.keys()}
     question["messages"] = fitted(chat["messages"], rules)
+    question |= with_well_formed_tools(question)[0]
     if keeps_reasoning:
         keep_reasoning(question, rules)
     effort = question.get("reasoning_effort")

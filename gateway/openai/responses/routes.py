@@ -14,7 +14,7 @@ from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.foreign_request import Dialect
 from engines.openai.messages import ImageSupport
-from engines.openai.requests import Json, checked
+from engines.openai.requests import HELD_TO_NOTHING, Json, checked
 from gateway.edge.request_state import state_of
 from gateway.errors import Failure
 from gateway.gateway import Gateway
@@ -240,6 +240,6 @@ async def _question(request: Request) -> tuple[ServedModel, bytes]:
 
 
 def _for_engine(model: ServedModel, keeps_reasoning: bool, chat: Json) -> bytes:
-    validate(chat, model.image_support)
+    validate({**chat, **HELD_TO_NOTHING}, model.image_support)
     chat["model"] = model.served.model
     return count_question(model.served.template, keeps_reasoning, chat)

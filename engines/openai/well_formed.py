@@ -1,0 +1,158 @@
+"""Finds things in a JSON schema that have no meaning where they stand, and leaves them out.
+
+A property whose schema is a text, a type that does not exist, a bound that is no number: no
+compiler takes a schema with one, and templates of models stumble over it. A property of which
+nothing can be said may be anything; any other such keyword is left out. Null asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from engines.openai.messages import Json
+
+Path: TypeAlias = tuple[str, ...]
+
+_TYPES: Final = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+
+
+class Misfit(NamedTuple):
+    """A place in a schema where something without meaning stands."""
+
+    path: Path  # to the schema with the keyword, or to the value that is no schema
+    keyword: str
+    words: str  # that say what is wrong
+
+
+def misfits(schema: object) -> list[Misfit]:
+    """List them all. Takes no recursion, as schemas may be deep."""
+    return list(_misfits(schema))
+
+
+def well_formed(schema: Json) -> Json:
+    """Return a copy without them."""
+    made: Json = _mended(schema)
+    return made
+
+
+def with_well_formed_tools(raw: Json) -> tuple[Json, set[str]]:
+    """Return the field of a checked chat that holds tools, without misfits, and their keywords.
+
+    There is no such field if there are none: it would be as it is.
+    """
+    tools = raw.get("tools") or []
+    found = [x for tool in tools for x in misfits(tool["function"].get("parameters"))]
+    return {"tools": [_mended_tool(x) for x in tools]} if found else {}, {x.keyword for x in found}
+
+
+def _mended_tool(tool: Json) -> Json:
+    function = tool["function"]
+    if function.get("parameters") is None:
+        return tool
+    return {**tool, "function": {**function, "parameters": well_formed(function["parameters"])}}
+
+
+def _misfits(schema: object) -> Iterator[Misfit]:
+    waiting: list[tuple[Path, str, Any]] = [((), "", schema)]
+    while waiting:
+        path, keyword, node = waiting.pop()
+        if not isinstance(node, dict):
+            if node is not None and not isinstance(node, bool):
+                yield Misfit(path, keyword, f"{str(node)[:40]!r} is no JSON schema")
+            continue
+        inner: list[tuple[Path, str, Any]] = []
+        for key, value in node.items():
+            if value is None:
+                continue
+            if key in _FORMS and not _FORMS[key](value):
+                yield Misfit(path, key, f"{key!r} cannot be {str(value)[:40]!r}")
+                continue
+            inner += [((*path, key, *where), key, x) for where, x in _inner(key, value)]
+        waiting += reversed(inner)
+
+
+def _inner(key: str, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield the schemas that a keyword with a value of its form has, and where."""
+    if key in _BY_NAME:
+        yield from (((name,), x) for name, x in value.items())
+    elif key in _ONE and not isinstance(value, list):
+        yield (), value
+    elif key in _ONE or key in _LISTED:
+        yield from (((str(i),), x) for i, x in enumerate(value))
+
+
+def _mended(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node if isinstance(node, bool) else {}
+    made: Json = {}
+    for key, value in node.items():
+        if key in _FORMS and (value is None or not _FORMS[key](value)):
+            continue
+        if key in _BY_NAME:
+            value = {name: _mended(x) for name, x in value.items()}
+        elif isinstance(value, list) and (key in _ONE or key in _LISTED):
+            value = [_mended(x) for x in value]
+        elif key in _ONE:
+            value = _mended(value)
+        made[key] = value
+    return made
+
+
+def _is_type(value: object) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(x, str) and x in _TYPES for x in names)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(x, str) for x in value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_divisor(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and value > 0
+
+
+def _is(*kinds: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+# The keywords whose values are schemas: by name, in a list, or one (``items`` may also be a list).
+_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+_ONE: Final = ("items", "additionalProperties", "additionalItems", "unevaluatedProperties") + (
+    "unevaluatedItems",
+    "contains",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+_FORMS: Final[dict[str, Callable[[object], bool]]] = {
+    **dict.fromkeys(_BY_NAME, _is(dict)),
+    **dict.fromkeys(_LISTED, _is_list),
+    **dict.fromkeys(_ONE, _is(dict, bool)),
+    "items": _is(dict, bool, list),
+    "type": _is_type,
+    "required": _is_names,
+    "enum": _is_list,
+    **dict.fromkeys(("pattern", "format", "$ref"), _is(str)),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _is_size),
+    **dict.fromkeys(("minProperties", "maxProperties"), _is_size),
+    **dict.fromkeys(("minimum", "maximum"), _is_number),
+    # True or false, in the drafts up to the fourth.
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _is(int, float)),
+    "multipleOf": _is_divisor,
+}  # fmt: skip
