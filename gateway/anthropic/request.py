@@ -38,7 +38,11 @@ _LEFT_OUT: Final = frozenset(
     | {"mcp_tool_use", "mcp_tool_result", "compaction", "fallback"}
 )
 _MEDIA: Final = re.compile(r"image/[a-zA-Z0-9.+-]{1,64}")
-_UNSEEN: Final = frozenset({"image", "document"})
+# The last ones are other dialects': in a user's own message they are refused, not passed over.
+_UNSEEN: Final = frozenset(
+    {"image", "document", "image_url", "input_image", "image_file", "file", "input_file"}
+    | {"audio", "input_audio", "video_url"}
+)
 
 
 class AnthropicTurn(msgspec.Struct, frozen=True):
@@ -331,6 +335,8 @@ def _result_parts(
                 images.append(_image(chat, block, place))
             elif kind in ("document", "search_result"):
                 rest.append({"type": "text", "text": _text_of(chat, block, place)})
+            elif isinstance(kind, str) and kind != "text" and kind not in _LEFT_OUT:
+                rest.append({"type": "text", "text": _string(block, "text", place)})
             else:
                 rest.append(block)
         except InvalidRequest:

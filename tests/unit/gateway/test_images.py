@@ -208,15 +208,32 @@ async def test_a_result_in_the_parts_of_another_dialect_ends_no_conversation(pat
         ({"type": "image_file", "image_file": {}}, IMAGE),
         ({"type": "audio", "data": "aGk="}, FILE),
         ({"type": "resource", "resource": {"uri": "x"}}, FILE),
+        ({"type": "image_url", "image_url": {"url": PNG}}, IMAGE),
+        ({"type": "input_image", "image_url": PNG}, IMAGE),
         ({"type": "output_text", "text": "more"}, "more"),
     ]
     for part, wanted in parts:
         to = App()
         await to.post(path, after_a_tool(path, [known, part]))
         said = text_of(heard(to)[-1])
-        if path.startswith("/v1/messages") and part["type"] != "image":
-            wanted = ""  # a block of a kind that is unknown there says nothing
         assert said.replace("seen", "").strip() == wanted
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_an_image_of_another_dialect_in_a_users_message_is_refused(path: str) -> None:
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": PNG}},
+        {"type": "input_image", "image_url": PNG},
+        {"type": "image", "data": "aGk=", "mimeType": "image/png"},
+        {"type": "image", "source": source(PNG)},
+        {"type": "input_audio", "input_audio": {}},
+    ]
+    to, name = App(), "input" if path == "/v1/responses" else "messages"
+    for part in parts:
+        turns = [{"role": "user", "content": [part]}]
+        reply = await to.post(path, {"model": MODEL, "max_tokens": 5, name: turns})
+        assert (reply.status, to.engine.asked) == (400, [])
+        assert f"{name}[0].content[0]" in reply.json["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [x for x in PATHS if x.startswith("/v1/messages")])
