@@ -149,14 +149,22 @@ def _as_checked(message: Json, known: Message) -> Json:
     if isinstance(known.content, list):
         message = {**message, "content": [part.plain for part in known.content]}
     if any(_HALF.search(call.function.arguments) for call in known.tool_calls or ()):
-        message = {**message, "tool_calls": [_without_halves(x) for x in message["tool_calls"]]}
+        message = {**message, "tool_calls": [_with_whole_text(x) for x in message["tool_calls"]]}
     return message
 
 
-def _without_halves(call: Json) -> Json:
+def _with_whole_text(call: Json) -> Json:
     function = call["function"]
-    text = _ESCAPE.sub(lambda x: r"\ufffd" if x["half"] else x[0], function.get("arguments", ""))
+    text, _ = without_halves(function.get("arguments", ""))
     return {**call, "function": {**function, "arguments": text}}
+
+
+def without_halves(text: str) -> tuple[str, int]:
+    """Replace half characters that JSON inside a text escapes; returns their number, too."""
+    if not _HALF.search(text):
+        return text, 0
+    made = _ESCAPE.sub(lambda x: r"\ufffd" if x["half"] else x[0], text)
+    return made, made.count(r"\ufffd") - text.count(r"\ufffd")
 
 
 class Function(msgspec.Struct, frozen=True):

@@ -24,13 +24,14 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from engines.http import body_too_large
 from engines.openai.errors import InvalidRequest
+from engines.openai.messages import without_halves
 from engines.openai.requests import Json, parse_json
 from gateway.errors import Failure, RequestRefused
 
@@ -262,15 +263,16 @@ def parse_whole(body: bytes) -> WholeText:
     Raises:
         InvalidRequest: also for one elsewhere; it names the field.
     """
-    try:
+    if not _HINT.search(body):
         return WholeText(parse_json(body))
-    except InvalidRequest:
-        if not _HINT.search(body):
-            raise
+    with suppress(InvalidRequest):
+        raw = parse_json(body)
+        return WholeText(raw, _mend_arguments(raw))
     mark = f"\ufdd0{secrets.token_hex(2)[:3]}".encode()  # no text has it; as long as an escape
     marked = _ESCAPE.sub(lambda x: mark if x["half"] else x[0], body)
     raw = parse_json(marked)
     num_replaced = sum(_mend(of, name, mark) for of, name in _of_tools(raw))
+    num_replaced += _mend_arguments(raw)
     for name, value in raw.items():
         rows = enumerate(value) if isinstance(value, list) else ()
         parts = [(f"{name}[{i}]", x) for i, x in rows] or [(name, value)]
@@ -282,10 +284,7 @@ def parse_whole(body: bytes) -> WholeText:
 
 def _of_tools(raw: Json) -> Iterator[tuple[Json, str]]:
     """Find what tools gave and were given: an object and the name of its field."""
-    rows = [x for name in _LISTS if isinstance(raw.get(name), list) for x in raw[name]]
-    for row in rows:
-        if not isinstance(row, dict):
-            continue
+    for row in _rows(raw):
         kind, content = row.get("type"), row.get("content")
         yield from _calls_in(row)
         if isinstance(kind, str) and kind.endswith("_call_output"):
@@ -298,6 +297,11 @@ def _of_tools(raw: Json) -> Iterator[tuple[Json, str]]:
                 yield from ((x, name) for x in blocks if x.get("type") == kind)
 
 
+def _rows(raw: Json) -> list[Json]:
+    rows = [x for name in _LISTS if isinstance(raw.get(name), list) for x in raw[name]]
+    return [x for x in rows if isinstance(x, dict)]
+
+
 def _calls_in(row: Json) -> Iterator[tuple[Json, str]]:
     """Find what the model called tools with: an object and the name of its field."""
     calls = row.get("tool_calls")
@@ -305,6 +309,16 @@ def _calls_in(row: Json) -> Iterator[tuple[Json, str]]:
     for call in (row, row.get("function_call"), *(y for x in of_chats for y in x.values())):
         if isinstance(call, dict):
             yield from ((call, name) for name in _ARGUMENTS if name in call)
+
+
+def _mend_arguments(raw: Json) -> int:
+    """Replace the half characters that JSON of functions' arguments escapes; returns how many."""
+    num = 0
+    for call, name in (x for row in _rows(raw) for x in _calls_in(row)):
+        if name == "arguments" and isinstance(text := call[name], str):
+            call[name], more = without_halves(text)
+            num += more
+    return num
 
 
 def _mend(of: Json, name: str, mark: bytes) -> int:

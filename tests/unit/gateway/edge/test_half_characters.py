@@ -86,8 +86,9 @@ async def test_halves_that_a_model_wrote_into_arguments_are_replaced(path: str) 
         else:
             body["messages"][1]["tool_calls"][0]["function"]["arguments"] = written
         to = App()
-        await to.post(path, body)
+        reply = await to.post(path, body)
         assert json.loads(heard(to)[1]["tool_calls"][0]["function"]["arguments"]) == wanted
+        assert reply.headers.get(REPLACED_HEADER) == ("4" if wanted == {"at": MENDED} else None)
 
 
 async def test_halves_in_items_of_a_conversation_are_replaced() -> None:
