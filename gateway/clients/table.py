@@ -24,7 +24,7 @@ CLIENTS: Final[Mapping[str, Client]] = {
     "codex": Client("Codex", agents.codex, 6_400),
     "opencode": Client("OpenCode", agents.opencode, 7_600),
     "cline": Client("Cline", agents.cline),
-    "qwen-code": Client("Qwen Code", agents.qwen_code, 16_000),
+    "qwen-code": Client("Qwen Code", agents.qwen_code, 18_000),
     "aider": Client("aider", agents.aider),
     "open-webui": Client("Open WebUI", apps.open_webui, 5_400),
     "librechat": Client("LibreChat", apps.librechat),

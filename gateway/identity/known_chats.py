@@ -15,7 +15,10 @@ if these differ and are known. Else the first of them that is quiet has it.
 One kind of fork goes on in the session that it left: aider writes the last question anew when the
 next one comes, and puts the files after the earlier messages. Such a request is longer than the one
 before it by an answer and a question, and shares all of it but the last few messages. It takes the
-session over where that is quiet, or every turn would leave an unused session.
+session over where that is quiet, or every turn would leave an unused session. qwen-code that is
+started again leaves a reminder out of an older question, often the first: then the system text and
+the first answer say that it is the same chat, if that called tools, since calls have ids, or is all
+that the chat had so far.
 
 The id of a new chat is derived from its first head. So after a restart a chat is found again by
 asking which of its derived ids the engine still has a session for, as long as that first request is
@@ -53,6 +56,7 @@ class Link(NamedTuple):
     nbytes: int  # as JSON, with those before it and the tools
     is_own: bool  # False: without an answer or a named group, many chats may begin so
     said: bytes = b""  # names the answer after it if that is the chat's first (``outline.said``)
+    calls: bytes = b""  # names the same answer if it called tools (``outline.HashedRequest``)
 
 
 class SessionsSeen(Protocol):
@@ -103,6 +107,7 @@ class KnownChats:
             heads.take(chain, seen)
             or heads.rewritten(chain, seen)
             or heads.inherited(chain, seen)
+            or heads.resumed(chain, seen)
             or heads.unused(chain[-1], seen)
         )
         heads.put(chain, session_id)
@@ -119,7 +124,7 @@ class KnownChats:
 
         def note(words: str) -> None:
             if heads := self._heads_of.get(tenant.name):
-                heads.answered(session_id, said(words))
+                heads.answered(session_id, chain, said(words))
 
         return note
 
@@ -140,15 +145,19 @@ class _Heads:
         self._sessions_at: OrderedDict[bytes, list[str]] = OrderedDict()
         self._head_of: dict[str, Link] = {}
         self._said_in: dict[str, bytes] = {}  # the first answer of those that have no other
-        self._stems_of: dict[str, Sequence[bytes]] = {}
-        self._session_with: dict[bytes, str] = {}  # by stem; of several the latest
+        self._stems_of: dict[str, list[bytes]] = {}
+        self._session_with: dict[bytes, str] = {}  # by stem or root; of several the latest
 
     def __len__(self) -> int:
         return len(self._head_of)
 
-    def answered(self, session_id: str, said: bytes) -> None:
-        if session_id in self._head_of:
-            self._said_in[session_id] = said
+    def answered(self, session_id: str, chain: Sequence[Link], said: bytes) -> None:
+        """Note the first answer of a chat; ``chain``: of the request that it answers."""
+        if session_id not in self._head_of:
+            return
+        self._said_in[session_id] = said
+        if said and self._head_of[session_id].digest == chain[-1].digest:
+            self._name(session_id, [_root(chain, said)])
 
     def take(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Remove the head that lies furthest down the chain; return its session, if any."""
@@ -186,13 +195,25 @@ class _Heads:
     def rewritten(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Find the quiet session whose last question this chain has written anew; remove it."""
         for stem, shared in _stems(chain[:-_TURN]):
-            session_id = self._session_with.get(stem)
-            if session_id is None or not seen.is_quiet(session_id):
-                continue
-            if 2 * shared.nbytes >= self._head_of[session_id].nbytes:
-                self._drop(session_id)
+            if session_id := self._left(stem, shared, seen):
                 return session_id
         return None
+
+    def resumed(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
+        """Find the quiet session of a chat whose earlier question is written anew; remove it."""
+        before = chain[:-_TURN]
+        answer = _first_calls(before) or (before[-1].said if before else b"")
+        return self._left(_root(before, answer), before[0], seen) if answer else None
+
+    def _left(self, name: bytes, shared: Link, seen: SessionsSeen) -> str | None:
+        """Remove the session of a stem or a root if it is quiet and half of it is shared."""
+        session_id = self._session_with.get(name)
+        if session_id is None or not seen.is_quiet(session_id):
+            return None
+        if 2 * shared.nbytes < self._head_of[session_id].nbytes:
+            return None
+        self._drop(session_id)
+        return session_id
 
     def inherited(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Find a session from before a restart. One whose head is known belongs to another chat."""
@@ -219,10 +240,16 @@ class _Heads:
         self._sessions_at.setdefault(head.digest, []).append(session_id)
         self._sessions_at.move_to_end(head.digest)
         self._head_of[session_id] = head
-        self._stems_of[session_id] = [stem for stem, _ in _stems(chain)]
-        self._session_with.update(dict.fromkeys(self._stems_of[session_id], session_id))
+        self._stems_of[session_id] = []
+        self._name(session_id, [stem for stem, _ in _stems(chain)])
+        if calls := _first_calls(chain):
+            self._name(session_id, [_root(chain, calls)])
         if len(self._head_of) > self._capacity:
             self._drop(next(iter(self._sessions_at.values()))[0])
+
+    def _name(self, session_id: str, names: Sequence[bytes]) -> None:
+        self._stems_of[session_id] += names
+        self._session_with.update(dict.fromkeys(names, session_id))
 
     def _drop(self, session_id: str) -> None:
         digest = self._head_of.pop(session_id).digest
@@ -251,6 +278,16 @@ def _stems(chain: Sequence[Link]) -> Iterator[tuple[bytes, Link]]:
         yield chain[i].digest + length, chain[i]
 
 
+def _root(chain: Sequence[Link], answer: bytes) -> bytes:
+    """Name a chain by its first message, its length and its first answer."""
+    return chain[0].digest + len(chain).to_bytes(4) + answer
+
+
+def _first_calls(chain: Sequence[Link]) -> bytes:
+    """Return what names the first answer of a chain if it called tools; else b""."""
+    return next((link.calls for link in chain if link.calls), b"")
+
+
 def message_chain(request: HashedRequest, group: str | None = None) -> list[Link]:
     """Chain the hashes of a request's messages, each with all before it.
 
@@ -265,8 +302,11 @@ def message_chain(request: HashedRequest, group: str | None = None) -> list[Link
         digest = _joined(digest, message.digest)
         nbytes += message.nbytes
         is_own = group is not None or i >= request.first_answer
-        first_said = request.first_said if i + 1 == request.first_answer else b""
-        links.append(Link(digest, nbytes, is_own, first_said))
+        links.append(Link(digest, nbytes, is_own))
+    first = request.first_answer
+    if 0 < first < len(links):
+        words, calls = request.first_said, request.first_calls
+        links[first - 1] = links[first - 1]._replace(said=words, calls=calls)
     return links
 
 

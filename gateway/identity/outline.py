@@ -63,6 +63,7 @@ class HashedRequest(NamedTuple):
     has_system: bool  # the first message is the system's
     first_answer: int  # the first message that many chats do not begin with; their number if none
     first_said: bytes  # names the text of that message; b"" if there is none
+    first_calls: bytes  # its digest if it called tools, whose ids are random; else b""
 
     @property
     def outline(self) -> Outline:
@@ -82,13 +83,17 @@ def hashed(model: str, messages: Sequence[object], tools: object, salt: bytes) -
     """Hash a request's parts. Fields that are null count as left out: clients differ in that."""
     roles = [x.get("role") if isinstance(x, Mapping) else "assistant" for x in messages]
     first = roles.index("assistant") if "assistant" in roles else len(roles)
+    answer = messages[first] if first < len(roles) else None
+    parts = [_hashed(_encode(_without_nulls(message)), salt) for message in messages]
+    has_calls = isinstance(answer, Mapping) and bool(answer.get("tool_calls"))
     return HashedRequest(
         _hashed(model.encode(), salt).digest[:DIGEST_BYTES],
         _hashed(_encode(tools), salt) if tools else None,
-        [_hashed(_encode(_without_nulls(message)), salt) for message in messages],
+        parts,
         roles[0] in ("system", "developer"),
         first,
-        said(_text_of(messages[first])) if first < len(roles) else b"",
+        said(_text_of(answer)),
+        parts[first].digest if has_calls else b"",
     )
 
 

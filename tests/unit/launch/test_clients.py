@@ -57,7 +57,7 @@ def test_codex_names_its_variable_only_where_there_is_a_key(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("client", "tokens"),
-    [("claude", "20,000"), ("qwen-code", "16,000"), ("opencode", "7,600"), ("codex", "6,400")],
+    [("claude", "20,000"), ("qwen-code", "18,000"), ("opencode", "7,600"), ("codex", "6,400")],
 )
 def test_a_context_that_is_too_short_for_the_first_prompt_is_noted(
     client: str, tokens: str, tmp_path: Path

@@ -1,0 +1,112 @@
+"""A chat goes on in its session when its client, started again, writes an older question anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.identity.known_chats import KnownChats, message_chain
+from gateway.identity.outline import hashed
+from gateway.keys import Tenant
+
+ALICE = Tenant("alice", b"a" * 32)
+SYSTEM = {"role": "system", "content": "rules " * 200}
+DATE = "The date is Tuesday. "
+TOOLS = [{"type": "function", "function": {"name": "read"}}]
+
+
+class Sessions:
+    """A tenant's chats, whose sessions are all there."""
+
+    def __init__(self) -> None:
+        self.chats = KnownChats(100)
+        self.known: set[str] = set()
+        self.busy: set[str] = set()
+
+    def ask(self, *messages: dict[str, Any], answer: str = "") -> str:
+        chain = message_chain(hashed("m", messages, TOOLS, ALICE.salt))
+        session = self.chats.identify(ALICE, chain, self)
+        self.known.add(session)
+        if note := self.chats.on_words(ALICE, session, chain):
+            note(answer)
+        return session
+
+    def exists(self, id: str) -> bool:
+        return id in self.known
+
+    def is_quiet(self, id: str) -> bool:
+        return id in self.known - self.busy
+
+    def tokens_of(self, id: str) -> int:
+        return 400 if id in self.known else 0
+
+    def is_answered(self, id: str) -> bool:
+        return id in self.known
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def calls(id: str, text: str = "") -> Sequence[dict[str, Any]]:
+    """A call of a tool and what it returned."""
+    call = {"id": id, "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": text or None, "tool_calls": [call]}
+    return asked, {"role": "tool", "tool_call_id": id, "content": "12 stones"}
+
+
+def test_a_first_question_without_its_reminder_is_known_by_the_answer():
+    sessions = Sessions()
+    first = sessions.ask(SYSTEM, user(f"{DATE}one?"), answer="One.")
+    other = sessions.ask(SYSTEM, user(f"{DATE}another?"), answer="Another.")
+    assert other != first
+    turns = (SYSTEM, user("one?"), assistant("One."), user(f"{DATE}two?"))
+    assert sessions.ask(*turns) == first
+    again = (*turns[:3], user("two?"), assistant("Two."), user(f"{DATE}three?"))
+    assert sessions.ask(*again) == first
+    assert sessions.ask(SYSTEM, user("another?"), assistant("Another."), user("more?")) == other
+
+
+def test_turns_of_any_number_of_calls_are_known_by_the_first_of_them():
+    sessions = Sessions()
+    start = (SYSTEM, user(f"{DATE}one?"))
+    first = sessions.ask(*start, answer="I look.")
+    steps = [*calls("call_1", "I look."), *calls("call_2"), *calls("call_3")]
+    for n in (2, 4, 6):
+        assert sessions.ask(*start, *steps[:n]) == first
+    turns = [SYSTEM, user("one?"), *steps, assistant("Done."), user(f"{DATE}two?")]
+    assert sessions.ask(*turns) == first
+    more = [*calls("call_4"), *calls("call_5"), *calls("call_6")]
+    assert sessions.ask(*turns, *more) == first
+    turns[-1] = user("two?")
+    assert sessions.ask(*turns, *more, assistant("So."), user(f"{DATE}three?")) == first
+
+
+def test_another_answer_length_or_system_text_or_a_busy_session_is_another_chat():
+    sessions = Sessions()
+    first = sessions.ask(SYSTEM, user(f"{DATE}one?"), answer="One.")
+    went_on = (user("one?"), assistant("One."), user("two?"))
+    other = {"role": "system", "content": "be brief " * 200}
+    assert sessions.ask(SYSTEM, user("one?"), assistant("Two."), user("two?")) != first
+    assert sessions.ask(SYSTEM, *went_on, assistant("Two."), user("three?")) != first
+    assert sessions.ask(other, *went_on) != first
+    sessions.busy = {first}
+    assert sessions.ask(SYSTEM, *went_on) != first
+
+
+def test_a_chat_of_which_the_system_text_is_a_small_part_is_not_taken_over():
+    sessions = Sessions()
+    long = "why? " * 400
+    first = sessions.ask(SYSTEM, user(f"{DATE}{long}"), answer="One.")
+    assert sessions.ask(SYSTEM, user(long), assistant("One."), user("two?")) != first
+
+
+def test_words_that_many_chats_are_answered_with_are_a_sign_at_their_first_turn_only():
+    sessions = Sessions()
+    first = sessions.ask(SYSTEM, user("Hello!"), assistant("Hi."), user("my cat"))
+    longer = (assistant("Hi."), user("my dog"), assistant("Woof."), user("more"))
+    assert sessions.ask(SYSTEM, user("Good day!"), *longer) != first
