@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 NPM: Final[Mapping[str, str]] = {
-    "@anthropic-ai/claude-code": "2.1.197",
-    "@openai/codex": "0.169.0",
-    "@qwen-code/qwen-code": "0.15.10",
+    "@anthropic-ai/claude-code": "2.1.332",
+    "@openai/codex": "0.171.0",
+    "@qwen-code/qwen-code": "0.24.4",
     "opencode-ai": "1.18.33",
     "openai": "6.49.0",
     "ai": "6.0.326",

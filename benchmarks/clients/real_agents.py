@@ -3,10 +3,12 @@
 Codex, OpenCode, qwen-code, Claude Code (npm) and aider (PyPI) are installed into a folder of their
 own, configured for the server by ``thermocline connect``, without a key, and asked three things one
 after the other in one conversation. What counts is the wire: which requests came, none with an
-error, and how much of the second and the third turn's prompt was reused. A proxy in between counts;
-the model's words count for nothing. Everything stays on loopback.
+error, how much of the second and the third turn's prompt was reused, and which sessions the server
+made of them. A proxy in between counts; the model's words count for nothing. Everything stays on
+loopback.
 
     python -m benchmarks.clients.real_agents --cache ~/.cache/thermocline/agents
+    python -m benchmarks.clients.real_agents --engine vllm
     python -m benchmarks.clients.real_agents --engine fake --only codex,aider
 """
 
@@ -19,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -30,6 +33,7 @@ from benchmarks.clients.recorder import Exchange, recording
 from benchmarks.clients.roomy_model import roomy_model
 from benchmarks.stacks.fake_stack import FakeStack
 from benchmarks.stacks.product_stack import MIB, Stack
+from benchmarks.stacks.vllm_stack import START_S, python_with_vllm
 
 TURN_S = 420.0
 ANSWER_TOKENS = 64
@@ -140,7 +144,7 @@ class Outcome:
     second: Prompt = field(default_factory=Prompt)
     last: Prompt = field(default_factory=Prompt)
     paths: dict[str, int] = field(default_factory=dict)
-    sessions: int = 0
+    sessions: list[str] = field(default_factory=list)  # that the server has of it, with kinds
 
     @property
     def failed(self) -> bool:
@@ -227,7 +231,6 @@ def _version(command: Path, env: Mapping[str, str]) -> str:
 def _sum_up(outcome: Outcome, exchanges: Sequence[Exchange], marks: Sequence[int]) -> None:
     turns = [x for x in exchanges if x.is_turn]
     outcome.num_requests, outcome.num_turns = len(exchanges), len(turns)
-    outcome.sessions = len({x.session for x in turns})
     for exchange in exchanges:
         path = f"{exchange.method} {exchange.path.partition('?')[0]}"
         outcome.paths[path] = outcome.paths.get(path, 0) + 1
@@ -242,6 +245,18 @@ def _longest(exchanges: Sequence[Exchange]) -> Prompt:
     return Prompt(longest.prompt_tokens, longest.cached_tokens)
 
 
+def listed(url: str) -> dict[str, str]:
+    """The server's sessions: id -> kind, children with their parent, and tokens."""
+    rows = []
+    for which in ("", "?kind=task"):
+        with urllib.request.urlopen(f"{url}/v1/sessions{which}", timeout=60) as answer:
+            rows += json.load(answer)["data"]
+    return {
+        x["id"]: f"{x['kind']}{' of ' + x['parent'] if x['parent'] else ''}, {x['tokens']:,} tokens"
+        for x in rows
+    }
+
+
 @contextmanager
 def server(engine: str, cache: Path, model: str = "") -> Iterator[str]:
     """Start gateway and engine; yields their URL. ``model``: a folder; "" = ``roomy_model``."""
@@ -253,12 +268,14 @@ def server(engine: str, cache: Path, model: str = "") -> Iterator[str]:
             with FakeStack(Path(folder), gateway=gateway, engine=size) as fake:
                 yield fake.url
         return
-    settings = {
+    settings: dict[str, Any] = {
         "gateway": gateway,
         "engine": {"model": model or str(roomy_model(cache / "roomy")), "hot_bytes": 2048 * MIB},
         "store": {"ram_bytes": 256 * MIB, "disk_bytes": 0},
     }
-    with Stack(settings) as stack:
+    if engine == "vllm":
+        settings["engine"] |= {"kind": "vllm", "vllm.python": python_with_vllm()}
+    with Stack(settings, start_timeout_s=START_S) as stack:
         yield stack.url
 
 
@@ -280,7 +297,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
+    parser.add_argument("--engine", choices=["mlx", "vllm", "fake"], default="mlx")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
     parser.add_argument("--only", default="", help="names of agents, with commas")
     parser.add_argument("--bodies", type=Path, help="keep requests and the agents' output")
@@ -292,12 +309,15 @@ def main() -> int:
     with server(args.engine, cache) as url:
         for agent in (x for x in AGENTS if x.name in wanted):
             command = install(agent, cache)
+            before = listed(url)
             with tempfile.TemporaryDirectory(prefix="agent-") as own:
                 room = Path(own)
                 bodies = args.bodies / agent.name if args.bodies else None
                 if bodies:
                     bodies.mkdir(parents=True, exist_ok=True)
                 outcome = perform(agent, command, url, room, bodies)
+                new = listed(url)
+                outcome.sessions = [f"{x}: {new[x]}" for x in new if x not in before]
                 if bodies:
                     for log in room.glob("*.txt"):
                         shutil.copy(log, bodies)
