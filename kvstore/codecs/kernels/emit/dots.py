@@ -108,10 +108,8 @@ def dot_of_bytes(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Valu
     """Add products of groups of four bytes to ``sums``; the host has an instruction for it."""
     if host_vectors().bytes_dot == "vnni":
         return e.call(f"llvm.x86.avx512.vpdpbusd.{32 * e.lanes}", e.words, sums, tokens, columns)
-    name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
-    quads = ir.VectorType(I8, 16)
-    pair = [e.builder.bitcast(x, quads) for x in (tokens, columns)]
-    return e.call(name, e.words, sums, *pair)
+    pair = [e.builder.bitcast(x, ir.VectorType(I8, 16)) for x in (tokens, columns)]
+    return e.call("llvm.aarch64.neon.sdot.v4i32.v16i8", e.words, sums, *pair)
 
 
 def dot_of_words(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Value:
@@ -150,8 +148,7 @@ def emit_levels(b: Any, bits: int, offset: int, args: tuple[Value, ...]) -> None
 def _emit_component(e: Emitter, bits: int, offset: int, args: tuple[Value, ...]) -> None:
     source, step, table, target = args
     b = e.builder
-    addresses = [b.add(source, b.mul(step, ir.Constant(I64, k))) for k in range(bits)]
-    planes = [e.load(address, 0, I64) for address in addresses]
+    planes = [e.load(b.add(source, b.mul(step, ir.Constant(I64, k))), 0, I64) for k in range(bits)]
     lanes = ir.VectorType(I8, 64)
     levels = [e.filled(e.load(table, k, I8), lanes) for k in range(1 << (bits - 1))]
     mask_type = ir.VectorType(ir.IntType(1), 64)
@@ -188,7 +185,5 @@ def _emit_group(e: Emitter, group: int, source: Value, target: Value) -> None:
         low = [b.bitcast(x, ir.VectorType(I16, 32)) for x in e.zipped(rows[0], rows[1])]
         high = [b.bitcast(x, ir.VectorType(I16, 32)) for x in e.zipped(rows[2], rows[3])]
         vectors = [x for pair in zip(low, high, strict=True) for x in e.zipped(*pair)]
-    at = 0
-    for vector in vectors:
-        e.store(vector, target, at)
-        at += 256 // len(vectors)
+    for number, vector in enumerate(vectors):
+        e.store(vector, target, number * (256 // len(vectors)))

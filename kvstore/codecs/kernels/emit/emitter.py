@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 from collections.abc import Iterable, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -31,12 +34,27 @@ def host_features() -> Set[str]:
     """
     if os.environ.get("NUMBA_CPU_NAME"):  # code for another processor, whose features are not known
         return set()
-    try:
-        found = {name for name, is_there in llvm.get_host_cpu_features().items() if is_there}
-    except RuntimeError:  # not every system reports them
-        return set()
+    found = features_of_arm(platform.machine(), llvm.get_host_cpu_name())
+    with suppress(RuntimeError):  # not every system reports them
+        found |= {name for name, is_there in llvm.get_host_cpu_features().items() if is_there}
     named = os.environ.get("NUMBA_CPU_FEATURES", "").split(",")
     return found - {item[1:] for item in named if item.startswith("-")}
+
+
+def features_of_arm(machine: str, name: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """Return ``dotprod`` if an ARM processor has it: LLVM reports it on no system.
+
+    Args:
+        machine: as ``platform.machine`` names it.
+        name: LLVM's name of the processor. It selects the instruction by the name, so that of a
+            processor that it does not know gets none.
+        cpuinfo: Linux's account of its processors.
+    """
+    has_dots = machine == "arm64"  # Apple's, which have it from the M1 on
+    if machine == "aarch64":
+        with suppress(OSError):
+            has_dots = "asimddp" in cpuinfo.read_text().split()
+    return {"dotprod"} if has_dots and name != "generic" else set()
 
 
 class BFloat(ir.types.Type):  # type: ignore[misc]
