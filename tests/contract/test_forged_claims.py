@@ -101,6 +101,17 @@ def test_a_claim_of_no_tokens_builds_nothing() -> None:
         assert found.nbytes < MOST_BYTES and found.cpu_s < MOST_CPU_S, name
 
 
+@pytest.mark.parametrize("name", ["tqprod", "qjl", "vecinfer", "rabitq"])
+def test_a_matrix_for_wide_rows_is_not_made_for_a_claim(name: str) -> None:
+    """Its size is the width's square, so a payload that is long enough does not pay for it."""
+    method = thermocline.codec(name)
+    layout = KVLayout("bfloat16", (KVLayer(1, 3000, 16),))
+    data = Packed(method.id, layout, 100, 2, memoryview(bytes(4000))).tobytes()
+    with cost() as found, pytest.raises((Corrupt, Mismatch)):
+        method.restore_run(method.frombytes(data))
+    assert found.nbytes < MOST_BYTES and found.cpu_s < MOST_CPU_S
+
+
 @pytest.mark.parametrize("name", thorough_for_papers(codec_targets()))
 def test_three_hundred_changes_are_read_or_refused(name: str) -> None:
     """``benchmarks/fuzz.py`` makes 200,000 of each."""

@@ -17,14 +17,12 @@ from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
 from kvstore.codecs.literature.stages.levels import Sign
 from kvstore.codecs.literature.stages.min_max import grouped
-from kvstore.codecs.literature.stages.vectors import directions, sign_size
-from kvstore.codecs.rows.rotation import MAX_DIM
+from kvstore.codecs.literature.stages.vectors import MOST_SKETCHED, directions, sign_size
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stacks.stage_protocols import WithoutNote
 from kvstore.codecs.stages.gain import HalfGain
-from kvstore.errors import UnknownCodec
 
 VALUE_BITS = 2
 
@@ -33,7 +31,7 @@ def qjl(signs: int = 0) -> Codec:
     """Makes the preset ``qjl`` with so many signs for each key; 0 = one for each value."""
     keys = functools.partial(_sketched, num_signs=signs)
     values = functools.partial(grouped, bits=VALUE_BITS, along="width")
-    least = signs / MAX_DIM if signs else 1
+    least = signs / MOST_SKETCHED if signs else 1
     return StackCodec("qjl.1", HeadPipelines(keys, values), least_bits=(least, VALUE_BITS))
 
 
@@ -53,8 +51,6 @@ class Sketch(WithoutNote):
 
 
 def _sketched(shape: StackShape, num_signs: int) -> Pipeline:
-    if shape.width > MAX_DIM:  # the matrix of directions would take gigabytes
-        raise UnknownCodec(f"vectors of {shape.width} values are not sketched; use codec raw")
     num_signs = num_signs or shape.width
     sketch, gain = Sketch(shape.width, num_signs), HalfGain(shape, is_fitted=False)
     coder = planes_of(shape, np.ones(num_signs, np.int64))

@@ -16,6 +16,7 @@ import hashlib
 import numpy as np
 
 from kvstore.codecs.loops.compiled import compiled_stages
+from kvstore.errors import UnknownCodec
 
 # Draws are rounded to its multiples, which hides differences of libm's last bits; sums of products
 # of samples and vectors, in multiples of it, are exact in fp64.
@@ -24,9 +25,10 @@ NUM_VECTORS = 256  # a byte each
 SAMPLES_EACH = 32
 ROUNDS = 20
 BLOCK_ROWS = 4096
+MOST_SKETCHED = 768  # values in a row: their square is drawn in 24 MiB and 30 ms, also for a claim
 
 
-@functools.lru_cache(maxsize=4)  # up to 8 MiB each for rows of 1,024 values
+@functools.lru_cache(maxsize=4)  # up to 5 MiB each
 def normal_draws(name: str, rows: int, columns: int) -> np.ndarray:
     """Returns fp64 (rows, columns), read-only: SHAKE-256 of a name, then Box and Muller (1958)."""
     pairs = -(-rows * columns // 2)
@@ -42,7 +44,9 @@ def normal_draws(name: str, rows: int, columns: int) -> np.ndarray:
 
 
 def directions(width: int, num_signs: int) -> np.ndarray:
-    """Returns S, fp32 (num_signs, width)."""
+    """Returns S, fp32 (num_signs, width). Raises ``UnknownCodec`` if rows are too wide."""
+    if width > MOST_SKETCHED:
+        raise UnknownCodec(f"vectors of {width} values are not sketched; use codec raw")
     return normal_draws("sketch", num_signs, width).astype(np.float32)
 
 
