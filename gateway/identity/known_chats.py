@@ -16,9 +16,10 @@ One kind of fork goes on in the session that it left: aider writes the last ques
 next one comes, and puts the files after the earlier messages. Such a request is longer than the one
 before it by an answer and a question, and shares all of it but the last few messages. It takes the
 session over where that is quiet, or every turn would leave an unused session. qwen-code that is
-started again leaves a reminder out of an older question, often the first: then the system text and
-the first answer say that it is the same chat, if that called tools, since calls have ids, or is all
-that the chat had so far.
+started again leaves a reminder out of an older question, often the first: then the system text, the
+last part of the first question and the first answer say that it is the same chat, if that called
+tools, or is all that the chat had so far. An answer alone is no sign: many chats are greeted alike,
+and some servers number calls from zero in each of them.
 
 The id of a new chat is derived from its first head. So after a restart a chat is found again by
 asking which of its derived ids the engine still has a session for, as long as that first request is
@@ -57,6 +58,7 @@ class Link(NamedTuple):
     is_own: bool  # False: without an answer or a named group, many chats may begin so
     said: bytes = b""  # names the answer after it if that is the chat's first (``outline.said``)
     calls: bytes = b""  # names the same answer if it called tools (``outline.HashedRequest``)
+    asked: bytes = b""  # names what the question of that answer ends with
 
 
 class SessionsSeen(Protocol):
@@ -279,8 +281,9 @@ def _stems(chain: Sequence[Link]) -> Iterator[tuple[bytes, Link]]:
 
 
 def _root(chain: Sequence[Link], answer: bytes) -> bytes:
-    """Name a chain by its first message, its length and its first answer."""
-    return chain[0].digest + len(chain).to_bytes(4) + answer
+    """Name a chain by its first message, its length, and its first question and answer."""
+    asked = next((link.asked for link in chain if link.asked), b"")
+    return chain[0].digest + len(chain).to_bytes(4) + asked + answer
 
 
 def _first_calls(chain: Sequence[Link]) -> bytes:
@@ -303,10 +306,10 @@ def message_chain(request: HashedRequest, group: str | None = None) -> list[Link
         nbytes += message.nbytes
         is_own = group is not None or i >= request.first_answer
         links.append(Link(digest, nbytes, is_own))
-    first = request.first_answer
-    if 0 < first < len(links):
-        words, calls = request.first_said, request.first_calls
-        links[first - 1] = links[first - 1]._replace(said=words, calls=calls)
+    if request.first_answer:
+        said, calls, asked = request.first_said, request.first_calls, request.first_asked
+        last = request.first_answer - 1
+        links[last] = links[last]._replace(said=said, calls=calls, asked=asked)
     return links
 
 

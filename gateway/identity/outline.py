@@ -64,6 +64,7 @@ class HashedRequest(NamedTuple):
     first_answer: int  # the first message that many chats do not begin with; their number if none
     first_said: bytes  # names the text of that message; b"" if there is none
     first_calls: bytes  # its digest if it called tools, whose ids are random; else b""
+    first_asked: bytes  # names the last text of the message before it; b"" if there is none
 
     @property
     def outline(self) -> Outline:
@@ -94,6 +95,7 @@ def hashed(model: str, messages: Sequence[object], tools: object, salt: bytes) -
         first,
         said(_text_of(answer)),
         parts[first].digest if has_calls else b"",
+        _asked(messages[first - 1], salt) if first else b"",
     )
 
 
@@ -108,6 +110,16 @@ def _text_of(message: object) -> str:
     if isinstance(content, list):
         content = "".join(str(x.get("text") or "") for x in content if isinstance(x, Mapping))
     return content if isinstance(content, str) else ""
+
+
+def _asked(message: object, salt: bytes) -> bytes:
+    """Name what a question ends with: its last part, since clients put reminders before it."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list) and content:
+        text = _text_of({"content": content[-1:]})
+    else:
+        text = _text_of(message)
+    return _hashed(text.encode(), salt).digest if text else b""
 
 
 def _hashed(written: bytes, salt: bytes) -> HashedPart:

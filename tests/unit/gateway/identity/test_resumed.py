@@ -44,8 +44,9 @@ class Sessions:
         return id in self.known
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
+def user(text: str, *before: str) -> dict[str, Any]:
+    """A question in parts, as qwen-code writes it, with reminders before it."""
+    return {"role": "user", "content": [{"type": "text", "text": x} for x in (*before, text)]}
 
 
 def assistant(text: str) -> dict[str, Any]:
@@ -61,34 +62,34 @@ def calls(id: str, text: str = "") -> Sequence[dict[str, Any]]:
 
 def test_a_first_question_without_its_reminder_is_known_by_the_answer():
     sessions = Sessions()
-    first = sessions.ask(SYSTEM, user(f"{DATE}one?"), answer="One.")
-    other = sessions.ask(SYSTEM, user(f"{DATE}another?"), answer="Another.")
+    first = sessions.ask(SYSTEM, user("one?", DATE), answer="One.")
+    other = sessions.ask(SYSTEM, user("another?", DATE), answer="Another.")
     assert other != first
-    turns = (SYSTEM, user("one?"), assistant("One."), user(f"{DATE}two?"))
+    turns = (SYSTEM, user("one?"), assistant("One."), user("two?", DATE))
     assert sessions.ask(*turns) == first
-    again = (*turns[:3], user("two?"), assistant("Two."), user(f"{DATE}three?"))
+    again = (*turns[:3], user("two?"), assistant("Two."), user("three?", DATE))
     assert sessions.ask(*again) == first
     assert sessions.ask(SYSTEM, user("another?"), assistant("Another."), user("more?")) == other
 
 
 def test_turns_of_any_number_of_calls_are_known_by_the_first_of_them():
     sessions = Sessions()
-    start = (SYSTEM, user(f"{DATE}one?"))
+    start = (SYSTEM, user("one?", DATE))
     first = sessions.ask(*start, answer="I look.")
     steps = [*calls("call_1", "I look."), *calls("call_2"), *calls("call_3")]
     for n in (2, 4, 6):
         assert sessions.ask(*start, *steps[:n]) == first
-    turns = [SYSTEM, user("one?"), *steps, assistant("Done."), user(f"{DATE}two?")]
+    turns = [SYSTEM, user("one?"), *steps, assistant("Done."), user("two?", DATE)]
     assert sessions.ask(*turns) == first
     more = [*calls("call_4"), *calls("call_5"), *calls("call_6")]
     assert sessions.ask(*turns, *more) == first
     turns[-1] = user("two?")
-    assert sessions.ask(*turns, *more, assistant("So."), user(f"{DATE}three?")) == first
+    assert sessions.ask(*turns, *more, assistant("So."), user("three?", DATE)) == first
 
 
 def test_another_answer_length_or_system_text_or_a_busy_session_is_another_chat():
     sessions = Sessions()
-    first = sessions.ask(SYSTEM, user(f"{DATE}one?"), answer="One.")
+    first = sessions.ask(SYSTEM, user("one?", DATE), answer="One.")
     went_on = (user("one?"), assistant("One."), user("two?"))
     other = {"role": "system", "content": "be brief " * 200}
     assert sessions.ask(SYSTEM, user("one?"), assistant("Two."), user("two?")) != first
@@ -101,7 +102,7 @@ def test_another_answer_length_or_system_text_or_a_busy_session_is_another_chat(
 def test_a_chat_of_which_the_system_text_is_a_small_part_is_not_taken_over():
     sessions = Sessions()
     long = "why? " * 400
-    first = sessions.ask(SYSTEM, user(f"{DATE}{long}"), answer="One.")
+    first = sessions.ask(SYSTEM, user(long, DATE), answer="One.")
     assert sessions.ask(SYSTEM, user(long), assistant("One."), user("two?")) != first
 
 
@@ -110,3 +111,20 @@ def test_words_that_many_chats_are_answered_with_are_a_sign_at_their_first_turn_
     first = sessions.ask(SYSTEM, user("Hello!"), assistant("Hi."), user("my cat"))
     longer = (assistant("Hi."), user("my dog"), assistant("Woof."), user("more"))
     assert sessions.ask(SYSTEM, user("Good day!"), *longer) != first
+
+
+def test_a_chat_that_was_greeted_alike_is_another_one():
+    """With its history, as after a restart: of two users the first answers are often the same."""
+    sessions = Sessions()
+    first = sessions.ask(SYSTEM, user("Hello!"), answer="How can I help you?")
+    greeted = assistant("How can I help you?")
+    assert sessions.ask(SYSTEM, user("Good day!"), greeted, user("my dog")) != first
+    assert sessions.ask(SYSTEM, user("Hello!"), greeted, user("my cat")) == first
+
+
+def test_a_call_of_an_id_that_many_chats_have_is_no_sign_by_itself():
+    sessions = Sessions()
+    first = sessions.ask(SYSTEM, user("one task"), *calls("call_0"))
+    steps = [*calls("call_0"), *calls("call_1")]
+    assert sessions.ask(SYSTEM, user("another task"), *steps) != first
+    assert sessions.ask(SYSTEM, user("one task"), *steps) == first
