@@ -30,10 +30,12 @@ Keywords of JSON schemas that no grammar has are left out, and named in the head
 `x-thermocline-left-out`: `propertyNames`, `uniqueItems`, `contains`, `not`, `if`,
 `dependentRequired`, `unevaluatedProperties` beside `allOf` and the like, formats other than
 OpenAI's and `uri`, patterns that look ahead, back or at an earlier part, `minProperties` of
-optional properties; in calls at vLLM also patterns with classes of Unicode (`\\p{L}`) or flags. So
-is what has no meaning where it stands, in all tools that the model is shown: a property whose
-schema is a text may be anything, and a `type` that does not exist (`any`) is none. A schema that
-says `strict` is refused instead, with the keyword and its place. A `$ref` that leads back to itself
+optional properties, a `oneOf` of which two branches may hold at once (it is held as `anyOf`; types,
+constants, and required properties with constants tell branches apart); in calls at vLLM also
+patterns with classes of Unicode (`\\p{L}`) or flags. So is what has no meaning where it stands, in
+all tools that the model is shown: a property whose schema is a text may be anything, and a `type`
+that does not exist (`any`) is none. A schema that says `strict` is refused instead, with the
+keyword and its place. A `$ref` that leads back to itself
 is refused.
 """
 # Fields that are ours under the same name, and forms of them; by server.

@@ -32,6 +32,9 @@ _IN_ANSWERS: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}", "coerce
 _ONE_SCHEMA: Final = frozenset({"items"})
 _MANY_SCHEMAS: Final = frozenset({"properties", "$defs", "definitions"})
 _LISTED_SCHEMAS: Final = frozenset({"anyOf", "oneOf", "prefixItems"})
+# Keywords that hold beside an object's own, and those.
+_JOINED: Final = frozenset({"$ref", "anyOf", "oneOf"})
+_OWN: Final = frozenset({"properties", "required"})
 # An object that has one of these says itself what else it may have.
 _OPENING: Final = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf"}
@@ -183,19 +186,32 @@ def _embedded(schema: OneSchema) -> str:
 def closed(schema: Json) -> Json:
     """Close every object that names its properties and does not say whether it has more.
 
-    A weak model adds properties without end where it may. Schemas that are put together by
-    ``allOf`` stay as they are: a part that is closed would refuse the other's properties.
+    A weak model adds properties without end where it may. Schemas of which several hold for one
+    object stay as they are: a part that is closed would refuse the other's properties.
     """
-    if _mentions(schema, "allOf"):
+    if _joins(schema):
         return schema
     shut: Json = _closed(schema)
     return shut
 
 
-def _mentions(node: Any, key: str) -> bool:
-    if isinstance(node, dict):
-        return key in node or any(_mentions(x, key) for x in node.values())
-    return isinstance(node, list) and any(_mentions(x, key) for x in node)
+def _joins(node: Any) -> bool:
+    """Say whether an object may have to obey several schemas that name properties."""
+    if isinstance(node, list):
+        return any(_joins(x) for x in node)
+    if not isinstance(node, dict):
+        return False
+    parts = [key for key in _JOINED & node.keys() if _names_properties(key, node[key])]
+    if "allOf" in node or len(parts) > 1 or (parts and _OWN & node.keys()):
+        return True
+    return any(_joins(x) for x in node.values())
+
+
+def _names_properties(key: str, value: Any) -> bool:
+    if key == "$ref":
+        return True
+    branches = [x for x in value if isinstance(x, dict)] if isinstance(value, list) else []
+    return any(x.keys() & (_JOINED | {"properties", "allOf"}) for x in branches)
 
 
 def _closed(node: Any) -> Any:
@@ -275,7 +291,7 @@ def first_steps(matcher: LLMatcher, width: int) -> str:
 
 def _schema_error(schema: OneSchema, tokenizer: llguidance.LLTokenizer) -> str:
     try:
-        text = json.dumps(enforceable(schema.schema))
+        text = json.dumps(enforceable(closed(schema.schema)))
         source = LLMatcher.grammar_from_json_schema(text, overrides=schema.options)  # type: ignore[arg-type]
     except ValueError as error:
         return reason_of(str(error))

@@ -8,15 +8,16 @@ others. A client that says ``strict`` wants all of them or a refusal, as OpenAI 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
-from urllib.parse import unquote
 
 import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
+from engines.openai.one_of import Branches
+from engines.openai.refs import VALUES, endless_ref
 from engines.openai.well_formed import Path, misfits, well_formed, with_well_formed_tools
 
 _UNKNOWN: Final = frozenset(
@@ -42,9 +43,6 @@ _NOTHING: Final[dict[str, tuple[object, ...]]] = {
 }
 # Keywords beside which ``unevaluatedProperties`` is more than ``additionalProperties``.
 _APPLYING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", *_NAMING, "not", "$dynamicRef"})
-_DRAFTS: Final = re.compile(
-    r"https?://json-schema\.org/(draft-0\d|draft/(2019-09|2020-12|next))/schema#?"
-)
 # Looks ahead, back or at an earlier part, ends of words and of the text, and classes that only
 # JavaScript has (all in the group); else one escaped character, class or character.
 _THING: Final = re.compile(
@@ -52,8 +50,6 @@ _THING: Final = re.compile(
 )
 # Classes of Unicode and flags, which xgrammar does not read, or takes for letters.
 _NOT_OF_XGRAMMAR: Final = re.compile(r"(\\[pP]|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL)
-# Values, not schemas.
-_VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "required"})
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
@@ -109,7 +105,8 @@ class HeldSchema(NamedTuple):
         found: list[tuple[Path, str]] = []
         reads = self.reads or is_plain
         schema = well_formed(self.schema)
-        _enforceable(schema, (), reads, lambda path, keyword: found.append((path, keyword)))
+        walk = _Walk(Branches(schema), reads, lambda path, keyword: found.append((path, keyword)))
+        _enforceable(schema, (), walk)
         return found
 
 
@@ -209,39 +206,64 @@ def with_enforceable_formats(raw: Json) -> Json:
 def enforceable(schema: Json, reads: Reads | None = None) -> Json:
     """Return a copy of a schema without the keywords that cannot be enforced."""
     formed = well_formed(schema)
-    made: Json = _enforceable(formed, (), reads or is_plain, lambda path, keyword: None)
+    walk = _Walk(Branches(formed), reads or is_plain, lambda path, keyword: None)
+    made: Json = _enforceable(formed, (), walk)
     return made
 
 
-def _enforceable(node: Any, path: Path, reads: Reads, report: Report) -> Any:
+class _Walk(NamedTuple):
+    """The things that stay the same on a way through a schema."""
+
+    branches: Branches
+    reads: Reads
+    report: Report
+
+
+def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
     if isinstance(node, list):
-        return [_enforceable(x, (*path, str(i)), reads, report) for i, x in enumerate(node)]
+        return [_enforceable(x, (*path, str(i)), walk) for i, x in enumerate(node)]
     if not isinstance(node, dict):
         return node
     made: Json = {}
     is_open = bool(_NAMING & node.keys())  # its other keywords do not name all its properties
     for key, value in _without_closing(node).items():
-        if key in _VALUES:
+        if key in VALUES:
             made[key] = value
+        elif _means_nothing(key, node):
+            continue
         elif key in _BY_NAME and isinstance(value, dict):
-            named = {k: x for k, x in value.items() if key != "patternProperties" or reads(k)}
-            made[key] = {
-                k: _enforceable(x, (*path, key, k), reads, report) for k, x in named.items()
-            }
+            named = {k: x for k, x in value.items() if key != "patternProperties" or walk.reads(k)}
+            made[key] = {k: _enforceable(x, (*path, key, k), walk) for k, x in named.items()}
             if len(named) < len(value):
-                report(path, key)
+                walk.report(path, key)
                 is_open = True
-        elif key == "$schema" and not _DRAFTS.fullmatch(str(value)):
-            continue  # a dialect that nothing here knows; it constrains nothing by itself
-        elif key == "format" and value in _OFFSET and reads(str(node.get("pattern", "(?="))):
+        elif key == "format" and value in _OFFSET and walk.reads(str(node.get("pattern", "(?="))):
             continue  # the pattern says it all
-        elif _is_enforceable(key, value, node, reads):
-            made[key] = _enforceable(value, (*path, key), reads, report)
+        elif (
+            key == "oneOf"
+            and isinstance(value, list)
+            and not walk.branches.exclude_each_other(node)
+        ):
+            made[key if "anyOf" in node else "anyOf"] = _enforceable(value, (*path, key), walk)
+            walk.report(path, key)
+        elif _is_enforceable(key, value, node, walk.reads):
+            made[key] = _enforceable(value, (*path, key), walk)
         elif value not in _NOTHING.get(key, ()):
-            report(path, key)
+            walk.report(path, key)
     if is_open and not made.get("additionalProperties"):
         made["additionalProperties"] = True
     return made
+
+
+def _means_nothing(key: str, node: Json) -> bool:
+    """Say so of a keyword that constrains nothing, and for which compilers forget others.
+
+    ``$schema`` names a draft, and llguidance ignores what later ones have; ``additionalItems`` goes
+    with a list of ``items`` only, and for it ``prefixItems`` is ignored.
+    """
+    if key == "additionalItems":
+        return not isinstance(node.get("items"), list)
+    return key == "$schema"
 
 
 def _without_closing(node: Json) -> Json:
@@ -286,69 +308,3 @@ def is_plain(pattern: str) -> bool:
 def is_plain_in_calls(pattern: str) -> bool:
     """Say so of a pattern in the arguments of a call at vLLM."""
     return is_plain(pattern) and not any(x[1] for x in _NOT_OF_XGRAMMAR.finditer(pattern))
-
-
-def endless_ref(schema: Json) -> str:
-    """Return a ``$ref`` that leads back to itself without a value between; "" if none does."""
-    waiting: list[Any] = [schema]
-    nodes: dict[int, Json] = {}
-    targets: dict[int, list[int]] = {}
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, dict) and id(node) not in nodes:
-            nodes[id(node)] = node
-            same = [x for x in _same_place(schema, node) if isinstance(x, dict)]
-            targets[id(node)] = [id(x) for x in same]
-            waiting += same
-            waiting += _parts(node)
-    return _circle(nodes, targets)
-
-
-def _circle(nodes: dict[int, Json], targets: dict[int, list[int]]) -> str:
-    """Take away, again and again, what leads nowhere; what is left goes round."""
-    before: dict[int, list[int]] = {x: [] for x in nodes}
-    for one, others in targets.items():
-        for other in others:
-            before[other].append(one)
-    left = {x: len(others) for x, others in targets.items()}
-    ends = [x for x, number in left.items() if not number]
-    while ends:
-        end = ends.pop()
-        del left[end]
-        for one in before[end]:
-            left[one] -= 1
-            if not left[one]:
-                ends.append(one)
-    return next((str(nodes[x]["$ref"]) for x in left if "$ref" in nodes[x]), "")
-
-
-def _same_place(root: Json, node: Json) -> Iterator[Any]:
-    """Yield the schemas that a value has to obey together with this one."""
-    if isinstance(ref := node.get("$ref"), str) and ref.startswith("#"):
-        yield _target(root, ref)
-    if isinstance(parts := node.get("allOf"), list):
-        yield from parts
-
-
-def _target(root: Json, ref: str) -> Any:
-    found: Any = root
-    for step in filter(None, unquote(ref[1:]).split("/")):
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(name)
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
-    return found
-
-
-def _parts(node: Json) -> Iterator[Any]:
-    """Yield the schemas inside one that its values can reach."""
-    for key, value in node.items():
-        if key in ("properties", "patternProperties") and isinstance(value, dict):
-            yield from value.values()
-        elif key not in _VALUES and key not in ("$defs", "definitions"):
-            yield value

@@ -103,6 +103,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the beta's name of ``output_config.format``
     cache_control: CacheControl | None = None
     mcp_servers: Any = None  # Anthropic's servers would call these, and run in this
     container: Any = None

@@ -15,7 +15,13 @@ from engines.openai.messages import NO_IMAGES, ImageSupport
 from engines.openai.requests import NO_LIMIT, Json, checked
 from gateway.anthropic.events import PING, MessageEvents
 from gateway.anthropic.message import Asked, Ttl, whole_message
-from gateway.anthropic.request import CountRequest, MessagesRequest, ToolChoice, chat_messages
+from gateway.anthropic.request import (
+    CountRequest,
+    MessagesRequest,
+    OutputFormat,
+    ToolChoice,
+    chat_messages,
+)
 from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.identity.names import seconds_of
 from gateway.relay.answer import AnswerFormat
@@ -84,13 +90,23 @@ def prompt_fields(request: CountRequest, image_support: ImageSupport) -> tuple[J
     if tools:
         fields["tools"] = tools
     fields |= chat_tool_choice(request.tool_choice, tools)
-    if request.output_config is not None and request.output_config.format is not None:
-        schema = {"name": "answer", "schema": request.output_config.format.schema}
+    if form := _output_format(request):
+        schema = {"name": "answer", "schema": form.schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     # Of no use without the tools that Anthropic's servers run, and those are left out.
     servers = {"container": request.container, "mcp_servers": request.mcp_servers}
     unused = [name for name, value in servers.items() if value]
     return fields, [*chat.left_out, *["tool"] * num_left_out, *unused]
+
+
+def _output_format(request: CountRequest) -> OutputFormat | None:
+    form = request.output_config.format if request.output_config else None
+    if form is not None and request.output_format is not None:
+        raise InvalidRequest(
+            "output_format: it is an older name of output_config.format: send one of them",
+            "output_format",
+        )
+    return form or request.output_format
 
 
 def _thinking(request: CountRequest) -> Json:

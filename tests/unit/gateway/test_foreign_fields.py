@@ -273,6 +273,7 @@ async def test_a_schema_that_is_refused_has_the_clients_own_name(path: str) -> N
         ("/v1/chat/completions", {"guided_json": True}),
         ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "n"}}}),
         ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}),
+        ("/v1/messages", {"output_format": {"type": "json_schema"}}),
         ("/v1/completions", {"json_schema": True}),
     ],
 )

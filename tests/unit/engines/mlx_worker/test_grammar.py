@@ -122,10 +122,15 @@ def test_objects_are_closed_unless_they_say_otherwise(plain: Vocabulary) -> None
         ({"type": "object"}, True),
         ({"anyOf": [one, {"type": "null"}]}, False),
         ({"$ref": "#/$defs/One", "$defs": {"One": one}}, False),
+        ({**one, "anyOf": [{"properties": {"b": {}}}]}, True),
+        ({"$ref": "#/$defs/One", "required": ["a"], "$defs": {"One": one}}, True),
     ):
         grammar = compiled(plain, [], False, schema)
         assert accepts(plain, grammar, '{"a": 1, "b": 2}' if extra else '{"a": 1}'), schema
         assert accepts(plain, grammar, more) is extra, schema
+    both = {"$ref": "#/$defs/One", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    grammar = compiled(plain, [], False, {**both, "$defs": {"One": one}})
+    assert accepts(plain, grammar, more)
     nested = {"type": "object", "properties": {"x": {"type": "array", "items": one}}}
     grammar = compiled(plain, tools(nested), False, None)
     assert accepts(plain, grammar, '{"name": "f0", "arguments": {"x": [{"a": 1}]}}')
@@ -225,12 +230,12 @@ def test_masks_logits_of_any_width(plain: Vocabulary) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "nope"},
+        {"$ref": "#/$defs/missing"},
         {"$ref": "http://example.com/schema"},
         {"type": "string", "pattern": "(a"},
         {"type": "object", "patternProperties": {"^a": {"type": "string"}, "^ab": {}}},
-        {"enum": []},
-        {"properties": 3},
+        {"type": "string", "enum": [1]},
+        {"type": "integer", "minimum": 2, "maximum": 1},
     ],
 )
 def test_blames_the_schema(plain: Vocabulary, schema: dict[str, Any]) -> None:
@@ -254,7 +259,7 @@ def test_xgrammars_error_has_no_line_of_its_code() -> None:
 
 
 def test_blames_the_right_tool(plain: Vocabulary) -> None:
-    found = verdict(plain, tools(CITY, {"properties": {"a": {"type": "nope"}}}), CITY)
+    found = verdict(plain, tools(CITY, {"properties": {"a": {"$ref": "#/missing"}}}), CITY)
     assert found.param == "tools[1].function.parameters"
 
 
@@ -346,7 +351,7 @@ async def test_a_grammar_that_takes_too_much_is_refused_and_others_go_on(plain: 
 async def test_a_schema_that_is_wrong_is_named(plain: Vocabulary) -> None:
     async with compiling(plain) as compiler:
         with pytest.raises(InvalidRequest, match="cannot be enforced") as refusal:
-            await compiler.of(ANY, wish({"type": "nope"}))
+            await compiler.of(ANY, wish({"$ref": "#/missing"}))
     assert refusal.value.param == "response_format"
 
 

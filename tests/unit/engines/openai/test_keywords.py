@@ -52,6 +52,8 @@ def of(**field: Any) -> dict[str, Any]:
         (of(type=["string", "null"], format="idn-email"), "format"),
         ({"type": "object", "patternProperties": {"^(?!a)": TEXT}}, "patternProperties"),
         ({"anyOf": [of(**TEXT), {"items": {"not": {}}}]}, "not"),
+        (of(oneOf=[{"type": "integer"}, {"type": "number"}]), "oneOf"),
+        ({**of(**TEXT), "oneOf": [{"required": ["b"]}, {"required": ["c"]}]}, "oneOf"),
         ({"$ref": "#/components/x", "components": {"x": {"not": {}}}}, "not"),
         (
             {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "minProperties": 2},
@@ -84,6 +86,7 @@ def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
         of(const={"not": 1, "uniqueItems": True}),
         {"type": "object", "properties": {"not": TEXT, "format": TEXT, "if": TEXT}},
         {**of(**TEXT), "$schema": "https://example.com/mine"},
+        {**of(const=1), "$schema": "http://json-schema.org/draft-04/schema#"},
         {**of(**TEXT), "unevaluatedProperties": False},
     ],
 )
@@ -192,3 +195,18 @@ def test_other_patterns_stay_in_calls_at_vllm(pattern: str) -> None:
 )
 def test_patterns_that_look_elsewhere(pattern: str, plain: bool) -> None:
     assert is_plain(pattern) == plain
+
+
+def test_additional_items_stay_beside_a_list_of_items_only() -> None:
+    """Where they mean nothing, llguidance would ignore ``prefixItems`` for them."""
+    rows = {"type": "array", "prefixItems": [TEXT], "additionalItems": False}
+    assert enforceable(rows) == {"type": "array", "prefixItems": [TEXT]}
+    listed = {"type": "array", "items": [TEXT], "additionalItems": False}
+    assert enforceable(listed) == listed
+
+
+def test_no_values_of_unread_keywords_break_it() -> None:
+    odd = {"oneOf": 5, "type": [{}], "required": {}, "const": [[]]}
+    schema = {"components": {"x": odd, "oneOf": odd, "anyOf": [odd]}, "oneOf": [{}, {}]}
+    assert left_out(held(schema).held_schemas, "mlx") == ["oneOf"]
+    assert enforceable(schema)["components"] == schema["components"]
