@@ -39,6 +39,7 @@ _BY_HEADER = {
 }
 # Beginnings or parts of User-Agent, in lower case; the first that is found counts.
 _BY_AGENT = (
+    ("thermocline", "thermocline"),  # before "cline", with which it ends
     ("claude-cli", "claude-code"),
     ("claude-code", "claude-code"),
     ("codex", "codex"),
@@ -50,7 +51,6 @@ _BY_AGENT = (
     ("openwebui", "open-webui"),
     ("langchain", "langchain"),
     ("litellm", "litellm"),
-    ("thermocline", "thermocline"),
     ("anthropic", "anthropic-sdk"),
     ("openai", "openai-sdk"),
     ("ai-sdk", "ai-sdk"),

@@ -17,6 +17,7 @@ from gateway.identity.names import (
     MAX_RETAIN_S,
     asked_seconds,
     checked_id,
+    client_name,
     id_from_header,
     id_to_header,
     named_in_body,
@@ -504,3 +505,18 @@ def test_directives_of_a_router(directives, seconds):
     assert asked_seconds({"retention_directives": directives}) == seconds
     both = {"retention_directives": directives, "prompt_cache_options": {"ttl": "30s"}}
     assert asked_seconds(both) == max(seconds, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("agent", "name"),
+    [
+        ("thermocline", "thermocline"),
+        ("Cline/3.50.0", "cline"),
+        ("codex_cli_rs/0.98.0", "codex"),
+        ("OpenAI/Python 2.9.0", "openai-sdk"),
+        ("Python/3.11 aiohttp/3.14.5", "python"),
+        ("", "other"),
+    ],
+)
+def test_a_client_is_known_by_its_user_agent(agent: str, name: str) -> None:
+    assert client_name({"user-agent": agent}) == name
