@@ -82,7 +82,7 @@ class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
     unmeasured: bool = False
     fingerprint: str = ""  # of the model; names its profile
     # The progress of a measurement, such as "measuring: 3 of 12 cases", or, after the verdict,
-    # "learning on: 5 of 96 texts to learn from"; "" = none runs.
+    # "measuring more: 5 of 96 texts to learn from"; "" = none runs.
     progress: str = ""
     ended: MeasurementEnd | None = None  # the last one; None: none since the engine started
     found: tuple[Quality, ...] = ()  # rows of the measurement that runs or ran last, as they come

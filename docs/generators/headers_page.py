@@ -61,7 +61,7 @@ prompt were not computed again; `usage` has the same number (`cached_tokens`).
 
 | source | meaning |
 |---|---|
-| `hot` | the session's KV was in the engine's memory |
+| `hot` | it was in the engine's memory, as the session's own or another's that begins the same |
 | `cold-ram`, `cold-disk`, `cold-redis` | it slept, and was restored from that tier |
 | `miss` | nothing was reused |
 

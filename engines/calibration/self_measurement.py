@@ -333,7 +333,7 @@ class SelfMeasurement:
         if self._is_awaited:  # by a command, and no user is served
             self._blas.take_idle_cores()
         learns_on = self._has_verdict and not self._is_awaited
-        self._progress = f"{'learning on' if learns_on else 'measuring'}: {progress}"
+        self._progress = f"{'measuring more' if learns_on else 'measuring'}: {progress}"
         return_freed_memory()  # the arrays of the step before are as large as a prompt's KV
         if time.monotonic() - self._logged_s >= LOG_EVERY_S:
             self._logged_s = time.monotonic()

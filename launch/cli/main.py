@@ -271,8 +271,9 @@ def calibrate(
 
 
 # In the order in which --help lists them.
-for command in (chat, top, connect):
+for command in (chat, top):
     app.command()(command)
+app.command(no_args_is_help=True)(connect)
 keys_app.command("list")(keys.list_keys)
 keys_app.command("revoke")(keys.revoke_key)
 keys_app.command("new")(keys.new_key)

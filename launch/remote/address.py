@@ -62,14 +62,10 @@ def key_headers(api_key: str) -> dict[str, str]:
 class Address:
     """One server, on behalf of one caller; see ``server_url``."""
 
-    def __init__(self, url: str, api_key: str = "", option: str = "") -> None:
-        """Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
-
-        ``option``: of the command line, by which another address is named.
-        """
+    def __init__(self, url: str, api_key: str = "") -> None:
+        """Raises ``UsageError`` for a malformed address, and for a key that no header can hold."""
         self.base = server_url(url)
         self.headers = key_headers(api_key)
-        self._option = option
 
     async def model(self, http: aiohttp.ClientSession, wanted: str = "") -> str:
         """Find the model to ask for: ``wanted`` if it is served, else the first one.
@@ -122,7 +118,7 @@ class Address:
     def unreachable(self, error: BaseException) -> LaunchError:
         return LaunchError(
             f"{self.base} does not answer ({reason_of(error)}); is `thermocline serve` or another"
-            f" server running there? Name another address{self._option and f' with {self._option}'}"
+            f" server running there? Name another address with --url"
         )
 
     def refused(self, status: int, content: Any) -> LaunchError:

@@ -27,6 +27,8 @@ from launch.settings.units import show_bytes, show_duration
 
 BUSY_ROUNDS, BUSY_S = 20, 0.25
 NO_SESSIONS = "this server has no sessions to look at; is it a Thermocline gateway?"
+# States of a session whose KV is in the engine's memory.
+HOT = ("active", "idle", "saving", "hibernating")
 _STYLES = {"hot": "green", "miss": "yellow", "unknown": "dim"}
 HELP: Final = {
     "/sleep": "let the session sleep now: its KV leaves the engine's memory",
@@ -143,18 +145,24 @@ class Screen:
     def error(self, text: str) -> None:
         self._notes.print(Text(f"error: {safe(text)}", style="red"))
 
-    def turn(self, turn: RemoteTurn, session: dict[str, Any] | None) -> None:
-        """Show in a line where the prompt's KV came from, how fast it was, and the session."""
+    def turn(self, turn: RemoteTurn, session: dict[str, Any] | None, was_hot: bool = True) -> None:
+        """Show in a line where the prompt's KV came from, how fast it was, and the session.
+
+        ``was_hot``: the session was, before the turn. If not, hot KV is that of another session.
+        """
         style = _STYLES.get(turn.source, "cyan")
-        self.note(" · ".join([*_turn_words(turn), *_session_words(session)]), style)
+        words = [*_turn_words(turn, was_hot), *_session_words(session)]
+        self.note(" · ".join(words), style)
 
     def session(self, session: dict[str, Any] | None, name: str) -> None:
         words = _session_words(session) or [f"{name}: the server does not know it yet"]
         self.note(" · ".join(words))
 
 
-def _turn_words(turn: RemoteTurn) -> list[str]:
+def _turn_words(turn: RemoteTurn, was_hot: bool) -> list[str]:
     words = [] if turn.source == UNKNOWN else [turn.source]
+    if turn.source == "hot" and not was_hot:
+        words = ["hot, of another session that begins the same"]
     if turn.cached_tokens is not None and turn.prompt_tokens:
         words.append(f"{turn.cached_tokens} of {turn.prompt_tokens} tokens reused")
     if turn.reason:
@@ -308,11 +316,12 @@ async def _line(line: str, talk: Talk, screen: Screen) -> int:
     if line.startswith("/") and not line.startswith("//"):
         await obey(line, talk, screen)
         return 0
+    before = await talk.look()
     turn = await talk.ask(line.removeprefix("/") if line[0] == "/" else line, screen.piece)
     if turn.text:
         screen.end()
     if not turn.ok:
         screen.error(f"{turn.status}: {turn.error}" if turn.status else turn.error)
         return 1
-    screen.turn(turn, await talk.look())
+    screen.turn(turn, await talk.look(), (before or {}).get("state") in HOT)
     return 0

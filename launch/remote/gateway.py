@@ -37,7 +37,7 @@ class Remote:
         Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
         """
         self._socket = url.removeprefix("unix:") if url.startswith("unix:") else ""
-        self._address = Address("http://localhost" if self._socket else url, api_key, "--url")
+        self._address = Address("http://localhost" if self._socket else url, api_key)
         self.base = self._address.base
         self._model = f"model={quote(model, safe='')}" if model else ""
 

@@ -144,9 +144,10 @@ def preferred(measured: Mapping[str, Sequence[Quality]], most_share: float) -> P
     by_bits = sorted(rows, key=lambda name: (rows[name].bits_per_element, rows[name].kl))
     quick = [name for name in by_bits if _share(rows[name]) <= most_share]
     name = quick[0] if quick else min(by_bits, key=lambda name: _share(rows[name]))
-    words = f"none unpacks in {most_share:.0%} of a prefill, this is the quickest: "
+    words = f"none unpacks in {most_share:.0%} of a prefill's time, this is the quickest: "
     if quick:
-        words = f"the densest within the bound that unpacks in {most_share:.0%} of a prefill: "
+        most = f"{most_share:.0%} of a prefill's time"
+        words = f"the densest within the bound that unpacks in at most {most}: "
     denser = by_bits[: by_bits.index(name)]
     passed_over = "".join(_beside(x, rows[x], rows[name]) for x in denser)
     return Preferred(name, words + _times(rows[name]) + passed_over)

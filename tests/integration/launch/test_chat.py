@@ -45,6 +45,18 @@ def test_a_pipe_gets_the_answers_and_the_notes_go_elsewhere(stack):
     assert "piped is forgotten" in ran.stderr
 
 
+def test_a_turn_says_that_another_session_was_hot(capsys):
+    screen, turn = Screen(), RemoteTurn(source="hot", cached_tokens=36, prompt_tokens=37)
+    for was_hot in (True, False):
+        screen.turn(turn, None, was_hot)
+    screen.turn(RemoteTurn(source="cold-ram", cached_tokens=32, prompt_tokens=37), None, False)
+    assert capsys.readouterr().err.splitlines() == [
+        "hot · 36 of 37 tokens reused",
+        "hot, of another session that begins the same · 36 of 37 tokens reused",
+        "cold-ram · 32 of 37 tokens reused",
+    ]
+
+
 @pytest.mark.slow
 def test_a_failure_is_reported_and_ends_in_an_exit_code(stack):
     assert "there is no /nap" in piped("/nap\n", "--url", stack.url).stderr

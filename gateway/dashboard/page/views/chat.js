@@ -14,7 +14,8 @@ const TRY_AGAIN_MS = 250;
 const MOST_TRIES = 40;
 const NEAR_PX = 40; // of the end, as a reader sees it
 
-// turns: [{question, answer, source, reason, cached, first}], ``first`` in seconds to the first word
+// turns: [{question, answer, source, reason, cached, wasHot, first}], ``first`` in seconds to the first word, ``wasHot``
+// whether the session was hot before; if not, hot KV is that of another session
 const fresh = () => ({ id: `page-${crypto.getRandomValues(new Uint32Array(1))[0].toString(16)}`, turns: [], busy: "", trouble: "" });
 const talk = signal(fresh());
 let answering = null; // AbortController of the answer that comes
@@ -111,9 +112,10 @@ export function Chat({ open }) {
 }
 
 function Turn({ turn: x }) {
+  const others = x.source === "hot" && !x.wasHot ? " (another session begins the same)" : "";
   const reused = x.cached ? `${count(x.cached)} tokens not computed again, ` : "";
   return html`<li><p class="asked">${x.question}</p><p class="answered">${x.answer || "…"}</p>
-    <p class="faint"><${Source} source=${x.source} reason=${x.reason} /> · ${reused}${x.first == null ? "no word yet" : `first word after ${seconds(x.first)}`}</p></li>`;
+    <p class="faint"><${Source} source=${x.source} reason=${x.reason} />${others} · ${reused}${x.first == null ? "no word yet" : `first word after ${seconds(x.first)}`}</p></li>`;
 }
 
 function Ask({ disabled }) {
@@ -157,11 +159,13 @@ async function* answered(id, before, question, stopped) {
     { role: "assistant", content: x.answer },
   ]);
   messages.push({ role: "user", content: question });
+  const row = rows.get(findKey(rowKey({ id })));
+  const wasHot = !!row && isHot(row);
   const began = performance.now();
   const body = { model: server.value.model, messages, max_tokens: MOST_TOKENS, temperature: 0, stream: true };
   const answer = await send("POST", "v1/chat/completions", body, { "x-session-id": id }, stopped);
   const [, source, cached, reason] = CACHE.exec(answer.headers.get("x-thermocline-cache") ?? "") ?? [];
-  const turn = { question, answer: "", source, reason, cached: Number(cached ?? 0), first: null };
+  const turn = { question, answer: "", source, reason, cached: Number(cached ?? 0), wasHot, first: null };
   yield { ...turn };
   for await (const words of wordsOf(answer.body)) {
     turn.first ??= (performance.now() - began) / 1000;

@@ -152,7 +152,7 @@ function Outcomes({ outcomes }) {
 
 function reasons(all) {
   const some = Object.entries(all).filter(([reason]) => reason);
-  if (some.length === 0) return "all of it was reused";
+  if (some.length === 0) return "all that was held was reused";
   return some
     .sort((a, b) => b[1] - a[1])
     .map(([reason, n]) => `${REASONS[reason] ?? reason} (${count(n)})`)

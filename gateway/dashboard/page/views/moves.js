@@ -30,7 +30,7 @@ export function Moves({ open }) {
 function words(x) {
   if (x.after === "hot") {
     if (!x.before) return `began with ${count(x.tokens)} tokens`;
-    return x.event === "lost" ? `${count(x.tokens)} tokens, computed anew` : `${count(x.tokens)} tokens are back`;
+    return x.event === "lost" ? `${count(x.tokens)} tokens, computed anew` : `back with ${count(x.tokens)} tokens`;
   }
   if (x.before !== "hot") return `${bytes(x.bytes)} moved`;
   return `${bytes(x.bytes)}${x.bf16_bytes > 1.05 * x.bytes ? `, in bf16 ${bytes(x.bf16_bytes)}` : ""}`;

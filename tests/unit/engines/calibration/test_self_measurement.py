@@ -220,7 +220,7 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
             return super().log_probs(session, tokens)
 
         def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
-            if "learning on: 9 of 16" in self.engine.report.progress:
+            if "measuring more: 9 of 16" in self.engine.report.progress:
                 self.num_prefills = 1000
             return super().prefill(tokens, past)
 
@@ -231,7 +231,7 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
     assert one.ended() == "", "the verdict stands, though learning on was interrupted"
     assert one.measurement.has_verdict and one.adopted == 3
     assert progress[0].startswith("measuring: 0 of ")
-    assert any(x.startswith("learning on: ") and "; dense3 " in x for x in progress)
+    assert any(x.startswith("measuring more: ") and "; dense3 " in x for x in progress)
     first = load_profile(path)
     assert {x.preset for x in first.rows} == set(FIRST_PRESETS)
     two = Engine(tmp_path, Talking(), open_questions=Asked(lambda: False, wanted))
