@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.errors import UnknownCodec
 from thermocline.method import Method
+from thermocline.progress import reporter
 
 if TYPE_CHECKING:
     from engines.calibration.measuring.trials import AnyCodec
@@ -84,7 +84,7 @@ def judge(
         ValueError: a text is too short, the model's cache cannot be packed, or it is no model.
     """
     from engines.calibration.measuring.cases import Case, chain_cases
-    from engines.calibration.measuring.measure import measure, quiet
+    from engines.calibration.measuring.measure import measure
 
     if not tokens or min(map(len, tokens)) < context + num_scored:
         raise ValueError(f"texts of {context + num_scored} tokens or more are wanted")
@@ -95,18 +95,10 @@ def judge(
     ]
     if encode is not None:
         cases += chain_cases(tokens, encode, context, len(tokens), num_scored)
-    instrument, say = _instrument_of(model), _printed if _is_shown(progress) else quiet
+    instrument, say = _instrument_of(model), reporter("judge", progress)
     say("opening methods; one that is used for the first time is compiled")
     codecs = _codecs(instrument, names, profile)
     return measure(instrument, codecs, cases, say)
-
-
-def _is_shown(progress: bool | None) -> bool:
-    return sys.stderr.isatty() if progress is None else progress
-
-
-def _printed(progress: str) -> None:
-    print(f"judge: {progress}", file=sys.stderr, flush=True)
 
 
 def _instrument_of(model: Any) -> Any:

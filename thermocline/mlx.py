@@ -22,6 +22,7 @@ from engines.mlx_worker.cache.layout import CannotServe, probe
 from engines.mlx_worker.cache.packed import attention
 from engines.mlx_worker.cache.packed_model import with_packed_caches
 from kvstore.shapes import KVLayout
+from thermocline.progress import reporter
 
 if TYPE_CHECKING:
     from engines.mlx_worker.measuring.instrument import MlxInstrument
@@ -80,12 +81,15 @@ def attending(model: Any) -> AbstractContextManager[None]:
     return attention.attending(model)
 
 
-def capture(model: Any, tokens: Sequence[Sequence[int]]) -> Samples:
+def capture(
+    model: Any, tokens: Sequence[Sequence[int]], *, progress: bool | None = None
+) -> Samples:
     """Computes the KV of some texts, and finds which errors in it matter, for ``learn``.
 
     ``tokens``: token ids of each text, as the model is given them. The result has the layout, the
     turns of the keys, K and V of all layers of each text as numpy arrays (heads, tokens, dim), and
-    what the last quarter of each text makes of errors in the KV before it.
+    what the last quarter of each text makes of errors in the KV before it. ``progress``: write to
+    stderr how far it is; None = on a terminal.
 
     Raises:
         ValueError: the model's cache cannot be packed, it turns its keys in a way that is not
@@ -95,7 +99,8 @@ def capture(model: Any, tokens: Sequence[Sequence[int]]) -> Samples:
 
     if not tokens or not all(map(len, tokens)):
         raise ValueError("token ids of one text or more are wanted")
-    return TextReader(instrument(model)).samples(tokens)
+    reader = TextReader(instrument(model), on_progress=reporter("capture", progress))
+    return reader.samples(tokens)
 
 
 def layout_of(model: Any) -> KVLayout:

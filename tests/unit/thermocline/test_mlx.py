@@ -24,7 +24,8 @@ def texts(count: int, length: int) -> list[list[int]]:
 def test_a_model_is_captured_learned_and_judged(capsys):
     model = tiny_model("llama").model
     assert thermocline.layout_of(model).layers == (thermocline.KVLayer(2, 64, 64),) * 3
-    samples = thermocline.mlx.capture(model, texts(2, 80))
+    samples = thermocline.mlx.capture(model, texts(2, 80), progress=True)
+    assert "capture: 2 of 2 texts to learn from" in capsys.readouterr().err
     assert len(samples.texts) == 2 and samples.texts[0][2][1].shape == (2, 80, 64)
     assert samples.metrics is not None and samples.ropes[0] is not None
     profile = thermocline.learn(samples, "ratequant")

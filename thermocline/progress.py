@@ -1,0 +1,15 @@
+"""Lines on stderr for steps that take minutes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+def reporter(name: str, progress: bool | None) -> Callable[[str], None]:
+    """Makes the function that a step reports to; None: it writes only on a terminal."""
+    from engines.calibration.measuring.measure import quiet
+
+    if not (sys.stderr.isatty() if progress is None else progress):
+        return quiet
+    return lambda words: print(f"{name}: {words}", file=sys.stderr, flush=True)
