@@ -32,10 +32,11 @@ Keywords of JSON schemas that no grammar has are left out, and named in the head
 OpenAI's and `uri`, patterns that look ahead, back or at an earlier part, `minProperties` of
 optional properties, a `oneOf` of which two branches may hold at once (it is held as `anyOf`; types,
 constants, and required properties with constants tell branches apart); in calls at vLLM also
-patterns with classes of Unicode (`\\p{L}`) or flags. So is what has no meaning where it stands, in
-all tools that the model is shown: a property whose schema is a text may be anything, and a `type`
-that does not exist (`any`) is none. A schema that says `strict` is refused instead, with the
-keyword and its place. A `$ref` that leads back to itself
+patterns with classes of Unicode (`\\p{L}`) or flags, `allOf`, a `$ref` or choices beside other
+keywords, and required properties that are not named, all of which its compiler of calls ignores. So
+is what has no meaning where it stands, in all tools that the model is shown: a property whose
+schema is a text may be anything, and a `type` that does not exist (`any`) is none. A schema that
+says `strict` is refused instead, with the keyword and its place. A `$ref` that leads back to itself
 is refused.
 """
 # Fields that are ours under the same name, and forms of them; by server.

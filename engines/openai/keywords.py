@@ -8,7 +8,7 @@ others. A client that says ``strict`` wants all of them or a refusal, as OpenAI 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -50,6 +50,11 @@ _THING: Final = re.compile(
 )
 # Classes of Unicode and flags, which xgrammar does not read, or takes for letters.
 _NOT_OF_XGRAMMAR: Final = re.compile(r"(\\[pP]|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL)
+# Keywords that xgrammar does not read beside a ``$ref`` or choices.
+_BESIDE: Final = frozenset(
+    {"properties", "required", "additionalProperties", "items", "minItems", "maxItems"}
+    | {"minLength", "maxLength", "pattern", "minimum", "maximum", "enum", "const"}
+)
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
@@ -224,6 +229,9 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
         return [_enforceable(x, (*path, str(i)), walk) for i, x in enumerate(node)]
     if not isinstance(node, dict):
         return node
+    if walk.reads is is_plain_in_calls:
+        for keyword in _ignored_by_xgrammar(node):
+            walk.report(path, keyword)
     made: Json = {}
     is_open = bool(_NAMING & node.keys())  # its other keywords do not name all its properties
     for key, value in _without_closing(node).items():
@@ -253,6 +261,21 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
     if is_open and not made.get("additionalProperties"):
         made["additionalProperties"] = True
     return made
+
+
+def _ignored_by_xgrammar(node: Json) -> Iterator[str]:
+    """Yield the keywords of which xgrammar enforces none, or of which it ignores others."""
+    parts = node.get("allOf")
+    if isinstance(parts, list) and len(parts) > 1:
+        yield "allOf"
+    for key in ("$ref", "anyOf", "oneOf"):
+        if key in node and _BESIDE & node.keys():
+            yield key
+    named, needed = node.get("properties"), node.get("required")
+    if isinstance(needed, list) and not set(map(str, needed)) <= (
+        named.keys() if isinstance(named, dict) else set()
+    ):
+        yield "required"
 
 
 def _means_nothing(key: str, node: Json) -> bool:

@@ -210,3 +210,24 @@ def test_no_values_of_unread_keywords_break_it() -> None:
     schema = {"components": {"x": odd, "oneOf": odd, "anyOf": [odd]}, "oneOf": [{}, {}]}
     assert left_out(held(schema).held_schemas, "mlx") == ["oneOf"]
     assert enforceable(schema)["components"] == schema["components"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        (of(allOf=[TEXT, {"maxLength": 3}]), "allOf"),
+        ({**of(**TEXT), "$ref": "#/$defs/a", "$defs": {"a": of(**TEXT)}}, "$ref"),
+        ({**of(**TEXT), "anyOf": [of(**TEXT), {"type": "null"}]}, "anyOf"),
+        ({**of(**TEXT), "required": ["a", "b"]}, "required"),
+    ],
+)
+def test_what_xgrammar_ignores_is_named_or_refused_in_calls_at_vllm(
+    schema: dict[str, Any], keyword: str
+) -> None:
+    """Measured with xgrammar 0.2.8: it takes values that break these."""
+    assert left_out(offered(schema, "required").held_schemas, "vllm") == [keyword]
+    assert left_out(offered(schema, "required").held_schemas, "mlx") == []
+    with pytest.raises(InvalidRequest, match="is not permitted with strict"):
+        left_out(offered(schema, strict=True).held_schemas, "vllm")
+    described = of(**{"$ref": "#/$defs/a", "description": "x"}) | {"$defs": {"a": TEXT}}
+    assert left_out(offered(described, strict=True).held_schemas, "vllm") == []
