@@ -8,13 +8,14 @@ others. A client that says ``strict`` wants all of them or a refusal, as OpenAI 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
+from engines.openai.ignored_in_calls import ignored_in_calls
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
 from engines.openai.one_of import Branches
 from engines.openai.refs import VALUES, endless_ref
@@ -50,11 +51,6 @@ _THING: Final = re.compile(
 )
 # Classes of Unicode and flags, which xgrammar does not read, or takes for letters.
 _NOT_OF_XGRAMMAR: Final = re.compile(r"(\\[pP]|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL)
-# Keywords that xgrammar does not read beside a ``$ref`` or choices.
-_BESIDE: Final = frozenset(
-    {"properties", "required", "additionalProperties", "items", "minItems", "maxItems"}
-    | {"minLength", "maxLength", "pattern", "minimum", "maximum", "enum", "const"}
-)
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
@@ -230,12 +226,15 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
     if not isinstance(node, dict):
         return node
     if walk.reads is is_plain_in_calls:
-        for keyword in _ignored_by_xgrammar(node):
+        for keyword in ignored_in_calls(node):
             walk.report(path, keyword)
     made: Json = {}
     is_open = bool(_NAMING & node.keys())  # its other keywords do not name all its properties
     for key, value in _without_closing(node).items():
-        if key in VALUES:
+        if key == "required" and (needed := _possible(node)) is not None:
+            made[key] = needed
+            walk.report(path, key)
+        elif key in VALUES:
             made[key] = value
         elif _means_nothing(key, node):
             continue
@@ -263,19 +262,15 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
     return made
 
 
-def _ignored_by_xgrammar(node: Json) -> Iterator[str]:
-    """Yield the keywords of which xgrammar enforces none, or of which it ignores others."""
-    parts = node.get("allOf")
-    if isinstance(parts, list) and len(parts) > 1:
-        yield "allOf"
-    for key in ("$ref", "anyOf", "oneOf"):
-        if key in node and _BESIDE & node.keys():
-            yield key
-    named, needed = node.get("properties"), node.get("required")
-    if isinstance(needed, list) and not set(map(str, needed)) <= (
-        named.keys() if isinstance(named, dict) else set()
-    ):
-        yield "required"
+def _possible(node: Json) -> list[object] | None:
+    """Return the required names that a closed object can have; None: it can have them all."""
+    named, needed = node.get("properties", {}), node["required"]
+    if node.get("additionalProperties") is not False or "patternProperties" in node:
+        return None
+    if not (isinstance(named, dict) and isinstance(needed, list)):
+        return None
+    found = [x for x in needed if x in named]
+    return found if len(found) < len(needed) else None
 
 
 def _means_nothing(key: str, node: Json) -> bool:

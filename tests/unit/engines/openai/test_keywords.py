@@ -215,10 +215,20 @@ def test_no_values_of_unread_keywords_break_it() -> None:
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
-        (of(allOf=[TEXT, {"maxLength": 3}]), "allOf"),
+        (of(allOf=[TEXT, {**TEXT, "maxLength": 3}]), "allOf"),
         ({**of(**TEXT), "$ref": "#/$defs/a", "$defs": {"a": of(**TEXT)}}, "$ref"),
         ({**of(**TEXT), "anyOf": [of(**TEXT), {"type": "null"}]}, "anyOf"),
         ({**of(**TEXT), "required": ["a", "b"]}, "required"),
+        (of(const="x", enum=["y"]), "enum"),
+        (of(**TEXT, enum=["a", 1]), "type"),
+        (of(type="integer", enum=[1, True]), "type"),
+        (of(**TEXT, enum=["a", "b"], pattern="^a$"), "pattern"),
+        (of(**TEXT, enum=["a", "abc"], minLength=2), "minLength"),
+        (of(**TEXT, pattern="^a+$", maxLength=2), "maxLength"),
+        (of(**TEXT, format="date", maxLength=2), "maxLength"),
+        (of(**TEXT, format="date", pattern="^2"), "pattern"),
+        (of(minimum=5), "minimum"),
+        (of(pattern="^a$"), "pattern"),
     ],
 )
 def test_what_xgrammar_ignores_is_named_or_refused_in_calls_at_vllm(
@@ -231,3 +241,17 @@ def test_what_xgrammar_ignores_is_named_or_refused_in_calls_at_vllm(
         left_out(offered(schema, strict=True).held_schemas, "vllm")
     described = of(**{"$ref": "#/$defs/a", "description": "x"}) | {"$defs": {"a": TEXT}}
     assert left_out(offered(described, strict=True).held_schemas, "vllm") == []
+
+
+@pytest.mark.parametrize("engine", ["mlx", "vllm"])
+def test_a_closed_object_cannot_need_a_property_that_it_excludes(engine: str) -> None:
+    schema = {**of(**TEXT), "required": ["a", "b"], "additionalProperties": False}
+    assert left_out(held(schema).held_schemas, engine) == ["required"]
+    assert enforceable(schema)["required"] == ["a"]
+    for open_one in (
+        {**schema, "additionalProperties": TEXT},
+        {**schema, "patternProperties": {"^b": TEXT}},
+        {**schema, "required": ["a"]},
+    ):
+        assert left_out(held(open_one).held_schemas, engine) == []
+        assert enforceable(open_one)["required"] == open_one["required"]
