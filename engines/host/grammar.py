@@ -20,8 +20,8 @@ import numpy as np
 from llguidance import LLMatcher
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.keywords import enforceable, read_schema
 from engines.openai.messages import Json, ResponseFormat, Tool
+from engines.openai.schemas.keywords import enforceable, read_schema
 
 # Between two lines of calls lies a line break; so there is none inside a call.
 _MAX_CALLS: Final = 8

@@ -24,7 +24,6 @@ from engines.openai.errors import error_type as error_type
 from engines.openai.json_bodies import checked as checked
 from engines.openai.json_bodies import decoded
 from engines.openai.json_bodies import parse_json as parse_json
-from engines.openai.keywords import HeldSchema, held_formats, held_tools
 from engines.openai.messages import (
     NO_IMAGES,
     ImageSupport,
@@ -34,7 +33,8 @@ from engines.openai.messages import (
     Tool,
 )
 from engines.openai.messages import Json as Json
-from engines.openai.schemas import SchemaCount
+from engines.openai.schemas.keywords import HeldSchema, held_formats, held_tools
+from engines.openai.schemas.schema_count import SchemaCount
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]

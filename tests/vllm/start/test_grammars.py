@@ -22,7 +22,7 @@ from vllm.tool_parsers import ToolParser
 
 from engines.host.grammar_trial import MAX_CPU_S
 from engines.openai.errors import InvalidRequest
-from engines.openai.keywords import with_enforceable_formats
+from engines.openai.schemas.keywords import with_enforceable_formats
 from engines.vllm_plugin.grammar.gate import PROGRAM, ClientLeft, GrammarGate
 from engines.vllm_plugin.process.forced_calls import held_to_schema
 from tests.vllm.conftest import model_path

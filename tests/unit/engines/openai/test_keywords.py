@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engines.openai.keywords import enforceable, is_plain, left_out
 from engines.openai.requests import ChatRequest, InvalidRequest, validate_chat
+from engines.openai.schemas.keywords import enforceable, is_plain, left_out
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 TEXT = {"type": "string"}

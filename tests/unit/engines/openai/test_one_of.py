@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.openai.one_of import Branches
+from engines.openai.schemas.one_of import Branches
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 

@@ -13,7 +13,7 @@ from engines.openai.requests import (
     validate_chat,
     validate_completion,
 )
-from engines.openai.schemas import pattern_chars
+from engines.openai.schemas.schema_count import pattern_chars
 
 
 def an_object(num_properties: int, *, required: bool = False) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engines.openai.keywords import enforceable, with_known_keywords
 from engines.openai.requests import InvalidRequest, validate_chat, validate_tokenize
-from engines.openai.well_formed import misfits, well_formed
+from engines.openai.schemas.keywords import enforceable, with_known_keywords
+from engines.openai.schemas.well_formed import misfits, well_formed
 
 ANY: dict[str, Any] = {}
 

@@ -15,11 +15,11 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
-from engines.openai.ignored_in_calls import ignored_in_calls
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
-from engines.openai.one_of import Branches
-from engines.openai.refs import VALUES, endless_ref
-from engines.openai.well_formed import Path, misfits, well_formed, with_well_formed_tools
+from engines.openai.schemas.ignored_in_calls import ignored_in_calls
+from engines.openai.schemas.one_of import Branches
+from engines.openai.schemas.refs import VALUES, endless_ref
+from engines.openai.schemas.well_formed import Path, misfits, well_formed, with_well_formed_tools
 
 _UNKNOWN: Final = frozenset(
     {"contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "not"}

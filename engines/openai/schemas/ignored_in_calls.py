@@ -19,7 +19,7 @@ _BESIDE: Final = frozenset(
     {"properties", "required", "additionalProperties", "items", "minItems", "maxItems"}
     | {"minLength", "maxLength", "pattern", "minimum", "maximum", "enum", "const"}
 )
-# What is read first of these, and the others that are not read beside it.
+# The keyword that is read first, and the others that are not read beside it.
 _FIRST: Final = {
     "const": _OF_TEXTS | _OF_NUMBERS | {"enum"},
     "enum": _OF_TEXTS | _OF_NUMBERS,

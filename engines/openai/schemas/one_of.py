@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from engines.openai.messages import Json
-from engines.openai.refs import same_place
+from engines.openai.schemas.refs import same_place
 
 _MAX_PAIRED: Final = 16  # branches; of more, one thing has to tell all of them apart
 _MAX_PARTS: Final = 8  # schemas that hold together: a chain of ``$ref``, an ``allOf``

@@ -1,0 +1,1 @@
+"""JSON schemas of answers and of calls: their bounds, and the keywords that no compiler knows."""
