@@ -35,7 +35,12 @@ pytestmark = pytest.mark.mlx
             "context_length_exceeded",
         ),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "strict": True, "schema": {"type": 1}},
+                }
+            },
             openai.BadRequestError,
             None,
         ),
