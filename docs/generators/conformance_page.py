@@ -31,7 +31,7 @@ Keywords of JSON schemas that no grammar has are left out, and named in the head
 `dependentRequired`, `unevaluatedProperties` beside `allOf` and the like, formats other than
 OpenAI's and `uri`, patterns that look ahead, back or at an earlier part, `minProperties` of
 optional properties, a `oneOf` of which two branches may hold at once (it is held as `anyOf`; types,
-constants, and required properties with constants tell branches apart); in calls at vLLM also
+constants, and required properties with constants distinguish branches); in calls at vLLM also
 patterns with classes of Unicode (`\\p{L}`) or flags, `allOf`, a `$ref` or choices beside other
 keywords, required properties that are not named, bounds and patterns without a `type`, and what
 stands beside `enum`, `const`, `format` or `pattern` and would exclude more, all of which its

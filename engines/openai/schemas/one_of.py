@@ -1,8 +1,8 @@
 """Says whether the branches of a ``oneOf`` exclude each other.
 
 Compilers take ``oneOf`` for ``anyOf``. That is the same where no value obeys two branches: these
-are of different types, have different constants, or are objects with a property that tells them
-apart. What cannot be seen so is taken to overlap. Bounded, since schemas come from clients.
+are of different types, have different constants, or are objects with a property that differs
+in them. What cannot be seen so is taken to overlap. Bounded, since schemas come from clients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from engines.openai.messages import Json
 from engines.openai.schemas.refs import same_place
 
-_MAX_PAIRED: Final = 16  # branches; of more, one thing has to tell all of them apart
+_MAX_PAIRED: Final = 16  # branches; of more, one thing has to distinguish all of them
 _MAX_PARTS: Final = 8  # schemas that hold together: a chain of ``$ref``, an ``allOf``
 _MAX_TAGS: Final = 32  # required properties that are looked at
 _MAX_CONSTANTS: Final = 128  # of one branch; of more it is not seen that they differ
