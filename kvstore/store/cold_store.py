@@ -168,7 +168,7 @@ class ColdStore:
         return self._queue.wait_settled(self.ledger.index.key_of(session), within_s)
 
     def wait_all_saved(self, within_s: float = WAIT_S) -> bool:
-        """Wait until no save waits or runs; False if time runs out."""
+        """Wait until no save waits or runs and all ``on_done`` were called; False: time ran out."""
         return self._queue.wait_idle(within_s)
 
     @property

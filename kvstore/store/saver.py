@@ -146,12 +146,17 @@ class SaveQueue:
             self._nbytes -= job.nbytes
             job.nbytes = 0
 
-    def finish(self, job: SaveJob) -> None:
-        """End a job that is done or has failed."""
+    def settle(self, job: SaveJob) -> None:
+        """Release the session of a job that is done or has failed; its listeners come next."""
         self.packed(job)
         with self._changed:
-            self._num_running -= 1
             self._claims.release(job.key)
+
+    def finish(self, job: SaveJob) -> None:
+        """End a settled job whose listeners were called: only now it runs no longer."""
+        with self._changed:
+            self._num_running -= 1
+            self._changed.notify_all()
 
     def drop(self, key: bytes) -> SaveJob | None:
         """Remove the waiting save of this session and return it, if there is one."""
@@ -178,7 +183,7 @@ class SaveQueue:
             return self._changed.wait_for(lambda: self.settled(key), timeout_s)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no save waits or runs; False if that took too long."""
+        """Wait until no save waits or runs and all ``on_done`` were called; False: time ran out."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._waiting and not self._num_running, timeout_s
@@ -253,9 +258,10 @@ class Saver:
         except Exception:  # the outermost frame of this thread: a bad save must not end the others
             _log.exception("a session could not be saved")
         self._ledger.counters.add("saves" if record else "saves_failed")
-        self._queue.finish(job)
+        self._queue.settle(job)
         for on_done in job.on_done:
             _call(on_done, record)
+        self._queue.finish(job)
 
     def _save(self, job: SaveJob) -> SessionRecord | None:
         old = self._index.find_anywhere(job.session)

@@ -318,6 +318,15 @@ def test_a_failing_listener_does_not_end_the_saving_thread(store):
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
 
 
+def test_all_is_saved_only_once_every_listener_was_called(store):
+    go_on = threading.Event()
+    begin_save(store, ref(), HISTORY, on_done=lambda record: go_on.wait(30))
+    assert store.wait_saved(ref(), 20)  # the session is free before its listeners are called
+    assert not store.wait_all_saved(0.05)
+    go_on.set()
+    assert store.wait_all_saved(20)
+
+
 def test_a_session_that_no_tier_takes_is_not_saved(opened):
     full = FaultyTier(RamTier(1 << 26))
     store = opened([full])

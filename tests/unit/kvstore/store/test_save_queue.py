@@ -57,7 +57,7 @@ def test_the_bound_counts_waiting_and_running_saves():
     assert queue.drop(b"c")
     assert queue.offer(job("b", 25)) is Offered.SUPERSEDED
     assert queue.offer(job("b", 26)) is Offered.SUPERSEDED  # alone it fits, at any size
-    queue.finish(running)
+    queue.settle(running)
     assert queue.nbytes == 26
 
 
@@ -69,7 +69,7 @@ def test_a_session_is_saved_by_one_at_a_time():
     queue.offer(job("b"))
     assert queue.take(0).key == b"b"
     assert queue.take(0) is None
-    queue.finish(first)
+    queue.settle(first)
     assert queue.take(0).key == b"a"
 
 
@@ -88,7 +88,7 @@ def test_a_claim_waits_for_the_running_save_and_holds_the_next_back():
     thread = threading.Thread(target=claim)
     thread.start()
     assert not claimed.wait(0.05)
-    queue.finish(running)
+    queue.settle(running)
     assert claimed.wait(10)
     queue.offer(job("a"))
     assert queue.take(0) is None
