@@ -299,7 +299,7 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     return ("warning", f"{words}: {trouble}") if trouble else ("ok", words)
 
 
-def _likeness(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
+def _redis_data(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     """Compare what this server would store with the data on its Redis."""
     if not effective.settings.store.redis_url:
         return "ok", "no Redis is shared with other servers"
@@ -390,7 +390,7 @@ CHECKS: Mapping[str, Check] = {
     "memory": _memory,
     "disk": _disk,
     "redis": _redis,
-    "likeness": _likeness,
+    "redis data": _redis_data,
     "port": _port,
     "open files": _open_files,
 }

@@ -62,16 +62,16 @@ class Remote:
         raise LaunchError(f"{self.base} is not a Thermocline gateway: it lists other sessions")
 
     def session(self, session_id: str) -> dict[str, Any]:
-        return self._ask("GET", self._path(session_id))
+        return self._of_session("GET", session_id)
 
     def act(
         self, verb: str, session_id: str, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Post ``verb`` (demote, prefetch, pin or unpin) for a session; returns the session."""
-        return self._ask("POST", self._path(session_id, f"/{verb}"), body or {})
+        return self._of_session("POST", session_id, f"/{verb}", body or {})
 
     def forget(self, session_id: str) -> dict[str, Any]:
-        return self._ask("DELETE", self._path(session_id))
+        return self._of_session("DELETE", session_id)
 
     def keys(self) -> list[dict[str, Any]]:
         """The server's API keys by their ids; needs an admin key."""
@@ -97,8 +97,12 @@ class Remote:
     def revoke(self, key_id: str) -> dict[str, Any]:
         return self._ask("DELETE", f"/admin/keys/{quote(key_id, safe='')}")
 
-    def _path(self, session_id: str, verb: str = "") -> str:
-        return f"/v1/sessions/{quote(session_id, safe='')}{verb}?{self._model}"
+    def _of_session(
+        self, method: str, session_id: str, verb: str = "", body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Ask about one session; a refusal names it, since a command may name several."""
+        path = f"/v1/sessions/{quote(session_id, safe='')}{verb}?{self._model}"
+        return self._ask(method, path, body, f"{session_id}: ")
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
         """Return the status of an answer, and its content."""
@@ -110,12 +114,14 @@ class Remote:
 
         return asyncio.run(request())
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, subject: str = ""
+    ) -> dict[str, Any]:
         status, content = self.ask(method, path, body)
         if not isinstance(content, dict):
             raise LaunchError(f"{self.base} is not a Thermocline gateway: no JSON object")
         if status >= 400:
-            raise LaunchError(f"{status}: {words_of(content, MOST_WORDS)}")
+            raise LaunchError(f"{subject}{status}: {words_of(content, MOST_WORDS)}")
         return content
 
 

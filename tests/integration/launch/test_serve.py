@@ -122,7 +122,8 @@ def test_a_server_is_started_used_and_stopped(server, tmp_path):
     assert shown["state"] == "cold"
     assert server.sessions("forget", "team/a").stdout == "forgotten: team/a\n"
     gone = server.sessions("show", "team/a")
-    assert (gone.returncode, gone.stderr.strip()) == (1, "error: 404: There is no such session.")
+    said = "error: team/a: 404: There is no such session."
+    assert (gone.returncode, gone.stderr.strip()) == (1, said)
 
     assert server.stop() == 0
     secret = (tmp_path / "data" / "secret").read_bytes()

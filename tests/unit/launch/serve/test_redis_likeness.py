@@ -35,7 +35,7 @@ def settings(folder: Path, redis_url: str) -> EffectiveSettings:
 
 
 def found(effective: EffectiveSettings) -> tuple[str, str]:
-    (row,) = (x for x in examine(effective, {}) if x.about == "likeness")
+    (row,) = (x for x in examine(effective, {}) if x.about == "redis data")
     return row.verdict, row.text
 
 
