@@ -98,7 +98,7 @@ def model_run(model: Path | None, num_tokens: int) -> tuple[KVLayout, KVRun]:
 
 
 class Rows:
-    """Implements ``kvstore.store.saver.RowSource`` with rows that are there already."""
+    """Implements ``kvstore.store.save_queue.RowSource`` with rows that are there already."""
 
     def __init__(self, store: ColdStore, run: KVRun) -> None:
         self._store = store

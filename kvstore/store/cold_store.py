@@ -31,7 +31,8 @@ from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import Counters, StoreStats
 from kvstore.store.planner import Planner
 from kvstore.store.restorer import Fetched, Match, Restored, Restorer
-from kvstore.store.saver import Offered, OnDone, RowSource, SaveJob, SaveQueue, Saver
+from kvstore.store.save_queue import Offered, OnDone, RowSource, SaveJob, SaveQueue
+from kvstore.store.saver import Saver
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 

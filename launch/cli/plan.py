@@ -70,8 +70,8 @@ def print_plan(plan: CapacityPlan) -> None:
         )
     if (memory := plan.memory) is not None:
         say(
-            f"memory: {show_bytes(memory.free)} free here = {show_bytes(memory.reserve)} left to the"
-            f" system and to work + {show_bytes(memory.weights)} weights +"
+            f"memory: {show_bytes(memory.free)} free here = {show_bytes(memory.reserve)} left to"
+            f" the system and to work + {show_bytes(memory.weights)} weights +"
             f" {show_bytes(memory.kv)} KV"
         )
     say("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))

@@ -247,7 +247,7 @@ class _WantedPrefix:
 
 
 class CacheRows:
-    """Implements ``kvstore.store.saver.RowSource`` with views of the engine's caches.
+    """Implements ``kvstore.store.save_queue.RowSource`` with views of the engine's caches.
 
     Args:
         run: of all growing layers, from the first token on.

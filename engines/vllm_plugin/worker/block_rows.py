@@ -27,7 +27,7 @@ class RankBlocks:
 
 
 class BlockRows:
-    """Implements ``kvstore.store.saver.RowSource``.
+    """Implements ``kvstore.store.save_queue.RowSource``.
 
     Args:
         ready: the mark after the work that fills the blocks.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvstore.blobs.chain import Piece
 from kvstore.ledger.index import Claims
-from kvstore.store.saver import Offered, SaveJob, SaveQueue
+from kvstore.store.save_queue import Offered, SaveJob, SaveQueue
 from kvstore.tiers.base import Blob
 from tests.kv_sessions import ref
 
