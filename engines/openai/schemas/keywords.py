@@ -34,7 +34,8 @@ _NAMING: Final = frozenset(
 _FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-# The grammar of these wants an offset from UTC; zod writes a pattern for times without one, too.
+# The grammar of these wants an offset from UTC; zod writes a pattern for times without one, too,
+# and no text obeys both.
 _OFFSET: Final = ("time", "date-time")
 # Those that ask for nothing are left out in silence.
 _NOTHING: Final[dict[str, tuple[object, ...]]] = {
@@ -225,6 +226,9 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
         return [_enforceable(x, (*path, str(i)), walk) for i, x in enumerate(node)]
     if not isinstance(node, dict):
         return node
+    if _has_no_offset(node, walk.reads):
+        walk.report(path, "format")
+        node = {key: value for key, value in node.items() if key != "format"}
     if walk.reads is is_plain_in_calls:
         for keyword in ignored_in_calls(node):
             walk.report(path, keyword)
@@ -244,8 +248,6 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
             if len(named) < len(value):
                 walk.report(path, key)
                 is_open = True
-        elif key == "format" and value in _OFFSET and walk.reads(str(node.get("pattern", "(?="))):
-            continue  # the pattern says it all
         elif (
             key == "oneOf"
             and isinstance(value, list)
@@ -304,6 +306,14 @@ def _is_enforceable(key: str, value: object, node: Json, reads: Reads) -> bool:
     if key in ("minProperties", "maxProperties"):
         return value in (0, 1) or not _has_optional(node)
     return True
+
+
+def _has_no_offset(node: Json, reads: Reads) -> bool:
+    """Say whether a time's own pattern leaves no room for an offset, as far as a look can say."""
+    pattern = node.get("pattern")
+    if node.get("format") not in _OFFSET or not isinstance(pattern, str):
+        return False
+    return "Z" not in pattern and reads(pattern) and _may_be_text(node)
 
 
 def _may_be_text(node: Json) -> bool:

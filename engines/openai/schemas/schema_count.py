@@ -109,8 +109,8 @@ class SchemaCount:
         self.num_all_of += len(_listed(node.get("allOf")))
         self.divisors += _digits(node.get("multipleOf"))
         for name in ("minLength", "maxLength"):
-            if isinstance(length := node.get(name), int) and length > FREE_LENGTH:
-                self.lengths.add((name, length))
+            if isinstance(length := node.get(name), int | float) and length > FREE_LENGTH:
+                self.lengths.add((name, int(length)))
         if isinstance(pattern := node.get("pattern"), str):
             self._count_pattern(pattern)
         if isinstance(by_pattern := node.get("patternProperties"), dict):

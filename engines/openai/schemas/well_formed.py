@@ -3,6 +3,10 @@
 A property whose schema is a text, a type that does not exist, a bound that is no number: no
 compiler takes a schema with one, and templates of models stumble over it. A property of which
 nothing can be said may be anything; any other such keyword is left out. Null asks for nothing.
+
+What older drafts and other writers mean is written as the latest draft has it, since compilers know
+no other form: a list of ``items`` as ``prefixItems``, and a whole number that has a fraction
+(``3.0``) without it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from engines.openai.messages import Json
+from engines.openai.schemas.refs import target
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -31,19 +36,20 @@ def misfits(schema: object) -> list[Misfit]:
 
 
 def well_formed(schema: Json) -> Json:
-    """Return a copy without them."""
-    made: Json = _mended(schema)
+    """Return a copy without them, in the form of the latest draft."""
+    made: Json = _mended(schema, schema)
     return made
 
 
 def with_well_formed_tools(raw: Json) -> tuple[Json, set[str]]:
-    """Return the field of a checked chat that holds tools, without misfits, and their keywords.
+    """Return the field of a checked chat that holds well-formed tools, and the misfits' keywords.
 
-    There is no such field if there are none: it would be as it is.
+    There is no such field if it would be as it is.
     """
     tools = raw.get("tools") or []
     found = [x for tool in tools for x in misfits(tool["function"].get("parameters"))]
-    return {"tools": [_mended_tool(x) for x in tools]} if found else {}, {x.keyword for x in found}
+    mended = [_mended_tool(x) for x in tools]
+    return {} if mended == tools else {"tools": mended}, {x.keyword for x in found}
 
 
 def _mended_tool(tool: Json) -> Json:
@@ -65,7 +71,7 @@ def _misfits(schema: object) -> Iterator[Misfit]:
         for key, value in node.items():
             if value is None:
                 continue
-            if key in _FORMS and not _FORMS[key](value):
+            if not _fits(key, value, node):
                 yield Misfit(path, key, f"{key!r} cannot be {str(value)[:40]!r}")
                 continue
             inner += [((*path, key, *where), key, x) for where, x in _inner(key, value)]
@@ -82,21 +88,64 @@ def _inner(key: str, value: Any) -> Iterator[tuple[Path, Any]]:
         yield from (((str(i),), x) for i, x in enumerate(value))
 
 
-def _mended(node: Any) -> Any:
+def _mended(node: Any, root: Json) -> Any:
     if not isinstance(node, dict):
         return node if isinstance(node, bool) else {}
     made: Json = {}
-    for key, value in node.items():
+    for key, value in _of_latest_draft(node).items():
         if key in _FORMS and (value is None or not _FORMS[key](value)):
             continue
         if key in _BY_NAME:
-            value = {name: _mended(x) for name, x in value.items()}
-        elif isinstance(value, list) and (key in _ONE or key in _LISTED):
-            value = [_mended(x) for x in value]
+            value = {name: _mended(x, root) for name, x in value.items()}
+        elif isinstance(value, list) and key in _LISTED:
+            value = [_mended(x, root) for x in value]
         elif key in _ONE:
-            value = _mended(value)
+            value = _mended(value, root)
+        elif key in _SIZES:
+            value = int(value)
+        elif key == "$ref":
+            value = _moved(value, root)
         made[key] = value
     return made
+
+
+def _of_latest_draft(node: Json) -> Json:
+    names = _newer_names(node)
+    return {
+        names.get(key, key): value
+        for key, value in node.items()
+        if not (names and key == "items" and "prefixItems" in node)
+    }
+
+
+def _newer_names(node: Json) -> dict[str, str]:
+    """Return the latest draft's names of keywords that had another meaning beside such a list."""
+    is_tuple = isinstance(node.get("items"), list)
+    return {"items": "prefixItems", "additionalItems": "items"} if is_tuple else {}
+
+
+def _moved(ref: str, root: Json) -> str:
+    """Return a ``$ref`` as it leads to the same schema of a root in the latest draft's form."""
+    steps = ref.split("/")
+    place: Any = root
+    i = 1
+    while i < len(steps) and isinstance(place, dict):
+        key = steps[i]
+        place, steps[i] = place.get(key), _newer_names(place).get(key, key)
+        if key in _BY_NAME or (key in (*_ONE, *_LISTED) and isinstance(place, list)):
+            place = target(place, "#/" + steps[i + 1]) if i + 1 < len(steps) else None
+            i += 1
+        elif key not in _ONE:
+            break
+        i += 1
+    return "/".join(steps)
+
+
+def _fits(key: str, value: object, node: Json) -> bool:
+    """Say whether a keyword has a value of its form, in one draft's way to write tuples."""
+    if key == "items" and isinstance(value, list) and "prefixItems" in node:
+        return False
+    return key not in _FORMS or _FORMS[key](value)
 
 
 def _is_type(value: object) -> bool:
@@ -113,7 +162,8 @@ def _is_list(value: object) -> bool:
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
+    is_whole = type(value) is int or isinstance(value, float) and value.is_integer()
+    return is_whole and 0 <= value < _MAX_SIZE
 
 
 def _is_number(value: object) -> bool:
@@ -140,6 +190,8 @@ _ONE: Final = ("items", "additionalProperties", "additionalItems", "unevaluatedP
     "then",
     "else",
 )
+_SIZES: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_MAX_SIZE: Final = 2**32  # llguidance takes no larger ones
 _FORMS: Final[dict[str, Callable[[object], bool]]] = {
     **dict.fromkeys(_BY_NAME, _is(dict)),
     **dict.fromkeys(_LISTED, _is_list),
@@ -149,8 +201,7 @@ _FORMS: Final[dict[str, Callable[[object], bool]]] = {
     "required": _is_names,
     "enum": _is_list,
     **dict.fromkeys(("pattern", "format", "$ref"), _is(str)),
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _is_size),
-    **dict.fromkeys(("minProperties", "maxProperties"), _is_size),
+    **dict.fromkeys(_SIZES, _is_size),
     **dict.fromkeys(("minimum", "maximum"), _is_number),
     # True or false, in the drafts up to the fourth.
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _is(int, float)),

@@ -106,11 +106,29 @@ def test_what_is_held_to_no_schema_is_not_looked_at() -> None:
     assert offered({"$ref": "#"}).held_schemas == []
 
 
-def test_a_time_is_held_to_its_own_pattern() -> None:
-    local = {"type": "string", "format": "time", "pattern": "^[0-2][0-9]:[0-5][0-9]$"}
-    assert left_out(held(of(**local), strict=True).held_schemas, "mlx") == []
-    assert "format" not in enforceable(local)
-    assert enforceable({**local, "pattern": "(?=1)"}) == {"type": "string", "format": "time"}
+@pytest.mark.parametrize("engine", ["mlx", "vllm"])
+@pytest.mark.parametrize("kind", ["time", "date-time"])
+def test_a_time_without_an_offset_by_its_pattern_is_held_to_that(engine: str, kind: str) -> None:
+    local = {"type": "string", "format": kind, "pattern": "[0-2][0-9]:[0-5][0-9]$"}
+    for asked in (held(of(**local)), offered(of(**local), "required")):
+        assert left_out(asked.held_schemas, engine) == ["format"]
+    assert enforceable(local) == {**TEXT, "pattern": local["pattern"]}
+    for ask_strictly in (held, offered):
+        with pytest.raises(InvalidRequest, match="'format' is not permitted with strict"):
+            ask_strictly(of(**local), strict=True)
+
+
+def test_other_formats_and_patterns_are_held_together() -> None:
+    for both in (
+        {"type": "string", "format": "date-time", "pattern": "^[^+]*(?:Z|)$"},
+        {"type": "string", "format": "date", "pattern": "^20"},
+        {"type": "integer", "format": "time", "pattern": "^20"},
+    ):
+        assert left_out(held(of(**both), strict=True).held_schemas, "mlx") == []
+        assert enforceable(both) == both
+    looking = {"type": "string", "format": "time", "pattern": "(?=1)"}
+    assert left_out(held(of(**looking)).held_schemas, "mlx") == ["pattern"]
+    assert enforceable(looking) == {"type": "string", "format": "time"}
 
 
 def test_an_object_whose_condition_is_left_out_stays_open() -> None:
@@ -202,7 +220,8 @@ def test_additional_items_stay_beside_a_list_of_items_only() -> None:
     rows = {"type": "array", "prefixItems": [TEXT], "additionalItems": False}
     assert enforceable(rows) == {"type": "array", "prefixItems": [TEXT]}
     listed = {"type": "array", "items": [TEXT], "additionalItems": False}
-    assert enforceable(listed) == listed
+    assert enforceable(listed) == {"type": "array", "prefixItems": [TEXT], "items": False}
+    assert enforceable({"components": {"a": listed}}) == {"components": {"a": listed}}
 
 
 def test_no_values_of_unread_keywords_break_it() -> None:

@@ -26,12 +26,17 @@ MISFITS: list[tuple[Any, str, Any]] = [
     *(({"required": x}, "required", ANY) for x in (True, "a", [1], {})),
     *(({x: "b"}, x, ANY) for x in ("properties", "$defs", "anyOf", "items", "minLength")),
     *(({x: []}, x, ANY) for x in ("properties", "anyOf", "additionalProperties", "pattern")),
-    *(({"minItems": x}, "minItems", ANY) for x in (-1, 1.5, True, "1")),
+    *(({"minItems": x}, "minItems", ANY) for x in (-1, 1.5, True, "1", 2**32)),
     *(({"multipleOf": x}, "multipleOf", ANY) for x in (0, -2, "2", True)),
     ({"maximum": "1"}, "maximum", ANY),
     ({"format": 5}, "format", ANY),
     ({"$ref": {}}, "$ref", ANY),
-    ({"items": ["string", {"type": "null"}]}, "items", {"items": [ANY, {"type": "null"}]}),
+    ({"items": ["string", {"type": "null"}]}, "items", {"prefixItems": [ANY, {"type": "null"}]}),
+    (
+        {"prefixItems": [{"type": "null"}], "items": [ANY]},
+        "items",
+        {"prefixItems": [{"type": "null"}]},
+    ),
     ({"anyOf": ["x", of(5)]}, "anyOf, properties", {"anyOf": [ANY, of(ANY)]}),
     ({"$defs": {"a": 1}, "patternProperties": {"b": "c"}}, "$defs, patternProperties", None),
 ]
@@ -61,7 +66,8 @@ def test_what_has_no_meaning_is_left_out_and_named_or_refused_if_strict(
 WELL_FORMED = [
     of({"type": ["string", "null"], "default": 5, "enum": ["a", None], "title": 5}),
     of(True, additionalProperties=False),
-    of({"items": [{"type": "string"}], "exclusiveMinimum": True, "minimum": -0.5}),
+    of({"items": {"type": "string"}, "exclusiveMinimum": True, "minimum": -0.5}),
+    of({"prefixItems": [{"type": "string"}], "items": False}),
     of({"const": {"type": "any"}, "x-ui": {"type": "field"}, "description": {"properties": 5}}),
     {"properties": {"type": {"type": "string"}, "required": {}, "enum": False}},
 ]
@@ -77,6 +83,54 @@ def test_null_asks_for_nothing() -> None:
     schema = of({"type": None, "enum": None, "items": None}, anyOf=None)
     assert (misfits(schema), well_formed(schema)) == ([], of(ANY))
     assert well_formed({"properties": {"a": None}}) == {"properties": {"a": ANY}}
+    assert known(tools({"properties": {"a": None}})) == (tools({"properties": {"a": ANY}}), [])
+
+
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
+TUPLES: list[tuple[Any, Any]] = [
+    ({"items": [TEXT, WHOLE]}, {"prefixItems": [TEXT, WHOLE]}),
+    ({"items": [TEXT], "additionalItems": False}, {"prefixItems": [TEXT], "items": False}),
+    ({"items": [of({"items": [TEXT]})]}, {"prefixItems": [of({"prefixItems": [TEXT]})]}),
+    ({"items": [], "additionalItems": WHOLE}, {"items": WHOLE}),
+    ({"items": [TEXT], "additionalItems": None}, {"prefixItems": [TEXT]}),
+    ({"minItems": 2.0, "maxItems": 2}, {"minItems": 2, "maxItems": 2}),
+]
+
+
+@pytest.mark.parametrize(("older", "newer"), TUPLES)
+@pytest.mark.parametrize("strict", [None, False, True])
+@pytest.mark.parametrize("engine", ["mlx", "vllm"])
+def test_an_older_drafts_tuple_and_whole_fractions_are_written_as_compilers_know_them(
+    older: Any, newer: Any, strict: bool | None, engine: str
+) -> None:
+    for choice in (None, "required"):
+        asked = tools(of({"type": "array", **older}), strict)
+        made, names = known(asked | {"tool_choice": choice}, engine)
+        assert names == []
+        assert (made or asked) == tools(of({"type": "array", **newer}), strict)
+    made, names = known(form(of({"type": "array", **older}), strict), engine)
+    assert (schema_in(made), names) == (of({"type": "array", **newer}), [])
+    assert json.dumps(schema_in(made)) == json.dumps(of({"type": "array", **newer}))
+
+
+def test_refs_into_an_older_drafts_tuple_still_lead_there() -> None:
+    """zod writes what it saw before as a path from the root."""
+    refs = {"/properties/a/items/0": "/properties/a/prefixItems/0", "": ""}
+    refs |= {"/properties/a/additionalItems": "/properties/a/items"}
+    refs |= {"/properties/a/items/1/items/0": "/properties/a/prefixItems/1/prefixItems/0"}
+    refs |= {"/properties/items/items/0": "/properties/items/prefixItems/0"}
+    refs |= {"/properties/c/items": "/properties/c/items", "/x/items/0": "/x/items/0"}
+    refs |= {"/$defs/a~1b%25/items/0": "/$defs/a~1b%25/prefixItems/0"}
+
+    def schema(ref: str, items: str, others: str) -> Any:
+        inner = {items: [TEXT]}
+        named = {"a": {items: [TEXT, inner], others: WHOLE}, "items": inner, "c": {"items": TEXT}}
+        more = {"$defs": {"a/b%": inner}, "x": {"items": [TEXT]}}
+        return {"properties": {**named, "b": {"items": {"$ref": f"#{ref}"}}}, **more}
+
+    for before, after in refs.items():
+        older = schema(before, "items", "additionalItems")
+        assert well_formed(older) == schema(after, "prefixItems", "items")
 
 
 def test_the_refusal_says_where() -> None:
