@@ -211,13 +211,17 @@ class _Unpacker(Protocol):
 def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
     """Yield what comes out, in pieces of at most ``STEP_BYTES``; some may be empty.
 
-    Streams of gzip and zstd may follow one another (RFC 1952, 2.2; RFC 8878, 3.1).
+    Streams of gzip and zstd may follow one another (RFC 1952, 2.2; RFC 8878, 3.1). Zeros that fill
+    up the rest are no stream, as gzip(1) has it.
     """
     unpacker, num_streams = _unpacker(encoding, body), 1
+    end = len(body.rstrip(b"\0") if encoding == "gzip" else body)
     for start in range(0, len(body), FEED_BYTES):
         given = body[start : start + FEED_BYTES]
         while True:
             if unpacker.eof:
+                if min(start + FEED_BYTES, len(body)) - len(given) >= end:
+                    return
                 num_streams += 1
                 if num_streams > (1 if encoding == "deflate" else MAX_STREAMS):
                     raise InvalidRequest(

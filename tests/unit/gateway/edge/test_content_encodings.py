@@ -139,6 +139,21 @@ async def test_streams_of_nothing_are_bounded_in_number(encoding: str, pack: Pac
         await out_of(pack(b"") * (most + 1), encoding)
 
 
+@pytest.mark.parametrize("nbytes", [1, 511, FEED_BYTES, 3 * FEED_BYTES])
+async def test_zeros_after_gzip_are_padding(nbytes: int) -> None:
+    """So gzip(1) has it; archives are filled up to whole blocks."""
+    for body in (b"", b"{}", random.Random(3).randbytes(FEED_BYTES)):
+        padded = gzip.compress(body[:9]) + gzip.compress(body[9:]) + bytes(nbytes)
+        assert await out_of(padded, "gzip") == body
+        for more in (b"x", gzip.compress(b"")):
+            with pytest.raises(InvalidRequest) as error:
+                await out_of(padded + more, "gzip")
+            assert error.value.status == 400
+    for encoding, pack in PACKED[1:]:
+        with pytest.raises(InvalidRequest):
+            await out_of(pack(b"{}") + bytes(nbytes), encoding)
+
+
 async def test_a_zstd_frame_to_skip_is_skipped() -> None:
     skipped = (0x184D2A50).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
     assert await out_of(skipped + zstd.compress(b"{}") + skipped, "zstd") == b"{}"
