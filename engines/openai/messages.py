@@ -15,17 +15,23 @@ DETAILS: Final = ("auto", "low", "high")  # of an image, as OpenAI knows them
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 # What a tool's result says if it is an image: that stands in a message of the user after it.
 SHOWN_BELOW: Final = "(The result is the image in the next message.)"
-# It has these in place of an image or a file that is not taken. A client sends a tool's result
-# again at every turn, so that refusing it would end the conversation for good.
+# It has these in place of an image or a file that is not taken, and so has the assistant's message:
+# another model made it. A client sends both again at every turn, so that refusing them would end
+# the conversation for good.
 IMAGE_LEFT_OUT: Final = "(An image was left out here: it cannot be shown to this model.)"
 FILE_LEFT_OUT: Final = "(A file was left out here: it cannot be shown to this model.)"
+# Parts that are no words, as the dialects name them.
+MEDIA: Final = frozenset(
+    {"image", "document", "image_url", "input_image", "output_image", "image_file"}
+    | {"file", "input_file", "audio", "input_audio", "output_audio", "video_url"}
+)
 
 
-def in_place_of(kind: str) -> tuple[str, str]:
-    """Return the sentence in the place of a part of a result that is not taken, and its word."""
+def in_place_of(kind: str, said_by: Literal["result", "answer"] = "result") -> tuple[str, str]:
+    """Return the sentence in the place of a part that is not taken, and its word."""
     if "image" in kind or "screenshot" in kind:
-        return IMAGE_LEFT_OUT, "result_image"
-    return FILE_LEFT_OUT, "result_file"
+        return IMAGE_LEFT_OUT, f"{said_by}_image"
+    return FILE_LEFT_OUT, f"{said_by}_file"
 
 
 # Half a character as JSON inside a text escapes it; an escaped backslash is not the next one's.

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
-from engines.openai.messages import SHOWN_BELOW, ImageSupport, in_place_of
+from engines.openai.messages import MEDIA, SHOWN_BELOW, ImageSupport, in_place_of
 from engines.openai.requests import Json, ModelName, StopList, TokenLimit
 
 Sureness = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -38,11 +38,6 @@ _LEFT_OUT: Final = frozenset(
     | {"mcp_tool_use", "mcp_tool_result", "compaction", "fallback"}
 )
 _MEDIA: Final = re.compile(r"image/[a-zA-Z0-9.+-]{1,64}")
-# The last ones are other dialects': in a user's own message they are refused, not passed over.
-_UNSEEN: Final = frozenset(
-    {"image", "document", "image_url", "input_image", "image_file", "file", "input_file"}
-    | {"audio", "input_audio", "video_url"}
-)
 
 
 class AnthropicTurn(msgspec.Struct, frozen=True):
@@ -249,7 +244,7 @@ def _write_assistant(chat: Conversation, turn: AnthropicTurn, where: str) -> Non
             case "tool_use":
                 calls.append(_call(block, place))
             case _:
-                texts.append(_text_of(chat, block, place))
+                texts.append(_said_before(chat, block, place))
     text = "".join(texts)
     chat.add(
         "assistant",
@@ -257,6 +252,19 @@ def _write_assistant(chat: Conversation, turn: AnthropicTurn, where: str) -> Non
         reasoning_content="".join(thoughts),
         tool_calls=calls,
     )
+
+
+def _said_before(chat: Conversation, block: Json, where: str) -> str:
+    """Return what the assistant said; an image or a file, which another model made, in words."""
+    kind = str(block.get("type"))
+    try:
+        return _text_of(chat, block, where)
+    except InvalidRequest:
+        if kind not in MEDIA:
+            raise
+    sentence, word = in_place_of(kind, "answer")
+    chat.left_out.append(word)
+    return sentence
 
 
 _WRITERS: Final[dict[str, Callable[[Conversation, AnthropicTurn, str], None]]] = {
@@ -289,7 +297,7 @@ def _text_of(chat: Conversation, block: Json, where: str) -> str:
     if kind == "search_result":
         head = [str(block.get(name) or "") for name in ("title", "source")]
         return "\n".join(x for x in (*head, _joined(chat, block.get("content", []), where)) if x)
-    if kind in _UNSEEN:
+    if kind in MEDIA:  # other dialects', too: in a user's own message they are refused
         return _seen(chat, block, where)
     chat.left_out.append(f"block_{kind}" if kind in _LEFT_OUT else "block_other")
     return ""

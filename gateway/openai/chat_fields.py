@@ -4,7 +4,8 @@
   it has one, is shown to the model and not enforced.
 - ``allowed_tools`` offers some of the tools only.
 - Kinds that only OpenAI's own servers run are left out, and counted by who calls.
-- Images and files in results of tools that the engine does not take are left out, with a sentence.
+- Images and files in results of tools that the engine does not take are left out, with a sentence,
+  and so are the assistant's, which another model made.
 
 Deprecated ``functions`` become tools, custom tools functions, ``allowed_tools`` a shorter list.
 What only OpenAI's own servers run (``web_search_options``) is left out and counted. All else goes
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import ImageSupport, Json, in_place_of
+from engines.openai.messages import MEDIA, ImageSupport, Json, in_place_of
 from gateway.openai.stored_objects import Metadata
 
 _CUSTOM_SCHEMA = {
@@ -185,17 +186,31 @@ def for_engine(
 def with_results(messages: list[Any], image_support: ImageSupport, skipped: list[str]) -> list[Any]:
     """Put a sentence in the place of each image and file in tools' results that is not taken.
 
+    The assistant's are never taken: templates have no place for them.
+
     Args:
         skipped: gets a word for each.
     """
-    return [
-        {**message, "content": [_of_result(x, image_support, skipped) for x in message["content"]]}
-        if isinstance(message, dict)
-        and message.get("role") in _RESULTS
-        and isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+    return [_with_sentences(x, image_support, skipped) for x in messages]
+
+
+def _with_sentences(message: Any, image_support: ImageSupport, skipped: list[str]) -> Any:
+    if not isinstance(message, dict) or not isinstance(content := message.get("content"), list):
+        return message
+    if message.get("role") in _RESULTS:
+        return {**message, "content": [_of_result(x, image_support, skipped) for x in content]}
+    if message.get("role") == "assistant":
+        return {**message, "content": [_said_before(x, skipped) for x in content]}
+    return message
+
+
+def _said_before(part: Any, skipped: list[str]) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in MEDIA:
+        return part
+    sentence, word = in_place_of(kind, "answer")
+    skipped.append(word)
+    return {"type": "text", "text": sentence}
 
 
 def _of_result(part: Any, image_support: ImageSupport, skipped: list[str]) -> Any:

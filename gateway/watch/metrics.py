@@ -39,6 +39,7 @@ _LEFT_OUT_KINDS = frozenset(
     | {"local_shell", "shell", "apply_patch", "mcp", "namespace", "tool_search", "computer"}
     | {"computer_use_preview", "web_search_call", "file_search_call", "image_generation_call"}
     | {"compaction", "mcp_list_tools", "additional_tools", "result_image", "result_file"}
+    | {"answer_image", "answer_file"}
 )
 _OF_BLOCKS = "block_"  # Anthropic's, which are few
 _EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much

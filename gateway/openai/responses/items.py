@@ -15,6 +15,7 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import (
     FILE_LEFT_OUT,
     IMAGE_LEFT_OUT,
+    MEDIA,
     SHOWN_BELOW,
     ImageSupport,
     Json,
@@ -114,7 +115,10 @@ class MessageWriter:
             said = self._content(item.get("content"), f"{where}.content")
             self._messages.append({"role": role, "content": said})
             return
-        text = _text(item.get("content"), f"{where}.content")
+        content = item.get("content")
+        if role == "assistant" and isinstance(content, list):
+            content = [self._said_before(part) for part in content]
+        text = _text(content, f"{where}.content")
         if role != "assistant":
             self._thought = ""
             self._messages.append({"role": _ROLES[role], "content": text})
@@ -177,6 +181,14 @@ class MessageWriter:
         sentence, word = in_place_of(kind)
         self.skipped.append(word)
         return sentence
+
+    def _said_before(self, part: Any) -> Any:
+        """Put a sentence in the place of the assistant's image or file: another model made it."""
+        if (kind := _type_of(part)) not in MEDIA:
+            return part
+        sentence, word = in_place_of(kind, "answer")
+        self.skipped.append(word)
+        return {"type": "output_text", "text": sentence}
 
     def _content(self, content: Any, where: str) -> str | list[Json]:
         """Return a content as text, or as parts if there are images in it."""

@@ -219,6 +219,50 @@ async def test_a_result_in_the_parts_of_another_dialect_ends_no_conversation(pat
         assert said.replace("seen", "").strip() == wanted
 
 
+@pytest.mark.parametrize("to", [App(), app()])
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_image_that_another_model_answered_with_ends_no_conversation(
+    path: str, to: App
+) -> None:
+    """A client goes on with a text model; no template has a place for an assistant's image."""
+    name = "input" if path.startswith("/v1/responses") else "messages"
+    said = [{"type": "output_text" if name == "input" else "text", "text": "Here:"}]
+    media: list[tuple[dict[str, Any], str]] = [
+        *((x, IMAGE if "image" in x["type"] else FILE) for x in result_parts(path, PNG)[1:]),
+        ({"type": "output_image", "image_url": PNG}, IMAGE),
+        ({"type": "image_url", "image_url": {"url": FAR}}, IMAGE),
+        ({"type": "input_audio", "input_audio": {}}, FILE),
+    ]
+    hi = {"role": "user", "content": "hi"}
+    for part, sentence in media:
+        turns = [hi, {"role": "assistant", "content": [*said, part]}, hi]
+        await to.post(path, {"model": MODEL, "max_tokens": 5, name: turns})
+        content = heard(to)[1]["content"]
+        assert content in (
+            f"Here:{sentence}",
+            [{"type": "text", "text": x} for x in ("Here:", sentence)],
+        )
+
+
+async def test_what_is_left_out_of_answers_is_counted() -> None:
+    to = App()
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        name = "input" if path == "/v1/responses" else "messages"
+        said = {"role": "assistant", "content": result_parts(path, PNG)}
+        turns = [said, {"role": "user", "content": "hi"}]
+        await to.post(path, {"model": MODEL, "max_tokens": 5, name: turns})
+    figures = (await to.get("/metrics")).body.decode()
+    for kind in ("answer_image", "answer_file"):
+        assert f'thermocline_left_out_total{{kind="{kind}"}} 3' in figures
+
+
+@pytest.mark.parametrize("kind", ["odd", "computer_screenshot", "image_urls"])
+async def test_other_parts_of_answers_are_refused(kind: str) -> None:
+    said = {"role": "assistant", "content": [{"type": kind, "x": 5}]}
+    for path, name in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        assert (await App().post(path, {"model": MODEL, name: [said]})).status == 400
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 async def test_an_image_of_another_dialect_in_a_users_message_is_refused(path: str) -> None:
     parts: list[dict[str, Any]] = [
@@ -297,11 +341,11 @@ async def test_an_image_survives_where_users_messages_are_joined() -> None:
 async def test_only_users_and_tools_show_images() -> None:
     to = app()
     shown = [{"type": "input_image", "image_url": PNG}]
-    for role in ("assistant", "system", "developer"):
+    for role in ("system", "developer"):
         body = {"model": MODEL, "input": [{"role": role, "content": shown}]}
         assert (await to.post("/v1/responses", body)).status == 400
     part = {"type": "image_url", "image_url": {"url": PNG}}
-    for role in ("assistant", "system", "developer"):
+    for role in ("system", "developer"):
         talk = [{"role": "user", "content": "hi"}, {"role": role, "content": [part]}]
         for path in ("/v1/chat/completions", "/tokenize"):
             reply = await to.post(path, {"model": MODEL, "messages": talk})
@@ -309,8 +353,6 @@ async def test_only_users_and_tools_show_images() -> None:
             assert role in reply.error["message"]
     block = [{"type": "image", "source": source(PNG)}]
     body = {"model": MODEL, "max_tokens": 5}
-    for messages in ([{"role": "assistant", "content": block}],):
-        assert (await to.post("/v1/messages", {**body, "messages": messages})).status == 400
     hi = [{"role": "user", "content": "hi"}]
     assert (await to.post("/v1/messages", {**body, "system": block, "messages": hi})).status == 400
     assert to.engine.asked == []
