@@ -162,8 +162,9 @@ def _is_list(value: object) -> bool:
 
 
 def _is_size(value: object) -> bool:
-    is_whole = type(value) is int or isinstance(value, float) and value.is_integer()
-    return is_whole and 0 <= value < _MAX_SIZE
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value < _MAX_SIZE and value == int(value)
 
 
 def _is_number(value: object) -> bool:
