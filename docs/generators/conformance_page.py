@@ -32,17 +32,16 @@ Keywords of JSON schemas that no grammar has are left out, and named in the head
 OpenAI's and `uri`, patterns that look ahead, back or at an earlier part, `minProperties` of
 optional properties, a `oneOf` of which two branches may hold at once (it is held as `anyOf`; types,
 constants, and required properties with constants distinguish branches), `format: time` or
-`date-time` beside a pattern without a `Z`, since the grammar's times have an offset; in calls at vLLM also
-patterns with classes of Unicode (`\\p{L}`) or flags, `allOf`, a `$ref` or choices beside other
-keywords, required properties that are not named, bounds and patterns without a `type`, and what
-stands beside `enum`, `const`, `format` or `pattern` and would exclude more, all of which its
+`date-time` beside a pattern without a `Z`, since the grammar's times have an offset; in calls at
+vLLM also patterns with classes of Unicode (`\\p{L}`) or flags, `allOf`, a `$ref` or choices beside
+other keywords, required properties that are not named, bounds and patterns without a `type`, and
+what stands beside `enum`, `const`, `format` or `pattern` and would exclude more, all of which its
 compiler of calls ignores. Names that a closed object requires and excludes are left out as well. So
 is what has no meaning where it stands, in all tools that the model is shown: a property whose
 schema is a text may be anything, and a `type` that does not exist (`any`) is none. A schema that
 says `strict` is refused instead, with the keyword and its place. A `$ref` that leads back to itself
-is refused.
-Tuples of older drafts, a list of `items` with `additionalItems`, are shown and held to as
-`prefixItems` with `items`.
+is refused. Tuples of older drafts, a list of `items` with `additionalItems`, are shown and held to
+as `prefixItems` with `items`.
 """
 # Fields that are ours under the same name, and forms of them; by server.
 _OWN: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
