@@ -13,15 +13,10 @@ from engines.base import EngineUnavailable
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import NO_IMAGES, ImageSupport
 from engines.openai.requests import NO_LIMIT, Json, checked
+from gateway.anthropic.conversation import chat_messages
 from gateway.anthropic.events import PING, MessageEvents
 from gateway.anthropic.message import Asked, Ttl, whole_message
-from gateway.anthropic.request import (
-    CountRequest,
-    MessagesRequest,
-    OutputFormat,
-    ToolChoice,
-    chat_messages,
-)
+from gateway.anthropic.request import CountRequest, MessagesRequest, OutputFormat, ToolChoice
 from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.identity.names import seconds_of
 from gateway.relay.answer import AnswerFormat

@@ -8,7 +8,7 @@ import pytest
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import validate_chat
-from gateway.anthropic.request import ATTRIBUTION
+from gateway.anthropic.conversation import ATTRIBUTION
 from gateway.anthropic.translation import translated
 
 HI = {"role": "user", "content": "hi"}
