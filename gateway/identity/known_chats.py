@@ -18,8 +18,10 @@ before it by an answer and a question, and shares all of it but the last few mes
 session over where that is quiet, or every turn would leave an unused session. qwen-code that is
 started again leaves a reminder out of an older question, often the first: then the system text, the
 last part of the first question and the first answer say that it is the same chat, if that called
-tools, or is all that the chat had so far. An answer alone is no sign: many chats are greeted alike,
-and some servers number calls from zero in each of them.
+tools, or is all that the chat had so far. In both cases the new request has the session's latest
+answer in its place: chats of one program share their system text, and often the first question and
+what it was answered with. An answer alone is no sign: many chats are greeted alike, and some
+servers number calls from zero in each of them.
 
 The id of a new chat is derived from its first head. So after a restart a chat is found again by
 asking which of its derived ids the engine still has a session for, as long as that first request is
@@ -56,7 +58,8 @@ class Link(NamedTuple):
     digest: bytes
     nbytes: int  # as JSON, with those before it and the tools
     is_own: bool  # False: without an answer or a named group, many chats may begin so
-    said: bytes = b""  # names the answer after it if that is the chat's first (``outline.said``)
+    answer: bytes = b""  # names its text if it is an answer among the last (``outline.said``)
+    said: bytes = b""  # names the answer after it if that is the chat's first
     calls: bytes = b""  # names the same answer if it called tools (``outline.HashedRequest``)
     asked: bytes = b""  # names what the question of that answer ends with
 
@@ -120,8 +123,8 @@ class KnownChats:
     def on_words(
         self, tenant: Tenant, session_id: str, chain: Sequence[Link]
     ) -> Callable[[str], None] | None:
-        """Return what notes a chat's first answer; None for a chat that is known without it."""
-        if not chain or chain[-1].is_own:
+        """Return what notes an answer by which its chat is known again; None if it is no chat."""
+        if not chain or (len(chain) == 1 and chain[-1].is_own):
             return None
 
         def note(words: str) -> None:
@@ -146,7 +149,7 @@ class _Heads:
         # Several sessions only at the first request of chats that begin alike, in their order.
         self._sessions_at: OrderedDict[bytes, list[str]] = OrderedDict()
         self._head_of: dict[str, Link] = {}
-        self._said_in: dict[str, bytes] = {}  # the first answer of those that have no other
+        self._said_in: dict[str, bytes] = {}  # the answer to the latest request
         self._stems_of: dict[str, list[bytes]] = {}
         self._session_with: dict[bytes, str] = {}  # by stem or root; of several the latest
 
@@ -154,11 +157,12 @@ class _Heads:
         return len(self._head_of)
 
     def answered(self, session_id: str, chain: Sequence[Link], said: bytes) -> None:
-        """Note the first answer of a chat; ``chain``: of the request that it answers."""
-        if session_id not in self._head_of:
+        """Note the answer to the latest request of a chat; ``chain``: of that request."""
+        head = self._head_of.get(session_id)
+        if head is None or head.digest != chain[-1].digest:
             return
         self._said_in[session_id] = said
-        if said and self._head_of[session_id].digest == chain[-1].digest:
+        if said and not head.is_own:
             self._name(session_id, [_root(chain, said)])
 
     def take(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
@@ -196,21 +200,29 @@ class _Heads:
 
     def rewritten(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Find the quiet session whose last question this chain has written anew; remove it."""
-        for stem, shared in _stems(chain[:-_TURN]):
-            if session_id := self._left(stem, shared, seen):
+        for stem, i in _stems(chain[:-_TURN]):
+            if session_id := self._left(stem, chain[i], chain[i + _TURN].answer, seen):
                 return session_id
         return None
 
     def resumed(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Find the quiet session of a chat whose earlier question is written anew; remove it."""
         before = chain[:-_TURN]
-        answer = _first_calls(before) or (before[-1].said if before else b"")
-        return self._left(_root(before, answer), before[0], seen) if answer else None
+        first = _first_calls(before) or (before[-1].said if before else b"")
+        if not first:
+            return None
+        return self._left(_root(before, first), before[0], chain[-_TURN].answer, seen)
 
-    def _left(self, name: bytes, shared: Link, seen: SessionsSeen) -> str | None:
-        """Remove the session of a stem or a root if it is quiet and half of it is shared."""
+    def _left(self, name: bytes, shared: Link, answer: bytes, seen: SessionsSeen) -> str | None:
+        """Remove the session of a stem or a root if it is quiet, gave that answer, and shares half.
+
+        Args:
+            shared: what the session and the request have in common, at least.
+        """
         session_id = self._session_with.get(name)
         if session_id is None or not seen.is_quiet(session_id):
+            return None
+        if not answer or self._said_in.get(session_id) != answer:
             return None
         if 2 * shared.nbytes < self._head_of[session_id].nbytes:
             return None
@@ -270,14 +282,14 @@ def _is_half(link: Link, num_tokens: int) -> bool:
     return 2 * link.nbytes >= _BYTES_A_TOKEN * num_tokens
 
 
-def _stems(chain: Sequence[Link]) -> Iterator[tuple[bytes, Link]]:
-    """Yield what names a chain without its last few messages, together with its length.
+def _stems(chain: Sequence[Link]) -> Iterator[tuple[bytes, int]]:
+    """Yield what names a chain without its last few messages, and which is the last one left.
 
     The first message alone is no such name: chats often have it in common, a system prompt.
     """
     last, length = len(chain) - 2, len(chain).to_bytes(4)
     for i in range(last, max(0, last - _REWRITTEN), -1):
-        yield chain[i].digest + length, chain[i]
+        yield chain[i].digest + length, i
 
 
 def _root(chain: Sequence[Link], answer: bytes) -> bytes:
@@ -305,7 +317,7 @@ def message_chain(request: HashedRequest, group: str | None = None) -> list[Link
         digest = _joined(digest, message.digest)
         nbytes += message.nbytes
         is_own = group is not None or i >= request.first_answer
-        links.append(Link(digest, nbytes, is_own))
+        links.append(Link(digest, nbytes, is_own, message.said))
     if request.first_answer:
         said, calls, asked = request.first_said, request.first_calls, request.first_asked
         last = request.first_answer - 1

@@ -16,6 +16,7 @@ import msgspec
 
 DIGEST_BYTES: Final = 8
 SAID_CHARS: Final = 200  # of an answer, by which it is known again
+LAST_MESSAGES: Final = 4  # of which answers are named
 Part: TypeAlias = Literal["model", "system", "tools", "messages"]
 _encode = msgspec.json.Encoder(order="sorted").encode
 CAPACITY_BYTES = 16 << 20
@@ -52,6 +53,7 @@ class HashedPart(NamedTuple):
 
     digest: bytes  # 16 bytes, under the tenant's salt
     nbytes: int  # as JSON
+    said: bytes = b""  # names the text of an answer that is among the last messages
 
 
 class HashedRequest(NamedTuple):
@@ -86,6 +88,9 @@ def hashed(model: str, messages: Sequence[object], tools: object, salt: bytes) -
     first = roles.index("assistant") if "assistant" in roles else len(roles)
     answer = messages[first] if first < len(roles) else None
     parts = [_hashed(_encode(_without_nulls(message)), salt) for message in messages]
+    for i in range(max(0, len(parts) - LAST_MESSAGES), len(parts)):
+        if roles[i] == "assistant":
+            parts[i] = parts[i]._replace(said=said(_text_of(messages[i])))
     has_calls = isinstance(answer, Mapping) and bool(answer.get("tool_calls"))
     return HashedRequest(
         _hashed(model.encode(), salt).digest[:DIGEST_BYTES],

@@ -192,21 +192,33 @@ def test_chats_that_begin_alike_are_separated_once_they_differ():
 
 def test_a_last_question_that_is_written_anew_goes_on_in_its_session():
     """As aider does: the question without its reminder, and the files after the conversation."""
-    chats, quiet = KnownChats(9), True
-
-    def ask(*texts: str) -> str:
-        chain = chain_of(said(*texts))
-        return chats.identify(ALICE, chain, Known(quiet=quiet))
-
+    sessions = Answered(tokens=40)
     begin, files = ("rules", "yes", "example", "ok"), ("files", "seen")
-    first = ask(*begin, *files, "one? obey")
-    assert ask(*begin, "one?", "1", *files, "two? obey") == first
-    assert ask(*begin, "one?", "1", "two?", "2", *files, "three? obey") == first
-    assert ask(*begin, *files, "another? obey") != first  # as long as the first was
-    assert ask(*begin, "one?", "1", "two?", "2", *files, "edited? obey") != first
-    quiet = False
+    first = sessions.answered("1", *begin, *files, "one? obey")
+    assert sessions.answered("2\n", *begin, "one?", "1", *files, "two? obey") == first
+    third = (*begin, "one?", "1", "two?", "2", *files, "three? obey")
+    assert sessions.answered("3", *third) == first
+    assert sessions.answered("1", *begin, *files, "another? obey") != first  # as long as the first
+    assert sessions.answered("3", *third[:-1], "edited? obey") != first
+    sessions.busy = {first}
     longer = ("one?", "1", "two?", "2", "three?", "3", *files, "four? obey")
-    assert ask(*begin, *longer) != first
+    assert sessions.answered("4", *begin, *longer) != first
+    quiet = Answered(tokens=40)
+    first = quiet.answered("1", *begin, "one? obey")  # no files
+    assert quiet.answered("2", *begin, "one?", "1", *files, "two? obey") != first  # longer by four
+    assert quiet.answered("1", *begin, "one? obey") == first
+    assert quiet.answered("2", *begin, "one?", "1", "two? obey") == first
+
+
+def test_a_chat_that_began_alike_and_was_answered_alike_at_first_is_not_taken_over():
+    """Its own earlier turns are not known here: after a restart, or of another gateway."""
+    begin = ("rules " * 200, "ok", "Hello!", "How can I help?")
+    sessions = Answered(tokens=40)
+    cat = sessions.answered("It purrs.", *begin, "my cat")
+    assert sessions.answered("Good.", *begin, "my dog", "It barks.", "more") != cat
+    assert sessions.answered("Sure.", *begin, "my cat", "It purrs.", "more") == cat
+    unread = sessions.answered("", *begin, "my bird")  # a call of a tool, or nothing
+    assert sessions.answered("So.", *begin, "a bird", "", "more") != unread
 
 
 def test_a_shared_first_message_is_no_sign_of_a_question_written_anew():
@@ -286,6 +298,12 @@ class Answered:
         self.known.add(session_id)
         return session_id
 
+    def answered(self, words: str, *messages: str) -> str:
+        """Ask, and have it answered with ``words``; returns the session's id."""
+        session_id = self.ask(said(*messages))
+        self.answer(session_id, words, *messages)
+        return session_id
+
     def answer(self, session_id: str, words: str, *messages: str) -> None:
         on_words = self.chats.on_words(ALICE, session_id, chain_of(said(*messages), ALICE))
         assert on_words is not None
@@ -338,10 +356,10 @@ def test_a_chat_that_was_answered_otherwise_goes_on_in_no_session_of_which_littl
     assert short.ask(said("Hello!", "Hi", "more")) == first  # the client wrote it otherwise
 
 
-def test_a_chat_with_answers_of_its_own_needs_no_other_sign():
+def test_the_answer_to_a_text_is_not_listened_to():
     sessions = Answered(tokens=40)
-    chat = said("hi", "hello", "more")
-    assert sessions.chats.on_words(ALICE, sessions.ask(chat), chain_of(chat, ALICE)) is None
+    text = chain_of(["Once upon"])
+    assert sessions.chats.on_words(ALICE, sessions.ask(["Once upon"]), text) is None
 
 
 def test_a_first_request_that_was_only_read_ahead_of_time_is_the_one_that_is_answered():
@@ -399,9 +417,12 @@ def test_after_a_restart_a_session_is_taken_over_only_if_half_of_it_is_known():
 
 def test_a_question_written_anew_takes_a_session_over_only_if_half_of_it_is_shared():
     sessions = Answered(tokens=40)
-    first = sessions.ask(said("rules", "ok", "files " * 100, "seen", "one? obey"))
-    rewritten = said("rules", "ok", "one?", "1", "files " * 100, "seen", "two? obey")
-    assert sessions.ask(rewritten) != first
+    for num, is_same in ((100, False), (1, True)):
+        files = ("files " * num, "seen")
+        rules = ("rules " * 20, "ok")
+        first = sessions.answered("1", *rules, *files, "one? obey")
+        then = sessions.answered("2", *rules, "one?", "1", *files, "two? obey")
+        assert (then == first) == is_same
 
 
 COUNTED = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\n'

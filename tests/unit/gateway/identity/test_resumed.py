@@ -66,7 +66,7 @@ def test_a_first_question_without_its_reminder_is_known_by_the_answer():
     other = sessions.ask(SYSTEM, user("another?", DATE), answer="Another.")
     assert other != first
     turns = (SYSTEM, user("one?"), assistant("One."), user("two?", DATE))
-    assert sessions.ask(*turns) == first
+    assert sessions.ask(*turns, answer="Two.") == first
     again = (*turns[:3], user("two?"), assistant("Two."), user("three?", DATE))
     assert sessions.ask(*again) == first
     assert sessions.ask(SYSTEM, user("another?"), assistant("Another."), user("more?")) == other
@@ -78,13 +78,25 @@ def test_turns_of_any_number_of_calls_are_known_by_the_first_of_them():
     first = sessions.ask(*start, answer="I look.")
     steps = [*calls("call_1", "I look."), *calls("call_2"), *calls("call_3")]
     for n in (2, 4, 6):
-        assert sessions.ask(*start, *steps[:n]) == first
+        assert sessions.ask(*start, *steps[:n], answer="Done." if n == 6 else "") == first
     turns = [SYSTEM, user("one?"), *steps, assistant("Done."), user("two?", DATE)]
     assert sessions.ask(*turns) == first
     more = [*calls("call_4"), *calls("call_5"), *calls("call_6")]
-    assert sessions.ask(*turns, *more) == first
+    assert sessions.ask(*turns, *more, answer="So.") == first
     turns[-1] = user("two?")
     assert sessions.ask(*turns, *more, assistant("So."), user("three?", DATE)) == first
+
+
+def test_another_chat_of_the_same_first_question_and_call_is_not_taken_over():
+    """Some servers number calls from zero, and agents often look at the same thing first."""
+    sessions = Sessions()
+    begin = (SYSTEM, user("Mend the tests.", DATE), *calls("call_0", "I look."))
+    first = sessions.ask(*begin, assistant("One fails."), user("why?"), answer="A typo.")
+    other = (SYSTEM, user("Mend the tests."), *calls("call_0", "I look."))
+    ends = (assistant("All pass."), user("and now?"), assistant("Sleep."), user("no"))
+    assert sessions.ask(*other, *ends) != first
+    ends = (assistant("One fails."), user("why?"), assistant("A typo."), user("mend it"))
+    assert sessions.ask(*other, *ends) == first
 
 
 def test_another_answer_length_or_system_text_or_a_busy_session_is_another_chat():
