@@ -71,6 +71,12 @@ class DrainingServer(uvicorn.Server):
         gc.collect()
         gc.freeze()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the app as well where uvicorn would not: cut off, it says so by a traceback."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Hand a signal to the event loop; called in a signal handler.
 

@@ -75,6 +75,7 @@ async def test_a_second_signal_does_not_wait(tmp_path: Path, http: aiohttp.Clien
         assert (done, end) == (b"data: [DONE]", b"")
         assert await asyncio.to_thread(stack.wait, 60) == 0  # the drain would take 300 s
         await eventually(lambda: gone(engine))
+        assert "Traceback" not in stack.log.read_text()
 
 
 def gone(process: psutil.Process) -> bool:
