@@ -29,8 +29,9 @@ that changes the answer (`temprature`), where that is not sent as well, is refus
 Keywords of JSON schemas that no grammar has are left out, and named in the header
 `x-thermocline-left-out`: `propertyNames`, `uniqueItems`, `contains`, `not`, `if`,
 `dependentRequired`, `unevaluatedProperties` beside `allOf` and the like, formats other than
-OpenAI's and `uri`, patterns that look ahead, back or at an earlier part, `minProperties` of
-optional properties, a `oneOf` of which two branches may hold at once (it is held as `anyOf`; types,
+OpenAI's and `uri`, patterns that look ahead, back or at an earlier part, that no regex of Rust's is
+(`a{,3}`, `/^a$/i`), bounds of numbers as far away as those of `int64`, `minProperties` of optional
+properties, a `oneOf` of which two branches may hold at once (it is held as `anyOf`; types,
 constants, and required properties with constants distinguish branches), `format: time` or
 `date-time` beside a pattern without a `Z`, since the grammar's times have an offset; in calls at
 vLLM also patterns with classes of Unicode (`\\p{L}`) or flags, `allOf`, a `$ref` or choices beside

@@ -76,7 +76,7 @@ class GrammarTrials:
 
     async def of(self, source: Tryable) -> Verdict:
         """Compile a grammar there; if this call is cancelled, the process is ended at once."""
-        body = msgspec.msgpack.encode(source)
+        body = msgspec.json.encode(source)  # a schema's numbers may have any number of digits
         try:
             async with asyncio.timeout(BEGIN_S):
                 await self._running()
@@ -239,7 +239,7 @@ def _begin(frame: bytes) -> Judge:
     width = given.width
 
     def judge(frame: bytes) -> Verdict:
-        return tried(tokenizer, msgspec.msgpack.decode(frame, type=GrammarSource), width)
+        return tried(tokenizer, msgspec.json.decode(frame, type=GrammarSource), width)
 
     return judge
 

@@ -19,7 +19,8 @@ from engines.openai.messages import Json
 
 VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG = "vLLM", "llama.cpp", "Ollama", "LM Studio", "SGLang"
 MLX_LM, OTHERS = "mlx_lm.server", "DeepSeek, Mistral, Moonshot, OpenRouter, Qwen"
-SERVERS: Final = (VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG, MLX_LM, OTHERS)
+SIBLINGS: Final = "The other dialects here"
+SERVERS: Final = (VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG, MLX_LM, OTHERS, SIBLINGS)
 
 
 class Fate(Enum):
@@ -124,6 +125,30 @@ def wider_format(value: Any) -> Any:
     if isinstance(named, dict) and named.get("strict") in ("true", "false"):
         return {**value, "json_schema": {**named, "strict": named["strict"] == "true"}}
     return value
+
+
+def _formatted(value: Any) -> Json:
+    """Read the format of an answer as Responses and Messages have it, without an object around."""
+    if not isinstance(value, dict):
+        raise ValueError("an object is needed, such as {type: json_schema, schema: {}}")
+    kind = value.get("type", "text")
+    if kind != "json_schema":
+        return {} if kind == "text" else {"response_format": {"type": kind}}
+    made = _schema(value.get("schema"))
+    named = {x: value[x] for x in ("name", "strict") if value.get(x) is not None}
+    made["response_format"]["json_schema"] |= named
+    return made
+
+
+def _configured(value: Any) -> Json:
+    if not isinstance(value, dict):
+        raise ValueError("an object is needed, such as {format: {type: json_schema, schema: {}}}")
+    made = _formatted(value["format"]) if value.get("format") is not None else {}
+    return made | ({"reasoning_effort": value["effort"]} if value.get("effort") else {})
+
+
+def _stops(value: Any) -> Json:
+    return {"stop": value}
 
 
 def _any_json(value: Any) -> Json:
@@ -231,6 +256,13 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_refused("no_stop_trim", SGLANG, words="on vLLM, send include_stop_str_in_output"),
     *_refused("n_indent", LLAMA),
     *_refused("t_max_predict_ms", LLAMA, neutral=(-1, 0)),
+    # Of the other dialects.
+    *_means("`stop`", _stops, "stop_sequences", SIBLINGS, neutral=([],)),
+    *_means("`response_format`", _formatted, "output_format", SIBLINGS),
+    *_means("`response_format`, `reasoning_effort`", _configured, "output_config", SIBLINGS),
+    *_means("`response_format`", _configured, "text", SIBLINGS),
+    *_refused("instructions", SIBLINGS, words=_SYSTEM),
+    *_refused("extra_body", OTHERS, words="send its fields themselves"),
     # Sampling.
     *_means(
         *("`repetition_penalty`", _penalty, "repeat_penalty", LLAMA, OLLAMA, LM_STUDIO),

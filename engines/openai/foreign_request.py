@@ -73,7 +73,8 @@ def ignored_fields(asked: Json, dialect: Dialect) -> list[str]:
 @cache
 def _known_fields(own: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the fields that change the answer, and all that are known, of one dialect."""
-    ours = frozenset({*own, *CHAT_FIELDS} - CHANGE_NOTHING)
+    honoured = {x.name for x in FOREIGN_FIELDS if x.fate is Fate.HONOURED}
+    ours = frozenset({*own, *CHAT_FIELDS, *honoured} - CHANGE_NOTHING)
     return ours, ours | CHANGE_NOTHING | _KNOWN.keys()
 
 

@@ -7,7 +7,6 @@ others. A client that says ``strict`` wants all of them or a refusal, as OpenAI 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -18,6 +17,7 @@ from engines.openai.errors import FieldError, InvalidRequest
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
 from engines.openai.schemas.ignored_in_calls import ignored_in_calls
 from engines.openai.schemas.one_of import Branches
+from engines.openai.schemas.patterns import is_plain, is_plain_in_calls
 from engines.openai.schemas.refs import VALUES, endless_ref
 from engines.openai.schemas.well_formed import Path, misfits, well_formed, with_well_formed_tools
 
@@ -45,13 +45,12 @@ _NOTHING: Final[dict[str, tuple[object, ...]]] = {
 }
 # Keywords beside which ``unevaluatedProperties`` is more than ``additionalProperties``.
 _APPLYING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", *_NAMING, "not", "$dynamicRef"})
-# Looks ahead, back or at an earlier part, ends of words and of the text, and classes that only
-# JavaScript has (all in the group); else one escaped character, class or character.
-_THING: Final = re.compile(
-    r"(\(\?<?[=!]|\\[1-9bBZc]|\\k<|\[\^?\])|\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL
-)
-# Classes of Unicode and flags, which xgrammar does not read, or takes for letters.
-_NOT_OF_XGRAMMAR: Final = re.compile(r"(\\[pP]|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL)
+# Bounds of numbers, of which llguidance makes no grammar where they are as far from zero as the
+# first, as those of ``int64`` and ``float`` are, or exclude zero and are as far as the second.
+_UPPER: Final = frozenset({"maximum", "exclusiveMaximum"})
+_LOWER: Final = frozenset({"minimum", "exclusiveMinimum"})
+_FARTHEST: Final = 2**63 - 512  # from here on the nearest double is 2**63
+_NEAREST: Final = 10**18
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
@@ -303,6 +302,10 @@ def _is_enforceable(key: str, value: object, node: Json, reads: Reads) -> bool:
         if not _may_be_text(node):
             return True  # it is no text's, and means nothing
         return value in _FORMATS if key == "format" else reads(value)
+    if key in _UPPER | _LOWER and isinstance(value, int | float):
+        outwards = value if key in _UPPER else -value
+        is_far = outwards >= _FARTHEST and (key in _LOWER or node.get("type") != "integer")
+        return outwards > -_NEAREST and not is_far
     if key in ("minProperties", "maxProperties"):
         return value in (0, 1) or not _has_optional(node)
     return True
@@ -326,13 +329,3 @@ def _has_optional(node: Json) -> bool:
     if not isinstance(named, dict):
         return False
     return not isinstance(required, list) or any(name not in required for name in named)
-
-
-def is_plain(pattern: str) -> bool:
-    """Say whether a pattern can be matched from left to right, without a look elsewhere."""
-    return not any(thing[1] for thing in _THING.finditer(pattern))
-
-
-def is_plain_in_calls(pattern: str) -> bool:
-    """Say so of a pattern in the arguments of a call at vLLM."""
-    return is_plain(pattern) and not any(x[1] for x in _NOT_OF_XGRAMMAR.finditer(pattern))

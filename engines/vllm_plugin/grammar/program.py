@@ -72,7 +72,7 @@ class _Compilers:
         self._xgrammar = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
 
     def judge(self, frame: bytes) -> Verdict:
-        wanted = msgspec.msgpack.decode(frame, type=WantedGrammar)
+        wanted = msgspec.json.decode(frame, type=WantedGrammar)
         reason = self._reason(wanted)
         return Verdict(reason and f"cannot be enforced: {reason}", wanted.param)
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from engines.openai.schemas.keywords import enforceable, is_plain_in_calls
+from engines.openai.schemas.keywords import enforceable
+from engines.openai.schemas.patterns import is_plain_in_calls
 
 Kind = Literal["json", "regex", "grammar", "tag"]
 

@@ -20,7 +20,8 @@ from typing import Any
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
-from engines.openai.schemas.keywords import enforceable, is_plain_in_calls
+from engines.openai.schemas.keywords import enforceable
+from engines.openai.schemas.patterns import is_plain_in_calls
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 _FREE = (None, "auto", "none")

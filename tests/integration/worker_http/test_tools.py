@@ -107,8 +107,9 @@ async def test_keywords_that_no_grammar_knows_are_left_out(toy: Open) -> None:
             "mail": {"type": "string", "format": "idn-email", "maxLength": 3},
             "ids": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
             "code": {"type": "string", "pattern": "^(?!x)[a-z]+$", "maxLength": 3},
+            "few": {"enum": [2**64]},
         },
-        "required": ["mail", "ids", "code"],
+        "required": ["mail", "ids", "code", "few"],
         "propertyNames": {"pattern": "^[a-z]+$"},
     }
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -120,7 +121,7 @@ async def test_keywords_that_no_grammar_knows_are_left_out(toy: Open) -> None:
         forced = await stage.chat(tools=tools, tool_choice="required", seed=1, max_tokens=400)
     (call,) = forced.choices[0].message.tool_calls
     for written in (shaped.choices[0].message.content, call.function.arguments):
-        assert list(json.loads(written)) == ["mail", "ids", "code"]
+        assert list(json.loads(written)) == ["mail", "ids", "code", "few"]
 
 
 async def test_grammar_begins_after_the_reasoning(toy: Open) -> None:

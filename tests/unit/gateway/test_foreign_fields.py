@@ -63,6 +63,9 @@ def error_of(reply: Reply) -> dict[str, Any]:
         ({"json_schema": OBJECT}, OBJECT),
         ({"format": OBJECT}, OBJECT),
         ({"options": {"format": OBJECT}}, OBJECT),
+        ({"output_format": {"type": "json_schema", "schema": OBJECT}}, OBJECT),
+        ({"output_config": {"format": {"type": "json_schema", "schema": OBJECT}}}, OBJECT),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": OBJECT}}}, OBJECT),
         ({"response_format": {"type": "json_object", "schema": OBJECT}}, OBJECT),
         ({"response_format": {"type": "json_schema", "schema": OBJECT}}, OBJECT),
         ({"format": "json"}, None),
@@ -100,6 +103,8 @@ async def test_schemas_under_other_names(path: str, fields: Any, ours: Any) -> N
         ({"think": "low"}, {"reasoning_effort": "low"}),
         ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
         ({"random_seed": 5}, {"seed": 5}),
+        ({"stop_sequences": ["a"]}, {"stop": ["a"]}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
     ],
 )
 async def test_other_fields_of_ours_under_any_name(path: str, fields: Any, ours: Any) -> None:
@@ -324,6 +329,8 @@ MISSPELT = (
     ("topP", "top_p"),
     ("presence_penality", "presence_penalty"),
     ("respones_format", "response_format"),
+    ("stopSequences", "stop_sequences"),
+    ("guidedJson", "guided_json"),
 )
 
 

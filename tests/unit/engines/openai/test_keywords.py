@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from engines.openai.requests import ChatRequest, InvalidRequest, validate_chat
-from engines.openai.schemas.keywords import enforceable, is_plain, left_out
+from engines.openai.schemas.keywords import enforceable, left_out
+from engines.openai.schemas.patterns import is_plain
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 TEXT = {"type": "string"}
@@ -50,6 +53,12 @@ def of(**field: Any) -> dict[str, Any]:
         (of(type="string", pattern="(a)\\1"), "pattern"),
         (of(type="string", pattern="\\bfoo\\b"), "pattern"),
         (of(type=["string", "null"], format="idn-email"), "format"),
+        (of(type="string", pattern="([a-"), "pattern"),
+        ({"type": "object", "patternProperties": {"([": TEXT}}, "patternProperties"),
+        (of(type="integer", minimum=-(2**63), maximum=2**64), "minimum"),
+        (of(type="number", maximum=3.4e38), "maximum"),
+        (of(exclusiveMinimum=-(10**400)), "exclusiveMinimum"),
+        (of(minimum=1e30), "minimum"),
         ({"type": "object", "patternProperties": {"^(?!a)": TEXT}}, "patternProperties"),
         ({"anyOf": [of(**TEXT), {"items": {"not": {}}}]}, "not"),
         (of(oneOf=[{"type": "integer"}, {"type": "number"}]), "oneOf"),
@@ -178,8 +187,8 @@ def test_long_chains_of_refs_are_followed() -> None:
         held({**schema, "$defs": {**links, "d4000": {"$ref": "#/$defs/d9"}}})
 
 
-UNREAD = ["^\\p{L}+$", "^[\\p{L}\\d]$", "a\\P{Lu}", "(?i)a", "(?i:a)b", "(?>a)b"]
-READ = ["^\\(?\\d{3}\\)?$", "\\\\p{L}", "(?:a)(?<n>b)(?P<m>c)", "[a-z]"]
+UNREAD = ["^\\p{L}+$", "^[\\p{L}\\d]$", "a\\P{Lu}", "(?i)a", "(?i:a)b"]
+READ = ["^\\(?\\d{3}\\)?$", "\\\\pL", "(?:a)(?<n>b)(?P<m>c)", "[a-z]"]
 
 
 @pytest.mark.parametrize("pattern", UNREAD)
@@ -207,12 +216,28 @@ def test_other_patterns_stay_in_calls_at_vllm(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "plain"),
     [
-        *((x, True) for x in ("(?:a)", "(?<n>a)", "\\\\1", "[\\b]", "[(?=]", "\\(?=", "(?i)a")),
+        *((x, True) for x in ("(?:a)", "(?<n>a)", "\\\\1", "[\\n]", "[(?=]", "\\(?=", "(?i)a")),
+        *((x, True) for x in ("^a|^b$", "(^a|b$)", "a{2}?", "[\\w-.]", "\\u{41}-\\x42", "}]", "")),
         *((x, False) for x in ("a(?=b)", "\\B", "[^]", "[\\]](x)\\1", "\\k<n>", "a\\Z")),
+        *((x, False) for x in ("/^a$/i", "a^b", "(a$)b", "(a$|b)c", "(^a)?b", "$^", "a$?", "^*")),
+        *(
+            (x, False)
+            for x in ("*a", "a|*b", "(+)", "a{2,1}", "a{,3}", "a{", "{a}", "(a", "a)", "[a")
+        ),
+        *((x, False) for x in ("[z-a]", "[a-\\d]", "[\\s-a]", "[\\b]", "[a&&b]", "[]")),
+        *(
+            (x, False)
+            for x in ("\\cJ", "\\0", "\\h", "\\x4", "\\uD83D\\uDE00", "(?>a)", "(?#c)", "\\")
+        ),
     ],
 )
 def test_patterns_that_look_elsewhere(pattern: str, plain: bool) -> None:
     assert is_plain(pattern) == plain
+    text = json.dumps({"type": "string", "pattern": pattern})
+    grammar = LLMatcher.grammar_from_json_schema(text)
+    assert (
+        plain == (not LLMatcher.validate_grammar(grammar, LLTokenizer("byte"))) or pattern == "\\"
+    )
 
 
 def test_additional_items_stay_beside_a_list_of_items_only() -> None:

@@ -1,0 +1,135 @@
+r"""Says which patterns a grammar can hold a text to.
+
+JSON schemas have JavaScript's patterns, and programs write others' into them. llguidance reads
+Rust's: no looks ahead, back or at an earlier part, no ends of words, and ends of the text only at
+the ends of a pattern. One that it does not read would cost the whole request.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_HEX: Final = r"\\(?:x|u)\{[0-9A-Fa-f]{1,8}\}|\\x[0-9A-Fa-f]{2}|\\u(?![dD][89a-fA-F])[0-9A-Fa-f]{4}"
+_KINDS: Final = r"\\[dDwWsS]|\\[pP](?:\{[^}]*\}|[A-Za-z])"
+_ESCAPE: Final = rf"{_HEX}|{_KINDS}|\\[nrtfva]|\\[ -/:;=?@\[-`{{-~]"
+_FLAGS: Final = r"[imsuxU]*(?:-[imsuxU]+)?"
+_TOKEN: Final = re.compile(
+    rf"(?P<atom>{_ESCAPE}|\[\^?+(?!\])(?P<class>(?:{_ESCAPE}|[^\]\\])+)\])"
+    rf"|(?P<flags>\(\?{_FLAGS}\))|(?P<open>\((?:\?(?:P?<[A-Za-z_]\w*>|{_FLAGS}:)|(?!\?)))"
+    r"|(?P<close>\))|(?P<other>\|)|(?P<start>\^|\\A)|(?P<end>\$|\\z)"
+    r"|(?P<repeat>[*+?]|\{(?P<least>[0-9]+)(?P<comma>,(?P<most>[0-9]*))?\})"
+    r"|(?P<char>[^\\\[({])",
+    re.DOTALL,
+)
+_IN_CLASS: Final = re.compile(rf"(?P<kind>{_KINDS})|(?P<hex>{_HEX})|\\?(?P<char>.)", re.DOTALL)
+_CONTROLS: Final = dict(zip("nrtfva", "\n\r\t\f\v\a", strict=True))
+# Classes of Unicode and flags, which xgrammar does not read, or takes for letters.
+_NOT_OF_XGRAMMAR: Final = re.compile(r"(\\[pP]|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL)
+
+
+def is_plain(pattern: str) -> bool:
+    """Say whether a pattern can be matched from left to right, without a look elsewhere."""
+    walk, at = _PatternWalk(), 0
+    while at < len(pattern):
+        token = _TOKEN.match(pattern, at)
+        if token is None or not walk.takes(token):
+            return False
+        at = token.end()
+    return not walk.groups
+
+
+def is_plain_in_calls(pattern: str) -> bool:
+    """Say so of a pattern in the arguments of a call at vLLM."""
+    return is_plain(pattern) and not any(x[1] for x in _NOT_OF_XGRAMMAR.finditer(pattern))
+
+
+class _PatternWalk:
+    """A place in a pattern: what may come next there."""
+
+    def __init__(self) -> None:
+        self.groups: list[_PatternGroup] = []
+        self._in = _PatternGroup(begun=False)
+        self._begun = False  # something may have been matched before
+        self._ended = False  # the text may have ended
+        self._repeats = False  # there is something that may be repeated
+
+    def takes(self, token: re.Match[str]) -> bool:
+        """Go over a token; False if it cannot stand there."""
+        match token.lastgroup if token["repeat"] is None else "repeat":
+            case "atom" | "class" | "char":
+                fits = not self._ended and _is_class(token["class"] or "")
+                self._begun = self._repeats = True
+                return fits
+            case "open":
+                fits = not self._ended
+                self.groups.append(self._in)
+                self._in, self._repeats = _PatternGroup(self._begun), False
+                return fits
+            case "close" if self.groups:
+                self._close()
+                return True
+            case "other":
+                self._in.note(self._begun, self._ended)
+                self._begun, self._ended, self._repeats = self._in.begun, False, False
+                return True
+            case "start":
+                fits = not (self._begun or self._ended)
+                self._in.has_ends, self._repeats = True, False
+                return fits
+            case "end":
+                self._in.has_ends = self._ended = True
+                self._repeats = False
+                return True
+            case "repeat":
+                least, most = int(token["least"] or 0), token["most"]
+                return self._repeats and (not most or least <= int(most))
+            case kind:
+                self._repeats = False
+                return kind == "flags"
+
+    def _close(self) -> None:
+        inner, self._in = self._in, self.groups.pop()
+        inner.note(self._begun, self._ended)
+        self._begun, self._ended = inner.may_begin, inner.may_end
+        self._in.has_ends |= inner.has_ends
+        self._repeats = not inner.has_ends
+
+
+class _PatternGroup:
+    """The branches of a group so far, each beginning at the same place."""
+
+    def __init__(self, begun: bool) -> None:
+        self.begun = begun
+        self.may_begin = self.may_end = False  # in some branch
+        self.has_ends = False  # of the text
+
+    def note(self, begun: bool, ended: bool) -> None:
+        """Note the end of a branch."""
+        self.may_begin |= begun
+        self.may_end |= ended
+
+
+def _is_class(content: str) -> bool:
+    """Say whether all ranges in a class go up, between characters."""
+    items = list(_IN_CLASS.finditer(content))
+    i = 0
+    while i + 2 < len(items):
+        low, dash, high = items[i : i + 3]
+        if dash[0] != "-":
+            i += 1
+            continue
+        if low[0] not in (r"\d", r"\w") and not 0 <= _code(low) <= _code(high):
+            return False
+        i += 3
+    return "&&" not in content
+
+
+def _code(item: re.Match[str]) -> int:
+    """Return a character's number; -1 for a kind of characters."""
+    if item["kind"]:
+        return -1
+    if item["hex"]:
+        return int(item["hex"].strip("\\xu{}"), 16)
+    char = item["char"]
+    return ord(_CONTROLS.get(char, char) if item[0] != char else char)
