@@ -117,6 +117,8 @@ class _Taking:
     def _check_messages(self, messages: object) -> None:
         for i, message in enumerate(messages if isinstance(messages, list) else ()):
             for field in IN_MESSAGES if isinstance(message, dict) else ():
+                if field.name == "images" and message.get("role") != "user":
+                    continue  # of answers and results, which are sent again at every turn
                 if field.name in message and field.asks(message[field.name]):
                     raise _refusal(f"messages[{i}].{field.name}", field.words)
 

@@ -195,13 +195,27 @@ def with_results(messages: list[Any], image_support: ImageSupport, skipped: list
 
 
 def _with_sentences(message: Any, image_support: ImageSupport, skipped: list[str]) -> Any:
-    if not isinstance(message, dict) or not isinstance(content := message.get("content"), list):
+    if not isinstance(message, dict):
+        return message
+    message = _with_parts(message)
+    if not isinstance(content := message.get("content"), list):
         return message
     if message.get("role") in _RESULTS:
         return {**message, "content": [_of_result(x, image_support, skipped) for x in content]}
     if message.get("role") == "assistant":
         return {**message, "content": [_said_before(x, skipped) for x in content]}
     return message
+
+
+def _with_parts(message: Json) -> Json:
+    """Put the images that Ollama and OpenRouter have beside a content among its parts."""
+    images = message.get("images")
+    if message.get("role") == "user" or not isinstance(images, list) or not images:
+        return message
+    said = message.get("content") or []
+    parts = said if isinstance(said, list) else [{"type": "text", "text": said}]
+    kept = {name: value for name, value in message.items() if name != "images"}
+    return {**kept, "content": [*parts, *({"type": "image"} for _ in images)]}
 
 
 def _said_before(part: Any, skipped: list[str]) -> Any:

@@ -244,6 +244,21 @@ async def test_an_image_that_another_model_answered_with_ends_no_conversation(
         )
 
 
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+@pytest.mark.parametrize("content", ["Here:", [{"type": "text", "text": "Here:"}], None])
+async def test_images_beside_a_content_are_left_out_as_well(role: str, content: Any) -> None:
+    """Ollama and OpenRouter have them there; a user's are refused (``test_foreign_fields``)."""
+    said = {"role": role, "content": content, "images": ["aGk=", {"type": "image_url"}]}
+    first = after_a_tool("/v1/chat/completions", "seen")["messages"][:2]
+    hi = {"role": "user", "content": "hi"}
+    to = App()
+    body = {"model": MODEL, "messages": [*first, {**said, "tool_call_id": "c1"}, hi]}
+    await to.post("/v1/chat/completions", body)
+    shown = [x["text"] for x in heard(to)[2]["content"]]
+    assert shown == [*["Here:"][: content is not None], IMAGE, IMAGE]
+    assert "images" not in heard(to)[2]
+
+
 async def test_what_is_left_out_of_answers_is_counted() -> None:
     to = App()
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
