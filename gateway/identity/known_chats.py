@@ -20,8 +20,9 @@ started again leaves a reminder out of an older question, often the first: then 
 last part of the first question and the first answer say that it is the same chat, if that called
 tools, or is all that the chat had so far. In both cases the new request has the session's latest
 answer in its place: chats of one program share their system text, and often the first question and
-what it was answered with. An answer alone is no sign: many chats are greeted alike, and some
-servers number calls from zero in each of them.
+what it was answered with. Or both end with the same instruction, before which a turn was put: so
+qwen-code asks, after each turn, what it should remember. An answer alone is no sign: many chats
+are greeted alike, and some servers number calls from zero in each of them.
 
 The id of a new chat is derived from its first head. So after a restart a chat is found again by
 asking which of its derived ids the engine still has a session for, as long as that first request is
@@ -42,6 +43,7 @@ from gateway.keys import Tenant
 DERIVED_PREFIX = "chat-"
 _TURN = 2  # an answer and a question
 _REWRITTEN = 3  # messages at the end, at most: files, a word on them, and the question
+_LONG_BYTES = 256  # of a message that is a program's instruction, and not a word that many say
 _BYTES_A_TOKEN = 4  # of most texts at most, so that half of the bytes is half of the tokens
 
 MAX_KNOWN_CHATS = 50_000  # for each tenant
@@ -58,6 +60,7 @@ class Link(NamedTuple):
     digest: bytes
     nbytes: int  # as JSON, with those before it and the tools
     is_own: bool  # False: without an answer or a named group, many chats may begin so
+    alone: bytes = b""  # names the message without those before it, if it is long
     answer: bytes = b""  # names its text if it is an answer among the last (``outline.said``)
     said: bytes = b""  # names the answer after it if that is the chat's first
     calls: bytes = b""  # names the same answer if it called tools (``outline.HashedRequest``)
@@ -201,7 +204,7 @@ class _Heads:
     def rewritten(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Find the quiet session whose last question this chain has written anew; remove it."""
         for stem, i in _stems(chain[:-_TURN]):
-            if session_id := self._left(stem, chain[i], chain[i + _TURN].answer, seen):
+            if session_id := self._left(stem, chain, chain[i], chain[i + _TURN].answer, seen):
                 return session_id
         return None
 
@@ -211,20 +214,30 @@ class _Heads:
         first = _first_calls(before) or (before[-1].said if before else b"")
         if not first:
             return None
-        return self._left(_root(before, first), before[0], chain[-_TURN].answer, seen)
+        return self._left(_root(before, first), chain, before[0], chain[-_TURN].answer, seen)
 
-    def _left(self, name: bytes, shared: Link, answer: bytes, seen: SessionsSeen) -> str | None:
-        """Remove the session of a stem or a root if it is quiet, gave that answer, and shares half.
+    def _left(
+        self,
+        name: bytes,
+        chain: Sequence[Link],
+        shared: Link,
+        answer: bytes,
+        seen: SessionsSeen,
+    ) -> str | None:
+        """Remove the session of a stem or a root if it is quiet and shares half with a chain.
 
         Args:
-            shared: what the session and the request have in common, at least.
+            shared: what both have in common, at least.
+            answer: that the session gave last, unless it was asked the same then as now.
         """
         session_id = self._session_with.get(name)
         if session_id is None or not seen.is_quiet(session_id):
             return None
-        if not answer or self._said_in.get(session_id) != answer:
+        head = self._head_of[session_id]
+        has_answer = bool(answer) and self._said_in.get(session_id) == answer
+        if not has_answer and not (head.alone and head.alone == chain[-1].alone):
             return None
-        if 2 * shared.nbytes < self._head_of[session_id].nbytes:
+        if 2 * shared.nbytes < head.nbytes:
             return None
         self._drop(session_id)
         return session_id
@@ -317,7 +330,8 @@ def message_chain(request: HashedRequest, group: str | None = None) -> list[Link
         digest = _joined(digest, message.digest)
         nbytes += message.nbytes
         is_own = group is not None or i >= request.first_answer
-        links.append(Link(digest, nbytes, is_own, message.said))
+        alone = message.digest if message.nbytes >= _LONG_BYTES else b""
+        links.append(Link(digest, nbytes, is_own, alone, message.said))
     if request.first_answer:
         said, calls, asked = request.first_said, request.first_calls, request.first_asked
         last = request.first_answer - 1

@@ -425,6 +425,17 @@ def test_a_question_written_anew_takes_a_session_over_only_if_half_of_it_is_shar
         assert (then == first) == is_same
 
 
+def test_an_instruction_that_stays_last_goes_on_in_its_session():
+    """qwen-code asks after each turn what it should remember, and puts no answer to it back."""
+    sessions = Answered(tokens=40)
+    begin, long = ("rules " * 200, "ok", "one?", "1"), "remember what matters " * 20
+    first = sessions.answered("It counts.", *begin, long)
+    assert sessions.answered("So.", *begin, "two?", "2", long) == first
+    assert sessions.answered("So.", *begin, "2?", "two", "3?", "three", long + "!") != first
+    short = sessions.answered("It counts.", *begin, "yes")
+    assert sessions.answered("So.", *begin, "and?", "2", "yes") != short
+
+
 COUNTED = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\n'
 COUNTED += b"data: [DONE]\n\n"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
