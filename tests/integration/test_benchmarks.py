@@ -20,7 +20,7 @@ RARELY = {
     "idle_connections": "--idle 50 --seconds 1",
 }
 OF_THE_SAMPLE_MODEL = {
-    "capacity": "--sessions 3 --tokens 200 --room 2",
+    "capacity": "--sessions 5 --tokens 200 --hot-for 4 --room 2",
     "cycles": "--cycles 2 --tokens 100",
     "density": "--codec tq3",
     "live_cache": "--tokens 200 --codecs tq3 --scored 2 --steps 1 --rounds 1",

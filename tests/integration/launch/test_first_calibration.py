@@ -295,6 +295,8 @@ def test_models_with_states_are_measured_whole(
         (path,) = (folder / "data" / "profiles").glob("*.tcpf")
         rows = load_profile(path).rows
         assert len({x.preset for x in rows}) == presets
-        assert codec_of(server)["name"] in {x.preset for x in rows}
+        # Weights at random hardly prefer a token: a loss may change the likeliest, and is refused.
+        served, refused = codec_of(server), "of the most likely tokens, under 90%"
+        assert served["name"] in {x.preset for x in rows} or refused in served["why"], served
     finally:
         server.stop()
