@@ -7,6 +7,7 @@ others. A client that says ``strict`` wants all of them or a refusal, as OpenAI 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -37,6 +38,7 @@ _FORMATS: Final = frozenset(
 # The grammar of these wants an offset from UTC; zod writes a pattern for times without one, too,
 # and no text obeys both.
 _OFFSET: Final = ("time", "date-time")
+_ENDS_IN_OFFSET: Final = re.compile(r"(?:[zZ]|[+-]\d\d:\d\d)$")
 # Those that ask for nothing are left out in silence.
 _NOTHING: Final[dict[str, tuple[object, ...]]] = {
     "uniqueItems": (False,),
@@ -51,6 +53,7 @@ _UPPER: Final = frozenset({"maximum", "exclusiveMaximum"})
 _LOWER: Final = frozenset({"minimum", "exclusiveMinimum"})
 _FARTHEST: Final = 2**63 - 512  # from here on the nearest double is 2**63
 _NEAREST: Final = 10**18
+_FINEST: Final = 1e-10  # of what numbers are multiples of
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
@@ -306,17 +309,22 @@ def _is_enforceable(key: str, value: object, node: Json, reads: Reads) -> bool:
         outwards = value if key in _UPPER else -value
         is_far = outwards >= _FARTHEST and (key in _LOWER or node.get("type") != "integer")
         return outwards > -_NEAREST and not is_far
+    if key == "multipleOf" and isinstance(value, float):
+        return value >= _FINEST
     if key in ("minProperties", "maxProperties"):
         return value in (0, 1) or not _has_optional(node)
     return True
 
 
 def _has_no_offset(node: Json, reads: Reads) -> bool:
-    """Say whether a time's own pattern leaves no room for an offset, as far as a look can say."""
-    pattern = node.get("pattern")
-    if node.get("format") not in _OFFSET or not isinstance(pattern, str):
+    """Say whether a time's values or pattern leave no room for an offset, as far as can be seen."""
+    if node.get("format") not in _OFFSET or not _may_be_text(node):
         return False
-    return "Z" not in pattern and reads(pattern) and _may_be_text(node)
+    values = [node["const"]] if "const" in node else node.get("enum")
+    if isinstance(values, list):
+        return not any(isinstance(x, str) and _ENDS_IN_OFFSET.search(x) for x in values)
+    pattern = node.get("pattern")
+    return isinstance(pattern, str) and "Z" not in pattern and reads(pattern)
 
 
 def _may_be_text(node: Json) -> bool:

@@ -59,6 +59,7 @@ def of(**field: Any) -> dict[str, Any]:
         (of(type="number", maximum=3.4e38), "maximum"),
         (of(exclusiveMinimum=-(10**400)), "exclusiveMinimum"),
         (of(minimum=1e30), "minimum"),
+        (of(multipleOf=1e-18), "multipleOf"),
         ({"type": "object", "patternProperties": {"^(?!a)": TEXT}}, "patternProperties"),
         ({"anyOf": [of(**TEXT), {"items": {"not": {}}}]}, "not"),
         (of(oneOf=[{"type": "integer"}, {"type": "number"}]), "oneOf"),
@@ -135,6 +136,9 @@ def test_other_formats_and_patterns_are_held_together() -> None:
     ):
         assert left_out(held(of(**both), strict=True).held_schemas, "mlx") == []
         assert enforceable(both) == both
+    for values, names in (({"enum": ["12:00Z", "12:00"]}, []), ({"const": "12:00"}, ["format"])):
+        asked = held(of(type="string", format="time", **values))
+        assert left_out(asked.held_schemas, "mlx") == names
     looking = {"type": "string", "format": "time", "pattern": "(?=1)"}
     assert left_out(held(of(**looking)).held_schemas, "mlx") == ["pattern"]
     assert enforceable(looking) == {"type": "string", "format": "time"}
