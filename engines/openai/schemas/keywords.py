@@ -53,7 +53,7 @@ _UPPER: Final = frozenset({"maximum", "exclusiveMaximum"})
 _LOWER: Final = frozenset({"minimum", "exclusiveMinimum"})
 _FARTHEST: Final = 2**63 - 512  # from here on the nearest double is 2**63
 _NEAREST: Final = 10**18
-_FINEST: Final = 1e-10  # of what numbers are multiples of
+_FINEST: Final = 1e-10  # that numbers may be multiples of
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
