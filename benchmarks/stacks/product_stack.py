@@ -36,6 +36,7 @@ castle dinner friend voice corner coffee library journey
 """.split()  # noqa: SIM905 - prose reads better as prose
 WORD_TOKENS = 1.02  # of these words, with the sample model's tokenizer
 MIB = 1 << 20
+ENGINES = ("engines.mlx_worker", "engines.vllm_plugin", "engines.fake_worker")  # as they are run
 # A stack does not wait for its model to be measured: its codec is named, and serves as it is.
 UNMEASURED = {"codec": "tq3", "accept_loss": True, "calibrate": False}
 
@@ -329,12 +330,12 @@ async def client_of(server: Server, key: str = "") -> AsyncIterator[Client]:
 
 
 def _is_engine(process: psutil.Process) -> bool:
-    """One of our engine programs; of vLLM the one that started all its others."""
+    """One of our engine programs; not one that these start, for vLLM's parts or to try grammars."""
     try:
-        words = " ".join(process.cmdline())
+        words = process.cmdline()
     except psutil.Error:  # it ended meanwhile
         return False
-    return "_worker" in words or "-m engines.vllm_plugin" in words
+    return words[1:2] == ["-m"] and words[2] in ENGINES
 
 
 def rss_mib(process: psutil.Process) -> float:
