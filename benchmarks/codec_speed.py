@@ -1,14 +1,15 @@
 """Rows per second of a codec beside memcpy of the same bf16 bytes, in one process.
 
-    python benchmarks/codec_speed.py [--codec tq3] [--dims 64 128 256] [--seconds 3] [--json OUT]
-    python benchmarks/codec_speed.py --profile FILE --kv FILE.npy [--codec dense3 balanced max safe]
+    python -m benchmarks.codec_speed [--codec tq3] [--dims 64 128 256] [--seconds 3] [--json OUT]
+    python -m benchmarks.codec_speed --learn FOLDER [--codec balanced] [--dims 64 128] ...
 
 *kernel* is two long arrays; *chunk* is one call of the store: 128 tokens of all layers of a small
 model with that head dimension, payload and all. *seed* is the obvious numpy (normalise, search the
-nearest of eight levels, pack bits). Calibrated presets know a model: they take its profile and KV
-of it, uint16 (layers, 2, heads, tokens, head_dim), some chunks from the first token of a session
-on. All but the first chunk are repeated, at their own places. The candidates take turns on
-data that is cold in the cache, and the best round of each counts: on a shared machine only ratios
+nearest of eight levels, pack bits). Learned presets know a model: KV of the sample model, which mlx
+computes once (minutes), is joined and cut to heads of each dimension, and each preset learns from
+it once (minutes for ``max``); FOLDER keeps both. The chunks of a held-out text, all but the first,
+are repeated at their own places. The candidates take turns on data that is cold in the cache, and
+the best round of each counts, of one thread in processor time: on a shared machine only ratios
 within one run mean anything.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -26,19 +28,26 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.codecs.base import Codec
+from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.floats import round_to_bf16, widen
-from kvstore.codecs.names import CALIBRATED, OWN
+from kvstore.codecs.learning.samples import Samples
+from kvstore.codecs.names import CALIBRATED
 from kvstore.codecs.presets import codec_by_name, open_codec, warm
-from kvstore.codecs.profile import load_profile
+from kvstore.codecs.profile import Profile, load_profile
 from kvstore.codecs.rows.backend import ArrayKernel, best_kernel
 from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.row_codec import RowCodec
-from kvstore.shapes import KVLayer, KVLayout, KVRun, slice_tokens
+from kvstore.shapes import KVLayer, KVLayout, KVRun, Rope, angle_tables, slice_tokens
 
 # KV heads and layers by head dimension: of SmolLM2-135M, H2O-Danube-1.8B, Phi-3-mini, a part of
 # MPT-30B, Qwen2.5-1.5B, DeepSeek-V2-Lite's keys, Gemma-3-1B and DeepSeek-V2-Lite's latents.
 MODELS = {64: (3, 30), 80: (8, 24), 96: (32, 32), 112: (8, 24), 128: (2, 28)}
 MODELS |= {192: (16, 27), 256: (1, 26), 576: (1, 27)}
+# Heads and layers that are made of the sample model's channels, with about as many in a layer.
+MADE = {64: (3, 30), 80: (2, 30), 96: (2, 30), 112: (2, 20), 128: (2, 20), 192: (1, 30)}
+MADE |= {256: (1, 20)}
+NUM_TEXTS, TEXT_TOKENS, HELD_OUT_TOKENS = 14, 1024, 1408
+ROPE_BASE = 1e5
 CHUNK_TOKENS = 128
 PAST_SINKS = 1 << 20
 WORKING_SET_BYTES = 200 << 20  # far beyond any last-level cache share
@@ -64,13 +73,14 @@ class Candidate:
     best_s: float = field(default=float("inf"))
 
     def run(self, slices: range, pool: Executor | None) -> None:
-        begun = time.perf_counter()
+        clock = time.thread_time if pool is None else time.perf_counter
+        begun = clock()
         if pool is None:
             for number in slices:
                 self.work(number)
         else:
             list(pool.map(self.work, slices))
-        self.best_s = min(self.best_s, (time.perf_counter() - begun) / len(slices))
+        self.best_s = min(self.best_s, (clock() - begun) / len(slices))
 
     @property
     def rate(self) -> float:
@@ -92,6 +102,96 @@ def uneven_rows(num_rows: int, dim: int) -> np.ndarray:
     rows = aligned((num_rows, dim))
     rows[:] = np.resize(round_to_bf16(sample.astype(np.float32)), rows.shape)
     return rows
+
+
+def captured(path: Path) -> tuple[np.ndarray, ...]:
+    """KV of the sample model, and how errors in each head matter; computed unless in the file.
+
+    Texts are uint16 (texts, layers, 2, heads, tokens, dim), the first is held out and longer.
+    """
+    if not path.exists():
+        import mlx.core as mx
+        import mlx_lm
+
+        import thermocline.mlx
+        from engines.calibration.corpus import fit_texts, held_out_texts
+        from launch.machine.folders import default_cache_dir
+        from launch.model.sample import sample_model
+
+        model, tokenizer, *_ = mlx_lm.load(str(sample_model(default_cache_dir(os.environ))))
+        model.set_dtype(mx.float32)
+        encoded = (tokenizer.encode(x.content)[:TEXT_TOKENS] for x in fit_texts())
+        texts = [x for x in encoded if len(x) == TEXT_TOKENS][:NUM_TEXTS]
+        samples = thermocline.mlx.capture(model, texts, progress=True)
+        held_out = max((tokenizer.encode(x.content) for x in held_out_texts()), key=len)
+        run = thermocline.mlx.instrument(model).prefill(held_out[:HELD_OUT_TOKENS]).run
+        stacked = [round_to_bf16(np.array(x, np.float32)) for x in (run, *samples.texts)]
+        assert samples.metrics is not None
+        np.savez(path, held=stacked[0], texts=stacked[1:], metrics=samples.metrics)
+    with np.load(path) as found:
+        return tuple(found[name] for name in ("held", "texts", "metrics"))
+
+
+def rope_of(dim: int) -> Rope:
+    """The turns of a head's keys, as the sample model has them for 64 channels."""
+    return Rope(tuple(ROPE_BASE ** (-np.arange(0, dim, 2) / dim)))
+
+
+def turned(keys: np.ndarray, direction: int) -> np.ndarray:
+    """Keys, fp32 (..., tokens, dim), turned by their positions, or back."""
+    cos, sin = angle_tables(rope_of(keys.shape[-1]), 0, keys.shape[-2])
+    first, second = np.split(keys, 2, axis=-1)
+    sin = direction * sin
+    return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+
+
+def made_of(kv: np.ndarray, dim: int) -> np.ndarray:
+    """The same channels as heads of another dimension; keys are turned as such heads' are."""
+    num_heads, num_layers = MADE[dim]
+    values = widen(kv, "bfloat16")
+    values[:, 0] = turned(values[:, 0], -1)
+    channels = values.transpose(1, 0, 2, 4, 3).reshape(2, -1, kv.shape[3])
+    chosen = channels[:, : num_layers * num_heads * dim]
+    heads = chosen.reshape(2, num_layers, num_heads, dim, -1).transpose(1, 0, 2, 4, 3)
+    heads = np.ascontiguousarray(heads)
+    heads[:, 0] = turned(heads[:, 0], 1)
+    return round_to_bf16(heads)
+
+
+def metrics_of(metrics: np.ndarray, dim: int) -> list[np.ndarray]:
+    """The metrics of heads of another dimension: layer by layer, K then V."""
+    num_heads, num_layers = MADE[dim]
+    sides = metrics.reshape(-1, 2, *MADE[64][:1], *metrics.shape[1:])
+    found = []
+    for first in range(0, num_layers * num_heads, num_heads):
+        for side in range(2):
+            own = sides[:, side].reshape(-1, *metrics.shape[1:])
+            found += [_block(own, dim * number, dim) for number in range(first, first + num_heads)]
+    return found
+
+
+def _block(metrics: np.ndarray, first: int, dim: int) -> np.ndarray:
+    """Some channels of the matrix whose diagonal has all ``metrics``."""
+    block = np.zeros((dim, dim), np.float32)
+    size = metrics.shape[1]
+    for number in range(first // size, (first + dim - 1) // size + 1):
+        low, high = max(first, number * size), min(first + dim, (number + 1) * size)
+        own = slice(low - first, high - first), slice(low - number * size, high - number * size)
+        block[own[0], own[0]] = metrics[number][own[1], own[1]]
+    return block
+
+
+def learned(folder: Path, name: str, dim: int, known: tuple[np.ndarray, ...]) -> Profile:
+    """What a preset learned from heads of that dimension; learned unless in the folder."""
+    path = folder / f"{name}-{dim}.profile"
+    if not path.exists():
+        num_heads, num_layers = MADE[dim]
+        layout = KVLayout("bfloat16", (KVLayer(num_heads, dim, dim),) * num_layers)
+        texts = [[(k, v) for k, v in made_of(text, dim)] for text in known[1]]
+        ropes = (rope_of(dim),) * num_layers
+        samples = Samples(layout, ropes, texts, metrics_of(known[2], dim))
+        learn_profile(samples, "made", [name]).save(path)
+    return load_profile(path)
 
 
 class Slices:
@@ -260,31 +360,29 @@ def show_scaling(rates: list[Rate]) -> None:
 
 def all_slices(args: argparse.Namespace) -> Iterator[Slices]:
     """One after another: each takes gigabytes."""
-    if args.profile is None:
+    if args.learn is None:
         for name in args.codec or ["tq3"]:
-            for dim in args.dims:
+            for dim in args.dims or sorted(MODELS):
                 num_heads, num_layers = MODELS[dim]
                 layers = (KVLayer(num_heads, dim, dim),) * num_layers
                 yield Slices(codec_by_name(name), KVLayout("bfloat16", layers))
         return
-    profile, kv = load_profile(args.profile), np.load(args.kv)
-    layout = KVLayout("bfloat16", profile.layout.layers)
-    for name in args.codec or [name for name in CALIBRATED if name in profile.learned]:
-        yield Slices(open_codec(name, profile), layout, kv)
+    known = captured(args.learn / "kv.npz")
+    for dim in args.dims or sorted(MADE):
+        for name in args.codec or CALIBRATED:
+            profile = learned(args.learn, name, dim, known)
+            yield Slices(open_codec(name, profile), profile.layout, made_of(known[0], dim))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--codec", nargs="+", choices=list(OWN))
-    parser.add_argument("--dims", type=int, nargs="+", default=sorted(MODELS), choices=MODELS)
-    parser.add_argument("--profile", type=Path, help="of a model whose presets to measure")
-    parser.add_argument("--kv", type=Path, help="KV of that model")
+    parser.add_argument("--codec", nargs="+")
+    parser.add_argument("--dims", type=int, nargs="+", choices=MODELS)
+    parser.add_argument("--learn", type=Path, help="keep KV of the sample model and profiles there")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=3.0, help="per dimension and thread count")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if (args.profile is None) != (args.kv is None):
-        parser.error("a profile and KV of its model go together")
     rates: list[Rate] = []
     for slices in all_slices(args):
         print(f"{slices.codec.id}, {slices.dim} wide: {slices.bits:.3f} bits", flush=True)

@@ -82,7 +82,7 @@ def rope_tables(shape: StackShape, ropes: Sequence[Rope | None]) -> RopeTables |
     """Makes the tables, or returns None if kernels do not support a rotation of some channels."""
     of_units = [[vector.rope(ropes) for vector in unit] for unit in shape.units]
     used = tuple(dict.fromkeys(rope for unit in of_units for rope in unit if rope is not None))
-    if any(rope.interleaved or len(rope.frequencies) % VECTOR for rope in used):
+    if any(rope.interleaved or len(rope.frequencies) < VECTOR for rope in used):
         return None
     numbers = {None: 0} | {rope: number + 1 for number, rope in enumerate(used)}
     numbers_of = [[numbers[rope] for rope in unit] for unit in of_units]

@@ -6,6 +6,8 @@ To integers: no RoPE, no mean, one size, 16 bits. To codes: bit planes, as ``Int
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,18 @@ from kvstore.codecs.stages.octave_gain import LANES as SQUARE_LANES
 TOKENS = 64
 
 
+@contextmanager
+def _vectors(e: Emitter, start: Value, stop: Value) -> Iterator[Value]:
+    """Emit a loop over vectors of channels; the last one may overlap the one before, or ``start``.
+
+    So channels beside those that RoPE rotates are written first.
+    """
+    b, step = e.builder, ir.Constant(I64, e.lanes)
+    with cgutils.for_range_slice(b, start, stop, step, I64) as (first, _):
+        last = b.sub(stop, step)
+        yield b.select(b.icmp_signed("<", first, last), first, last)
+
+
 def emit_load(b: Any, lanes: int, as_words: bool, args: tuple[Value, ...]) -> None:
     """Emit the load of one head of some tokens as fp32, RoPE undone and mean subtracted.
 
@@ -28,11 +42,11 @@ def emit_load(b: Any, lanes: int, as_words: bool, args: tuple[Value, ...]) -> No
     rounded to bf16 here.
     """
     source, means, cosines, sines, target, *steps, num_tokens, half, dim = args
-    e, four, step = Emitter(b, lanes), ir.Constant(I64, 4), ir.Constant(I64, lanes)
+    e, zero, four = Emitter(b, lanes), ir.Constant(I64, 0), ir.Constant(I64, 4)
     with cgutils.for_range(b, num_tokens) as loop:
         row, angle, out = (
             b.add(x, b.mul(loop.index, by))
-            for x, by in zip((source, ir.Constant(I64, 0), target), steps, strict=True)
+            for x, by in zip((source, zero, target), steps, strict=True)
         )
 
         def put(channel: Value, value: Value) -> None:
@@ -40,15 +54,15 @@ def emit_load(b: Any, lanes: int, as_words: bool, args: tuple[Value, ...]) -> No
             centred = b.fsub(value, e.load(b.add(means, at), 0, e.floats))
             e.store(centred, b.add(out, at), 0)
 
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), half, step, I64) as (first, _):
+        with _vectors(e, b.add(half, half), dim) as first:
+            put(first, _widened(e, as_words, row, first))
+        with _vectors(e, zero, half) as first:
             second = b.add(first, half)
             x, y = (_widened(e, as_words, row, channel) for channel in (first, second))
             at = b.add(angle, b.mul(first, four))
             cos, sin = (e.load(b.add(table, at), 0, e.floats) for table in (cosines, sines))
             put(first, b.fadd(b.fmul(x, cos), b.fmul(y, sin)))
             put(second, b.fsub(b.fmul(y, cos), b.fmul(x, sin)))
-        with cgutils.for_range_slice(b, b.add(half, half), dim, step, I64) as (first, _):
-            put(first, _widened(e, as_words, row, first))
 
 
 def _widened(e: Emitter, as_words: bool, row: Value, channel: Value) -> Value:
@@ -212,7 +226,7 @@ def emit_rows(b: Any, lanes: int, as_words: bool, args: tuple[Value, ...]) -> No
 
     ``args``: addresses of sums (i32), means, cosines, sines, gains (fp32) and of the target; bytes
     from one token to the next of sums, of angles and of the target; number of tokens; half the
-    number of channels that RoPE rotates, and all channels, both multiples of the lanes.
+    number of channels that RoPE rotates, and all channels, each 0 or at least the lanes.
     ``as_words``: the engine holds fp32, whose upper halves become the bf16.
     """
     sums, means, cosines, sines, gains, target, *steps, num_tokens, half, dim = args
@@ -249,20 +263,20 @@ def _emit_row(
     row: _Row, as_words: bool, target: Value, angles: tuple[Value, Value], half: Value, dim: Value
 ) -> None:
     e, b = row.e, row.e.builder
-    four, step = ir.Constant(I64, 4), ir.Constant(I64, e.lanes)
+    four = ir.Constant(I64, 4)
 
     def store(channel: Value, value: Value) -> None:
         nbytes = ir.Constant(I64, 4 if as_words else 2)
         _store(e, as_words, b.add(target, b.mul(channel, nbytes)), value)
 
-    with cgutils.for_range_slice(b, ir.Constant(I64, 0), half, step, I64) as (first, _):
+    with _vectors(e, b.add(half, half), dim) as first:
+        store(first, row.restored(b.mul(first, four)))
+    with _vectors(e, ir.Constant(I64, 0), half) as first:
         at = b.mul(first, four)
         x, y = row.restored(at), row.restored(b.add(at, b.mul(half, four)))
         cos, sin = (e.load(b.add(table, at), 0, e.floats) for table in angles)
         store(first, b.fsub(b.fmul(x, cos), b.fmul(y, sin)))
         store(b.add(first, half), b.fadd(b.fmul(x, sin), b.fmul(y, cos)))
-    with cgutils.for_range_slice(b, b.add(half, half), dim, step, I64) as (first, _):
-        store(first, row.restored(b.mul(first, four)))
 
 
 def _store(e: Emitter, as_words: bool, target: Value, value: Value) -> None:

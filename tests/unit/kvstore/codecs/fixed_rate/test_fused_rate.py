@@ -50,6 +50,8 @@ def assert_same(codec, run, layout, first_token):
         ([(64, 64)], rope_of(64)),
         ([(128, 128)], rope_of(64)),  # half of the channels are turned
         ([(80, 80), (80, 80)], None),
+        ([(80, 80)], rope_of(80)),  # five vectors of channels for two halves
+        ([(64, 64)], rope_of(48)),
         ([(96, 64), (96, 64)], rope_of(96)),  # two stacks
         ([(256, 256)], rope_of(256)),
         ([(64, 64), (64, 64)], Rope(rope_of(64).frequencies, side="values")),
@@ -100,7 +102,7 @@ def test_rows_whose_values_lie_apart_go_through_the_pieces():
 
 @pytest.mark.parametrize(
     ("dims", "rope"),
-    [((72, 72), None), ((64, 64), Rope((1.0,) * 32, True)), ((64, 64), rope_of(48))],
+    [((72, 72), None), ((64, 64), Rope((1.0,) * 32, True)), ((64, 64), rope_of(24))],
 )
 def test_layouts_that_kernels_cannot_do_stay_with_the_pieces(dims, rope):
     layout = layout_with(dims)

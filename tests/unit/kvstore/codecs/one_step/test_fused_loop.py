@@ -64,6 +64,8 @@ def assert_same(parts, run, layout, first_token):
         ([(64, 64)] * 3, rope_of(64)),
         ([(128, 128)] * 2, rope_of(64)),  # half of the channels are turned
         ([(80, 80)], None),
+        ([(80, 80)], rope_of(80)),  # five vectors of channels for two halves
+        ([(64, 64)], rope_of(48)),
         ([(16, 16)] * 4, None),
         ([(256, 256)], rope_of(256)),
     ],
@@ -202,7 +204,7 @@ def test_rows_whose_values_lie_apart_go_through_the_pieces():
         ((72, 72), None),
         ((64, 80), None),
         ((64, 64), Rope((1.0,) * 32, True)),
-        ((64, 64), rope_of(48)),
+        ((64, 64), rope_of(24)),
     ],
 )
 def test_layouts_that_kernels_cannot_do_stay_with_the_pieces(dims, rope):
