@@ -32,7 +32,7 @@ from kvstore.shapes import DType, KVLayout, KVRun
 
 CODECS = "fixed-rate codecs"  # in the log
 KERNELS: Final = "kvstore.codecs.kernels.units.unpack_fixed_rate"
-COLUMNS, COMPONENTS = 64, 4  # the kernels need multiples of these
+COLUMNS, COMPONENTS = 32, 8  # the kernels need multiples of these
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from kvstore.codecs.kernels.emit.emitter import I8, I16, I32, I64, Emitter, Valu
 
 # (emitter, sums, groups of one token in all lanes, groups of the columns) -> sums
 Dot: TypeAlias = Callable[[Emitter, Value, Value, Value], Value]
-TILE_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,11 @@ class HostVectors:
         return 128 if self.bytes_dot == "vnni" else 0
 
     @property
+    def tile_tokens(self) -> int:
+        """The tokens of a tile."""
+        return 8 if self.lanes == 16 else 4
+
+    @property
     def tile_columns(self) -> int:
         """The columns of a tile."""
         return self.lanes * self.tile_vectors
@@ -53,55 +57,78 @@ def host_vectors() -> HostVectors:
     features = host_features()
     if "avx512bw" in features:
         vnni = "vnni" if "avx512vnni" in features else ""
-        return HostVectors(16, 4, vnni, vnni or "madd")
+        return HostVectors(16, 2, vnni, vnni or "madd")
     if "avx2" in features:
         vnni = "vnni" if "avxvnni" in features else ""
         return HostVectors(8, 2, vnni, vnni or "madd")
     return HostVectors(4, 4, "sdot" if "dotprod" in features else "", "")
 
 
-def emit_tile(e: Emitter, tokens: int, vectors: int, dot: Dot, args: tuple[Value, ...]) -> None:
-    """Emit sums of products for ``tokens`` by ``vectors`` times ``e.lanes`` columns, to memory.
+class Tile:
+    """Sums of products for some tokens by some vectors of columns, in registers."""
+
+    def __init__(self, e: Emitter, tokens: int, vectors: int) -> None:
+        self.e = e
+        self.sums = [[e.variable(e.words) for _ in range(vectors)] for _ in range(tokens)]
+
+    def begin(self, address: Value) -> None:
+        """Set the sums of all tokens to the words at ``address``."""
+        for k in range(len(self.sums[0])):
+            first = self.e.load(address, 4 * self.e.lanes * k, self.e.words)
+            for row in self.sums:
+                self.e.builder.store(first, row[k])
+
+    def load(self, address: Value, step: Value) -> None:
+        """Load the sums, ``step`` bytes from one token's to the next's."""
+        for row in self.sums:
+            for k, total in enumerate(row):
+                found = self.e.load(address, 4 * self.e.lanes * k, self.e.words)
+                self.e.builder.store(found, total)
+            address = self.e.builder.add(address, step)
+
+    def change(self, vector: int, by: Any) -> None:
+        """Replace the sums of some columns by ``by(sums)``."""
+        for row in self.sums:
+            self.e.builder.store(by(self.e.builder.load(row[vector])), row[vector])
+
+    def add(self, dot: Dot, *args: Value) -> None:
+        """Add products.
+
+        ``args``: addresses of the first token's first group and of the columns' first groups;
+        number of groups; bytes from one group to the next of a token and of a column.
+        """
+        source, matrix, count, source_step, matrix_step = args
+        e, b = self.e, self.e.builder
+        with cgutils.for_range(b, count) as loop:
+            at = b.add(source, b.mul(loop.index, source_step))
+            columns = b.add(matrix, b.mul(loop.index, matrix_step))
+            known = [e.load(columns, 4 * e.lanes * k, e.words) for k in range(len(self.sums[0]))]
+            for token, row in enumerate(self.sums):
+                groups = e.splat_word(e.load(at, 4 * token, I32))
+                for total, column_groups in zip(row, known, strict=True):
+                    b.store(dot(e, b.load(total), groups, column_groups), total)
+
+    def store(self, address: Value, step: Value) -> None:
+        """Store the sums, ``step`` bytes from one token's to the next's."""
+        for row in self.sums:
+            for k, total in enumerate(row):
+                self.e.store(self.e.builder.load(total), address, 4 * self.e.lanes * k)
+            address = self.e.builder.add(address, step)
+
+
+def emit_tile(b: Any, dot: Dot, args: tuple[Value, ...]) -> None:
+    """Emit sums of products for the tokens and columns of a tile of this host, to memory.
 
     ``args``: addresses of the first token's first group, of the columns' first groups, of the sums'
     initial values and of the results; number of groups; bytes from one group to the next of a token
     and of a column; bytes from one token's results to the next's.
     """
     source, matrix, begin, target, count, source_step, matrix_step, target_step = args
-    b = e.builder
-    sums = [[e.variable(e.words) for _ in range(vectors)] for _ in range(tokens)]
-    for column in range(vectors):
-        first = e.load(begin, 4 * e.lanes * column, e.words)
-        for row in sums:
-            b.store(first, row[column])
-    emit_products(e, sums, dot, (source, matrix, count, source_step, matrix_step))
-    emit_stores(e, sums, target, target_step)
-
-
-def emit_products(e: Emitter, sums: list[list[Value]], dot: Dot, args: tuple[Value, ...]) -> None:
-    """Emit the addition of products to the sums of a tile: variables, by token and by vector.
-
-    ``args``: addresses of the first token's first group and of the columns' first groups; number of
-    groups; bytes from one group to the next of a token and of a column.
-    """
-    source, matrix, count, source_step, matrix_step = args
-    b = e.builder
-    with cgutils.for_range(b, count) as loop:
-        at = b.add(source, b.mul(loop.index, source_step))
-        columns = b.add(matrix, b.mul(loop.index, matrix_step))
-        known = [e.load(columns, 4 * e.lanes * k, e.words) for k in range(len(sums[0]))]
-        for token, row in enumerate(sums):
-            groups = e.splat_word(e.load(at, 4 * token, I32))
-            for total, column_groups in zip(row, known, strict=True):
-                b.store(dot(e, b.load(total), groups, column_groups), total)
-
-
-def emit_stores(e: Emitter, sums: list[list[Value]], target: Value, target_step: Value) -> None:
-    """Emit the stores of a tile's sums, token by token."""
-    for row in sums:
-        for column, total in enumerate(row):
-            e.store(e.builder.load(total), target, 4 * e.lanes * column)
-        target = e.builder.add(target, target_step)
+    host = host_vectors()
+    tile = Tile(Emitter(b, host.lanes), host.tile_tokens, host.tile_vectors)
+    tile.begin(begin)
+    tile.add(dot, source, matrix, count, source_step, matrix_step)
+    tile.store(target, target_step)
 
 
 def dot_of_bytes(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Value:
@@ -126,6 +153,12 @@ def dot_of_words(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Valu
     low = b.mul(*(b.ashr(b.shl(x, half), half) for x in (tokens, columns)))
     high = b.mul(*(b.ashr(x, half) for x in (tokens, columns)))
     return b.add(b.add(sums, low), high)
+
+
+def dot_of_levels(e: Emitter, sums: Value, tokens: Value, columns: Value) -> Value:
+    """Add products of groups, of bytes if the host has an instruction for these, to ``sums``."""
+    dot = dot_of_bytes if host_vectors().group == 4 else dot_of_words
+    return dot(e, sums, tokens, columns)
 
 
 def emit_levels(b: Any, bits: int, offset: int, args: tuple[Value, ...]) -> None:

@@ -23,7 +23,7 @@ SIGN_BIT = 1 << 31
 Value = Any  # an llvmlite value; the library has no type annotations
 FEW = 4  # words: selecting among so many is not slower than a permutation
 SOME = 16  # words: selecting among more is slower than loading one for each lane
-PERMUTED = 32  # words that one instruction chooses from, in two vectors
+MAX_LANES = 16  # of 32 bits
 
 
 @functools.cache
@@ -73,11 +73,6 @@ class BFloat(ir.types.Type):  # type: ignore[misc]
 def f32(value: float | np.float32) -> Value:
     """A float constant, rounded to fp32: llvmlite accepts no others."""
     return ir.Constant(F32, float(np.float32(value)))
-
-
-def bits_of(value: float | np.float32) -> Value:
-    """The bits of an fp32 constant, i32."""
-    return ir.Constant(I32, int(np.float32(value).view(np.uint32)))
 
 
 def all_of(kind: Value, value: int) -> Value:
@@ -259,57 +254,56 @@ class Emitter:
         return self.builder.shuffle_vector(mask, mask, self.word_list(lanes))
 
 
-def look_up(e: Emitter, masks: Sequence[Value], table: Sequence[Value]) -> Value:
-    """Return a word of ``table`` in each lane: the one whose index has these bits, lowest first.
+def look_up(e: Emitter, kind: Value, masks: Sequence[Value], table: Sequence[int]) -> Value:
+    """Return an integer of ``table`` in each lane: that whose index has these bits, lowest first.
 
-    ``table``: i32, two to the power of ``len(masks)``; constants if there are more than ``SOME``.
+    ``kind``: i32 or i16, whose vectors select twice as fast. ``table``: two to the power of
+    ``len(masks)``.
     """
-    if len(table) > FEW and e.lanes == 16 and "avx512f" in host_features():
-        choices, at = _permuted(e, masks, table), log2(PERMUTED)
-    elif len(table) > SOME:
+    lanes, halves = ir.VectorType(kind, e.lanes), kind == I16
+    if halves and len(table) > 2 * SOME and e.lanes <= MAX_LANES:
+        return e.builder.trunc(look_up(e, I32, masks, table), lanes)
+    can_permute = {"avx512bw", "avx512vl"} <= host_features()
+    if can_permute and len(table) > (2 * SOME if halves else FEW):
+        choices, at = _permuted(e, lanes, masks, table), log2(2 * e.lanes)
+    elif len(table) > (2 * SOME if halves else SOME):
         return _loaded(e, masks, table)
     else:
-        choices, at = [e.splat_word(x) for x in table], 0
+        choices, at = [all_of(lanes, x) for x in table], 0
     for mask in masks[at:]:
         pairs = zip(choices[::2], choices[1::2], strict=True)
         choices = [e.builder.select(mask, high, low) for low, high in pairs]
     return choices[0]
 
 
-def _permuted(e: Emitter, masks: Sequence[Value], table: Sequence[Value]) -> list[Value]:
-    """Return what every ``PERMUTED`` words have at the index that the first masks give."""
-    index = _index(e, masks[: log2(PERMUTED)])
-    words = (*table, *[table[0]] * (-len(table) % e.lanes))
-    parts = [_vector(e, words[k : k + e.lanes]) for k in range(0, len(words), e.lanes)]
-    if len(parts) == 1:
-        return [e.call("llvm.x86.avx512.permvar.si.512", e.words, parts[0], index)]
-    name = "llvm.x86.avx512.vpermi2var.d.512"
+def _permuted(
+    e: Emitter, lanes: Value, masks: Sequence[Value], table: Sequence[int]
+) -> list[Value]:
+    """Return what every two vectors of the table have at the index that the first masks give."""
+    index = _index(e, lanes, masks[: log2(2 * e.lanes)])
+    whole = (*table, *[0] * (-len(table) % (2 * e.lanes)))
+    parts = [in_turn(lanes, *whole[k : k + e.lanes]) for k in range(0, len(whole), e.lanes)]
+    width = lanes.element.width
+    name = f"llvm.x86.avx512.vpermi2var.{'hi' if width == 16 else 'd'}.{width * e.lanes}"
     pairs = zip(parts[::2], parts[1::2], strict=True)
-    return [e.call(name, e.words, low, index, high) for low, high in pairs]
+    return [e.call(name, lanes, low, index, high) for low, high in pairs]
 
 
-def _loaded(e: Emitter, masks: Sequence[Value], table: Sequence[Value]) -> Value:
+def _loaded(e: Emitter, masks: Sequence[Value], table: Sequence[int]) -> Value:
     """Return the words by one load for each lane."""
     b = e.builder
-    words = ir.Constant(ir.ArrayType(I32, len(table)), list(table))
+    words = ir.Constant(ir.ArrayType(I32, len(table)), [ir.Constant(I32, x) for x in table])
     utilities: Any = cgutils
     begin = b.ptrtoint(utilities.global_constant(b, "table", words), I64)
-    index, lanes = _index(e, masks), []
-    for lane in range(e.lanes):
-        place = b.zext(b.extract_element(index, ir.Constant(I32, lane)), I64)
-        lanes.append(e.load(b.add(begin, b.shl(place, ir.Constant(I64, 2))), 0, I32))
-    return _vector(e, lanes)
-
-
-def _index(e: Emitter, masks: Sequence[Value]) -> Value:
-    index = e.all_words(0)
-    for bit, mask in enumerate(masks):
-        index = e.builder.select(mask, e.builder.or_(index, e.all_words(1 << bit)), index)
-    return index
-
-
-def _vector(e: Emitter, lanes: Sequence[Value]) -> Value:
-    found = ir.Constant(e.words, ir.Undefined)
-    for lane, word in enumerate(lanes):
-        found = e.builder.insert_element(found, word, ir.Constant(I32, lane))
+    index, found = _index(e, e.words, masks), ir.Constant(e.words, ir.Undefined)
+    for lane in (ir.Constant(I32, k) for k in range(e.lanes)):
+        place = b.shl(b.zext(b.extract_element(index, lane), I64), ir.Constant(I64, 2))
+        found = b.insert_element(found, e.load(b.add(begin, place), 0, I32), lane)
     return found
+
+
+def _index(e: Emitter, lanes: Value, masks: Sequence[Value]) -> Value:
+    index = all_of(lanes, 0)
+    for bit, mask in enumerate(masks):
+        index = e.builder.select(mask, e.builder.or_(index, all_of(lanes, 1 << bit)), index)
+    return index

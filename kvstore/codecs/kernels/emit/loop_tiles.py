@@ -18,48 +18,15 @@ from kvstore.codecs.one_step.closed_loop import BYTE, LARGEST_LEVEL, ROUNDING
 
 HOST = dots.host_vectors()
 GROUP, LANES, OFFSET = HOST.group, HOST.lanes, HOST.offset
-TOKENS, VECTORS = (8, 2) if LANES == 16 else (4, HOST.tile_vectors)
-COLUMNS = LANES * VECTORS
+TOKENS, VECTORS, COLUMNS = HOST.tile_tokens, HOST.tile_vectors, HOST.tile_columns
 PAIR = 2  # words in a group
 ROW = 32  # bytes of a row that are grouped at once
 CONSTANTS = 7  # of a component: rate, levels of a step, three added ones, largest symbol, low bits
-DOT = dots.dot_of_bytes if GROUP == 4 else dots.dot_of_words
+STEPS = (ir.Constant(I64, 4 * TOKENS), ir.Constant(I64, 4 * COLUMNS))  # from group to group
 
 
-class _Tile:
-    """The sums of a tile, in registers."""
-
-    def __init__(self, b: Any) -> None:
-        self.e = Emitter(b, LANES)
-        self.sums = [[self.e.variable(self.e.words) for _ in range(VECTORS)] for _ in range(TOKENS)]
-
-    def begin(self, address: Value) -> None:
-        """Set the sums of all tokens to the words at ``address``."""
-        for k in range(VECTORS):
-            first = self.e.load(address, 4 * LANES * k, self.e.words)
-            for row in self.sums:
-                self.e.builder.store(first, row[k])
-
-    def load(self, address: Value, step: Value) -> None:
-        """Load the sums, ``step`` bytes from one token's to the next's."""
-        for row in self.sums:
-            for k, total in enumerate(row):
-                self.e.builder.store(self.e.load(address, 4 * LANES * k, self.e.words), total)
-            address = self.e.builder.add(address, step)
-
-    def add(self, dot: dots.Dot, source: Value, matrix: Value, count: Value) -> None:
-        """Add the products of ``count`` groups."""
-        steps = (ir.Constant(I64, 4 * TOKENS), ir.Constant(I64, 4 * COLUMNS))
-        dots.emit_products(self.e, self.sums, dot, (source, matrix, count, *steps))
-
-    def change(self, vector: int, by: Any) -> None:
-        """Replace the sums of some columns by ``by(sums)``."""
-        for row in self.sums:
-            self.e.builder.store(by(self.e.builder.load(row[vector])), row[vector])
-
-    def store(self, address: Value, step: Value) -> None:
-        """Store the sums, ``step`` bytes from one token's to the next's."""
-        dots.emit_stores(self.e, self.sums, address, step)
+def _tile(b: Any) -> dots.Tile:
+    return dots.Tile(Emitter(b, LANES), TOKENS, VECTORS)
 
 
 def emit_expected(b: Any, args: tuple[Value, ...]) -> None:
@@ -70,11 +37,11 @@ def emit_expected(b: Any, args: tuple[Value, ...]) -> None:
     one token's results to the next's.
     """
     first, num_first, second, num_second, matrix, up, begin, target, step = args
-    tile = _Tile(b)
+    tile = _tile(b)
     tile.begin(begin)
-    tile.add(DOT, first, matrix, num_first)
+    tile.add(dots.dot_of_levels, first, matrix, num_first, *STEPS)
     used = b.mul(num_first, ir.Constant(I64, 4 * COLUMNS))
-    tile.add(DOT, second, b.add(matrix, used), num_second)
+    tile.add(dots.dot_of_levels, second, b.add(matrix, used), num_second, *STEPS)
     for k in range(VECTORS):
         by = tile.e.load(up, 4 * LANES * k, tile.e.words)
         tile.change(k, lambda sums, by=by: b.shl(sums, by))
@@ -84,10 +51,10 @@ def emit_expected(b: Any, args: tuple[Value, ...]) -> None:
 def emit_components(b: Any, args: tuple[Value, ...]) -> None:
     """Emit sums of words: addresses of pairs and columns, number, address of the result, step."""
     source, matrix, count, target, step = args
-    tile = _Tile(b)
+    tile = _tile(b)
     for k in range(VECTORS):
         tile.change(k, lambda sums: tile.e.all_words(0))
-    tile.add(dots.dot_of_words, source, matrix, count)
+    tile.add(dots.dot_of_words, source, matrix, count, *STEPS)
     tile.store(target, step)
 
 
@@ -99,17 +66,17 @@ def emit_restored(b: Any, args: tuple[Value, ...]) -> None:
     the others' sums; address of the sums and bytes from one token's to the next's.
     """
     pairs, wide, num_pairs, groups, own, num_groups, finer, begin, target, step = args
-    tile = _Tile(b)
+    tile = _tile(b)
     e, one = tile.e, ir.Constant(I32, 1)
     half, by = e.splat_word(b.lshr(b.shl(one, finer), one)), e.splat_word(finer)
     tile.load(target, step)
     for k in range(VECTORS):
         tile.change(k, lambda sums: b.add(b.shl(sums, by), half))
-    tile.add(dots.dot_of_words, pairs, wide, num_pairs)
+    tile.add(dots.dot_of_words, pairs, wide, num_pairs, *STEPS)
     for k in range(VECTORS):
         more = e.load(begin, 4 * LANES * k, e.words)
         tile.change(k, lambda sums, more=more: b.add(b.ashr(sums, by), more))
-    tile.add(DOT, groups, own, num_groups)
+    tile.add(dots.dot_of_levels, groups, own, num_groups, *STEPS)
     tile.store(target, step)
 
 

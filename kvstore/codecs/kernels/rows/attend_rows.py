@@ -6,6 +6,7 @@ Rows stay packed: the query is rotated once, and the sums are rotated back once 
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 
 from kvstore.codecs import floats
@@ -17,7 +18,6 @@ from kvstore.codecs.kernels.emit.emitter import (
     SIGN_BIT,
     Emitter,
     Value,
-    bits_of,
     f32,
     in_turn,
     look_up,
@@ -83,8 +83,8 @@ def _levels(e: Emitter, shape: RowShape, packed: Value, i: int) -> Value:
     """Return vector ``i`` of a row's levels, whole numbers in fp32."""
     first = i * e.lanes
     masks = [e.load_mask(packed, k * shape.dim + first) for k in range(shape.num_bits)]
-    levels = [bits_of(level) for level in shape.rows.levels.tolist()]
-    magnitude = e.as_floats(look_up(e, masks[:-1], levels))
+    levels = shape.rows.levels.astype(np.float32).view(np.uint32).tolist()
+    magnitude = e.as_floats(look_up(e, I32, masks[:-1], levels))
     negative = e.flip(magnitude, e.all_words(SIGN_BIT))
     return e.builder.select(masks[-1], negative, magnitude)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.codecs.kernels.emit.emitter import host_features
+from kvstore.codecs.kernels.emit.emitter import MAX_LANES, host_features
 from kvstore.codecs.rows.rotated_rows import RotatedRows, size_of
 from kvstore.codecs.rows.rotation import Order, order_of
 from kvstore.shapes import NUMPY_DTYPES, DType
 
-MAX_LANES = 16  # of 32 bits
 MIN_POWER = 4  # below it, and beyond MAX_BASE, the code gets long and the dimensions are rare
 MAX_BASE = 36
 

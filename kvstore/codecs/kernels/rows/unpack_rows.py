@@ -15,7 +15,6 @@ from kvstore.codecs.kernels.emit.emitter import (
     I64,
     Emitter,
     Value,
-    all_of,
     f32,
     host_features,
     in_turn,
@@ -173,17 +172,10 @@ def _load_planes(e: Emitter, packed: Value, nbytes: int) -> Value:
 
 def _levels(e: Emitter, shape: RowShape, packed: Value, i: int, kind: Value) -> Value:
     """Return vector ``i`` of levels: magnitude bits select a level, the last plane is its sign."""
-    first, lanes = i * e.lanes, ir.VectorType(kind, e.lanes)
+    first = i * e.lanes
     masks = [e.load_mask(packed, k * shape.dim + first) for k in range(shape.num_bits)]
-    if kind == I32:
-        table = [ir.Constant(I32, level) for level in shape.rows.levels.tolist()]
-        levels = [look_up(e, masks[:-1], table)]
-    else:
-        levels = [all_of(lanes, level) for level in shape.rows.levels.tolist()]
-        for mask in masks[:-1]:
-            pairs = zip(levels[::2], levels[1::2], strict=True)
-            levels = [e.builder.select(mask, high, low) for low, high in pairs]
-    return e.builder.select(masks[-1], e.builder.neg(levels[0]), levels[0])
+    level = look_up(e, kind, masks[:-1], shape.rows.levels.tolist())
+    return e.builder.select(masks[-1], e.builder.neg(level), level)
 
 
 def _bytes(values: list[int]) -> Value:

@@ -1,7 +1,6 @@
 """Parts of which kernels of units are built: intrinsics of this host, arguments and their types.
 
-Intrinsics emit code for the vectors of this host. Addresses of arrays are read in batches: asking
-numpy for a single one takes a microsecond.
+Intrinsics emit code for the vectors of this host.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from numba import njit
 from numba.extending import intrinsic
 
 from kvstore.codecs.kernels.emit import dots
-from kvstore.codecs.kernels.emit.emitter import Emitter
 from kvstore.codecs.kernels.units import engine_rows
 from kvstore.codecs.loops.numba_functions import (
     NBYTES,
@@ -28,7 +26,7 @@ from kvstore.codecs.stages.integer_klt import MAX_BITS
 SOURCES = sources_of(__file__)
 
 HOST = dots.host_vectors()
-GROUP, LANES, TILE_VECTORS, OFFSET = HOST.group, HOST.lanes, HOST.tile_vectors, HOST.offset
+GROUP, LANES, OFFSET = HOST.group, HOST.lanes, HOST.offset
 
 
 def plain(emit: Callable[..., None]) -> Any:
@@ -58,25 +56,16 @@ def by_number(emit: Callable[..., None], numbers: Iterable[int]) -> Any:
     return plain(emit_each)
 
 
-def _emit_tile_of_levels(b: Any, args: Any) -> None:
-    dot = dots.dot_of_bytes if GROUP == 4 else dots.dot_of_words
-    dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dot, args)
-
-
-def _emit_tile_of_rows(b: Any, args: Any) -> None:
-    dots.emit_tile(Emitter(b, LANES), dots.TILE_TOKENS, TILE_VECTORS, dots.dot_of_words, args)
-
-
 _BITS, _IS_WORDS = range(1, MAX_BITS + 1), (0, 1)
 put_levels: Any = by_number(lambda b, bits, args: dots.emit_levels(b, bits, OFFSET, args), _BITS)
 put_groups: Any = plain(lambda b, args: dots.emit_groups(b, GROUP, args))
-tile_of_levels: Any = plain(_emit_tile_of_levels)
+tile_of_levels: Any = plain(lambda b, args: dots.emit_tile(b, dots.dot_of_levels, args))
 _put_rows: Any = by_number(lambda b, *x: engine_rows.emit_rows(b, LANES, *x), _IS_WORDS)
 load_rows: Any = by_number(lambda b, *x: engine_rows.emit_load(b, LANES, *x), _IS_WORDS)
 put_squares: Any = plain(lambda b, args: engine_rows.emit_squares(b, LANES, args))
 put_integers: Any = plain(lambda b, args: engine_rows.emit_integers(b, LANES, args))
 put_columns: Any = plain(lambda b, args: engine_rows.emit_transposed(b, LANES, args))
-tile_of_rows: Any = plain(_emit_tile_of_rows)
+tile_of_rows: Any = plain(lambda b, args: dots.emit_tile(b, dots.dot_of_words, args))
 put_codes: Any = by_number(lambda b, *x: engine_rows.emit_codes(b, LANES, *x), _BITS)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
 from kvstore.codecs.kernels.units.kernel_parts import (
     BLOCK,
     HOST,
@@ -44,7 +43,7 @@ MANTISSA, MANTISSA_BITS = octave_gain.MANTISSA, octave_gain.MANTISSA_BITS
 THRESHOLDS = octave_gain.THRESHOLDS
 STEPS, CODES = octave_gain.STEPS, octave_gain.CODES
 INFINITY = octave_gain.INFINITY
-TILE_COLUMNS = HOST.tile_columns
+TILE_TOKENS, TILE_COLUMNS = HOST.tile_tokens, HOST.tile_columns
 
 
 @njit

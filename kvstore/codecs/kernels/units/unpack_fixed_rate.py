@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from kvstore.codecs.kernels.emit.dots import TILE_TOKENS
 from kvstore.codecs.kernels.units.kernel_parts import (
     BLOCK,
     GROUP,
@@ -41,7 +40,7 @@ from kvstore.codecs.stages.octave_gain import CODES
 
 SOURCES = sources_of(__file__)
 
-TILE_COLUMNS = HOST.tile_columns
+TILE_TOKENS, TILE_COLUMNS = HOST.tile_tokens, HOST.tile_columns
 
 
 @njit
