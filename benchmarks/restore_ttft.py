@@ -1,9 +1,22 @@
-"""Time to first token of a returning session: restored from cold against prefilled again.
+"""Time to first token of a returning session: prefilled, still hot, and restored from cold.
 
-    python benchmarks/restore_ttft.py [--tokens 2048 6144] [--rounds 5] [--json OUT]
+    python -m benchmarks.restore_ttft [--engine vllm] [--tokens 2048 6144] [--rounds 4]
+        [--codec tq3] [--dtype float32] [--folder F] [--json OUT]
 
-One process and one conversation per row: its first turn has nothing to reuse and is prefilled; then
-it is put to sleep and comes back ``--rounds`` times with a short new message.
+A codec that has to know the model finds its profile in a folder in which it was calibrated:
+
+    THERMOCLINE_DATA_DIR=F/data thermocline calibrate --presets max --set engine.kind=vllm
+    python -m benchmarks.restore_ttft --engine vllm --codec max --folder F
+
+Through gateway and HTTP, on the CPU; cold sessions are in RAM. One process, one conversation per
+length, also beyond the context that the sample model was trained for: only time counts here. It
+goes on for ``--rounds`` turns of each kind, in turns: one short new message after all earlier ones,
+while the session is hot, and after it was put to sleep. At last the session is deleted and its
+newest prompt sent once more: the same work with nothing to reuse.
+
+What a hot return takes is the floor of a restored one: HTTP, the chat template, and one step of the
+model over the new message. (On vLLM both get the tokens after the last full block from the cold
+store.)
 """
 
 from __future__ import annotations
@@ -11,70 +24,131 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.stacks.product_stack import (
     MIB,
     WORD_TOKENS,
     Client,
+    Reply,
     Stack,
     client_of,
     prose,
     write_json,
 )
+from benchmarks.stacks.vllm_stack import with_plugin
+
+Messages = list[dict[str, str]]
+ROOM_TOKENS = 2048  # for what a conversation adds to its first prompt
+
+
+@dataclass
+class Conversation:
+    """One session that goes on; ``prompt`` is the newest."""
+
+    client: Client
+    name: str
+    prompt: Messages
+    prefilled: list[Reply] = field(default_factory=list)
+    returns: dict[str, list[Reply]] = field(default_factory=lambda: {"hot": [], "cold": []})
+
+    async def ask(self) -> Reply:
+        reply = await self.client.chat(self.prompt, session=self.name, max_tokens=4)
+        assert reply.ok, reply
+        left = reply.prompt_tokens - reply.cached_tokens
+        print(f"  {reply.cache}: {left} tokens left, {reply.ttft_s:.3f} s", flush=True)
+        return reply
+
+    async def prefill(self) -> None:
+        reply = await self.ask()
+        assert reply.cache.startswith("miss"), reply
+        self.prefilled.append(reply)
+        self._go_on(reply)
+
+    async def come_back(self, kind: str) -> None:
+        await self.client.until(self.name, "idle")
+        if kind == "cold":
+            await self.client.post(f"/v1/sessions/{self.name}/demote")
+            await self.client.until(self.name, "cold")
+        reply = await self.ask()
+        assert reply.cache.startswith(kind), reply
+        self.returns[kind].append(reply)
+        self._go_on(reply)
+
+    async def prefill_again(self) -> None:
+        await self.client.until(self.name, "idle")
+        await self.client.delete(f"/v1/sessions/{self.name}")
+        self.prompt = self.prompt[:-2]  # the one that was answered last
+        await self.prefill()
+
+    def _go_on(self, reply: Reply) -> None:
+        question = {"role": "user", "content": f"And number {len(self.prompt)}?"}
+        self.prompt = [*self.prompt, {"role": "assistant", "content": reply.text}, question]
+
+    def row(self) -> dict[str, Any]:
+        """Against the prefill of the same prompt; the worst pair is over all of them."""
+        hot = [x.ttft_s for x in self.returns["hot"]]
+        cold = [x.ttft_s for x in self.returns["cold"]]
+        again = self.prefilled[-1]
+        return {
+            "tokens": again.prompt_tokens,
+            "left_to_compute": [x.prompt_tokens - x.cached_tokens for x in self.returns["cold"]],
+            "prefill_ttft_s": [round(x.ttft_s, 3) for x in self.prefilled],
+            "hot_ttft_s": round(statistics.median(hot), 3),
+            "restore_ttft_s": round(statistics.median(cold), 3),
+            "speedup": round(again.ttft_s / statistics.median(cold), 1),
+            "speedup_worst": round(min(x.ttft_s for x in self.prefilled) / max(cold), 1),
+            "speedup_hot": round(again.ttft_s / statistics.median(hot), 1),
+            "restore_to_hot": round(statistics.median(cold) / statistics.median(hot), 2),
+        }
 
 
 async def one_length(client: Client, tokens: int, rounds: int) -> dict[str, Any]:
-    words = int(tokens / WORD_TOKENS)
-    prefills, restores, cached, prompts = [], [], [], []
-    for i in range(max(1, rounds // 3)):
-        name = f"t{tokens}-{i}"
-        first = [{"role": "user", "content": f"{i}. {prose(name, words)}\nOne word, please."}]
-        reply = await client.chat(first, session=name, max_tokens=4)
-        prefills.append(reply.ttft_s)
-        prompts.append(reply.prompt_tokens)
-        history = [*first, {"role": "assistant", "content": reply.text}]
-        print(f"  prefill of {reply.prompt_tokens}: {reply.ttft_s:.2f} s", flush=True)
-        for _ in range(rounds):
-            await client.until(name, "idle")
-            await client.post(f"/v1/sessions/{name}/demote")
-            await client.until(name, "cold")
-            again = [*history, {"role": "user", "content": "And another?"}]
-            back = await client.chat(again, session=name, max_tokens=4)
-            assert back.cache.startswith("cold"), back
-            restores.append(back.ttft_s)
-            cached.append(back.cached_tokens / back.prompt_tokens)
-            print(f"  {back.cache}: {back.ttft_s:.3f} s", flush=True)
-    prefill, restore = statistics.median(prefills), statistics.median(restores)
-    return {
-        "tokens": prompts[0],
-        "prefill_ttft_s": round(prefill, 3),
-        "restore_ttft_s": round(restore, 3),
-        "speedup": round(prefill / restore, 1),
-        "speedup_worst": round(min(prefills) / max(restores), 1),
-        "cached_share": round(statistics.mean(cached), 4),
+    name = f"t{tokens}"
+    words = prose(name, int(tokens / WORD_TOKENS))
+    first = {"role": "user", "content": f"{words}\nOne word, please."}
+    conversation = Conversation(client, name, [first])
+    await conversation.prefill()
+    for _ in range(rounds):
+        await conversation.come_back("hot")
+        await conversation.come_back("cold")
+    await conversation.prefill_again()
+    return conversation.row()
+
+
+def stack_of(args: argparse.Namespace) -> Stack:
+    folder, longest = Path(args.folder) if args.folder else None, max(args.tokens) + ROOM_TOKENS
+    if args.engine == "vllm":
+        context = max(longest, 8192)
+        stack = with_plugin(2048 * MIB, args.codec, 1024 * MIB, context, args.dtype, folder=folder)
+        stack.environment["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+        return stack
+    settings = {
+        "engine": {"hot_bytes": 4096 * MIB, "dtype": args.dtype, "max_context": longest},
+        "store": {"codec": args.codec, "ram_bytes": 1024 * MIB, "disk_bytes": 0},
+        "scheduler": {"idle_after_s": 3600.0},
     }
+    return Stack(settings, folder)
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    settings = {
-        "engine": {"hot_bytes": 4096 * MIB},
-        "store": {"codec": args.codec, "disk_bytes": 0 if args.no_disk else 8192 * MIB},
-        "scheduler": {"idle_after_s": 3600.0},
-    }
-    with Stack(settings) as stack:
+    with stack_of(args) as stack:
         async with client_of(stack) as client:
             await client.chat([{"role": "user", "content": "Hello"}], session="warm")
             rows = [await one_length(client, n, args.rounds) for n in args.tokens]
-    return {"codec": args.codec, "rows": rows}
+    return {"engine": args.engine, "codec": args.codec, "dtype": args.dtype, "rows": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", default="mlx", choices=["mlx", "vllm"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 6144])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--codec", default="tq3")
-    parser.add_argument("--no-disk", action="store_true")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--folder", default="", help="data/ in it holds a profile of the model")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     write_json(args.json, asyncio.run(measure(args)))
