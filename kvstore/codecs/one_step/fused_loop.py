@@ -245,7 +245,7 @@ def _tables(
         aligned(-kernels.OFFSET * padded(np.stack(sums, axis=1), 2, width)),
         aligned(padded(np.stack([i.up, i.down], axis=1).astype(np.int32), 2, width)),
         i.finer.astype(np.int32),
-        np.array(i.own),
+        np.ascontiguousarray(i.own),
         aligned(constants),
     )
     parts = np.searchsorted(starts, shape.starts, side="right").astype(np.int64) - 1

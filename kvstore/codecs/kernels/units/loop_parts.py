@@ -32,7 +32,7 @@ grouped_rows: Any = plain(loop_tiles.emit_grouped)
 
 # ``one_step.fused_loop.LoopTables.shared``: counts, known, wide, own, begins, shifts, finer, rows,
 # constants.
-TABLES = tuple_of("i8:2 u4:4 u4:4 u4:4 i4:3 i4:3 i4:1 i1:3 i4:3")
+TABLES = tuple_of("i8:2 u4:4 u4:4 u4:4 i4:3 i4:3 i4:1 i1:3r i4:3")
 
 
 @njit
