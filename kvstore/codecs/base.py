@@ -195,21 +195,39 @@ class RawCodec:
         return b"".join(np.ascontiguousarray(array).data for pair in run for array in pair)
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        self.decode_chunks([payload], layout, first_token, out)
+        self._check_length(payload, layout, check_run(out, layout), first_token)
+        _copy_rows(payload, out)
 
     def decode_chunks(
         self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
     ) -> None:
         size = check_run(out, layout) // len(payloads)
-        nbytes = self.packed_nbytes(layout, size, first_token)
-        if wrong := {*map(len, payloads)} - {nbytes}:
-            raise Corrupt(f"payload of {wrong.pop()} bytes, {nbytes} expected")
-        step = max(1, _MOST_JOINED // max(1, nbytes))
+        for payload in payloads:
+            self._check_length(payload, layout, size, first_token)
+        step = max(1, _MOST_JOINED // max(1, len(payloads[0])))
         for first in range(0, len(payloads), step):
             few = payloads[first : first + step]
             rows = slice_tokens(out, first * size, (first + len(few)) * size)
-            joined = few[0] if len(few) == 1 else b"".join(few)
-            _spread(np.frombuffer(joined, np.uint8).reshape(len(few), nbytes), rows)
+            if len(few) == 1:
+                _copy_rows(few[0], rows)
+            else:
+                _spread(np.frombuffer(b"".join(few), np.uint8).reshape(len(few), -1), rows)
+
+    def _check_length(
+        self, payload: memoryview, layout: KVLayout, num_tokens: int, first_token: int
+    ) -> None:
+        expected = self.packed_nbytes(layout, num_tokens, first_token)
+        if len(payload) != expected:
+            raise Corrupt(f"payload of {len(payload)} bytes, {expected} expected")
+
+
+def _copy_rows(payload: memoryview, out: KVRun) -> None:
+    at, view = 0, np.frombuffer(payload, np.uint8)
+    for pair in out:
+        for array in pair:
+            end = at + array.nbytes
+            array[:] = view[at:end].view(array.dtype).reshape(array.shape)
+            at = end
 
 
 def _spread(payloads: np.ndarray, out: KVRun) -> None:
