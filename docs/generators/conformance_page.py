@@ -27,22 +27,29 @@ ignored and named in the header `x-thermocline-ignored`; only one that looks lik
 that changes the answer (`temprature`), where that is not sent as well, is refused with its name.
 
 Keywords of JSON schemas that no grammar has are left out, and named in the header
-`x-thermocline-left-out`: `propertyNames`, `uniqueItems`, `contains`, `not`, `if`,
-`dependentRequired`, `unevaluatedProperties` beside `allOf` and the like, formats other than
-OpenAI's and `uri`, patterns that look ahead, back or at an earlier part, that no regex of Rust's is
-(`a{,3}`, `/^a$/i`), bounds of numbers as far away as those of `int64`, `minProperties` of optional
-properties, a `oneOf` of which two branches may hold at once (it is held as `anyOf`; types,
-constants, and required properties with constants distinguish branches), `format: time` or
-`date-time` beside a pattern without a `Z`, since the grammar's times have an offset; in calls at
-vLLM also patterns with classes of Unicode (`\\p{L}`) or flags, `allOf`, a `$ref` or choices beside
-other keywords, required properties that are not named, bounds and patterns without a `type`, and
-what stands beside `enum`, `const`, `format` or `pattern` and would exclude more, all of which its
-compiler of calls ignores. Names that a closed object requires and excludes are left out as well. So
-is what has no meaning where it stands, in all tools that the model is shown: a property whose
-schema is a text may be anything, and a `type` that does not exist (`any`) is none. A schema that
-says `strict` is refused instead, with the keyword and its place. A `$ref` that leads back to itself
-is refused. Tuples of older drafts, a list of `items` with `additionalItems`, are shown and held to
-as `prefixItems` with `items`.
+`x-thermocline-left-out`; a schema that says `strict` is refused instead, with the keyword and its
+place. On both engines these are:
+
+- `propertyNames`, `uniqueItems`, `contains`, `not`, `if`, `dependentRequired`, and
+  `unevaluatedProperties` beside `allOf` and the like;
+- formats other than OpenAI's and `uri`; patterns that look ahead, back or at an earlier part, or
+  that no regex of Rust's is (`a{,3}`, `/^a$/i`);
+- bounds of numbers as far away as those of `int64`; `minProperties` of optional properties;
+- a `oneOf` of which two branches may hold at once, which is held as `anyOf` (types, constants, and
+  required properties with constants distinguish branches);
+- names that a closed object requires and excludes;
+- what has no meaning where it stands, in all tools that the model is shown: a property whose
+  schema is a text may be anything, and a `type` that does not exist (`any`) is none;
+- `format: time` or `date-time` beside a pattern without a `Z`, since the grammar's times have an
+  offset: the pattern is held, so `strict` permits this one.
+
+In calls at vLLM, whose compiler ignores them, also patterns with classes of Unicode (`\\p{L}`) or
+flags, `allOf`, a `$ref` or choices beside other keywords, required properties that are not named,
+bounds and patterns without a `type`, and what stands beside `enum`, `const`, `format` or `pattern`
+and would exclude more.
+
+A `$ref` that leads back to itself is refused. Tuples of older drafts, a list of `items` with
+`additionalItems`, are shown and held to as `prefixItems` with `items`.
 """
 # Fields that are ours under the same name, and forms of them; by server.
 _OWN: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {

@@ -36,7 +36,7 @@ _FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
 # The grammar of these wants an offset from UTC; zod writes a pattern for times without one, too,
-# and no text obeys both.
+# and no text obeys both: the pattern says more, so the format goes, of strict schemas as well.
 _OFFSET: Final = ("time", "date-time")
 _ENDS_IN_OFFSET: Final = re.compile(r"(?:[zZ]|[+-]\d\d:\d\d)$")
 # Those that ask for nothing are left out in silence.
@@ -56,7 +56,16 @@ _NEAREST: Final = 10**18
 _FINEST: Final = 1e-10  # that numbers may be multiples of
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
-Report: TypeAlias = Callable[[Path, str], None]  # of a keyword that was left out, and where
+
+class LeftOut(NamedTuple):
+    """A keyword that a grammar does not have."""
+
+    path: Path
+    keyword: str
+    spared: bool = False  # a strict schema may have it, since others of its keywords say more
+
+
+Report: TypeAlias = Callable[[LeftOut], None]
 Reads: TypeAlias = Callable[[str], bool]  # says whether a compiler can hold a text to a pattern
 
 
@@ -92,25 +101,24 @@ class HeldSchema(NamedTuple):
                     f"Invalid schema for {self.name}: in context={misfit.path!r}, {misfit.words},"
                     " which strict does not permit: mend it, or set strict to false",
                 )
-            for path, keyword in self._left_out():
-                raise FieldError(
-                    self.field,
-                    f"Invalid schema for {self.name}: in context={path!r}, {keyword!r} is not"
-                    " permitted with strict: leave it out, or set strict to false",
-                )
+            for path, keyword, spared in self._left_out():
+                if not spared:
+                    raise FieldError(
+                        self.field,
+                        f"Invalid schema for {self.name}: in context={path!r}, {keyword!r} is not"
+                        " permitted with strict: leave it out, or set strict to false",
+                    )
 
     @property
     def left_out(self) -> set[str]:
         """The keywords that its grammar does not have."""
-        found = {keyword for _, keyword in self._left_out()}
+        found = {left.keyword for left in self._left_out()}
         return found | {misfit.keyword for misfit in misfits(self.schema)}
 
-    def _left_out(self) -> list[tuple[Path, str]]:
-        found: list[tuple[Path, str]] = []
-        reads = self.reads or is_plain
+    def _left_out(self) -> list[LeftOut]:
+        found: list[LeftOut] = []
         schema = well_formed(self.schema)
-        walk = _Walk(Branches(schema), reads, lambda path, keyword: found.append((path, keyword)))
-        _enforceable(schema, (), walk)
+        _enforceable(schema, (), _Walk(Branches(schema), self.reads or is_plain, found.append))
         return found
 
 
@@ -210,7 +218,7 @@ def with_enforceable_formats(raw: Json) -> Json:
 def enforceable(schema: Json, reads: Reads | None = None) -> Json:
     """Return a copy of a schema without the keywords that cannot be enforced."""
     formed = well_formed(schema)
-    walk = _Walk(Branches(formed), reads or is_plain, lambda path, keyword: None)
+    walk = _Walk(Branches(formed), reads or is_plain, lambda left: None)
     made: Json = _enforceable(formed, (), walk)
     return made
 
@@ -229,17 +237,17 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
     if not isinstance(node, dict):
         return node
     if _has_no_offset(node, walk.reads):
-        walk.report(path, "format")
+        walk.report(LeftOut(path, "format", spared=True))
         node = {key: value for key, value in node.items() if key != "format"}
     if walk.reads is is_plain_in_calls:
         for keyword in ignored_in_calls(node):
-            walk.report(path, keyword)
+            walk.report(LeftOut(path, keyword))
     made: Json = {}
     is_open = bool(_NAMING & node.keys())  # its other keywords do not name all its properties
     for key, value in _without_closing(node).items():
         if key == "required" and (needed := _possible(node)) is not None:
             made[key] = needed
-            walk.report(path, key)
+            walk.report(LeftOut(path, key))
         elif key in VALUES:
             made[key] = value
         elif _means_nothing(key, node):
@@ -248,7 +256,7 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
             named = {k: x for k, x in value.items() if key != "patternProperties" or walk.reads(k)}
             made[key] = {k: _enforceable(x, (*path, key, k), walk) for k, x in named.items()}
             if len(named) < len(value):
-                walk.report(path, key)
+                walk.report(LeftOut(path, key))
                 is_open = True
         elif (
             key == "oneOf"
@@ -256,11 +264,11 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
             and not walk.branches.exclude_each_other(node)
         ):
             made[key if "anyOf" in node else "anyOf"] = _enforceable(value, (*path, key), walk)
-            walk.report(path, key)
+            walk.report(LeftOut(path, key))
         elif _is_enforceable(key, value, node, walk.reads):
             made[key] = _enforceable(value, (*path, key), walk)
         elif value not in _NOTHING.get(key, ()):
-            walk.report(path, key)
+            walk.report(LeftOut(path, key))
     if is_open and not made.get("additionalProperties"):
         made["additionalProperties"] = True
     return made
