@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import re
 import secrets
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 Encode: TypeAlias = Callable[[str], list[int]]
@@ -37,6 +39,7 @@ _ROUNDS: Final = 4  # of marking what was made; one is usual
 _BYTE: Final = re.compile("<0x[0-9A-F]{2}>")
 _NOT_A_LETTER: Final = "\U0010fffd"
 _BARS: Final = frozenset("|｜")
+_OF_TEXT: Final = ("text", "refusal")  # the field of a part of a content
 # Stands between the letters of a control token that cannot be encoded as plain text in another way.
 # It is not seen.
 _JOINER: Final = "\u2060"
@@ -227,7 +230,12 @@ class ControlTokens:
 
     def _of_message(self, message: Any) -> Any:
         is_own = isinstance(message, Mapping) and message.get("role") == "assistant"
-        return self._in(message, self._assistants if is_own else self._any)
+        spellings = self._assistants if is_own else self._any
+        if isinstance(message, Mapping) and spellings is not None:
+            parts = message.get("content")
+            if isinstance(parts, Iterable) and not isinstance(parts, str | bytes | Mapping):
+                message = {**message, "content": _in_one_part([*parts], spellings)}
+        return self._in(message, spellings)
 
     def _in(self, value: Any, spellings: re.Pattern[str] | None) -> Any:
         if spellings is None:
@@ -284,6 +292,29 @@ def _unknown_ids(backend: Any) -> set[int]:
     with suppress(UnreadableText):
         return set() if backend is None else set(_pieces(backend, _NOT_A_LETTER))
     return set()
+
+
+def _in_one_part(parts: Sequence[Any], spellings: re.Pattern[str]) -> list[Any]:
+    """Return parts of a content in which no spelling goes on in the next text.
+
+    Some templates write texts one after the other with nothing between them.
+    """
+    places = [
+        (i, name)
+        for i, part in enumerate(parts)
+        for name in (_OF_TEXT if isinstance(part, Mapping) else ())
+        if isinstance(part.get(name), str)
+    ]
+    ends = [*accumulate(len(parts[i][name]) for i, name in places)]
+    whole = "".join(parts[i][name] for i, name in places)
+    for found in spellings.finditer(whole):
+        first = bisect_right(ends, found.start())
+        for i in range(first, bisect_left(ends, found.end(), first)):
+            ends[i] = found.end()
+    made = [*parts]
+    for (i, name), begin, end in zip(places, [0, *ends], ends, strict=False):
+        made[i] = {**made[i], name: whole[begin:end]}
+    return made
 
 
 def _count(text: str) -> Callable[[str], int]:
