@@ -17,7 +17,7 @@ import pwd
 import stat
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -110,7 +110,7 @@ def private_folder(path: Path) -> Path:
                 _refuse(_flaw(each.parent.resolve()))
                 each.mkdir(mode=0o700, exist_ok=True)
         folder = path.resolve(strict=True)
-        _refuse(_flaw(folder, ours=True))
+        _refuse(_flaw(path, ours=True))
         if folder.stat().st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
@@ -129,10 +129,11 @@ def require_closed_folder(path: str, setting: str) -> None:
     """Require that only this user and root can put anything in the place of the socket ``path``.
 
     Raises:
-        LaunchError: others can write its folder, or one above it; ``setting`` names it.
+        LaunchError: others can write its folder, one above it, or one that holds a link on the way
+            to it; ``setting`` names it.
     """
     try:
-        folder = Path(path).absolute().parent.resolve(strict=True)
+        folder = Path(path).absolute().parent
         flaw = _flaw(folder, "they could put a socket of their own there", closed=True)
     except OSError as error:
         flaw = f"{error.filename}: {error.strerror}"
@@ -218,7 +219,7 @@ def _check_given(name: str, path: Path) -> None:
     """Check a folder that the operator named. It may be root's, and others may read it."""
     path = path.expanduser().absolute()
     try:
-        there = next(x for x in (path, *path.parents) if x.exists()).resolve()
+        there = next(x for x in (path, *path.parents) if x.exists())
         flaw = _flaw(there, closed=path.exists())
     except OSError as error:
         flaw = str(error)
@@ -227,37 +228,72 @@ def _check_given(name: str, path: Path) -> None:
 
 
 def _flaw(
-    folder: Path,
+    path: Path,
     harm: str = "engines load code from below it",
     *,
     closed: bool = False,
     ours: bool = False,
 ) -> str:
-    """The reason why another user could change what lies under the path of ``folder``; else "".
+    """The reason why another user could change what lies under the path of a folder; else "".
 
     Args:
-        folder: without links.
+        path: absolute; links on the way are followed, and so is where they lie.
         harm: what would follow, in words.
-        closed: others must not even add names to ``folder`` itself.
+        closed: others must not even add names to the folder itself.
         ours: it has to be closed, and this user's own.
+
+    Raises ``OSError``: it leads nowhere.
     """
-    for each in (folder, *folder.parents):
-        found = each.stat()
-        last = each == folder
-        if found.st_uid != os.geteuid() and (found.st_uid or (ours and last)):
-            return f"{each} belongs to {_user(found.st_uid)}, and {harm}"
-        sticky = found.st_mode & stat.S_ISVTX and not (last and (closed or ours))
-        if _others_write(found) and not sticky:
-            return (
-                f"other users can write {each} (mode {stat.S_IMODE(found.st_mode):o}), and {harm}"
-            )
+    os.path.realpath(path, strict=True)  # so no link leads in a circle
+    for folder, name in _lookups(path):
+        found = folder.stat()
+        if found.st_uid != os.geteuid() and (found.st_uid or (ours and not name)):
+            return f"{folder} belongs to {_user(found.st_uid)}, and {harm}"
+        if not _others_write(folder, found):
+            continue
+        if not found.st_mode & stat.S_ISVTX or (not name and (closed or ours)):
+            mode = stat.S_IMODE(found.st_mode)
+            return f"other users can write {folder} (mode {mode:o}), and {harm}"
+        if (owner := (folder / name).lstat().st_uid) not in (0, os.geteuid()):
+            return f"{folder / name} belongs to {_user(owner)}, and {harm}"
     return ""
 
 
-def _others_write(found: os.stat_result) -> bool:
+def _lookups(path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each folder in which the system looks up a part of a path, and that part's name.
+
+    Folders are without links. The last one is where the path leads; its name is "".
+    """
+    folder, names = Path("/"), [*path.parts[:0:-1]]
+    while names:
+        if (name := names.pop()) == "..":
+            folder = folder.parent
+            continue
+        yield folder, name
+        found = folder / name
+        if found.is_symlink():
+            target = found.readlink()
+            names += [x for x in reversed(target.parts) if x != target.anchor]
+            folder = Path("/") if target.is_absolute() else folder
+        else:
+            folder = found
+    yield folder, ""
+
+
+def _others_write(folder: Path, found: os.stat_result) -> bool:
     if found.st_mode & stat.S_IWOTH:
         return True
-    return bool(found.st_mode & stat.S_IWGRP) and not _is_private_group(found.st_gid)
+    if not found.st_mode & stat.S_IWGRP:
+        return False
+    # Where there is an access list, these bits are of all that it names.
+    return _has_access_list(folder) or not _is_private_group(found.st_gid)
+
+
+def _has_access_list(folder: Path) -> bool:
+    if sys.platform == "linux":
+        with suppress(OSError):  # its file system has none
+            return "system.posix_acl_access" in os.listxattr(folder)
+    return False
 
 
 def _is_private_group(gid: int) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -166,3 +168,49 @@ def test_a_socket_whose_place_others_could_take_is_refused(tmp_path, bits):
 def test_a_socket_needs_a_folder(tmp_path):
     with pytest.raises(LaunchError, match=f"{tmp_path}/no: No such file.*mkdir -m 700"):
         require_closed_folder(str(tmp_path / "no" / "s"), "gateway.admin_socket")
+
+
+@pytest.mark.parametrize("bits", [0o777, 0o1777])
+def test_a_link_that_others_could_turn_elsewhere_is_refused(tmp_path, bits):
+    """Clients, and compilers, take the path as it was given."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "link").symlink_to("../own")
+    (tmp_path / "own" / "there").symlink_to(shared / "link")
+    shared.chmod(bits)
+    if bits == 0o1777:
+        if os.geteuid() != 0:
+            pytest.skip("only root gives a link to another user")
+        require_closed_folder(str(shared / "link" / "s"), "gateway.admin_socket")  # ours
+        os.chown(shared / "link", NOBODY, NOBODY, follow_symlinks=False)
+    said = f"{shared}/link belongs to" if bits == 0o1777 else f"write {shared} "
+    for path in (shared / "link", tmp_path / "own" / "there"):
+        with pytest.raises(LaunchError, match=said):
+            require_closed_folder(str(path / "s"), "gateway.admin_socket")
+        with pytest.raises(LaunchError, match=said):
+            compile_environment(tmp_path / "cache", {"VLLM_CACHE_ROOT": str(path)})
+        with pytest.raises(LaunchError, match=said):
+            private_folder(path)
+
+
+def test_a_link_that_leads_in_a_circle_is_refused(tmp_path):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(LaunchError, match="circle"):
+        require_closed_folder(str(tmp_path / "circle" / "s"), "gateway.admin_socket")
+    with pytest.raises(LaunchError, match="circle"):
+        private_folder(tmp_path / "circle")
+
+
+def test_an_access_list_that_lets_others_write_counts(tmp_path):
+    """Where there is one, the bits of the group are those of all that it names."""
+    folder = tmp_path / "listed"
+    folder.mkdir(mode=0o700)
+    nobody_writes = [(1, 7, -1), (2, 7, NOBODY), (4, 0, -1), (16, 7, -1), (32, 0, -1)]
+    written = b"".join(struct.pack("<HHi", *x) for x in nobody_writes)
+    with suppress(OSError, AttributeError):
+        os.setxattr(folder, "system.posix_acl_access", struct.pack("<I", 2) + written)
+    if mode(folder) != 0o770:
+        pytest.skip("there are no access lists here")
+    with pytest.raises(LaunchError, match=rf"write {folder} \(mode 770\)"):
+        require_closed_folder(str(folder / "s"), "gateway.admin_socket")
