@@ -33,7 +33,7 @@ from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
 FIGURES_S = 0.5  # an engine that does not answer must not make /metrics wait
-# A table of more rows is counted once in so many seconds: others wait while it is.
+# A table of more rows is counted at most once in so many seconds: all requests wait meanwhile.
 MANY_ROWS, COUNT_EVERY_S = 10_000, 5.0
 MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
 
@@ -146,7 +146,7 @@ class ServedModel:
     @property
     def state(self) -> str:
         """Its state of loading, in a word."""
-        if self.on_demand is not None and self.on_demand.state is not LoadState.LOADED:
+        if self.on_demand is not None and not self.is_there:
             return str(self.on_demand.state.value)
         return "loaded" if self.engine.ready else "loading"
 
@@ -158,7 +158,7 @@ class ServedModel:
     @property
     def trouble(self) -> str:
         """The reason why it takes no turns now, as a sentence; "" if it does, or loads for them."""
-        if self.on_demand is not None and self.on_demand.state is not LoadState.LOADED:
+        if not self.is_there:
             return ""
         if not self.engine.ready:
             return self.engine.trouble
@@ -179,7 +179,7 @@ class ServedModel:
         """Say whether the tenant has a session of that id here."""
         return self.sessions.get(tenant.session(session_id)) is not None
 
-    def coming(self, session_id: str) -> str:
+    def coming_key(self, session_id: str) -> str:
         """Name a session and this model, for the count of sessions that requests will open."""
         return f"{self.given_name}\0{session_id}"
 

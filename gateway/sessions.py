@@ -8,6 +8,7 @@ all, a verb means the session that was used last of those with its id, and a del
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from contextlib import suppress
@@ -175,8 +176,8 @@ def _after(request: Request) -> tuple[int, ListCursor | None]:
         return 0, None
     found = re.fullmatch(r"([0-9]{1,4})/([0-9.e+-]{1,32})/(.+)", given, re.DOTALL)
     with suppress(ValueError):  # no number after all
-        if found is not None:
-            return int(found[1]), (float(found[2]), found[3])
+        if found is not None and math.isfinite(last_used := float(found[2])):
+            return int(found[1]), (last_used, found[3])
     raise InvalidRequest("after: use what an earlier list says as `next`", "after")
 
 

@@ -180,7 +180,7 @@ async def _prepared(
         gateway.metrics.left_out(asked.translated.left_out)
         is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
         is_silent = _fit(raw, model, gateway.config, asked)
-        answer.hides_usage = _asks_for_usage(raw)
+        answer.hides_usage = _have_usage_sent(raw)
         named = await _session_for(request, gateway, model, asked)
         session = tenant.session(named.id)
         compared = None
@@ -221,13 +221,16 @@ def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedReq
     if config.keep_reasoning and "messages" in raw:
         keep_reasoning(raw, model.served.template)
     _normalize(raw, model.served.max_context, _usual_length(config, asked.task_session))
-    return model.served.engine == "vllm" and _asks_for_nothing(raw)
+    return model.served.engine == "vllm" and _have_one_token_made(raw)
 
 
 async def _session_for(
     request: Request, gateway: Gateway, model: ServedModel, asked: CheckedRequest
 ) -> NamedSession:
-    """Find the session of a turn, and charge it; raises as ``charge_session`` does."""
+    """Find the session of a turn, and charge it unless it is a task's.
+
+    Raises as ``charge_session`` does.
+    """
     tenant, state = caller_of(request), state_of(request.scope)
     if asked.task_session is not None:
         named = _task_session(model, tenant, asked.session, asked.task_session)
@@ -340,7 +343,7 @@ def _normalize(raw: Json, max_context: int, default_max_tokens: int) -> None:
             del raw[name]
 
 
-def _asks_for_usage(raw: Json) -> bool:
+def _have_usage_sent(raw: Json) -> bool:
     """Have the engine send a stream's token counts; True if its client did not ask for them."""
     options = raw.get("stream_options") or {}
     if not raw.get("stream") or options.get("include_usage"):
@@ -349,7 +352,7 @@ def _asks_for_usage(raw: Json) -> bool:
     return True
 
 
-def _asks_for_nothing(raw: Json) -> bool:
+def _have_one_token_made(raw: Json) -> bool:
     """Have a chat take one token if it asks for none; True if it did."""
     if "messages" not in raw or not any(raw.get(name) == 0 for name in LIMITS):
         return False

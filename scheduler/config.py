@@ -26,7 +26,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     #
     # In line, and in the engine's own; as long as agents' clients are patient.
     max_wait_s: ClassVar[float] = 120.0
-    # Turns in line: at a second each more than ``max_wait_s`` are never served.
+    # Turns in line. Where one takes a second, only the first 120 are served within ``max_wait_s``.
     max_waiting: ClassVar[int] = 256
     # Rows of the table, of some hundred bytes each; the longest idle is dropped from it first.
     max_sessions: ClassVar[int] = 200_000

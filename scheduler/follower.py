@@ -38,20 +38,20 @@ class Follower:
         *,
         salt_of: Callable[[str], bytes],
         clock: Callable[[], float],
-        on_turn: Callable[[], None],
+        hurry: Callable[[], None],
         is_task: Callable[[str], bool] = lambda id: False,
         ask_again_first_s: float = ASK_AGAIN_FIRST_S,
     ) -> None:
         """
         Args:
-            on_turn: called when the engine holds more than before.
+            hurry: asks for a sweep, as the engine holds more or a session can sleep by now.
             is_task: says by its id whether a session holds tasks.
         """
         self._engine = engine
         self._table = table
         self._salt_of = salt_of
         self._clock = clock
-        self._on_turn = on_turn
+        self._hurry = hurry
         self._is_task = is_task
         self._ask_again_first_s = ask_again_first_s
         self._deleted: Deleted | None = None
@@ -92,7 +92,7 @@ class Follower:
         elif report.hot or report.tier is not None:
             self._adopt(report)
         if notice.cause in ("saved", "turn"):
-            self._on_turn()
+            self._hurry()
 
     async def _ask_when_due(self) -> None:
         while True:

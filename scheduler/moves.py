@@ -151,8 +151,9 @@ class Moves:
         Raises:
             EngineError: the engine did not do it; the session is as it was.
         """
+        key = (session.ref.tenant, session.ref.id)
         async with self._prefetches:
-            if session.state is not State.COLD:
+            if session.state is not State.COLD or self._table.row(*key) is not session:
                 return
             self._observer.decision("prefetch")
             waking = self._table.begin(session.ref, event=Event.WAKE)

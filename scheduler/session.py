@@ -119,7 +119,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 
 class TurnHints(NamedTuple):
-    """The hints that a request carries about its session, under the names of its dialect."""
+    """The hints that a request carries about its session."""
 
     parent: str | None = None  # the id of the session that started this one
     is_child: bool = False  # it serves another session, and is given up before it

@@ -140,7 +140,7 @@ class SessionManager:
             self.table,
             salt_of=salt_of,
             clock=clock,
-            on_turn=self.sweeps.hurry,
+            hurry=self.sweeps.hurry,
             is_task=is_task,
         )
 

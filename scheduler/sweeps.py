@@ -240,10 +240,10 @@ class Sweeps:
         self._remove_forgotten(jobs)
         if not welcome.hibernation:
             return
-        self._relieve_machine(jobs)
         with suppress(EngineError):  # it is restarting; when it is back it reports its sessions
             report = await self._engine.stats()
             self._observer.engine_reported(report)
+            self._relieve_machine(jobs, report)
             self._relieve_engine(jobs, report)
             self._let_sleep(jobs)
 
@@ -253,16 +253,13 @@ class Sweeps:
             if now >= session.keep_until:
                 self._start(jobs, session, self._remove(session))
 
-    def _relieve_machine(self, jobs: asyncio.TaskGroup) -> None:
+    def _relieve_machine(self, jobs: asyncio.TaskGroup, report: EngineReport) -> None:
         if (missing := self._headroom.missing_bytes()) > 0:
-            quiet = heapq.merge(
-                self._without_urgent_job(Queue.HOT),
-                self._without_urgent_job(Queue.PACKED),
-                key=lambda x: x.last_used,
-            )
-            self._start_urgent(
-                jobs, leaving_memory(quiet, missing, self._clock()), "memory", "disk"
-            )
+            below_memory = next((x.name for x in report.tiers if x.name != "ram"), None)
+            queues = [Queue.HOT] if below_memory is None else [Queue.HOT, Queue.PACKED]
+            quiet = heapq.merge(*map(self._without_urgent_job, queues), key=lambda x: x.last_used)
+            leaving = leaving_memory(quiet, missing, self._clock())
+            self._start_urgent(jobs, leaving, "memory", below_memory)
 
     def _leaving_bytes(self) -> int:
         return sum(bytes_in_memory(x) for x in self._urgent.values())

@@ -35,7 +35,7 @@ def turn(store: ColdStore, session: SessionRef, prompt: Sequence[int]) -> Restor
     """Wake, compute the rest, save."""
     restored = wake(store, session, prompt)
     assert begin_save(store, session, prompt, restored)
-    assert store.flush(20)
+    assert store.flush(200)
     return restored
 
 

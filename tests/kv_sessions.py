@@ -195,7 +195,7 @@ def save(
     source = Rows(store, run, states_at(token_ids, positions), restored_tokens)
     chain = chain_of(store, session, token_ids)
     assert store.save(session, chain, source, **state_options(store, token_ids, positions))
-    assert store.flush(20)
+    assert store.flush(200)
     return source
 
 

@@ -132,7 +132,7 @@ def has_room_for(gateway: Gateway, tenant: Tenant, model: ServedModel, session_i
     open count as if they were there.
     """
     most, coming = gateway.limits.of(tenant).sessions, gateway.limits.coming(tenant)
-    if not most or model.coming(session_id) in coming or model.knows(tenant, session_id):
+    if not most or model.coming_key(session_id) in coming or model.knows(tenant, session_id):
         return True
     by_name = {x.given_name: x for x in gateway.models}
     apart = (x.partition("\0") for x in coming)
@@ -158,7 +158,7 @@ async def charge_session(request: Request, model: ServedModel, session_id: str) 
     if not has_room:
         message = f"This key may have {most} sessions at once. Delete some: /v1/sessions."
         raise RequestRefused(Failure(429, message, "session_id", "session_limit"))
-    gateway.limits.comes(tenant, model.coming(session_id), place)
+    gateway.limits.comes(tenant, model.coming_key(session_id), place)
 
 
 def _cost(scope: Scope) -> RouteCost | None:

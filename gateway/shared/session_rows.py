@@ -88,7 +88,7 @@ class SharedSessionRows:
         pairs = _pairs(found)
         shown = pairs[:most]
         if not shown:
-            return RowPage([], below if pairs else None)
+            return RowPage([], pairs[0][1] + 1 if pairs else None)
         keys = [names.row(mark) for mark, _ in shown]
         (values,) = await self._redis.run([("MGET", *keys)])
         if isinstance(values, Exception):

@@ -68,7 +68,8 @@ class SqliteFile:
             try:
                 yield db
             finally:
-                db.execute("ROLLBACK")
+                if db.in_transaction:  # SQLite ends one itself that fails
+                    db.execute("ROLLBACK")
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:

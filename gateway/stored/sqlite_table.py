@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from gateway.stored.sqlite_file import SqliteFile
@@ -13,6 +14,7 @@ from gateway.stored.table import (
     SLICE_BYTES,
     SLICE_ITEMS,
     StoredLimits,
+    StoreFailed,
     Top,
     Write,
     size_of,
@@ -167,6 +169,9 @@ class SqliteTable:
             yield
 
     def close(self) -> None:
+        if self._touched:
+            with suppress(StoreFailed), self.file.writing() as db:
+                self._write_uses(db)
         self.file.close()
 
     def set_used(self, tenant: str, name: str, used: float) -> None:

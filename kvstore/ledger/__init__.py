@@ -8,7 +8,7 @@ When a session's turn ends:
 4. ``writing`` brings both to each slower tier, on a thread of its own.
 
 Between turns ``ledger``, which holds all of these, moves, pins and forgets sessions. ``deletions``
-are repeated until each tier has answered, and ``notices`` report sessions that expired, were
-evicted or found. On a return ``reading`` finds a good copy of each blob and promotes it, and
+are repeated until each tier has answered, and ``notices`` report sessions that expired or were
+evicted. On a return ``reading`` finds a good copy of each blob and promotes it, and
 ``profiles`` fetches what a codec of another server learned.
 """

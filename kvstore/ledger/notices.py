@@ -1,4 +1,4 @@
-"""Reports to a listener that a session left the store, or a tier of it, or was found there.
+"""Reports to a listener that a session left the store, or a tier of it.
 
 A session leaves in two ways. Either it expires, which the ledger reports at once. Or the tiers
 evicted it, completely or from a faster tier only. Tiers do not know sessions, so all of them are

@@ -73,7 +73,7 @@ class Repacker:
         self._claims = claims
         self._packer = packer
         self._counters = counters
-        self._is_idle: Callable[[], bool] = bool
+        self._is_idle: Callable[[], bool] = lambda: False
         self._on_packed: OnPacked | None = None
         self._woken = threading.Event()
         self._closed = threading.Event()
@@ -157,12 +157,15 @@ class Repacker:
         if self._goes_on_elsewhere(record):
             return False
         is_whole, freed = True, 0
+        seen: SessionRecord | None = record
+        owned = {*self._index.owned(record)}
         for piece in self._exact_pieces(record):
             if not self._may_go_on():
                 return False
             with self._claims.claim(key):
-                now = self._index.get(key)
-                if now is not None and piece.key in self._index.owned(now):
+                if (now := self._index.get(key)) is not seen:
+                    seen, owned = now, {*self._index.owned(now)} if now else set()
+                if piece.key in owned:
                     saved = self._pack_blob(piece, record.tenant)
                     is_whole = is_whole and saved is not None
                     freed += saved or 0

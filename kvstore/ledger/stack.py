@@ -48,7 +48,7 @@ class TierStack:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers themselves, fastest first; for callers that use them directly."""
+        """The tiers themselves, fastest first, for tests that look into them."""
         return self._tiers
 
     def __len__(self) -> int:

@@ -160,10 +160,6 @@ class ColdStore:
         known = bisect_left(range(len(chain)), True, key=is_new)
         return (len(chain) - known) * self.chunk_tokens * self.model.layout.bytes_per_token
 
-    def settled(self, session: SessionRef) -> bool:
-        """True if no save of this session is waiting or running."""
-        return self._queue.settled(self.ledger.index.key_of(session))
-
     def wait_saved(self, session: SessionRef, within_s: float = WAIT_S) -> bool:
         """Wait until all saves of this session are done; False if time runs out."""
         return self._queue.wait_settled(self.ledger.index.key_of(session), within_s)
@@ -293,8 +289,8 @@ class ColdStore:
         """
         dropped = self._queue.drop(self.ledger.index.key_of(session))
         was_known = not self._closed and self.ledger.forget(session)
-        for on_done in dropped.on_done if dropped else ():
-            on_done(None)
+        if dropped is not None:
+            dropped.call_listeners(None)
         return was_known or dropped is not None
 
     def expire(self) -> None:
@@ -302,7 +298,7 @@ class ColdStore:
         self.ledger.expire()
 
     def listen(self, on_notice: OnNotice) -> None:
-        """Call ``on_notice`` on a store thread when sessions expire, are evicted or are found.
+        """Call ``on_notice`` on a store thread when sessions expire or are evicted.
 
         See ``kvstore.ledger.notices``. The call comes within a minute.
         """
@@ -358,6 +354,6 @@ class ColdStore:
         self._closed = True
         dropped = self._queue.close()
         self._saver.join()
-        for on_done in (x for job in dropped for x in job.on_done):
-            on_done(None)
+        for job in dropped:
+            job.call_listeners(None)
         self.ledger.close()

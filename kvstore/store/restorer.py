@@ -141,9 +141,9 @@ class Restorer:
         except Unusable:
             good, state, reason = [], None, "corrupt"
         rows = [x for x in match.reads[: len(good)] if x.piece.is_chunk]
-        num_tokens = rows[-1].piece.end_token if rows else match.num_tokens if good else 0
         if not good:
             return Restored(0, layout.empty(0), None, None, reason)
+        num_tokens = rows[-1].piece.end_token if rows else match.num_tokens
         if num_tokens < match.num_tokens:
             # A late thread may still be writing after the good prefix, so a copy is returned.
             whole = [(k.copy(), v.copy()) for k, v in slice_tokens(whole, 0, num_tokens)]

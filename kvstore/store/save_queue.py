@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from kvstore.ledger.index import Claims
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionRef
 from kvstore.tiers.base import Blob
+
+_log = logging.getLogger(__name__)
 
 OnDone: TypeAlias = Callable[[SessionRecord | None], None]
 
@@ -56,6 +59,14 @@ class SaveJob:
     states: Sequence[int] = ()
     note: bytes = b""
     on_done: list[OnDone] = field(default_factory=list)
+
+    def call_listeners(self, record: SessionRecord | None) -> None:
+        """Call each listener, whatever others of them raise."""
+        for on_done in self.on_done:
+            try:
+                on_done(record)
+            except Exception:  # its own defect must not end the thread that calls it
+                _log.exception("a listener of a finished save failed")
 
 
 class Offered(Enum):

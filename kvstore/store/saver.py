@@ -26,7 +26,7 @@ from kvstore.blobs.packer import Packer
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.record import SessionRecord, abandoned_chunks
 from kvstore.session import STATES_PER_SESSION, by_worth, kept_states
-from kvstore.store.save_queue import OnDone, SaveJob, SaveQueue
+from kvstore.store.save_queue import SaveJob, SaveQueue
 from kvstore.tiers.base import Blob
 
 LOOK_S: Final = 15.0  # how long one wait for the queue may take
@@ -84,8 +84,7 @@ class Saver:
             _log.exception("a session could not be saved")
         self._ledger.counters.add("saves" if record else "saves_failed")
         self._queue.settle(job)
-        for on_done in job.on_done:
-            _call(on_done, record)
+        job.call_listeners(record)
         self._queue.finish(job)
 
     def _save(self, job: SaveJob) -> SessionRecord | None:
@@ -221,10 +220,3 @@ class Saver:
                 return old.packed_bytes + fresh_bytes + more
         older = [x for x in records.sized_keys(record) if x not in fresh]
         return fresh_bytes + self._stack.nbytes(older)
-
-
-def _call(on_done: OnDone, record: SessionRecord | None) -> None:
-    try:
-        on_done(record)
-    except Exception:  # the listener's own defect must not end the saving thread
-        _log.exception("a listener of a finished save failed")

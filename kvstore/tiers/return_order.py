@@ -12,7 +12,8 @@ after its chunks went. This order judges a run by how long it took to come back 
 * Pinned runs go when nothing else is left. A tenant beyond its limit loses its own oldest blobs.
 
 A chain goes from its end, never for its own sake: a long one keeps its head. A call costs O(1) for
-each run and each new or evicted blob. Not thread-safe: the tier calls it under its lock.
+each run and each new or evicted blob, and where a chain leaves another one's run, the length of the
+part that both have. Not thread-safe: the tier calls it under its lock.
 """
 
 from __future__ import annotations

@@ -45,11 +45,11 @@ class StateRig(store_rig.Rig):
         source = Rows(store, kv_of(tokens, store.model.layout), taken)
         chain = chain_of(store, session, tokens)
         assert store.save(session, chain, source, states=[x // CHUNK for x in states])
-        assert store.flush(20)
+        assert store.flush(200)
 
     def tokens_back(self, store: ColdStore, session: SessionRef, prompt: Sequence[int]) -> int:
         restored = store.restore(store.match(session, chain_of(store, session, prompt)))
-        assert store.flush(20)
+        assert store.flush(200)
         if restored.num_tokens:
             wanted = kv_of(prompt[: restored.num_tokens], store.model.layout)
             for got, want in zip(restored.run, wanted, strict=True):

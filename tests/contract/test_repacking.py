@@ -87,7 +87,7 @@ def test_a_session_of_before_is_packed_in_every_tier(rig: Rig, store: Store, tie
     store.pack_when(always, smaller.append)
     store.adopt(PACKED)
     until(lambda: is_through(store) and bool(smaller))
-    assert store.flush(20)
+    assert store.flush(200)
     assert [(x.tenant, x.id) for x in smaller] == [("t", "s")]
     after, record = [x.stats() for x in tiers], store.record(smaller[0])  # as it is reported
     assert record.packed_bytes == counted(store, ref()) < pinned / 2
@@ -204,7 +204,7 @@ def test_a_session_that_is_deleted_meanwhile_does_not_come_back(
     assert store.forget(ref())
     gate.set()
     until(lambda: not store.stats().repacking.sessions_left)
-    assert store.flush(20)
+    assert store.flush(200)
     assert not any(blobs_of(x) for x in tiers)
 
 
@@ -241,7 +241,7 @@ def test_a_session_that_went_on_elsewhere_stays_as_it_was_left_there(rig: Rig):
     here.pack_when(always, done.append)
     until(lambda: bool(done))
     assert {x.id for x in done} == {"other"}
-    assert here.flush(20)
+    assert here.flush(200)
     assert (
         here.ledger.index.find_shared(here.ledger.index.key_of(ref())).num_tokens
         == len(LONGER) // 16 * 16

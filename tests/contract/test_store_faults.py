@@ -109,7 +109,7 @@ def test_a_tier_that_is_down_costs_nothing_that_another_one_has(rig: Rig):
     assert store.demote(ref(), "disk") == "ram"
     assert rig.back(store, ref(), LONG, is_down=True).num_tokens == 96
     below.fails = lambda number, method: False
-    assert store.flush(20)  # the missed blobs are written again
+    assert store.flush(200)  # the missed blobs are written again
     assert store.demote(ref(), "disk") == "disk"
     assert rig.back(store, ref(), LONG).num_tokens == 96
 
@@ -221,7 +221,7 @@ def test_a_pin_is_not_undone_by_a_demotion_that_began_before(rig: Rig, tmp_path:
     store.pin(ref(), True)
     disk.go_on.set()
     demoting.join(20)
-    assert store.flush(20)
+    assert store.flush(200)
     store.close()
     again = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])
     assert again.record(ref()).pinned

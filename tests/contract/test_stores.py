@@ -130,7 +130,7 @@ def test_a_session_whose_save_waits_does_not_lapse(rig: Rig, tiers: list[Tier]):
         source = Rows(store, kv_of(LONGER))
         assert store.save(ref(), chain_of(store, ref(), LONGER), source, on_done=done.append)
     looking.join(20)
-    assert store.flush(20)
+    assert store.flush(200)
     assert len(done) == 1 and done[0] is not None
     assert rig.back(store, ref(), LONGER).num_tokens == 112
 
@@ -270,5 +270,5 @@ def test_what_a_return_brings_near_is_not_left_by_forget(rig: Rig, tmp_path: Pat
     near.go_on.set()
     forgetting.join(20)
     returning.join(20)
-    assert store.flush(20)
+    assert store.flush(200)
     assert near.stats().num_blobs == 0

@@ -398,7 +398,7 @@ def test_saving_restoring_moving_and_forgetting_at_once(tmp_path, opened):
     for i in range(4):
         store.pin(ref(str(i)), False)
         store.forget(ref(str(i)))
-    assert store.flush(20)
+    assert store.flush(200)
     assert not any(store.ledger.stack.scan(0, b"")) or left_by_eviction(store)
 
 

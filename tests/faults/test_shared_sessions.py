@@ -80,6 +80,13 @@ async def test_pages_go_on_from_each_other(make: Make):
         below = page.next
     assert found == [f"s{i}" for i in reversed(range(25))]
     assert below is None
+    none = await a.shared.page("alice", 0, None)  # a list that others fill, and that goes on here
+    assert none is not None
+    assert none.rows == []
+    assert none.next is not None
+    page = await a.shared.page("alice", 1, none.next)
+    assert page is not None
+    assert [x.id for x in page.rows] == ["s24"]
 
 
 async def test_a_row_that_expired_leaves_the_list(make: Make, client: redis_py.Redis):

@@ -19,8 +19,10 @@ from engines.base import (
     Notice,
     SessionRef,
     SessionReport,
+    TierName,
     Welcome,
 )
+from kvstore.tiers.base import TierStats
 from scheduler.config import SchedulerConfig
 from scheduler.session import Step
 from scheduler.sessions import SessionManager
@@ -95,6 +97,7 @@ class RowsEngine:
         self.capacity = 1000
         self.down = False
         self.kept: KeptReason | None = None
+        self.tiers: list[TierName] = ["ram", "disk"]
         self.wakes = True  # it has room to wake sessions ahead of their turns
         self.gate: asyncio.Event | None = None  # demote and prefetch wait here
         self.forget_gate: asyncio.Event | None = None
@@ -162,7 +165,7 @@ class RowsEngine:
             num_running=0,
             num_waiting=0,
             save_queue_bytes=0,
-            tiers=[],
+            tiers=[TierStats(x, 0, 0, 0, 0, 0, True) for x in self.tiers],
             counters={},
         )
 

@@ -91,7 +91,7 @@ async def test_a_mute_engine_is_asked_again_until_it_lists_its_sessions(manager,
         manager.table,
         salt_of=salt_of,
         clock=clock,
-        on_turn=lambda: None,
+        hurry=lambda: None,
         ask_again_first_s=0.001,
     )
     engine.queue.put_nowait(None)
@@ -125,7 +125,7 @@ async def test_a_session_younger_than_the_question_is_not_taken_for_lost(
             return listed
 
     await talk(manager, ref("old"))
-    follower = Follower(Slow(), manager.table, salt_of=salt_of, clock=clock, on_turn=lambda: None)
+    follower = Follower(Slow(), manager.table, salt_of=salt_of, clock=clock, hurry=lambda: None)
     await follower.ask()
     assert [x.id for x in manager.list("alice")] == ["young"]
 

@@ -127,21 +127,38 @@ async def test_who_waits_in_line_is_refused_as_well(engine, machine, clock, log,
         await waiting
 
 
-async def test_low_memory_sends_the_longest_quiet_to_the_disk(
-    manager, engine, machine, clock, ref, talk, log
+@pytest.mark.parametrize("below", ["disk", "redis"])
+async def test_low_memory_sends_the_longest_quiet_below_it(
+    manager, engine, machine, clock, ref, talk, log, below
 ):
+    engine.tiers = ["ram", below]
     for i in range(4):
         await talk(manager, ref(f"s{i}"))
         clock.now += 1
     await manager.demote(ref("s0"))  # packed, in RAM: 20 bytes; a hot one is 120
     set_memory(machine, clock, 1000 - 130)
     await manager.sweeps.sweep()
-    assert [engine.held["alice", f"s{i}"].tier for i in range(4)] == ["disk", "disk", "ram", "ram"]
+    assert [engine.held["alice", f"s{i}"].tier for i in range(4)] == [below, below, "ram", "ram"]
     assert [manager.get(ref(f"s{i}")).state for i in range(4)] == ["cold", "cold", "idle", "idle"]
     assert log.decisions == ["hibernate-memory"] * 2
     set_memory(machine, clock, 1000)
     await manager.sweeps.sweep()
     assert engine.demoted == ["s0", "s0", "s1"]
+
+
+async def test_low_memory_without_another_tier_packs_what_is_hot(
+    manager, engine, machine, clock, ref, talk, log
+):
+    engine.tiers = ["ram"]
+    for i in range(2):
+        await talk(manager, ref(f"s{i}"))
+        clock.now += 1
+    await manager.demote(ref("s0"))
+    set_memory(machine, clock, 1000 - 130)
+    for _ in range(2):
+        await manager.sweeps.sweep()
+    assert engine.demoted == ["s0", "s1"]
+    assert log.decisions == ["hibernate-memory"]
 
 
 async def test_pinned_and_busy_sessions_stay(manager, engine, machine, clock, ref, talk):

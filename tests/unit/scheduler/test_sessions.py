@@ -227,6 +227,22 @@ async def test_a_session_that_an_engine_does_not_wake_ahead_is_as_it_was(
     assert await manager.prefetch(ref("a")) is None
 
 
+async def test_a_prefetch_of_a_row_that_made_room_does_nothing(manager, engine, ref, talk):
+    for id in "ab":
+        await talk(manager, ref(id))
+        await manager.demote(ref(id))
+    engine.gate = asyncio.Event()
+    jobs = [asyncio.create_task(manager.prefetch(ref(id))) for id in "ab"]
+    await asyncio.sleep(0)  # the second waits for the first
+    dropped = manager.table.row("alice", "b")
+    manager.table._drop(dropped)
+    async with manager.turn(ref("b")):
+        engine.gate.set()
+        await asyncio.gather(*jobs)
+        assert manager.table.row("alice", "b").num_turns == 1
+    assert manager.table.row("alice", "b") is None or not manager.table.row("alice", "b").num_turns
+
+
 async def test_a_turn_joins_a_prefetch(manager, engine, ref, talk):
     await talk(manager, ref("a"))
     await manager.demote(ref("a"))

@@ -13,6 +13,7 @@ import redis
 from gateway.stored.forms import KINDS, Entry, Form, label_of, stored_form
 from gateway.stored.objects import MAX_ITEMS, PAGE_BYTES, ObjectList, Objects, Outgrown, Query
 from gateway.stored.redis_table import RedisTable
+from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.table import StoredLimits, StoreFailed
 from tests.clock import Clock
 from tests.redis_server import RedisServer
@@ -422,3 +423,26 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, wreck: bytes, keeps: bool) 
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     db.close()
+
+
+def test_a_transaction_that_sqlite_ended_says_why(tmp_path: Path, clock: Clock) -> None:
+    objects = objects_in(tmp_path / "objects.sqlite", LIMITS, clock)
+    table = objects.table
+    assert isinstance(table, SqliteTable)
+    with pytest.raises(StoreFailed, match="disk I/O"), table.file.reading() as db:
+        db.execute("ROLLBACK")  # as after an error that leaves no transaction
+        raise sqlite3.OperationalError("disk I/O error")
+    table.close()
+
+
+def test_a_use_before_the_end_is_written_down(tmp_path: Path, clock: Clock) -> None:
+    objects = objects_in(tmp_path / "objects.sqlite", LIMITS, clock)
+    put(objects, entry("1"))
+    clock.now += 900
+    assert shown(objects, "1") is not None
+    objects.table.close()
+    objects = objects_in(tmp_path / "objects.sqlite", LIMITS, clock)
+    clock.now += 900
+    objects.table.tidy("a")
+    assert shown(objects, "1") is not None
+    objects.table.close()

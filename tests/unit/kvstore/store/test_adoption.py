@@ -199,8 +199,8 @@ def test_adopting_while_saving_and_waking(tiers: list[Tier], opened):
         thread.join(60)
     stop.set()
     switching.join(10)
-    assert not failures and store.flush(20)
+    assert not failures and store.flush(200)
     for i in range(3):
         store.forget(ref(str(i)))
-    assert store.flush(20)
+    assert store.flush(200)
     assert everything(tiers[0]) == everything(tiers[1]) == {}

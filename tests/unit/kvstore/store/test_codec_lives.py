@@ -55,7 +55,7 @@ class Lives(RuleBasedStateMachine):
         for place in lost:
             self.evict(place, 1)
         begin_save(self.store, session, prompt, restored)
-        assert self.store.flush(20)
+        assert self.store.flush(200)
         if self.store.record(session) is not None:
             self.histories[session.id] = prompt
 
@@ -101,7 +101,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_without_a_session(self):
-        if not getattr(self, "histories", None) and self.store.flush(20):
+        if not getattr(self, "histories", None) and self.store.flush(200):
             assert not any(self.store.ledger.stack.scan(0, b""))
             assert not any(self.store.ledger.stack.scan(1, b""))
 

@@ -102,7 +102,7 @@ def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place, opened):
     forgetting.join(0.05)
     tiers[place].go_on.set()
     forgetting.join(20)
-    assert store.flush(20)
+    assert store.flush(200)
     assert everything(tiers[0]) == everything(tiers[1]) == {}
 
 
@@ -120,7 +120,7 @@ def test_a_copy_that_is_mended_meanwhile_does_not_come_back(opened):
     assert store.forget(ref())
     tiers[0].go_on.set()
     waking.join(20)
-    assert store.flush(20)
+    assert store.flush(200)
     assert everything(tiers[0]) == everything(tiers[1]) == {}
 
 

@@ -116,7 +116,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def nothing_else_rests_in_a_tier(self):
-        if self.intact and self.store.flush(20):
+        if self.intact and self.store.flush(200):
             named: set[bytes] = set()
             for record in self.store.records():
                 index = self.store.ledger.index

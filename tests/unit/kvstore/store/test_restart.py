@@ -64,11 +64,11 @@ def test_the_newest_record_wins_in_any_tier(opened):
 
 def test_a_restart_packs_nothing_again(tmp_path, opened):
     store = opened([ram(), disk(tmp_path)])
-    assert begin_save(store, ref(), HISTORY) and store.flush(20)
+    assert begin_save(store, ref(), HISTORY) and store.flush(200)
     store.close()
     store = opened([ram(), disk(tmp_path)])
     _, restored = come_back(store, ref(), HISTORY)
-    assert begin_save(store, ref(), HISTORY, restored) and store.flush(20)
+    assert begin_save(store, ref(), HISTORY, restored) and store.flush(200)
     assert store.stats().counters["chunks_packed"] == 0
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
 

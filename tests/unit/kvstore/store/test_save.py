@@ -177,12 +177,12 @@ def test_a_hundred_cycles_leave_the_same_bytes(codec, opened):
     layout = KVLayout("bfloat16", (KVLayer(2, 64, 64),))
     tier = ram()
     store = opened([tier], codec=codec, layout=layout)
-    assert begin_save(store, ref(), HISTORY) and store.flush(20)
+    assert begin_save(store, ref(), HISTORY) and store.flush(200)
     before = dict(tier.scan(CHUNK_KIND))
     first = store.restore(store.prepare(ref())[0]).run
     for _ in range(100):
         restored = store.restore(store.prepare(ref())[0])
-        assert begin_save(store, ref(), HISTORY, restored) and store.flush(20)
+        assert begin_save(store, ref(), HISTORY, restored) and store.flush(200)
     assert dict(tier.scan(CHUNK_KIND)) == before
     assert store.stats().counters["chunks_packed"] == 200 // CHUNK
     again = store.restore(store.prepare(ref())[0]).run
@@ -193,12 +193,12 @@ def test_a_hundred_cycles_leave_the_same_bytes(codec, opened):
 def test_a_note_is_kept_as_far_as_the_chain_is(opened):
     store = opened([ram()])
     assert begin_save(store, ref(), HISTORY, note=b"".join(b"%03d" % i for i in range(12)))
-    assert store.flush(20)
+    assert store.flush(200)
     assert store.record(ref()).note[-6:] == b"010011"
     lossy = Rows(store, kv_of(HISTORY), restored_tokens=96)
     other = ref("other", salt=b"x")  # none of its chunks is stored
     chain = chain_of(store, other, HISTORY)
-    assert store.save(other, chain, lossy, note=bytes(12)) and store.flush(20)
+    assert store.save(other, chain, lossy, note=bytes(12)) and store.flush(200)
     assert store.record(other) is None
 
 
@@ -231,7 +231,7 @@ def test_a_full_queue_skips_and_counts(gated):
     assert store.stats().counters["saves_skipped"] == 1
     assert store.stats().save_queue_bytes == 192 * LAYOUT.bytes_per_token
     codec.gate.set()
-    assert store.flush(20)
+    assert store.flush(200)
     assert store.stats().save_queue_bytes == 0
     assert begin_save(store, ref("b"), HISTORY)
 
@@ -242,7 +242,7 @@ def test_a_save_that_must_be_is_never_skipped(gated):
     assert codec.entered.wait(20)
     assert begin_save(store, ref("b"), tokens(100, 1), always=True)
     codec.gate.set()
-    assert store.flush(20)
+    assert store.flush(200)
     assert store.record(ref("b")).num_tokens == 96
 
 
@@ -267,9 +267,9 @@ def test_a_newer_save_takes_the_place_of_a_waiting_one(gated):
     assert codec.entered.wait(20)
     for n in (50, 60, 70):
         assert begin_save(store, ref(), HISTORY[:n], on_done=listener(str(n)))
-    assert not store.settled(ref())
+    assert not store.wait_saved(ref(), 0.0)
     codec.gate.set()
-    assert store.flush(20)
+    assert store.flush(200)
     store.close()
     assert store.stats().counters["saves_superseded"] == 2
     assert done == [("50", 64), ("60", 64), ("70", 64)]
@@ -277,13 +277,13 @@ def test_a_newer_save_takes_the_place_of_a_waiting_one(gated):
 
 def test_settled_says_when_a_save_is_over(gated):
     store, codec = gated()
-    assert store.settled(ref()) and store.is_saved
+    assert store.wait_saved(ref(), 0.0) and store.is_saved
     begin_save(store, ref(), HISTORY)
-    assert not store.settled(ref()) and not store.is_saved
+    assert not store.wait_saved(ref(), 0.0) and not store.is_saved
     assert not store.wait_saved(ref(), 0.01)
     codec.gate.set()
     assert store.wait_saved(ref(), 20) and store.wait_all_saved(20)
-    assert store.settled(ref()) and store.is_saved
+    assert store.wait_saved(ref(), 0.0) and store.is_saved
 
 
 def test_the_rows_are_released_once_packed(gated):
@@ -292,7 +292,7 @@ def test_the_rows_are_released_once_packed(gated):
     assert store.save(ref(), chain_of(store, ref(), HISTORY), source)
     assert codec.entered.wait(20) and not source.is_released
     codec.gate.set()
-    assert store.flush(20)
+    assert store.flush(200)
     assert source.is_released
 
 
@@ -313,7 +313,7 @@ def test_one_bad_save_does_not_end_the_others(store):
 
 def test_a_failing_listener_does_not_end_the_saving_thread(store):
     begin_save(store, ref("a"), HISTORY, on_done=lambda record: 1 // 0)
-    assert store.flush(20)
+    assert store.flush(200)
     save(store, ref(), HISTORY)
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
 
@@ -333,7 +333,7 @@ def test_a_session_that_no_tier_takes_is_not_saved(opened):
     save(store, ref(), HISTORY[:80])
     full.fails = lambda number, method: True
     begin_save(store, ref(), HISTORY)
-    store.flush(20)
+    store.flush(200)
     full.fails = lambda number, method: False
     assert store.record(ref()).num_tokens == 80  # unchanged
     counters = store.counters.as_dict()
@@ -355,6 +355,23 @@ def test_a_store_without_tiers_saves_nothing(opened):
     assert not begin_save(store, ref(), HISTORY)
     assert come_back(store, ref(), HISTORY)[0].num_tokens == 0
     assert store.flush(1)
+
+
+def test_a_listener_that_fails_keeps_no_tier_open(gated):
+    store, codec = gated()
+    called: list[object] = []
+
+    def fails(record: object) -> None:
+        called.append(record)
+        raise RuntimeError("of the listener")
+
+    for number in range(2):
+        begin_save(store, ref(f"s{number}"), HISTORY, on_done=fails)
+    assert store.forget(ref("s1"))
+    codec.gate.set()
+    store.close()
+    assert called[0] is None and len(called) == 2
+    assert store.match(ref("s0"), chain_of(store, ref("s0"), HISTORY)).reason == "disabled"
 
 
 def test_a_closed_store_is_a_store_without_sessions():

@@ -247,12 +247,12 @@ def test_a_restored_state_is_not_packed_again(opened):
     state = StateArray("uint8", kv_of(HISTORY[:1])[0][0].view("uint8"))
     source = Rows(store, kv_of(HISTORY[:96]), [StateAt(64, state), StateAt(96, state)], 64)
     chain = chain_of(store, ref(), HISTORY[:96])
-    assert store.save(ref(), chain, source, states=[4, 6]) and store.flush(20)
+    assert store.save(ref(), chain, source, states=[4, 6]) and store.flush(200)
     assert store.record(ref()) is None  # of restored rows none is held anywhere
     source = Rows(store, kv_of(HISTORY[:96]))
-    assert store.save(ref(), chain, source) and store.flush(20)
+    assert store.save(ref(), chain, source) and store.flush(200)
     source = Rows(store, kv_of(HISTORY[:96]), [StateAt(64, state), StateAt(96, state)], 64)
-    assert store.save(ref(), chain, source, states=[4, 6]) and store.flush(20)
+    assert store.save(ref(), chain, source, states=[4, 6]) and store.flush(200)
     assert [x.first_token for x in source.packed] == [96]
     assert states_of(store) == (96,)
 
@@ -275,7 +275,7 @@ def save_matrices(store: ColdStore) -> None:
     source = Rows(store, kv_of(HISTORY[:96]), [StateAt(96, tree)])
     chain = chain_of(store, ref(), HISTORY[:96])
     assert store.save(ref(), chain, source, states=[6], state_bytes=8192)
-    assert store.flush(20)
+    assert store.flush(200)
 
 
 def test_a_local_state_in_an_unknown_codec_is_a_miss_and_makes_room(opened, tmp_path: Path):

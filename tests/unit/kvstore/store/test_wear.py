@@ -53,14 +53,14 @@ def test_a_chunk_is_packed_once_and_its_bytes_rest_in_every_tier(store, tiers):
 def test_a_restored_chunk_whose_copies_are_all_gone_ends_the_chain(store, tiers):
     save(store, ref(), HISTORY)
     restored = wake(store, ref(), HISTORY)
-    assert store.flush(20)
+    assert store.flush(200)
     chain = chain_of(store, ref(), HISTORY)
     for tier in tiers:
         tier.delete_many([CHUNK_KIND + chain[4]])
     FAST.packed.clear()
     longer = [*HISTORY, *tokens(40, 3)]
     assert begin_save(store, ref(), longer, restored)
-    assert store.flush(20)
+    assert store.flush(200)
     assert FAST.packed == []
     assert store.record(ref()).num_chunks == 4
     assert store.stats().counters["chunks_left_out"] == 15 - 4
@@ -73,11 +73,11 @@ def test_a_restored_chunk_whose_copies_are_all_gone_ends_the_chain(store, tiers)
 def test_a_session_of_which_nothing_is_left_is_saved_when_it_is_computed_again(store):
     save(store, ref(), HISTORY)
     restored = wake(store, ref(), HISTORY)
-    assert store.flush(20)
+    assert store.flush(200)
     evict(store, 0), evict(store, 1)
     for session in (ref(), ref("other")):
         assert begin_save(store, session, HISTORY, restored)
-        assert store.flush(20)
+        assert store.flush(200)
     assert store.stats().counters["chunks_packed"] == 12
     chain = chain_of(store, ref(), HISTORY)
     reasons = [store.match(x, chain).reason for x in (ref(), ref("other"))]
@@ -89,12 +89,12 @@ def test_a_session_of_which_nothing_is_left_is_saved_when_it_is_computed_again(s
 def test_a_copy_on_disk_is_enough_not_to_pack_a_restored_chunk_again(store, tiers):
     save(store, ref(), HISTORY)
     restored = wake(store, ref(), HISTORY)
-    assert store.flush(20)
+    assert store.flush(200)
     evict(store, 0)
     before = everything(tiers[1])
     FAST.packed.clear()
     assert begin_save(store, ref(), HISTORY, restored)
-    assert store.flush(20)
+    assert store.flush(200)
     assert FAST.packed == []
     chunks = {k: x for k, x in before.items() if k[:1] == CHUNK_KIND}
     assert chunks.items() <= everything(tiers[1]).items()
@@ -105,7 +105,7 @@ def test_a_hot_session_that_is_edited_inside_a_restored_chunk_ends_before_it(sto
     """The chunk would have restored rows and new ones."""
     save(store, ref(), HISTORY)
     restored = wake(store, ref(), HISTORY)
-    assert store.flush(20)
+    assert store.flush(200)
     edited = [*HISTORY[:40], *tokens(100, 7)]
     run = kv_of(edited)
     for pair, before in zip(run, restored.run, strict=True):
@@ -113,7 +113,7 @@ def test_a_hot_session_that_is_edited_inside_a_restored_chunk_ends_before_it(sto
             array[:, :40] = rows[:, :40]
     FAST.packed.clear()
     source = Rows(store, run, (), 40)
-    assert store.save(ref(), chain_of(store, ref(), edited), source) and store.flush(20)
+    assert store.save(ref(), chain_of(store, ref(), edited), source) and store.flush(200)
     assert FAST.packed == [] and source.packed == []
     assert store.record(ref()).num_tokens == 32
     turn(store, ref(), edited)
@@ -177,7 +177,7 @@ class Engine:
         held, run, restored_tokens = self.hot.pop(session.id)
         source = Rows(self.store, run, (), restored_tokens)
         self.store.save(session, chain_of(self.store, session, held), source, always=True)
-        assert self.store.flush(20)
+        assert self.store.flush(200)
         for piece in source.packed:
             rows = slice_tokens(run, piece.first_token, piece.end_token)
             clean = slice_tokens(kv_of(held), piece.first_token, piece.end_token)
@@ -241,7 +241,7 @@ def test_blobs_of_before_the_first_codec_are_packed_once(tiers, opened):
     restored = wake(store, ref(), HISTORY)
     store.adopt(StoreCodecs(WornCodec("fast.1", 1)))
     assert restored.lossy_tokens == 0
-    assert store.flush(20)
+    assert store.flush(200)
     evict(store, 0), evict(store, 1)
-    assert begin_save(store, ref(), HISTORY, restored) and store.flush(20)
+    assert begin_save(store, ref(), HISTORY, restored) and store.flush(200)
     assert wear(wake(store, ref(), HISTORY), HISTORY) == [{1}] * WHOLE

@@ -73,7 +73,7 @@ def save(
     source = Rows(store, kv_of(token_ids), states, restored.lossy_tokens if restored else 0)
     chain = chain_of(store, session, token_ids)
     assert store.save(session, chain, source, states=[x // CHUNK for x in positions])
-    assert store.flush(20)
+    assert store.flush(200)
     return source
 
 
@@ -84,7 +84,7 @@ def rows_in(state: StateTree) -> list[KVPair]:
 
 def back(store: ColdStore, prompt: Sequence[int], session: SessionRef = OURS) -> Restored:
     restored = store.restore(store.match(session, chain_of(store, session, prompt)))
-    assert store.flush(20)
+    assert store.flush(200)
     return restored
 
 
@@ -196,7 +196,7 @@ def test_a_model_whose_windows_are_not_stored_apart_keeps_them_in_its_states(ope
     state = tree_of(window_at(HISTORY, 96, INSIDE), 96)
     source = Rows(store, kv_of(HISTORY[:96]), [StateAt(96, state)])
     chain = chain_of(store, ref(), HISTORY[:96])
-    assert store.save(ref(), chain, source, states=[6]) and store.flush(20)
+    assert store.save(ref(), chain, source, states=[6]) and store.flush(200)
     assert window_blobs(store) == 0
     found = rows_in(back(store, HISTORY).state)
     assert wear_of(found, window_at(HISTORY, 96, INSIDE)) == [{0}] * INSIDE
