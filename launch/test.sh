@@ -42,7 +42,7 @@ run_vllm_tests() {
     fi
     # In a process of its own: Triton's interpreter is chosen when triton is imported.
     triton_log=$(mktemp)
-    in_vllms_environment tests/triton >"$triton_log" 2>&1 &
+    OMP_NUM_THREADS=1 in_vllms_environment tests/triton >"$triton_log" 2>&1 &
     in_vllms_environment -o testpaths=tests/vllm -n 2 --dist loadgroup
     triton_status=0
     wait $! || triton_status=$?

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes that wait for each other
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy reads it
+# Threads of several processes would wait for each other, spinning: a forced call at vLLM took four
+# times as long. Set before numpy and torch read them; engines that a test starts have them as well.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 USUAL_EXAMPLES = 15
 THOROUGH_EXAMPLES = 150

@@ -17,9 +17,6 @@ from tests.vllm.rig.engine import RealEngine
 from tests.vllm.rig.faulty_codec import Faults
 from tests.vllm.rig.tiny_model import VOCAB, write_tiny_model
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # else both engines bind to the same cores
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 pytest.importorskip("torch", reason="vLLM lives in an environment of its own")
 if not runs_models():  # before vLLM looks for its platform
     sys.path.append(str(Path(__file__).parent / "rig" / "without_device"))
