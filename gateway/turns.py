@@ -227,10 +227,7 @@ def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedReq
 async def _session_for(
     request: Request, gateway: Gateway, model: ServedModel, asked: CheckedRequest
 ) -> NamedSession:
-    """Find the session of a turn, and charge it unless it is a task's.
-
-    Raises as ``charge_session`` does.
-    """
+    """Find the session of a turn; all but a task's is charged, raising as ``charge_session``."""
     tenant, state = caller_of(request), state_of(request.scope)
     if asked.task_session is not None:
         named = _task_session(model, tenant, asked.session, asked.task_session)
