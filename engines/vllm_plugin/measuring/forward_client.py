@@ -13,6 +13,7 @@ from engines.vllm_plugin.messages import Forward, ForwardDone, JointFindings, Ra
 from kvstore.codecs.profile import Profile
 
 REPEAT_S: Final = 2.0
+MOST_ORDERS: Final = 1 << 32  # more than a measurement ever needs
 
 
 class ForwardClient:
@@ -26,6 +27,13 @@ class ForwardClient:
         self._done: ForwardDone | None = None
         self._joint: JointFindings | None = None
         self._closed = False
+
+    def begin(self) -> None:
+        """Forget the measurement before: how it ended, and how many orders this rank made."""
+        with self._lock:
+            self._joint = None
+            # The same on every rank, also if one of them gave up before the others.
+            self._number += MOST_ORDERS - self._number % MOST_ORDERS
 
     def next_number(self) -> int:
         """The number of the next order, the same on every rank."""

@@ -99,6 +99,7 @@ class RankMeasuring:
         several = self._config.parallel_config.world_size > 1
         if self._measurement is not None:
             self._measurement.close()
+        self._client.begin()
         self._measurement = SelfMeasurement(
             self._prepared.order() if order is None else self._prepared.within(order),
             self.open_instrument,

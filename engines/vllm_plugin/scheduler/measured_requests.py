@@ -75,6 +75,7 @@ class Forwards:
         wanted = {msgspec.structs.replace(x, rank=0) for x in self._heard.values()}
         if len(self._heard) == self._num_ranks and len(wanted) == 1:
             self._heard.clear()
+            self._findings.clear()  # of a measurement before: figures come after its last order
             self._last = order.number
             self._hub.spawn(partial(self._carry_out, wanted.pop()))
 

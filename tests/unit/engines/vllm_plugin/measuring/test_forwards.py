@@ -27,6 +27,7 @@ from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.measured_requests import Forwards
 from engines.wire import frame
 from kvstore.codecs.profile import Profile
+from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayout
 from tests.unit.engines.calibration.test_agreement import row
 from tests.waiting import until
@@ -166,14 +167,34 @@ def profile_of(kl: float) -> Profile:
     return Profile("model", KVLayout("float32", ()), (), {}, rows)
 
 
-def test_all_ranks_get_the_worst_that_any_has_found(rig):
-    agreed = [
+def agreed(rig: Rig, *kls: float) -> list[Quality]:
+    waiting = [
         rig.pool.submit(x.client.agree, profile_of(kl))
-        for x, kl in zip(rig.ranks, (0.1, 0.2), strict=True)
+        for x, kl in zip(rig.ranks, kls, strict=True)
     ]
-    rows = [x.result(60).rows[0] for x in agreed]
+    return [x.result(60).rows[0] for x in waiting]
+
+
+def begin_again(rig: Rig) -> None:
+    """Begin another measurement on all ranks; its first order is carried out."""
+    for rank in rig.ranks:
+        rank.client.begin()
+    orders = [rig.order(i, [1]) for i in range(2)]
+    rig.answer(rig.taken())
+    assert [x.result(60) for x in orders] == [None, None]
+
+
+def test_all_ranks_get_the_worst_that_any_has_found(rig):
+    rows = agreed(rig, 0.1, 0.2)
     assert [x.kl for x in rows] == [0.2, 0.2]
     assert [x.codec_id for x in rows] == ["codec 0.1", "codec 0.2"]
+
+
+def test_another_measurement_has_figures_of_its_own(rig):
+    begin_again(rig)
+    assert [x.kl for x in agreed(rig, 0.3, 0.4)] == [0.4, 0.4]
+    begin_again(rig)
+    assert [x.kl for x in agreed(rig, 0.1, 0.2)] == [0.2, 0.2]
 
 
 def test_a_rank_that_gives_up_ends_all_others(rig):
@@ -183,3 +204,11 @@ def test_a_rank_that_gives_up_ends_all_others(rig):
         agreeing.result(60)
     with pytest.raises(RuntimeError, match="it has no text"):
         rig.order(0, [1]).result(60)
+
+
+def test_another_measurement_may_succeed_after_one_that_a_rank_gave_up(rig):
+    rig.ranks[1].client.give_up("it has no text")
+    with pytest.raises(RuntimeError, match="it has no text"):
+        rig.order(0, [1]).result(60)
+    begin_again(rig)
+    assert [x.kl for x in agreed(rig, 0.1, 0.2)] == [0.2, 0.2]
