@@ -80,6 +80,8 @@ class Admission:
         """
         self._stop_waiting(task.request)
         if task in self._queue:
+            if task is self._queue[0]:
+                self._blocked_since_s = None
             self._queue.remove(task)
         self._prefetches.remove(task)
         self._prefixes.cancel(task)
@@ -114,8 +116,10 @@ class Admission:
             return False
         # Nothing else runs: it fits once everything idle is gone, which only waits for saves.
         now = self._clock()
-        since = self._blocked_since_s = self._blocked_since_s or now
-        return self._hot_cache.drop_all(own, at_any_price=now - since > SAVE_WAIT_S)
+        if self._blocked_since_s is None:
+            self._blocked_since_s = now
+        has_waited = now - self._blocked_since_s > SAVE_WAIT_S
+        return self._hot_cache.drop_all(own, at_any_price=has_waited)
 
     def fed(self, task: PrefillTask) -> None:
         """Let the tasks go on that waited for these tokens."""
