@@ -41,6 +41,7 @@ class ToyOwner:
     max_context: int = 512
     script: Script = silent
     outcome: CacheOutcome = field(default_factory=lambda: CacheOutcome("miss", 0, "never-stored"))
+    late_outcome: CacheOutcome | None = None  # of a prompt whose leader leaves
     fail_after: int | None = None  # tokens per row
     overloaded: bool = False
     wait_s: float = 0.0  # in its own line
@@ -81,6 +82,8 @@ class ToyStream:
         await asyncio.sleep(self._owner.wait_s)
         yield PromptAdmitted(self._owner.outcome)
         await asyncio.sleep(self._owner.prefill_s)
+        if self._owner.late_outcome is not None:
+            yield PromptAdmitted(self._owner.late_outcome)
         yield PrefillProgress(len(self._generation.prompt), len(self._generation.prompt))
         while open_rows:
             await asyncio.sleep(self._owner.step_s)

@@ -56,7 +56,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class PromptAdmitted:
-    """Always the first event: the prompt has its place in a batch."""
+    """Always the first event: the prompt has its place in a batch.
+
+    It comes again if the prompt reuses something else in the end: the prompt whose beginning it
+    waited for ended early.
+    """
 
     cache: CacheOutcome
 

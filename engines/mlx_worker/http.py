@@ -36,7 +36,6 @@ from engines.http import (
     PROMPT_HEADER,
     TENANT_HEADER,
     BearerGate,
-    CacheOutcome,
     ClientGone,
     patience_from,
     read_body,
@@ -234,14 +233,17 @@ class Endpoints:
     ) -> Response:
         async with AsyncExitStack() as stack:
             reply = await stack.enter_async_context(ReplyStream(self._owner, plan))
-            outcome = await _in_time(request, reply)
-            headers = {CACHE_HEADER: outcome.header(), PROMPT_HEADER: str(plan.prompt_tokens)}
+            await _in_time(request, reply)
             if asked.stream:
                 return SseResponse(
-                    chunks(form, reply), headers, stack.pop_all(), _error_event, self._keepalive_s
+                    chunks(form, reply),
+                    _cache_headers(reply, plan),
+                    stack.pop_all(),
+                    _error_event,
+                    self._keepalive_s,
                 )
             whole = await while_client_stays(request.receive, lambda: collected(form, reply))
-            return _json(whole, headers=headers)
+            return _json(whole, headers=_cache_headers(reply, plan))
 
     async def _planned(self, request: Request, work: Callable[[], T], size: int) -> T:
         planned = partial(self._planning.do, work, size)
@@ -273,14 +275,18 @@ class Endpoints:
         }
 
 
-async def _in_time(request: Request, reply: ReplyStream) -> CacheOutcome:
+async def _in_time(request: Request, reply: ReplyStream) -> None:
     """Wait for a place in a batch. Raises ``QueueFull`` after the time that the gateway gave."""
     patience_s = patience_from(request.headers)
     try:
         async with asyncio.timeout(patience_s):
-            return await while_client_stays(request.receive, reply.admitted)
+            await while_client_stays(request.receive, reply.admitted)
     except TimeoutError:
         raise QueueFull("no place in a batch was free in time; try again later") from None
+
+
+def _cache_headers(reply: ReplyStream, plan: RequestPlan) -> dict[str, str]:
+    return {CACHE_HEADER: reply.outcome.header(), PROMPT_HEADER: str(plan.prompt_tokens)}
 
 
 def _tenant_of(request: Request) -> str:

@@ -91,7 +91,7 @@ class ReplyStream:
         self._events = _merged(self._streams)
         self._num_open = len(plan.outputs)
         self._stopping: set[int] = set()
-        self.cached_tokens = 0
+        self._outcomes: dict[int, CacheOutcome] = {}  # by generation, the first admitted first
 
     async def __aenter__(self) -> ReplyStream:
         return self
@@ -106,18 +106,22 @@ class ReplyStream:
             self._cancel()
         await self._events.aclose()
 
-    async def admitted(self) -> CacheOutcome:
+    @property
+    def outcome(self) -> CacheOutcome:
+        """The first admitted prompt's: expected at first, and true at the end."""
+        return next(iter(self._outcomes.values()))
+
+    async def admitted(self) -> None:
         """Wait for the first prompt's place in a batch.
 
         Raises:
             GenerationFailed: it never got one.
         """
-        _, event = await anext(self._events)
+        number, event = await anext(self._events)
         if not isinstance(event, PromptAdmitted):
             self._raise_if_failed(event)
             raise GenerationFailed(f"expected a place in a batch, got {type(event).__name__}")
-        self.cached_tokens += event.cache.cached_tokens
-        return event.cache
+        self._outcomes[number] = event.cache
 
     async def events(self) -> AsyncIterator[ReplyEvent]:
         """Yield what is to be shown, as it comes, until all choices have ended.
@@ -138,11 +142,12 @@ class ReplyStream:
         prompt = self._plan.prompt_tokens
         completion = sum(output.num_tokens for output in self._plan.outputs)
         reasoning = sum(output.num_reasoning_tokens for output in self._plan.outputs)
+        cached = sum(outcome.cached_tokens for outcome in self._outcomes.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
@@ -155,7 +160,7 @@ class ReplyStream:
             case PrefillProgress():
                 return [event]
             case PromptAdmitted():
-                self.cached_tokens += event.cache.cached_tokens
+                self._outcomes[number] = event.cache
         return []
 
     def _take(self, number: int, token: Token) -> Sequence[ReplyEvent]:

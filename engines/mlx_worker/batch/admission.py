@@ -136,8 +136,13 @@ class Admission:
         self._inform(task, outcome)
 
     def _inform(self, task: PrefillTask, outcome: CacheOutcome) -> None:
-        if not task.request.admitted:
-            task.request.admitted = True
+        """Send the client the outcome of its first task, and another one if it changes.
+
+        A follower's client does not wait for the leader, since its patience ends: the outcome that
+        it gets is expected, and becomes less if the leader ends early.
+        """
+        if not task.request.admitted or task.shown not in (None, outcome):
+            task.request.admitted, task.shown = True, outcome
             self._events.put(task.request.events, PromptAdmitted(outcome))
 
     def _count(self, task: PrefillTask, outcome: CacheOutcome) -> None:

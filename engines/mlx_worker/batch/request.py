@@ -20,6 +20,7 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
+from engines.http import CacheOutcome
 from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.generation import (
     Event,
@@ -194,6 +195,8 @@ class PrefillTask:
     saved: Future[bool] | None = None
     state_positions: list[int] = field(default_factory=list)  # to take its state at; ascending
     pauses: set[int] = field(default_factory=set)  # where others take over a copy of its caches
+    # What the client was informed of; None: nothing yet, or by another task of its request.
+    shown: CacheOutcome | None = None
 
     @property
     def target(self) -> int:

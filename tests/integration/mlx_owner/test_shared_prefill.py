@@ -13,7 +13,7 @@ from engines.host.work_line import QueueLimit
 from engines.mlx_worker.batch.batch_loop import EngineParts, ThreadContext, assemble
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.generation import EventBuffer, EventQueue, Generation
+from engines.mlx_worker.generation import EventBuffer, EventQueue, Generation, PromptAdmitted
 from kvstore.session import SessionRef
 from tests.integration.mlx_owner.harness import GREEDY, engine, read, session, text
 from tests.integration.tiny_models import KINDS, UNTRIMMABLE, tiny_model
@@ -81,6 +81,12 @@ class Loop:
             self.steps(1)
         return sequence.emitted
 
+    async def shown(self, request: Request) -> list[str]:
+        """What the client of a request that is over was informed of, as headers."""
+        self._events.flush()
+        events = [x async for x in request.events.events()]
+        return [x.cache.header() for x in events if isinstance(x, PromptAdmitted)]
+
     @property
     def num_computed(self) -> int:
         """Tokens of prompts that had to be computed, of those that began so far."""
@@ -98,6 +104,9 @@ async def test_who_leaves_takes_nothing_with_it() -> None:
     loop.parts.loop.stop(leader, None)
     assert loop.end(one) == expected
     loop.end(two)
+    assert await loop.shown(leader) == ["miss; tokens=0; reason=disabled"]
+    assert await loop.shown(one) == ["hot; tokens=400", "hot; tokens=192"]
+    assert await loop.shown(two) == ["hot; tokens=400"]
     own = len(PROMPTS[0]) + (len(PROMPTS[1]) - 3 * CHUNK) + (len(PROMPTS[2]) - len(BEGINNING))
     assert loop.num_computed - before == own
 

@@ -30,6 +30,18 @@ async def test_chat_in_one_piece(toy: Open) -> None:
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
+async def test_what_is_reused_in_the_end_is_counted(toy: Open) -> None:
+    expected, late = CacheOutcome("hot", 9), CacheOutcome("hot", 7)
+    async with toy(outcome=expected, late_outcome=late) as stage:
+        raw = await stage.client.chat.completions.with_raw_response.create(
+            model="toy", messages=HELLO, max_tokens=2
+        )
+        last = (await stage.chunks(max_tokens=2, stream_options={"include_usage": True}))[-1]
+    assert raw.headers[CACHE_HEADER] == "hot; tokens=7"
+    for usage in (raw.parse().usage, last.usage):
+        assert usage.prompt_tokens_details.cached_tokens == 7
+
+
 async def test_length_and_stop(toy: Open) -> None:
     async with toy() as stage:
         stage.script("one two three four")
