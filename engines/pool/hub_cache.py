@@ -25,6 +25,7 @@ log = logging.getLogger("thermocline.engines")
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 LIST_S: Final = 60.0  # so long a list stands, unless something of ours changed it
 DEADLINE_S: Final = 60.0  # for a list or a deletion
+MOST_LINE_BYTES: Final = 16 << 20  # the list of the models is one line
 
 
 class HubRefusal(Exception):
@@ -153,7 +154,11 @@ class HubCache:
         program = str(Path(hub_program.__file__))
         try:
             child = await asyncio.create_subprocess_exec(
-                *(self._python, "-I", program, *words), stdin=none, stdout=pipe, stderr=none
+                *(self._python, "-I", program, *words),
+                stdin=none,
+                stdout=pipe,
+                stderr=none,
+                limit=MOST_LINE_BYTES,
             )
         except OSError as error:
             raise HubRefusal(f"the hub's client cannot be started: {error.strerror}") from error

@@ -106,6 +106,15 @@ async def test_what_is_here_of_an_unfinished_download_is_deleted(tmp_path, monke
         assert (await cache.listed()).models == () and not folder.exists()
 
 
+async def test_a_cache_of_many_models_is_listed(tmp_path, monkeypatch):
+    names = [f"organisation/model-with-a-usual-name-{x:03}" for x in range(400)]
+    for name in names:
+        (tmp_path / "hub" / f"models--{name.replace('/', '--')}" / "snapshots").mkdir(parents=True)
+    with hub(tmp_path / "hub", monkeypatch):
+        listed = await HubCache().listed()
+    assert listed.problem == "" and sorted(x.id for x in listed.models) == names
+
+
 async def test_of_a_folder_on_another_disk_the_link_is_deleted_and_nothing_freed(
     tmp_path, monkeypatch
 ):
