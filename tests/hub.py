@@ -25,6 +25,7 @@ FILES = {
 
 class _Hub(BaseHTTPRequestHandler):
     wait_s = 0.0  # before each piece of a file
+    claimed_bytes: int | None = None  # for the weights
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
@@ -42,7 +43,11 @@ class _Hub(BaseHTTPRequestHandler):
             ]
             self._send(json.dumps(rows).encode(), with_body)
         elif path.startswith(f"/api/models/{MODEL}"):
-            siblings = [{"rfilename": x, "size": len(y)} for x, y in FILES.items()]
+            siblings = [
+                {"rfilename": x, "size": len(y), "blobId": hashlib.sha1(y).hexdigest()}
+                for x, y in FILES.items()
+            ]
+            siblings[1]["size"] = self.claimed_bytes or siblings[1]["size"]
             about = {"id": MODEL, "sha": COMMIT, "siblings": siblings}
             self._send(json.dumps(about).encode(), with_body)
         elif path.startswith(f"/{MODEL}/resolve") and name in FILES:
@@ -65,9 +70,14 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub(cache: Path, environ: pytest.MonkeyPatch, wait_s: float = 0.0) -> Iterator[None]:
+def hub(
+    cache: Path,
+    environ: pytest.MonkeyPatch,
+    wait_s: float = 0.0,
+    claimed_bytes: int | None = None,
+) -> Iterator[None]:
     """Serve the model while inside; the client finds the hub and its cache by the environment."""
-    handler = type("Hub", (_Hub,), {"wait_s": wait_s})
+    handler = type("Hub", (_Hub,), {"wait_s": wait_s, "claimed_bytes": claimed_bytes})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     serving.start()

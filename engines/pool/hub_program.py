@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from fnmatch import fnmatch
 from pathlib import Path
@@ -57,13 +57,22 @@ def downloaded(name: str) -> Iterator[Mapping[str, Any]]:
         raise Refusal(f"{name} has no weights in safetensors, which the engines read")
     total = sum(x.size or 0 for x in wanted)
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
-    free = _free_bytes() + _bytes_in(folder)
+    blobs, names = folder / "blobs", {_blob_of(x) for x in wanted}
+    # Parts that killed downloads have left: newer clients begin a file anew. Older ones go on with
+    # its part, which they name like the file.
+    left = {x for x in blobs.glob("*.incomplete") if x.stem not in names}
+
+    def num_here() -> int:
+        found = (x for x in blobs.glob("*") if x.name.partition(".")[0] in names)
+        return _bytes_of(x for x in found if x not in left)
+
+    free = _free_bytes() + num_here()
     if total > free:
         raise Refusal(f"{name} needs {total / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free")
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(snapshot_download, name, revision=about.sha, allow_patterns=list(WANTED))
         while not job.done():
-            yield {"done_bytes": min(total, _bytes_in(folder)), "total_bytes": total}
+            yield {"done_bytes": min(total, num_here()), "total_bytes": total}
             wait([job], timeout=LOOK_S)
         job.result()
     yield {"done_bytes": total, "total_bytes": total}
@@ -102,10 +111,19 @@ def _repositories() -> list[Any]:
         return []
 
 
+def _blob_of(file: Any) -> str:
+    """Name a file of the hub's as the cache does."""
+    return str(file.lfs.sha256 if file.lfs else file.blob_id)
+
+
 def _bytes_in(folder: Path) -> int:
     """Return the bytes of all files below, those of unfinished downloads included."""
+    return _bytes_of(folder.rglob("*"))
+
+
+def _bytes_of(paths: Iterable[Path]) -> int:
     try:
-        return sum(x.lstat().st_size for x in folder.rglob("*") if not x.is_dir())
+        return sum(x.lstat().st_size for x in paths if not x.is_dir())
     except OSError:  # a file was renamed just now
         return 0
 

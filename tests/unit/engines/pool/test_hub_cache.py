@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import shutil
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from tests.waiting import eventually
 
 pytest.importorskip("huggingface_hub")
 WANTED = len(FILES["config.json"]) + len(FILES["model.safetensors"])
+WEIGHTS, OLDER = hashlib.sha1(FILES["model.safetensors"]).hexdigest(), "0" * 40  # blobs
 
 
 async def test_a_model_is_downloaded_listed_and_deleted(tmp_path, monkeypatch):
@@ -45,6 +50,43 @@ async def test_a_download_shows_how_far_it_is_and_can_be_stopped(tmp_path, monke
             await cache.delete(MODEL)
         await cache.stop()
         assert download.state == "stopped" and not cache.is_downloading
+
+
+@pytest.mark.parametrize("name", [OLDER, f"{WEIGHTS}.0123abcd.incomplete"])
+async def test_what_is_not_wanted_does_not_count_as_downloaded(tmp_path, monkeypatch, name):
+    """Neither files of an older revision nor parts that a killed download has left."""
+    blobs = blobs_of(tmp_path / "hub", {name: 2 * WANTED})
+    with hub(tmp_path / "hub", monkeypatch, wait_s=0.5):
+        cache = HubCache()
+        download = cache.begin(MODEL)
+        await eventually(lambda: download.total_bytes > 0, within_s=60)
+        assert download.done_bytes < download.total_bytes == WANTED
+        await eventually(lambda: download.state == "done", within_s=60)
+    assert {x.name for x in blobs.iterdir()} > {name, WEIGHTS}
+
+
+@pytest.mark.parametrize("name", [OLDER, WEIGHTS])
+async def test_room_is_needed_for_what_is_not_here_yet(tmp_path, monkeypatch, name):
+    claimed = shutil.disk_usage(tmp_path).free + (1 << 30)
+    blobs_of(tmp_path / "hub", {name: claimed})
+    with hub(tmp_path / "hub", monkeypatch, claimed_bytes=claimed):
+        cache = HubCache()
+        download = cache.begin(MODEL)
+        await eventually(lambda: download.state != "running", within_s=60)
+    if name == WEIGHTS:
+        assert (download.state, download.problem) == ("done", "")
+    else:
+        assert download.state == "failed" and "GiB are free" in download.problem
+
+
+def blobs_of(cache: Path, nbytes: Mapping[str, int]) -> Path:
+    """Put sparse files of these sizes beside the model's; returns their folder."""
+    folder = cache / f"models--{MODEL.replace('/', '--')}" / "blobs"
+    folder.mkdir(parents=True)
+    for name, size in nbytes.items():
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
+    return folder
 
 
 @pytest.mark.parametrize(
