@@ -10,7 +10,7 @@ Every engine obeys all verbs but ``Measure`` and ``LimitTenants``, which its ``W
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -322,12 +322,16 @@ class ControlReply(msgspec.Struct, frozen=True, tag="reply"):
     answer: VerbAnswer
 
 
+# The reason of a notice after which the gateway asks for all sessions.
+ALL_CHANGED: Final = "found"
+
+
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
     """A session changed: saved, evicted, moved, packed again, by a verb of another gateway, ..."""
 
     cause: Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
     session: SessionReport
-    why: str = ""  # of "moved" and "lost": "budget", "limit", "found", ...; "" = unknown
+    why: str = ""  # of "moved" and "lost": "budget", "limit", ``ALL_CHANGED``, ...; "" = unknown
 
 
 FromEngine: TypeAlias = ControlReply | Notice

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from engines.base import EngineRefused, EngineUnavailable
 from engines.wire import (
+    ALL_CHANGED,
     WIRE_VERSION,
     Adopted,
     CodecReport,
@@ -202,7 +203,7 @@ class ControlLink:
 
     def _deliver(self, message: FromEngine) -> None:
         if isinstance(message, Notice):
-            self.notices.publish(None if message.why == "found" else message)
+            self.notices.publish(None if message.why == ALL_CHANGED else message)
             return
         self._take_codec(message.answer)
         waiting = self._pending.get(message.number)

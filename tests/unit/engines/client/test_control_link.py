@@ -14,6 +14,7 @@ import pytest
 from engines.base import EngineRefused, EngineUnavailable
 from engines.client.control_link import MAX_NOTICES, ControlLink
 from engines.wire import (
+    ALL_CHANGED,
     ControlReply,
     Done,
     GetStats,
@@ -186,7 +187,7 @@ async def test_too_many_notices_become_one_question(folder: Path) -> None:
 async def test_found_sessions_are_a_question_as_well(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await greet(reader, writer)
-        writer.write(frame(Notice("moved", REPORT, "found")))
+        writer.write(frame(Notice("moved", REPORT, ALL_CHANGED)))
         writer.write(frame(Notice("moved", REPORT, "budget")))
         await reader.read()
 
