@@ -15,7 +15,7 @@ The stages of a request (``->`` marks calls by vLLM, on its own thread):
 
 A failed load must not be offered again. With the policy ``recompute``, a request whose first block
 failed starts again from the beginning, and vLLM calls ``match`` again; the same answer would fail
-the same way, for ever. So a request gets one load, and after a failure none.
+the same way, for ever. So a request gets one load at a time, and none after a failure.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RequestTracker:
     # ---- a step
 
     def take_step(
-        self, admitted: Iterable[tuple[str, int]], scheduled: Collection[str] = ()
+        self, admitted: Iterable[tuple[str, int]], scheduled: Collection[str]
     ) -> StepWork:
         """The saves and loads for the workers to begin in the next step.
 
@@ -157,8 +157,8 @@ class RequestTracker:
         bad_block_ids: set[int],
         loaded: Iterable[str],
         acks: Mapping[int, int],
-        failed: Collection[str] = (),
-        skipped: Collection[int] = (),
+        failed: Collection[str],
+        skipped: Collection[int],
     ) -> None:
         """Process the workers' reports at the end of a step.
 

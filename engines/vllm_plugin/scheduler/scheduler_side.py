@@ -38,6 +38,7 @@ from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.wire import (
+    ALL_CHANGED,
     CodecReport,
     EngineReport,
     Notice,
@@ -112,7 +113,7 @@ class SchedulerSide:
         self.inventory = Inventory(block_tokens) if reports else None
         counters = Counters()
         self._resident = ResidentSessions()
-        self._saves = SaveAcks(num_ranks)
+        self._acks = SaveAcks(num_ranks)
         self._hub = Hub(settings.hub_path, num_ranks, self._receive)
         self._forwards = Forwards(self._hub, num_ranks, lambda: not self.tracker.num_requests)
         saves = TurnSaves(self._resident, blocks, num_ranks)
@@ -137,7 +138,7 @@ class SchedulerSide:
             block_tokens=blocks.block_tokens,
             counters=counters,
             num_requests=lambda: (self.tracker.num_running, self.tracker.num_waiting),
-            requests=lambda: self.tracker.progress(),
+            requests=self.tracker.progress,
             is_reported=self._is_reported,
         )
         self._welcome = Welcome(
@@ -235,7 +236,7 @@ class SchedulerSide:
                 self._hub.spawn(partial(self._report_lost, news))
             case RankPacked():
                 self._hub.spawn(partial(self._notify, "packed", news.session))
-            case RankSaved() if self._saves.completes(news):
+            case RankSaved() if self._acks.completes(news):
                 self._hub.spawn(partial(self._notify, "saved", news.session))
             case RankRests() if self.inventory is not None:
                 self.inventory.update(news)
@@ -265,7 +266,7 @@ class SchedulerSide:
 
     def _have_all_listed(self, session: SessionRef) -> None:
         """Make the gateway ask for all sessions; ``session`` is one of those that changed."""
-        self._control.publish(Notice("moved", absent(session), "found"))
+        self._control.publish(Notice("moved", absent(session), ALL_CHANGED))
 
     async def _report_lost(self, news: RankLost) -> None:
         """Report to the gateway that a session is lost, if that is still true, or its new tier.

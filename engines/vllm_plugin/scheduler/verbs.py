@@ -70,8 +70,8 @@ class VllmVerbs:
         block_tokens: int,
         counters: Counters,
         num_requests: Callable[[], tuple[int, int]],
-        requests: Callable[[], list[RequestProgress]] = list,
-        is_reported: Callable[[SessionName], bool] = lambda name: True,
+        requests: Callable[[], list[RequestProgress]],
+        is_reported: Callable[[SessionName], bool],
     ) -> None:
         """
         Args:
@@ -103,7 +103,7 @@ class VllmVerbs:
         each = LimitTenants({name: _divided(x, num_ranks) for name, x in tiers.items()})
         answers = await self._hub.ask(each, LOOK_S)
         known = [x for x in TIER_NAMES if all(x in y.tenants for y in answers)]
-        return TenantUses({name: _added([x.tenants[name] for x in answers]) for name in known})
+        return TenantUses({name: _summed([x.tenants[name] for x in answers]) for name in known})
 
     async def codec(self) -> CodecReport:
         """The codec in use: one for the whole engine."""
@@ -277,11 +277,6 @@ def _divided(limits: TenantLimits, num_ranks: int) -> TenantLimits:
     return TenantLimits(named, part(limits.others))
 
 
-def _added(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Add up what tenants hold in one tier of each rank."""
-    return {x: sum(y.get(x, 0) for y in ranks) for x in {z for y in ranks for z in y}}
-
-
 def _codec(ranks: list[CodecReport | None]) -> CodecReport:
     """The engine's codec: that of a rank that waits for a measurement, if any, else the first.
 
@@ -315,9 +310,10 @@ def _joint(shares: list[RankSession]) -> RankSession:
     )
 
 
-def _summed(counters: list[dict[str, int]]) -> dict[str, int]:
-    names = sorted({name for x in counters for name in x})
-    return {name: sum(x.get(name, 0) for x in counters) for name in names}
+def _summed(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Add up the ranks' counts of each name."""
+    names = sorted({name for x in ranks for name in x})
+    return {name: sum(x.get(name, 0) for x in ranks) for name in names}
 
 
 def _repacking(shares: list[Repacking]) -> Repacking:

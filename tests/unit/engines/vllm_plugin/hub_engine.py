@@ -128,7 +128,13 @@ class Engine:
         self.hot.bind(self.pool)
         self.hub = Hub(str(folder / "hub.sock"), 2, self.saved.append)
         self.verbs = VllmVerbs(
-            self.hub, self.hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: (0, 0)
+            self.hub,
+            self.hot,
+            block_tokens=BLOCK,
+            counters=Counters(),
+            num_requests=lambda: (0, 0),
+            requests=list,
+            is_reported=lambda name: True,
         )
         self.address = str(folder / "control.sock")
         self.hub.start(ControlServer("secret", welcomed, self.verbs).serve(f"unix:{self.address}"))

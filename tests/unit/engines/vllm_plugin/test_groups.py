@@ -55,7 +55,7 @@ def planned_load(
     bench.ranks.answer(end)
     offered, _ = bench.tracker.match(request, hit * BLOCK)
     bench.tracker.allocated(request, tables, offered or 0)
-    return bench.tracker.take_step([]).loads[0]
+    return bench.tracker.take_step([], []).loads[0]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_blocks_that_others_may_be_reading_are_left_alone(bench):
 def test_a_failed_request_gets_no_second_offer(bench):
     request = Request(PROMPT)
     planned_load(bench, request, 0, 10, TABLES)
-    bench.tracker.absorb(set(), [request.request_id], {}, {request.request_id})
+    bench.tracker.absorb(set(), [request.request_id], {}, {request.request_id}, [])
     assert bench.tracker.match(request, 0) == (0, False)
 
 
@@ -90,7 +90,7 @@ def ended(bench: Bench, tables: list[list[int]], prompt_tokens: int) -> Any:
     request = bench.add(num_computed_tokens=len(PROMPT), num_prompt_tokens=prompt_tokens)
     bench.pool.hold(request.block_hashes, tables)
     bench.tracker.finished(request, tables)
-    return bench.tracker.take_step([]).saves[0]
+    return bench.tracker.take_step([], []).saves[0]
 
 
 def test_the_newest_state_is_saved_and_the_last_before_the_answer(bench):
@@ -100,7 +100,7 @@ def test_the_newest_state_is_saved_and_the_last_before_the_answer(bench):
     held = [*TABLES[1], 59, 77, 78, 79, 53, 71, 72, 73]
     assert sorted(save.held_ids) == sorted(held)
     assert {x.block_id for x in bench.pool.blocks if x.ref_cnt == 1} == set(held)
-    bench.tracker.absorb(set(), [], {save.job: 1})
+    bench.tracker.absorb(set(), [], {save.job: 1}, [], [])
     assert not any(x.ref_cnt for x in bench.pool.blocks)
 
 
@@ -152,7 +152,7 @@ def test_without_a_state_no_session_is_hot(bench):
 def test_a_state_is_given_back_after_the_tail_that_it_does_not_need(bench):
     tables = [[0, 0, 0, 53, 0, 0, 0, 0, 58, 59], TABLES[1], list(range(70, 80))]
     save = ended(bench, tables, 6 * BLOCK)
-    bench.tracker.absorb(set(), [], {save.job: 1})
+    bench.tracker.absorb(set(), [], {save.job: 1}, [], [])
     newest, before = [79, 78, 77, 59], [73, 72, 71, 53]
     tail, head = [29, 28, 27, 26, 25, 24], [23, 22, 21, 20]
     assert bench.pool.freed == [*newest, *tail, *before, *head]

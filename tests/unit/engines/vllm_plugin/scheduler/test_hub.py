@@ -82,7 +82,13 @@ def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
     hub.start()
     control = tmp_path / "control.sock"
     verbs = VllmVerbs(
-        hub, ResidentSessions(), block_tokens=1, counters=Counters(), num_requests=lambda: (0, 0)
+        hub,
+        ResidentSessions(),
+        block_tokens=1,
+        counters=Counters(),
+        num_requests=lambda: (0, 0),
+        requests=list,
+        is_reported=lambda name: True,
     )
     hub.start_after_front(ControlServer("secret", welcomed, verbs).serve(f"unix:{control}"))
     time.sleep(0.05)

@@ -35,9 +35,9 @@ def test_the_kv_that_is_ready_is_given_a_step_before_the_model_runs(bench):
     request = measuring(bench, given=8 * BLOCK)
     assert bench.tracker.match(request, 0) == (8 * BLOCK, True)
     bench.tracker.allocated(request, [TABLE], 8 * BLOCK)
-    (given,) = bench.tracker.take_step([("r1", 8 * BLOCK)]).given
+    (given,) = bench.tracker.take_step([("r1", 8 * BLOCK)], []).given
     assert (given.request_id, given.number, given.block_ids) == ("r1", 7, TABLE[:8])
-    assert not bench.tracker.take_step([]).given
+    assert not bench.tracker.take_step([], []).given
     assert not bench.ranks.sent, "no store was asked"
 
 
@@ -47,12 +47,12 @@ def test_wanted_blocks_are_held_until_every_rank_has_read_them(bench, first, blo
     assert bench.tracker.match(request, 0) == (0, False)
     bench.tracker.finished(request, [TABLE])
     assert bench.tracker.has_work
-    (wanted,) = bench.tracker.take_step([]).wanted
+    (wanted,) = bench.tracker.take_step([], []).wanted
     assert (wanted.number, wanted.block_ids) == (7, blocks)
     assert {bench.pool.blocks[x].ref_cnt for x in blocks} == {1}
-    bench.tracker.absorb(set(), [], {wanted.job: 1})
+    bench.tracker.absorb(set(), [], {wanted.job: 1}, [], [])
     assert bench.tracker.has_work
-    bench.tracker.absorb(set(), [], {wanted.job: 1})
+    bench.tracker.absorb(set(), [], {wanted.job: 1}, [], [])
     assert {bench.pool.blocks[x].ref_cnt for x in blocks} == {0}
     assert not bench.tracker.has_work
 
@@ -62,12 +62,12 @@ def test_a_step_is_seen_if_it_computes_nothing_else(bench):
     assert bench.tracker.take_step([], ["r1"]).alone == 7
     assert bench.tracker.take_step([], ["r1", "another's"]).alone == 0
     assert bench.tracker.take_step([], ["another's"]).alone == 0
-    assert bench.tracker.take_step([]).alone == 0
+    assert bench.tracker.take_step([], []).alone == 0
 
 
 def test_it_is_no_sessions_turn(bench):
     request = measuring(bench, given=BLOCK)
-    bench.tracker.take_step([("r1", BLOCK)])
+    bench.tracker.take_step([("r1", BLOCK)], [])
     assert (bench.tracker.num_running, bench.tracker.num_waiting) == (0, 0)
     assert bench.tracker.finished(request, [TABLE]) is None
     assert not bench.ended

@@ -20,17 +20,17 @@ def turn(bench: Bench, session: str, tokens: list[int]) -> Save:
 
 
 def planned(bench: Bench) -> list[Save]:
-    return bench.tracker.take_step([]).saves
+    return bench.tracker.take_step([], []).saves
 
 
 def skipped(bench: Bench, save: Save) -> None:
     """Acknowledge the save; one rank skipped it, and the other has it."""
-    bench.tracker.absorb(set(), [], {save.job: 1}, skipped={save.job})
-    bench.tracker.absorb(set(), [], {save.job: 1})
+    bench.tracker.absorb(set(), [], {save.job: 1}, [], skipped={save.job})
+    bench.tracker.absorb(set(), [], {save.job: 1}, [], [])
 
 
 def saved(bench: Bench, save: Save) -> None:
-    bench.tracker.absorb(set(), [], {save.job: 2})
+    bench.tracker.absorb(set(), [], {save.job: 2}, [], [])
 
 
 def test_two_long_turns_are_both_saved_though_the_queue_takes_one(bench):
@@ -126,6 +126,6 @@ def test_only_so_many_are_kept_in_mind(bench, monkeypatch):
 def test_a_state_is_made_up_for_too():
     bench = new_group_bench()
     save = group_turn(bench, TABLES, len(PROMPT))
-    bench.tracker.absorb(set(), [], {save.job: 1}, skipped={save.job})
-    again = bench.tracker.take_step([]).saves[0]
+    bench.tracker.absorb(set(), [], {save.job: 1}, [], skipped={save.job})
+    again = bench.tracker.take_step([], []).saves[0]
     assert (again.hashes, again.states) == (hashes(PROMPT), {10: [59, 77, 78, 79]})

@@ -31,7 +31,7 @@ def test_while_nothing_runs_the_answer_may_be_waited_for(bench):
         bench.tracker.add(request)
         assert bench.tracker.match(request, 0) == (None, False)
     assert bench.ranks.patience == [IDLE_WAIT_S, 0, 0]
-    assert bench.tracker.take_step([]).wait_s == IDLE_WAIT_S
+    assert bench.tracker.take_step([], []).wait_s == IDLE_WAIT_S
     bench.tracker.match(requests[0], 0)
     assert bench.ranks.patience[3:] == [IDLE_WAIT_S]
 
@@ -39,12 +39,12 @@ def test_while_nothing_runs_the_answer_may_be_waited_for(bench):
 def test_a_running_request_waits_for_no_restore(bench):
     running, other = Request(PROMPT, name="r1"), Request(PROMPT, name="r2")
     bench.tracker.add(running)
-    assert bench.tracker.take_step([("r1", 0)]).wait_s == 0
+    assert bench.tracker.take_step([("r1", 0)], []).wait_s == 0
     bench.tracker.add(other)
     bench.tracker.match(other, 0)
     assert bench.ranks.patience == [0]
     bench.tracker.finished(running, [[]])
-    assert bench.tracker.take_step([]).wait_s == IDLE_WAIT_S
+    assert bench.tracker.take_step([], []).wait_s == IDLE_WAIT_S
 
 
 def test_one_token_is_always_left_to_compute(bench):
@@ -61,7 +61,7 @@ def test_local_blocks_are_not_asked_for(bench):
     assert bench.tracker.match(request, 4 * BLOCK) == (6 * BLOCK, True)
     assert bench.tracker.match(request, 7 * BLOCK) == (3 * BLOCK, True)  # others computed more
     bench.tracker.allocated(request, [list(range(50, 61))], 3 * BLOCK)
-    load = bench.tracker.take_step([]).loads[0]
+    load = bench.tracker.take_step([], []).loads[0]
     assert (load.first_block, load.block_ids) == (7, [57, 58, 59])
 
 
@@ -86,7 +86,7 @@ def test_a_rank_that_never_answers_costs_the_deadline(bench):
     assert bench.tracker.match(request, 0) == (0, False)
     assert bench.tracker.match(request, 0) == (0, False)
     assert isinstance(bench.ranks.sent[-1], Release)
-    bench.tracker.take_step([(request.request_id, 0)])
+    bench.tracker.take_step([(request.request_id, 0)], [])
     assert bench.admitted == [("tcm" + "0" * 24, "miss; tokens=0; reason=deadline")]
 
 
@@ -120,7 +120,7 @@ def test_it_says_how_far_the_requests_of_sessions_are(bench):
     request.num_computed_tokens = 24  # restored or hot
     bench.tracker.add(request)
     assert bench.tracker.progress() == []  # it waits
-    bench.tracker.take_step([("r1", 24)])
+    bench.tracker.take_step([("r1", 24)], [])
     assert bench.tracker.progress() == [RequestProgress("t", "s", len(PROMPT), 24, 0)]
     request.num_computed_tokens, request.num_output_tokens = len(PROMPT) + 3, 4
     assert bench.tracker.progress() == [RequestProgress("t", "s", len(PROMPT), len(PROMPT), 4)]

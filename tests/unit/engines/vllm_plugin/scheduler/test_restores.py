@@ -13,12 +13,12 @@ def test_a_load_that_works(bench):
     request = Request(PROMPT, name="chatcmpl-tcm" + "a" * 24 + "-1")
     ids = restored(bench, request)
     assert bench.tracker.has_work
-    step = bench.tracker.take_step([])
+    step = bench.tracker.take_step([], [])
     assert [(x.request_id, x.first_block, x.block_ids) for x in step.loads] == [
         (request.request_id, 0, ids)
     ]
-    bench.tracker.absorb(set(), [request.request_id], {})
-    bench.tracker.take_step([(request.request_id, 10 * BLOCK)])
+    bench.tracker.absorb(set(), [request.request_id], {}, [], [])
+    bench.tracker.take_step([(request.request_id, 10 * BLOCK)], [])
     assert bench.admitted == [("tcm" + "a" * 24, "cold-ram; tokens=160")]
     assert bench.counters.as_dict() == {
         "restores": 1,
@@ -35,8 +35,8 @@ def test_a_failed_load_is_not_offered_again(bench):
     """The livelock of the policy ``recompute``: block 0 fails, vLLM starts over and asks again."""
     request = Request(PROMPT)
     ids = restored(bench, request)
-    bench.tracker.take_step([])
-    bench.tracker.absorb({ids[0]}, [request.request_id], {})
+    bench.tracker.take_step([], [])
+    bench.tracker.absorb({ids[0]}, [request.request_id], {}, [], [])
     for _ in range(5):
         assert bench.tracker.match(request, 0) == (0, False)
     assert sum(isinstance(x, Stage) and not x.is_probe for x in bench.ranks.sent) == 1
@@ -48,15 +48,15 @@ def test_a_failed_load_is_not_offered_again(bench):
 def test_the_failure_may_be_reported_a_step_earlier(bench):
     request = Request(PROMPT)
     ids = restored(bench, request)
-    bench.tracker.absorb({ids[3]}, [], {})
-    bench.tracker.absorb(set(), [request.request_id], {})
+    bench.tracker.absorb({ids[3]}, [], {}, [], [])
+    bench.tracker.absorb(set(), [request.request_id], {}, [], [])
     assert bench.counters.as_dict() == {"loads_failed": 1}
 
 
 def test_other_requests_failures_are_none_of_ours(bench):
     request = Request(PROMPT)
     restored(bench, request)
-    bench.tracker.absorb({99}, [request.request_id], {})
+    bench.tracker.absorb({99}, [request.request_id], {}, [], [])
     assert bench.counters.as_dict()["restores"] == 1
     assert "loads_failed" not in bench.counters.as_dict()
 
@@ -67,8 +67,8 @@ def test_a_miss_is_counted_as_reported_to_its_client(bench):
     bench.ranks.answer(0, tier=None, reason="never-stored")
     assert bench.tracker.match(request, 0) == (0, False)
     assert (bench.tracker.num_running, bench.tracker.num_waiting) == (0, 1)
-    bench.tracker.take_step([(request.request_id, 0)])
-    bench.tracker.take_step([(request.request_id, 0)])  # reported twice: after a preemption
+    bench.tracker.take_step([(request.request_id, 0)], [])
+    bench.tracker.take_step([(request.request_id, 0)], [])  # reported twice: after a preemption
     assert (bench.tracker.num_running, bench.tracker.num_waiting) == (1, 0)
     bench.tracker.finished(request, [[]])
     assert (bench.tracker.num_running, bench.tracker.num_waiting) == (0, 0)
@@ -84,7 +84,7 @@ def test_a_miss_is_counted_as_reported_to_its_client(bench):
 def test_after_a_preemption_a_request_may_be_restored_again(bench):
     request = Request(PROMPT)
     restored(bench, request)
-    bench.tracker.absorb(set(), [request.request_id], {})
+    bench.tracker.absorb(set(), [request.request_id], {}, [], [])
     assert bench.tracker.match(request, 0) == (None, False)
     assert sum(isinstance(x, Stage) and not x.is_probe for x in bench.ranks.sent) == 2
 
@@ -105,8 +105,8 @@ def test_an_abort_before_the_load_releases_the_staged_blobs(bench, answered):
 def test_an_abort_during_the_load_saves_nothing(bench):
     request = Request(PROMPT, num_computed_tokens=10 * BLOCK)
     ids = restored(bench, request)
-    bench.tracker.take_step([])
+    bench.tracker.take_step([], [])
     bench.tracker.finished(request, [ids])
-    assert bench.tracker.take_step([]).saves == []
-    bench.tracker.absorb(set(), [request.request_id], {})
+    assert bench.tracker.take_step([], []).saves == []
+    bench.tracker.absorb(set(), [request.request_id], {}, [], [])
     assert bench.tracker.is_settled

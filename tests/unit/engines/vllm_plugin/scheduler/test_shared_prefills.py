@@ -200,6 +200,6 @@ def test_prompt_logprobs_wait_for_nothing(bench):
 def test_an_answer_that_runs_on_is_no_prefill(bench):
     first = prefilled(bench)
     run(first, first.num_tokens - 1)
-    bench.tracker.take_step([])
+    bench.tracker.take_step([], [])
     first.num_computed_tokens = 0  # as if it were preempted later, and not yet resumed
     assert not waits(bench, follower(bench), 0)

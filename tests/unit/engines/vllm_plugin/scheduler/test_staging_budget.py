@@ -49,7 +49,7 @@ def test_no_more_is_staged_than_there_is_room_for(bench):
     bench.tracker.allocated(requests[1], [list(range(20, 31))], 160)
     ask_all(bench, requests[2:])
     assert staged_for(bench) == ["a", "b"]
-    bench.tracker.absorb(set(), ["b"], {})
+    bench.tracker.absorb(set(), ["b"], {}, [], [])
     ask_all(bench, requests[2:])
     assert staged_for(bench) == ["a", "b", "c"]
 
@@ -127,7 +127,7 @@ def test_who_finds_room_asks_nothing_more(bench):
     bench.ranks.answer(10)
     assert bench.tracker.match(requests[2], 0) == (160, True)
     bench.tracker.allocated(requests[2], [list(range(20, 31))], 160)
-    bench.tracker.absorb(set(), ["c"], {})
+    bench.tracker.absorb(set(), ["c"], {}, [], [])
     assert Release(probes(bench)["c"]) in bench.ranks.sent
 
 

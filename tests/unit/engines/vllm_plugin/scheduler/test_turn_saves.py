@@ -22,12 +22,12 @@ def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
     request = bench.add(num_computed_tokens=len(PROMPT))
     ids = bench.pool.fill(request.block_hashes)
     bench.tracker.finished(request, [[*ids, 30]])
-    save = bench.tracker.take_step([]).saves[0]
+    save = bench.tracker.take_step([], []).saves[0]
     assert (save.session.id, save.block_ids, len(save.hashes)) == ("s", ids, 10)
     assert {bench.pool.blocks[x].ref_cnt for x in ids} == {1}
-    bench.tracker.absorb(set(), [], {save.job: 1})
+    bench.tracker.absorb(set(), [], {save.job: 1}, [], [])
     assert bench.tracker.has_work
-    bench.tracker.absorb(set(), [], {save.job: 1})
+    bench.tracker.absorb(set(), [], {save.job: 1}, [], [])
     assert not bench.tracker.has_work
     assert bench.pool.freed == ids[::-1]  # the tail is reused first
     assert bench.ended == [save.session]
@@ -36,14 +36,14 @@ def test_a_turns_full_blocks_are_held_until_every_rank_has_them(bench):
 def test_tokens_of_a_step_in_flight_do_not_count(bench):
     request = bench.add(num_computed_tokens=10 * BLOCK, num_in_flight_tokens=1)
     bench.tracker.finished(request, [list(range(10))])
-    assert len(bench.tracker.take_step([]).saves[0].hashes) == 8
+    assert len(bench.tracker.take_step([], []).saves[0].hashes) == 8
 
 
 def test_blocks_after_the_last_full_chunk_stay_hot_and_are_not_saved(bench):
     request = bench.add(tokens_of(9, 2), num_computed_tokens=9 * BLOCK + 2)
     ids = bench.pool.fill(request.block_hashes)
     bench.tracker.finished(request, [[*ids, 30]])
-    (save,) = bench.tracker.take_step([]).saves
+    (save,) = bench.tracker.take_step([], []).saves
     assert (save.block_ids, len(save.hashes)) == (ids[:8], 8)
     assert bench.pool.blocks[ids[8]].ref_cnt == 0
     assert bench.hot.num_resident(("t", "s")) == 9
@@ -67,7 +67,7 @@ def test_vllms_own_session_id_will_do(bench):
         num_computed_tokens=len(PROMPT), kv_transfer_params=None, session_id="theirs"
     )
     bench.tracker.finished(request, [list(range(10))])
-    assert bench.tracker.take_step([]).saves[0].session == SessionRef("", "theirs", b"ab")
+    assert bench.tracker.take_step([], []).saves[0].session == SessionRef("", "theirs", b"ab")
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def ran(bench: Bench, name: str, tokens: list[int]) -> list[int]:
     request = bench.add(tokens, name=name, session=name, num_computed_tokens=len(tokens))
     ids = bench.pool.fill(request.block_hashes)
     bench.tracker.finished(request, [ids])
-    for save in bench.tracker.take_step([]).saves:
-        bench.tracker.absorb(set(), [], {save.job: 2})
+    for save in bench.tracker.take_step([], []).saves:
+        bench.tracker.absorb(set(), [], {save.job: 2}, [], [])
     return ids
 
 
@@ -110,7 +110,7 @@ def test_blocks_that_another_session_needs_stay(bench):
     ran(bench, "a", PROMPT)
     ran(bench, "b", [*PROMPT[: 5 * BLOCK], *tokens_of(5, 2, 5000)])
     bench.hot.ask_to_drop(("t", "a"))
-    bench.tracker.take_step([])
+    bench.tracker.take_step([], [])
     assert bench.hot.num_resident(("t", "b")) == 10
     assert len(bench.pool.cached) == 10
 
@@ -142,8 +142,8 @@ def test_blocks_that_requests_and_saves_hold_are_not_idle(bench):
     ids = bench.pool.fill(request.block_hashes)
     bench.tracker.finished(request, [ids])
     assert (bench.hot.num_used_blocks(), bench.hot.num_idle_blocks()) == (10, 0)
-    for save in bench.tracker.take_step([]).saves:
-        bench.tracker.absorb(set(), [], {save.job: 2})
+    for save in bench.tracker.take_step([], []).saves:
+        bench.tracker.absorb(set(), [], {save.job: 2}, [], [])
     assert (bench.hot.num_used_blocks(), bench.hot.num_idle_blocks()) == (0, 10)
     bench.add(name="again")
     assert bench.hot.num_idle_blocks() == 0

@@ -84,7 +84,13 @@ class Rank:
         hot = ResidentSessions()
         hot.bind(Pool())
         self.verbs = VllmVerbs(
-            self.hub, hot, block_tokens=BLOCK, counters=Counters(), num_requests=lambda: (0, 0)
+            self.hub,
+            hot,
+            block_tokens=BLOCK,
+            counters=Counters(),
+            num_requests=lambda: (0, 0),
+            requests=list,
+            is_reported=lambda name: True,
         )
         self.link = link_to(self.path, self.store, self.staging, codecs=codecs)
         until(lambda: self.hub.ready)
