@@ -29,8 +29,10 @@ log = logging.getLogger("thermocline.engines")
 LOOK_EVERY_S: Final = 0.5
 READY_POLL_S: Final = 0.05
 SAVED_POLL_S: Final = 0.2
-RETRY_AFTER_S: Final = 10.0  # a model that could not be loaded is refused for so long; each
-MAX_RETRY_AFTER_S: Final = 640.0  # time for twice as long, since others lose their place for it
+# Refused clients are asked to wait so long. A model that could not be loaded is refused for that
+# time, and for twice as long after each other try, up to the most: others lose their place for it.
+RETRY_AFTER_S: Final = 10.0
+MAX_RETRY_AFTER_S: Final = 640.0
 MAX_WAITING: Final = 256  # requests for models that are not loaded
 MAX_OF_TENANT: Final = 64  # of these
 OVERDUE_S: Final = 10.0  # in line; so long a loaded model still takes new requests

@@ -204,7 +204,7 @@ def joined_report(reports: Sequence[EngineReport], counters: Mapping[str, int]) 
         reports[0],
         **sums,
         tiers=[TierStats.joined(x, available=any(y.available for y in x)) for x in tiers.values()],
-        counters=dict(Counter(counters)),
+        counters=dict(counters),
         requests=[y for x in reports for y in x.requests],
         repacking=_joined_repacking([x.repacking for x in reports]),
         differs=tuple(sorted({kind for x in reports for kind in x.differs})),

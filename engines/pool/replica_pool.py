@@ -19,8 +19,6 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
-import msgspec
-
 from engines.base import (
     SAVE_S,
     CodecReport,
@@ -85,10 +83,6 @@ class ReplicaPool:
 
     # ---- choice
 
-    def choose(self, session: SessionRef, but: Welcome | None = None) -> Replica:
-        """See ``ReplicaChoice.choose``."""
-        return self._choice.choose(session, but)
-
     def _served(self, session: SessionRef, replica: Replica) -> None:
         """Note that a replica has taken a request, and let go of the copy at its former home."""
         home = self._choice.home(session)
@@ -134,7 +128,7 @@ class ReplicaPool:
     def _joined(self) -> Welcome | None:
         welcomes = [x.engine.welcome for x in self._replicas if not x.differs]
         known = [x for x in welcomes if x is not None]
-        return msgspec.structs.replace(joined_welcome(known)) if known else None
+        return joined_welcome(known) if known else None
 
     @property
     def codec(self) -> CodecReport | None:
@@ -210,7 +204,7 @@ class ReplicaPool:
         key = session or SessionRef("", secrets.token_hex(8), b"")  # a question: any of them
 
         def candidate(but: Welcome | None) -> Candidate:
-            replica = self.choose(key, but)
+            replica = self._choice.choose(key, but)
             life = replica.engine.welcome
             next_life = NextLife(
                 lambda: replica.engine.welcome,
@@ -270,7 +264,7 @@ class ReplicaPool:
         return await self._choice.holder(session).engine.demote(session, tier)
 
     async def prefetch(self, session: SessionRef) -> SessionReport | None:
-        replica = self.choose(session)
+        replica = self._choice.choose(session)
         report = await replica.engine.prefetch(session)
         if report is not None and report.hot:
             self._served(session, replica)
@@ -291,12 +285,12 @@ class ReplicaPool:
         return next((x for x in reports if x is not None), None)
 
     def _owe(self, session: SessionRef) -> None:
-        away = [x for x in self._replicas if not (x.takes or x.owed.has_room(session.tenant))]
-        if full := next((x for x in away if not x.is_new), None):
+        full_ones = [x for x in self._replicas if not (x.takes or x.owed.has_room(session.tenant))]
+        if full := next((x for x in full_ones if not x.is_new), None):
             raise EngineUnavailable(
                 f"replica {full.name} is away, and too many sessions are to be deleted there"
             )
-        for replica in away:
+        for replica in full_ones:
             replica.owed.make_room(session.tenant)
         for replica in self._replicas:
             replica.owed.add(session)

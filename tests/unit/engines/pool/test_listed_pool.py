@@ -83,7 +83,7 @@ class Rig:
         return {x.name: {y.id for y in x.owed} for x in self.pool._replicas}
 
     def home(self, number: int) -> str:
-        return self.pool.choose(ref(number)).name
+        return self.pool._choice.choose(ref(number)).name
 
 
 async def test_replicas_are_taken_on_and_those_that_leave_get_nothing_new():
@@ -108,7 +108,7 @@ async def test_a_session_of_a_replica_that_leaves_has_its_verbs_done_by_another(
     rig = Rig()
     await rig.see(listed("1"), listed("2"))
     home = rig.home(7)
-    rig.pool._served(ref(7), rig.pool.choose(ref(7)))
+    rig.pool._served(ref(7), rig.pool._choice.choose(ref(7)))
     other = "2" if home == "1" else "1"
     await rig.see(listed(home, leaving=True), listed(other))
     await rig.pool.demote(ref(7))
@@ -149,7 +149,7 @@ async def test_a_deletion_after_a_replica_has_gone_reaches_the_one_that_has_its_
     await rig.see(listed("2"))
     for number in (2, 3, 4):
         await rig.pool.forget(ref(number))
-    rig.pool._served(ref(3), rig.pool.choose(ref(3)))  # it has begun again
+    rig.pool._served(ref(3), rig.pool._choice.choose(ref(3)))  # it has begun again
     await rig.see(listed("2"), listed("3"))
     assert rig.owed() == {"2": set(), "3": {"s2", "s4"}}
     rig.now += GONE_S - 1
@@ -181,7 +181,7 @@ async def test_a_session_that_begins_again_is_not_deleted_for_a_replica_that_is_
     rig.engines["1"].die()
     await rig.pool.forget(ref(7))
     await rig.pool.forget(ref(8))
-    rig.pool._served(ref(7), rig.pool.choose(ref(7)))
+    rig.pool._served(ref(7), rig.pool._choice.choose(ref(7)))
     await rig.see(listed("2"))
     await rig.see(listed("2"), listed("3"))
     assert rig.owed() == {"2": set(), "3": {"s8"}}
@@ -198,7 +198,7 @@ async def test_a_session_that_begins_again_while_others_are_deleted_stays():
     rig.make = rig.pool._make = lambda _: new
     await rig.see(listed("2"), listed("3"))
     await eventually(lambda: new.num_waiting)
-    rig.pool._served(ref(4), rig.pool.choose(ref(4)))
+    rig.pool._served(ref(4), rig.pool._choice.choose(ref(4)))
     new.gate.set()
     await eventually(lambda: not rig.owed()["3"])
     assert new.forgotten == ["s0", "s1", "s2", "s3"]
@@ -213,7 +213,7 @@ async def test_a_session_that_begins_again_while_it_is_deleted_is_not_kept_as_de
     await rig.see(listed("2"))
     deleting = asyncio.create_task(rig.pool.forget(ref(7)))
     await eventually(lambda: two.num_waiting)
-    rig.pool._served(ref(7), rig.pool.choose(ref(7)))
+    rig.pool._served(ref(7), rig.pool._choice.choose(ref(7)))
     two.gate.set()
     await deleting
     await rig.see(listed("2"), listed("3"))

@@ -147,7 +147,7 @@ class Rig:
             await asyncio.sleep(0)
 
     def name(self, session: SessionRef) -> str:
-        return self.pool.choose(session).name
+        return self.pool._choice.choose(session).name
 
     async def turn(self, session: SessionRef, wait_s: float = 5.0) -> bytes:
         headers = session_headers(session)
@@ -329,7 +329,7 @@ async def test_a_second_replica_that_breaks_its_connection_is_avoided_too():
     async with Rig() as rig:
         first = rig.name(ref(1))
         rig.engines[first].fails_with = EngineUnavailable("it broke")
-        second = rig.pool.choose(ref(1), rig.engines[first].welcome).name
+        second = rig.pool._choice.choose(ref(1), rig.engines[first].welcome).name
         rig.engines[second].fails_with = EngineUnavailable("it broke")
         with pytest.raises(EngineUnavailable):
             await rig.turn(ref(1), 0.1)
@@ -437,7 +437,7 @@ async def test_a_pool_is_ready_with_one_replica_and_its_account_holds_for_all():
         rig.engines["2"].die()
         assert not rig.pool.ready and rig.pool.trouble
         with pytest.raises(EngineUnreached):
-            rig.pool.choose(ref(1))
+            rig.pool._choice.choose(ref(1))
 
 
 async def test_an_engine_of_another_model_is_no_replica():
@@ -471,7 +471,7 @@ async def test_a_choice_among_a_thousand_looks_at_a_few():
         engine.welcome = WELCOME if i % 5 else None
     pool = ReplicaPool(engines, Homes(1000), clock=lambda: rig.now)
     for i in range(200):
-        pool.choose(ref(i))
+        pool._choice.choose(ref(i))
     assert Counted.num_looks / 200 < 6  # three that take it, of which a fifth is away
 
 
