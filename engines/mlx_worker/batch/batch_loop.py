@@ -274,11 +274,6 @@ class EngineParts:
         }
 
 
-def _state_step(plan: CachePlan, cold: ColdSessions | None) -> int:
-    """Tokens between places where states are taken; 0 = the caches need none."""
-    return cold.store.chunk_tokens if plan.needs_state and cold is not None else 0
-
-
 def assemble(
     model: Any,
     plan: CachePlan,
@@ -289,7 +284,7 @@ def assemble(
     """Make the parts for one model. Call it on the owner thread."""
     hot = HotSessions(thread.clock)
     hot_cache = HotCache(hot, cold, thread.notify, nudge=lambda: thread.post(lambda: None))
-    state_step = _state_step(plan, cold)
+    state_step = cold.store.chunk_tokens if plan.needs_state and cold is not None else 0
     prefiller = Prefiller(model, config.prefill_step, state_step)
     # The last place may go to a task of several answers.
     batches = Batches(model, 2 * config.max_batch, state_step)

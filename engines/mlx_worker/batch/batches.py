@@ -101,7 +101,7 @@ class _ResumedStopSequences(StopSequences):
 class LengthBucket:
     """One BatchGenerator and the sequences in it. Belongs to the owner thread."""
 
-    def __init__(self, model: Any, max_sequences: int, state_step: int = 0) -> None:
+    def __init__(self, model: Any, max_sequences: int, state_step: int) -> None:
         self._model = model
         self._max_sequences = max_sequences
         self._state_step = state_step
@@ -219,7 +219,7 @@ class LengthBucket:
 class Batches:
     """The buckets, shortest first. Belongs to the owner thread, except ``len``."""
 
-    def __init__(self, model: Any, max_sequences: int, state_step: int = 0) -> None:
+    def __init__(self, model: Any, max_sequences: int, state_step: int) -> None:
         """``state_step``: tokens between places where states are taken; 0 = none are."""
         count = len(BUCKET_BOUNDS) + 1
         self.buckets = [LengthBucket(model, max_sequences, state_step) for _ in range(count)]

@@ -67,7 +67,7 @@ class Prefiller:
     there. Both count as memory in use. Belongs to the owner thread.
     """
 
-    def __init__(self, model: Any, largest_chunk: int, state_step: int = 0) -> None:
+    def __init__(self, model: Any, largest_chunk: int, state_step: int) -> None:
         """Make one for a model.
 
         Args:

@@ -47,7 +47,7 @@ def test_a_slow_machine_is_not_given_ever_smaller_chunks() -> None:
 
 
 def test_prompts_take_turns() -> None:
-    prefiller = Prefiller(lambda tokens, cache: None, 512)
+    prefiller = Prefiller(lambda tokens, cache: None, 512, 0)
     assert prefiller.next() is None
     old, short, fed = task(5000), task(100), task(900, num_cached=899)
     for x in (old, short, fed):
