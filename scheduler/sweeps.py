@@ -255,7 +255,8 @@ class Sweeps:
 
     def _relieve_machine(self, jobs: asyncio.TaskGroup, report: EngineReport) -> None:
         if (missing := self._headroom.missing_bytes()) > 0:
-            below_memory = next((x.name for x in report.tiers if x.name != "ram"), None)
+            names = (x.name for x in report.tiers)
+            below_memory = next((x for x in names if TIERS[x].outlives_engine), None)
             queues = [Queue.HOT] if below_memory is None else [Queue.HOT, Queue.PACKED]
             quiet = heapq.merge(*map(self._without_urgent_job, queues), key=lambda x: x.last_used)
             leaving = leaving_memory(quiet, missing, self._clock())

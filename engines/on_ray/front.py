@@ -16,13 +16,14 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
-from engines.base import Engine, EngineError, SessionRef, SessionReport
+from engines.base import TIERS, Engine, EngineError, SessionRef, SessionReport
 from engines.http import BearerGate
 
 START_POLL_S: Final = 0.05
 log = logging.getLogger("thermocline.ray")
 AT_ONCE: Final = 8
 POLL_S: Final = 0.2
+SHARED: Final = next(name for name, kind in TIERS.items() if kind.is_shared)
 
 
 class Front:
@@ -62,7 +63,7 @@ class Front:
 
 
 async def save_all(engine: Engine, within_s: float) -> int:
-    """Have every session packed and moved to Redis; returns how many are there.
+    """Have every session packed and moved to the shared tier; returns how many are there.
 
     What is not saved in time costs a prefill.
     """
@@ -82,8 +83,8 @@ async def _saved(engine: Engine, session: SessionReport, places: asyncio.Semapho
     async with places:
         try:
             reference = SessionRef(session.tenant, session.id, b"")
-            done = await engine.demote(reference, "redis")
+            done = await engine.demote(reference, SHARED)
         except EngineError as error:
             log.warning("session %s was not saved: %s", session.id, error)
             return False
-        return done.report is not None and done.report.tier == "redis"
+        return done.report is not None and done.report.tier == SHARED

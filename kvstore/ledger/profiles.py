@@ -24,6 +24,7 @@ from kvstore.codecs.profile import Profile, profile_in
 from kvstore.errors import Corrupt, ForeignCodec, Mismatch, UnknownCodec
 from kvstore.ledger.reading import CopyReader, GoodCopy
 from kvstore.ledger.stack import TierStack
+from kvstore.session import TIERS
 from kvstore.tiers.base import Blob
 
 MAX_PROFILE_BYTES: Final = 256 << 20
@@ -68,7 +69,7 @@ class Profiles:
         self._read_too = read_too
         self._monotonic = monotonic
         self.opened: OpenProfile = _none_may_serve
-        self._levels = [i for i, name in enumerate(stack.names) if name != "ram"]
+        self._levels = [i for i, name in enumerate(stack.names) if TIERS[name].outlives_engine]
         self._local = [i for i in self._levels if i not in stack.shared]
         self._lock = threading.Lock()
         self._renewing = threading.Lock()

@@ -15,14 +15,16 @@ the secret no data can be put there that is trusted.
 Every error of the medium becomes ``kvstore.errors.TierUnavailable``, or ``TierInUse`` for a
 folder that another process owns, and never costs more than a prefill.
 
-A new tier is a module here, or a sub-package if it needs several. It implements ``Tier``, keeps
-a budget with ``ReturnOrder``, is opened in ``registry.py``, and joins ``KINDS`` of
-``tests/contract/tier_rig.py``, so that ``test_tiers.py`` and ``test_tier_model.py`` run over it.
-Its name goes into ``kvstore.session.TierName``, and a row into the table ``TIERS`` there. What is
-said of each tier elsewhere:
+A new tier is a module here, or a sub-package if it needs several. It implements ``Tier``; a local
+one keeps a budget with ``ReturnOrder``. ``open_tiers`` in ``registry.py`` opens it, and it joins
+``KINDS`` of ``tests/contract/tier_rig.py``, so that ``test_tiers.py`` and ``test_tier_model.py``
+run over it. Its name goes into ``kvstore.session.TierName``, and a row into the table ``TIERS``
+there. What is said of each tier elsewhere:
 
 - its budget and time to live: ``StoreConfig``; a tenant's limit: ``gateway.keys.Limits``
 - the word in ``x-thermocline-cache``: ``engines.http``; the places of a session's KV on the page:
   ``gateway.watch.shape`` and ``page/live/store.js``
+- vLLM's word for the medium: ``engines.vllm_plugin.reports``
+- the tier in which sessions rest while their model is not loaded: ``launch.serve.build``
 - the plan: ``launch.plan``, and the columns that print it: ``launch.cli``
 """

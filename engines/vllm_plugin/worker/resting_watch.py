@@ -18,7 +18,7 @@ from engines.vllm_plugin.inventory import read_event_note
 from engines.vllm_plugin.messages import RankRests
 from kvstore.blobs.chain import Piece, joined
 from kvstore.ledger.record import SessionRecord
-from kvstore.session import SessionName, SessionRef
+from kvstore.session import TIERS, SessionName, SessionRef
 from kvstore.store.cold_store import ColdStore
 from kvstore.workers import Periodic
 
@@ -131,7 +131,8 @@ class RestingWatch:
         keys = [x.key for x in pieces if x.is_chunk and x.end_token <= end * size]
         in_ram = slower = 0
         for level, name in enumerate(stack.names):
-            first = 0 if name == "ram" else slower  # another tier is asked for the rest only
+            in_memory = not TIERS[name].outlives_engine
+            first = 0 if in_memory else slower  # another tier is asked for the rest only
             num_held = first + [*stack.holds(level, keys[first:]), False].index(False)
-            in_ram, slower = (num_held, slower) if name == "ram" else (in_ram, num_held)
+            in_ram, slower = (num_held, slower) if in_memory else (in_ram, num_held)
         return in_ram * self._chunk_blocks, slower * self._chunk_blocks
