@@ -66,6 +66,11 @@ def shown_form(kind: Kind, body: bytes, outputs: Sequence[Item]) -> bytes:
     return b'%b,"output":[%b]}' % (body[:-1], b",".join(x.body for x in outputs))
 
 
+def row_name(kind: Kind, id: str) -> str:
+    """Return the name under which tables keep an object."""
+    return f"{kind}:{id}"
+
+
 def label_of(name: str, value: str) -> Label:
     """Return the label of the objects that have a value in their metadata."""
     return f"metadata.{name}", value

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from gateway.stored.forms import Item, Kind, Label
+from gateway.stored.forms import Item, Kind, Label, row_name
 from gateway.stored.seal import ObjectSeal
 from gateway.stored.table import SLICE_BYTES, SLICE_ITEMS, Write
 
@@ -70,7 +70,7 @@ class Object(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.kind}:{self.id}"
+        return row_name(self.kind, self.id)
 
 
 class PageDraft:

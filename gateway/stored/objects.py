@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from gateway.stored.forms import Entry, Form, Item, Kind, Label, shown_form
+from gateway.stored.forms import Entry, Form, Item, Kind, Label, row_name, shown_form
 from gateway.stored.head import Head, Object, Page, PageDraft, slices
 from gateway.stored.recent_pages import PageKey, RecentPages
 from gateway.stored.seal import KeyOf, NotOurs, Seals
@@ -55,7 +55,7 @@ class Objects:
 
     def find(self, tenant: str, kind: Kind, id: str, *, uses: bool = True) -> Object | None:
         """Find an object; note that it was used, if this is a use."""
-        found = self.table.find(tenant, f"{kind}:{id}", uses=uses)
+        found = self.table.find(tenant, row_name(kind, id), uses=uses)
         if found is None:
             return None
         try:
@@ -200,7 +200,7 @@ class Objects:
         write = draft.write(head, None, terms=terms)
         if size_of(write.head, write.pages) > self.table.limits.tenant_bytes:
             return False
-        return self.table.write(tenant, f"{entry.kind}:{entry.id}", write)
+        return self.table.write(tenant, row_name(entry.kind, entry.id), write)
 
     def append(self, tenant: str, kind: Kind, id: str, items: Sequence[Item]) -> Steps[bool]:
         """Add items after the others; those whose id is there already are left out.
@@ -283,8 +283,9 @@ class Objects:
     def delete(self, tenant: str, kind: Kind, id: str) -> Steps[bool]:
         """Remove an object and its items, for good; returns False if it is not there."""
         self.table.drop_copies()
-        there = self.table.delete(tenant, f"{kind}:{id}")
-        self._recent.forget(tenant, f"{kind}:{id}")
+        name = row_name(kind, id)
+        there = self.table.delete(tenant, name)
+        self._recent.forget(tenant, name)
         yield from self._tidy(tenant)
         return there
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.stored.forms import KINDS, Entry, Form, Item, Kind, stored_form
+from gateway.stored.forms import KINDS, Entry, Form, Item, Kind, row_name, stored_form
 from gateway.stored.objects import Objects
 from gateway.stored.seal import KeyOf, NotOurs, ObjectSeal, keyed_hash
 from gateway.stored.sqlite_file import make_mark
@@ -147,9 +147,9 @@ def _bring(
     if made is not None:
         entry, items = made
         # It may have been put by a start that failed before it was removed, and changed since.
-        is_over = table.find(old.tenant, f"{entry.kind}:{entry.id}", uses=False) is not None
+        is_over = table.find(old.tenant, row_name(entry.kind, entry.id), uses=False) is not None
         if not is_over and objects.put_now(old.tenant, entry, items):
-            table.set_used(old.tenant, f"{entry.kind}:{entry.id}", old.used)
+            table.set_used(old.tenant, row_name(entry.kind, entry.id), old.used)
 
     def removed(db: sqlite3.Connection) -> None:
         for name, column in (("items", "owner"), ("heads", "owner"), ("entries", "seq")):
