@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
     body: bytes
     about: dict[str, str] = {}  # a few words that are read without the body
-    labels: Sequence[Label] | None = None  # None: it is in no list
+    labels: tuple[Label, ...] | None = None  # None: it is in no list
     outputs: Sequence[Item] = ()
 
 
@@ -76,9 +76,9 @@ def label_of(name: str, value: str) -> Label:
     return f"metadata.{name}", value
 
 
-def _labels(object: Json) -> list[Label]:
+def _labels(object: Json) -> tuple[Label, ...]:
     metadata = object.get("metadata")
     pairs = metadata.items() if isinstance(metadata, dict) else ()
-    labels = [label_of(name, x) for name, x in pairs if isinstance(x, str)]
+    labels = tuple(label_of(name, x) for name, x in pairs if isinstance(x, str))
     model = object.get("model")
-    return [*labels, ("model", model)] if isinstance(model, str) else labels
+    return (*labels, ("model", model)) if isinstance(model, str) else labels

@@ -189,12 +189,11 @@ class Objects:
         draft = PageDraft(self._seals.of(tenant, entry.kind, entry.id), 0)
         body = draft.page(form.body, len(form.body))
         own, outputs = draft.items(items), draft.items(form.outputs)
-        labels = None if form.labels is None else tuple(form.labels)
         head = Head(
-            entry.session, draft.next, body, own + outputs, len(outputs), form.about, labels
+            entry.session, draft.next, body, own + outputs, len(outputs), form.about, form.labels
         )
         words = [("session", entry.session), ("session", entry.session, entry.kind)]
-        words += _listed_under(entry.kind, labels)
+        words += _listed_under(entry.kind, form.labels)
         terms = self._seals.terms(tenant, *words)
         terms += self._item_terms(tenant, entry.kind, [*items, *form.outputs])
         write = draft.write(head, None, terms=terms)
@@ -262,13 +261,14 @@ class Objects:
                 return None
             form = anew(body)
             made = form.body
-            labels = None if form.labels is None else tuple(form.labels)
             terms, before = (
                 self._seals.terms(tenant, *_listed_under(kind, x))
-                for x in (labels, object.head.labels)
+                for x in (form.labels, object.head.labels)
             )
             page = draft.page(made, len(made))
-            head = msgspec.structs.replace(object.head, body=page, labels=labels, next=draft.next)
+            head = msgspec.structs.replace(
+                object.head, body=page, labels=form.labels, next=draft.next
+            )
             left = [x for x in before if x not in terms]
             dropped = [object.head.body.number]
             return draft.write(head, object.seen, dropped=dropped, terms=terms, left=left)
