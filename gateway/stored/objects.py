@@ -283,8 +283,7 @@ class Objects:
     def delete(self, tenant: str, kind: Kind, id: str) -> Steps[bool]:
         """Remove an object and its items, for good; returns False if it is not there."""
         self.table.drop_copies()
-        name = row_name(kind, id)
-        there = self.table.delete(tenant, name)
+        there = self.table.delete(tenant, name := row_name(kind, id))
         self._recent.forget(tenant, name)
         yield from self._tidy(tenant)
         return there
