@@ -35,7 +35,7 @@ def librechat(server: Server, home: Path) -> Connection:
         f"      {yaml_line('baseURL', f'{server.url}/v1')}",
         f"      {yaml_line('apiKey', server.key)}",
         "      models:",
-        f"        default: {json.dumps([server.model])}",
+        f"        default: {json.dumps([server.model], ensure_ascii=False)}",
         "      titleConvo: true",
         f"      {yaml_line('titleModel', server.model)}",
         "      headers:",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,9 @@ BACKUP_SUFFIX: Final = ".before-thermocline"
 _PRIVATE: Final = 0o600  # a key may stand in it
 # Readers of .env files take these as they stand.
 _BARE: Final = re.compile(r"[A-Za-z0-9_./:@%+,=\\-]+")
+# Lines of a mapping in YAML: those of its keys, and those of what is below one.
+_OF_MAPPING: Final = re.compile(r"([\"']?)[\w.-]+\1\s*:(\s|$)")
+_BELOW: Final = re.compile(r"\s|-(\s|$)")
 
 
 def write(change: FileChange) -> Path | None:
@@ -86,19 +89,39 @@ def _put(target: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _merged_yaml(text: str, change: FileChange) -> str:
-    return _with_lines(text, {f"{key}:": yaml_line(key, x) for key, x in change.values.items()})
+    ours = {key: yaml_line(key, x) for key, x in change.values.items()}
+    lines = [x for x in text.splitlines() if not re.match(r"\s*(#|$)", x)]
+    _check_mapping(lines[1:] if lines[:1] == ["---"] else lines, ours)
+    return _with_lines(text, ours, ":")
+
+
+def _check_mapping(lines: Sequence[str], ours: Collection[str]) -> None:
+    """Check that YAML is a mapping in whose lines ours can stand. Raises ``ValueError``."""
+    own, named, before = _of_keys(ours, ":"), _of_keys(ours, r":\s*&"), ""
+    for line in lines:
+        if _BELOW.match(line) is None:
+            before = line if _OF_MAPPING.match(line) else ""
+        if not before:
+            raise ValueError(f"{line[:40]!r} is no key")
+        if own.match(before) and (line is not before or named.match(line)):
+            raise ValueError(f"the value at {before[:40]!r} is more than its line")
 
 
 def _merged_dotenv(text: str, change: FileChange) -> str:
-    return _with_lines(text, {f"{key}=": _dotenv_line(key, x) for key, x in change.values.items()})
+    ours = {key: _dotenv_line(key, x) for key, x in change.values.items()}
+    return _with_lines(text, ours, "=", r"\s*(?:export\s+)?")
 
 
-def _with_lines(text: str, ours: Mapping[str, str]) -> str:
-    """Put lines in the place of those that begin alike, spaces apart; the others stay."""
+def _of_keys(keys: Collection[str], separator: str, before: str = "") -> re.Pattern[str]:
+    names = "|".join(map(re.escape, keys))
+    return re.compile(rf"{before}([\"']?)(?:{names})\1\s*{separator}")
+
+
+def _with_lines(text: str, ours: Mapping[str, str], separator: str, before: str = "") -> str:
+    """Put lines in the place of those of the same keys; the others stay."""
     lines = text.removesuffix("\n").split("\n") if text else []
-    for beginning, line in ours.items():
-        key, separator = re.escape(beginning[:-1]), re.escape(beginning[-1])
-        same = re.compile(rf"(?:export\s+)?{key}\s*{separator}")
+    for key, line in ours.items():
+        same = _of_keys([key], separator, before)
         places = [i for i, x in enumerate(lines) if same.match(x)]
         if places:
             lines[places[-1]] = line  # of several the last one counts
@@ -115,9 +138,9 @@ def _dotenv_line(key: str, value: str) -> str:
     if _BARE.fullmatch(printable(value)):
         return f"{key}={value}"
     for quote in "'\"":
-        if quote not in value and "\\" not in value:
+        if not any(x in value for x in (quote, "\\", "${")):  # some put a variable in its place
             return f"{key}={quote}{value}{quote}"
-    raise ValueError(f"a value with quotes and backslashes cannot be written: {value!r}")
+    raise ValueError(f"a value with ${{, or quotes and backslashes, cannot be written: {value!r}")
 
 
 _MERGERS: Final[Mapping[Format, Callable[[str, FileChange], str]]] = {

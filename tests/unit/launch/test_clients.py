@@ -72,9 +72,10 @@ def test_lists_in_yaml_are_read_as_they_are_meant(tmp_path: Path) -> None:
     (model,) = of_continue["models"]
     assert (model["model"], model["apiBase"]) == (SERVER.model, f"{SERVER.url}/v1")
     assert model["defaultCompletionOptions"] == {"contextLength": SERVER.max_context}
-    librechat = yaml.safe_load("\n".join(connection("librechat", SERVER, tmp_path).lines))
+    named = replace(SERVER, model="模型 🙂")
+    librechat = yaml.safe_load("\n".join(connection("librechat", named, tmp_path).lines))
     (endpoint,) = librechat["endpoints"]["custom"]
-    assert endpoint["models"] == {"default": [SERVER.model]}
+    assert endpoint["models"] == {"default": [named.model]}
     assert endpoint["headers"] == {"X-Session-ID": "{{LIBRECHAT_BODY_CONVERSATIONID}}"}
 
 
@@ -140,6 +141,22 @@ def test_lines_keep_their_neighbours(tmp_path: Path) -> None:
     assert sorted(lines[4:]) == [f"OPENAI_API_KEY={SERVER.key}", f"OPENAI_BASE_URL={SERVER.url}/v1"]
 
 
+def test_yaml_keeps_what_is_below_other_keys(tmp_path: Path) -> None:
+    change = connection("aider", SERVER, tmp_path).change
+    assert change is not None
+    text = "---\n# mine\nread:\n- a\nnote: |\n  model: in a text\n\n'model' : old  # mine\n"
+    found = yaml.safe_load(merged(text, change))
+    assert found == {"read": ["a"], "note": "model: in a text\n", **change.values}
+
+
+def test_of_lines_of_one_key_the_last_is_replaced(tmp_path: Path) -> None:
+    dotenv = pytest.importorskip("dotenv")
+    change = connection("qwen-code", SERVER, tmp_path).change
+    assert change is not None
+    text = merged("OPENAI_MODEL=one\n  export OPENAI_MODEL=two\n", change)
+    assert dotenv.dotenv_values(stream=io.StringIO(text)) == change.values
+
+
 # Names of models that another server could give; each can be printed.
 NAMES = [
     "org/model-1",
@@ -181,7 +198,7 @@ def test_a_parser_of_env_files_reads_back_what_qwen_code_is_given(
 
 
 def test_a_name_that_readers_of_env_files_would_change_is_not_written(tmp_path: Path) -> None:
-    for model in ('it\'s "so"', "a\\'b"):
+    for model in ('it\'s "so"', "a\\'b", "a${HOME}"):
         change = connection("qwen-code", replace(SERVER, model=model), tmp_path).change
         assert change is not None
         with pytest.raises(LaunchError, match="cannot be written"):
@@ -225,11 +242,20 @@ def test_a_value_with_a_line_break_is_never_written(format: Format, tmp_path: Pa
         ("claude", '{"env": 3}'),
         ("codex", "model = "),
         ("codex", 'model_providers = "x"'),
+        ("aider", "model:\n\n  old\nlint: true\n"),
+        ("aider", "lint: true\nmodel: >-\n  old\n"),
+        ("aider", "model: &m old\neditor-model: *m\n"),
+        ("aider", "{model: old, lint: true}\n"),
+        ("aider", "lint: true\n...\n"),
+        ("aider", "lint: true\n---\nlint: false\n"),
+        ("aider", "- a\n"),
+        ("aider", "  lint: true\n"),
+        ("aider", "a text\n"),
     ],
 )
 def test_a_file_that_cannot_be_merged_is_left_alone(client: str, text: str, tmp_path: Path) -> None:
     change = connection(client, SERVER, tmp_path).change
-    change.path.parent.mkdir(parents=True)
+    change.path.parent.mkdir(parents=True, exist_ok=True)
     change.path.write_text(text)
     with pytest.raises(LaunchError):
         write(change)
