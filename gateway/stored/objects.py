@@ -10,6 +10,7 @@ that will hold bytes says how many before it reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby
 from typing import NamedTuple, cast
 
@@ -17,9 +18,10 @@ import msgspec
 
 from gateway.stored.forms import Entry, Form, Item, Kind, Label, row_name, shown_form
 from gateway.stored.head import Head, Object, Page, PageDraft, slices
+from gateway.stored.line_finder import LineFinder
 from gateway.stored.recent_pages import PageKey, RecentPages
 from gateway.stored.seal import KeyOf, NotOurs, Seals
-from gateway.stored.table import SLICE_ITEMS, Steps, StoreFailed, Table, Write, size_of
+from gateway.stored.table import SLICE_ITEMS, Steps, StoreFailed, Table, Top, Write, size_of
 
 MAX_TRIES = 16  # of a change that others come between
 MAX_ITEMS = 16 << 10  # of one object
@@ -52,12 +54,20 @@ class Objects:
         self.table = table
         self._seals = Seals(table.place, key_of)
         self._recent = RecentPages()
+        self._lines = LineFinder()
 
     def find(self, tenant: str, kind: Kind, id: str, *, uses: bool = True) -> Object | None:
         """Find an object; note that it was used, if this is a use."""
-        found = self.table.find(tenant, row_name(kind, id), uses=uses)
-        if found is None:
-            return None
+        return self.find_all(tenant, kind, [id], uses=uses)[0]
+
+    def find_all(
+        self, tenant: str, kind: Kind, ids: Sequence[str], *, uses: bool = True
+    ) -> list[Object | None]:
+        """Find objects, as ``find`` does."""
+        found = self.table.find_all(tenant, [row_name(kind, x) for x in ids], uses=uses)
+        return [x and self._object(tenant, kind, id, x) for id, x in zip(ids, found, strict=True)]
+
+    def _object(self, tenant: str, kind: Kind, id: str, found: Top) -> Object | None:
         try:
             packed = self._seals.of(tenant, kind, id).open(found.head, "top")
         except NotOurs:
@@ -102,22 +112,8 @@ class Objects:
     def line(
         self, tenant: str, kind: Kind, id: str, take: Callable[[Head], None]
     ) -> Steps[list[Object] | None]:
-        """Find an object and all before it, the last one first; None if one is not there.
-
-        Args:
-            take: called with the head of each; an error that it raises ends the line.
-        """
-        line: list[Object] = []
-        following: str | None = id
-        while following is not None:
-            object = self.find(tenant, kind, following)
-            if object is None:
-                return None
-            take(object.head)
-            line.append(object)
-            following = object.head.about.get("previous")
-            yield 0
-        return line
+        """Find an object and all before it; see ``LineFinder.line``."""
+        return self._lines.line((tenant, kind), id, partial(self.find_all, tenant, kind), take)
 
     def read_all(self, tenant: str, object: Object) -> Steps[list[Item] | None]:
         """Read all items; None if one was changed, moved, put back or taken away.

@@ -147,8 +147,8 @@ def _bring(
     if made is not None:
         entry, items = made
         # It may have been put by a start that failed before it was removed, and changed since.
-        is_over = table.find(old.tenant, row_name(entry.kind, entry.id), uses=False) is not None
-        if not is_over and objects.put_now(old.tenant, entry, items):
+        (over,) = table.find_all(old.tenant, [row_name(entry.kind, entry.id)], uses=False)
+        if over is None and objects.put_now(old.tenant, entry, items):
             table.set_used(old.tenant, row_name(entry.kind, entry.id), old.used)
 
     def removed(db: sqlite3.Connection) -> None:

@@ -82,14 +82,13 @@ class RedisTable:
         self._plain_is_gone = False
         self._servers = RedisServers(url, deadline_s)
 
-    def find(self, tenant: str, name: str, *, uses: bool) -> Top | None:
-        with self._exchange(tenant) as (server, keys):
-            head, number = server.hmget(keys.row(name), "head", "number")
-            if head is None or number is None:
-                return None
-            found = Top(int(number), head)
-        if uses:
-            self._use(tenant, name)
+    def find_all(self, tenant: str, names: Sequence[str], *, uses: bool) -> list[Top | None]:
+        with self._exchange(tenant) as (server, keys), server.pipeline(transaction=False) as asked:
+            for name in names:
+                asked.hmget(keys.row(name), "head", "number")
+            found = [None if None in x else Top(int(x[1]), x[0]) for x in asked.execute()]
+        if uses and (used := [x for x, top in zip(names, found, strict=True) if top]):
+            self._use(tenant, used)
         return found
 
     def pages(self, tenant: str, name: str, numbers: Sequence[int]) -> list[bytes | None]:
@@ -202,20 +201,20 @@ class RedisTable:
                 return False
             return True
 
-    def _use(self, tenant: str, name: str) -> None:
+    def _use(self, tenant: str, names: Sequence[str]) -> None:
         with (
             suppress(StoreFailed),
             self._exchange(tenant) as (server, keys),
             server.pipeline() as change,
         ):
-            self._keep(change, keys, name)
-            change.zadd(keys.used, {name: self._clock()}, xx=True)
+            self._keep(change, keys, *names)
+            change.zadd(keys.used, dict.fromkeys(names, self._clock()), xx=True)
             change.execute()
 
-    def _keep(self, change: Any, keys: Keys, name: str) -> None:
-        """Give a row its whole life again, and all that is said of it."""
+    def _keep(self, change: Any, keys: Keys, *names: str) -> None:
+        """Give rows their whole life again, and all that is said of them."""
         about = (keys.index, keys.terms, keys.used, keys.sizes, keys.total, keys.seq)
-        for key in (keys.row(name), *about):
+        for key in (*map(keys.row, names), *about):
             change.pexpire(key, self._life_ms)
 
     def _remove(self, server: Any, keys: Keys, name: str) -> None:

@@ -71,17 +71,15 @@ class SqliteTable:
         self._touched: dict[int, float] = {}  # uses that are not written down yet
         self.file = SqliteFile(path, _SCHEMA, keeps_damaged=keeps_damaged)
 
-    def find(self, tenant: str, name: str, *, uses: bool) -> Top | None:
+    def find_all(self, tenant: str, names: Sequence[str], *, uses: bool) -> list[Top | None]:
         sql = f"SELECT number, CAST(head AS BLOB), CAST(used AS REAL) {_ONE}"
         with self.file.reading() as db:
-            row = db.execute(sql, (tenant, name)).fetchone()
-        if row is None:
-            return None
-        number, head, used = row
+            rows = [db.execute(sql, (tenant, x)).fetchone() for x in names]
         now = self._clock()
-        if uses and now - used > TOUCH_EVERY_S and len(self._touched) < MAX_TOUCHED:
-            self._touched[number] = now
-        return Top(number, head)
+        for number, _, used in filter(None, rows):
+            if uses and now - used > TOUCH_EVERY_S and len(self._touched) < MAX_TOUCHED:
+                self._touched[number] = now
+        return [x and Top(*x[:2]) for x in rows]
 
     def pages(self, tenant: str, name: str, numbers: Sequence[int]) -> list[bytes | None]:
         sql = "SELECT CAST(content AS BLOB) FROM pages WHERE object = ? AND page = ?"

@@ -72,8 +72,8 @@ class Table(Protocol):
     def place(self) -> str:
         """A word for the kind of place, which no other kind has."""
 
-    def find(self, tenant: str, name: str, *, uses: bool) -> Top | None:
-        """Find a row; note that it was used, if this is a use."""
+    def find_all(self, tenant: str, names: Sequence[str], *, uses: bool) -> list[Top | None]:
+        """Find rows; note that they were used, if this is a use."""
 
     def pages(self, tenant: str, name: str, numbers: Sequence[int]) -> list[bytes | None]:
         """Read pages of a row."""

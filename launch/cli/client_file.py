@@ -22,7 +22,7 @@ BACKUP_SUFFIX: Final = ".before-thermocline"
 _PRIVATE: Final = 0o600  # a key may stand in it
 # Readers of .env files take these as they stand.
 _BARE: Final = re.compile(r"[A-Za-z0-9_./:@%+,=\\-]+")
-# Lines of a mapping in YAML: those of its keys, and those of what is below one.
+# Lines of a mapping in YAML: those of its keys, and those below one.
 _OF_MAPPING: Final = re.compile(r"([\"']?)[\w.-]+\1\s*:(\s|$)")
 _BELOW: Final = re.compile(r"\s|-(\s|$)")
 

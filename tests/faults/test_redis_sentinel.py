@@ -87,14 +87,14 @@ def test_stored_objects_are_found_over_a_failover(master: RedisServer, sentinel:
 
     def is_gone() -> bool:
         try:
-            return table.find("t", "response:r", uses=True) is None
+            return table.find_all("t", ["response:r"], uses=True) == [None]
         except StoreFailed:
             return False
 
     assert is_gone()
     master.kill()
     with pytest.raises(StoreFailed):
-        table.find("t", "response:r", uses=True)
+        table.find_all("t", ["response:r"], uses=True)
     until(is_gone)
     table.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from gateway.openai.responses import history
 from gateway.stored.head import Head
 from gateway.stored.objects import Objects
-from gateway.stored.table import StoredLimits
+from gateway.stored.table import StoredLimits, Top
 from tests.clock import Clock
 from tests.stored_objects import KEY_OF, done, entry, items, objects_in, put, read_all, stored_in
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
@@ -51,6 +51,32 @@ def test_a_line_is_read_from_its_beginning(objects: Objects) -> None:
     put_line(objects, 40)
     assert recalled(objects, "r38") == ids(39)
     assert recalled(objects, "r39") == ids(40)
+
+
+def test_a_line_that_was_found_before_is_found_in_few_questions(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Redis may be milliseconds away; three hundred questions to it took seconds."""
+    put_line(objects, 70)
+    found = recalled(objects, "r68")
+    asked, find_all = list[int](), objects.table.find_all
+
+    def counted(tenant: str, names: Sequence[str], *, uses: bool) -> list[Top | None]:
+        asked.append(len(names))
+        return find_all(tenant, names, uses=uses)
+
+    monkeypatch.setattr(objects.table, "find_all", counted)
+    assert recalled(objects, "r69") == [*(found or ()), "in-69", "out-69"]
+    assert asked == [1, 32, 32, 5]
+
+
+def test_a_line_that_was_turned_elsewhere_is_followed_there(objects: Objects) -> None:
+    put_line(objects, 40)
+    assert recalled(objects, "r39") == ids(40)
+    anew = entry("r30", kind="response", previous_response_id="r4", output=[{"id": "out-30"}])
+    put(objects, anew, items("in-30"))
+    assert recalled(objects, "r39") == [*ids(5), *ids(40)[60:]]
+    assert recalled(objects, "r39") == [*ids(5), *ids(40)[60:]]
 
 
 def test_what_another_server_deleted_ends_the_line(objects: Objects) -> None:
