@@ -250,6 +250,7 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_means(_NO_LIMIT, _limit, "num_predict", OLLAMA),
     *_means(_NO_LIMIT, _limit, "max_new_tokens", SGLANG),
     *_means(_NO_LIMIT, _limit, "max_output_tokens", LM_STUDIO),
+    *_means(_NO_LIMIT, _limit, "max_tokens max_completion_tokens", SIBLINGS),
     *_on_vllm("stop_token_ids", VLLM, SGLANG),
     *_on_vllm("thinking_token_budget repetition_detection", VLLM),
     *_refused("stop_regex", SGLANG, words="send stop"),

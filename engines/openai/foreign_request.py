@@ -124,7 +124,8 @@ class _Taking:
 
     def _take(self, field: ForeignField, value: Any) -> None:
         name = field.name
-        self._raw.pop(name, None)
+        if name not in _LIMITS or self._raw.get(name) == value:  # else it is made of another
+            self._raw.pop(name, None)
         if not field.asks(value) or field.fate is Fate.HINT:
             return
         if field.beside and not any(_matters(self._asked.get(x)) for x in field.beside):

@@ -156,6 +156,24 @@ async def test_a_limit_under_another_name() -> None:
         assert [asked.body.get("max_tokens") for asked in app.engine.asked] == [7, None, 5]
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+async def test_a_limit_under_the_name_of_another_dialect(name: str) -> None:
+    """It is no less a limit; an answer of any length came back."""
+    limits = ("max_tokens", "max_completion_tokens")
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        app = app_with("mlx")
+        for fields in ({name: 7}, {name: -1}, {name: 7, "max_output_tokens": 5}):
+            reply = await ask(app, path, **fields)
+            assert reply.status == 200 and "x-thermocline-ignored" not in reply.headers
+        found = [[x.body[y] for y in limits if y in x.body] for x in app.engine.asked]
+        own = path == "/v1/responses" or name == "max_output_tokens"
+        assert found[::2] == [[7], [5 if own else 7]]
+        assert found[1] in ([], [WELCOME.max_context])  # no limit
+    app = app_with("mlx")
+    await ask(app, "/v1/messages", **{name: 7, "max_tokens": 5})
+    assert [app.engine.asked[0].body.get(x) for x in limits] == [5, None]
+
+
 @dialects
 async def test_what_only_vllm_can_do(path: str) -> None:
     own = OWN[path].__struct_fields__
