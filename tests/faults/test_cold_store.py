@@ -188,7 +188,7 @@ def test_a_bad_copy_is_replaced_by_the_good_one_below(tmp_path, opened):
     near.replace(keys[3], b"noise")
     _, restored = come_back(store, ref(), HISTORY)
     assert (restored.num_tokens, restored.tier, restored.reason) == (WHOLE, "disk", None)
-    assert store.flush(10)
+    assert store.flush(200)
     assert near.get_many([keys[3]]) == [bytes(x) for x in far.get_many([keys[3]])]
     assert store.stats().counters["corrupt"] == 1
 

@@ -182,7 +182,7 @@ class Engine:
     def save(self, session: str = "s", *, ranks: int = 2) -> None:
         for store in self.stores[:ranks]:
             save(store, ref(session), CHAIN)
-            assert store.flush(10)
+            assert store.flush(200)
 
     def stage(self, ticket: int = 1, first: int = 0) -> Staged:
         self.hub.send(Stage(ticket, ref(), first, b"".join(CHAIN)))

@@ -53,7 +53,7 @@ def test_who_came_back_is_evicted_last(opened):
         save(store, ref(name), tokens(200, ord(name)))
     assert store.stats().tiers[0].evictions == 0
     assert come_back(store, ref("a"), tokens(200, ord("a")))[1].num_tokens == 192
-    assert store.flush(10)
+    assert store.flush(200)
     save(store, ref("d"), tokens(200, 1))
     held = {x: come_back(store, ref(x), tokens(200, ord(x)))[0].num_tokens for x in "abc"}
     assert held["a"] == 192 and min(held["b"], held["c"]) < 192
@@ -64,11 +64,11 @@ def test_a_listener_hears_that_a_session_went_down_a_tier(tmp_path, opened):
     left = []
     store.listen(left.append)
     save(store, ref("first"), tokens(100, 1))
-    assert store.flush(10)
+    assert store.flush(200)
     store.expire()
     for i in range(2, 8):
         save(store, ref(str(i)), tokens(100, i))
-        assert store.flush(10)
+        assert store.flush(200)
         store.expire()
     assert left[0] == StoreNotice(ref("first", salt=b""), "budget", is_gone=False)
     assert not any(x.is_gone for x in left)

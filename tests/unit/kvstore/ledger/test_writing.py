@@ -215,7 +215,7 @@ def test_a_tier_that_was_down_is_caught_up_by_a_flush(opened):
     assert store.stats().counters["behind.disk"] >= 1
     assert not any(tier.inner.scan(b""))
     tier.fails = lambda number, method: False
-    assert store.flush(10)
+    assert store.flush(200)
     assert all(tier.inner.contains_many(store.ledger.index.blob_keys(store.record(ref()))))
 
 

@@ -58,15 +58,15 @@ def test_an_older_record_of_our_own_in_a_slow_tier_is_not_that_of_another_engine
     base = tokens(48)
     first, edited, last = ([*base, *tokens(n, n)] for n in (17, 18, 34))
     save(store, ref(), first)
-    assert store.flush(10)
+    assert store.flush(200)
     redis.gate.clear()
     _saved_here(store, edited)
     store.match(ref(), chain_of(store, ref(), first))
     _saved_here(store, last)
     redis.gate.set()
-    assert store.flush(10)
+    assert store.flush(200)
     assert store.forget(ref())
-    assert store.flush(10)
+    assert store.flush(200)
     assert everything(memory) == everything(redis) == {}
 
 

@@ -86,7 +86,7 @@ def test_a_session_wakes_on_a_second_engine_through_a_real_server():
         assert come_back(two, ref(salt=b"other"), HISTORY)[1].num_tokens == 0
         save(two, ref(), HISTORY)
         assert come_back(one, ref(), HISTORY)[1].num_tokens == 192
-        assert one.flush(10)
+        assert one.flush(200)
         server.kill()
         assert come_back(one, ref(), HISTORY)[1].num_tokens == 192  # from its own memory
         assert two.forget(ref())

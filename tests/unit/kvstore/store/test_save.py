@@ -282,7 +282,7 @@ def test_settled_says_when_a_save_is_over(gated):
     assert not store.wait_saved(ref(), 0.0) and not store.is_saved
     assert not store.wait_saved(ref(), 0.01)
     codec.gate.set()
-    assert store.wait_saved(ref(), 20) and store.wait_all_saved(20)
+    assert store.wait_saved(ref(), 200) and store.wait_all_saved(200)
     assert store.wait_saved(ref(), 0.0) and store.is_saved
 
 
@@ -324,7 +324,7 @@ def test_all_is_saved_only_once_every_listener_was_called(store):
     assert store.wait_saved(ref(), 20)  # the session is free before its listeners are called
     assert not store.wait_all_saved(0.05)
     go_on.set()
-    assert store.wait_all_saved(20)
+    assert store.wait_all_saved(200)
 
 
 def test_a_session_that_no_tier_takes_is_not_saved(opened):

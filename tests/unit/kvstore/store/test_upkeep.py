@@ -107,7 +107,7 @@ def test_a_pin_is_not_undone_by_a_save_that_still_waits(tmp_path, opened, pinned
     save(store, ref(), HISTORY[:100])
     if not pinned:
         store.pin(ref(), True)
-    assert store.flush(10)
+    assert store.flush(200)
     below.hanging = "put_many"
     below.go_on.clear()
     begin_save(store, ref(), HISTORY)  # its delivery hangs, with the older record
@@ -124,7 +124,7 @@ def test_a_pin_reaches_a_tier_that_was_down_meanwhile(tmp_path, opened):
     save(store, ref(), HISTORY)
     below.fails = lambda number, method: method == "replace"
     store.pin(ref(), True)
-    assert store.flush(10)
+    assert store.flush(200)
     below.fails = lambda number, method: False
     store.close()
     assert opened([ram(), disk(tmp_path)]).record(ref()).pinned

@@ -277,7 +277,7 @@ def test_blocks_are_released_once_whatever_fails(tmp_path, fails, caplog):
     if fails == "closed":
         rank.store.close()
     assert offer(rank, rows) == (fails != "closed")
-    assert rank.store.wait_all_saved(10)
+    assert rank.store.wait_all_saved(200)
     rank.close()
     rows.release()
     assert released == ["released"]
@@ -302,7 +302,7 @@ def test_blocks_of_a_save_that_is_dropped_or_superseded_are_released_once(rank):
     assert releases == [["released"], ["released"], []]
     assert offer(rank, rows[2])
     gate.set()
-    assert rank.store.wait_all_saved(10)
+    assert rank.store.wait_all_saved(200)
     assert releases == [["released"]] * 3
 
 
@@ -315,7 +315,7 @@ def test_a_superseded_save_acknowledges_its_job_and_ends_with_the_newer_one(rank
     assert rank.transfer.pop_acks() == {2: 1}
     assert rank.transfer.pop_skipped([2]) == set()
     gate.set()
-    assert rank.store.wait_all_saved(10)
+    assert rank.store.wait_all_saved(200)
     assert rank.transfer.pop_acks() == {1: 1, 3: 1}
     assert rank.ended == [(1, True), (2, True), (3, True)]
     assert rank.transfer.is_settled

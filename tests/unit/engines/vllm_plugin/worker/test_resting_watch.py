@@ -78,7 +78,7 @@ def test_a_save_is_reported_at_once_and_the_disk_when_it_has_it(rank):
     rank.watch.look_at(ref())
     (first, *_) = rank.take()
     assert (first.ram, first.hashes) == (ALL, b"".join(CHAIN))
-    assert rank.store.flush(10)
+    assert rank.store.flush(200)
     rank.look()
     rank.watch.look_at(ref())
     rank.take()
@@ -89,7 +89,7 @@ def test_blocks_that_a_slower_tier_takes_later_are_seen_without_another_call(tmp
     rank = Rank(tmp_path)
     save(rank.store, ref(), TOKENS)
     rank.watch.look_at(ref())
-    assert rank.store.flush(10)
+    assert rank.store.flush(200)
     reports = rank.take() + rank.look()
     assert where(reports)[-1] == ("s", ALL, ALL)
     rank.store.close()
@@ -97,7 +97,7 @@ def test_blocks_that_a_slower_tier_takes_later_are_seen_without_another_call(tmp
 
 def test_verbs_are_reported(rank):
     save(rank.store, ref(), TOKENS)
-    assert rank.store.flush(10)
+    assert rank.store.flush(200)
     rank.look()
     rank.take()
     rank.store.demote(ref(), "disk")
@@ -114,7 +114,7 @@ def test_evictions_are_found_by_looking_through_all_sessions(tmp_path):
     chains = {f"s{i}": tokens_of(24, first=i * 1000) for i in range(4)}
     for name, tokens in chains.items():
         save(rank.store, ref(name), tokens)
-        assert rank.store.flush(10)
+        assert rank.store.flush(200)
         rank.watch.look_at(ref(name))
     reports: dict[str, RankRests] = {x.session.id: x for x in rank.take() + rank.look()}
     for name, news in reports.items():

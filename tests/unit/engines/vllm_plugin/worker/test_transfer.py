@@ -229,7 +229,7 @@ def test_long_turns_of_stored_sessions_that_end_together_are_all_saved(rank):
         rank.transfer.save(Save(job, ref(session), chain, IDS), rank.on_ended)
     assert rank.store.stats().save_queue_bytes == 12 * BLOCK_BYTES
     gate.set()
-    assert rank.store.wait_all_saved(10)
+    assert rank.store.wait_all_saved(200)
     assert rank.ended == [(job, True) for job in range(6)]
     assert all(num_blocks_in(fetch(rank.store, x)) == 24 for x in chains.values())
 
