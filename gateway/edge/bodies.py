@@ -65,6 +65,7 @@ _ESCAPE: Final = re.compile(
 )
 _LISTS: Final = ("messages", "input", "items")  # where they are, in each dialect
 _ARGUMENTS: Final = ("arguments", "input")  # of a call: OpenAI's functions and custom tools
+_NAMES: Final = frozenset({"type", "id", "call_id", "name", "server_label"})  # of a call's fields
 _BLOCKS: Final = {"tool_result": "content", "tool_use": "input"}  # Anthropic's, and their fields
 
 
@@ -293,6 +294,8 @@ def _of_tools(raw: Json) -> Iterator[tuple[Json, str]]:
         yield from _calls_in(row)
         if isinstance(kind, str) and kind.endswith("_call_output"):
             yield row, "output"
+        elif isinstance(kind, str) and kind.endswith("_call"):  # some have their results in them
+            yield from ((row, name) for name in row if name not in _NAMES)
         elif row.get("role") in ("tool", "function"):
             yield row, "content"
         elif isinstance(content, list):

@@ -170,12 +170,12 @@ class _Heads:
 
     def take(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
         """Remove the head that lies furthest down the chain; return its session, if any."""
-        for link in reversed(chain):
+        for link, after in zip(chain[::-1], [b"", *(x.answer for x in chain[::-1])], strict=False):
             found = self._sessions_at.get(link.digest)
             if found is None:
                 continue
             if link.is_own or link is not chain[-1]:
-                if not (fit := self._going_on(found, link, seen)):
+                if not (fit := self._going_on(found, link, link.said or after, seen)):
                     continue
                 session_id = next(filter(seen.is_quiet, fit), fit[0])
             elif len(found) < MAX_ALIKE and _is_taken(seen, found[-1]):
@@ -186,17 +186,19 @@ class _Heads:
             return session_id
         return None
 
-    def _going_on(self, found: Sequence[str], link: Link, seen: SessionsSeen) -> Sequence[str]:
+    def _going_on(
+        self, found: Sequence[str], link: Link, said: bytes, seen: SessionsSeen
+    ) -> Sequence[str]:
         """Return those of the sessions at a head that a request may go on with.
 
         Those that said what it says they did, else those of which that is not known, else those of
         which half is shared all the same.
         """
         known = {x: self._said_in.get(x, b"") for x in found}
-        if not link.said or not any(known.values()):
+        if not said or not any(known.values()):
             return found
         return (
-            [x for x in found if known[x] == link.said]
+            [x for x in found if known[x] == said]
             or [x for x in found if not known[x]]
             or [x for x in found if _is_half(link, seen.tokens_of(x))]
         )

@@ -58,6 +58,22 @@ async def test_halves_in_a_call_of_anthropics() -> None:
     assert json.loads(call["function"]["arguments"]) == {"at": MENDED}
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "mcp_call", "id": "m1", "name": "f", "server_label": "s", "arguments": "{}"},
+        {"type": "local_shell_call", "id": "l1", "call_id": "c1", "status": "completed"},
+    ],
+)
+async def test_halves_in_calls_of_the_server_with_their_results(call: dict[str, object]) -> None:
+    field = {"output": CUT} if call["type"] == "mcp_call" else {"action": {"command": [CUT]}}
+    body = after_a_tool("/v1/responses", "done")
+    body["input"].insert(1, {**call, **field})
+    to = App()
+    reply = await to.post("/v1/responses", body)
+    assert (reply.status, reply.headers[REPLACED_HEADER]) == (200, "4")
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 async def test_halves_in_a_call_of_openais(path: str) -> None:
     for kind, field in (("function", "arguments"), ("custom", "input")):

@@ -415,6 +415,19 @@ def test_after_a_restart_a_session_is_taken_over_only_if_half_of_it_is_known():
     assert after.ask(again) == long
 
 
+def test_another_answer_to_a_later_question_takes_a_session_over_only_if_half_is_shared():
+    sessions = Answered(tokens=400)  # the second answer was long
+    first = sessions.answered("1", "one?")
+    assert sessions.answered("word " * 300, "one?", "1", "two?") == first
+    assert sessions.ask(said("one?", "1", "two?", "short", "three?")) != first
+    kept = sessions.ask(said("one?", "1", "two?", "word " * 300, "three?"))
+    assert kept == first
+    sessions.answer(kept, "3", "one?", "1", "two?", "word " * 300, "three?")
+    altered = said("one?", "1", "two?", "word " * 300, "three?", "3!", "four?")
+    sessions.tokens = 500
+    assert sessions.ask(altered) == first  # most of it is shared all the same
+
+
 def test_a_question_written_anew_takes_a_session_over_only_if_half_of_it_is_shared():
     sessions = Answered(tokens=40)
     for num, is_same in ((100, False), (1, True)):
