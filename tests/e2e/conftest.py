@@ -36,9 +36,9 @@ def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def raw_stack() -> Iterator[Stack]:
-    """Its own stack with the exact codec, for tests that compare tokens or kill things."""
+    """A stack with the exact codec, for tests that compare tokens or kill its engine."""
     settings = {key: dict(rows) for key, rows in SETTINGS.items()}
     settings["store"]["codec"] = "raw"
     settings["store"]["ram_bytes"] = 1024 * MIB

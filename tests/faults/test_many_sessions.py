@@ -67,7 +67,7 @@ def prompt_of(chat: int, turn: int, answers: Sequence[Sequence[int]]) -> list[in
     return prompt + question(chat, turn)
 
 
-@soak(12, 100)
+@soak(9, 100)
 async def test_chats_of_five_turns_that_sleep_and_wake_at_random(many: int, tmp_path: Path) -> None:
     right = await without_a_cache(many, NUM_TURNS)
     chance = random.Random(4)
