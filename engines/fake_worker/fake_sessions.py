@@ -184,7 +184,6 @@ class FakeSessions:
         return [self._report(x) for x in self._sessions.values()]
 
     async def stats(self) -> EngineReport:
-        cold_bytes = sum(x.cold_bytes for x in self._sessions.values())
         if self._cases_left:
             self._cases_left -= 1
             self._measured_at = self._clock()
@@ -199,7 +198,7 @@ class FakeSessions:
             num_running=self.num_running,
             num_waiting=0,
             save_queue_bytes=0,
-            tiers=[TierStats("ram", cold_bytes, 1 << 30, len(self._sessions), 0, 0, True)],
+            tiers=[self._tier("ram"), self._tier("disk")],
             counters=dict(self._counters),
             codec=self._with_progress(),
             repacking=Repacking(
@@ -209,6 +208,10 @@ class FakeSessions:
                 self._num_repacked * UNPACKED_BYTES // 2,
             ),
         )
+
+    def _tier(self, name: TierName) -> TierStats:
+        there = [x.cold_bytes for x in self._sessions.values() if x.tier == name]
+        return TierStats(name, sum(there), 1 << 30, len(there), 0, 0, True)
 
     async def adopt(self) -> CodecReport:
         return self.codec

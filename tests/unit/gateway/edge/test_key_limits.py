@@ -257,6 +257,6 @@ async def test_one_name_on_two_models_is_two_sessions():
         for x in ("one", "two")
     )
     gateway.models = Models([one, two])
-    gateway.limits._coming[tenant.name] = Counter([one.coming("s")])
+    gateway.limits._coming[tenant.name] = Counter([one.coming_key("s")])
     assert has_room_for(gateway, tenant, one, "s")
     assert not has_room_for(gateway, tenant, two, "s")
