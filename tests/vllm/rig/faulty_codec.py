@@ -21,6 +21,9 @@ FOLDER = "THERMOCLINE_TEST_FAULTS"
 
 
 class FaultyRaw(RawCodec):
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        self.decode_chunks([payload], layout, first_token, out)
+
     def decode_chunks(
         self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
     ) -> None:
