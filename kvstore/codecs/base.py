@@ -195,15 +195,14 @@ class RawCodec:
         return b"".join(np.ascontiguousarray(array).data for pair in run for array in pair)
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
-        self._check_length(payload, layout, check_run(out, layout), first_token)
+        self._check_lengths([payload], layout, check_run(out, layout), first_token)
         _copy_rows(payload, out)
 
     def decode_chunks(
         self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
     ) -> None:
         size = check_run(out, layout) // len(payloads)
-        for payload in payloads:
-            self._check_length(payload, layout, size, first_token)
+        self._check_lengths(payloads, layout, size, first_token)
         step = max(1, _MOST_JOINED // max(1, len(payloads[0])))
         for first in range(0, len(payloads), step):
             few = payloads[first : first + step]
@@ -213,12 +212,12 @@ class RawCodec:
             else:
                 _spread(np.frombuffer(b"".join(few), np.uint8).reshape(len(few), -1), rows)
 
-    def _check_length(
-        self, payload: memoryview, layout: KVLayout, num_tokens: int, first_token: int
+    def _check_lengths(
+        self, payloads: Sequence[memoryview], layout: KVLayout, num_tokens: int, first_token: int
     ) -> None:
         expected = self.packed_nbytes(layout, num_tokens, first_token)
-        if len(payload) != expected:
-            raise Corrupt(f"payload of {len(payload)} bytes, {expected} expected")
+        if wrong := {*map(len, payloads)} - {expected}:
+            raise Corrupt(f"payload of {wrong.pop()} bytes, {expected} expected")
 
 
 def _copy_rows(payload: memoryview, out: KVRun) -> None:

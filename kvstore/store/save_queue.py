@@ -61,7 +61,7 @@ class SaveJob:
     on_done: list[OnDone] = field(default_factory=list)
 
     def call_listeners(self, record: SessionRecord | None) -> None:
-        """Call each listener, whatever others of them raise."""
+        """Call each listener. One that raises is logged, and the next one is called."""
         for on_done in self.on_done:
             try:
                 on_done(record)
