@@ -16,6 +16,7 @@ from msgspec.inspect import (
     Type,
     UnionType,
     VarTupleType,
+    type_info,
 )
 
 from launch.errors import UsageError
@@ -41,7 +42,7 @@ class Fields:
     """
 
     def __init__(self, settings: type[msgspec.Struct]) -> None:
-        info = msgspec.inspect.type_info(settings)
+        info = type_info(settings)
         assert isinstance(info, StructType)
         self.types: dict[str, Type] = {}
         self.tables: dict[str, type[msgspec.Struct]] = {}  # settings that are lists of tables
