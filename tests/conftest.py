@@ -20,7 +20,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 USUAL_EXAMPLES = 15
 THOROUGH_EXAMPLES = 150
-SHARED = ("vllm_stack", "shared_engine", "vllm_server")  # fixtures that take a minute to make
+# Fixtures that take a minute to make, or a quarter of one.
+SHARED = ("vllm_stack", "shared_engine", "vllm_server", "stack")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,7 +14,7 @@ from launch.machine.installation import find_python
 
 SETTINGS = {
     "engine": {"hot_bytes": 1024 * MIB},
-    "store": {"ram_bytes": 256 * MIB, "disk_bytes": 1024 * MIB},
+    "store": {"codec": "raw", "ram_bytes": 256 * MIB, "disk_bytes": 1024 * MIB},
     "scheduler": {"idle_after_s": 3600.0},
 }
 
@@ -34,16 +34,6 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
-
-
-@pytest.fixture(scope="module")
-def raw_stack() -> Iterator[Stack]:
-    """A stack with the exact codec, for tests that compare tokens or kill its engine."""
-    settings = {key: dict(rows) for key, rows in SETTINGS.items()}
-    settings["store"]["codec"] = "raw"
-    settings["store"]["ram_bytes"] = 1024 * MIB
-    with Stack(settings) as running:
-        yield running
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ TOOL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["stack", "vllm_stack"])
+@pytest.fixture(params=[pytest.param("stack", marks=pytest.mark.share("stack")), "vllm_stack"])
 def running(request: pytest.FixtureRequest) -> Stack:
     found = request.getfixturevalue(request.param)
     assert isinstance(found, Stack)

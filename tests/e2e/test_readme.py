@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from benchmarks.stacks.product_stack import Stack
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
-START = "bash launch/serve.sh &"  # the fixture does that; tests/unit/launch/test_scripts.py runs it
+START = "bash launch/serve.sh &"  # as the fixture; tests/unit/launch/test_scripts.py runs it
 ADDRESS = "localhost:8080"
 
 
@@ -62,13 +64,6 @@ def run(command: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Stack]:
-    """A server as after the tour's first line, on a free port; nothing is measured meanwhile."""
-    with Stack({"store": {"codec": "raw", "calibrate": False}}) as running:
-        yield running
-
-
 def test_the_tour_has_the_steps_that_this_file_reads():
     found = steps()
     assert found[0].command.startswith(START)
@@ -76,11 +71,21 @@ def test_the_tour_has_the_steps_that_this_file_reads():
     assert [len(step.shown) for step in found] == [0, 0, 3, 1, 1, 2]
 
 
+def forget_all(url: str) -> None:
+    """Delete the sessions of tests before: one may have asked the same."""
+    with urllib.request.urlopen(f"{url}/v1/sessions?limit=1000", timeout=60) as listed:
+        rows = json.load(listed)["data"]
+    for row in rows:
+        path = f"{url}/v1/sessions/{urllib.parse.quote(row['id'], safe='')}"
+        urllib.request.urlopen(urllib.request.Request(path, method="DELETE"), timeout=60).close()
+
+
 @pytest.mark.model
 @pytest.mark.slow
-def test_the_tour_shows_what_it_says(served: Stack):
+def test_the_tour_shows_what_it_says(stack: Stack):
+    forget_all(stack.url)
     _, definition, *tour = steps()
-    address = served.url.removeprefix("http://")
+    address = stack.url.removeprefix("http://")
     for step in tour:
         command = f"{definition.command}\n{step.command}".replace(ADDRESS, address)
         output = run(command)
@@ -95,10 +100,10 @@ def test_the_tour_shows_what_it_says(served: Stack):
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_the_python_lines_run(served: Stack):
+def test_the_python_lines_run(stack: Stack):
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     code = code.replace("client.chat", "answer = client.chat")
-    code = code.replace("http://127.0.0.1:8080", served.url)
+    code = code.replace("http://127.0.0.1:8080", stack.url)
     code = code.replace("messages=[", "max_tokens=2, messages=[")  # else it may talk for a minute
     names: dict[str, Any] = {}
     exec(code, names)

@@ -27,7 +27,7 @@ WAIT_S = 60
 BODY = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "tell me of rivers and of stones " * 20}],
-    "max_tokens": 2000,
+    "max_tokens": 1000,
     "temperature": 0,
     "ignore_eos": True,
     "stream": True,
