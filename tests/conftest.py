@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--thorough"):
         left_out = [x for x in items if x.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [x for x in items if x not in set(left_out)]
+        items[:] = [x for x in items if not x.get_closest_marker("thorough")]
     if config.getoption("loadgroup", default=False):  # a worker's "dist" is always "no"
         groups = {x: _group_of(x) for x in items}
         for item, group in groups.items():

@@ -120,7 +120,7 @@ async def test_answers_go_on_meanwhile(tmp_path: Path):
     """A chat that comes while a long text is read, one token at a time, ends before it."""
     async with embedding(tmp_path, step=1) as stage:
         (wanted,) = await of(stage, LONG)
-        reading = asyncio.create_task(of(stage, [LONG] * 20))
+        reading = asyncio.create_task(of(stage, [LONG] * 6))
         await asyncio.sleep(0.05)
         reply = await stage.chat(max_tokens=4)
         assert not reading.done()
@@ -128,7 +128,7 @@ async def test_answers_go_on_meanwhile(tmp_path: Path):
         assert not reading.done()
         vectors = await reading
     assert reply.usage.completion_tokens <= 4 and len(other) == 1
-    assert np.allclose(vectors, [wanted] * 20, atol=1e-5)
+    assert np.allclose(vectors, [wanted] * 6, atol=1e-5)
 
 
 async def test_a_client_that_leaves_ends_it(tmp_path: Path):
@@ -227,7 +227,7 @@ async def test_steps_are_short_where_the_engine_is_slow(
 
 async def test_requests_take_turns_and_no_more_wait_than_may(tmp_path: Path):
     async with embedding(tmp_path, step=1) as stage:
-        many = asking(stage, MAX_WAITING + 11, [LONG[:50]] * 50)
+        many = asking(stage, MAX_WAITING + 11, [LONG[:10]] * 50)
         while sum(x.done() for x in many) < 10:
             await asyncio.sleep(0.01)
         refused = [x for x in many if x.done()]
@@ -237,8 +237,8 @@ async def test_requests_take_turns_and_no_more_wait_than_may(tmp_path: Path):
             task.cancel()
         await asyncio.gather(*many[MAX_WAITING // 8 :], return_exceptions=True)
         async with asyncio.timeout(60):  # its texts come after one of each of the others
-            (other,) = asking(stage, 1, [LONG[:5]] * 10)
-            assert len(await other) == 10
+            (other,) = asking(stage, 1, [LONG[:5]] * 4)
+            assert len(await other) == 4
         assert not any(x.done() for x in many[: MAX_WAITING // 8])
         for task in many:
             task.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from types import SimpleNamespace
 
@@ -31,7 +32,12 @@ from tests.unit.kvstore.codecs.fused_checks import (
 from tests.unit.kvstore.codecs.samples import frozen_rows, run_of
 
 LAYOUT = layout_with((64, 64), (64, 64))
-CODEC = codec_of(LAYOUT, rope_of(64))
+
+
+@functools.cache
+def usual():
+    """A codec that takes seconds to compile, so no collection of tests makes it."""
+    return codec_of(LAYOUT, rope_of(64))
 
 
 def assert_same(codec, run, layout, first_token):
@@ -69,14 +75,14 @@ def test_kernels_give_the_bytes_of_the_pieces(dims, rope, dtype):
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 63, 65, 127, 128])
 @pytest.mark.parametrize("first_token", [0, 3, 4096])
 def test_every_length(num_tokens, first_token):
-    assert_same(CODEC, run_of(LAYOUT, num_tokens), LAYOUT, first_token)
+    assert_same(usual(), run_of(LAYOUT, num_tokens), LAYOUT, first_token)
 
 
 def test_rows_that_no_gain_can_represent():
     run = run_of(LAYOUT, 70)
     for token, bits in {20: 0x7F80, 21: 0xFF80, 22: 0x7FC1, 69: 0x7F00}.items():
         run[1][0][1, token, 3] = bits
-    out = assert_same(CODEC, run, LAYOUT, 128)
+    out = assert_same(usual(), run, LAYOUT, 128)
     assert np.array_equal(out[1][0][1, [20, 21, 22, 69]], run[1][0][1, [20, 21, 22, 69]])
 
 
@@ -84,20 +90,20 @@ def test_empty_and_tiny_rows():
     run = run_of(LAYOUT, 20)
     run[0][1][:, 5] = 0
     run[1][1][:, 6] = 1  # the smallest denormal
-    assert_same(CODEC, run, LAYOUT, 128)
+    assert_same(usual(), run, LAYOUT, 128)
 
 
 def test_views_of_any_stride_are_read_and_filled():
     part = slice_tokens(run_of(LAYOUT, 300), 100, 228)
-    payload = CODEC.encode(part, LAYOUT, 100)
-    assert payload == CODEC.encode([(k.copy(), v.copy()) for k, v in part], LAYOUT, 100)
-    assert_views_are_filled(CODEC, pipelines_of(CODEC), LAYOUT)
+    payload = usual().encode(part, LAYOUT, 100)
+    assert payload == usual().encode([(k.copy(), v.copy()) for k, v in part], LAYOUT, 100)
+    assert_views_are_filled(usual(), pipelines_of(usual()), LAYOUT)
 
 
 def test_rows_whose_values_lie_apart_go_through_the_pieces():
     run = run_of(LAYOUT, 20)
     apart = [(np.asfortranarray(k), np.asfortranarray(v)) for k, v in run]
-    assert CODEC.encode(apart, LAYOUT, 9) == CODEC.encode(run, LAYOUT, 9)
+    assert usual().encode(apart, LAYOUT, 9) == usual().encode(run, LAYOUT, 9)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +126,7 @@ def test_kernels_pack_latents_beside_keys_that_they_cannot_rotate():
 
 @given(st.data())
 def test_damage_is_found_or_gives_other_values(data):
-    assert_damage_does_the_same(data, CODEC, pipelines_of(CODEC), LAYOUT)
+    assert_damage_does_the_same(data, usual(), pipelines_of(usual()), LAYOUT)
 
 
 @pytest.mark.parametrize("dim", GOLDEN)
@@ -144,13 +150,13 @@ def test_rows_that_are_no_numbers_are_kept_as_they_are(value, side):
     """Not a number, of either sign; infinite; too large to be squared. RoPE makes NaNs of some."""
     run = run_of(LAYOUT, 40)
     run[0][side][0, 20] = value
-    out = assert_same(CODEC, run, LAYOUT, 100)
+    out = assert_same(usual(), run, LAYOUT, 100)
     assert np.array_equal(out[0][side][0, 20], run[0][side][0, 20])
     assert not np.array_equal(out[0][side][0, 21], run[0][side][0, 21])
 
 
 def test_kernels_that_are_wrong_give_way_to_the_pieces(caplog):
-    (fused,) = CODEC.assemble(LAYOUT)
+    (fused,) = usual().assemble(LAYOUT)
     assert proven_or_pipeline(fused, LAYOUT, run_of(LAYOUT, 70), "rates") is fused
 
     def almost(planes, num_tokens, units, pairs, turns, vectors):

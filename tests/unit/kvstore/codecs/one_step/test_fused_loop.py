@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
@@ -32,16 +33,24 @@ from tests.unit.kvstore.codecs.one_step.step_models import (
 from tests.unit.kvstore.codecs.samples import run_of
 
 LAYOUT = layout_with((64, 64), (64, 64), (64, 64))  # a group of two layers, and one of one
-PARTS = parts_of(profile_of(LAYOUT, rope_of(64), [(32.0, 0.3), (9.0, 0.5)]))
-CODEC, PIECES = codec_of(PARTS), codec_of(pipelines_of(PARTS))
-
 FOUR_UNITS = layout_with(*[(32, 32)] * 8)
-PREDICTED = parts_of(
-    profile_of(FOUR_UNITS, rope_of(32), [(32.0, 0.3), (9.0, 0.5), (700.0, 0.01)], 192)
-)
+SPECTRA = [(32.0, 0.3), (9.0, 0.5)]
 MODELS = pytest.mark.parametrize(
-    ("parts", "layout"), [(PARTS, LAYOUT), (PREDICTED, FOUR_UNITS)], ids=["alone", "predicted"]
+    ("parts", "layout"), [("alone", LAYOUT), ("predicted", FOUR_UNITS)], indirect=["parts"]
 )
+
+
+@functools.cache
+def made(name):
+    """The parts of a codec. They take seconds to compile, so no collection of tests makes them."""
+    if name == "alone":
+        return parts_of(profile_of(LAYOUT, rope_of(64), SPECTRA))
+    return parts_of(profile_of(FOUR_UNITS, rope_of(32), [*SPECTRA, (700.0, 0.01)], 192))
+
+
+@pytest.fixture(scope="module")
+def parts(request):
+    return made(request.param)
 
 
 def assert_same(parts, run, layout, first_token):
@@ -164,10 +173,10 @@ def test_extreme_codes_of_chunks_that_are_restored_together(parts, layout):
 
 def test_a_codec_that_is_asked_for_sizes_alone_compiles_nothing():
     with for_sizes_alone():
-        parts = parts_of(profile_of(LAYOUT, rope_of(64), [(32.0, 0.3), (9.0, 0.5)]))
-    assert is_fused(PARTS) and all(isinstance(x, Pipeline) for x in parts)
+        parts = parts_of(profile_of(LAYOUT, rope_of(64), SPECTRA))
+    assert is_fused(made("alone")) and all(isinstance(x, Pipeline) for x in parts)
     for num_tokens in (0, 5, 64):
-        sizes = [codec_of(x).packed_nbytes(LAYOUT, num_tokens, 0) for x in (parts, PARTS)]
+        sizes = [codec_of(x).packed_nbytes(LAYOUT, num_tokens, 0) for x in (parts, made("alone"))]
         assert sizes[0] == sizes[1]
 
 
@@ -175,7 +184,7 @@ def test_parts_that_no_gain_can_represent():
     run = run_of(LAYOUT, 70)
     for token, bits in {20: 0x7F80, 21: 0xFF80, 22: 0x7FC1, 69: 0x7F00}.items():
         run[1][0][1, token, 3] = bits
-    out = assert_same(PARTS, run, LAYOUT, 128)
+    out = assert_same(made("alone"), run, LAYOUT, 128)
     assert np.array_equal(out[1][0][:, [20, 21, 22, 69]], run[1][0][:, [20, 21, 22, 69]])
 
 
@@ -183,18 +192,20 @@ def test_empty_and_tiny_rows():
     run = run_of(LAYOUT, 20)
     run[0][1][:, 5] = 0
     run[1][1][:, 6] = 1  # the smallest denormal
-    assert_same(PARTS, run, LAYOUT, 128)
+    assert_same(made("alone"), run, LAYOUT, 128)
 
 
 def test_views_of_any_stride_are_filled():
-    assert_views_are_filled(CODEC, PIECES, LAYOUT)
+    codec, pieces = codec_of(made("alone")), codec_of(pipelines_of(made("alone")))
+    assert_views_are_filled(codec, pieces, LAYOUT)
 
 
 def test_rows_whose_values_lie_apart_go_through_the_pieces():
-    payload = CODEC.encode(run_of(LAYOUT, 20), LAYOUT, 9)
+    codec = codec_of(made("alone"))
+    payload = codec.encode(run_of(LAYOUT, 20), LAYOUT, 9)
     apart = [(np.asfortranarray(k), np.asfortranarray(v)) for k, v in LAYOUT.empty(20)]
-    CODEC.decode(memoryview(payload), LAYOUT, 9, apart)
-    expected = restored(CODEC, payload, LAYOUT, 20, 9)
+    codec.decode(memoryview(payload), LAYOUT, 9, apart)
+    expected = restored(codec, payload, LAYOUT, 20, 9)
     assert raw([(k.copy("C"), v.copy("C")) for k, v in apart]) == raw(expected)
 
 
@@ -234,8 +245,8 @@ def test_damage_is_found_or_gives_other_values(data, parts, layout):
 
 @pytest.mark.parametrize(
     ("parts", "layout", "digest"),
-    [(PARTS, LAYOUT, "0d8a1f9cdae8a803"), (PREDICTED, FOUR_UNITS, "6907e8c0b23ccd03")],
-    ids=["alone", "predicted"],
+    [("alone", LAYOUT, "0d8a1f9cdae8a803"), ("predicted", FOUR_UNITS, "6907e8c0b23ccd03")],
+    indirect=["parts"],
 )
 @pytest.mark.parametrize("fused", [True, False])
 def test_restored_values_are_frozen(parts, layout, digest, fused):
