@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("thermocline", "gateway", "engines", "kvstore", "scheduler", "launch")
+from tests.architecture.sources import PACKAGES, ROOT, tree_of
+
+pytestmark = pytest.mark.share("sources")
 
 
 def modules_of(root: Path, packages: tuple[str, ...]) -> dict[str, Path]:
@@ -49,8 +50,7 @@ def names_in(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 def graph_of(modules: dict[str, Path]) -> dict[str, set[str]]:
     graph = {}
     for name, path in modules.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        targets = {x for node in imports_in(tree) for x in names_in(node)}
+        targets = {x for node in imports_in(tree_of(path)) for x in names_in(node)}
         graph[name] = {x for x in targets if x in modules and x != name}
     return graph
 

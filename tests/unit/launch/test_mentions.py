@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -34,9 +35,14 @@ def mentions(text: str) -> Iterator[list[str]]:
             yield alternative.split()
 
 
+@functools.cache
+def whole_command() -> TyperGroup:
+    return get_command(app)
+
+
 def check(words: list[str]) -> None:
     """Raises ``UsageError`` for words that the command line would refuse."""
-    command = get_command(app)
+    command = whole_command()
     while words and isinstance(command, TyperGroup):
         name, *words = words
         if name not in command.commands:
