@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from kvstore.codecs.profile import load_profile
+from tests.command_line import thermocline
 from tests.integration.tiny_models import write_model
 
 # Learning reads dozens of texts, so a busy machine takes minutes; this only ends a hanging command.
@@ -24,12 +25,13 @@ pytestmark = [pytest.mark.mlx, pytest.mark.timeout(HANGS_AFTER_S + 60)]
 TEXT = "She sells sea shells by the sea shore, and he counts 12345 of them every day. " * 40
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tiny").mkdir()
-    write_model("llama", tmp_path / "tiny")
-    (tmp_path / "text.txt").write_text(TEXT)
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrate")
+    (folder / "tiny").mkdir()
+    write_model("llama", folder / "tiny")
+    (folder / "text.txt").write_text(TEXT)
+    return folder
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -42,35 +44,25 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, *arguments),
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=HANGS_AFTER_S,
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME"):
+            patched.setenv(name, str(folder))
+        return thermocline(*command(folder, *arguments)[3:])
 
 
-def test_a_table_and_its_rows_as_json(folder: Path) -> None:
+def test_a_table_its_rows_as_json_and_a_profile_that_is_kept(folder: Path) -> None:
     out = folder / "rows.json"
-    done = run(folder, "--presets", "raw,tq4,tq3", "--json", str(out))
+    done = run(folder, "--presets", "raw,tq4,dense3,tq3", "--json", str(out))
     assert done.returncode == 0, done.stderr
     assert "perplexity" in done.stdout and "tq3" in done.stdout
-    rows = {row["preset"]: row for row in json.loads(out.read_text())["rows"]}
-    assert set(rows) == {"raw", "tq4", "tq3"}
+    report = json.loads(out.read_text())
+    rows = {row["preset"]: row for row in report["rows"]}
+    assert set(rows) == {"raw", "tq4", "dense3", "tq3"}
     assert rows["raw"]["kl"] == 0 < rows["tq4"]["kl"] < rows["tq3"]["kl"]
     assert rows["tq3"]["context"] == 256 and rows["tq3"]["bits_per_element"] < 3.6
-
-
-def test_a_profile_is_learned_and_kept(folder: Path) -> None:
-    out = folder / "rows.json"
-    done = run(folder, "--presets", "dense3,tq3", "--json", str(out))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
     profile = load_profile(Path(report["profile"]))
     assert set(profile.learned) == {"dense3"}
     assert profile.fingerprint == report["fingerprint"] == Path(report["profile"]).stem
-    rows = {row["preset"]: row for row in report["rows"]}
     # On a random model there is little to learn; it must not do harm.
     assert rows["dense3"]["kl"] < 2 * rows["tq3"]["kl"]
     assert rows["dense3"]["bits_per_element"] < rows["tq3"]["bits_per_element"] + 0.1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,7 +17,8 @@ import pytest
 
 from engines.calibration.orders import FIRST_PRESETS
 from kvstore.codecs.profile import load_profile
-from tests.integration.launch.test_serve import PROGRAM, Server
+from tests.command_line import thermocline
+from tests.integration.launch.test_serve import Server
 from tests.integration.tiny_models import write_model
 from tests.waiting import until
 
@@ -80,13 +80,8 @@ def processes(server: Server, module: str) -> list[psutil.Process]:
 
 def run(folder: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     model = ["--model", str(folder / "tiny"), "--set", f"data_dir={folder / 'data'}"]
-    return subprocess.run(
-        [*PROGRAM, command, *model, "--set", "engine.kind=mlx", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "THERMOCLINE_GATEWAY__PORT": "0"},
-    )
+    port = ["--set", "gateway.port=0"]
+    return thermocline(command, *model, *port, "--set", "engine.kind=mlx", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +117,10 @@ def test_an_engine_that_is_killed_measures_again_in_its_next_life(fresh: Path):
 
 def calibrated(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``thermocline calibrate`` against a running server."""
-    words = [*PROGRAM, "calibrate", "--url", server.url, *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=800)
+    return thermocline("calibrate", "--url", server.url, *arguments)
 
 
+@pytest.mark.thorough
 def test_a_running_server_measures_when_asked(folder: Path, tmp_path: Path):
     (tmp_path / "tiny").symlink_to(folder / "tiny")
     server = start(tmp_path, "--set", "store.calibrate=false")
@@ -140,14 +135,13 @@ def test_a_running_server_measures_when_asked(folder: Path, tmp_path: Path):
         assert not codec["unmeasured"] and codec["name"] in rows
     finally:
         assert server.stop() == 0
-    gone = calibrated(server)
-    assert gone.returncode == 1 and "does not answer" in gone.stderr
 
 
 def test_what_a_server_measures_is_not_chosen_here():
-    words = [*PROGRAM, "calibrate", "--url", "http://127.0.0.1:9", "--contexts", "512"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = thermocline("calibrate", "--url", "http://127.0.0.1:9", "--contexts", "512")
     assert done.returncode == 2 and "leave out" in done.stderr
+    gone = thermocline("calibrate", "--url", "http://127.0.0.1:1")
+    assert gone.returncode == 1 and "does not answer" in gone.stderr
 
 
 def test_it_ends_at_once_with_its_gateway(folder: Path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from redis import Redis
 
 from kvstore.tiers.redis_server.redis_tier import PREFIX
 from tests.integration.launch.test_serve import Server
-from tests.integration.launch.test_several_models import ask, chat, start
+from tests.integration.launch.test_several_models import ask, chat, metrics, start
 from tests.integration.tiny_models import write_model
 from tests.redis_server import RedisServer
 from tests.waiting import until
@@ -79,9 +78,7 @@ def test_all_is_answered_while_a_replica_is_killed_and_it_comes_back(fakes):
     assert sorted(x["id"] for x in rows) == sorted(name for name, _ in said)
     assert {ask(fakes, f"/v1/sessions/s{i}", method="DELETE")[0] for i in range(60)} == {200}
     assert ask(fakes, "/v1/sessions")[2]["data"] == []
-    with urllib.request.urlopen(fakes.url + "/metrics", timeout=30) as answer:
-        text = answer.read().decode()
-    assert 'thermocline_engine_replicas{model="fake",state="ready"} 3.0' in text
+    assert 'thermocline_engine_replicas{model="fake",state="ready"} 3.0' in metrics(fakes)
 
 
 REPLICAS = """

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import thermocline
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -86,8 +87,7 @@ class Server:
             return json.load(answer)["choices"][0]["message"]["content"]
 
     def sessions(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*PROGRAM, "sessions", *arguments, "--url", self.url]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return thermocline("sessions", *arguments, "--url", self.url)
 
     def stop(self) -> int:
         """End it as a user would; one that has ended keeps its code."""
@@ -151,17 +151,13 @@ def test_the_log_says_how_to_take_a_turn(server):
 
 def test_with_keys_only_their_owners_see_their_sessions(tmp_path):
     keys = tmp_path / "keys"
-    command = [*PROGRAM, "keys", "new", "alice", "--append", str(keys)]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    key = out.split()[1]
+    key = thermocline("keys", "new", "alice", "--append", str(keys)).stdout.split()[1]
     server = Server(tmp_path, "--api-keys", str(keys))
     try:
         refused = server.sessions("list")
         assert (refused.returncode, "401" in refused.stderr) == (1, True)
         assert server.sessions("list", "--api-key", key).stdout == "no sessions\n"
-        other = subprocess.run(
-            [*PROGRAM, "keys", "new", "bob"], capture_output=True, text=True, check=True
-        ).stdout.split()
+        other = thermocline("keys", "new", "bob").stdout.split()
         for text, said in [
             ("nonsense", "stay as they were"),
             (other[3], "settings were read again: 1 keys"),

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.launch.test_serve import PROGRAM, Server
+from tests.command_line import thermocline
+from tests.integration.launch.test_serve import Server
 from tests.integration.tiny_models import write_model
 from tests.waiting import until
 
@@ -77,6 +78,12 @@ def states(server: Server) -> dict[str, str]:
     return {x["id"]: x["state"] for x in ask(server, "/v1/models")[2]["data"]}
 
 
+def metrics(server: Server) -> str:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
 def until_unloaded(server: Server, model: str) -> None:
     end = time.monotonic() + PATIENCE_S
     while (state := states(server)[model]) != "unloaded":
@@ -133,6 +140,7 @@ def test_a_model_that_cannot_be_loaded_is_503_and_the_others_go_on(fakes):
     assert chat(fakes, "one", "b", "hello")[0] == 200
     assert ask(fakes, "/readyz")[0] == 200
     until_unloaded(fakes, "broken")
+    assert 'model_loads_total{model="broken",outcome="failed"}' in metrics(fakes)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +163,7 @@ def test_a_wrong_request_loads_no_model(fakes, path, wrong):
 
 
 def test_a_stream_shows_life_while_its_model_waits_for_a_place(fakes):
-    slowly = {"fake": "delay_s=4"}  # longer than until a sign of life
+    slowly = {"fake": "chunks=4 delay_s=4"}  # longer than until a sign of life
     busy = {"model": "two", "metadata": slowly, "messages": [{"role": "user", "content": "a b c"}]}
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     chat(fakes, "two", "busy", "hello")
@@ -178,12 +186,11 @@ def test_a_stream_shows_life_while_its_model_waits_for_a_place(fakes):
 def test_top_shows_all_models(fakes):
     chat(fakes, "one", "of-one", "hello")
     chat(fakes, "two", "of-two", "hello")
-    command = [*PROGRAM, "top", "--url", fakes.url, "--once"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    shown = command(fakes, "top", "--once")
     assert shown.returncode == 0, shown.stderr
     for words in ("one on fake", "two on fake", "broken on", "of-one", "of-two"):
         assert words in shown.stdout
-    as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=100)
+    as_json = command(fakes, "top", "--once", "--json")
     assert [x["server"]["model"] for x in json.loads(as_json.stdout)] == states_by_root(fakes)
 
 
@@ -193,8 +200,7 @@ def states_by_root(server: Server) -> list[str]:
 
 
 def command(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
-    called = [*PROGRAM, *words, "--url", server.url]
-    return subprocess.run(called, capture_output=True, text=True, timeout=100)
+    return thermocline(*words, "--url", server.url)
 
 
 def test_the_command_line_names_the_model_that_is_meant(fakes):
@@ -229,11 +235,8 @@ def test_the_list_of_models_says_who_serves_each(fakes):
 
 def test_loads_are_counted(fakes):
     chat(fakes, "two", "counted", "hello")
-    chat(fakes, "broken", "counted", "hello")
-    with urllib.request.urlopen(fakes.url + "/metrics", timeout=30) as answer:
-        text = answer.read().decode()
+    text = metrics(fakes)
     assert 'thermocline_model_loads_total{model="two",outcome="loaded"}' in text
-    assert 'thermocline_model_loads_total{model="broken",outcome="failed"}' in text
     assert 'thermocline_model_load_seconds_total{model="two"}' in text
 
 
@@ -275,8 +278,7 @@ def test_a_verb_for_a_session_that_is_nowhere_loads_no_model(fakes, verb):
 
 
 def test_metrics_name_the_model(fakes):
-    with urllib.request.urlopen(fakes.url + "/metrics", timeout=30) as answer:
-        text = answer.read().decode()
+    text = metrics(fakes)
     assert 'thermocline_engine_ready{model="one"} 1.0' in text
     assert text.count("# TYPE thermocline_engine_ready ") == 1
 
@@ -337,8 +339,6 @@ def test_models_that_take_turns_come_back_with_their_conversations(tmp_path):
         rows = ask(server, "/v1/sessions?model=two")[2]["data"]
         assert [(x["state"], x["tier"]) for x in rows] == [("cold", "disk")] * 2
         assert ask(server, "/v1/sessions/a?model=two", method="DELETE")[0] == 200
-        _, cache, _ = chat(server, "two", "a", *said["two", "a"], "again")
-        assert cache.startswith("miss")
 
         # After a start a model's sessions are not known before it is loaded; they can be deleted.
         server.stop()
@@ -348,6 +348,7 @@ def test_models_that_take_turns_come_back_with_their_conversations(tmp_path):
         assert ask(server, "/v1/sessions/b", method="DELETE")[0] == 200
         assert ask(server, "/v1/sessions/b", method="DELETE")[0] == 404
         assert [x["id"] for x in ask(server, "/v1/sessions?model=one")[2]["data"]] == ["a"]
+        assert ask(server, "/v1/sessions?model=two")[2]["data"] == []
     finally:
         server.stop()
 
@@ -363,11 +364,6 @@ def test_what_does_not_fit_is_refused_with_the_sum(tmp_path):
         f"[engine]\nhot_bytes = {available}\n[scheduler]\nmemory_low_bytes = '1GiB'\n"
         + "".join(f"[[engines]]\nname = '{x}'\nkind = 'mlx'\n" for x in "ab")
     )
-    run = subprocess.run(
-        [*PROGRAM, "serve", "--port", "0", "--config", str(tmp_path / "t.toml")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    run = thermocline("serve", "--port", "0", "--config", str(tmp_path / "t.toml"))
     assert run.returncode == 1
     assert "are needed" in run.stderr and "of weights" in run.stderr

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launch.test_serve import Server
-from tests.integration.launch.test_several_models import ask
-from tests.integration.launch.two_servers import Pair, metrics
+from tests.integration.launch.test_several_models import ask, metrics
+from tests.integration.launch.two_servers import Pair
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.redis]

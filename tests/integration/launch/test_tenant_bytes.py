@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from engines.fake_worker.fake_sessions import COLD_BYTES_PER_TOKEN
-from tests.integration.launch.test_several_models import ask
-from tests.integration.launch.two_servers import Pair, listed, metrics
+from tests.integration.launch.test_several_models import ask, metrics
+from tests.integration.launch.two_servers import Pair, listed
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.redis]

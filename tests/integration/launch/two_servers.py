@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,6 @@ class Pair:
     def stop(self) -> None:
         for server in self.servers:
             server.stop()
-
-
-def metrics(server: Server) -> str:
-    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
-        text: str = answer.read().decode()
-    return text
 
 
 def listed(pair: Pair, name: str, i: int) -> dict[str, Any]:
