@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstore.tiers.base import TierStats
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 
-NUM_WHILE = 6
+NUM_WHILE = 4
 NEW = [5, 6, 7, 8]
 
 

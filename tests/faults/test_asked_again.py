@@ -17,6 +17,7 @@ from tests.faults.test_engine_process import (
     CHAT,
     asked,
     events,
+    running_turns,
     said,
     status_and_code,
     until_running,
@@ -37,18 +38,18 @@ async def http(fresh: FakeStack) -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-@pytest.mark.parametrize("stream", [False, True])
 async def test_kill_9_before_the_engine_has_said_anything(
-    fresh: FakeStack, http: aiohttp.ClientSession, stream: bool
+    fresh: FakeStack, http: aiohttp.ClientSession
 ) -> None:
     """It is asked once more when it is back: the client sees a longer wait, and all of the text."""
-    body = asked("delay_s=1.5", stream=stream, text=f"hello big world {stream}")
-    waiting = asyncio.create_task(whole_text(http, body))
-    await until_running(http, True)
+    bodies = [asked("delay_s=1.5", stream=x, text=f"hello {x}") for x in (False, True)]
+    waiting = [asyncio.create_task(whole_text(http, x)) for x in bodies]
+    while await running_turns(http) < 2:
+        await asyncio.sleep(0.02)
     pid = fresh.engine.pid
     fresh.engine.kill()
-    text = await asyncio.wait_for(waiting, 60)
-    assert text == f"You said: hello big world {stream}"
+    texts = await asyncio.wait_for(asyncio.gather(*waiting), 60)
+    assert texts == ["You said: hello False", "You said: hello True"]
     fresh.wait_ready()
     assert fresh.engine.pid != pid
 

@@ -30,7 +30,7 @@ from tests.faults.failing_calls import (
 )
 
 AT_LEAST = 40  # calls of one life that meet its folder; there are some fifty
-EVERY = 4  # of them one in so many, without --thorough
+EVERY = 8  # of them one in so many, without --thorough
 
 
 def strace_works() -> bool:

@@ -16,7 +16,7 @@ from benchmarks.stacks.fake_stack import MODEL, FakeStack
 
 MIB = 1 << 20
 TOO_LONG = b"context_length_exceeded"  # the engine's word: the body came through
-NUM_BODIES, BODY_BYTES = 16, 7 * MIB
+NUM_BODIES, BODY_BYTES = 12, 4 * MIB
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,7 @@ async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_pa
         pinned = await server.pin(ONE, True)
         assert pinned.pinned
         assert (await server.demote(ONE)).kept == "pinned"
+        await control_speaks_only_to_who_knows_the_token(tmp_path)
         stats = await server.stats()
         assert stats.idle_hot_bytes <= stats.hot_bytes <= stats.hot_capacity_bytes
         causes = await notices(server, 6)
@@ -122,6 +123,22 @@ async def test_a_session_sleeps_wakes_and_survives_a_restart(model: Path, tmp_pa
         assert await server.sessions() == []
 
 
+async def control_speaks_only_to_who_knows_the_token(folder: Path) -> None:
+    path = str(folder / "run" / "control.sock")
+    assert Path(path).stat().st_mode & 0o077 == 0
+    assert (folder / "run" / "http.sock").stat().st_mode & 0o077 == 0
+    for first in (GetStats(), Hello(token="guess")):
+        reader, writer = await asyncio.open_unix_connection(path)
+        for number, verb in enumerate((first, GetStats())):
+            writer.write(frame(ControlRequest(number, verb)))
+            reply = await read_from_engine(reader)
+            assert not isinstance(reply, Notice) and reply.number == number
+            assert isinstance(reply.answer, Refused)
+        writer.write(b"\xff\xff\xff\xff")
+        assert await reader.read() == b""  # not a control message: cut off
+        writer.close()
+
+
 async def notices(server: MlxServer, at_least: int) -> list[str]:
     causes: list[str] = []
     with suppress(TimeoutError):
@@ -134,26 +151,46 @@ async def notices(server: MlxServer, at_least: int) -> list[str]:
     return causes
 
 
-async def test_a_kill_in_mid_stream_costs_a_recompute_at_most(model: Path, tmp_path: Path):
+async def struck(server: MlxServer, number: int) -> bool:
+    """Send the engine a signal while it decodes, and wait for the next; was the answer cut off?"""
+    pid = server.pid
+    assert pid is not None
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4000, "stream": True}
+    headers = {**server.session_headers(ONE), "content-type": "application/json"}
+    sent = cut_off = False
+    try:
+        async with server.open("/v1/completions", json.dumps(body).encode(), headers) as upstream:
+            async for chunk in upstream.chunks():
+                if b'"text"' in chunk and not sent:  # it decodes, so the prompt is fed
+                    sent = True
+                    os.kill(pid, number)
+    except EngineUnavailable:
+        cut_off = True
+    while server.pid in (None, pid):
+        await asyncio.sleep(0.05)
+    await until_ready(server)  # the supervisor has started it again
+    return cut_off
+
+
+async def test_a_kill_in_mid_stream_costs_a_recompute_at_most(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """And SIGTERM nothing: what runs is saved."""
     async with running(settings(model, tmp_path)) as server:
         expected, _ = await complete(server, PROMPT)
         await server.demote(ONE, "disk")
-        pid = server.pid
-        assert pid is not None
-        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4000, "stream": True}
-        headers = {**server.session_headers(ONE), "content-type": "application/json"}
-        with pytest.raises(EngineUnavailable):
-            async with server.open(
-                "/v1/completions", json.dumps(body).encode(), headers
-            ) as upstream:
-                async for _ in upstream.chunks():
-                    os.kill(pid, signal.SIGKILL)
-        while server.pid in (None, pid):
-            await asyncio.sleep(0.05)
-        await until_ready(server)
+        assert await struck(server, signal.SIGKILL)
         answer, cache = await complete(server, PROMPT)
         assert cache == "cold-disk; tokens=288"
         assert answer["choices"] == expected["choices"]
+
+        await server.forget(ONE)
+        assert "ended with code 0" not in caplog.text
+        await struck(server, signal.SIGTERM)  # as the engine leaves, its streams may break off
+        (report,) = await server.sessions()
+        assert report.id == "one" and report.tier == "disk"
+        assert report.tokens >= len(PROMPT) // 32 * 32
+    assert "the engine ended with code 0" in caplog.text
 
 
 FAST, SLOW = 1 << 30, 100_000  # bytes/s
@@ -227,60 +264,6 @@ async def test_another_model_begins_anew_and_leaves_the_first_ones_sessions(
         answer, cache = await complete(server, PROMPT)
         assert cache.startswith("cold-disk"), cache
         assert answer["choices"] == expected["choices"]
-
-
-async def test_sigterm_saves_what_runs_and_leaves_with_code_zero(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4000, "stream": True}
-    async with running(settings(model, tmp_path)) as server:
-        pid = server.pid
-        assert pid is not None
-        headers = {**server.session_headers(ONE), "content-type": "application/json"}
-        with suppress(EngineUnavailable):  # as the engine leaves, its streams may break off
-            async with server.open(
-                "/v1/completions", json.dumps(body).encode(), headers
-            ) as upstream:
-                sent = False
-                async for chunk in upstream.chunks():
-                    if b'"text"' in chunk and not sent:  # it decodes, so the prompt is fed
-                        sent = True
-                        os.kill(pid, signal.SIGTERM)
-        while server.pid in (None, pid):
-            await asyncio.sleep(0.05)
-        await until_ready(server)  # the supervisor has started it again
-        (report,) = await server.sessions()
-        assert (
-            report.id == "one" and report.tier == "disk" and report.tokens >= len(PROMPT) // 32 * 32
-        )
-    assert "the engine ended with code 0" in caplog.text
-
-
-async def test_control_speaks_only_to_who_knows_the_token(model: Path, tmp_path: Path):
-    async with running(settings(model, tmp_path)):
-        path = str(tmp_path / "run" / "control.sock")
-        assert Path(path).stat().st_mode & 0o077 == 0
-        assert (tmp_path / "run" / "http.sock").stat().st_mode & 0o077 == 0
-        for first in (GetStats(), Hello(token="guess")):
-            reader, writer = await asyncio.open_unix_connection(path)
-            for number, verb in enumerate((first, GetStats())):
-                writer.write(frame(ControlRequest(number, verb)))
-                reply = await read_from_engine(reader)
-                assert not isinstance(reply, Notice) and reply.number == number
-                assert isinstance(reply.answer, Refused)
-            writer.write(b"\xff\xff\xff\xff")
-            assert await reader.read() == b""  # not a control message: cut off
-            writer.close()
-
-
-async def test_a_model_that_is_not_there_ends_the_process_with_a_sentence(
-    tmp_path: Path, model: Path
-):
-    broken = tmp_path / "model"
-    broken.mkdir()
-    (broken / "config.json").write_text('{"model_type": "never-heard-of"}')
-    err = await refusal_of(settings(broken, tmp_path))
-    assert b"tiny cannot be served" in err
 
 
 async def test_too_little_hot_memory_ends_the_process_with_a_sentence(tmp_path: Path, model: Path):
