@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 from engines.vllm_environment.environment import inspect_environment
 from launch.machine.installation import find_python
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+# In CI tests/vllm/start/test_refusals.py asks the plug-in itself.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
 
 PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
 if not PYTHON or inspect_environment(PYTHON).problem:
@@ -65,14 +66,12 @@ def refused(folder: Path, config: dict[str, object], *args: str) -> tuple[int, s
     return done.returncode, why[0], done.stderr
 
 
-@pytest.mark.thorough
 def test_a_kind_of_model_that_vllm_does_not_know(tmp_path):
     code, why, _ = refused(tmp_path, LLAMA | {"architectures": ["NeverHeardOf"]}, *NO_WEIGHTS)
     assert code == 1
     assert "NeverHeardOf" in why and "not supported" in why
 
 
-@pytest.mark.thorough
 def test_a_flag_that_vllm_does_not_have(tmp_path):
     code, why, log = refused(tmp_path, LLAMA, "--no-such-flag")
     assert code == 1

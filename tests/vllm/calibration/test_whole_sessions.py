@@ -19,9 +19,7 @@ from tests.vllm.rig.tiny_hybrids import write_gated_delta, write_recurrent, writ
 from tests.vllm.rig.tiny_model import HEAD_DIM
 
 NUM_TOKENS = 300
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-thorough = pytest.mark.thorough
-
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 # A quick measurement: of 128 tokens. Matrices are measured with blocks as large as those that vLLM
 # chooses for published models; four are needed.
@@ -35,9 +33,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(
-    params=["windowed", *(pytest.param(x, marks=thorough) for x in ("convolutions", "matrices"))]
-)
+@pytest.fixture(params=MODELS)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngine]:
     model, folder = tmp_path / "model", tmp_path / "vllm"
     model.mkdir()
@@ -87,7 +83,6 @@ def test_a_session_is_measured_whole(engine, sessions, capfd):
     assert ("+state" in packed) == (block_tokens > BLOCK), "matrices are packed, too"
 
 
-@thorough
 def test_a_packed_matrix_comes_back(tmp_path, sessions):
     (tmp_path / "model").mkdir()
     (tmp_path / "vllm").mkdir()

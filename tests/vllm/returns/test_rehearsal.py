@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import psutil
@@ -18,9 +18,10 @@ import pytest
 from engines.http import CACHE_HEADER
 from engines.vllm_plugin.config import SETTINGS_FILE
 from engines.vllm_plugin.process.command import transfer_config
+from engines.wire import Demote
 from kvstore.config import StoreConfig
 from tests.vllm.rig.byte_tokenizer import write_tokenizer
-from tests.vllm.rig.engine import BLOCK, RealEngine, Result
+from tests.vllm.rig.engine import BLOCK, RealEngine, Result, ref
 from tests.vllm.rig.served import Served, session
 from tests.vllm.rig.tiny_model import VOCAB, write_tiny_model
 from tests.waiting import eventually
@@ -110,6 +111,7 @@ def undisturbed(served: Rehearsed, name: str) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.thorough  # in CI the test after this one has the same turns without a server
 def test_turns_through_eviction_sleep_and_a_kill_have_no_wrong_token(served):
     right = {name: undisturbed(served, name) for name in NAMES}
     histories: dict[str, list[int]] = {name: [] for name in NAMES}
@@ -136,20 +138,56 @@ def test_turns_through_eviction_sleep_and_a_kill_have_no_wrong_token(served):
     assert int((served.folder / REHEARSED).read_text()) > len(after), "the host did the work"
 
 
-def lossy_turns(folder: Path, connector: dict[str, str] | None) -> list[Result]:
-    """A session packed with loss, three times asleep; returned by the connector that is given."""
+def engine_in(folder: Path, store: StoreConfig, connector: dict[str, str] | None, **options: Any):
+    """An engine of this process, in whose pool the rehearsed device may be."""
     model, runtime = folder / "model", folder / "vllm"
     model.mkdir(parents=True)
     runtime.mkdir()
-    engine = RealEngine(
+    return RealEngine(
         str(write_tiny_model(model)),
         runtime,
-        StoreConfig(codec="tq3", accept_loss=True, ram_bytes=1 << 28),
+        store,
         connector=connector,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
         worker_extension_cls=WORKER,
+        **options,
     )
+
+
+def test_turns_through_eviction_and_sleep_have_no_wrong_token(tmp_path, monkeypatch):
+    for name, value in INTERPRETED.items():
+        monkeypatch.setenv(name, value)
+    pool = {"num_gpu_blocks_override": NUM_BLOCKS, "max_model_len": (NUM_BLOCKS - 1) * BLOCK}
+    store = StoreConfig(codec="raw", ram_bytes=1 << 28)
+    engine = engine_in(tmp_path, store, CONNECTOR, **pool)
+    turns = [(turn, name) for turn in range(NUM_TURNS) for name in NAMES]
+
+    def play(salt: str, saved: bool) -> list[Result]:
+        histories: dict[str, list[int]] = {name: [] for name in NAMES}
+        found = []
+        for number, (turn, name) in enumerate(turns):
+            prompt = histories[name] + words_of(name)[turn]
+            found.append(engine.ask(prompt, name if saved else "", tokens=ANSWER, salt=salt))
+            histories[name] = prompt + found[-1].tokens
+            if saved:
+                engine.wait_saved(name)
+                if number % 3 == 0:
+                    engine.control(Demote(ref(name), "ram"))
+        return found
+
+    right, back = play("plain", saved=False), play("asleep", saved=True)
+    assert [x.tokens for x in back] == [x.tokens for x in right]
+    first, later = back[: len(NAMES)], back[len(NAMES) :]
+    assert [x.restored for x in first] == [0] * len(NAMES)
+    assert all(x.restored > 0 for x in later), [(x.cached, x.restored) for x in later]
+    engine.close()
+    assert int((tmp_path / "vllm" / REHEARSED).read_text()) > len(later), "the host did the work"
+
+
+def lossy_turns(folder: Path, connector: dict[str, str] | None) -> list[Result]:
+    """A session packed with loss, three times asleep; returned by the connector that is given."""
+    store = StoreConfig(codec="tq3", accept_loss=True, ram_bytes=1 << 28)
+    engine = engine_in(folder, store, connector, dtype="bfloat16")
     history: list[int] = []
     found = []
     for words in words_of("lossy"):
@@ -159,7 +197,8 @@ def lossy_turns(folder: Path, connector: dict[str, str] | None) -> list[Result]:
         assert engine.forget_local()
     engine.close()
     if connector:
-        assert int((runtime / REHEARSED).read_text()) > len(found), "the host did the work"
+        done = int((folder / "vllm" / REHEARSED).read_text())
+        assert done > len(found), "the host did the work"
     return found
 
 

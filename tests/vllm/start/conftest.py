@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pytest
 
 from tests.vllm.conftest import FAULTY_RAW, model_path
+from tests.vllm.rig.event_reader import EventReader
 from tests.vllm.rig.faulty_codec import Faults
 from tests.vllm.rig.served import Served, session
 from tests.waiting import eventually
@@ -40,15 +41,26 @@ class Chats(Served):
 
 
 @pytest.fixture(scope="session")
-def vllm_server(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
-    steps = ("--max-num-batched-tokens", str(STEP_TOKENS))
-    served = Chats(tmp_path_factory.mktemp("server"), FAULTY_RAW, model_path(), *steps)
+def event_reader() -> Iterator[EventReader]:
+    """Reads the events of ``vllm_server``."""
+    reader = EventReader()
+    yield reader
+    reader.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_server(
+    faults: Faults, event_reader: EventReader, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Chats]:
+    options = ("--max-num-batched-tokens", str(STEP_TOKENS))
+    options += ("--kv-events-config", event_reader.config())
+    served = Chats(tmp_path_factory.mktemp("server"), FAULTY_RAW, model_path(), *options)
     yield served
     faults.clear()
     served.close()
 
 
-def body_of(name: str, fields: Mapping[str, object]) -> dict[str, object]:
+def body_of(name: str, fields: Mapping[str, object] = {}) -> dict[str, object]:
     """Every session's text is its own from the beginning, or they would share blocks."""
     return {
         "model": "smol",
