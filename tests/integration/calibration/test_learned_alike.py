@@ -28,7 +28,7 @@ from tests.integration.tiny_models import write_model
 pytestmark = pytest.mark.mlx
 
 TEXTS = [Text(str(x), "." * x) for x in (1, 2, 3)]
-PRESETS = ["dense3", "balanced"]
+PRESETS = ["dense3"]
 
 
 class Instrument(MlxInstrument):

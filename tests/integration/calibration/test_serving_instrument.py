@@ -19,6 +19,8 @@ from tests.integration.tiny_models import tiny_model
 
 pytestmark = pytest.mark.mlx
 
+LLAMA, MAMBA = (pytest.param(x, marks=pytest.mark.thorough) for x in ("llama", "mamba2"))
+
 
 def serving(it: Engine) -> MlxInstrument:
     owner = it.owner
@@ -49,7 +51,7 @@ async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
         assert it.owner.held.nbytes == 0
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", MAMBA])
 async def test_it_finds_whole_sessions_of_models_with_states(kind: str, tmp_path: Path) -> None:
     loaded = tiny_model(kind)
     alone = MlxInstrument(loaded, probe(loaded.model))
@@ -71,7 +73,7 @@ async def test_it_finds_whole_sessions_of_models_with_states(kind: str, tmp_path
         assert it.owner.held.nbytes == 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("kind", [LLAMA, "gemma3_text", "qwen3_next"])
 async def test_it_sees_what_a_model_of_its_own_sees(kind: str, tmp_path: Path) -> None:
     """Cut into other steps, so by other draws: the notices are alike, not the same."""
     loaded = tiny_model(kind)

@@ -34,6 +34,13 @@ def calibrated(kind: str, data: Path, num_windows: int = 2) -> CalibrationReport
     return surveyed(folder, order)
 
 
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CalibrationReport]:
+    """The folder and the report of a calibration, which takes ten seconds."""
+    data = tmp_path_factory.mktemp("qwen")
+    return data, calibrated("qwen3_next", data)
+
+
 def served(kind: str, report: CalibrationReport, data: Path, max_kl: float) -> ServedCodecs:
     plan = probe(tiny_model(kind).model)
     assert plan.layout is not None
@@ -59,8 +66,10 @@ def test_windows_are_learned_by_themselves(tmp_path: Path) -> None:
     assert session.windows.id != session.kv.id
 
 
-def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> None:
-    report = calibrated("qwen3_next", tmp_path)
+def test_every_way_of_states_is_measured_with_the_usual_rows(
+    qwen: tuple[Path, CalibrationReport],
+) -> None:
+    data, report = qwen
     rows = {x.preset: x for x in report.rows}
     plain, dealt = ("state16", "state8", "state6"), ("dealt6", "dealt5", "dealt4")
     ways = (*plain, *dealt)  # mlx sees the cost of errors
@@ -71,23 +80,25 @@ def test_every_way_of_states_is_measured_with_the_usual_rows(tmp_path: Path) -> 
     profile = load_profile(Path(report.profile))
     assert set(profile.learned) == {"dense3", OF_STATES}
     assert profile.ids[OF_STATES] in rows["dense3+dealt5"].codec_id
-    codecs = served("qwen3_next", report, tmp_path, max_kl=1e9)
+    codecs = served("qwen3_next", report, data, max_kl=1e9)
     assert codecs.report.id == rows["dense3+state8"].codec_id  # the meaning of "dense3" alone
 
 
-def test_sessions_asleep_by_dealt_bits_stay_readable_when_more_is_learned(tmp_path: Path) -> None:
+def test_sessions_asleep_by_dealt_bits_stay_readable_when_more_is_learned(
+    qwen: tuple[Path, CalibrationReport],
+) -> None:
     """By the profile that lies beside the data, which has what errors in states cost."""
-    first = calibrated("qwen3_next", tmp_path)
+    data, first = qwen
     layout, states = load_profile(Path(first.profile)).layout, probe(tiny_model("qwen3_next").model)
 
     def served_by(codec: str) -> ServedCodecs:
         config = StoreConfig(max_kl=1e9, codec=codec)
-        known = (config, layout, first.fingerprint, tmp_path)
+        known = (config, layout, first.fingerprint, data)
         return ServedCodecs(*known, states=states.states)
 
     before = served_by("dense3+dealt5").codecs
     assert before.profile is not None and before.session is not None
-    calibrated("qwen3_next", tmp_path, num_windows=4)
+    calibrated("qwen3_next", data, num_windows=4)
     after = served_by("auto")
     assert set(before.written_ids) - set(after.codecs.written_ids)
     read = after.opened(before.profile)

@@ -78,7 +78,7 @@ async def test_a_session_that_slept_answers_as_one_that_did_not(kind: str, tmp_p
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_four_uneven_sessions_sleep_and_wake_in_one_batch(kind: str, tmp_path: Path):
-    prompts = [text(i, n) for i, n in enumerate((40, 390, 129, 256))]
+    prompts = [text(i, n) for i, n in enumerate((24, 200, 65, 128))]
     refs = [session(f"s{i}") for i in range(4)]
     async with engine(kind, tmp_path) as it:
         first = await together(it, prompts, refs)
@@ -391,12 +391,12 @@ async def test_a_view_that_waits_for_the_codec_never_sees_the_next_turn(tmp_path
     """The next turn writes after the tokens that are being saved, and after an edit over them."""
     one = session("one")
     async with engine("llama", tmp_path) as it:
-        for i in range(6):
+        for i in range(4):
             await it.turn(text(1, 128) + text(i, 130), one)
         await it.settled()
         await it.demote_all()
-        last = await it.turn(text(1, 128) + text(5, 130) + NEW, one)
-        fresh = await it.turn(text(1, 128) + text(5, 130) + NEW)
+        last = await it.turn(text(1, 128) + text(3, 130) + NEW, one)
+        fresh = await it.turn(text(1, 128) + text(3, 130) + NEW)
     assert cache(last).source == "cold-ram" and cache(last).cached_tokens == 256
     same(last, fresh)
 

@@ -170,7 +170,7 @@ class WatchedLayer:
 async def test_a_prefill_that_is_abandoned_ends_with_its_step_and_is_gone_on_with(
     kind: str, with_store: bool, tmp_path: Path
 ):
-    one, prompt, at = session("one"), text(1, 64 * 12), 4
+    one, prompt, at = session("one"), text(1, 64 * 6), 3
     async with engine(kind, tmp_path if with_store else None) as it:
         leaving: list[Callable[[], None]] = []
         layers = it.owner.loaded.model.model.layers
@@ -294,7 +294,7 @@ async def test_the_line_is_bounded():
 async def test_rows_that_outgrow_their_bucket_go_on_as_if_nothing_happened():
     """1,000 + 60 tokens cross the first bound; a second row keeps the bucket alive meanwhile."""
     prompt = text(1, 1000)
-    async with engine("llama") as it:
+    async with engine("llama", prefill_step=512) as it:
         mixed = await asyncio.gather(
             it.turn(prompt, max_tokens=60), it.turn(text(2, 40), max_tokens=80)
         )
@@ -307,7 +307,7 @@ async def test_rows_that_outgrow_their_bucket_go_on_as_if_nothing_happened():
 async def test_a_stop_sequence_is_found_across_the_bound_of_a_bucket():
     script = list(range(100, 140))
     ends = tuple(script[20:29])  # tokens 1,020 to 1,028 of the row: the bound lies in between
-    async with engine("llama") as it:
+    async with engine("llama", prefill_step=512) as it:
         answer = await it.turn(
             text(1, 1000),
             max_tokens=40,

@@ -90,14 +90,14 @@ async def test_rows_of_a_window_are_packed_once_and_shared_by_states(tmp_path: P
 
 async def test_the_state_is_kept_at_the_last_chunk_end_of_an_answer(tmp_path: Path):
     """An answer of many chunks: a return resumes after the last full one of them."""
-    prompt = text(1, 100)
+    prompt = text(1, 60)
     for kind in ("gemma3_text", "qwen3_next", "mamba2"):
         async with engine(kind, tmp_path / kind) as it:
-            first = await it.turn(prompt, session("one"), max_tokens=100)
+            first = await it.turn(prompt, session("one"), max_tokens=40)
             await it.settled()
             await it.demote_all()
             longer = [*prompt, *first.tokens, 5, 6, 7]
             woken = await it.turn(longer, session("one"))
             fresh = await it.turn(longer)
-        assert woken.cache.header() == "cold-ram; tokens=192"
+        assert woken.cache.header() == "cold-ram; tokens=96"
         assert woken.tokens == fresh.tokens

@@ -243,14 +243,13 @@ def test_it_learns_on_after_the_verdict_and_over_a_restart(
     assert three.ended() == "" and three.adopted == 0
 
 
-@pytest.mark.parametrize("kind", [OSError, RuntimeError, MemoryError])
 def test_a_verdict_stands_if_no_more_can_be_learned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Exception]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     class Unlearned(Talking):
         def encode(self, text: str) -> list[int]:
             if self.engine.adopted == 3:
-                raise kind("no text is left")
+                raise MemoryError("no text is left")
             return super().encode(text)
 
     one = Engine(tmp_path, Unlearned(), open_questions=Asked(ask_more=lambda: True))

@@ -193,7 +193,9 @@ def test_the_file_stays_inside_its_limit_under_steady_eviction(opened: Open, tmp
     assert (tmp_path / "cold" / "data.mdb").stat().st_size <= file_bytes_limit(budget)
 
 
-@pytest.mark.parametrize("file_mib", [4, 5, 8, 12, 24])
+@pytest.mark.parametrize(
+    "file_mib", [4, 12, *(pytest.param(x, marks=pytest.mark.thorough) for x in (5, 8, 24))]
+)
 def test_a_small_file_never_passes_its_limit_and_takes_every_blob(tmp_path: Path, file_mib: int):
     """Blobs that are a good part of the file, and small ones that leave gaps between them."""
     limit = file_mib * MB

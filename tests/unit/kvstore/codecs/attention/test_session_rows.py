@@ -89,9 +89,10 @@ def test_every_finite_bit_pattern_is_widened_as_numpy_does(shapes):
     query = np.zeros((1, 1, shapes.key_dim), np.float32)
     keys = single_token(shapes, np.zeros(shapes.key_dim, np.uint16))
     out = np.empty((1, 1, shapes.value_dim), np.float32)
+    attention = session_attention(shapes)
     for start in range(0, len(finite), shapes.value_dim):
         row = np.resize(finite[start : start + shapes.value_dim], shapes.value_dim)
-        session_attention(shapes).attend(query, keys, single_token(shapes, row), out)
+        attention.attend(query, keys, single_token(shapes, row), out)
         assert (out[0, 0] == widen(row, shapes.dtype)).all()
 
 

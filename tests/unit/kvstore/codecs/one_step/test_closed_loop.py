@@ -51,8 +51,7 @@ def one_unit(ratios, step, seed=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 384, 768])
-@pytest.mark.parametrize("largest", [2.0, 30.0, 200.0])
+@pytest.mark.parametrize(("width", "largest"), [(64, 200.0), (384, 30.0), (768, 2.0)])
 def test_integers_add_a_few_per_cent_to_the_cost_of_quantising(width, largest):
     step, ratios = 0.05, largest * np.exp2(-9 * np.arange(width) / width)
     ratios[ratios < 0.3] = 0

@@ -48,6 +48,6 @@ def test_a_model_that_attends_otherwise_is_noticed():
 @pytest.mark.slow
 def test_a_real_model_says_the_same():
     model = load_model(str(sample_model(default_cache_dir(os.environ)))).model
-    model.model.layers = model.model.layers[:6]  # all thirty take a minute without a BLAS
+    model.model.layers = model.model.layers[:2]  # all thirty take a minute without a BLAS
     live = live_model(model)
     assert says_the_same(live.model, live.make_cache())

@@ -56,7 +56,7 @@ def test_other_values_than_the_definitions_are_found_out():
 
 def compiled_seldom(kind):
     """A compiler takes seconds for each."""
-    usual = (kind.num_bits, kind.dim) in ((3, 64), (3, 80), (8, 16))
+    usual = (kind.num_bits, kind.dim) in ((3, 80), (8, 16))
     return kind if usual else pytest.param(kind, marks=pytest.mark.thorough)
 
 

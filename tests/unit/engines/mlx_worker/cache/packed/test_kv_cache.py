@@ -96,7 +96,7 @@ def same_kv(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [[300], [20, 300], [300, 20, 150], [150, 77, 300, 3]])
+@pytest.mark.parametrize("lengths", [[20, 300], [150, 77, 300, 3]])
 @pytest.mark.parametrize("fed_alone", [True, False])
 def test_a_batch_answers_and_holds_the_same_as_its_rows_alone(live, lengths, fed_alone):
     together, alone = sessions_of(lengths), sessions_of(lengths)
@@ -148,7 +148,7 @@ def test_copies_go_their_own_way(live):
     assert same_kv(mine, again)
 
 
-@pytest.mark.parametrize("num_left", [0, 3, 5, 100, 259, 290])
+@pytest.mark.parametrize("num_left", [0, 3, 100, 290])
 def test_trimming_keeps_the_beginning(live, num_left):
     caches = live.make_cache()
     for chunk in (text(1, 300), text(2, 20)):

@@ -28,7 +28,10 @@ from kvstore.codecs.rows import rotation
 
 pytestmark = pytest.mark.mlx
 
-KINDS = [RowKind(3, 64, "bfloat16"), RowKind(4, 128, "float16"), RowKind(3, 256, "bfloat16")]
+KINDS = [
+    *(RowKind(3, 64, "bfloat16"), RowKind(4, 128, "float16")),
+    pytest.param(RowKind(3, 256, "bfloat16"), marks=pytest.mark.thorough),
+]
 SHIM = Path(__file__).with_name("metal_shim.hpp")
 # Metal may contract a product and a sum into one operation; that must not change a byte.
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=fast", "-pthread")
