@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.serve.preflight import sole_server
+from tests.command_line import thermocline
 from tests.integration.launch.test_serve import Server
 from tests.integration.tiny_models import write_model
 
@@ -31,23 +32,31 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def refused(tmp_path: Path, *arguments: object, cache: Path | None = None) -> tuple[int, str, str]:
-    """The exit code, the line that says why, and the whole log."""
-    chosen = {"THERMOCLINE_CACHE_DIR": str(cache)} if cache else {}
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "serve", "--engine", "mlx", "--port", "0"]
-        + [str(x) for x in arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(tmp_path / "hub"),
-            "THERMOCLINE_DATA_DIR": str(tmp_path / "data"),
-            **chosen,
-        },
-    )
+def refused(
+    tmp_path: Path, *arguments: object, cache: Path | None = None, begins: bool = False
+) -> tuple[int, str, str]:
+    """The exit code, the line that says why, and the whole log.
+
+    ``begins``: what is wrong shows once the server has begun, so that it is a process of its own.
+    """
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    variables["THERMOCLINE_DATA_DIR"] = str(tmp_path / "data")
+    if cache:
+        variables["THERMOCLINE_CACHE_DIR"] = str(cache)
+    words = ["serve", "--engine", "mlx", "--port", "0", *(str(x) for x in arguments)]
+    if begins:
+        done = subprocess.run(
+            [sys.executable, "-m", "launch", *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | variables,
+        )
+    else:
+        with pytest.MonkeyPatch.context() as patched:
+            for name, value in variables.items():
+                patched.setenv(name, value)
+            done = thermocline(*words)
     assert "Traceback" not in done.stderr
     assert "starting it again" not in done.stderr
     (why,) = (x for x in done.stderr.splitlines() if x.startswith("error: ") or "Z error " in x)
@@ -66,7 +75,7 @@ def test_a_name_of_a_model_that_terminals_and_files_would_obey(tmp_path, folder)
 
 
 def test_a_hub_id_that_cannot_be_fetched(tmp_path):
-    code, why, log = refused(tmp_path, "--model", "no-such/model")
+    code, why, log = refused(tmp_path, "--model", "no-such/model", begins=True)
     assert code == 1
     assert "no-such/model could not be fetched from the hub; check the name" in why
     assert log.endswith(": stopped\n")
@@ -74,12 +83,12 @@ def test_a_hub_id_that_cannot_be_fetched(tmp_path):
 
 def test_a_model_that_no_engine_knows(tmp_path, folder):
     mx.save_safetensors(str(folder / "model.safetensors"), {"x": mx.zeros(1)})
-    code, why, _ = refused(tmp_path, "--model", folder)
+    code, why, _ = refused(tmp_path, "--model", folder, begins=True)
     assert code == 1 and f"{folder} cannot be loaded" in why and "never-heard-of" in why
 
 
 def test_weights_that_are_cut_off(tmp_path, folder):
-    code, why, _ = refused(tmp_path, "--model", folder)
+    code, why, _ = refused(tmp_path, "--model", folder, begins=True)
     assert code == 1 and f"{folder} cannot be loaded; is it whole" in why
 
 
@@ -96,12 +105,9 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path, folder):
     code, why, log = refused(tmp_path, "--model", folder, cache=cache)
     assert code == 1 and f"{cache}/compiled cannot be made: Not a directory; choose" in why
     assert "engine started" not in log
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "doctor", "--set", "engine.kind=fake"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "THERMOCLINE_CACHE_DIR": str(cache)},
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("THERMOCLINE_CACHE_DIR", str(cache))
+        done = thermocline("doctor", "--set", "engine.kind=fake")
     assert done.returncode == 1
     assert any("folders" in x and "cannot be made" in x for x in done.stdout.splitlines())
 
@@ -183,7 +189,7 @@ def test_a_second_server_on_a_data_folder_is_refused_at_once(tmp_path, folder):
     """A server that runs holds both: its engine the tier, itself the folder."""
     disk = DiskFolder(tmp_path / "data" / "cold")
     with sole_server(tmp_path / "data"):
-        code, why, log = refused(tmp_path, "--model", folder)
+        code, why, log = refused(tmp_path, "--model", folder, begins=True)
     disk.release(clean=False)
     assert (
         code == 1
