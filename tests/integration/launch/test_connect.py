@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -15,16 +16,25 @@ from launch.cli.main import app
 from launch.machine.server_address import announced
 from launch.remote.gateway import ask_server
 
+GONE = "http://127.0.0.1:1"
 
-def test_connect_shows_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
+    with FakeStack(tmp_path_factory.mktemp("stack")) as running:
+        yield running
+
+
+def test_connect_shows_and_writes(
+    stack: FakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     run = CliRunner()
-    with FakeStack(tmp_path / "stack") as stack:
-        shown = run.invoke(app, ["connect", "claude", "--url", stack.url])
-        written = run.invoke(app, ["connect", "claude", "--url", f"{stack.url}/", "--write"])
-        by_hand = run.invoke(app, ["connect", "cline", "--url", stack.url, "--write"])
+    shown = run.invoke(app, ["connect", "claude", "--url", stack.url])
+    written = run.invoke(app, ["connect", "claude", "--url", f"{stack.url}/", "--write"])
+    by_hand = run.invoke(app, ["connect", "cline", "--url", stack.url, "--write"])
     assert f"export ANTHROPIC_BASE_URL='{stack.url}'" in shown.output
     assert written.exit_code == 0, written.output
     env = json.loads((home / ".claude" / "settings.json").read_text())["env"]
@@ -33,13 +43,13 @@ def test_connect_shows_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_server_that_runs_here_needs_no_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: FakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("THERMOCLINE_DATA_DIR", str(tmp_path))
     monkeypatch.delenv("THERMOCLINE_URL", raising=False)
     run, doctor = CliRunner(), ["doctor", "--set", "engine.kind=fake", "--json"]
-    with FakeStack(tmp_path / "stack") as stack, announced(tmp_path, stack.url):
+    with announced(tmp_path, stack.url):
         shown = run.invoke(app, ["connect", "claude"])
         assert f"export ANTHROPIC_BASE_URL='{stack.url}'" in shown.output
         port = ["--set", f"gateway.port={stack.port}"]
@@ -53,7 +63,7 @@ def test_the_server_that_runs_here_needs_no_address(
 
 
 def test_doctor_and_sessions_find_the_server_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: FakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THERMOCLINE_DATA_DIR", str(tmp_path))
     run, doctor = CliRunner(), ["doctor", "--set", "engine.kind=fake", "--json"]
@@ -62,14 +72,14 @@ def test_doctor_and_sessions_find_the_server_that_is_named(
         found = json.loads(run.invoke(app, [*doctor, *options]).output)
         return {x["about"]: x for x in found}["server"]
 
-    with FakeStack(tmp_path / "stack") as stack:
-        assert server("--url", f"{stack.url}/v1")["text"].startswith(f"{stack.url} packs sessions")
-        listed = run.invoke(app, ["sessions", "--url", stack.url])
-        assert (listed.exit_code, listed.output) == (0, "no sessions\n")
-        monkeypatch.setenv("THERMOCLINE_URL", stack.url)
-        assert server()["text"].startswith(f"{stack.url} packs sessions")
+    assert server("--url", f"{stack.url}/v1")["text"].startswith(f"{stack.url} packs sessions")
+    listed = run.invoke(app, ["sessions", "--url", stack.url])
+    assert (listed.exit_code, listed.output) == (0, "no sessions\n")
+    monkeypatch.setenv("THERMOCLINE_URL", stack.url)
+    assert server()["text"].startswith(f"{stack.url} packs sessions")
+    monkeypatch.setenv("THERMOCLINE_URL", GONE)
     assert server()["verdict"] == "warning"
-    assert server()["text"] == f"no server of ours answers at {stack.url} (--url, THERMOCLINE_URL)"
+    assert server()["text"] == f"no server of ours answers at {GONE} (--url, THERMOCLINE_URL)"
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"{}", b'{"object": "list", "codec": 3}'])
@@ -89,7 +99,7 @@ def test_a_server_of_another_kind_is_none_of_ours(content: bytes, tmp_path: Path
         with announced(tmp_path, f"http://127.0.0.1:{other.server_port}"):
             assert ask_server(environ) == ""
         other.shutdown()
-    with announced(tmp_path, "http://127.0.0.1:1"):
+    with announced(tmp_path, GONE):
         assert ask_server(environ) == ""
 
 

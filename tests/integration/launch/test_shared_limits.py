@@ -1,4 +1,7 @@
-"""Two gateways on one Redis: what keys use in a minute, and their sessions, count at both."""
+"""Two gateways on one Redis: what keys use in a minute, and their sessions, count at both.
+
+A tenant's bytes of memory are within its limit on each engine.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from engines.fake_worker.fake_sessions import COLD_BYTES_PER_TOKEN
 from tests.integration.launch.test_serve import Server
 from tests.integration.launch.test_several_models import ask, metrics
-from tests.integration.launch.two_servers import Pair
+from tests.integration.launch.two_servers import Pair, listed
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.redis]
 
+WORDS = 100
+SESSION = (2 * WORDS + 10) * COLD_BYTES_PER_TOKEN  # the fake engine repeats the prompt
+MOST = 12 * SESSION
 LIMITS = {
+    "bounded": f"ram_bytes={MOST}",
     "few": "requests_per_minute=60",
     "free": "requests_per_minute=1000",
     "wordy": "tokens_per_minute=3000",
@@ -43,12 +51,12 @@ class Limited(Pair):
             time.sleep(0.1)
 
     def chat(
-        self, name: str, i: int, chunks: int = 1, delay_s: float = 0.0, session: str = ""
+        self, name: str, i: int, chunks: int = 1, session: str = "", said: str = "hello"
     ) -> int:
         body = {
             "model": "fake",
-            "messages": [{"role": "user", "content": "hello"}],
-            "metadata": {"fake": f"chunks={chunks} delay_s={delay_s}"},
+            "messages": [{"role": "user", "content": said}],
+            "metadata": {"fake": f"chunks={chunks}"},
         }
         headers = self.headers(name)
         headers["x-session-id"] = session or f"{name}-{next(self.numbers)}"
@@ -66,6 +74,31 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
         pair = Limited(tmp_path_factory.mktemp("shared"), redis)
         yield pair
         pair.stop()
+
+
+def test_each_engine_holds_to_the_bytes_and_no_turn_fails(pair: Limited) -> None:
+    def turn(name: str, i: int, session: str) -> None:
+        said = "word " * WORDS
+        assert pair.chat(name, i, chunks=WORDS, session=session, said=said) == 200
+
+    for i in range(2):
+        turn("bounded", i, "first")
+    time.sleep(2.0)  # from now on the engines know their limits
+    for i in range(40):
+        turn("bounded", i % 2, f"s{i}")
+        turn("free", i % 2, f"f{i}")
+    time.sleep(2.0)  # from now on the gateways know what they hold
+    for i in range(2):
+        shown = listed(pair, "bounded", i)["tier_bytes"]["ram"]
+        assert shown["limit"] == MOST
+        assert MOST - 2 * SESSION < shown["held"] <= MOST
+        free = listed(pair, "free", i)
+        assert "tier_bytes" not in free
+        own = [x for x in free["data"] if "elsewhere" not in x]
+        assert len(own) == 20  # its sessions are not touched
+    text = metrics(pair.servers[0])
+    assert 'thermocline_tenants_full{tier="ram"} 1.0' in text
+    assert "bounded" not in text
 
 
 def test_requests_per_minute_hold_over_both(pair: Limited) -> None:

@@ -114,22 +114,22 @@ def drain(screen: int, process: subprocess.Popen[bytes], timeout_s: float = 60.0
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_is_waited_for(tmp_path):
+def test_a_server_that_goes_is_waited_for(stack):
+    """Last: no test after it has a server."""
     ours, theirs = pty.openpty()
-    with FakeStack(tmp_path) as stack:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "launch", "top", "--url", stack.url],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "200", "LINES": "60"},
-            start_new_session=True,
-        )
-        os.close(theirs)
-        until(ours, f"{MODEL} on fake")
-        stack.terminate()
-        until(ours, "trying again")
-        process.send_signal(signal.SIGINT)
-        drain(ours, process)
-        assert process.wait(30) == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", "top", "--url", stack.url, "--api-key", KEYS["bob"][0]],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200", "LINES": "60"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    until(ours, f"{MODEL} on fake")
+    stack.terminate()
+    until(ours, "trying again")
+    process.send_signal(signal.SIGINT)
+    drain(ours, process)
+    assert process.wait(30) == 0
     os.close(ours)
