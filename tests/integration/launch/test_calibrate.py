@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, *arguments: str) -> list[str]:
     start = [sys.executable, "-m", "launch", "calibrate", "--model", str(folder / "tiny")]
-    return [*start, "--eval-text", str(folder / "text.txt"), "--contexts", "256", *arguments]
+    return [*start, "--eval-text", str(folder / "text.txt"), "--contexts", "192", *arguments]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -59,7 +59,7 @@ def test_a_table_its_rows_as_json_and_a_profile_that_is_kept(folder: Path) -> No
     rows = {row["preset"]: row for row in report["rows"]}
     assert set(rows) == {"raw", "tq4", "dense3", "tq3"}
     assert rows["raw"]["kl"] == 0 < rows["tq4"]["kl"] < rows["tq3"]["kl"]
-    assert rows["tq3"]["context"] == 256 and rows["tq3"]["bits_per_element"] < 3.6
+    assert rows["tq3"]["context"] == 192 and rows["tq3"]["bits_per_element"] < 3.6
     profile = load_profile(Path(report["profile"]))
     assert set(profile.learned) == {"dense3"}
     assert profile.fingerprint == report["fingerprint"] == Path(report["profile"]).stem

@@ -144,16 +144,16 @@ def test_what_a_server_measures_is_not_chosen_here():
     assert gone.returncode == 1 and "does not answer" in gone.stderr
 
 
-def test_it_ends_at_once_with_its_gateway(folder: Path):
-    """Asked to, or killed; nothing is measured yet when the next test begins."""
-    server = start(folder)
-    until(lambda: codec_of(server)["progress"])
-    assert server.stop() == 0
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)]
+)
+def test_it_ends_at_once_with_its_gateway(folder: Path, how: signal.Signals):
+    """Killed, or asked to; nothing is measured yet when the next test begins."""
     server = start(folder)
     until(lambda: codec_of(server)["progress"])
     engine = engine_of(server)
-    server.process.send_signal(signal.SIGKILL)
-    server.process.wait()
+    server.process.send_signal(how)
+    assert server.process.wait(60) == (0 if how == signal.SIGTERM else -how)
     psutil.wait_procs([engine], timeout=60)
     assert not engine.is_running()
     server.stop()

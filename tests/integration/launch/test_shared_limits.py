@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engines.fake_worker.fake_sessions import COLD_BYTES_PER_TOKEN
+from gateway.keys import generate_key
 from tests.integration.launch.test_serve import Server
 from tests.integration.launch.test_several_models import ask, metrics
-from tests.integration.launch.two_servers import Pair, listed
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.redis]
@@ -35,14 +36,33 @@ LIMITS = {
 PATIENCE_S = 60.0
 
 
-class Limited(Pair):
-    """The pair whose tenants have the limits above."""
+class Limited:
+    """Two servers of the fake engine with one secret, one list of keys with limits, one Redis."""
 
     def __init__(self, folder: Path, redis: RedisServer) -> None:
-        super().__init__(folder, redis, LIMITS)
+        self.redis = redis
+        keys = {name: generate_key(name) for name in LIMITS}
+        self.keys = {name: key for name, (key, _) in keys.items()}
+        lines = [f"{line} {LIMITS[name]}\n" for name, (_, line) in keys.items()]
+        (folder / "keys").write_text("".join(lines))
+        (folder / "secret").write_bytes(b"s" * 32)
+        more = ["--api-keys", str(folder / "keys"), "--redis", redis.url, "--set"]
+        more.append(f"store.secret_file={folder / 'secret'}")
+        homes = [folder / "one", folder / "two"]
+        for home in homes:
+            home.mkdir()
+        self.servers = [Server(home, *more) for home in homes]
         self.numbers = count()  # of sessions: equal turns of one would be served as one
         for server in self.servers:
             self.until_shared(server, 1)
+
+    def headers(self, name: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.keys[name]}"}
+
+    def listed(self, name: str, i: int) -> dict[str, Any]:
+        """What the server lists for that tenant."""
+        found: dict[str, Any] = ask(self.servers[i], "/v1/sessions", **self.headers(name))[2]
+        return found
 
     def until_shared(self, server: Server, value: int) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -73,7 +93,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
     with RedisServer() as redis:
         pair = Limited(tmp_path_factory.mktemp("shared"), redis)
         yield pair
-        pair.stop()
+        for server in pair.servers:
+            server.stop()
 
 
 def test_each_engine_holds_to_the_bytes_and_no_turn_fails(pair: Limited) -> None:
@@ -89,10 +110,10 @@ def test_each_engine_holds_to_the_bytes_and_no_turn_fails(pair: Limited) -> None
         turn("free", i % 2, f"f{i}")
     time.sleep(2.0)  # from now on the gateways know what they hold
     for i in range(2):
-        shown = listed(pair, "bounded", i)["tier_bytes"]["ram"]
+        shown = pair.listed("bounded", i)["tier_bytes"]["ram"]
         assert shown["limit"] == MOST
         assert MOST - 2 * SESSION < shown["held"] <= MOST
-        free = listed(pair, "free", i)
+        free = pair.listed("free", i)
         assert "tier_bytes" not in free
         own = [x for x in free["data"] if "elsewhere" not in x]
         assert len(own) == 20  # its sessions are not touched
