@@ -11,6 +11,7 @@ import thermocline
 from kvstore.codecs.floats import narrow
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from tests.unit.kvstore.codecs.samples import cosine, layout_of, run_of, uneven
+from tests.unit.thermocline.methods import in_numpy
 from thermocline import Corrupt, KVLayer, KVLayout, Mismatch, Packed
 
 NAMES = [name for name, info in thermocline.codecs().items() if not info.needs_profile]
@@ -33,7 +34,7 @@ PAST_SINKS = 1 << 20
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_side_is_packed_as_beside_the_other(name):
-    method, layout = thermocline.codec(name), layout_of(64)
+    method, layout = in_numpy(name), layout_of(64)
     run = run_of(layout, 40)
     packed = method.pack_run(run)
     both = method.restore_run(packed)
@@ -50,7 +51,7 @@ def test_one_side_is_packed_as_beside_the_other(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dim", [1, 100, 130])
 def test_any_dimension_is_packed(name, dim):
-    method, rows = thermocline.codec(name), uneven((2, 24, dim))
+    method, rows = in_numpy(name), uneven((2, 24, dim))
     packed = method.pack(rows, first_token=PAST_SINKS)
     restored = method.restore(packed)
     assert restored.shape == rows.shape and restored.dtype == rows.dtype
@@ -69,7 +70,7 @@ def test_dtypes_come_back_as_they_went_in(dtype):
 
 @pytest.mark.parametrize("name", VARIED)
 def test_parameters_change_the_bits_and_rows_come_back(name):
-    method, rows = thermocline.codec(name), uneven((2, 40, 64))
+    method, rows = in_numpy(name), uneven((2, 40, 64))
     assert method.bits() == pytest.approx(VARIED[name], abs=0.01)
     for side in ("key", "value"):
         packed = method.pack(rows, side, first_token=4)
@@ -80,7 +81,7 @@ def test_more_bits_lose_less():
     rows = uneven((2, 64, 64))
 
     def error(name, **parameters):
-        method = thermocline.codec(name, **parameters)
+        method = in_numpy(name, **parameters)
         return np.mean((method.restore(method.pack(rows, first_token=4)) - rows) ** 2)
 
     for name, key, values in (
@@ -167,7 +168,7 @@ def test_bytes_travel_and_come_back(name):
     assert sorted(again.arrays) == sorted(packed.arrays)
 
 
-SAMPLE = thermocline.codec("tq3").pack(uneven((1, 12, 64))).tobytes()
+SAMPLE = in_numpy("tq3").pack(uneven((1, 12, 64))).tobytes()
 
 
 @given(st.integers(0, len(SAMPLE) - 1), st.integers(1, 255))

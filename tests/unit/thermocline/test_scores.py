@@ -10,6 +10,7 @@ from kvstore.codecs.literature.stages.rotated import normal_levels
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from tests.pairs import in_pairs
 from tests.unit.kvstore.codecs.samples import uneven
+from tests.unit.thermocline.methods import in_numpy
 from thermocline import KVLayer, KVLayout
 
 NAMES = ("tq1", "tq3", "tq4", "kivi", "manthan")
@@ -22,7 +23,9 @@ PAIRS, DIM = 10_000, 64
 
 @pytest.mark.parametrize(("name", "first_token", "dim"), in_pairs(NAMES, (0, 2, 50), (64, 100)))
 def test_scores_and_sums_are_those_of_restored_rows(name, dim, first_token):
-    method, rng = thermocline.codec(name), np.random.default_rng(3)
+    method, rng = in_numpy(name), np.random.default_rng(3)
+    if (name, dim) == ("tq3", 64):
+        method = thermocline.codec(name)  # with kernels
     rows = uneven((2, 30, dim))
     if not name.startswith("rabitq"):  # its centroids would drown values in their rounding
         rows[1, 20], rows[0, 9, 1] = 0, 1e30  # rows that cannot be packed
@@ -44,7 +47,7 @@ def test_scores_and_sums_are_those_of_restored_rows(name, dim, first_token):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_that_is_stored_unquantised_counts_once(name):
-    method, rng = thermocline.codec(name), np.random.default_rng(4)
+    method, rng = in_numpy(name), np.random.default_rng(4)
     rows = uneven((2, 30, 64))
     rows[0, 9] *= 1e5  # no gain reaches so far, and it has a part in the mean of its chunk
     packed = method.pack(rows, first_token=50)
@@ -82,7 +85,7 @@ def slope(found, true):
 
 
 def slope_of(name):
-    method = thermocline.codec(name)
+    method = in_numpy(name)
     keys, queries, true = pairs()
     found = method.scores(queries, method.pack(keys, first_token=4))
     return slope(np.diagonal(found, axis1=1, axis2=2), true)
