@@ -21,7 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 USUAL_EXAMPLES = 15
 THOROUGH_EXAMPLES = 150
 # Fixtures that take a minute to make, or a quarter of one.
-SHARED = ("vllm_stack", "shared_engine", "vllm_server", "stack")
+SHARED = ("vllm_stack", "shared_engine", "vllm_server", "sample_stack")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,14 +20,14 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="session")
-def stack() -> Iterator[Stack]:
+def sample_stack() -> Iterator[Stack]:
     with Stack(SETTINGS) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as sdk:
+def client(sample_stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{sample_stack.url}/v1", api_key="none", max_retries=0) as sdk:
         yield sdk
 
 

@@ -27,7 +27,9 @@ TOOL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=[pytest.param("stack", marks=pytest.mark.share("stack")), "vllm_stack"])
+@pytest.fixture(
+    params=[pytest.param("sample_stack", marks=pytest.mark.share("sample_stack")), "vllm_stack"]
+)
 def running(request: pytest.FixtureRequest) -> Stack:
     found = request.getfixturevalue(request.param)
     assert isinstance(found, Stack)
@@ -105,7 +107,7 @@ def test_the_same_prompt_and_answer_as_in_the_chat_dialect(
     assert text_of(message) == said.choices[0].message.content
 
 
-def test_a_call_that_must_be_made(stack: Stack) -> None:
+def test_a_call_that_must_be_made(sample_stack: Stack) -> None:
     """On mlx: vLLM holds a call to its schema only where tools are strict; the model is weak."""
     asked: Any = {
         "max_tokens": 60,
@@ -113,7 +115,7 @@ def test_a_call_that_must_be_made(stack: Stack) -> None:
         "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
         "messages": [{"role": "user", "content": "How is the weather in Rome?"}],
     }
-    with anthropic.Anthropic(base_url=stack.url, api_key="any", max_retries=0) as sdk:
+    with anthropic.Anthropic(base_url=sample_stack.url, api_key="any", max_retries=0) as sdk:
         asked["model"] = sdk.models.list().data[0].id
         whole = sdk.messages.create(**asked)
         with sdk.messages.stream(**asked) as stream:

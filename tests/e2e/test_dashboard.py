@@ -12,9 +12,9 @@ from tests.integration.dashboard.browser import Browser, chromium
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_a_real_chat_sleeps_comes_back_is_pinned_and_forgotten(stack: Stack):
+def test_a_real_chat_sleeps_comes_back_is_pinned_and_forgotten(sample_stack: Stack):
     with chromium() as launched:
-        browser = Browser(launched, stack.url, wait_ms=200_000)
+        browser = Browser(launched, sample_stack.url, wait_ms=200_000)
         page = browser.open()
         page.get_by_role("tab", name="Chat").click()
         page.get_by_role("button", name=re.compile("^In one sentence")).click()

@@ -70,8 +70,8 @@ async def test_raw_wakes_to_the_very_same_tokens_also_when_four_wake_at_once(raw
 
 
 @pytest.mark.model
-async def test_a_session_reports_where_it_is(stack):
-    async with client_of(stack) as client:
+async def test_a_session_reports_where_it_is(sample_stack):
+    async with client_of(sample_stack) as client:
         history = [user(prose("where", 100))]
         first = await client.chat(history, session="where")
         assert first.cache.startswith("miss; tokens=")
@@ -86,8 +86,8 @@ async def test_a_session_reports_where_it_is(stack):
 
 
 @pytest.mark.model
-async def test_prefetch_wakes_before_the_turn(stack):
-    async with client_of(stack) as client:
+async def test_prefetch_wakes_before_the_turn(sample_stack):
+    async with client_of(sample_stack) as client:
         history = [user(prose("prefetch", 100))]
         first = await client.chat(history, session="early")
         await sleep_now(client, "early")
@@ -98,8 +98,8 @@ async def test_prefetch_wakes_before_the_turn(stack):
 
 
 @pytest.mark.model
-async def test_forget_leaves_nothing(stack):
-    async with client_of(stack) as client:
+async def test_forget_leaves_nothing(sample_stack):
+    async with client_of(sample_stack) as client:
         history = [user(prose("forget", 60))]
         await client.chat(history, session="gone")
         await client.until("gone", "idle")

@@ -82,10 +82,10 @@ def forget_all(url: str) -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_the_tour_shows_what_it_says(stack: Stack):
-    forget_all(stack.url)
+def test_the_tour_shows_what_it_says(sample_stack: Stack):
+    forget_all(sample_stack.url)
     _, definition, *tour = steps()
-    address = stack.url.removeprefix("http://")
+    address = sample_stack.url.removeprefix("http://")
     for step in tour:
         command = f"{definition.command}\n{step.command}".replace(ADDRESS, address)
         output = run(command)
@@ -100,10 +100,10 @@ def test_the_tour_shows_what_it_says(stack: Stack):
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_the_python_lines_run(stack: Stack):
+def test_the_python_lines_run(sample_stack: Stack):
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     code = code.replace("client.chat", "answer = client.chat")
-    code = code.replace("http://127.0.0.1:8080", stack.url)
+    code = code.replace("http://127.0.0.1:8080", sample_stack.url)
     code = code.replace("messages=[", "max_tokens=2, messages=[")  # else it may talk for a minute
     names: dict[str, Any] = {}
     exec(code, names)
