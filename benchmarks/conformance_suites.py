@@ -82,17 +82,17 @@ class Suite:
 
     def prepare(self) -> None:
         """Download and install missing packages."""
-        package, pinned = self.client.package, f"{self.client.package}=={self.client.version}"
-        if not self._tests.exists():
-            args = ["download", "--quiet", "--no-deps", "--no-binary", package, pinned]
-            _run(sys.executable, "-m", "pip", *args, "--dest", str(self._folder))
-            with tarfile.open(self._tests.with_name(f"{self._tests.name}.tar.gz")) as archive:
-                archive.extractall(self._folder, filter="data")
+        package, version = self.client.package, self.client.version
+        pip = [str(self._venv / "bin/python"), "-m", "pip"]
         if not self._venv.exists():
             _run(sys.executable, "-m", "venv", str(self._venv))
-            client = f"{package}[aiohttp]=={self.client.version}"
-            pip = [str(self._venv / "bin/python"), "-m", "pip", "install", "--quiet"]
-            _run(*pip, client, *NEEDS, *MORE_NEEDS, *OURS)
+            client = f"{package}[aiohttp]=={version}"
+            _run(*pip, "install", "--quiet", client, *NEEDS, *MORE_NEEDS, *OURS)
+        if not self._tests.exists():
+            args = ["download", "--quiet", "--no-deps", "--no-binary", package]
+            _run(*pip, *args, f"{package}=={version}", "--dest", str(self._folder))
+            with tarfile.open(self._tests.with_name(f"{self._tests.name}.tar.gz")) as archive:
+                archive.extractall(self._folder, filter="data")
 
     def models(self) -> Iterator[str]:
         """Yield the models that the tests ask for."""
