@@ -49,10 +49,12 @@ _NOTHING: Final[dict[str, tuple[object, ...]]] = {
 _APPLYING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", *_NAMING, "not", "$dynamicRef"})
 # Bounds of numbers, of which llguidance makes no grammar where they are as far from zero as the
 # first, as those of ``int64`` and ``float`` are, or exclude zero and are as far as the second.
+# Upper ones of integers reach to the third, but for xgrammar, by which vLLM holds calls.
 _UPPER: Final = frozenset({"maximum", "exclusiveMaximum"})
 _LOWER: Final = frozenset({"minimum", "exclusiveMinimum"})
 _FARTHEST: Final = 2**63 - 512  # from here on the nearest double is 2**63
 _NEAREST: Final = 10**18
+_FARTHEST_OF_INTEGERS: Final = 2**64
 _FINEST: Final = 1e-10  # that numbers may be multiples of
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
@@ -315,8 +317,10 @@ def _is_enforceable(key: str, value: object, node: Json, reads: Reads) -> bool:
         return value in _FORMATS if key == "format" else reads(value)
     if key in _UPPER | _LOWER and isinstance(value, int | float):
         outwards = value if key in _UPPER else -value
-        is_far = outwards >= _FARTHEST and (key in _LOWER or node.get("type") != "integer")
-        return outwards > -_NEAREST and not is_far
+        is_upper_of_integers = key in _UPPER and node.get("type") == "integer"
+        reaches_on = is_upper_of_integers and reads is not is_plain_in_calls
+        farthest = _FARTHEST_OF_INTEGERS if reaches_on else _FARTHEST
+        return -_NEAREST < outwards < farthest
     if key == "multipleOf" and isinstance(value, float):
         return value >= _FINEST
     if key in ("minProperties", "maxProperties"):

@@ -55,7 +55,8 @@ def of(**field: Any) -> dict[str, Any]:
         (of(type=["string", "null"], format="idn-email"), "format"),
         (of(type="string", pattern="([a-"), "pattern"),
         ({"type": "object", "patternProperties": {"([": TEXT}}, "patternProperties"),
-        (of(type="integer", minimum=-(2**63), maximum=2**64), "minimum"),
+        (of(type="integer", minimum=-(2**63), maximum=2**64 - 1), "minimum"),
+        (of(type="integer", minimum=0, maximum=2**64), "maximum"),
         (of(type="number", maximum=3.4e38), "maximum"),
         (of(exclusiveMinimum=-(10**400)), "exclusiveMinimum"),
         (of(minimum=1e30), "minimum"),
@@ -276,6 +277,7 @@ def test_no_values_of_unread_keywords_break_it() -> None:
         (of(**TEXT, format="date", pattern="^2"), "pattern"),
         (of(minimum=5), "minimum"),
         (of(pattern="^a$"), "pattern"),
+        (of(type="integer", maximum=2**64 - 1), "maximum"),  # it refuses this one
     ],
 )
 def test_what_xgrammar_ignores_is_named_or_refused_in_calls_at_vllm(
