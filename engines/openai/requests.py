@@ -134,7 +134,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         counted = SchemaCount()
         for i, tool in enumerate(self.offered_tools):
             if tool.function.parameters:
-                counted.add(f"tools[{i}].function.parameters", tool.function.parameters)
+                field = f"tools[{i}].function.parameters"
+                counted.add(field, tool.function.parameters, of_call=True)
         if self.response_format is not None and self.response_format.json_schema is not None:
             counted.add("response_format", self.response_format.json_schema.schema)
         counted.add_structured_outputs(self.structured_outputs or {})

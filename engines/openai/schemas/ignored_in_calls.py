@@ -15,7 +15,7 @@ _OF_NUMBERS: Final = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
 # Not read beside a ``$ref`` or choices.
-_BESIDE: Final = frozenset(
+BESIDE: Final = frozenset(
     {"properties", "required", "additionalProperties", "items", "minItems", "maxItems"}
     | {"minLength", "maxLength", "pattern", "minimum", "maximum", "enum", "const"}
 )
@@ -40,10 +40,10 @@ _KINDS: Final[dict[str, tuple[type, ...]]] = {
 def ignored_in_calls(node: Json) -> Iterator[str]:
     """Yield the keywords of one schema that are not enforced, or beside which others are not."""
     parts = node.get("allOf")
-    if isinstance(parts, list) and len(parts) > 1:
+    if isinstance(parts, list) and (len(parts) > 1 or BESIDE & node.keys()):
         yield "allOf"
     for key in ("$ref", "anyOf", "oneOf"):
-        if key in node and _BESIDE & node.keys():
+        if key in node and BESIDE & node.keys():
             yield key
     named, needed = node.get("properties"), node.get("required")
     if isinstance(needed, list) and not set(map(str, needed)) <= (

@@ -16,9 +16,9 @@ import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
-from engines.openai.schemas.ignored_in_calls import ignored_in_calls
+from engines.openai.schemas.ignored_in_calls import BESIDE, ignored_in_calls
 from engines.openai.schemas.one_of import Branches
-from engines.openai.schemas.patterns import is_plain, is_plain_in_calls
+from engines.openai.schemas.patterns import in_calls, in_rust, is_plain, is_plain_in_calls
 from engines.openai.schemas.refs import VALUES, endless_ref
 from engines.openai.schemas.well_formed import Path, misfits, well_formed, with_well_formed_tools
 
@@ -42,6 +42,7 @@ _ENDS_IN_OFFSET: Final = re.compile(r"(?:[zZ]|[+-]\d\d:\d\d)$")
 # Those that ask for nothing are left out in silence.
 _NOTHING: Final[dict[str, tuple[object, ...]]] = {
     "uniqueItems": (False,),
+    "minProperties": (0,),
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
 }
@@ -232,6 +233,15 @@ class _Walk(NamedTuple):
     reads: Reads
     report: Report
 
+    @property
+    def is_of_call(self) -> bool:
+        """True for the arguments of a call at vLLM."""
+        return self.reads is is_plain_in_calls
+
+    def written(self, pattern: str) -> str:
+        """Write a pattern that can be enforced for the compiler that does so."""
+        return in_rust(pattern) if not self.is_of_call else in_calls(pattern) or pattern
+
 
 def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
     if isinstance(node, list):
@@ -241,7 +251,7 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
     if _has_no_offset(node, walk.reads):
         walk.report(LeftOut(path, "format", spared=True))
         node = {key: value for key, value in node.items() if key != "format"}
-    if walk.reads is is_plain_in_calls:
+    if walk.is_of_call:
         for keyword in ignored_in_calls(node):
             walk.report(LeftOut(path, keyword))
     made: Json = {}
@@ -254,9 +264,16 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
             made[key] = value
         elif _means_nothing(key, node):
             continue
+        elif walk.is_of_call and key == "allOf" and BESIDE & node.keys():
+            continue  # named above; xgrammar would read nothing else
         elif key in _BY_NAME and isinstance(value, dict):
             named = {k: x for k, x in value.items() if key != "patternProperties" or walk.reads(k)}
-            made[key] = {k: _enforceable(x, (*path, key, k), walk) for k, x in named.items()}
+            made[key] = {
+                (walk.written(k) if key == "patternProperties" else k): _enforceable(
+                    x, (*path, key, k), walk
+                )
+                for k, x in named.items()
+            }
             if len(named) < len(value):
                 walk.report(LeftOut(path, key))
                 is_open = True
@@ -267,6 +284,8 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
         ):
             made[key if "anyOf" in node else "anyOf"] = _enforceable(value, (*path, key), walk)
             walk.report(LeftOut(path, key))
+        elif key == "pattern" and isinstance(value, str) and walk.reads(value):
+            made[key] = walk.written(value)
         elif _is_enforceable(key, value, node, walk.reads):
             made[key] = _enforceable(value, (*path, key), walk)
         elif value not in _NOTHING.get(key, ()):
@@ -323,8 +342,8 @@ def _is_enforceable(key: str, value: object, node: Json, reads: Reads) -> bool:
         return -_NEAREST < outwards < farthest
     if key == "multipleOf" and isinstance(value, float):
         return value >= _FINEST
-    if key in ("minProperties", "maxProperties"):
-        return value in (0, 1) or not _has_optional(node)
+    if key in ("minProperties", "maxProperties") and _has_optional(node):
+        return value == 1 and (_is_closed_and_free(node) or _needs_one(key, node))
     return True
 
 
@@ -342,6 +361,16 @@ def _has_no_offset(node: Json, reads: Reads) -> bool:
 def _may_be_text(node: Json) -> bool:
     kind = node.get("type", "string")
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
+
+
+def _needs_one(key: str, node: Json) -> bool:
+    """Say whether an object has at least one property anyway."""
+    return key == "minProperties" and bool(node.get("required"))
+
+
+def _is_closed_and_free(node: Json) -> bool:
+    is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
+    return is_closed and not node.get("required")
 
 
 def _has_optional(node: Json) -> bool:

@@ -24,8 +24,14 @@ _TOKEN: Final = re.compile(
 )
 _IN_CLASS: Final = re.compile(rf"(?P<kind>{_KINDS})|(?P<hex>{_HEX})|\\?(?P<char>.)", re.DOTALL)
 _CONTROLS: Final = dict(zip("nrtfva", "\n\r\t\f\v\a", strict=True))
-# Classes of Unicode and flags, which xgrammar does not read, or takes for letters.
-_NOT_OF_XGRAMMAR: Final = re.compile(r"(\\[pP]|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL)
+# Classes of Unicode, classes by name, flags and long escapes, which xgrammar does not read or takes
+# for letters.
+_NOT_OF_XGRAMMAR: Final = re.compile(
+    r"(\\[pP]|\\[xu]\{|\[:|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL
+)
+_ANY: Final = r"[\s\S]*"
+# In a class, what is an operator of Rust's and means the characters alone in JavaScript.
+_OPERATORS: Final = re.compile(r"(\\.)|\[|&&|~~|--", re.DOTALL)
 
 
 def is_plain(pattern: str) -> bool:
@@ -39,9 +45,72 @@ def is_plain(pattern: str) -> bool:
     return not walk.groups
 
 
+def in_rust(pattern: str) -> str:
+    """Write a plain pattern as llguidance reads it.
+
+    It has no operators between classes, and no end of the text twice.
+    """
+    written, last = "", ""
+    for token in _TOKEN.finditer(pattern):
+        end = "start" if token["start"] else "end" if token["end"] else ""
+        if content := token["class"]:
+            before = token[0][: -len(content) - 1]
+            written += f"{before}{_OPERATORS.sub(_escaped, content)}]"
+        elif not end or end != last:
+            written += token[0]
+        last = end
+    return written
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0] if found[1] else f"{found[0][:-1]}\\{found[0][-1]}"
+
+
 def is_plain_in_calls(pattern: str) -> bool:
-    """Say so of a pattern in the arguments of a call at vLLM."""
-    return is_plain(pattern) and not any(x[1] for x in _NOT_OF_XGRAMMAR.finditer(pattern))
+    """Say whether a call's arguments can be held to a pattern at vLLM."""
+    return is_plain(pattern) and in_calls(pattern) is not None
+
+
+def in_calls(pattern: str) -> str | None:
+    """Write a plain pattern as xgrammar reads it, by which vLLM holds calls.
+
+    A text obeys a schema's pattern if it has a match anywhere. xgrammar holds the whole text to the
+    pattern, so the rest of the text is written out. Its classes leave out the characters that JSON
+    escapes, but what stands for itself goes into the arguments as it is.
+
+    Returns:
+        None if there is no such pattern.
+    """
+    if any(x[1] for x in _NOT_OF_XGRAMMAR.finditer(pattern)):
+        return None
+    depth, branches, ends = 0, [""], [False]
+    before = _ANY
+    for token in _TOKEN.finditer(pattern):
+        if token["start"] or token["end"]:
+            if depth:
+                return None
+            before, ends[-1] = ("", ends[-1]) if token["start"] else (before, True)
+            continue
+        if _is_escaped_in_json(token):
+            return None
+        depth += bool(token["open"]) - bool(token["close"])
+        if token["other"] and not depth:
+            branches[-1] = before + branches[-1]
+            branches, ends, before = [*branches, ""], [*ends, False], _ANY
+        else:
+            branches[-1] += token[0]
+    branches[-1] = before + branches[-1]
+    whole = [x if ended or x == _ANY else x + _ANY for x, ended in zip(branches, ends, strict=True)]
+    return f"^{whole[0]}$" if len(whole) == 1 else f"^(?:{'|'.join(whole)})$"
+
+
+def _is_escaped_in_json(token: re.Match[str]) -> bool:
+    """Say so of a character that stands for itself."""
+    if token["class"] or not (token["char"] or token["atom"]):
+        return False
+    item = _IN_CLASS.fullmatch(token[0])
+    code = _code(item) if item is not None else -1
+    return code in (ord('"'), ord("\\")) or 0 <= code < ord(" ")
 
 
 class _PatternWalk:
@@ -53,6 +122,7 @@ class _PatternWalk:
         self._begun = False  # something may have been matched before
         self._ended = False  # the text may have ended
         self._repeats = False  # there is something that may be repeated
+        self._names: set[str] = set()  # of groups
 
     def takes(self, token: re.Match[str]) -> bool:
         """Go over a token; False if it cannot stand there."""
@@ -62,7 +132,7 @@ class _PatternWalk:
                 self._begun = self._repeats = True
                 return fits
             case "open":
-                fits = not self._ended
+                fits = not self._ended and self._is_new(token["open"])
                 self.groups.append(self._in)
                 self._in, self._repeats = _PatternGroup(self._begun), False
                 return fits
@@ -87,6 +157,13 @@ class _PatternWalk:
             case kind:
                 self._repeats = False
                 return kind == "flags"
+
+    def _is_new(self, opened: str) -> bool:
+        """Note a group's name, if it has one; False if another one has it."""
+        name = opened.partition("<")[2]
+        fits = name not in self._names
+        self._names |= {name} - {""}
+        return fits
 
     def _close(self) -> None:
         inner, self._in = self._in, self.groups.pop()
@@ -122,7 +199,7 @@ def _is_class(content: str) -> bool:
         if low[0] not in (r"\d", r"\w") and not 0 <= _code(low) <= _code(high):
             return False
         i += 3
-    return "&&" not in content
+    return True
 
 
 def _code(item: re.Match[str]) -> int:

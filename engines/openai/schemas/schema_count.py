@@ -51,26 +51,32 @@ class SchemaCount:
         self.optional_squares = 0
         self.divisors = 0
         self.pattern_chars = 0
-        self.lengths: set[tuple[str, int]] = set()
+        self.lengths: dict[tuple[str, int], str] = {}  # to the field that has it
 
-    def add(self, field: str, schema: object) -> None:
+    def add(self, field: str, schema: object, *, of_call: bool = False) -> None:
         """Count a schema in.
+
+        Args:
+            of_call: vLLM holds the arguments of calls to no lengths, so these do not count.
 
         Raises:
             FieldError: ``field`` makes it too much.
         """
+        known = dict(self.lengths)
         self.num_bytes += len(msgspec.json.encode(schema))
         self._check(field, self.num_bytes, MAX_BYTES, "bytes of JSON")
         for node, depth in _nodes(schema):
             if depth > MAX_DEPTH:
                 raise FieldError(field, f"the JSON schema is nested over {MAX_DEPTH} levels deep")
             if isinstance(node, dict):
-                self._count(node)
+                self._count(field, node)
         self._check_all(field)
+        if of_call:
+            self.lengths = known
 
     def add_pattern(self, field: str, pattern: str) -> None:
         """Count a pattern that stands alone. Raises ``FieldError``."""
-        self._count_pattern(pattern)
+        self._count_pattern(field, pattern)
         self._check_all(field)
 
     def add_structured_outputs(self, wanted: Mapping[str, object]) -> None:
@@ -97,10 +103,11 @@ class SchemaCount:
             raise InvalidRequest(
                 f"The JSON schemas of this request hold texts to {len(self.lengths)} different"
                 f" lengths above {FREE_LENGTH} (maxLength, minLength, repeats of a pattern), and"
-                f" this engine takes {MAX_LENGTHS}: use fewer different ones."
+                f" this engine takes {MAX_LENGTHS}: use fewer different ones.",
+                next(iter(self.lengths.values())),
             )
 
-    def _count(self, node: dict[str, Any]) -> None:
+    def _count(self, field: str, node: dict[str, Any]) -> None:
         if isinstance(named := node.get("properties"), dict):
             needed = {x for x in _listed(node.get("required")) if isinstance(x, str)}
             self.num_properties += len(named)
@@ -110,17 +117,17 @@ class SchemaCount:
         self.divisors += _digits(node.get("multipleOf"))
         for name in ("minLength", "maxLength"):
             if isinstance(length := node.get(name), int | float) and length > FREE_LENGTH:
-                self.lengths.add((name, int(length)))
+                self.lengths[name, int(length)] = field
         if isinstance(pattern := node.get("pattern"), str):
-            self._count_pattern(pattern)
+            self._count_pattern(field, pattern)
         if isinstance(by_pattern := node.get("patternProperties"), dict):
             for pattern in by_pattern:
-                self._count_pattern(pattern)
+                self._count_pattern(field, pattern)
 
-    def _count_pattern(self, pattern: str) -> None:
+    def _count_pattern(self, field: str, pattern: str) -> None:
         self.pattern_chars += pattern_chars(pattern)
         bounds = (max(int(m), int(n or 0)) for m, n in _REPEAT.findall(pattern))
-        self.lengths.update(("pattern", x) for x in bounds if x > FREE_LENGTH)
+        self.lengths |= {("pattern", x): field for x in bounds if x > FREE_LENGTH}
 
     def _check_all(self, field: str) -> None:
         self._check(field, self.num_properties, MAX_PROPERTIES, "properties")

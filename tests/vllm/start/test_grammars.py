@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
+import xgrammar
 from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParser
@@ -24,6 +25,7 @@ from engines.host.grammar_trial import MAX_CPU_S
 from engines.openai.errors import InvalidRequest
 from engines.openai.schemas.keywords import with_enforceable_formats
 from engines.vllm_plugin.grammar.gate import PROGRAM, ClientLeft, GrammarGate
+from engines.vllm_plugin.grammar.wanted import for_calls
 from engines.vllm_plugin.process.forced_calls import held_to_schema
 from tests.vllm.conftest import model_path
 from tests.vllm.rig.served import Served, session
@@ -216,6 +218,53 @@ def test_forced_calls_that_vllm_writes_as_one_schema() -> None:
     for keyword in ('"if"', "propertyNames", "not", "(?!"):
         assert keyword not in json.dumps(schema)
     assert adjusted.tools[0].function.parameters == FOREIGN  # the prompt is the same
+
+
+LETTER = {"type": "string", "pattern": "^[a-z]$"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        ({"type": "string", "pattern": "^https?://"}, ['"http://x.y"'], ['"x http://"']),
+        ({"type": "string", "pattern": "@"}, ['"a@b"', '"@"'], ['"ab"']),
+        ({"type": "string", "pattern": "^a|b$"}, ['"ac"', '"cb"'], ['"c"', '"ba"']),
+        ({"type": "string", "pattern": '^"x"$'}, [r'"\"x\""'], ['""x""']),
+        ({"type": "string", "pattern": r"^[^\]]{2}$"}, ['"ab"'], ['"a""', '"a"']),
+        (
+            {
+                "type": "object",
+                "allOf": [{"properties": {"b": LETTER}, "required": ["b"]}],
+                "properties": {"c": LETTER},
+                "required": ["c"],
+            },
+            ['{"c":"x"}'],
+            ['{"b":"x"}'],
+        ),
+        (
+            {"type": "object", "patternProperties": {"^x-": LETTER}, "additionalProperties": False},
+            ['{"x-a":"b"}'],
+            ['{"y":"b"}'],
+        ),
+    ],
+)
+def test_calls_are_held_to_what_a_schema_means(
+    schema: dict[str, Any], taken: Sequence[str], refused: Sequence[str]
+) -> None:
+    bytes_alone = xgrammar.TokenizerInfo(
+        [*(bytes([i]) for i in range(256)), b""], stop_token_ids=[256]
+    )
+    compiler = xgrammar.GrammarCompiler(bytes_alone)
+    held = compiler.compile_json_schema(
+        json.dumps(for_calls(schema)), any_whitespace=False, separators=(",", ":")
+    )
+
+    def takes(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(held)
+        return all(matcher.accept_token(x) for x in [*text.encode(), 256])
+
+    assert [x for x in taken if not takes(x)] == []
+    assert [x for x in refused if takes(x)] == []
 
 
 def test_what_takes_too_much_is_refused_before_vllm_sees_it(vllm_server: Served) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from engines.host.grammar import GrammarWish, source_of
 from engines.openai.requests import ChatRequest, InvalidRequest, validate_chat
 from engines.openai.schemas.keywords import enforceable, left_out
-from engines.openai.schemas.patterns import is_plain
+from engines.openai.schemas.patterns import in_rust, is_plain
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 TEXT = {"type": "string"}
@@ -70,6 +71,8 @@ def of(**field: Any) -> dict[str, Any]:
             {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "minProperties": 2},
             "minProperties",
         ),
+        ({**of(**TEXT), "required": [], "minProperties": 1}, "minProperties"),
+        ({"type": "object", "properties": {"a": TEXT}, "maxProperties": 0}, "maxProperties"),
     ],
 )
 def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
@@ -191,8 +194,10 @@ def test_long_chains_of_refs_are_followed() -> None:
         held({**schema, "$defs": {**links, "d4000": {"$ref": "#/$defs/d9"}}})
 
 
-UNREAD = ["^\\p{L}+$", "^[\\p{L}\\d]$", "a\\P{Lu}", "(?i)a", "(?i:a)b"]
-READ = ["^\\(?\\d{3}\\)?$", "\\\\pL", "(?:a)(?<n>b)(?P<m>c)", "[a-z]"]
+UNREAD = ["^\\p{L}+$", "^[\\p{L}\\d]$", "a\\P{Lu}", "(?i)a", "(?i:a)b", "^\\x{41}$", "(^a|b)c"]
+# Its texts would have these as they are, so that the arguments were no JSON.
+UNREAD += ['^"x"$', r"^\u0022$", r"^[A-Z]:\\", r"^a\nb$", "^a\tb$"]
+ANY = r"[\s\S]*"
 
 
 @pytest.mark.parametrize("pattern", UNREAD)
@@ -210,25 +215,70 @@ def test_what_xgrammar_does_not_read_is_left_out_of_calls_at_vllm(pattern: str) 
     assert for_calls(schema) == of(type="string")
 
 
-@pytest.mark.parametrize("pattern", READ)
-def test_other_patterns_stay_in_calls_at_vllm(pattern: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "written"),
+    [
+        ("^[a-z]$", "^[a-z]$"),
+        ("^(?:a)(?<n>b)(?P<m>c)$", "^(?:a)(?<n>b)(?P<m>c)$"),
+        ("^https?://", rf"^https?://{ANY}$"),
+        ("[0-9]+$", rf"^{ANY}[0-9]+$"),
+        ("@", rf"^{ANY}@{ANY}$"),
+        ("", rf"^{ANY}$"),
+        ("^a|b$", rf"^(?:a{ANY}|{ANY}b)$"),
+        ("^(a|b)$", "^(a|b)$"),
+        (r"\Aa\z", "^a$"),
+        ('^[^["]$', '^[^["]$'),  # its classes have no quotes and backslashes anyway
+    ],
+)
+def test_xgrammar_is_given_patterns_of_the_whole_text(pattern: str, written: str) -> None:
     schema = of(type="string", pattern=pattern)
-    assert left_out(offered(schema, "required").held_schemas, "vllm") == []
-    assert for_calls(schema) == schema
+    assert left_out(offered(schema, strict=True).held_schemas, "vllm") == []
+    assert for_calls(schema) == of(type="string", pattern=written)
+    keys = {"type": "object", "patternProperties": {pattern: TEXT}, "additionalProperties": False}
+    assert for_calls(keys)["patternProperties"] == {written: TEXT}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "written"),
+    [
+        ("^[^[\\]]+$", r"^[^\[\]]+$"),
+        (r"^[\w.[\]]$", r"^[\w.\[\]]$"),
+        ("[a&&b~~c]", r"[a&\&b~\~c]"),
+        ("[+--]", r"[+-\-]"),
+        (r"^\Aa$\z", "^a$"),
+    ],
+)
+def test_llguidance_is_given_classes_without_operators(pattern: str, written: str) -> None:
+    schema = of(type="string", pattern=pattern)
+    assert left_out(held(schema, strict=True).held_schemas, "vllm") == []
+    assert enforceable(schema) == of(type="string", pattern=written)
 
 
 @pytest.mark.parametrize(
     ("pattern", "plain"),
     [
         *((x, True) for x in ("(?:a)", "(?<n>a)", "\\\\1", "[\\n]", "[(?=]", "\\(?=", "(?i)a")),
-        *((x, True) for x in ("^a|^b$", "(^a|b$)", "a{2}?", "[\\w-.]", "\\u{41}-\\x42", "}]", "")),
+        *(
+            (x, True)
+            for x in (
+                "[a&&b]",
+                "^^a$$",
+                "^a|^b$",
+                "(^a|b$)",
+                "a{2}?",
+                "[\\w-.]",
+                "\\u{41}-\\x42",
+                "}]",
+                "",
+            )
+        ),
         *((x, False) for x in ("a(?=b)", "\\B", "[^]", "[\\]](x)\\1", "\\k<n>", "a\\Z")),
         *((x, False) for x in ("/^a$/i", "a^b", "(a$)b", "(a$|b)c", "(^a)?b", "$^", "a$?", "^*")),
         *(
             (x, False)
             for x in ("*a", "a|*b", "(+)", "a{2,1}", "a{,3}", "a{", "{a}", "(a", "a)", "[a")
         ),
-        *((x, False) for x in ("[z-a]", "[a-\\d]", "[\\s-a]", "[\\b]", "[a&&b]", "[]")),
+        *((x, False) for x in ("[z-a]", "[a-\\d]", "[\\s-a]", "[\\b]", "(?<n>a)(?<n>b)", "[]")),
         *(
             (x, False)
             for x in ("\\cJ", "\\0", "\\h", "\\x4", "\\uD83D\\uDE00", "(?>a)", "(?#c)", "\\")
@@ -237,7 +287,7 @@ def test_other_patterns_stay_in_calls_at_vllm(pattern: str) -> None:
 )
 def test_patterns_that_look_elsewhere(pattern: str, plain: bool) -> None:
     assert is_plain(pattern) == plain
-    text = json.dumps({"type": "string", "pattern": pattern})
+    text = json.dumps({"type": "string", "pattern": in_rust(pattern) if plain else pattern})
     grammar = LLMatcher.grammar_from_json_schema(text)
     assert (
         plain == (not LLMatcher.validate_grammar(grammar, LLTokenizer("byte"))) or pattern == "\\"
@@ -253,6 +303,22 @@ def test_additional_items_stay_beside_a_list_of_items_only() -> None:
     assert enforceable({"components": {"a": listed}}) == {"components": {"a": listed}}
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**of(**TEXT), "minProperties": 1},  # it has one anyway
+        {**of(**TEXT), "required": [], "additionalProperties": False, "minProperties": 1},
+        {**of(**TEXT), "required": [], "additionalProperties": False, "maxProperties": 1},
+        {**of(**TEXT), "required": [], "minProperties": 0},
+        {**of(**TEXT), "maxProperties": 5},
+    ],
+)
+def test_bounds_on_the_number_of_properties_that_are_kept(schema: dict[str, Any]) -> None:
+    assert left_out(held(schema, strict=True).held_schemas, "mlx") == []
+    wish = GrammarWish([], False, enforceable(schema))
+    assert not LLMatcher.validate_grammar(source_of(wish).text)
+
+
 def test_no_values_of_unread_keywords_break_it() -> None:
     odd = {"oneOf": 5, "type": [{}], "required": {}, "const": [[]]}
     schema = {"components": {"x": odd, "oneOf": odd, "anyOf": [odd]}, "oneOf": [{}, {}]}
@@ -264,6 +330,7 @@ def test_no_values_of_unread_keywords_break_it() -> None:
     ("schema", "keyword"),
     [
         (of(allOf=[TEXT, {**TEXT, "maxLength": 3}]), "allOf"),
+        ({**of(**TEXT), "allOf": [{"properties": {"b": TEXT}, "required": ["b"]}]}, "allOf"),
         ({**of(**TEXT), "$ref": "#/$defs/a", "$defs": {"a": of(**TEXT)}}, "$ref"),
         ({**of(**TEXT), "anyOf": [of(**TEXT), {"type": "null"}]}, "anyOf"),
         ({**of(**TEXT), "required": ["a", "b"]}, "required"),

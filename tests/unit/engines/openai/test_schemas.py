@@ -97,8 +97,10 @@ def test_schemas_that_agents_send_are_taken() -> None:
 def test_lengths_of_texts_count_for_vllm_only() -> None:
     lengths = {f"p{i}": {"type": "string", "maxLength": 100 + i} for i in range(9)}
     request = asking({"type": "object", "properties": lengths})
-    with pytest.raises(InvalidRequest, match="9 different lengths"):
+    with pytest.raises(InvalidRequest, match="9 different lengths") as refused:
         request.count_schemas().check_lengths()
+    assert refused.value.param == "response_format"
+    asking(tools=[{"type": "object", "properties": lengths}]).count_schemas().check_lengths()
     short = {f"p{i}": {"type": "string", "maxLength": 20 + i} for i in range(9)}
     asking({"type": "object", "properties": short}).count_schemas().check_lengths()
 
