@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from engines.openai.messages import Json
+from engines.openai.requests import NO_LIMIT
 
 VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG = "vLLM", "llama.cpp", "Ollama", "LM Studio", "SGLang"
 MLX_LM, OTHERS = "mlx_lm.server", "DeepSeek, Mistral, Moonshot, OpenRouter, Qwen"
@@ -161,7 +162,7 @@ def _held(name: str) -> Make:
 
 def _limit(value: Any) -> Json:
     is_none = isinstance(value, int | float) and value < 0
-    return {} if is_none else {"max_tokens": value}
+    return {"max_tokens": NO_LIMIT if is_none else value}
 
 
 def _penalty(value: Any) -> Json:

@@ -228,7 +228,17 @@ def _has_parts(output: list[Any]) -> bool:
     """Say whether a list is a content, and not the JSON of a tool."""
     if not all(isinstance(x, dict) and "type" in x for x in output):
         return False
-    return not output or any(_type_of(x) in _TEXTS | _NOT_TEXT for x in output)
+    return not output or any(_is_part(x) for x in output)
+
+
+def _is_part(given: Json) -> bool:
+    """Say whether this is a text, or an image or a file that another dialect writes with it."""
+    kind = _type_of(given)
+    if kind not in MEDIA:
+        return kind in _TEXTS | _NOT_TEXT
+    held = given.get("source", given.get(kind))
+    has_data = kind in ("image", "audio") and isinstance(given.get("data"), str)  # MCP's
+    return kind in _NOT_TEXT or has_data or "image_url" in given or isinstance(held, dict)
 
 
 def _type_of(part: Any) -> str:

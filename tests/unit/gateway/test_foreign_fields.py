@@ -148,12 +148,16 @@ async def test_openrouters_object_of_reasoning(path: str) -> None:
 
 
 async def test_a_limit_under_another_name() -> None:
-    for path, theirs in (("/v1/chat/completions", "n_predict"), ("/v1/completions", "num_predict")):
-        app = app_with("mlx")
-        await ask(app, path, **{theirs: 7})
-        await ask(app, path, **{theirs: -1})
-        await ask(app, path, **{theirs: 7, "max_tokens": 5})
-        assert [asked.body.get("max_tokens") for asked in app.engine.asked] == [7, None, 5]
+    """A text completion without one would end after 16 tokens."""
+    none = {"/v1/chat/completions": None, "/v1/completions": WELCOME.max_context}
+    for path, no_limit in none.items():
+        for theirs in ("n_predict", "num_predict"):
+            app = app_with("mlx")
+            for value in (7, -1, -2):
+                await ask(app, path, **{theirs: value})
+            await ask(app, path, **{theirs: -1, "max_tokens": 5})
+            found = [asked.body.get("max_tokens") for asked in app.engine.asked]
+            assert found == [7, no_limit, no_limit, 5]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
@@ -168,7 +172,7 @@ async def test_a_limit_under_the_name_of_another_dialect(name: str) -> None:
         found = [[x.body[y] for y in limits if y in x.body] for x in app.engine.asked]
         own = path == "/v1/responses" or name == "max_output_tokens"
         assert found[::2] == [[7], [5 if own else 7]]
-        assert found[1] in ([], [WELCOME.max_context])  # no limit
+        assert found[1] == ([WELCOME.max_context] if path == "/v1/completions" else [])  # no limit
     app = app_with("mlx")
     await ask(app, "/v1/messages", **{name: 7, "max_tokens": 5})
     assert [app.engine.asked[0].body.get(x) for x in limits] == [5, None]

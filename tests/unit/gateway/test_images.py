@@ -308,9 +308,30 @@ async def test_a_search_result_with_an_image_ends_no_conversation(path: str) -> 
 
 async def test_a_list_that_a_tool_gave_is_no_content() -> None:
     to = App()
-    given = [{"type": "dir", "name": "a"}, {"type": "link", "name": "b"}]
-    await to.post("/v1/responses", after_a_tool("/v1/responses", given))
-    assert msgspec.json.decode(heard(to)[-1]["content"]) == given
+    found: list[dict[str, Any]] = [{"type": "document", "title": "t", "source": "s", "data": "d"}]
+    for given in ([{"type": "dir", "name": "a"}, {"type": "file", "name": "b"}], found):
+        await to.post("/v1/responses", after_a_tool("/v1/responses", given))
+        assert msgspec.json.decode(heard(to)[-1]["content"]) == given
+
+
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        ({"type": "image", "data": "aGk=", "mimeType": "image/png"}, IMAGE),
+        ({"type": "image", "source": source(PNG)}, IMAGE),
+        ({"type": "image_url", "image_url": {"url": PNG}}, IMAGE),
+        ({"type": "document", "source": {"type": "base64", "data": "aGk="}}, FILE),
+        ({"type": "file", "file": {"file_data": "aGk="}}, FILE),
+        ({"type": "audio", "data": "aGk="}, FILE),
+    ],
+)
+async def test_only_images_or_files_of_another_dialect_are_a_content(
+    part: dict[str, Any], wanted: str
+) -> None:
+    """Their base64 went into the prompt as a text."""
+    to = App()
+    await to.post("/v1/responses", after_a_tool("/v1/responses", [part]))
+    assert heard(to)[-1]["content"] == wanted
 
 
 async def test_what_is_left_out_of_results_is_counted() -> None:
