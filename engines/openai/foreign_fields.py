@@ -113,19 +113,30 @@ def _schema(value: Any) -> Json:
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
+_BESIDE: Final = ("name", "strict")  # of a schema, where a format has one
+_KEYWORDS: Final = ("type", "properties", "items", "$ref", "anyOf", "oneOf", "allOf", "enum")
+
+
 def wider_format(value: Any) -> Any:
     """Write a ``response_format`` of llama.cpp's or LM Studio's as OpenAI does.
 
-    Its schema may stand beside ``type``, and ``strict`` may be a text.
+    Its schema, name and ``strict`` may stand beside ``type``, the schema also in the place of all
+    three, and ``strict`` may be a text. Raises ``ValueError`` if the schema is none.
     """
     if not isinstance(value, dict) or value.get("type") not in ("json_object", "json_schema"):
         return value
-    named = value.get("json_schema")
-    if named is None and value.get("schema") is not None:
-        return _schema(value["schema"])["response_format"]
-    if isinstance(named, dict) and named.get("strict") in ("true", "false"):
-        return {**value, "json_schema": {**named, "strict": named["strict"] == "true"}}
-    return value
+    form = value
+    if value.get("json_schema") is None and value.get("schema") is not None:
+        form = _schema(value["schema"])["response_format"]
+    if not isinstance(named := form.get("json_schema"), dict):
+        return form
+    if "schema" not in named and any(x in named for x in _KEYWORDS):
+        beside = {x: named[x] for x in _BESIDE if x in named}
+        named = {**beside, "schema": {x: named[x] for x in named if x not in _BESIDE}}
+    named = named | {x: value[x] for x in _BESIDE if value.get(x) is not None}
+    if named.get("strict") in ("true", "false"):
+        named["strict"] = named["strict"] == "true"
+    return {**form, "json_schema": named}
 
 
 def _formatted(value: Any) -> Json:
@@ -136,8 +147,9 @@ def _formatted(value: Any) -> Json:
     if kind != "json_schema":
         return {} if kind == "text" else {"response_format": {"type": kind}}
     made = _schema(value.get("schema"))
-    named = {x: value[x] for x in ("name", "strict") if value.get(x) is not None}
-    made["response_format"]["json_schema"] |= named
+    made["response_format"]["json_schema"] |= {
+        x: value[x] for x in _BESIDE if value.get(x) is not None
+    }
     return made
 
 

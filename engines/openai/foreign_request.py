@@ -19,6 +19,7 @@ from engines.openai.foreign_fields import (
     IN_MESSAGES,
     Fate,
     ForeignField,
+    Make,
     wider_format,
 )
 from engines.openai.messages import Json
@@ -93,7 +94,8 @@ class _Taking:
             if name not in self._dialect.fields and self._asked.get(name) is not None:
                 self._add(name, {name: self._asked[name]})
         if "response_format" in self._raw:
-            self._raw["response_format"] = wider_format(self._raw["response_format"])
+            form = self._raw["response_format"]
+            self._raw["response_format"] = _made("response_format", wider_format, form)
         for name, value in list(self._asked.items()):
             if name in _KNOWN and name not in self._dialect.fields:
                 self._take(_KNOWN[name], value)
@@ -139,11 +141,7 @@ class _Taking:
         if field.make is None:
             self._raw[name] = value
             return
-        try:
-            made = field.make(value)
-        except ValueError as error:
-            raise _refusal(name, str(error)) from error
-        self._add(name, made)
+        self._add(name, _made(name, field.make, value))
 
     def _add(self, name: str, made: Json) -> None:
         """Add fields to the body that the client's field means; its own fields go first."""
@@ -169,6 +167,14 @@ class _Taking:
             if held and held != {"type": "text"}:
                 other = self._names.get(ours, ours)
                 raise _refusal(name, f"an answer is held to one thing: leave out it or {other}")
+
+
+def _made(name: str, make: Make, value: Any) -> Json:
+    """Return what a field's value means. Raises ``InvalidRequest`` if it means nothing."""
+    try:
+        return make(value)
+    except ValueError as error:
+        raise _refusal(name, str(error)) from error
 
 
 def _matters(value: object) -> bool:

@@ -170,6 +170,8 @@ def for_engine(
     _check_moderation(raw.pop("moderation", None))
     if legacy:
         _take_functions(raw, asked)
+    if isinstance(tools := raw.get("tools"), list):
+        raw["tools"] = [_with_strict(x) for x in tools]
     customs: frozenset[str] = frozenset()
     if _needs_offer(raw):
         offered = offer(raw.pop("tools"), raw.pop("tool_choice", None), nested=True)
@@ -260,6 +262,15 @@ def _take_functions(raw: Json, asked: Json) -> None:
         choice = {"type": "function", "function": choice}
     if choice is not None:
         raw["tool_choice"] = choice
+
+
+def _with_strict(tool: Any) -> Any:
+    """Put a ``strict`` that stands beside a function, as Responses have it, into it."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or "strict" not in tool:
+        return tool
+    rest = {name: value for name, value in tool.items() if name != "strict"}
+    return {**rest, "function": {**function, "strict": function.get("strict", tool["strict"])}}
 
 
 def _needs_offer(raw: Json) -> bool:

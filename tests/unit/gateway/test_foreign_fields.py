@@ -68,6 +68,7 @@ def error_of(reply: Reply) -> dict[str, Any]:
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": OBJECT}}}, OBJECT),
         ({"response_format": {"type": "json_object", "schema": OBJECT}}, OBJECT),
         ({"response_format": {"type": "json_schema", "schema": OBJECT}}, OBJECT),
+        ({"response_format": {"type": "json_schema", "json_schema": OBJECT}}, OBJECT),
         ({"format": "json"}, None),
         ({"guided_json_object": True}, None),
     ],
@@ -322,6 +323,37 @@ async def test_keywords_that_are_left_out_are_named_in_a_header(path: str, field
     assert "x-thermocline-left-out" not in (await ask(app, path)).headers
 
 
+@dialects
+async def test_strict_and_name_may_stand_beside_a_schema(path: str) -> None:
+    """A strict schema is refused where it has a keyword that is not held."""
+    named = {"name": "n", "strict": True}
+    forms: list[dict[str, Any]] = [
+        {**named, "schema": OBJECT},
+        {**named, "strict": "true", "schema": OBJECT},
+        {**named, "json_schema": {"schema": OBJECT}},
+        {"json_schema": {**named, "schema": OBJECT}},
+        {"json_schema": {**named, **OBJECT}},
+    ]
+    app = app_with("mlx")
+    for form in forms:
+        reply = await ask(app, path, response_format={"type": "json_schema", **form})
+        assert reply.status == 200, reply.body
+        found = app.engine.asked.pop().body["response_format"]["json_schema"]
+        assert found == {**named, "schema": OBJECT}
+    unheld = {**OBJECT, "propertyNames": {"pattern": "a"}}
+    form = {"type": "json_schema", **named, "schema": unheld}
+    assert (await ask(app, path, response_format=form)).status == 400
+
+
+@dialects
+@pytest.mark.parametrize("schema", ["{", 5])
+async def test_what_is_no_schema_is_named(path: str, schema: Any) -> None:
+    form = {"type": "json_schema", "schema": schema}
+    reply = await ask(app_with("mlx"), path, response_format=form)
+    assert reply.status == 400
+    assert error_of(reply)["message"].startswith("response_format: ")
+
+
 async def test_tools_stay_in_the_prompt_as_they_were_sent() -> None:
     parameters = {**OBJECT, "propertyNames": {"pattern": "a"}}
     function = {"name": "f", "parameters": parameters}
@@ -334,8 +366,14 @@ async def test_tools_stay_in_the_prompt_as_they_were_sent() -> None:
     assert "x-thermocline-left-out" not in free.headers
     assert [asked.body["tools"] for asked in app.engine.asked] == [[tool], [tool]]
     strict = {"type": "function", "function": {**function, "strict": True}}
-    refused = await ask(app, chat, tools=[strict])
-    assert refused.error["param"] == "tools[0].function.parameters"
+    beside = {**tool, "strict": True}  # as Responses have it
+    for said in (strict, beside):
+        refused = await ask(app, chat, tools=[said])
+        assert refused.error["param"] == "tools[0].function.parameters"
+    app = app_with("mlx")
+    await ask(app, chat, tools=[{**beside, "function": {"name": "f", "parameters": OBJECT}}])
+    (sent,) = app.engine.asked[0].body["tools"]
+    assert sent["function"]["strict"] is True and "strict" not in sent
     said = {"type": "function", "name": "f", "parameters": parameters, "strict": True}
     refused = await ask(app, "/v1/responses", tools=[said])
     assert refused.error["param"] == "tools[0].parameters"
