@@ -71,7 +71,10 @@ def test_batches_begin_at_the_same_chunks_in_every_session(rigs):
     assert sizes == [2, 2]
 
 
-@pytest.mark.parametrize("changes", [{}, {"heads": 4, "layers": 2}, {"block": 20}])
+FIRST_APART = pytest.param({"heads": 4, "layers": 2}, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("changes", [{}, FIRST_APART, {"block": 20}])
 def test_a_few_chunks_of_a_fixed_rate_are_packed_and_filled_by_one_launch(changes, monkeypatch):
     rig = test_rates.Rig(test_rates.Shape(**changes))
     ids = [7, 2, 10, 4, 5, 0, 1, 11, 8, 6, 3, 9]

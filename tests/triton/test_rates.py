@@ -147,7 +147,16 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+SLOW = ("first tokens apart, fp32",)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(x, id=name, marks=[pytest.mark.thorough] if name in SLOW else [])
+        for name, x in SHAPES.items()
+    ],
+)
 def test_the_host_and_the_device_make_and_read_the_same_blobs(shape):
     rig = Rig(shape)
     ids, target = [7, 2, 10, 4, 5, 0], [3, 9, 0, 6, 8, 1]
