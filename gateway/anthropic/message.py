@@ -8,6 +8,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from engines.base import EngineUnavailable
+from engines.openai.messages import without_halves
 from engines.openai.requests import Json
 from gateway.relay.answer import MessagePart, read_chunk
 from gateway.watch.metrics import PromptDetails, Usage
@@ -156,9 +157,12 @@ def _blocks(asked: Asked, said: MessagePart) -> list[Json]:
 
 
 def tool_input(arguments: str) -> Json:
-    """Parse a call's arguments; {} if they are no object, as when a call was cut short."""
+    """Parse a call's arguments; {} if they are no object, as when a call was cut short.
+
+    Half characters that a model wrote are replaced.
+    """
     try:
-        given = msgspec.json.decode(arguments or "{}")
+        given = msgspec.json.decode(without_halves(arguments)[0] or "{}")
     except (msgspec.DecodeError, RecursionError):
         return {}
     return given if isinstance(given, dict) else {}

@@ -65,8 +65,11 @@ _ESCAPE: Final = re.compile(
 )
 _LISTS: Final = ("messages", "input", "items")  # where they are, in each dialect
 _ARGUMENTS: Final = ("arguments", "input")  # of a call: OpenAI's functions and custom tools
+# Ends of the names of items with other fields: some calls have their results in them.
+_ITEMS: Final = ("_call", "mcp_list_tools")
 _NAMES: Final = frozenset({"type", "id", "call_id", "name", "server_label"})  # of a call's fields
-_BLOCKS: Final = {"tool_result": "content", "tool_use": "input"}  # Anthropic's, and their fields
+# Ends of the names of Anthropic's blocks (``server_tool_use``), and the field of each.
+_BLOCKS: Final = {"tool_result": "content", "tool_use": "input"}
 
 
 class BodyBudget:
@@ -294,14 +297,14 @@ def _of_tools(raw: Json) -> Iterator[tuple[Json, str]]:
         yield from _calls_in(row)
         if isinstance(kind, str) and kind.endswith("_call_output"):
             yield row, "output"
-        elif isinstance(kind, str) and kind.endswith("_call"):  # some have their results in them
+        elif isinstance(kind, str) and kind.endswith(_ITEMS):
             yield from ((row, name) for name in row if name not in _NAMES)
         elif row.get("role") in ("tool", "function"):
             yield row, "content"
         elif isinstance(content, list):
             blocks = [x for x in content if isinstance(x, dict)]
-            for kind, name in _BLOCKS.items():
-                yield from ((x, name) for x in blocks if x.get("type") == kind)
+            for end, name in _BLOCKS.items():
+                yield from ((x, name) for x in blocks if str(x.get("type")).endswith(end))
 
 
 def _rows(raw: Json) -> list[Json]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.messages import MEDIA, ImageSupport, Json, in_place_of
+from engines.openai.messages import MEDIA, ImageSupport, Json, in_place_of, without_halves
 from gateway.openai.stored_objects import Metadata
 
 _CUSTOM_SCHEMA = {
@@ -49,9 +49,12 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Read the input of a custom tool; arguments of another form are taken as they stand."""
+    """Read the input of a custom tool; arguments of another form are taken as they stand.
+
+    Half characters that a model wrote are replaced.
+    """
     try:
-        said = msgspec.json.decode(arguments)
+        said = msgspec.json.decode(without_halves(arguments)[0])
     except (msgspec.DecodeError, RecursionError):
         return arguments
     text = said.get("input") if isinstance(said, dict) else None

@@ -9,7 +9,7 @@ import pytest
 
 from engines.openai.errors import InvalidRequest
 from gateway.edge.bodies import REPLACED_HEADER, parse_whole
-from tests.unit.gateway.in_process import MODEL, App
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 from tests.unit.gateway.test_images import PATHS, after_a_tool, heard, text_of
 
 HALF, OTHER_HALF = "\ud83d", "\ude00"
@@ -63,15 +63,63 @@ async def test_halves_in_a_call_of_anthropics() -> None:
     [
         {"type": "mcp_call", "id": "m1", "name": "f", "server_label": "s", "arguments": "{}"},
         {"type": "local_shell_call", "id": "l1", "call_id": "c1", "status": "completed"},
+        {"type": "mcp_list_tools", "id": "l1", "server_label": "s"},
     ],
 )
-async def test_halves_in_calls_of_the_server_with_their_results(call: dict[str, object]) -> None:
-    field = {"output": CUT} if call["type"] == "mcp_call" else {"action": {"command": [CUT]}}
+async def test_halves_in_calls_of_the_server_with_their_results(call: dict[str, str]) -> None:
+    fields = {
+        "mcp_call": {"output": CUT},
+        "local_shell_call": {"action": {"command": [CUT]}},
+        "mcp_list_tools": {"tools": [{"name": "f", "description": CUT}]},
+    }
     body = after_a_tool("/v1/responses", "done")
-    body["input"].insert(1, {**call, **field})
+    body["input"].insert(1, {**call, **fields[call["type"]]})
     to = App()
     reply = await to.post("/v1/responses", body)
     assert (reply.status, reply.headers[REPLACED_HEADER]) == (200, "4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("server_tool_use", {"name": "web_search", "input": {"query": CUT}}),
+        ("web_search_tool_result", {"content": [{"type": "web_search_result", "title": CUT}]}),
+        ("mcp_tool_use", {"name": "f", "server_name": "s", "input": {"at": CUT}}),
+        ("mcp_tool_result", {"content": [{"type": "text", "text": CUT}]}),
+        (
+            "bash_code_execution_tool_result",
+            {"content": {"type": "bash_code_execution_result", "stdout": CUT}},
+        ),
+    ],
+)
+async def test_halves_in_blocks_of_anthropics_own_tools(kind: str, fields: dict[str, Any]) -> None:
+    """No prompt has them, but a client sends them again at every turn."""
+    block = {"type": kind, "id": "s1", "tool_use_id": "s1", **fields}
+    said = {"role": "assistant", "content": [block, {"type": "text", "text": "so"}]}
+    hi = {"role": "user", "content": "hi"}
+    body = {"model": MODEL, "max_tokens": 5, "messages": [hi, said, hi]}
+    reply = await App(RecordingEngine(chat_answer())).post("/v1/messages", body)
+    assert (reply.status, reply.headers[REPLACED_HEADER]) == (200, "4")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
+async def test_halves_that_a_model_writes_end_no_call(path: str) -> None:
+    function = {"name": "write", "arguments": json.dumps({"input": CUT})}
+    call = {"id": "c1", "type": "function", "function": function}
+    to = App(RecordingEngine(chat_answer(None, "tool_calls", tool_calls=[call])))
+    body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    if path == "/v1/messages":
+        body["tools"] = [{"name": "write", "input_schema": {"type": "object"}}]
+        (block,) = (await to.post(path, body)).json["content"]
+        assert block["input"] == {"input": MENDED}
+    elif path == "/v1/chat/completions":
+        body["tools"] = [{"type": "custom", "custom": {"name": "write"}}]
+        message = (await to.post(path, body)).json["choices"][0]["message"]
+        assert message["tool_calls"][0]["custom"]["input"] == MENDED
+    else:
+        body = {"model": MODEL, "input": "hi", "tools": [{"type": "custom", "name": "write"}]}
+        (item,) = (await to.post(path, body)).json["output"]
+        assert item["input"] == MENDED
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
