@@ -192,13 +192,14 @@ class _Heads:
         """Return those of the sessions at a head that a request may go on with.
 
         Those that said what it says they did, else those of which that is not known, else those of
-        which half is shared all the same.
+        which half is shared all the same. So are all if the request does not name what they said:
+        it has many messages after it.
         """
         known = {x: self._said_in.get(x, b"") for x in found}
-        if not said or not any(known.values()):
+        if not any(known.values()):
             return found
         return (
-            [x for x in found if known[x] == said]
+            [x for x in found if said and known[x] == said]
             or [x for x in found if not known[x]]
             or [x for x in found if _is_half(link, seen.tokens_of(x))]
         )

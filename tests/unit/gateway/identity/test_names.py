@@ -428,6 +428,17 @@ def test_another_answer_to_a_later_question_takes_a_session_over_only_if_half_is
     assert sessions.ask(altered) == first  # most of it is shared all the same
 
 
+def test_so_it_does_where_that_answer_lies_too_far_back_to_be_named():
+    sessions = Answered(tokens=400)
+    first = sessions.answered("1", "one?")
+    sessions.answered("word " * 300, "one?", "1", "two?")
+    more = ("three?", "3", "four?", "4", "five?")
+    assert sessions.ask(said("one?", "1", "two?", "short", *more)) != first
+    assert sessions.ask(said("one?", "1", "two?", "word " * 300, "three?")) == first
+    sessions.answered("3", "one?", "1", "two?", "word " * 300, "three?")
+    assert sessions.ask(said("one?", "1", "two?", "word " * 300, "three?", "3", *more)) == first
+
+
 def test_a_question_written_anew_takes_a_session_over_only_if_half_of_it_is_shared():
     sessions = Answered(tokens=40)
     for num, is_same in ((100, False), (1, True)):
