@@ -17,6 +17,7 @@ socket is left alone for a moment, and the bytes that gather there go on as one 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import ssl
@@ -42,6 +43,7 @@ AGAIN_S = 0.01  # between two tries while the engine's line of connections is fu
 # What the system says then, of a unix socket. macOS has no word of its own for it: an engine that
 # has ended is known there by its control connection (``HttpResponse.fail``).
 _LINE_FULL = (BlockingIOError, *((ConnectionRefusedError,) if sys.platform == "darwin" else ()))
+_NO_FILES = (errno.EMFILE, errno.ENFILE)  # this process, or the system, has all that it may have
 _BROKE = "the connection to it broke"
 
 
@@ -219,28 +221,35 @@ class HttpAddress:
     async def connect(self, response: HttpResponse) -> asyncio.Transport:
         """Open a connection whose incoming bytes go to ``response``.
 
-        While more connections wait at the engine's socket than it lets wait, this waits, too, one
-        try at a time for all that do: its caller ends it, or ``response.fail``.
+        While more connections wait at the engine's socket than it lets wait, or no more files may
+        be open here, this waits, too, one try at a time for all that do: its caller ends it, or
+        ``response.fail``.
 
         Raises:
-            OSError: nothing listens there; ``TimeoutError``: over a network, no connection within
-                ``connect_s``, as where more wait than the engine lets wait.
+            OSError: nothing listens there; over a network also where no more files may be open.
+                ``TimeoutError``: over a network, no connection within ``connect_s``, as where more
+                wait than the engine lets wait.
         """
         if not self._path:
             async with asyncio.timeout(self._connect_s):
                 return await self._connect_by_network(response)
-        if not self._line.locked():
-            try:
-                return await self._connect_here(response)
-            except _LINE_FULL:
-                pass
+        if not self._line.locked() and (transport := await self._try_here(response)):
+            return transport
         async with self._line:
             while not response.failed:
-                try:
-                    return await self._connect_here(response)
-                except _LINE_FULL:
-                    await asyncio.sleep(AGAIN_S)
+                if transport := await self._try_here(response):
+                    return transport
+                await asyncio.sleep(AGAIN_S)
         raise ConnectionAbortedError("the engine ended before it took the connection")
+
+    async def _try_here(self, response: HttpResponse) -> asyncio.Transport | None:
+        """Connect; None if that cannot be done now."""
+        try:
+            return await self._connect_here(response)
+        except OSError as error:
+            if isinstance(error, _LINE_FULL) or error.errno in _NO_FILES:
+                return None
+            raise
 
     async def _connect_here(self, response: HttpResponse) -> asyncio.Transport:
         loop = asyncio.get_running_loop()
@@ -344,7 +353,8 @@ class HttpExchange(HttpResponse):
             transport = await self._address.connect(self)
         except OSError as error:  # TimeoutError is one
             log.info("no connection to the engine: %s", error or type(error).__name__)
-            kind = EngineBusy if isinstance(error, TimeoutError) else EngineUnreached
+            is_busy = isinstance(error, TimeoutError) or error.errno in _NO_FILES
+            kind = EngineBusy if is_busy else EngineUnreached
             raise kind("it takes no connections") from error
         transport.write(head)
         transport.write(body)

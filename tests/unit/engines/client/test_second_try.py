@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 import uvloop
 
-from engines.base import EngineStalled, EngineUnavailable, EngineUnreached
+from engines.base import EngineBusy, EngineStalled, EngineUnavailable, EngineUnreached
 from engines.client.connection import HttpAddress, HttpExchange
 from engines.client.engine_client import EngineClient
 from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
@@ -227,6 +229,53 @@ def test_a_full_line_of_connections_is_waited_for(folder: Path, loop: Loop) -> N
         listener.bind(engine.path)
         listener.listen(1)
         runner.run(main(listener))
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Let this process open no more files for a moment, as where a burst took all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(next_file := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_file, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@LOOPS
+def test_a_file_for_the_connection_is_waited_for(folder: Path, loop: Loop) -> None:
+    async def main() -> None:
+        exchange = HttpExchange(HttpAddress(engine.path), 60.0)
+        async with await asyncio.start_unix_server(engine._serve, engine.path):
+            with no_more_files():
+                sending = asyncio.create_task(exchange.send("/", {}, b"{}"))
+                await asyncio.sleep(0.1)
+                assert not sending.done()
+            await asyncio.wait_for(sending, 30)
+            await exchange.head()
+            assert await exchange.read() == b"said"
+            exchange.close()
+
+    engine = Engine(folder, [OK])
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+
+
+@LOOPS
+def test_a_network_connection_without_a_file_is_tried_again(folder: Path, loop: Loop) -> None:
+    """By ``SecondTry``, as where the engine has no room for one."""
+
+    async def main() -> None:
+        async with await asyncio.start_server(engine._serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            exchange = HttpExchange(HttpAddress("", f"http://127.0.0.1:{port}"), 60.0)
+            with no_more_files(), pytest.raises(EngineBusy):
+                await exchange.send("/", {}, b"{}")
+
+    engine = Engine(folder, [])
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 @LOOPS
