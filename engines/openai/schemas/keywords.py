@@ -16,11 +16,11 @@ import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
-from engines.openai.schemas.ignored_in_calls import BESIDE, ignored_in_calls
 from engines.openai.schemas.one_of import Branches
 from engines.openai.schemas.patterns import in_calls, in_rust, is_plain, is_plain_in_calls
 from engines.openai.schemas.refs import VALUES, endless_ref
 from engines.openai.schemas.well_formed import Path, misfits, well_formed, with_well_formed_tools
+from engines.openai.schemas.xgrammar_keywords import BESIDE, ignored_in_calls, written_out
 
 _UNKNOWN: Final = frozenset(
     {"contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "not"}
@@ -252,6 +252,7 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
         walk.report(LeftOut(path, "format", spared=True))
         node = {key: value for key, value in node.items() if key != "format"}
     if walk.is_of_call:
+        node = written_out(node)
         for keyword in ignored_in_calls(node):
             walk.report(LeftOut(path, keyword))
     made: Json = {}

@@ -241,6 +241,13 @@ LETTER = {"type": "string", "pattern": "^[a-z]$"}
             ['{"c":"x"}'],
             ['{"b":"x"}'],
         ),
+        ({"type": "array", "minItems": 1}, ["[1]", '[1,"a"]'], ["[]"]),
+        ({"type": "array", "maxItems": 1}, ["[]", "[1]"], ["[1,2]"]),
+        ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
+        ({"type": "object", "required": ["b"]}, ['{"b":1}'], ["{}"]),
+        ({"properties": {"a": False, "c": LETTER}, "type": "object"}, ['{"c":"x"}'], ['{"a":1}']),
+        ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 2.5}, ["1", "2"], ["0", "3"]),
+        ({"type": "array", "prefixItems": [True, LETTER], "maxItems": 1}, ["[1]"], ['[1,"a"]']),
         (
             {"type": "object", "patternProperties": {"^x-": LETTER}, "additionalProperties": False},
             ['{"x-a":"b"}'],

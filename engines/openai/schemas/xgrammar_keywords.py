@@ -1,10 +1,12 @@
-"""Finds the keywords that xgrammar takes and does not enforce: vLLM holds calls to schemas by it.
+"""Keywords that xgrammar, by which vLLM holds calls to schemas, reads in another way.
 
-Each was measured with xgrammar 0.2.8: it accepts values that break them.
+Some it takes and does not enforce; some it refuses, or closes what the schema leaves open. Each was
+measured with xgrammar 0.2.8.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -37,6 +39,51 @@ _KINDS: Final[dict[str, tuple[type, ...]]] = {
 }
 
 
+_WHOLE: Final = {  # of an integer's bound: the whole number that says the same
+    "minimum": math.ceil,
+    "exclusiveMaximum": math.ceil,
+    "maximum": math.floor,
+    "exclusiveMinimum": math.floor,
+}
+
+
+def written_out(node: Json) -> Json:
+    """Return one schema, completed where xgrammar would close it or refuse it.
+
+    Otherwise a list with bounds has no items, and an object with needed names none of these.
+    """
+    made = dict(node)
+    first = made.get("prefixItems")
+    if isinstance(first, list):
+        most = made.get("maxItems")
+        cut = first[: int(most)] if isinstance(most, int | float) and most >= 0 else first
+        first = made["prefixItems"] = [{} if x is True else x for x in cut]
+    least = made.get("minItems")
+    needs_more = isinstance(least, int | float) and least > len(first or ())
+    if "items" not in made and (needs_more or ("maxItems" in made and not first)):
+        made["items"] = True
+    _open(made)
+    if made.get("type") == "integer":
+        for key, whole in _WHOLE.items():
+            if isinstance(bound := made.get(key), float) and math.isfinite(bound):
+                made[key] = whole(bound)
+    return made
+
+
+def _open(made: Json) -> None:
+    named, needed = made.get("properties", {}), made.get("required", [])
+    if not isinstance(named, dict):
+        return
+    if False in named.values():
+        made["properties"] = named = {k: x for k, x in named.items() if x is not False}
+    if {"additionalProperties", "patternProperties"} & made.keys():
+        return
+    if isinstance(needed, list) and any(x not in named for x in needed if isinstance(x, str)):
+        made["properties"] = named | {x: True for x in needed if isinstance(x, str)} | named
+    elif not named and {"minProperties", "maxProperties"} & made.keys():
+        made["additionalProperties"] = True
+
+
 def ignored_in_calls(node: Json) -> Iterator[str]:
     """Yield the keywords of one schema that are not enforced, or beside which others are not."""
     parts = node.get("allOf")
@@ -50,6 +97,8 @@ def ignored_in_calls(node: Json) -> Iterator[str]:
         named.keys() if isinstance(named, dict) else set()
     ):
         yield "required"
+    if "multipleOf" in node and node.get("type") == "number":
+        yield "multipleOf"
     yield from _ignored_of_values(node)
 
 
