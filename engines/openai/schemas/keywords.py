@@ -278,13 +278,11 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
             if len(named) < len(value):
                 walk.report(LeftOut(path, key))
                 is_open = True
-        elif (
-            key == "oneOf"
-            and isinstance(value, list)
-            and not walk.branches.exclude_each_other(node)
-        ):
+        elif key == "oneOf" and isinstance(value, list):
+            # vLLM's check of a request refuses the keyword beside others that it knows.
             made[key if "anyOf" in node else "anyOf"] = _enforceable(value, (*path, key), walk)
-            walk.report(LeftOut(path, key))
+            if not walk.branches.exclude_each_other(node):
+                walk.report(LeftOut(path, key))
         elif key == "pattern" and isinstance(value, str) and walk.reads(value):
             made[key] = walk.written(value)
         elif _is_enforceable(key, value, node, walk.reads):

@@ -319,6 +319,14 @@ def test_bounds_on_the_number_of_properties_that_are_kept(schema: dict[str, Any]
     assert not LLMatcher.validate_grammar(source_of(wish).text)
 
 
+def test_branches_that_exclude_each_other_are_any_of_them() -> None:
+    """vLLM's own check of a format refuses ``oneOf`` beside ``multipleOf``."""
+    kinds = [of(const=1), of(const=2)]
+    schema = {"type": "object", "properties": {"k": {"oneOf": kinds}, "n": {"multipleOf": 2}}}
+    assert left_out(held(schema, strict=True).held_schemas, "vllm") == []
+    assert enforceable(schema)["properties"]["k"] == {"anyOf": kinds}
+
+
 def test_no_values_of_unread_keywords_break_it() -> None:
     odd = {"oneOf": 5, "type": [{}], "required": {}, "const": [[]]}
     schema = {"components": {"x": odd, "oneOf": odd, "anyOf": [odd]}, "oneOf": [{}, {}]}
