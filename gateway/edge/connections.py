@@ -31,6 +31,7 @@ LINGER_S = 5.0  # for the rest of a request that was answered early
 MAX_DISCARDED_BYTES = 128 << 20  # of that rest
 LOOK_EVERY_S = 0.25
 BEGINNING = b"HTTP/1.1 "  # of every answer
+MAX_ZEROS = 8  # before lengths of chunks: with them none has more digits than Go's parser reads, 16
 log = logging.getLogger("thermocline.gateway")
 LOG_EVERY_S = 10.0
 ADMIN_PLACES = 8  # beyond the total: a full server can still be looked at
@@ -62,14 +63,14 @@ def close_soon(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) ->
 class AnswerTransport:
     """Stands for the connection where an answer is sent: writes at once, does not close itself."""
 
-    __slots__ = ("_num_ahead", "_transport", "close", "is_closing", "write")
+    __slots__ = ("_num_ahead", "_num_zeros", "_transport", "close", "is_closing", "write")
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write: Callable[[bytes | bytearray | memoryview[Any]], None] = transport.write
         self.is_closing = transport.is_closing
         self.close = close
         self._transport = transport
-        self._num_ahead = 0
+        self._num_ahead = self._num_zeros = 0
 
     def write_ahead(self) -> None:
         """Write one byte more of ``BEGINNING``, while there is one.
@@ -80,6 +81,15 @@ class AnswerTransport:
             self._transport.write(BEGINNING[self._num_ahead : self._num_ahead + 1])
             self._num_ahead += 1
             self.write = self._write_rest
+
+    def write_zero(self) -> None:
+        """Write a zero before the length of the next chunk, which stays the same; a few times only.
+
+        The head of the answer has been written; it says that chunks follow.
+        """
+        if self._num_zeros < MAX_ZEROS:
+            self._transport.write(b"0")
+            self._num_zeros += 1
 
     def _write_rest(self, head: bytes | bytearray | memoryview[Any]) -> None:
         self.write = self._transport.write
@@ -140,7 +150,8 @@ class HalfClosed:
 
     That end looks the same whether a client has half closed or is gone. Only one that is gone
     answers what is written to it with a reset. What may be written, before the answer is known, are
-    its first bytes, which are always the same: one at once, and the others ever more rarely.
+    its first bytes, which are always the same, and between its chunks zeros before the length of
+    the next: one at once, and the others ever more rarely.
     """
 
     def __init__(
@@ -149,7 +160,7 @@ class HalfClosed:
         transport: asyncio.Transport,
         write_ahead: Callable[[], None],
     ) -> None:
-        """``write_ahead`` writes one more byte of the answer, if that may be."""
+        """``write_ahead`` writes one more of those bytes, if that may be."""
         self._loop = loop
         self._transport = transport
         self._write_ahead = write_ahead

@@ -153,7 +153,8 @@ class EdgeProtocol(HttpToolsProtocol):
         if self._half_closed is not None:
             return True
         cycle = self.cycle
-        waits = cycle is not None and not cycle.response_started and self._whole
+        waits = cycle is not None and not cycle.response_complete and self._whole
+        waits = waits and (not cycle.response_started or cycle.chunked_encoding is True)
         if not waits or self._lingering:
             return False
         cycle.keep_alive = False
@@ -161,8 +162,14 @@ class EdgeProtocol(HttpToolsProtocol):
         return True
 
     def _write_ahead(self) -> None:
-        if self._cycles and not self._cycles[0].response_started:
-            cast(AnswerTransport, self._cycles[0].transport).write_ahead()
+        if not self._cycles:
+            return
+        cycle = self._cycles[0]
+        answer = cast(AnswerTransport, cycle.transport)
+        if not cycle.response_started:
+            answer.write_ahead()
+        elif cycle.chunked_encoding:
+            answer.write_zero()
 
     def shutdown(self) -> None:
         self._ending = True

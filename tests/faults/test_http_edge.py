@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
@@ -320,6 +321,34 @@ def test_a_client_that_is_gone_is_not_taken_for_half_closed(
         assert "thermocline_turns_running 1.0" in metrics(stack)
     time.sleep(1.0)
     assert "thermocline_turns_running 0.0" in metrics(stack)
+
+
+def test_a_client_that_half_closes_in_mid_stream_gets_the_rest(stack: FakeStack) -> None:
+    body = chat(stream=True, metadata={"fake": "chunks=3 delay_s=0.6"})
+    with connect(stack) as sock:
+        sock.sendall(b"POST " + CHAT + b" HTTP/1.1\r\n" + JSON)
+        sock.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
+        answer = HTTPResponse(sock)
+        answer.begin()
+        first = answer.readline()
+        sock.shutdown(socket.SHUT_WR)
+        rest = answer.read()
+    assert answer.status == 200 and first.startswith(b"data: {")
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_client_that_is_gone_in_mid_stream_ends_its_turn(stack: FakeStack) -> None:
+    """Also between two chunks that come long after each other, as while a prompt is read."""
+    body = chat(stream=True, metadata={"fake": "chunks=3 delay_s=30"})
+    with connect(stack) as sock:
+        sock.sendall(b"POST " + CHAT + b" HTTP/1.1\r\n" + JSON)
+        sock.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+        assert "thermocline_turns_running 1.0" in metrics(stack)
+    end = time.monotonic() + 10
+    while "thermocline_turns_running 0.0" not in metrics(stack):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 # ---- HTTP/1.0
