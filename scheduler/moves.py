@@ -35,9 +35,11 @@ class Moves:
         self._table = table
         self._clock = clock
         self._observer = observer
-        # Two semaphores: urgent jobs never wait until an engine has released other sessions.
+        # Urgent jobs never wait until an engine has released other sessions, and no job waits for
+        # those that ask again for a session that is being saved.
         self._ordinary_gate = asyncio.Semaphore(config.max_hibernations)
         self._urgent_gate = asyncio.Semaphore(config.max_hibernations)
+        self._again_gate = asyncio.Semaphore(config.max_hibernations)
         # Sessions that sleep when they are saved: the tier and the job, by the number of the row.
         self._waits: dict[int, tuple[TierName | None, asyncio.Task[None]]] = {}
         self._prefetches = asyncio.Semaphore(config.max_prefetches)
@@ -79,7 +81,7 @@ class Moves:
             if not session.saving:  # a turn came
                 return
             try:
-                kept = await self.hibernate(session, tier, "asked")
+                kept = await self._hibernate(session, tier, "asked", self._again_gate)
             except EngineError as error:
                 kept = str(error)
         if kept:
@@ -105,8 +107,14 @@ class Moves:
         Raises:
             EngineError: the engine did not do it; the session is as it was.
         """
+        gate = self._urgent_gate if urgent else self._ordinary_gate
+        return await self._hibernate(session, tier, why, gate)
+
+    async def _hibernate(
+        self, session: Session, tier: TierName | None, why: str, gate: asyncio.Semaphore
+    ) -> KeptReason | None:
         last_used = session.last_used
-        async with self._urgent_gate if urgent else self._ordinary_gate:
+        async with gate:
             if session.last_used != last_used or session.num_turns:
                 return "busy"
             if session.state is State.IDLE:

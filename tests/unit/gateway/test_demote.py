@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.base import Demoted, SessionRef, TierName
 from engines.wire import SessionReport
+from scheduler.config import SchedulerConfig
 from tests.unit.gateway.in_process import App, RecordingEngine, chat_answer
 
 
@@ -47,3 +48,30 @@ async def test_a_session_that_is_still_being_saved_sleeps_when_it_is() -> None:
             await asyncio.sleep(0.05)
     assert shown["tier"] == "ram"
     assert (await app.post("/v1/sessions/s/demote", {})).status == 200
+
+
+@dataclass
+class PatientEngine(SavingEngine):
+    """Says at once that a session is being saved, and waits with it when it is asked again."""
+
+    demoted: list[str] = field(default_factory=list)
+
+    async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
+        self.demoted.append(session.id)
+        if self.demoted.count(session.id) > 1:
+            await asyncio.Event().wait()
+        return await super().demote(session, tier)
+
+
+async def test_a_saved_session_sleeps_while_others_are_being_saved() -> None:
+    app = App(engine := PatientEngine(answer=chat_answer()))
+    saving = [f"s{i}" for i in range(8)]
+    for name in saving:
+        assert (await app.chat(session_id=name)).status == 200
+        assert (await app.post(f"/v1/sessions/{name}/demote", {})).status == 202
+    async with asyncio.timeout(60):
+        while len(engine.demoted) < len(saving) + SchedulerConfig().max_hibernations:
+            await asyncio.sleep(0.05)
+        assert (await app.chat(session_id="ready")).status == 200
+        engine.is_saved = True
+        assert (await app.post("/v1/sessions/ready/demote", {})).status == 200
