@@ -15,6 +15,7 @@ import pytest
 from engines.http import CacheOutcome
 from engines.mlx_worker import control
 from engines.mlx_worker.cache import kv_arrays
+from engines.mlx_worker.sessions.restore_times import RestoreTimes
 from kvstore.session import CHUNK_TOKENS, SessionRef
 from tests.integration.mlx_owner.harness import (
     Answer,
@@ -190,17 +191,18 @@ async def test_a_short_own_copy_wins_against_a_shorter_hot_beginning(tmp_path: P
     beginning, headers = text(1, 52), list[str]()
     async with engine("llama", tmp_path) as it:
         parts = it.owner.parts
-        for name in ("a", "b"):
+        for name, took_s in (("a", 0.0), ("b", 1e6)):  # the second machine restores slowly
             own = beginning + text(ord(name), 48)
             first = await it.turn(own, session(name), max_tokens=2)
             await it.settled()
             await it.demote_all()
             await it.turn(beginning + text(9, 60), session(f"hot-{name}"), max_tokens=2)
             await it.settled()
+            parts.cold.times = RestoreTimes()
+            parts.cold.times.took(96, took_s)
             back = await it.turn(own + first.tokens + NEW, session(name))
             same(back, await it.turn(own + first.tokens + NEW))
             headers.append(cache(back).header())
-            parts.cold.times.took(96, 1e6)  # a machine that restores slowly
         await it.settled()
     assert headers == ["cold-ram; tokens=96", "hot; tokens=52; reason=computed-sooner"]
 
