@@ -118,16 +118,15 @@ _KEYWORDS: Final = ("type", "properties", "items", "$ref", "anyOf", "oneOf", "al
 
 
 def wider_format(value: Any) -> Any:
-    """Write a ``response_format`` of llama.cpp's or LM Studio's as OpenAI does.
+    """Write a ``response_format`` of other servers as OpenAI does.
 
-    Its schema, name and ``strict`` may stand beside ``type``, the schema also in the place of all
-    three, and ``strict`` may be a text. Raises ``ValueError`` if the schema is none.
+    Its schema, name and ``strict`` may stand beside ``type``, also of ``json_object``, the schema
+    in the place of all three, and ``strict`` may be a text. Raises ``ValueError``: no schema.
     """
     if not isinstance(value, dict) or value.get("type") not in ("json_object", "json_schema"):
         return value
-    form = value
-    if value.get("json_schema") is None and value.get("schema") is not None:
-        form = _schema(value["schema"])["response_format"]
+    beside = value.get("schema") if value.get("json_schema") is None else None
+    form = value if beside is None else _schema(beside)["response_format"]
     if not isinstance(named := form.get("json_schema"), dict):
         return form
     if "schema" not in named and any(x in named for x in _KEYWORDS):
@@ -136,7 +135,8 @@ def wider_format(value: Any) -> Any:
     named = named | {x: value[x] for x in _BESIDE if value.get(x) is not None}
     if named.get("strict") in ("true", "false"):
         named["strict"] = named["strict"] == "true"
-    return {**form, "json_schema": named}
+    kind = "json_schema" if named.get("schema") is not None else form["type"]
+    return {**form, "type": kind, "json_schema": named}
 
 
 def _formatted(value: Any) -> Json:

@@ -16,11 +16,25 @@ import msgspec
 
 from engines.openai.errors import FieldError, InvalidRequest
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
+from engines.openai.schemas.numbers import holds_number, is_enforceable_number, sendable
 from engines.openai.schemas.one_of import Branches
 from engines.openai.schemas.patterns import in_calls, in_rust, is_plain, is_plain_in_calls
-from engines.openai.schemas.refs import VALUES, endless_ref
+from engines.openai.schemas.refs import (
+    ANNOTATIONS,
+    DEFINITIONS,
+    VALUES,
+    Refs,
+    endless_ref,
+    escaped,
+)
+from engines.openai.schemas.vllm_check import passing
 from engines.openai.schemas.well_formed import Path, misfits, well_formed, with_well_formed_tools
-from engines.openai.schemas.xgrammar_keywords import BESIDE, ignored_in_calls, written_out
+from engines.openai.schemas.xgrammar_keywords import (
+    BESIDE,
+    LENGTHS,
+    ignored_in_calls,
+    written_out,
+)
 
 _UNKNOWN: Final = frozenset(
     {"contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "not"}
@@ -48,15 +62,10 @@ _NOTHING: Final[dict[str, tuple[object, ...]]] = {
 }
 # Keywords beside which ``unevaluatedProperties`` is more than ``additionalProperties``.
 _APPLYING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", *_NAMING, "not", "$dynamicRef"})
-# Bounds of numbers, of which llguidance makes no grammar where they are as far from zero as the
-# first, as those of ``int64`` and ``float`` are, or exclude zero and are as far as the second.
-# Upper ones of integers reach to the third, but for xgrammar, by which vLLM holds calls.
-_UPPER: Final = frozenset({"maximum", "exclusiveMaximum"})
-_LOWER: Final = frozenset({"minimum", "exclusiveMinimum"})
-_FARTHEST: Final = 2**63 - 512  # from here on the nearest double is 2**63
-_NEAREST: Final = 10**18
-_FARTHEST_OF_INTEGERS: Final = 2**64
-_FINEST: Final = 1e-10  # that numbers may be multiples of
+# Without one of these, ``additionalProperties`` make it an object for xgrammar.
+_OF_OBJECTS: Final = frozenset(
+    {"type", "properties", "patternProperties", "additionalProperties", "required"}
+)
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 
@@ -81,11 +90,7 @@ class HeldSchema(NamedTuple):
     strict: bool
     of_call: bool = False  # the arguments of one, and no answer
     on_mlx_only: bool = False  # others hold an answer to its format alone, or to nothing
-    reads: Reads | None = None  # None: as most compilers do
-
-    def at(self, engine: str) -> HeldSchema:
-        """Return it as it is held to there: vLLM holds calls by another compiler than answers."""
-        return self._replace(reads=is_plain_in_calls) if self.of_call and engine == "vllm" else self
+    on_vllm: bool = False  # which holds calls by another compiler than answers, and checks both
 
     def check(self) -> None:
         """Refuse what cannot be left out. Raises ``FieldError``."""
@@ -120,8 +125,8 @@ class HeldSchema(NamedTuple):
 
     def _left_out(self) -> list[LeftOut]:
         found: list[LeftOut] = []
-        schema = well_formed(self.schema)
-        _enforceable(schema, (), _Walk(Branches(schema), self.reads or is_plain, found.append))
+        reads = is_plain_in_calls if self.on_vllm and self.of_call else is_plain
+        enforceable(self.schema, reads, found.append)
         return found
 
 
@@ -176,11 +181,11 @@ def left_out(schemas: Iterable[HeldSchema], engine: str) -> list[str]:
     Raises:
         InvalidRequest: a strict one has such a keyword.
     """
-    held = [x.at(engine) for x in schemas if engine == "mlx" or not x.on_mlx_only]
+    on_vllm = engine == "vllm"
+    held = [x._replace(on_vllm=on_vllm) for x in schemas if engine == "mlx" or not x.on_mlx_only]
     try:
-        for schema in held:
-            if schema.reads:
-                schema.check()
+        for schema in held if on_vllm else ():
+            schema.check()
     except FieldError as error:
         raise InvalidRequest(f"{error.field}: {error}", error.field) from error
     return sorted({keyword for schema in held for keyword in schema.left_out})
@@ -203,26 +208,30 @@ def with_known_keywords(
     """
     tools, misplaced = with_well_formed_tools(raw)
     keywords = misplaced.union(left_out(held, engine))
-    return {**tools, **with_enforceable_formats(raw)}, sorted(keywords)
+    return {**tools, **with_enforceable_formats(raw, engine)}, sorted(keywords)
 
 
-def with_enforceable_formats(raw: Json) -> Json:
+def with_enforceable_formats(raw: Json, engine: str) -> Json:
     """Return the fields of a checked body that hold its answer's schema, as it can be enforced."""
     made: Json = {}
+
+    def written(schema: Json) -> Json:
+        known = enforceable(schema)
+        return passing(known) if engine == "vllm" else known
+
     form, outputs = raw.get("response_format") or {}, raw.get("structured_outputs") or {}
     named = form.get("json_schema") or {}
     if isinstance(schema := named.get("schema"), dict):
-        made["response_format"] = {**form, "json_schema": {**named, "schema": enforceable(schema)}}
+        made["response_format"] = {**form, "json_schema": {**named, "schema": written(schema)}}
     if isinstance(schema := read_schema(outputs.get("json")), dict):
-        made["structured_outputs"] = {**outputs, "json": enforceable(schema)}
+        made["structured_outputs"] = {**outputs, "json": written(schema)}
     return made
 
 
-def enforceable(schema: Json, reads: Reads | None = None) -> Json:
+def enforceable(schema: Json, reads: Reads = is_plain, report: Report = lambda left: None) -> Json:
     """Return a copy of a schema without the keywords that cannot be enforced."""
     formed = well_formed(schema)
-    walk = _Walk(Branches(formed), reads or is_plain, lambda left: None)
-    made: Json = _enforceable(formed, (), walk)
+    made: Json = _enforceable(formed, (), _Walk(Branches(formed), Refs(formed), reads, report))
     return made
 
 
@@ -230,6 +239,7 @@ class _Walk(NamedTuple):
     """The things that stay the same on a way through a schema."""
 
     branches: Branches
+    refs: Refs
     reads: Reads
     report: Report
 
@@ -241,6 +251,16 @@ class _Walk(NamedTuple):
     def written(self, pattern: str) -> str:
         """Write a pattern that can be enforced for the compiler that does so."""
         return in_rust(pattern) if not self.is_of_call else in_calls(pattern) or pattern
+
+    def ref(self, ref: str) -> str | None:
+        """Write a ref for it; None if it leads nowhere."""
+        return self.refs.for_xgrammar(ref) if self.is_of_call else self.refs.for_llguidance(ref)
+
+    def name(self, keyword: str, name: str) -> str:
+        """Write what a keyword names."""
+        if keyword == "patternProperties":
+            return self.written(name)
+        return escaped(name) if keyword in DEFINITIONS and self.is_of_call else name
 
 
 def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
@@ -261,8 +281,21 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
         if key == "required" and (needed := _possible(node)) is not None:
             made[key] = needed
             walk.report(LeftOut(path, key))
+        elif key in ANNOTATIONS:
+            continue
         elif key in VALUES:
-            made[key] = value
+            try:
+                made[key] = sendable(value)
+            except OverflowError:
+                walk.report(LeftOut(path, key))
+        elif key == "$ref" and isinstance(value, str):
+            if ref := walk.ref(value):
+                made[key] = ref
+            else:
+                walk.report(LeftOut(path, key))
+                is_open = True
+        elif key in LENGTHS and walk.is_of_call:
+            walk.report(LeftOut(path, key, spared=True))  # strict calls may have them all the same
         elif _means_nothing(key, node):
             continue
         elif walk.is_of_call and key == "allOf" and BESIDE & node.keys():
@@ -270,10 +303,7 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
         elif key in _BY_NAME and isinstance(value, dict):
             named = {k: x for k, x in value.items() if key != "patternProperties" or walk.reads(k)}
             made[key] = {
-                (walk.written(k) if key == "patternProperties" else k): _enforceable(
-                    x, (*path, key, k), walk
-                )
-                for k, x in named.items()
+                walk.name(key, k): _enforceable(x, (*path, key, k), walk) for k, x in named.items()
             }
             if len(named) < len(value):
                 walk.report(LeftOut(path, key))
@@ -289,7 +319,7 @@ def _enforceable(node: Any, path: Path, walk: _Walk) -> Any:
             made[key] = _enforceable(value, (*path, key), walk)
         elif value not in _NOTHING.get(key, ()):
             walk.report(LeftOut(path, key))
-    if is_open and not made.get("additionalProperties"):
+    if is_open and _OF_OBJECTS & made.keys() and not made.get("additionalProperties"):
         made["additionalProperties"] = True
     return made
 
@@ -333,17 +363,10 @@ def _is_enforceable(key: str, value: object, node: Json, reads: Reads) -> bool:
         if not _may_be_text(node):
             return True  # it is no text's, and means nothing
         return value in _FORMATS if key == "format" else reads(value)
-    if key in _UPPER | _LOWER and isinstance(value, int | float):
-        outwards = value if key in _UPPER else -value
-        is_upper_of_integers = key in _UPPER and node.get("type") == "integer"
-        reaches_on = is_upper_of_integers and reads is not is_plain_in_calls
-        farthest = _FARTHEST_OF_INTEGERS if reaches_on else _FARTHEST
-        return -_NEAREST < outwards < farthest
-    if key == "multipleOf" and isinstance(value, float):
-        return value >= _FINEST
-    if key in ("minProperties", "maxProperties") and _has_optional(node):
-        return value == 1 and (_is_closed_and_free(node) or _needs_one(key, node))
-    return True
+    of_call = reads is is_plain_in_calls
+    if isinstance(value, int | float) and not is_enforceable_number(key, value, node, of_call):
+        return False
+    return key not in ("minProperties", "maxProperties") or holds_number(key, value, node)
 
 
 def _has_no_offset(node: Json, reads: Reads) -> bool:
@@ -360,20 +383,3 @@ def _has_no_offset(node: Json, reads: Reads) -> bool:
 def _may_be_text(node: Json) -> bool:
     kind = node.get("type", "string")
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
-
-
-def _needs_one(key: str, node: Json) -> bool:
-    """Say whether an object has at least one property anyway."""
-    return key == "minProperties" and bool(node.get("required"))
-
-
-def _is_closed_and_free(node: Json) -> bool:
-    is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
-    return is_closed and not node.get("required")
-
-
-def _has_optional(node: Json) -> bool:
-    named, required = node.get("properties"), node.get("required")
-    if not isinstance(named, dict):
-        return False
-    return not isinstance(required, list) or any(name not in required for name in named)

@@ -12,14 +12,15 @@ from typing import Final
 
 from engines.openai.messages import Json
 
-_OF_TEXTS: Final = frozenset({"minLength", "maxLength", "pattern", "format"})
+LENGTHS: Final = frozenset({"minLength", "maxLength"})  # each takes up to two seconds of a core
+_OF_TEXTS: Final = frozenset({"pattern", "format"})
 _OF_NUMBERS: Final = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
 # Not read beside a ``$ref`` or choices.
 BESIDE: Final = frozenset(
     {"properties", "required", "additionalProperties", "items", "minItems", "maxItems"}
-    | {"minLength", "maxLength", "pattern", "minimum", "maximum", "enum", "const"}
+    | {"pattern", "minimum", "maximum", "enum", "const"}
 )
 # The keyword that is read first, and the others that are not read beside it.
 _FIRST: Final = {
@@ -92,6 +93,8 @@ def ignored_in_calls(node: Json) -> Iterator[str]:
     for key in ("$ref", "anyOf", "oneOf"):
         if key in node and BESIDE & node.keys():
             yield key
+    if "$ref" in node and {"anyOf", "oneOf", "allOf"} & node.keys():
+        yield "$ref"
     named, needed = node.get("properties"), node.get("required")
     if isinstance(needed, list) and not set(map(str, needed)) <= (
         named.keys() if isinstance(named, dict) else set()

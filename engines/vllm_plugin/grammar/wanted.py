@@ -56,26 +56,7 @@ def for_calls(schema: Any) -> Any:
 
     It has no bounds on the lengths of strings, and no keywords that cannot be enforced.
     """
-    if isinstance(schema, dict):
-        schema = enforceable(schema, is_plain_in_calls)
-    return without_lengths(schema)
-
-
-def without_lengths(schema: Any) -> Any:
-    """Return a copy of a schema without bounds on the lengths of strings.
-
-    xgrammar takes up to two seconds of a core for each ``maxLength``, however small the schema.
-    """
-    if isinstance(schema, list):
-        return [without_lengths(x) for x in schema]
-    if not isinstance(schema, dict):
-        return schema
-    # A property may have the name of a keyword: then its value is a schema, not a number.
-    return {
-        k: without_lengths(x)
-        for k, x in schema.items()
-        if k not in ("minLength", "maxLength") or not isinstance(x, int | float)
-    }
+    return enforceable(schema, is_plain_in_calls) if isinstance(schema, dict) else schema
 
 
 def _of_tools(asked: _Asked) -> list[WantedGrammar]:

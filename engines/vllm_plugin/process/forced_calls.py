@@ -22,6 +22,7 @@ from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 from engines.openai.schemas.keywords import enforceable
 from engines.openai.schemas.patterns import is_plain_in_calls
+from engines.openai.schemas.refs import VALUES
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 _FREE = (None, "auto", "none")
@@ -72,11 +73,39 @@ def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
             adjusted = super().adjust_request(request)
             outputs = getattr(adjusted, "structured_outputs", None)
             if outputs is not None and isinstance(outputs.json, dict):
-                outputs.json = enforceable(outputs.json, is_plain_in_calls)
+                outputs.json = enforceable(_with_rooted_refs(outputs.json), is_plain_in_calls)
             return adjusted
 
     HeldToolParser.__name__ = parser.__name__
     return HeldToolParser
+
+
+def _with_rooted_refs(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a list of calls with the refs of each leading into its own arguments.
+
+    vLLM moves ``$defs`` to the root, and leaves all else that refs may lead to.
+    """
+    calls = schema.get("items", {}).get("anyOf")
+    if not isinstance(calls, list):
+        return schema  # of one function: its own
+    made = []
+    for i, call in enumerate(calls):
+        named = call["properties"]
+        arguments = _moved(named["parameters"], f"#/items/anyOf/{i}/properties/parameters")
+        made.append({**call, "properties": {**named, "parameters": arguments}})
+    return {**schema, "items": {**schema["items"], "anyOf": made}}
+
+
+def _moved(node: Any, place: str) -> Any:
+    if isinstance(node, list):
+        return [_moved(x, place) for x in node]
+    if not isinstance(node, dict):
+        return node
+    made = {key: x if key in VALUES else _moved(x, place) for key, x in node.items()}
+    ref = made.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#") and not ref.startswith("#/$defs/"):
+        made["$ref"] = place + ref[1:]
+    return made
 
 
 def __getattr__(name: str) -> type[ToolParser]:

@@ -67,6 +67,7 @@ def error_of(reply: Reply) -> dict[str, Any]:
         ({"output_config": {"format": {"type": "json_schema", "schema": OBJECT}}}, OBJECT),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": OBJECT}}}, OBJECT),
         ({"response_format": {"type": "json_object", "schema": OBJECT}}, OBJECT),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": OBJECT}}}, OBJECT),
         ({"response_format": {"type": "json_schema", "schema": OBJECT}}, OBJECT),
         ({"response_format": {"type": "json_schema", "json_schema": OBJECT}}, OBJECT),
         ({"format": "json"}, None),

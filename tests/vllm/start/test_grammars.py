@@ -16,15 +16,19 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
+import llguidance
 import xgrammar
 from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParser
+from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
 from engines.host.grammar_trial import MAX_CPU_S
 from engines.openai.errors import InvalidRequest
 from engines.openai.schemas.keywords import with_enforceable_formats
+from engines.openai.schemas.vllm_check import passing
 from engines.vllm_plugin.grammar.gate import PROGRAM, ClientLeft, GrammarGate
+from engines.vllm_plugin.grammar.program import guided
 from engines.vllm_plugin.grammar.wanted import for_calls
 from engines.vllm_plugin.process.forced_calls import held_to_schema
 from tests.vllm.conftest import model_path
@@ -184,7 +188,7 @@ def test_keywords_that_no_compiler_knows_are_left_out(vllm_server: Served) -> No
     assert status == 200, answer
     (call, *_) = answer["choices"][0]["message"]["tool_calls"]
     assert set(json.loads(call["function"]["arguments"])) == {"mail", "id", "code"}
-    sent = with_enforceable_formats(answer_in(FOREIGN))  # as the gateway does
+    sent = with_enforceable_formats(answer_in(FOREIGN), "vllm")  # as the gateway does
     status, answer = ask(vllm_server, sent)
     assert status == 200, answer
     # The small model may write blanks until its limit, so the answer's end is not looked at.
@@ -220,6 +224,52 @@ def test_forced_calls_that_vllm_writes_as_one_schema() -> None:
     assert adjusted.tools[0].function.parameters == FOREIGN  # the prompt is the same
 
 
+@pytest.mark.parametrize("where", ["$defs", "definitions"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "write"}}]
+)
+def test_refs_of_forced_calls_that_vllm_writes_as_one_schema(where: str, choice: Any) -> None:
+    class Plain(ToolParser):
+        pass
+
+    digit = {"type": "string", "pattern": "^[0-9]$"}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": f"#/{where}/A"}, "b": {"$ref": "#/properties/a"}},
+        "required": ["a", "b"],
+        where: {"A": digit},
+    }
+    asked = {"messages": [{"role": "user", "content": "x"}], **forced(schema)}
+    request = ChatCompletionRequest.model_validate({**asked, "tool_choice": choice})
+    held = held_to_schema(Plain)(None).adjust_request(request).structured_outputs.json
+    tokenizer = llguidance.LLTokenizer("byte")
+
+    def takes(arguments: str) -> bool:
+        matcher = guided(tokenizer, "json", json.dumps(held))
+        assert matcher is not None
+        call = f'[{{"name":"write","parameters":{arguments}}}]'
+        text = call if choice == "required" else arguments
+        return bool(matcher.consume_tokens(list(text.encode()))) and matcher.is_accepting()
+
+    assert takes('{"a":"1","b":"2"}')
+    assert not takes('{"a":"x","b":"2"}') and not takes('{"a":"1","b":"x"}')
+
+
+def test_what_the_gateway_writes_passes_vllms_own_check() -> None:
+    """It sends schemas with named patterns to outlines, which knows few keywords."""
+    named = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
+    for other in (
+        {"type": "integer", "multipleOf": 5},
+        {"type": "string", "format": "ipv4", "maxLength": 9},
+        {"allOf": [{"type": "string"}, {"maxLength": 3}, {"minLength": 1}]},
+        {**named, "properties": {"a": {"type": "string"}}},
+    ):
+        schema = {"type": "object", "properties": {"n": named, "o": other}}
+        assert has_xgrammar_unsupported_json_features(schema)
+        assert not has_xgrammar_unsupported_json_features(passing(schema))
+        xgrammar.Grammar.from_json_schema(json.dumps(passing(schema)))
+
+
 LETTER = {"type": "string", "pattern": "^[a-z]$"}
 
 
@@ -248,6 +298,16 @@ LETTER = {"type": "string", "pattern": "^[a-z]$"}
         ({"properties": {"a": False, "c": LETTER}, "type": "object"}, ['{"c":"x"}'], ['{"a":1}']),
         ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 2.5}, ["1", "2"], ["0", "3"]),
         ({"type": "array", "prefixItems": [True, LETTER], "maxItems": 1}, ["[1]"], ['[1,"a"]']),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/A%3CB~1C%3E"}},
+                "required": ["a"],
+                "$defs": {"A<B/C>": LETTER},
+            },
+            ['{"a":"x"}'],
+            ['{"a":"xy"}', '{"a":1}'],
+        ),
         (
             {"type": "object", "patternProperties": {"^x-": LETTER}, "additionalProperties": False},
             ['{"x-a":"b"}'],

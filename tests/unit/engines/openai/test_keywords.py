@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -11,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from engines.host.grammar import GrammarWish, source_of
 from engines.openai.requests import ChatRequest, InvalidRequest, validate_chat
 from engines.openai.schemas.keywords import enforceable, left_out
-from engines.openai.schemas.patterns import in_rust, is_plain
+from engines.openai.schemas.patterns import in_calls, in_rust, is_plain
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 TEXT = {"type": "string"}
@@ -73,6 +75,10 @@ def of(**field: Any) -> dict[str, Any]:
         ),
         ({**of(**TEXT), "required": [], "minProperties": 1}, "minProperties"),
         ({"type": "object", "properties": {"a": TEXT}, "maxProperties": 0}, "maxProperties"),
+        (of(**{"$ref": "https://example.com/address.json"}), "$ref"),
+        (of(**{"$ref": "#/$defs/gone"}), "$ref"),
+        (of(**{"$ref": "#gone"}), "$ref"),
+        (of(enum=[10**400]), "enum"),
     ],
 )
 def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
@@ -84,9 +90,11 @@ def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
     named = {"type": "function", "function": {"name": "f"}}
     assert left_out(offered(schema, named).held_schemas, "mlx") == names
     assert left_out(held(enforceable(schema), strict=True).held_schemas, "mlx") == []
-    with pytest.raises(InvalidRequest, match=f"response_format 'n': in context=.*'{names[0]}'"):
+    with pytest.raises(InvalidRequest, match=rf"'n': in context=.*'{re.escape(names[0])}'"):
         held(schema, strict=True)
-    with pytest.raises(InvalidRequest, match=f"function 'f': in context=.*'{names[0]}'") as refusal:
+    with pytest.raises(
+        InvalidRequest, match=rf"function 'f': in context=.*'{re.escape(names[0])}'"
+    ) as refusal:
         offered(schema, strict=True)
     assert refusal.value.param == "tools[0].function.parameters"
 
@@ -337,7 +345,7 @@ def test_no_values_of_unread_keywords_break_it() -> None:
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
-        (of(allOf=[TEXT, {**TEXT, "maxLength": 3}]), "allOf"),
+        (of(allOf=[TEXT, {**TEXT, "pattern": "^a"}]), "allOf"),
         ({**of(**TEXT), "allOf": [{"properties": {"b": TEXT}, "required": ["b"]}]}, "allOf"),
         ({**of(**TEXT), "$ref": "#/$defs/a", "$defs": {"a": of(**TEXT)}}, "$ref"),
         ({**of(**TEXT), "anyOf": [of(**TEXT), {"type": "null"}]}, "anyOf"),
@@ -347,9 +355,8 @@ def test_no_values_of_unread_keywords_break_it() -> None:
         (of(**TEXT, enum=["a", 1]), "type"),
         (of(type="integer", enum=[1, True]), "type"),
         (of(**TEXT, enum=["a", "b"], pattern="^a$"), "pattern"),
-        (of(**TEXT, enum=["a", "abc"], minLength=2), "minLength"),
-        (of(**TEXT, pattern="^a+$", maxLength=2), "maxLength"),
-        (of(**TEXT, format="date", maxLength=2), "maxLength"),
+        (of(**{"$ref": "#/$defs/a", "anyOf": [{}]}) | {"$defs": {"a": TEXT}}, "$ref"),
+        (of(**{"$ref": "#a"}) | {"$defs": {"a": {**TEXT, "$anchor": "a"}}}, "$ref"),
         (of(**TEXT, format="date", pattern="^2"), "pattern"),
         (of(minimum=5), "minimum"),
         (of(pattern="^a$"), "pattern"),
@@ -366,6 +373,57 @@ def test_what_xgrammar_ignores_is_named_or_refused_in_calls_at_vllm(
         left_out(offered(schema, strict=True).held_schemas, "vllm")
     described = of(**{"$ref": "#/$defs/a", "description": "x"}) | {"$defs": {"a": TEXT}}
     assert left_out(offered(described, strict=True).held_schemas, "vllm") == []
+
+
+def test_lengths_are_no_reason_to_refuse_a_strict_call_at_vllm() -> None:
+    schema = of(**TEXT, pattern="^a+$", maxLength=2)
+    assert left_out(offered(schema, strict=True).held_schemas, "vllm") == ["maxLength"]
+    assert for_calls(schema) == of(**TEXT, pattern=in_calls("^a+$"))
+    assert left_out(offered(schema, strict=True).held_schemas, "mlx") == []
+
+
+BYTES = LLTokenizer("byte")
+NAMES = ("A B", "A<B>", "A/B", "A~B", "Größe")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", ["$defs", "definitions"])
+def test_refs_are_written_as_each_compiler_finds_them(name: str, where: str) -> None:
+    step = name.replace("~", "~0").replace("/", "~1")
+    for written in (step, quote(step, safe="~")):
+        schema = of(**{"$ref": f"#/{where}/{written}"}) | {where: {name: {"const": "x"}}}
+        assert left_out(offered(schema, "required").held_schemas, "vllm") == []
+        assert for_calls(schema)["properties"]["a"]["$ref"] == f"#/{where}/{step}"
+        assert for_calls(schema)[where] == {step: {"const": "x"}}
+        matcher = LLMatcher(BYTES, source_of(GrammarWish([], False, enforceable(schema))).text)
+        assert matcher.consume_tokens(list(b'{"a":"x"}')), matcher.get_error()
+
+
+@pytest.mark.parametrize(
+    ("ref", "root"),
+    [
+        ("#a", {}),
+        ("https://example.com/own.json#/$defs/A", {"$id": "https://example.com/own.json"}),
+        ("https://example.com/a.json", {"$id": "https://example.com/own.json"}),
+    ],
+)
+def test_addresses_inside_a_schema_are_followed(ref: str, root: dict[str, Any]) -> None:
+    inner = {"const": "x", "$anchor": "a", **({"$id": "a.json"} if "a.json" in ref else {})}
+    schema = root | of(**{"$ref": ref}) | {"$defs": {"A": inner}}
+    assert left_out(held(schema, strict=True).held_schemas, "vllm") == []
+    matcher = LLMatcher(BYTES, source_of(GrammarWish([], False, enforceable(schema))).text)
+    assert matcher.consume_tokens(list(b'{"a":"x"}')), matcher.get_error()
+
+
+def test_an_object_whose_ref_is_left_out_stays_open() -> None:
+    schema = {**of(**TEXT), "$ref": "https://example.com/more.json"}
+    assert enforceable(schema)["additionalProperties"] is True
+    assert for_calls({"$ref": "#/$defs/gone", "if": {}}) == {}  # not an object only
+
+
+def test_numbers_that_vllms_processes_cannot_send_are_written_with_an_exponent() -> None:
+    schema = of(enum=[2**70, [-(2**64)], 7], default=10**400, examples=[2**99])
+    assert enforceable(schema)["properties"]["a"] == {"enum": [float(2**70), [-float(2**64)], 7]}
 
 
 @pytest.mark.parametrize("engine", ["mlx", "vllm"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.vllm_plugin.grammar.wanted import wanted_by, without_lengths
+from engines.vllm_plugin.grammar.wanted import for_calls, wanted_by
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 500}}}
 
@@ -60,4 +60,4 @@ def test_calls_are_held_to_everything_but_lengths() -> None:
     tried = json.loads(wanted_by(body)[0].text)["format"]["tags"][0]["content"]["json_schema"]
     assert tried == {"type": "object", "properties": {"a": {"type": "string"}}}
     named = {"properties": {"maxLength": {"type": "integer"}}, "minLength": 3}
-    assert without_lengths(named) == {"properties": {"maxLength": {"type": "integer"}}}
+    assert for_calls(named) == {"properties": {"maxLength": {"type": "integer"}}}

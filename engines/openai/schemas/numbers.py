@@ -1,0 +1,59 @@
+"""Numbers in JSON schemas of which compilers make no grammar, or that vLLM cannot pass on."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from engines.openai.messages import Json
+
+# llguidance makes no grammar of bounds as far from zero as the first, as those of ``int64`` and
+# ``float`` are, or that exclude zero and are as far as the second. Upper ones of integers reach to
+# the third, but for xgrammar, by which vLLM holds calls.
+UPPER: Final = frozenset({"maximum", "exclusiveMaximum"})
+LOWER: Final = frozenset({"minimum", "exclusiveMinimum"})
+_FARTHEST: Final = 2**63 - 512  # from here on the nearest double is 2**63
+_NEAREST: Final = 10**18
+_FARTHEST_OF_INTEGERS: Final = 2**64
+_FINEST: Final = 1e-10  # that numbers may be multiples of
+_LARGEST: Final = 2**64 - 1  # that vLLM's processes send each other
+_SMALLEST: Final = -(2**63)
+
+
+def is_enforceable_number(key: str, value: float, node: Json, of_call: bool) -> bool:
+    """Say so of a bound or a divisor."""
+    if key in UPPER | LOWER:
+        outwards = value if key in UPPER else -value
+        reaches_on = key in UPPER and node.get("type") == "integer" and not of_call
+        return -_NEAREST < outwards < (_FARTHEST_OF_INTEGERS if reaches_on else _FARTHEST)
+    return key != "multipleOf" or not isinstance(value, float) or value >= _FINEST
+
+
+def holds_number(key: str, value: object, node: Json) -> bool:
+    """Say whether a grammar holds an object to its least or greatest number of properties."""
+    if not _has_optional(node):
+        return True
+    is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
+    needs_one = bool(node.get("required"))  # anyway
+    return value == 1 and (key == "minProperties" if needs_one else is_closed)
+
+
+def _has_optional(node: Json) -> bool:
+    named, required = node.get("properties"), node.get("required")
+    if not isinstance(named, dict):
+        return False
+    return not isinstance(required, list) or any(name not in required for name in named)
+
+
+def sendable(value: Any) -> Any:
+    """Return a value of JSON whose integers beyond 64 bits are written with an exponent.
+
+    Raises:
+        OverflowError: one is beyond all floats.
+    """
+    if isinstance(value, list):
+        return [sendable(x) for x in value]
+    if isinstance(value, dict):
+        return {key: sendable(x) for key, x in value.items()}
+    if isinstance(value, int) and not _SMALLEST <= value <= _LARGEST:
+        return float(value)
+    return value

@@ -1,0 +1,85 @@
+"""Writes JSON schemas so that they pass vLLM's own check, which no setting turns off.
+
+Where that check (``SamplingParams`` of vLLM 0.32) finds a keyword that it believes xgrammar not to
+know, it asks llguidance, but where ``patternProperties`` stand anywhere in the schema it asks
+outlines, which refuses much. Our engine compiles all of them with llguidance. The check looks for a
+keyword beside the type that it goes with, and for several branches of ``allOf``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from engines.openai.messages import Json
+from engines.openai.schemas.refs import VALUES
+from engines.openai.schemas.xgrammar_keywords import LENGTHS
+
+
+def passing(schema: Json) -> Json:
+    """Return a schema that means the same and passes."""
+    nodes = list(_nodes(schema))
+    if not any("patternProperties" in x for x in nodes) or not any(map(_is_sent_on, nodes)):
+        return schema
+    made: Json = _rewritten(schema)
+    return made
+
+
+def _nodes(schema: Any) -> Iterator[Json]:
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            yield node
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
+
+
+def _is_sent_on(node: Json) -> bool:
+    """Say whether the check finds something in a node."""
+    parts = node.get("allOf")
+    return _is_found_beside_type(node) or (isinstance(parts, list) and len(parts) > 1)
+
+
+def _is_found_beside_type(node: Json) -> bool:
+    named = node.get("type")
+    types = set(map(str, named if isinstance(named, list) else [named]))
+    return any(kind in types and is_found(node) for kind, is_found in _FOUND)
+
+
+def _has_names_beside(node: Json) -> bool:
+    patterns = node.get("patternProperties")
+    return isinstance(patterns, dict) and ("properties" in node or len(patterns) > 1)
+
+
+_FOUND: Final[tuple[tuple[str, Callable[[Json], bool]], ...]] = (
+    ("integer", lambda node: "multipleOf" in node),
+    ("number", lambda node: "multipleOf" in node),
+    ("string", lambda node: bool({"pattern", "format"} & node.keys() and LENGTHS & node.keys())),
+    ("object", _has_names_beside),
+)
+
+
+def _rewritten(node: Any) -> Any:
+    """Move types into ``allOf``, and each branch of an ``allOf`` into that of the one before it."""
+    if isinstance(node, list):
+        return [_rewritten(x) for x in node]
+    if not isinstance(node, dict):
+        return node
+    made = {key: value if key in VALUES else _rewritten(value) for key, value in node.items()}
+    if not _is_sent_on(node):
+        return made
+    parts = made.pop("allOf", [])
+    if _is_found_beside_type(node):
+        parts = [{"type": made.pop("type")}, *parts]
+    return {**made, "allOf": [_chained(parts)]}
+
+
+def _chained(parts: list[Any]) -> Any:
+    first, *rest = parts
+    if not rest or first is False:
+        return first
+    if first is True:
+        return _chained(rest)
+    return {**first, "allOf": [_chained([*first.get("allOf", ()), *rest])]}
