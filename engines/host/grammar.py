@@ -21,7 +21,8 @@ from llguidance import LLMatcher
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json, ResponseFormat, Tool
-from engines.openai.schemas.keywords import enforceable, read_schema
+from engines.openai.schemas.enforceable import enforceable
+from engines.openai.schemas.keywords import read_schema
 
 # Between two lines of calls lies a line break; so there is none inside a call.
 _MAX_CALLS: Final = 8

@@ -173,7 +173,7 @@ def _refusal(why: str, wait_s: float, taken: Taken) -> RequestRefused:
 
 
 class Work(Enum):
-    """Says which part of the server bounds a route's work, and by what.
+    """Names the bound of a route's work, and the part of the server that has it.
 
     Each bound is enforced in that part. This is read by the tests and by the page of the routes.
     """

@@ -1,4 +1,4 @@
-"""Routes, and what their functions read of a request and answer with."""
+"""Routes, the fields that their functions read of a request, and their answers."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engines.openai.schemas.keywords import enforceable
-from engines.openai.schemas.patterns import is_plain_in_calls
+from engines.openai.schemas.enforceable import enforceable
 
 Kind = Literal["json", "regex", "grammar", "tag"]
 
@@ -56,7 +55,7 @@ def for_calls(schema: Any) -> Any:
 
     It has no bounds on the lengths of strings, and no keywords that cannot be enforced.
     """
-    return enforceable(schema, is_plain_in_calls) if isinstance(schema, dict) else schema
+    return enforceable(schema, "xgrammar") if isinstance(schema, dict) else schema
 
 
 def _of_tools(asked: _Asked) -> list[WantedGrammar]:

@@ -8,7 +8,7 @@ JSON, unless each function says ``strict``. That word would become part of the p
 call in the middle of a conversation would discard all KV computed for it. So the parsers are
 extended: for a forced call they request the same enforcement as ``strict``, and prompts do not
 change. Only the lengths of strings are not enforced: xgrammar takes up to two seconds of a core for
-each. Keywords that no compiler knows are left out, as in every schema (``openai.keywords``): vLLM
+each. Keywords that no compiler knows are left out, as in every schema (``openai.schemas``): vLLM
 would refuse the request.
 """
 
@@ -20,8 +20,7 @@ from typing import Any
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
-from engines.openai.schemas.keywords import enforceable
-from engines.openai.schemas.patterns import is_plain_in_calls
+from engines.openai.schemas.enforceable import enforceable
 from engines.openai.schemas.refs import VALUES
 from engines.vllm_plugin.grammar.wanted import for_calls
 
@@ -73,7 +72,7 @@ def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
             adjusted = super().adjust_request(request)
             outputs = getattr(adjusted, "structured_outputs", None)
             if outputs is not None and isinstance(outputs.json, dict):
-                outputs.json = enforceable(_with_rooted_refs(outputs.json), is_plain_in_calls)
+                outputs.json = enforceable(_with_rooted_refs(outputs.json), "xgrammar")
             return adjusted
 
     HeldToolParser.__name__ = parser.__name__

@@ -12,7 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engines.host.grammar import GrammarWish, source_of
 from engines.openai.requests import ChatRequest, InvalidRequest, validate_chat
-from engines.openai.schemas.keywords import enforceable, left_out
+from engines.openai.schemas.enforceable import enforceable
+from engines.openai.schemas.keywords import left_out
 from engines.openai.schemas.patterns import in_calls, in_rust, is_plain
 from engines.vllm_plugin.grammar.wanted import for_calls
 

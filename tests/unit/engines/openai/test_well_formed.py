@@ -9,7 +9,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from engines.openai.requests import InvalidRequest, validate_chat, validate_tokenize
-from engines.openai.schemas.keywords import enforceable, with_known_keywords
+from engines.openai.schemas.enforceable import enforceable
+from engines.openai.schemas.keywords import with_known_keywords
 from engines.openai.schemas.well_formed import misfits, well_formed
 
 ANY: dict[str, Any] = {}

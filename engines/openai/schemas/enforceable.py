@@ -1,0 +1,243 @@
+"""Writes a JSON schema as a compiler can enforce it, and reports the keywords that are left out.
+
+A grammar says which characters may come next, so a keyword that looks at the whole value, or that
+excludes names or texts, has no place in it. Without such a keyword an answer still obeys all the
+others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from engines.openai.messages import Json
+from engines.openai.schemas.numbers import holds_number, is_enforceable_number, sendable
+from engines.openai.schemas.one_of import Branches
+from engines.openai.schemas.patterns import in_calls, in_rust, is_plain, is_plain_in_calls
+from engines.openai.schemas.refs import ANNOTATIONS, DEFINITIONS, VALUES, Refs, escaped
+from engines.openai.schemas.well_formed import Path, well_formed
+from engines.openai.schemas.xgrammar_keywords import (
+    BESIDE,
+    LENGTHS,
+    ignored_in_calls,
+    written_out,
+)
+
+_UNKNOWN: Final = frozenset(
+    {"contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "not"}
+    | {"if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
+    | {"unevaluatedItems", "unevaluatedProperties"}
+    | {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
+)
+# Keywords that may name properties which no other keyword of an object does.
+_NAMING: Final = frozenset(
+    {"if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
+)
+_FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+# The grammar of these wants an offset from UTC; zod writes a pattern for times without one, too,
+# and no text obeys both: the pattern says more, so the format goes, of strict schemas as well.
+_OFFSET: Final = ("time", "date-time")
+_ENDS_IN_OFFSET: Final = re.compile(r"(?:[zZ]|[+-]\d\d:\d\d)$")
+# Those that ask for nothing are left out in silence.
+_NOTHING: Final[dict[str, tuple[object, ...]]] = {
+    "uniqueItems": (False,),
+    "minProperties": (0,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+}
+# Keywords beside which ``unevaluatedProperties`` is more than ``additionalProperties``.
+_APPLYING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", *_NAMING, "not", "$dynamicRef"})
+# Without one of these, ``additionalProperties`` make it an object for xgrammar.
+_OF_OBJECTS: Final = frozenset(
+    {"type", "properties", "patternProperties", "additionalProperties", "required"}
+)
+_BY_NAME: Final = frozenset({"properties", "patternProperties", *DEFINITIONS})
+
+# vLLM holds calls by xgrammar; answers there, and everything on mlx, are held by llguidance.
+Compiler: TypeAlias = Literal["llguidance", "xgrammar"]
+
+
+class LeftOut(NamedTuple):
+    """A keyword that a grammar does not have."""
+
+    path: Path
+    keyword: str
+    spared: bool = False  # a strict schema may have it all the same
+
+
+Report: TypeAlias = Callable[[LeftOut], None]
+
+
+def enforceable(
+    schema: Json, compiler: Compiler = "llguidance", report: Report = lambda left: None
+) -> Json:
+    """Return a copy of a schema without the keywords that cannot be enforced."""
+    formed = well_formed(schema)
+    made: Json = _SchemaWriter(formed, compiler, report).written(formed, ())
+    return made
+
+
+class _SchemaWriter:
+    """Writes the parts of one schema."""
+
+    def __init__(self, root: Json, compiler: Compiler, report: Report) -> None:
+        self._branches = Branches(root)
+        self._refs = Refs(root)
+        self._in_calls = compiler == "xgrammar"
+        self._reads = is_plain_in_calls if self._in_calls else is_plain
+        self._report = report
+
+    def written(self, node: Any, path: Path) -> Any:
+        """Return a copy of a part as it can be enforced."""
+        if isinstance(node, list):
+            return [self.written(x, (*path, str(i))) for i, x in enumerate(node)]
+        if not isinstance(node, dict):
+            return node
+        node = _without_closing(node)
+        if _has_no_offset(node) and ("pattern" not in node or self._reads(node["pattern"])):
+            self._report(LeftOut(path, "format", spared=True))
+            node = {key: value for key, value in node.items() if key != "format"}
+        if self._in_calls:
+            node = written_out(node)
+            for keyword in ignored_in_calls(node):
+                self._report(LeftOut(path, keyword))
+        made: Json = {}
+        for key, value in node.items():
+            made |= self._keyword(key, value, node, path)
+        if _OF_OBJECTS & made.keys() and _may_have_other_names(node, made):
+            made["additionalProperties"] = made.get("additionalProperties") or True
+        return made
+
+    def _keyword(self, key: str, value: Any, node: Json, path: Path) -> Json:
+        """Return a keyword of a node as it can be enforced; {} without it."""
+        if key in ANNOTATIONS or _means_nothing(key, node):
+            return {}
+        if key == "required" and (possible := _possible(node)) is not None:
+            self._report(LeftOut(path, key))
+            return {key: possible}
+        if key in VALUES:
+            return self._values(key, value, path)
+        if key in _BY_NAME and isinstance(value, dict):
+            return {key: self._named(key, value, path)}
+        if key == "$ref" and isinstance(value, str):
+            follow = self._refs.for_xgrammar if self._in_calls else self._refs.for_llguidance
+            ref = follow(value)
+            return {key: ref} if ref else self._left_out(path, key)
+        if key == "oneOf" and isinstance(value, list):
+            return self._one_of(value, node, path)
+        if key == "pattern" and isinstance(value, str) and self._reads(value):
+            return {key: self._pattern(value)}
+        if self._in_calls and key in LENGTHS:
+            return self._left_out(path, key, spared=True)
+        if self._in_calls and key == "allOf" and BESIDE & node.keys():
+            return {}  # reported as ignored; xgrammar would read nothing else
+        if self._is_enforceable(key, value, node):
+            return {key: self.written(value, (*path, key))}
+        return {} if value in _NOTHING.get(key, ()) else self._left_out(path, key)
+
+    def _left_out(self, path: Path, key: str, *, spared: bool = False) -> Json:
+        self._report(LeftOut(path, key, spared))
+        return {}
+
+    def _values(self, key: str, value: Any, path: Path) -> Json:
+        try:
+            return {key: sendable(value)}
+        except OverflowError:
+            return self._left_out(path, key)
+
+    def _named(self, key: str, schemas: Json, path: Path) -> Json:
+        made = {}
+        for name, schema in schemas.items():
+            as_written = name
+            if key == "patternProperties":
+                if not self._reads(name):
+                    self._report(LeftOut(path, key))
+                    continue
+                as_written = self._pattern(name)
+            elif key in DEFINITIONS and self._in_calls:
+                as_written = escaped(name)
+            made[as_written] = self.written(schema, (*path, key, name))
+        return made
+
+    def _one_of(self, branches: list[Any], node: Json, path: Path) -> Json:
+        if not self._branches.exclude_each_other(node):
+            self._report(LeftOut(path, "oneOf"))
+        # vLLM's check of a request refuses ``oneOf`` beside others that it knows.
+        key = "oneOf" if "anyOf" in node else "anyOf"
+        return {key: self.written(branches, (*path, "oneOf"))}
+
+    def _pattern(self, pattern: str) -> str:
+        return in_rust(pattern) if not self._in_calls else in_calls(pattern) or pattern
+
+    def _is_enforceable(self, key: str, value: object, node: Json) -> bool:
+        if key in _UNKNOWN:
+            return False
+        if key in ("format", "pattern") and isinstance(value, str):
+            # It is no text's, and means nothing, or it is one that all compilers know.
+            return not _may_be_text(node) or (key == "format" and value in _FORMATS)
+        if isinstance(value, int | float) and not is_enforceable_number(
+            key, value, node, self._in_calls
+        ):
+            return False
+        return key not in ("minProperties", "maxProperties") or holds_number(key, value, node)
+
+
+def _may_have_other_names(node: Json, made: Json) -> bool:
+    """Say whether keywords that were left out of an object may name further properties."""
+    patterns = "patternProperties"
+    return (
+        bool(_NAMING & node.keys())
+        or ("$ref" in node and "$ref" not in made)
+        or (patterns in made and len(made[patterns]) < len(node[patterns]))
+    )
+
+
+def _possible(node: Json) -> list[object] | None:
+    """Return the required names that a closed object can have; None: it can have them all."""
+    named, needed = node.get("properties", {}), node["required"]
+    if node.get("additionalProperties") is not False or "patternProperties" in node:
+        return None
+    if not (isinstance(named, dict) and isinstance(needed, list)):
+        return None
+    found = [x for x in needed if x in named]
+    return found if len(found) < len(needed) else None
+
+
+def _means_nothing(key: str, node: Json) -> bool:
+    """Say so of a keyword that constrains nothing, and for which compilers forget others.
+
+    ``$schema`` names a draft, and llguidance ignores what later ones have; ``additionalItems`` goes
+    with a list of ``items`` only, and for it ``prefixItems`` is ignored.
+    """
+    if key == "additionalItems":
+        return not isinstance(node.get("items"), list)
+    return key == "$schema"
+
+
+def _without_closing(node: Json) -> Json:
+    """Write ``unevaluatedProperties`` as ``additionalProperties`` where both mean the same."""
+    if "unevaluatedProperties" not in node or (_APPLYING | {"additionalProperties"}) & node.keys():
+        return node
+    return {
+        "additionalProperties" if key == "unevaluatedProperties" else key: value
+        for key, value in node.items()
+    }
+
+
+def _has_no_offset(node: Json) -> bool:
+    """Say whether a time's values or pattern leave no room for an offset, as far as can be seen."""
+    if node.get("format") not in _OFFSET or not _may_be_text(node):
+        return False
+    values = [node["const"]] if "const" in node else node.get("enum")
+    if isinstance(values, list):
+        return not any(isinstance(x, str) and _ENDS_IN_OFFSET.search(x) for x in values)
+    pattern = node.get("pattern")
+    return isinstance(pattern, str) and "Z" not in pattern
+
+
+def _may_be_text(node: Json) -> bool:
+    kind = node.get("type", "string")
+    return kind == "string" or (isinstance(kind, list) and "string" in kind)
