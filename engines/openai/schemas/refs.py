@@ -14,6 +14,7 @@ from engines.openai.messages import Json
 # Keywords whose values are no schemas.
 VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "required"})
 ANNOTATIONS: Final = frozenset({"default", "examples", "example"})  # of these, what holds nothing
+_IN_REFS: Final = "/~$:?@!&'()*+,;="  # need no escapes
 DEFINITIONS: Final = ("$defs", "definitions")
 
 
@@ -35,7 +36,7 @@ class Refs:
             leads_in = f"{url}#{fragment}" in self._addresses
         else:
             leads_in = _is_schema(target(self._addresses.get(url), f"#{fragment}"))
-        return quote(unquote(ref), safe="/~$#:?@!&'()*+,;=") if leads_in else None
+        return f"{ref.partition('#')[0]}#{quote(unquote(fragment), _IN_REFS)}" if leads_in else None
 
     def for_xgrammar(self, ref: str) -> str | None:
         """Return a ref as xgrammar finds it, which knows no escapes; None if it does not.

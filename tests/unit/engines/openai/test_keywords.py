@@ -384,7 +384,7 @@ def test_lengths_are_no_reason_to_refuse_a_strict_call_at_vllm() -> None:
 
 
 BYTES = LLTokenizer("byte")
-NAMES = ("A B", "A<B>", "A/B", "A~B", "Größe")
+NAMES = ("A B", "A<B>", "A/B", "A~B", "Größe", "C#", "100%")
 
 
 @pytest.mark.parametrize("name", NAMES)
