@@ -157,14 +157,6 @@ async def test_odd_ids(alice: Caller, session: str) -> None:
     assert (await alice.call("GET", path))[0] == 404
 
 
-async def test_the_list_is_the_latest_first(alice: Caller) -> None:
-    for name in ("first", "second"):
-        await alice.chat("hi", session=name)
-    _, body, _ = await alice.call("GET", "/v1/sessions")
-    assert body["object"] == "list"
-    assert [x["id"] for x in body["data"][:2]] == ["second", "first"]
-
-
 async def test_unfit_requests(alice: Caller) -> None:
     await alice.chat("hi", session="fit")
     assert (await alice.verb("fit", "demote", {"tier": "tape"}))[0] == 400
@@ -173,43 +165,7 @@ async def test_unfit_requests(alice: Caller) -> None:
     assert (await alice.call("GET", "/v1/sessions/" + "x" * 257))[0] == 400
 
 
-async def test_chats_without_ids(alice: Caller) -> None:
-    _, first = await alice.chat("what is a lake")
-    _, second = await alice.chat("what is a lake", "You said: what is a lake", "and a pond")
-    _, retry = await alice.chat("what is a lake", "You said: what is a lake", "and a pond")
-    fork, edited = await alice.chat("what is a lake", "You said: what is a lake", "and a sea")
-    name = "x-thermocline-session"
-    assert first[name] == second[name] == retry[name]
-    assert edited[name] != first[name]
-    assert cached(fork) == 0  # the fake engine shares nothing between sessions
-
-
 # ---- tenancy
-
-
-async def test_a_foreign_session_is_like_none_at_all(alice: Caller, bob: Caller) -> None:
-    await alice.chat("the plan is to dig", session="plan")
-    for method, path in [
-        ("GET", ""),
-        ("DELETE", ""),
-        ("POST", "/demote"),
-        ("POST", "/prefetch"),
-        ("POST", "/pin"),
-        ("POST", "/unpin"),
-    ]:
-        foreign = await bob.call(method, f"/v1/sessions/plan{path}")
-        unknown = await bob.call(method, f"/v1/sessions/none{path}")
-        assert foreign[:2] == unknown[:2]
-        assert foreign[0] == 404
-    assert (await alice.one("plan"))["state"] == "idle"
-
-
-async def test_lists_are_disjoint(alice: Caller, bob: Caller) -> None:
-    await alice.chat("hi", session="of alice")
-    await bob.chat("hi", session="of bob")
-    _, mine, _ = await bob.call("GET", "/v1/sessions")
-    assert "of bob" in {x["id"] for x in mine["data"]}
-    assert "of alice" not in {x["id"] for x in mine["data"]}
 
 
 NAMES: list[Callable[[str], dict[str, Any]]] = [

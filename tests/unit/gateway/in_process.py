@@ -149,6 +149,21 @@ class RecordingEngine:
 
 
 @dataclass
+class HoldingEngine(RecordingEngine):
+    """Has every body, and says nothing until ``going_on``."""
+
+    going_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @asynccontextmanager
+    async def open(
+        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
+    ) -> AsyncIterator[Upstream]:
+        async with super().open(path, body, headers, wait_s) as upstream:
+            await self.going_on.wait()
+            yield upstream
+
+
+@dataclass
 class Reply:
     status: int
     headers: dict[str, str]

@@ -14,8 +14,10 @@ PNG = "data:image/png;base64,iVBORw0KGgo="
 SHOWN = "(The result is the image in the next message.)"
 FAR = "https://example.org/cat.png"
 SEEING = msgspec.structs.replace(WELCOME, sees_images=True)
-DIALECTS = ("chat", "responses", "anthropic")
 TOOL_USE = {"type": "tool_use", "id": "c1", "name": "read", "input": {}}
+DIALECTS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+PATHS = [*DIALECTS, "/tokenize", "/v1/responses/input_tokens", "/v1/messages/count_tokens"]
+HI = {"role": "user", "content": "hi"}
 
 
 def app(rules: TemplateRules | None = None, **settings: Any) -> App:
@@ -29,23 +31,36 @@ def source(url: str) -> dict[str, str]:
     return {"type": "url", "url": url}
 
 
-async def show(to: App, dialect: str, url: str, **more: Any) -> Reply:
-    """Say "look", show an image, and say "well?"."""
-    if dialect == "chat":
-        texts = [{"type": "text", "text": x} for x in ("look", "well?")]
-        image = {"type": "image_url", "image_url": {"url": url}}
-        messages = [{"role": "user", "content": [texts[0], image, texts[1]]}]
-        return await to.post("/v1/chat/completions", {"model": MODEL, "messages": messages, **more})
-    if dialect == "responses":
-        texts = [{"type": "input_text", "text": x} for x in ("look", "well?")]
-        shown = {"type": "input_image", "image_url": url}
-        items = [{"role": "user", "content": [texts[0], shown, texts[1]]}]
-        return await to.post("/v1/responses", {"model": MODEL, "input": items, **more})
-    texts = [{"type": "text", "text": x} for x in ("look", "well?")]
-    block = {"type": "image", "source": source(url)}
-    messages = [{"role": "user", "content": [texts[0], block, texts[1]]}]
-    body = {"model": MODEL, "messages": messages, "max_tokens": 5, **more}
-    return await to.post("/v1/messages", body)
+def image_part(path: str, url: Any) -> dict[str, Any]:
+    """An image in the dialect of the path."""
+    if path.startswith("/v1/messages"):
+        return {"type": "image", "source": source(url) if isinstance(url, str) else url}
+    if path.startswith("/v1/responses"):
+        return {"type": "input_image", "image_url": url}
+    return image_of(url)
+
+
+def text_part(path: str, text: str) -> dict[str, Any]:
+    return {"type": "input_text" if path.startswith("/v1/responses") else "text", "text": text}
+
+
+def body_of(path: str, *turns: dict[str, Any]) -> dict[str, Any]:
+    """A request with these messages."""
+    name = "input" if path.startswith("/v1/responses") else "messages"
+    return {"model": MODEL, "max_tokens": 5, name: [*turns]}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [*parts]}
+
+
+def looking(path: str, url: str) -> list[dict[str, Any]]:
+    """Parts that say "look", show an image, and say "well?"."""
+    return [text_part(path, "look"), image_part(path, url), text_part(path, "well?")]
+
+
+async def show(to: App, path: str, url: str) -> Reply:
+    return await to.post(path, body_of(path, user(*looking(path, url))))
 
 
 def heard(to: App) -> list[dict[str, Any]]:
@@ -56,20 +71,13 @@ def image_of(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_engine_that_sees_is_shown_it_in_its_place(dialect: str) -> None:
-    to = app()
-    await show(to, dialect, PNG)
-    first, last = ({"type": "text", "text": x} for x in ("look", "well?"))
-    assert heard(to) == [{"role": "user", "content": [first, image_of(PNG), last]}]
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_engine_that_does_not_see_is_asked_nothing(dialect: str) -> None:
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_engine_that_does_not_see_is_asked_nothing(path: str) -> None:
     to = App()
-    reply = await show(to, dialect, PNG)
+    reply = await show(to, path, PNG)
     assert reply.status == 400 and to.engine.asked == []
-    assert "text only" in reply.json["error"]["message"]
+    said = reply.json["error"]["message"]
+    assert "text only" in said and image_part(path, PNG)["type"] in said
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -87,7 +95,7 @@ BAD = ["file:///etc/passwd", "", "ftp://x/y", "data:text/html;base64,AA==", "htt
 
 
 @pytest.mark.parametrize("url", BAD)
-@pytest.mark.parametrize("dialect", ["chat", "responses"])
+@pytest.mark.parametrize("dialect", DIALECTS[:2])
 async def test_no_other_address_reaches_the_engine(dialect: str, url: str) -> None:
     to = app(remote_images=True)
     reply = await show(to, dialect, url)
@@ -107,9 +115,8 @@ NO_SOURCES: list[Any] = [
 @pytest.mark.parametrize("bad", NO_SOURCES)
 async def test_a_source_that_is_none(bad: Any) -> None:
     to = app(remote_images=True)
-    messages = [{"role": "user", "content": [{"type": "image", "source": bad}]}]
-    body = {"model": MODEL, "messages": messages, "max_tokens": 5}
-    reply = await to.post("/v1/messages", body)
+    shown = user({"type": "image", "source": bad})
+    reply = await to.post("/v1/messages", body_of("/v1/messages", shown))
     assert (reply.status, reply.json["type"]) == (400, "error")
     assert reply.json["error"]["type"] == "invalid_request_error"
     assert reply.json["error"]["message"].startswith("messages[0].content[0]")
@@ -145,40 +152,33 @@ async def test_images_of_tools_come_after_all_results() -> None:
 
 IMAGE = "(An image was left out here: it cannot be shown to this model.)"
 FILE = "(A file was left out here: it cannot be shown to this model.)"
-PATHS = [
-    *("/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/responses/input_tokens"),
-    *("/v1/messages", "/v1/messages/count_tokens"),
-]
 
 
 def after_a_tool(path: str, parts: Any) -> dict[str, Any]:
     """The body of a request whose last message is a tool's result."""
     body: dict[str, Any] = {"model": MODEL}
     call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
-    hi = {"role": "user", "content": "hi"}
     if path in ("/v1/chat/completions", "/tokenize"):
         result = {"role": "tool", "tool_call_id": "c1", "content": parts}
-        return body | {"messages": [hi, {"role": "assistant", "tool_calls": [call]}, result]}
+        return body | {"messages": [HI, {"role": "assistant", "tool_calls": [call]}, result]}
     if path.startswith("/v1/responses"):
         called = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"}
         output = {"type": "function_call_output", "call_id": "c1", "output": parts}
-        return body | {"input": [hi, called, output]}
+        return body | {"input": [HI, called, output]}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": parts}
     use = {"role": "assistant", "content": [TOOL_USE]}
-    return body | {"max_tokens": 5, "messages": [hi, use, {"role": "user", "content": [result]}]}
+    return body | {"max_tokens": 5, "messages": [HI, use, {"role": "user", "content": [result]}]}
 
 
 def result_parts(path: str, image: Any) -> list[dict[str, Any]]:
     """Text, an image and a file, as a tool gives them in a dialect."""
-    if path in ("/v1/chat/completions", "/tokenize"):
-        shown = {"type": "image_url", "image_url": {"url": image}}
-        return [{"type": "text", "text": "seen"}, shown, {"type": "file", "file": {}}]
+    file: dict[str, Any] = {"type": "file", "file": {}}
     if path.startswith("/v1/responses"):
-        shown = {"type": "input_image", "image_url": image}
-        return [{"type": "input_text", "text": "seen"}, shown, {"type": "input_file"}]
-    block = {"type": "image", "source": source(image) if isinstance(image, str) else image}
-    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
-    return [{"type": "text", "text": "seen"}, block, pdf]
+        file = {"type": "input_file"}
+    elif path.startswith("/v1/messages"):
+        pdf = {"type": "base64", "media_type": "application/pdf"}
+        file = {"type": "document", "source": pdf}
+    return [text_part(path, "seen"), image_part(path, image), file]
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -225,18 +225,17 @@ async def test_an_image_that_another_model_answered_with_ends_no_conversation(
     path: str, to: App
 ) -> None:
     """A client goes on with a text model; no template has a place for an assistant's image."""
-    name = "input" if path.startswith("/v1/responses") else "messages"
-    said = [{"type": "output_text" if name == "input" else "text", "text": "Here:"}]
+    kind = "output_text" if path.startswith("/v1/responses") else "text"
+    said = [{"type": kind, "text": "Here:"}]
     media: list[tuple[dict[str, Any], str]] = [
         *((x, IMAGE if "image" in x["type"] else FILE) for x in result_parts(path, PNG)[1:]),
         ({"type": "output_image", "image_url": PNG}, IMAGE),
         ({"type": "image_url", "image_url": {"url": FAR}}, IMAGE),
         ({"type": "input_audio", "input_audio": {}}, FILE),
     ]
-    hi = {"role": "user", "content": "hi"}
     for part, sentence in media:
-        turns = [hi, {"role": "assistant", "content": [*said, part]}, hi]
-        await to.post(path, {"model": MODEL, "max_tokens": 5, name: turns})
+        answer = {"role": "assistant", "content": [*said, part]}
+        await to.post(path, body_of(path, HI, answer, HI))
         content = heard(to)[1]["content"]
         assert content in (
             f"Here:{sentence}",
@@ -250,35 +249,35 @@ async def test_images_beside_a_content_are_left_out_as_well(role: str, content: 
     """Ollama and OpenRouter have them there; a user's are refused (``test_foreign_fields``)."""
     said = {"role": role, "content": content, "images": ["aGk=", {"type": "image_url"}]}
     first = after_a_tool("/v1/chat/completions", "seen")["messages"][:2]
-    hi = {"role": "user", "content": "hi"}
     to = App()
-    body = {"model": MODEL, "messages": [*first, {**said, "tool_call_id": "c1"}, hi]}
+    body = {"model": MODEL, "messages": [*first, {**said, "tool_call_id": "c1"}, HI]}
     await to.post("/v1/chat/completions", body)
     shown = [x["text"] for x in heard(to)[2]["content"]]
     assert shown == [*["Here:"][: content is not None], IMAGE, IMAGE]
     assert "images" not in heard(to)[2]
 
 
-async def test_what_is_left_out_of_answers_is_counted() -> None:
+@pytest.mark.parametrize("place", ["answer", "result"])
+async def test_what_is_left_out_is_counted(place: str) -> None:
     to = App()
-    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
-        name = "input" if path == "/v1/responses" else "messages"
-        said = {"role": "assistant", "content": result_parts(path, PNG)}
-        turns = [said, {"role": "user", "content": "hi"}]
-        await to.post(path, {"model": MODEL, "max_tokens": 5, name: turns})
+    for path in DIALECTS:
+        parts = result_parts(path, PNG)
+        said = {"role": "assistant", "content": parts}
+        of_answer = body_of(path, said, HI)
+        await to.post(path, of_answer if place == "answer" else after_a_tool(path, parts))
     figures = (await to.get("/metrics")).body.decode()
-    for kind in ("answer_image", "answer_file"):
-        assert f'thermocline_left_out_total{{kind="{kind}"}} 3' in figures
+    for kind in ("image", "file"):
+        assert f'thermocline_left_out_total{{kind="{place}_{kind}"}} 3' in figures
 
 
 @pytest.mark.parametrize("kind", ["odd", "computer_screenshot", "image_urls"])
 async def test_other_parts_of_answers_are_refused(kind: str) -> None:
     said = {"role": "assistant", "content": [{"type": kind, "x": 5}]}
-    for path, name in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
-        assert (await App().post(path, {"model": MODEL, name: [said]})).status == 400
+    for path in DIALECTS[:2]:
+        assert (await App().post(path, body_of(path, said))).status == 400
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("path", DIALECTS)
 async def test_an_image_of_another_dialect_in_a_users_message_is_refused(path: str) -> None:
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": PNG}},
@@ -289,8 +288,7 @@ async def test_an_image_of_another_dialect_in_a_users_message_is_refused(path: s
     ]
     to, name = App(), "input" if path == "/v1/responses" else "messages"
     for part in parts:
-        turns = [{"role": "user", "content": [part]}]
-        reply = await to.post(path, {"model": MODEL, "max_tokens": 5, name: turns})
+        reply = await to.post(path, body_of(path, user(part)))
         assert (reply.status, to.engine.asked) == (400, [])
         assert f"{name}[0].content[0]" in reply.json["error"]["message"]
 
@@ -334,15 +332,6 @@ async def test_only_images_or_files_of_another_dialect_are_a_content(
     assert heard(to)[-1]["content"] == wanted
 
 
-async def test_what_is_left_out_of_results_is_counted() -> None:
-    to = App()
-    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
-        await to.post(path, after_a_tool(path, result_parts(path, PNG)))
-    figures = (await to.get("/metrics")).body.decode()
-    for kind in ("result_image", "result_file"):
-        assert f'thermocline_left_out_total{{kind="{kind}"}} 3' in figures
-
-
 @pytest.mark.parametrize("shown", [PNG, None])
 async def test_a_screenshot_of_a_computer_is_an_image(shown: str | None) -> None:
     screenshot = {"type": "computer_screenshot", "image_url": shown, "file_id": "f"}
@@ -374,44 +363,27 @@ async def test_an_image_survives_where_users_messages_are_joined() -> None:
     assert text["text"].startswith("what is it?\n\n") and "be brief" in text["text"]
 
 
-async def test_only_users_and_tools_show_images() -> None:
+@pytest.mark.parametrize("role", ["system", "developer"])
+async def test_only_users_and_tools_show_images(role: str) -> None:
     to = app()
-    shown = [{"type": "input_image", "image_url": PNG}]
-    for role in ("system", "developer"):
-        body = {"model": MODEL, "input": [{"role": role, "content": shown}]}
-        assert (await to.post("/v1/responses", body)).status == 400
-    part = {"type": "image_url", "image_url": {"url": PNG}}
-    for role in ("system", "developer"):
-        talk = [{"role": "user", "content": "hi"}, {"role": role, "content": [part]}]
-        for path in ("/v1/chat/completions", "/tokenize"):
-            reply = await to.post(path, {"model": MODEL, "messages": talk})
-            assert (reply.status, reply.error["param"]) == (400, "messages[1].content[0].type")
+    for path in ("/v1/chat/completions", "/tokenize", "/v1/responses"):
+        said = {"role": role, "content": [image_part(path, PNG)]}
+        reply = await to.post(path, body_of(path, HI, said))
+        assert reply.status == 400, path
+        if path != "/v1/responses":
+            assert reply.error["param"] == "messages[1].content[0].type"
             assert role in reply.error["message"]
-    block = [{"type": "image", "source": source(PNG)}]
-    body = {"model": MODEL, "max_tokens": 5}
-    hi = [{"role": "user", "content": "hi"}]
-    assert (await to.post("/v1/messages", {**body, "system": block, "messages": hi})).status == 400
+    body = body_of("/v1/messages", HI) | {"system": [image_part("/v1/messages", PNG)]}
+    assert (await to.post("/v1/messages", body)).status == 400
     assert to.engine.asked == []
 
 
 async def test_detail_is_passed_on_and_files_are_refused() -> None:
-    to = app()
-    shown = {"type": "input_image", "image_url": PNG, "detail": "high"}
-    await to.post(
-        "/v1/responses", {"model": MODEL, "input": [{"role": "user", "content": [shown]}]}
-    )
+    to, path = app(), "/v1/responses"
+    await to.post(path, body_of(path, user({**image_part(path, PNG), "detail": "high"})))
     assert heard(to)[0]["content"][0]["image_url"] == {"url": PNG, "detail": "high"}
-    filed = {"type": "input_image", "file_id": "file-1"}
-    body = {"model": MODEL, "input": [{"role": "user", "content": [filed]}]}
-    reply = await to.post("/v1/responses", body)
+    reply = await to.post(path, body_of(path, user({"type": "input_image", "file_id": "file-1"})))
     assert (reply.status, reply.error["param"]) == (400, "input[0].content[0].file_id")
-
-
-async def test_tokens_are_counted_with_the_image() -> None:
-    to = app()
-    messages = [{"role": "user", "content": [{"type": "image", "source": source(PNG)}]}]
-    await to.post("/v1/messages/count_tokens", {"model": MODEL, "messages": messages})
-    assert heard(to)[0]["content"] == [image_of(PNG)]
 
 
 MEANT_FOR_VLLM: dict[str, Any] = {
@@ -421,32 +393,24 @@ MEANT_FOR_VLLM: dict[str, Any] = {
     "image_embeds": None,
     "cache_control": {"type": "ephemeral"},
 }
-SEES: dict[str, list[dict[str, Any]]] = {
-    "/v1/chat/completions": [
-        {"type": "text", "text": "look"},
-        {"type": "image_url", "image_url": {"url": PNG, "detail": "low", **MEANT_FOR_VLLM}},
-    ],
-    "/v1/responses": [
-        {"type": "input_text", "text": "look"},
-        {"type": "input_image", "image_url": PNG, "detail": "low"},
-    ],
-    "/v1/messages": [{"type": "text", "text": "look"}, {"type": "image", "source": source(PNG)}],
-}
-SEES["/tokenize"] = SEES["/v1/chat/completions"]
 
 
-@pytest.mark.parametrize("path", SEES)
-async def test_an_engine_hears_of_no_field_of_a_part_that_was_not_checked(path: str) -> None:
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_engine_is_shown_it_in_its_place_and_no_field_that_was_not_checked(
+    path: str,
+) -> None:
     """vLLM fetches the URL in a part, and its ``uuid`` is the image's hash for everybody."""
-    to = app()
-    parts = [{**part, **MEANT_FOR_VLLM} for part in SEES[path]]
-    body: dict[str, Any] = {"model": MODEL, "max_tokens": 5}
-    body["input" if path == "/v1/responses" else "messages"] = [{"role": "user", "content": parts}]
-    await to.post(path, body)
+    to, parts = app(), looking(path, PNG)
+    if isinstance(inner := parts[1].get("image_url"), dict):
+        inner |= {"detail": "low", **MEANT_FOR_VLLM}
+    else:
+        parts[1]["detail"] = "low"
+    await to.post(path, body_of(path, user(*({**part, **MEANT_FOR_VLLM} for part in parts))))
     shown = image_of(PNG)
-    if path != "/v1/messages":
+    if not path.startswith("/v1/messages"):
         shown["image_url"]["detail"] = "low"
-    assert heard(to) == [{"role": "user", "content": [{"type": "text", "text": "look"}, shown]}]
+    look, well = ({"type": "text", "text": x} for x in ("look", "well?"))
+    assert heard(to) == [user(look, shown, well)]
 
 
 async def test_other_roles_parts_are_made_anew_too_and_nothing_else_is_touched() -> None:

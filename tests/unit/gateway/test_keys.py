@@ -57,13 +57,6 @@ def test_everything_else_is_401_and_never_shown(shown: str | None) -> None:
     assert key not in caught.value.message
 
 
-def test_one_character_off_is_off() -> None:
-    key, line = generate_key("alice")
-    wrong = key[:-1] + ("A" if key[-1] != "A" else "B")
-    with pytest.raises(InvalidRequest):
-        Tenants(SECRET, [line]).authenticate(f"Bearer {wrong}")
-
-
 def test_the_list_holds_hashes_only() -> None:
     key, line = generate_key("alice")
     assert key not in line

@@ -203,9 +203,10 @@ def ref():
 
 @pytest.fixture
 def manager_with(engine, clock, log):
-    def make(**settings) -> SessionManager:
+    def make(*, engine=engine, memory=None, **settings) -> SessionManager:
         config = configured(SchedulerConfig, **settings)
-        return SessionManager(engine, config, salt_of=salt_of, clock=clock, observer=log)
+        more = {} if memory is None else {"memory": memory}
+        return SessionManager(engine, config, salt_of=salt_of, clock=clock, observer=log, **more)
 
     return make
 

@@ -39,15 +39,8 @@ def headroom(machine: Machine, clock: Clock, log: Log) -> Headroom:
 
 
 @pytest.fixture
-def manager(engine: RowsEngine, machine: Machine, clock: Clock, log: Log) -> SessionManager:
-    return SessionManager(
-        engine,
-        configured(SchedulerConfig, **MARKS),
-        salt_of=salt_of,
-        clock=clock,
-        observer=log,
-        memory=machine,
-    )
+def manager(manager_with, machine: Machine) -> SessionManager:
+    return manager_with(memory=machine, **MARKS)
 
 
 def set_memory(machine: Machine, clock: Clock, available: int | None) -> None:
@@ -108,11 +101,8 @@ async def test_scarce_memory_refuses_turns_and_prefetches(manager, machine, cloc
         pass
 
 
-async def test_who_waits_in_line_is_refused_as_well(engine, machine, clock, log, ref):
-    config = configured(SchedulerConfig, **MARKS, max_running=1)
-    manager = SessionManager(
-        engine, config, salt_of=salt_of, clock=clock, observer=log, memory=machine
-    )
+async def test_who_waits_in_line_is_refused_as_well(manager_with, machine, clock, ref):
+    manager = manager_with(memory=machine, **MARKS, max_running=1)
 
     async def turn() -> None:
         async with manager.turn(ref("b")):
@@ -175,19 +165,10 @@ class RamOnly(RowsEngine):
         return await super().demote(session, None)
 
 
-async def test_a_session_that_cannot_leave_is_not_asked_every_second(
-    machine, clock, log, ref, talk
-):
+async def test_a_session_that_cannot_leave_is_not_asked_every_second(manager_with, machine, clock):
     engine = RamOnly()
     engine.held["alice", "a"] = Held(hot=False)
-    manager = SessionManager(
-        engine,
-        configured(SchedulerConfig, **MARKS),
-        salt_of=salt_of,
-        clock=clock,
-        observer=log,
-        memory=machine,
-    )
+    manager = manager_with(engine=engine, memory=machine, **MARKS)
     await manager.follower.ask()
     set_memory(machine, clock, 700)
     for _ in range(10):

@@ -18,6 +18,7 @@ from scheduler.moves import KEPT_RETRY_S
 from scheduler.session import State
 from scheduler.sessions import SessionKept, SessionManager
 from tests.clock import Clock
+from tests.waiting import eventually
 
 from .conftest import Held, Log, RowsEngine, salt_of
 
@@ -72,61 +73,41 @@ async def test_a_session_that_the_engine_keeps_is_no_success(manager, engine, re
     assert manager.get(ref("a")) == before
 
 
-async def test_a_session_that_is_being_saved_sleeps_as_soon_as_it_is(
-    manager, engine, ref, talk, monkeypatch
-):
+@pytest.fixture
+async def saving(manager, engine, ref, talk, monkeypatch) -> SessionManager:
+    """The session ``a`` was to sleep while the engine was saving it."""
     monkeypatch.setattr(moves, "SAVING_LOOK_S", 0.01)
     await talk(manager, ref("a"))
     engine.kept = "saving"
     assert (await manager.demote(ref("a"))).state == "saving"
     assert manager.get(ref("a")).state == "saving"
-    assert (await manager.demote(ref("b"))) is None
-    engine.kept = None
-    async with asyncio.timeout(5):
-        while manager.get(ref("a")).state != "cold":
-            await asyncio.sleep(0.01)
+    return manager
 
 
-async def test_a_session_that_is_being_saved_may_be_asked_again_for_a_tier(
-    manager, engine, ref, talk, monkeypatch
+@pytest.mark.parametrize(
+    ("asked_again", "then", "ends"),
+    [
+        (None, None, ("cold", "ram")),
+        ("disk", None, ("cold", "disk")),
+        (None, "no-cold-copy", ("idle", "ram")),
+    ],
+)
+async def test_a_session_that_is_being_saved_sleeps_as_soon_as_it_is(
+    saving, engine, ref, asked_again, then, ends
 ):
-    monkeypatch.setattr(moves, "SAVING_LOOK_S", 0.01)
-    await talk(manager, ref("a"))
-    engine.kept = "saving"
-    assert (await manager.demote(ref("a"))).state == "saving"
-    assert (await manager.demote(ref("a"), "disk")).state == "saving"
-    engine.kept = None
-    async with asyncio.timeout(5):
-        while manager.get(ref("a")).tier != "disk":
-            await asyncio.sleep(0.01)
-    assert manager.get(ref("a")).state == "cold"
+    """Or it is idle again, where it could not be saved; another tier may be asked for."""
+    if asked_again:
+        assert (await saving.demote(ref("a"), asked_again)).state == "saving"
+    assert (await saving.demote(ref("b"))) is None
+    engine.kept = then
+    await eventually(lambda: (saving.get(ref("a")).state, saving.get(ref("a")).tier) == ends, 5)
 
 
-async def test_a_session_that_could_not_be_saved_is_idle_again(
-    manager, engine, ref, talk, monkeypatch
-):
-    monkeypatch.setattr(moves, "SAVING_LOOK_S", 0.01)
-    await talk(manager, ref("a"))
-    engine.kept = "saving"
-    assert (await manager.demote(ref("a"))).state == "saving"
-    engine.kept = "no-cold-copy"
-    async with asyncio.timeout(5):
-        while manager.get(ref("a")).state == "saving":
-            await asyncio.sleep(0.01)
-    assert manager.get(ref("a")).state == "idle"
-
-
-async def test_a_turn_keeps_a_session_awake_that_was_to_sleep_when_saved(
-    manager, engine, ref, talk, monkeypatch
-):
-    monkeypatch.setattr(moves, "SAVING_LOOK_S", 0.01)
-    await talk(manager, ref("a"))
-    engine.kept = "saving"
-    assert (await manager.demote(ref("a"))).state == "saving"
-    await talk(manager, ref("a"))
+async def test_a_turn_keeps_a_session_awake_that_was_to_sleep_when_saved(saving, engine, ref, talk):
+    await talk(saving, ref("a"))
     engine.kept = None
     await asyncio.sleep(0.1)
-    assert manager.get(ref("a")).state == "idle"
+    assert saving.get(ref("a")).state == "idle"
 
 
 async def test_a_busy_session_is_not_put_to_sleep_and_it_is_said(manager, engine, ref, talk):

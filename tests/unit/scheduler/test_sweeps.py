@@ -8,13 +8,11 @@ from itertools import count
 
 import pytest
 
-from benchmarks.stacks.constants import configured
 from engines.base import SessionRef
 from scheduler.config import SchedulerConfig
 from scheduler.headroom import LOOK_EVERY_S, Headroom
 from scheduler.moves import Moves
 from scheduler.session import Session, State
-from scheduler.sessions import SessionManager
 from scheduler.sweeps import (
     MAX_WEIGHED,
     Sweeps,
@@ -27,8 +25,6 @@ from scheduler.sweeps import (
 )
 from scheduler.table import SessionTable
 
-from .conftest import salt_of
-
 NUMBERS = count()
 
 
@@ -40,6 +36,12 @@ def idle(name: str, tenant: str = "t", **facts) -> Session:
     for key, fact in {"tokens": 1000, "hot_bytes": 100, "tier": "ram", **facts}.items():
         setattr(session, key, fact)
     return session
+
+
+async def steps() -> None:
+    """Let other tasks go on for a few steps."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 def names(sessions) -> list[str]:
@@ -207,15 +209,16 @@ async def test_without_hibernation_no_session_sleeps(manager, engine, clock, ref
     assert engine.demoted == []
 
 
+# The machine's memory is watched, and one session at a time goes to sleep.
+WATCHED = {"idle_after_s": 60.0, "max_hibernations": 1, "memory_low_bytes": 1000}
+WATCHED |= {"memory_stop_bytes": 0, "memory_end_bytes": 0}
+
+
 async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep(
-    engine, clock, log, ref, talk
+    manager_with, engine, clock, log, ref, talk
 ):
     available = 5000
-    marks = {"memory_low_bytes": 1000, "memory_stop_bytes": 0, "memory_end_bytes": 0}
-    config = configured(SchedulerConfig, idle_after_s=60.0, max_hibernations=1, **marks)
-    manager = SessionManager(
-        engine, config, salt_of=salt_of, clock=clock, observer=log, memory=lambda: available
-    )
+    manager = manager_with(memory=lambda: available, **WATCHED)
     await talk(manager, ref("quiet"))
     clock.now += 61
     await talk(manager, ref("recent"))
@@ -236,27 +239,23 @@ async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep
         await loop
 
 
-async def test_an_urgent_job_overtakes_sessions_that_wait_to_sleep(engine, clock, log, ref, talk):
+async def test_an_urgent_job_overtakes_sessions_that_wait_to_sleep(
+    manager_with, engine, clock, ref, talk
+):
     available = 5000
-    marks = {"memory_low_bytes": 1000, "memory_stop_bytes": 0, "memory_end_bytes": 0}
-    config = configured(SchedulerConfig, idle_after_s=60.0, max_hibernations=1, **marks)
-    manager = SessionManager(
-        engine, config, salt_of=salt_of, clock=clock, observer=log, memory=lambda: available
-    )
+    manager = manager_with(memory=lambda: available, **WATCHED)
     for i in range(4):
         await talk(manager, ref(f"s{i}"))
         clock.now += 1
     clock.now += 61
     engine.gate = asyncio.Event()
     at_leisure = asyncio.create_task(manager.sweeps.sweep())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await steps()
     assert engine.demoted == ["s0"]
     available = 850
     clock.now += LOOK_EVERY_S
     pressed = asyncio.create_task(manager.sweeps.sweep())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await steps()
     assert len(engine.demoted) > 1
     engine.gate.set()
     await asyncio.gather(at_leisure, pressed)
@@ -285,8 +284,7 @@ async def test_sessions_that_are_leaving_already_count_as_gone(
         clock.now += 1
     engine.gate = asyncio.Event()
     first, second = (asyncio.create_task(manager.sweeps.sweep()) for _ in range(2))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await steps()
     engine.gate.set()
     await asyncio.gather(first, second)
     assert log.decisions == ["hibernate-pressure"] * 3
@@ -301,8 +299,7 @@ async def test_a_session_that_is_used_while_it_waits_for_its_job_stays_hot(
     clock.now += 61
     engine.gate = asyncio.Event()
     sweep = asyncio.create_task(manager.sweeps.sweep())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await steps()
     await talk(manager, ref("b"))
     engine.gate.set()
     await sweep

@@ -84,6 +84,7 @@ async def test_keys_in_either_header() -> None:
             app.engine.answer = chat_answer("x")
             assert (await app.post(path, BODY, **headers)).status == 200
             assert app.engine.asked[-1].headers["x-tenant"] == "alice"
+            assert alice not in str(app.engine.asked)
     for headers in (
         {"x_api_key": "nope"},
         {"authorization": f"Bearer {alice}", "x_api_key": bob},

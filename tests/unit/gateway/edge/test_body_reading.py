@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 
 import pytest
 
-from engines.base import Upstream
 from gateway.keys import generate_key
 from scheduler.config import SchedulerConfig
-from tests.unit.gateway.in_process import App, RecordingEngine
+from tests.unit.gateway.in_process import App, HoldingEngine, RecordingEngine
 from tests.waiting import eventually
 
 TEXT = "x" * 50_000
@@ -20,22 +17,6 @@ DECLARED = {"content-type": "application/json", "content-length": "60000"}
 
 async def until_asked(engine: RecordingEngine, times: int) -> None:
     await eventually(lambda: len(engine.asked) >= times)
-
-
-class Computing(RecordingEngine):
-    """Has every body, and says nothing until ``going_on``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.going_on = asyncio.Event()
-
-    @asynccontextmanager
-    async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
-    ) -> AsyncIterator[Upstream]:
-        async with super().open(path, body, headers) as upstream:
-            await self.going_on.wait()
-            yield upstream
 
 
 async def test_bytes_that_never_come_keep_no_client_out() -> None:
@@ -85,7 +66,7 @@ async def test_one_tenant_cannot_fill_the_budget(tenants: tuple[str, str]) -> No
 
 
 async def test_a_body_counts_in_the_line_but_not_while_the_engine_computes() -> None:
-    engine = Computing()
+    engine = HoldingEngine()
     app = App(engine, SchedulerConfig(max_running=1), max_bodies_bytes=150_000)
     first = asyncio.create_task(app.chat(TEXT, session_id="a"))
     await until_asked(engine, 1)

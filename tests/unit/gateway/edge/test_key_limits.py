@@ -13,7 +13,7 @@ from gateway.keys import BadKeyLine, Limits, Tenant, Tenants, generate_key
 from gateway.models import Models, ServedModel
 from gateway.request.callers import has_room_for
 from scheduler.config import SchedulerConfig
-from tests.unit.gateway.in_process import Answered, App, RecordingEngine
+from tests.unit.gateway.in_process import Answered, App, HoldingEngine, RecordingEngine
 from tests.waiting import eventually
 
 ALICE = Tenant("alice", b"salt", "a1")
@@ -195,40 +195,22 @@ async def test_a_request_that_has_ended_makes_room_however_it_ended():
 
 
 async def test_requests_at_once_of_one_key():
-    going_on = asyncio.Event()
-
-    class Slow(Answered):
-        async def read(self) -> bytes:
-            await going_on.wait()
-            return b"{}"
-
-    app = App(
-        RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}")),
-        concurrent_requests=1,
-    )
+    app = App(engine := HoldingEngine(), concurrent_requests=1)
     first = asyncio.create_task(app.chat())
     await asyncio.sleep(0.05)
     assert (await app.chat()).status == 429
     assert (await app.get("/v1/models")).status == 200  # costs the engine nothing
-    going_on.set()
+    engine.going_on.set()
     assert (await first).status == 200
 
 
 async def test_sessions_that_come_together():
     """A row is there only once its turn has a slot; until then the ids count."""
-    going_on = asyncio.Event()
-
-    class Slow(Answered):
-        async def read(self) -> bytes:
-            await going_on.wait()
-            return b"{}"
-
-    engine = RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}"))
-    app = App(engine, SchedulerConfig(max_running=1), sessions=1)
+    app = App(engine := HoldingEngine(), SchedulerConfig(max_running=1), sessions=1)
     names = ["a", "b", "c", "a", "d"]
     asked = [asyncio.create_task(app.chat(f"{i}", session_id=x)) for i, x in enumerate(names)]
     await eventually(lambda: not (sum(x.done() for x in asked) < 3 or not app.sessions.num_waiting))
-    going_on.set()
+    engine.going_on.set()
     assert [(await x).status for x in asked] == [200, 429, 429, 200, 429]
     assert app.sessions.num_sessions("local") == 1
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from types import FrameType
 
 import pytest
 
-from engines.base import Upstream
 from gateway.edge.bodies import LARGE_BODY_BYTES
 from scheduler.sessions import QUESTIONS_AT_ONCE
-from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, json_answer
+from tests.unit.gateway.in_process import MODEL, App, HoldingEngine, RecordingEngine, json_answer
 
 HI = [{"role": "user", "content": "hi"}]
 QUESTIONS = {
@@ -31,22 +28,6 @@ def counting_engine() -> RecordingEngine:
     return RecordingEngine(json_answer({"count": 3}))
 
 
-class Computing(RecordingEngine):
-    """Says nothing until ``going_on``."""
-
-    def __init__(self) -> None:
-        super().__init__(counting_engine().answer)
-        self.going_on = asyncio.Event()
-
-    @asynccontextmanager
-    async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
-    ) -> AsyncIterator[Upstream]:
-        async with super().open(path, body, headers) as upstream:
-            await self.going_on.wait()
-            yield upstream
-
-
 @pytest.mark.parametrize("path", QUESTIONS)
 async def test_a_question_is_a_request_of_its_key(path: str) -> None:
     app = App(counting_engine(), requests_per_minute=1)
@@ -58,7 +39,7 @@ async def test_a_question_is_a_request_of_its_key(path: str) -> None:
 
 @pytest.mark.parametrize("path", QUESTIONS)
 async def test_a_question_runs_until_it_is_answered(path: str) -> None:
-    engine = Computing()
+    engine = HoldingEngine(json_answer({"count": 3}))
     app = App(engine, concurrent_requests=1)
     first = asyncio.create_task(app.post(path, QUESTIONS[path]))
     async with asyncio.timeout(10):
@@ -72,7 +53,7 @@ async def test_a_question_runs_until_it_is_answered(path: str) -> None:
 
 async def test_few_questions_are_with_the_engine_at_once() -> None:
     """Otherwise one tenant's would all wait in the engine, before any other's."""
-    engine = Computing()
+    engine = HoldingEngine(json_answer({"count": 3}))
     app = App(engine)
     asking = [asyncio.create_task(app.post("/tokenize", QUESTIONS["/tokenize"])) for _ in range(9)]
     async with asyncio.timeout(10):

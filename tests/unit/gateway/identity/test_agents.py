@@ -17,7 +17,7 @@ from gateway.identity.names import (
     choose_session,
 )
 from gateway.identity.outline import Outline, hashed
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+from tests.unit.gateway.in_process import MODEL, App, HoldingEngine
 
 CLAUDE = {"x-claude-code-session-id": "s1"}
 SALT = b"s" * 32
@@ -206,19 +206,12 @@ async def test_a_key_without_room_for_another_session_is_served_all_the_same() -
 
 
 async def test_both_at_once() -> None:
-    going_on = asyncio.Event()
-
-    class Slow(Answered):
-        async def read(self) -> bytes:
-            await going_on.wait()
-            return await super().read()
-
-    app = App(RecordingEngine(Slow(200, {"content-type": "application/json"}, b"{}")))
+    app = App(engine := HoldingEngine())
     first = asyncio.create_task(answered_as(app, TITLE, x_session_affinity="o"))
     while not app.engine.asked:
         await asyncio.sleep(0)
     second = asyncio.create_task(answered_as(app, MAIN, x_session_affinity="o"))
     while len(app.engine.asked) < 2:
         await asyncio.sleep(0)
-    going_on.set()
+    engine.going_on.set()
     assert [await first, await second] == ["o", "o/beside"]

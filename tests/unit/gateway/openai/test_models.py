@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 
-from engines.base import Upstream
 from engines.http import TENANT_HEADER
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, json_answer
+from tests.unit.gateway.in_process import (
+    MODEL,
+    Answered,
+    App,
+    HoldingEngine,
+    RecordingEngine,
+    json_answer,
+)
 from tests.waiting import eventually
 
 PATH = "/v1/embeddings"
@@ -78,24 +82,8 @@ async def test_bodies_that_are_no_request_for_embeddings() -> None:
     assert app.engine.asked == []
 
 
-class BusyEngine(RecordingEngine):
-    """Takes its time for an answer."""
-
-    def __init__(self) -> None:
-        super().__init__(json_answer(ANSWER))
-        self.done = asyncio.Event()
-
-    @asynccontextmanager
-    async def open(
-        self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
-    ) -> AsyncIterator[Upstream]:
-        async with super().open(path, body, headers, wait_s) as upstream:
-            await self.done.wait()
-            yield upstream
-
-
 async def test_questions_that_are_held_count_as_bodies_until_they_are_answered() -> None:
-    engine = BusyEngine()
+    engine = HoldingEngine(json_answer(ANSWER))
     app = App(engine, max_bodies_bytes=4 << 20, max_body_bytes=1 << 20)
     body = {"model": MODEL, "input": "x" * 1_000_000}
     asking = [asyncio.create_task(app.post(PATH, body)) for _ in range(6)]
@@ -103,7 +91,7 @@ async def test_questions_that_are_held_count_as_bodies_until_they_are_answered()
     # Three quarters of all bodies' bytes are one tenant's.
     assert len(engine.asked) == 3
     assert app.gateway.bodies.nbytes > 3_000_000
-    engine.done.set()
+    engine.going_on.set()
     replies = await asyncio.gather(*asking)
     assert sorted(x.status for x in replies) == [200, 200, 200, 503, 503, 503]
     assert app.gateway.bodies.nbytes == 0
