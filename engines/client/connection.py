@@ -289,6 +289,7 @@ class HttpAddress:
 
 
 LOOKS_PER_LIMIT = 4
+_JOINED_BYTES = 64 << 10
 log = logging.getLogger("thermocline.engines")
 
 
@@ -356,8 +357,11 @@ class HttpExchange(HttpResponse):
             is_busy = isinstance(error, TimeoutError) or error.errno in _NO_FILES
             kind = EngineBusy if is_busy else EngineUnreached
             raise kind("it takes no connections") from error
-        transport.write(head)
-        transport.write(body)
+        if len(body) <= _JOINED_BYTES:
+            transport.write(head + body)  # one call of the system for two
+        else:
+            transport.write(head)
+            transport.write(body)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See ``engines.base.Upstream``."""
