@@ -16,7 +16,7 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -31,6 +31,7 @@ LINGER_S = 5.0  # for the rest of a request that was answered early
 MAX_DISCARDED_BYTES = 128 << 20  # of that rest
 LOOK_EVERY_S = 0.25
 BEGINNING = b"HTTP/1.1 "  # of every answer
+MAX_JOINED_BYTES = 64 << 10  # of a body that goes with its head
 MAX_ZEROS = 8  # before lengths of chunks: with them none has more digits than Go's parser reads, 16
 log = logging.getLogger("thermocline.gateway")
 LOG_EVERY_S = 10.0
@@ -61,16 +62,35 @@ def close_soon(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) ->
 
 
 class AnswerTransport:
-    """Stands for the connection where an answer is sent: writes at once, does not close itself."""
+    """Stands for the connection where an answer is sent, and does not close itself.
 
-    __slots__ = ("_num_ahead", "_num_zeros", "_transport", "close", "is_closing", "write")
+    The head goes with the body that follows at once, if one does: each call of the system wakes the
+    client, and costs a tenth of what the gateway spends on a short request.
+    """
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write: Callable[[bytes | bytearray | memoryview[Any]], None] = transport.write
+    __slots__ = ("_close", "_head", "_loop", "_num_ahead", "_num_zeros", "_transport") + (
+        "is_closing",
+        "write",
+    )
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        close: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.write: Callable[[bytes], None] = self._hold
         self.is_closing = transport.is_closing
-        self.close = close
         self._transport = transport
+        self._close = close
+        self._loop = loop
+        self._head = b""
         self._num_ahead = self._num_zeros = 0
+
+    def close(self) -> None:
+        """End the connection after what was written."""
+        self._send_head()
+        self._close()
 
     def write_ahead(self) -> None:
         """Write one byte more of ``BEGINNING``, while there is one.
@@ -80,20 +100,32 @@ class AnswerTransport:
         if self._num_ahead < len(BEGINNING):
             self._transport.write(BEGINNING[self._num_ahead : self._num_ahead + 1])
             self._num_ahead += 1
-            self.write = self._write_rest
 
     def write_zero(self) -> None:
         """Write a zero before the length of the next chunk, which stays the same; a few times only.
 
         The head of the answer has been written; it says that chunks follow.
         """
+        self._send_head()
         if self._num_zeros < MAX_ZEROS:
             self._transport.write(b"0")
             self._num_zeros += 1
 
-    def _write_rest(self, head: bytes | bytearray | memoryview[Any]) -> None:
+    def _hold(self, head: bytes) -> None:
+        self._head = head[self._num_ahead :]
+        self.write = self._write_with_head
+        self._loop.call_soon(self._send_head)
+
+    def _write_with_head(self, body: bytes) -> None:
+        if len(body) > MAX_JOINED_BYTES:
+            self._send_head()
+        head, self._head = self._head, b""
         self.write = self._transport.write
-        self._transport.write(head[self._num_ahead :])
+        self._transport.write(head + body)
+
+    def _send_head(self) -> None:
+        if self._head:
+            self._write_with_head(b"")
 
 
 class WithoutChunks:

@@ -225,7 +225,8 @@ class EdgeProtocol(HttpToolsProtocol):
         self.app = self._answer_without_chunks if version == "1.0" else self._served
         super().on_headers_complete()
         cycle = self.cycle
-        cycle.transport = AnswerTransport(self.transport, self._answered_last)  # type: ignore[assignment]
+        answer = AnswerTransport(self.transport, self._answered_last, self.loop)
+        cycle.transport = answer  # type: ignore[assignment]
         # Until the request is whole: an answer that begins before that ends the connection.
         self._reusable, cycle.keep_alive = cycle.keep_alive, False
         self._cycles.append(cycle)
