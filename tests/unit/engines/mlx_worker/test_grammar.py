@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -24,7 +23,7 @@ from engines.mlx_worker import grammar as grammar_module
 from engines.mlx_worker.grammar import Grammar, GrammarCompiler, GrammarFailed, GrammarProcessor
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.openai.messages import Tool
-from engines.openai.requests import InvalidRequest, validate_chat
+from engines.openai.requests import ChatRequest, InvalidRequest, validate_chat
 
 pytestmark = pytest.mark.mlx
 
@@ -38,15 +37,13 @@ CITY = {
 }
 
 
+def asked(**fields: Any) -> ChatRequest:
+    return validate_chat({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
+
+
 def tools(*schemas: dict[str, Any] | None) -> list[Tool]:
-    listed = [
-        {"type": "function", "function": {"name": f"f{i}", "parameters": x}}
-        for i, x in enumerate(schemas)
-    ]
-    messages = [{"role": "user", "content": "x"}]
-    checked = validate_chat({"model": "m", "messages": messages, "tools": listed}).tools
-    assert checked is not None
-    return checked
+    named = [{"name": f"f{i}", "parameters": x} for i, x in enumerate(schemas)]
+    return asked(tools=[{"type": "function", "function": x} for x in named]).tools or []
 
 
 def compiled(
@@ -79,20 +76,6 @@ def accepts(vocabulary: Vocabulary, grammar: Grammar, text: str) -> bool:
     return bool(allowed(processor, tokens) & vocabulary.eos)
 
 
-def random_text(vocabulary: Vocabulary, grammar: Grammar, seed: int) -> str:
-    rng = np.random.default_rng(seed)
-    processor = grammar.processor(len(PROMPT), None)
-    generated: list[int] = []
-    while len(generated) < 400:
-        # Any token that may come, the first ones rather more often: they close things.
-        choices = sorted(allowed(processor, generated))
-        token = choices[min(int(rng.exponential(20)), len(choices) - 1)]
-        if token in vocabulary.eos:
-            return str(vocabulary.tokenizer.decode(generated))
-        generated.append(token)
-    return ""
-
-
 def test_schema_is_enforced(plain: Vocabulary) -> None:
     grammar = compiled(plain, [], False, CITY)
     assert accepts(plain, grammar, '{"city": "Rome"}')
@@ -101,14 +84,6 @@ def test_schema_is_enforced(plain: Vocabulary) -> None:
     assert not accepts(plain, grammar, '{"city": "Rome and Paris"}')
     assert not accepts(plain, grammar, "{}")
     assert not accepts(plain, grammar, '{"city": "Rome"')
-
-
-def test_every_drawn_text_obeys(plain: Vocabulary) -> None:
-    grammar = compiled(plain, [], False, CITY)
-    for seed in range(5):
-        text = random_text(plain, grammar, seed)
-        if text:
-            assert list(json.loads(text)) == ["city"]
 
 
 def test_objects_are_closed_unless_they_say_otherwise(plain: Vocabulary) -> None:
@@ -138,13 +113,7 @@ def test_objects_are_closed_unless_they_say_otherwise(plain: Vocabulary) -> None
 
 
 def test_json_object_without_a_schema(plain: Vocabulary) -> None:
-    wanted = validate_chat(
-        {
-            "model": "m",
-            "messages": [{"role": "user", "content": "x"}],
-            "response_format": {"type": "json_object"},
-        }
-    ).response_format
+    wanted = asked(response_format={"type": "json_object"}).response_format
     grammar = compiled(plain, [], False, answer_schema(wanted))
     assert accepts(plain, grammar, '{"a": [1, null]}')
     assert not accepts(plain, grammar, "[1]")
@@ -227,17 +196,16 @@ def test_masks_logits_of_any_width(plain: Vocabulary) -> None:
     assert allowed(processor, [], width=399) == allowed(processor, [], width=410)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"$ref": "#/$defs/missing"},
-        {"$ref": "http://example.com/schema"},
-        {"type": "string", "pattern": "\\p{Nowhere}"},
-        {"type": "object", "patternProperties": {"^a": {"type": "string"}, "^ab": {}}},
-        {"type": "string", "enum": [1]},
-        {"type": "integer", "minimum": 2, "maximum": 1},
-    ],
-)
+WRONG = [
+    *({"$ref": x} for x in ("#/$defs/missing", "http://example.com/schema")),
+    {"type": "string", "pattern": "\\p{Nowhere}"},
+    {"type": "object", "patternProperties": {"^a": {"type": "string"}, "^ab": {}}},
+    {"type": "string", "enum": [1]},
+    {"type": "integer", "minimum": 2, "maximum": 1},
+]
+
+
+@pytest.mark.parametrize("schema", WRONG)
 def test_blames_the_schema(plain: Vocabulary, schema: dict[str, Any]) -> None:
     found = verdict(plain, [], schema)
     assert found.param == "response_format"

@@ -58,10 +58,11 @@ def test_marked_calls() -> None:
     assert read(marked(), sections) == ("So:", [("look", {"at": "é }"}), ("go", {})])
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", "3", '{"name": "fly", "arguments": {}}', '{"name": "go", "arguments": 3}', "null"],
-)
+NO_CALLS = ["{", "[]", "3", "null"]
+NO_CALLS += ['{"name": "fly", "arguments": {}}', '{"name": "go", "arguments": 3}']
+
+
+@pytest.mark.parametrize("text", NO_CALLS)
 def test_text_that_is_no_call_is_shown_as_it_is(text: str) -> None:
     content, calls = read(marked(), [("tool", text), ("normal", " ok")])
     assert (content, calls) == (f"<tool_call>{text}</tool_call> ok", [])
@@ -73,19 +74,15 @@ def test_answer_that_ends_inside_a_call() -> None:
     assert read(marked(), [("tool", CALL[:-4])]) == (f"<tool_call>{CALL[:-4]}</tool_call>", [])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        CALL,
-        f" \n{CALL}\n",
-        f"```json\n{CALL}\n```",
-        f"<tool_call>{CALL}</tool_call>",
-        f"[{CALL}]",
-        CALL.replace("arguments", "parameters"),
-        json.dumps({"type": "function", "function": json.loads(CALL)}),
-        json.dumps({"name": "look", "arguments": json.dumps({"at": "é }"})}),
-    ],
-)
+SPELLINGS = [
+    *(CALL, f" \n{CALL}\n", f"```json\n{CALL}\n```", f"<tool_call>{CALL}</tool_call>", f"[{CALL}]"),
+    CALL.replace("arguments", "parameters"),
+    json.dumps({"type": "function", "function": json.loads(CALL)}),
+    json.dumps({"name": "look", "arguments": json.dumps({"at": "é }"})}),
+]
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
 def test_bare_calls_in_many_spellings(text: str) -> None:
     assert bare(text) == ("", [("look", {"at": "é }"})])
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
@@ -32,16 +34,9 @@ def raises(*arguments: mx.array) -> mx.array:
     raise KeyError("x")
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SequenceSampling(raises),
-        SequenceSampling(None, [raises]),
-        SequenceSampling(raises, [raises]),
-    ],
-)
-def test_the_first_fault_is_kept_and_says_from_which_token_on(sampling: SequenceSampling) -> None:
-    guard = SamplingGuard(sampling)
+@pytest.mark.parametrize("sampling", [(raises,), (None, [raises]), (raises, [raises])])
+def test_the_first_fault_is_kept_and_says_from_which_token_on(sampling: tuple[Any, ...]) -> None:
+    guard = SamplingGuard(SequenceSampling(*sampling))
     for _ in range(3):
         logits = LOGITS
         for process in guard.processors:

@@ -33,9 +33,8 @@ class Model:
     def _cache(self, kind: str) -> object:
         if kind == "L":
             return CacheList(KVCache(), ArraysCache(1))
-        return {"K": KVCache, "R": lambda: RotatingKVCache(WINDOW), "A": lambda: ArraysCache(2)}[
-            kind
-        ]()
+        size = {"K": (), "R": (WINDOW,), "A": (2,)}[kind]
+        return {"K": KVCache, "R": RotatingKVCache, "A": ArraysCache}[kind](*size)
 
     def __call__(self, tokens: mx.array, cache: Caches) -> mx.array:
         rows, num_tokens = tokens.shape
@@ -104,13 +103,8 @@ def test_settling_gives_back_unused_memory():
 
 def test_the_plan_names_the_growing_layers_and_their_cost():
     plan = probe(Model("KRAL", mx.bfloat16))
-    assert plan.class_names == (
-        "KVCache",
-        "RotatingKVCache",
-        "ArraysCache",
-        "KVCache",
-        "ArraysCache",
-    )
+    arrays = ("ArraysCache", "KVCache", "ArraysCache")
+    assert plan.class_names == ("KVCache", "RotatingKVCache", *arrays)
     assert plan.needs_state
     assert plan.layout == KVLayout(dtype="bfloat16", layers=(KVLayer(2, 4, 2),) * 2)
     assert plan.cost.per_token == 2 * 2 * 6 * 2

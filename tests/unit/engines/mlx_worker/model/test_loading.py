@@ -89,7 +89,5 @@ def test_kv_of_another_mlx_version_is_another_models(
     library: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fingerprint(loaded(folder), PLAN)
-    monkeypatch.setattr(
-        loading, "version", lambda name: "9.9" if name == library else version(name)
-    )
+    monkeypatch.setattr(loading, "version", lambda x: "9.9" if x == library else version(x))
     assert fingerprint(loaded(folder), PLAN) != before

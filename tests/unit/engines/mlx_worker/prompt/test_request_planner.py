@@ -24,6 +24,7 @@ from engines.mlx_worker.prompt.request_planner import (
 from engines.openai.requests import (
     MAX_EMBEDDED_TOKENS,
     MAX_INPUTS,
+    ChatRequest,
     InvalidRequest,
     validate_chat,
     validate_completion,
@@ -167,57 +168,43 @@ def test_a_prompt_that_fits_is_tokenized_once(tmp_path: Path) -> None:
 PROMPT = [0, 1]
 
 
-def penalised(generated: list[int], **fields: Any) -> list[float]:
-    messages = [{"role": "user", "content": "x"}]
-    request = validate_chat({"model": "m", "messages": messages, **fields})
+ALL_OF_THEM = {"logit_bias": {"0": 1}, "presence_penalty": 1, "frequency_penalty": 0.5}
+PENALTIES: list[tuple[list[int], dict[str, Any], list[float]]] = [
+    ([], {"presence_penalty": 1}, [2, 2, 2, -2]),  # it never counts the prompt
+    ([2, 2, 3], {"presence_penalty": 1}, [2, 2, 1, -3]),  # and the answer's tokens once
+    ([2], {"presence_penalty": -1}, [2, 2, 3, -2]),
+    ([], {"frequency_penalty": 0.5}, [2, 2, 2, -2]),
+    ([2, 2, 3], {"frequency_penalty": 0.5}, [2, 2, 1, -2.5]),  # it counts them every time
+    ([3], {"repetition_penalty": 2}, [1, 1, 2, -4]),  # it counts the prompt, too
+    ([], {"logit_bias": {"1": -100, "3": 5}}, [2, -98, 2, 3]),
+    ([2], ALL_OF_THEM, [3, 2, 0.5, -2]),
+]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return validate_chat({"model": "toy", "messages": [{"role": "user", "content": "a"}], **fields})
+
+
+@pytest.mark.parametrize(("generated", "fields", "expected"), PENALTIES)
+def test_penalties_and_bias(generated: list[int], fields: Any, expected: list[float]) -> None:
     logits = mx.array([[2.0, 2.0, 2.0, -2.0]])
-    for processor in make_processors(request, len(PROMPT)):
+    for processor in make_processors(chat(**fields), len(PROMPT)):
         logits = processor(mx.array(PROMPT + generated), logits)
-    return np.array(logits)[0].tolist()
+    assert np.array(logits)[0].tolist() == expected
 
 
 def test_nothing_asked_nothing_done() -> None:
-    messages = [{"role": "user", "content": "x"}]
     neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1.0}
-    request = validate_chat({"model": "m", "messages": messages, "logit_bias": {}, **neutral})
-    assert make_processors(request, 2) == []
-
-
-def test_presence_counts_the_answer_once_and_never_the_prompt() -> None:
-    assert penalised([], presence_penalty=1) == [2, 2, 2, -2]
-    assert penalised([2, 2, 3], presence_penalty=1) == [2, 2, 1, -3]
-
-
-def test_frequency_counts_every_time() -> None:
-    assert penalised([], frequency_penalty=0.5) == [2, 2, 2, -2]
-    assert penalised([2, 2, 3], frequency_penalty=0.5) == [2, 2, 1, -2.5]
-
-
-def test_negative_penalties_encourage() -> None:
-    assert penalised([2], presence_penalty=-1) == [2, 2, 3, -2]
-
-
-def test_repetition_counts_the_prompt_too() -> None:
-    assert penalised([3], repetition_penalty=2) == [1, 1, 2, -4]
-
-
-def test_bias_is_added() -> None:
-    assert penalised([], logit_bias={"1": -100, "3": 5}) == [2, -98, 2, 3]
-
-
-def test_all_of_them_together() -> None:
-    together = penalised([2], logit_bias={"0": 1}, presence_penalty=1, frequency_penalty=0.5)
-    assert together == [3, 2, 0.5, -2]
+    assert make_processors(chat(logit_bias={}, **neutral), 2) == []
 
 
 def test_a_chat_that_names_no_sampling_gets_the_models_own(tmp_path: Path) -> None:
     known, _ = vocabulary(tmp_path)
     greedy = ModelFacts("toy", 500, 400, True, usual_sampling=UsualSampling(temperature=0.0))
-    asked = {"model": "toy", "messages": [{"role": "user", "content": "a"}]}
     planner = RequestPlanner(known, greedy)
 
     def draws(**fields: Any) -> bool:
-        (generation,) = planner.chat(validate_chat({**asked, **fields}), None).generations
+        (generation,) = planner.chat(chat(**fields), None).generations
         return generation.sampling[0].sampler is not None
 
     assert not draws()
