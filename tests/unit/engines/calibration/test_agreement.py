@@ -7,27 +7,17 @@ import pytest
 
 from engines.calibration.agreement import MORE_IS_BETTER, OWN, with_figures_of, worst_of
 from kvstore.codecs.quality import Quality
+from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 
 def row(preset: str = "dense3", **figures: float | str | None) -> Quality:
-    plain = {
-        "context": 1024,
-        "bits_per_element": 3.2,
-        "perplexity_change_pct": 0.1,
-        "kl": 0.003,
-        "top1": 0.98,
-        "needle_found": 2,
-        "needle_total": 2,
-        "cos_k": 0.99,
-        "cos_v": 0.99,
-    }
-    return msgspec.convert({"preset": preset, **plain, **figures}, Quality)
+    return msgspec.structs.replace(GOOD, preset=preset, **figures)
 
 
-@pytest.mark.parametrize(
-    ("figure", "best", "worst"),
-    [("kl", 0.001, 0.02), ("bits_per_element", 3.1, 3.3), ("top1", 0.99, 0.9)],
-)
+FIGURES = [("kl", 0.001, 0.02), ("bits_per_element", 3.1, 3.3), ("top1", 0.99, 0.9)]
+
+
+@pytest.mark.parametrize(("figure", "best", "worst"), FIGURES)
 def test_the_worst_of_each_figure_counts(figure, best, worst):
     ranks = [[row(**{figure: best})], [row(**{figure: worst})]]
     assert worst_of(ranks) == worst_of(ranks[::-1])

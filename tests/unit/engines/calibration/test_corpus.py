@@ -11,15 +11,9 @@ def passages(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + PASSAGE]) for i in range(len(words) - PASSAGE + 1)}
 
 
-def test_nothing_is_learned_from_texts_that_judge() -> None:
-    learned, judged = fit_texts(), held_out_texts()
-    assert learned and judged
-    assert not {x.name for x in learned} & {x.name for x in judged}
-    assert not {x.content for x in learned} & {x.content for x in judged}
-
-
 def test_no_passage_is_on_both_sides() -> None:
     learned = set().union(*(passages(x.content) for x in fit_texts()))
+    assert learned and held_out_texts()
     for text in held_out_texts():
         own = passages(text.content)
         assert len(own & learned) <= MOST_SHARED * len(own), text.name

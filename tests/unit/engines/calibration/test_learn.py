@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from engines.calibration.corpus import Text
-from engines.calibration.instrument import NOTHING, HeldSession, LayerNotice, NotObservable
+from engines.calibration.instrument import NOTHING, HeldSession, LayerNotice, Note, NotObservable
 from engines.calibration.learn import TextReader, deal, short_texts
 from kvstore.blobs.state_tree import WindowArray
 from kvstore.codecs.calibrated import learn_profile
@@ -50,9 +50,7 @@ class Blind:
     def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         raise AssertionError("nothing is judged while learning")
 
-    def observe(
-        self, tokens: Sequence[int], first: int, note: Callable[[LayerNotice], None]
-    ) -> KVRun:
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         raise NotObservable("a kernel shows nothing")
 
 
@@ -63,9 +61,7 @@ class Seeing(Blind):
         super().__init__()
         self.asked: list[tuple[int, int]] = []
 
-    def observe(
-        self, tokens: Sequence[int], first: int, note: Callable[[LayerNotice], None]
-    ) -> KVRun:
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         self.asked.append((first, len(tokens) - first))
         run = self.prefill(tokens).run
         for layer, rows in enumerate(run):
@@ -79,9 +75,7 @@ class Seeing(Blind):
 class Partial(Seeing):
     """Shows all layers but the last."""
 
-    def observe(
-        self, tokens: Sequence[int], first: int, note: Callable[[LayerNotice], None]
-    ) -> KVRun:
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         last = len(self.layout.layers) - 1
         return super().observe(tokens, first, lambda x: note(x) if x.layer < last else None)
 
@@ -89,20 +83,15 @@ class Partial(Seeing):
 class Interrupted(Seeing):
     """Shows the first of three texts only, and then that nothing more is to be seen."""
 
-    def observe(
-        self, tokens: Sequence[int], first: int, note: Callable[[LayerNotice], None]
-    ) -> KVRun:
+    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         if self.asked:
             raise NotObservable("other requests run in every step")
         return super().observe(tokens, first, note)
 
 
 def learned(instrument: Blind) -> Profile:
-    return learn_profile(
-        TextReader(instrument).samples([*deal(TEXTS, instrument.encode, 3, 200)]),
-        instrument.fingerprint,
-        ["dense3"],
-    )
+    samples = TextReader(instrument).samples([*deal(TEXTS, instrument.encode, 3, 200)])
+    return learn_profile(samples, instrument.fingerprint, ["dense3"])
 
 
 def test_sensitivities_are_asked_for_at_the_end_of_every_window() -> None:

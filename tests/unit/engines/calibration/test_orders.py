@@ -24,23 +24,21 @@ from engines.calibration.orders import (
 )
 from kvstore.config import StoreConfig
 
+LENGTHS = [
+    (8192, 0, FIRST_CONTEXT, FIRST_WINDOW_TOKENS),
+    # A state that can sleep every 784 tokens only.
+    (8192, 5 * 784, 5 * 784, FIRST_WINDOW_TOKENS),
+    (2048, 5 * 784, 1920, FIRST_WINDOW_TOKENS),
+    (400, 0, 256, 128),
+]
 
-@pytest.mark.parametrize(
-    ("longest", "least", "context", "windows", "window_tokens"),
-    [
-        (8192, 0, FIRST_CONTEXT, FIRST_WINDOWS, FIRST_WINDOW_TOKENS),
-        # A state that can sleep every 784 tokens only.
-        (8192, 5 * 784, 5 * 784, FIRST_WINDOWS, FIRST_WINDOW_TOKENS),
-        (2048, 5 * 784, 1920, FIRST_WINDOWS, FIRST_WINDOW_TOKENS),
-        (400, 0, 256, FIRST_WINDOWS, 128),
-    ],
-)
-def test_how_long_its_prompts_are(
-    longest: int, least: int, context: int, windows: int, window_tokens: int
-) -> None:
+
+@pytest.mark.parametrize(("longest", "least", "context", "window_tokens"), LENGTHS)
+def test_how_long_its_prompts_are(longest: int, least: int, context: int, window_tokens: int):
     order = first_order(StoreConfig(), longest, "", least)
     assert order.contexts == (context,)
-    assert (order.num_windows, order.window_tokens) == (windows, window_tokens), "to learn from"
+    learned_from = (order.num_windows, order.window_tokens)
+    assert learned_from == (FIRST_WINDOWS, window_tokens)
 
 
 @pytest.mark.parametrize(

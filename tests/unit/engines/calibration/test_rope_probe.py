@@ -80,11 +80,6 @@ class OneTokenModel(Blind):
         return HeldSession([(keys, keys)], len(tokens))
 
 
-def test_keys_that_are_turned_as_was_read() -> None:
-    model = OneTokenModel(turning(8))
-    check_turning(model, model.ropes)
-
-
 @pytest.mark.parametrize(
     "turned",
     [

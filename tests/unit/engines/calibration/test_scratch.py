@@ -57,14 +57,13 @@ def test_kept_rows_teach_the_same(dtype: str) -> None:
 def test_blas_takes_the_cores_that_others_leave_and_is_as_it_was_afterwards() -> None:
     blas = [x for x in ThreadpoolController().lib_controllers if "numpy" in x.filepath]
     before = [x.num_threads for x in blas]
-    busy = iter(
-        [
-            CoreTimes(0.0, 100.0, 10.0),
-            CoreTimes(0.5, 100.5, 10.5),  # too soon to say
-            CoreTimes(2.0, 102.3, 12.0),  # this process alone, and a little
-            CoreTimes(4.0, 106.3, 14.0),  # another one beside it
-        ]
-    )
+    times = [
+        (0.0, 100.0, 10.0),
+        (0.5, 100.5, 10.5),  # too soon to say
+        (2.0, 102.3, 12.0),  # this process alone, and a little
+        (4.0, 106.3, 14.0),  # another one beside it
+    ]
+    busy = iter([CoreTimes(*x) for x in times])
     try:
         for library in blas:
             library.set_num_threads(2)

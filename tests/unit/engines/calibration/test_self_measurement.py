@@ -35,18 +35,9 @@ class Asked:
     ask_unmeasured: Callable[[], bool] = lambda: True
     ask_more: Callable[[], bool] = lambda: False
     ask_times: Callable[[], bool] = lambda: False
-
-    @property
-    def unmeasured(self) -> bool:
-        return self.ask_unmeasured()
-
-    @property
-    def learns_on(self) -> bool:
-        return self.ask_more()
-
-    @property
-    def times_again(self) -> bool:
-        return self.ask_times()
+    unmeasured = property(lambda self: self.ask_unmeasured())
+    learns_on = property(lambda self: self.ask_more())
+    times_again = property(lambda self: self.ask_times())
 
 
 class Talking(Blind):
@@ -113,10 +104,8 @@ class Engine:
 
 def untimed(profile: Profile) -> list[Quality]:
     """The rows without times, which differ between any two runs."""
-    return [
-        msgspec.structs.replace(x, prefill_s=None, restore_s=None, waited=None)
-        for x in profile.rows
-    ]
+    times = dict.fromkeys(("prefill_s", "restore_s", "waited"))
+    return [msgspec.structs.replace(x, **times) for x in profile.rows]
 
 
 def test_a_first_verdict_comes_early_and_is_renewed(tmp_path: Path):
@@ -319,20 +308,16 @@ def test_a_failure_ends_the_measurement_only(tmp_path: Path, caplog: pytest.LogC
     assert error and f"the model is not measured: {error}" in caplog.text
 
 
+def order_of(folder: Path, *presets: str) -> CalibrationOrder:
+    sizes = {"contexts": (128,), "num_windows": 2, "window_tokens": 128, "num_scored": 16}
+    paths = {"data_path": str(folder), "report_path": str(folder / "report.json")}
+    return CalibrationOrder(presets=presets, depths=(), num_chains=0, **sizes, **paths)
+
+
 def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(tmp_path: Path):
     ids: set[str] = set()
     path = tmp_path / "report.json"
-    order = CalibrationOrder(
-        presets=("dense3", "max", "raw"),
-        contexts=(128,),
-        num_windows=2,
-        window_tokens=128,
-        num_scored=16,
-        depths=(),
-        num_chains=0,
-        data_path=str(tmp_path),
-        report_path=str(path),
-    )
+    order = order_of(tmp_path, "dense3", "max", "raw")
     for num_windows in (2, 3):
         wanted = msgspec.structs.replace(order, num_windows=num_windows)
         one = Engine(tmp_path, Talking(), order=wanted, stages=False)
@@ -347,17 +332,7 @@ def test_an_order_whose_report_is_awaited_replaces_what_was_learned_before(tmp_p
 
 
 def test_an_order_that_is_interrupted_keeps_the_presets_that_it_has_measured(tmp_path: Path):
-    order = CalibrationOrder(
-        presets=("dense3", "raw"),
-        contexts=(128,),
-        num_windows=2,
-        window_tokens=128,
-        num_scored=16,
-        depths=(),
-        num_chains=0,
-        data_path=str(tmp_path),
-        report_path=str(tmp_path / "report.json"),
-    )
+    order = order_of(tmp_path, "dense3", "raw")
     whole, elsewhere = Talking(), msgspec.structs.replace(order, data_path=str(tmp_path / "other"))
     assert Engine(tmp_path, whole, order=elsewhere, stages=False).ended() == ""
     half = Talking(stop_after=whole.num_answers - 1)

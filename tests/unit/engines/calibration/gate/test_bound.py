@@ -9,20 +9,9 @@ import pytest
 from engines.calibration.gate.rules import STUDENT, Bound, decided, refusal
 from kvstore.codecs.quality import Quality, TextQuality
 
-GOOD = Quality(
-    preset="tq3",
-    context=2048,
-    bits_per_element=3.25,
-    perplexity_change_pct=0.4,
-    kl=0.005,
-    top1=0.95,
-    needle_found=3,
-    needle_total=3,
-    cos_k=0.98,
-    cos_v=0.98,
-    error_k=0.03,
-    error_v=0.03,
-)
+FIGURES = {"bits_per_element": 3.25, "perplexity_change_pct": 0.4, "kl": 0.005, "top1": 0.95}
+FIGURES |= {"cos_k": 0.98, "cos_v": 0.98, "error_k": 0.03, "error_v": 0.03}
+GOOD = Quality(preset="tq3", context=2048, needle_found=3, needle_total=3, **FIGURES)
 BOUND = Bound()
 
 
@@ -34,15 +23,15 @@ def test_within_the_bound() -> None:
     assert refusal([GOOD, row(context=6144)], "tq3", BOUND) == ""
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"kl": 0.011}, "KL of 0.0110"),
-        ({"kl": math.nan}, "KL of nan"),
-        ({"top1": 0.5}, "keeps 50.0% of the most likely"),
-        ({"needle_found": 2}, "lost 1 of 3 needles"),
-    ],
-)
+TOO_FAR = [
+    ({"kl": 0.011}, "KL of 0.0110"),
+    ({"kl": math.nan}, "KL of nan"),
+    ({"top1": 0.5}, "keeps 50.0% of the most likely"),
+    ({"needle_found": 2}, "lost 1 of 3 needles"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), TOO_FAR)
 def test_one_bad_context_is_enough(change: dict[str, object], said: str) -> None:
     found = refusal([GOOD, row(context=6144, **change)], "tq3", BOUND)
     assert said in found and "at 6144 tokens" in found
@@ -55,37 +44,24 @@ def test_chains_within_the_bound() -> None:
     assert refusal([row(**CHAINS)], "tq3", BOUND) == ""
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"chain_kl": 0.3}, "a KL of 0.3000 at the answers to chains, above the bound of"),
-        ({"chain_kl": math.nan}, "a KL of nan at the answers"),
-        ({"chain_top1": 0.6}, "60.0% of the answers to chains stay the same, under"),
-    ],
-)
+THREAD_LOST = [
+    ({"chain_kl": 0.3}, "a KL of 0.3000 at the answers to chains, above the bound of"),
+    ({"chain_kl": math.nan}, "a KL of nan at the answers"),
+    ({"chain_top1": 0.6}, "60.0% of the answers to chains stay the same, under"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), THREAD_LOST)
 def test_pass_keys_are_not_enough(change: dict[str, object], said: str) -> None:
     """Texts and needles as good as before; the thread of reasoning is lost."""
     found = refusal([GOOD, row(context=6144, **{**CHAINS, **change})], "tq3", BOUND)
     assert said in found and found.startswith("codec tq3 at 6144 tokens loses the thread")
 
 
-def test_a_codec_that_finds_every_pass_key_and_loses_the_thread_is_refused() -> None:
-    """The figures of ``tq3`` on SmolLM2-135M at 1,024 tokens, under a bound that its texts keep."""
-    measured = {"kl": 0.023, "top1": 0.916, "needle_found": 3, "needle_total": 3}
-    loose = Bound(kl=0.03)
-    assert refusal([row(**measured)], "tq3", loose) == ""
-    chains = {"chain_tokens": 264, "chain_kl": 0.1676, "chain_top1": 0.795}
-    assert "79.5% of the answers" in refusal([row(**measured, **chains)], "tq3", loose)
-
-
 def test_the_bound_of_chains_follows_the_operators() -> None:
     rows = [row(kl=0.0001, **{**CHAINS, "chain_kl": 0.02})]
     assert refusal(rows, "tq3", Bound(kl=0.01)) == ""
     assert "above the bound of 0.01" in refusal(rows, "tq3", Bound(kl=0.001))
-
-
-def test_a_row_without_chains_is_judged_by_its_other_figures() -> None:
-    assert GOOD.chain_tokens == 0 and refusal([GOOD], "tq3", BOUND) == ""
 
 
 def test_a_codec_that_was_not_measured_is_refused() -> None:
@@ -100,17 +76,17 @@ def judged(*kls: float, **changes: object) -> Quality:
     return row(kl=sum(kls) / len(kls), texts=texts, **changes)
 
 
-@pytest.mark.parametrize(
-    ("kls", "wanted"),
-    [
-        ((0.004, 0.004), None),  # of two texts nothing is certain
-        ((0.004, 0.0041, 0.0042), True),
-        ((0.004, 0.002, 0.009), None),  # within the bound, but not for certain
-        ((0.004, 0.002, 0.009, 0.003, 0.004, 0.005), True),
-        ((0.02, 0.0201, 0.0202), False),
-        ((0.02, 0.002, 0.03), None),
-    ],
-)
+FEW_TEXTS = [
+    ((0.004, 0.004), None),  # of two texts nothing is certain
+    ((0.004, 0.0041, 0.0042), True),
+    ((0.004, 0.002, 0.009), None),  # within the bound, but not for certain
+    ((0.004, 0.002, 0.009, 0.003, 0.004, 0.005), True),
+    ((0.02, 0.0201, 0.0202), False),
+    ((0.02, 0.002, 0.03), None),
+]
+
+
+@pytest.mark.parametrize(("kls", "wanted"), FEW_TEXTS)
 def test_few_texts_decide_with_a_margin(kls: tuple[float, ...], wanted: bool | None) -> None:
     assert decided([judged(*kls)], BOUND) is wanted
 

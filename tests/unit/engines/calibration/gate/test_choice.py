@@ -63,15 +63,6 @@ def test_a_row_without_chains_says_that_they_are_missing():
     assert "never judged" not in new.why
 
 
-def test_a_codec_that_loses_the_thread_of_reasoning_is_refused():
-    bad = {"chain_tokens": 80, "chain_kl": 0.4, "chain_top1": 0.7}
-    profile = measured(row("dense3", **bad), row("tq4"))
-    choice = chosen(profile)
-    assert choice.name == "tq4" and "dense3 at 2048 tokens loses the thread" in choice.why
-    with pytest.raises(CodecRefused, match="answers to chains"):
-        chosen(profile, "dense3")
-
-
 def timed(preset: str, share: float, **changes: object) -> Quality:
     """A row whose restore takes that share of a prefill."""
     return row(preset, prefill_s=1.0, restore_s=share, **changes)
@@ -82,16 +73,16 @@ def all_timed() -> tuple[Quality, ...]:
     return tuple(timed(preset, share) for preset, share in SHARES.items())
 
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ({}, "balanced"),
-        ({"restore_share": 0.05}, "dense3"),
-        ({"restore_share": 0.2}, "max"),
-        ({"codec": "safe"}, "safe"),
-        ({"max_kl": 0.001}, "raw"),
-    ],
-)
+QUICK = [
+    ({}, "balanced"),
+    ({"restore_share": 0.05}, "dense3"),
+    ({"restore_share": 0.2}, "max"),
+    ({"codec": "safe"}, "safe"),
+    ({"max_kl": 0.001}, "raw"),
+]
+
+
+@pytest.mark.parametrize(("settings", "wanted"), QUICK)
 def test_one_codec_serves_that_restores_quickly(settings: dict[str, Any], wanted: str):
     config = configured(StoreConfig, **settings)
     choice = choose(config.codec, config, LAYOUT, measured(*all_timed()))
@@ -111,14 +102,6 @@ def test_a_packed_live_cache_sleeps_as_it_is():
     layout = PackedLayout(dtype="bfloat16", layers=model_profile().layout.layers, num_bits=4)
     profile = measured(timed("tq4", 0.04), *all_timed())
     assert choose("auto", StoreConfig(), layout, profile).name == "tq4"
-
-
-def test_else_the_densest_that_does_and_says_both():
-    rows = [row("dense3", kl=0.02), row("max", kl=0.03), row("balanced"), row("tq4"), row("safe")]
-    choice = chosen(measured(*rows))
-    assert choice.name == "balanced"
-    assert "dense3 at 2048 tokens has a KL of 0.0200, above the bound of 0.01" in choice.why
-    assert "balanced: KL 0.0050" in choice.why
 
 
 def test_else_an_exact_one():
@@ -150,15 +133,10 @@ def profile_of(preset: str, rows: Rows) -> Profile | None:
     return None if rows is None else measured(*(row(preset, **changes) for changes in rows))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        None,
-        (),
-        ({"codec_id": "dense3.2-0123456789"},),  # learned anew since
-        ({"codec_id": ""},),
-    ],
-)
+LEARNED_ANEW = {"codec_id": "dense3.2-0123456789"}
+
+
+@pytest.mark.parametrize("rows", [None, (), (LEARNED_ANEW,), ({"codec_id": ""},)])
 def test_nothing_is_lost_before_it_was_measured(rows: Rows):
     profile = profile_of("dense3", rows)
     choice = chosen(profile)
@@ -233,9 +211,8 @@ def test_a_model_that_packs_nothing_needs_no_choice():
 def packed(profile: Profile | None, **settings: Any) -> Choice:
     config = StoreConfig(codec="auto", **settings)
     layers = model_profile().layout.layers
-    return choose(
-        "auto", config, PackedLayout(dtype="bfloat16", layers=layers, num_bits=4), profile
-    )
+    layout = PackedLayout(dtype="bfloat16", layers=layers, num_bits=4)
+    return choose("auto", config, layout, profile)
 
 
 def test_live_kv_is_packed_where_that_keeps_the_bound():

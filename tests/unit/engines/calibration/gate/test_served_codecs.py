@@ -79,15 +79,6 @@ def test_a_verdict_of_few_texts_serves_and_is_still_to_be_renewed(tmp_path: Path
     assert not codecs.has_open_questions
 
 
-def test_a_worse_measurement_takes_a_codec_back_and_its_blobs_with_it(tmp_path: Path):
-    write(measured(row("dense3")), tmp_path)
-    codecs, store = served(tmp_path), Store()
-    write(measured(row("dense3", kl=0.5), row("tq4")), tmp_path)
-    codecs.renew(store.adopt)
-    ((adopted, keep),) = store.adopted
-    assert (adopted.rows.id, keep) == ("tq4.2", False)
-
-
 def test_a_named_codec_that_is_refused_while_it_serves_gives_way(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -53,9 +53,6 @@ def test_the_same_needles_every_time() -> None:
 
 
 def test_a_tokenizer_that_joins_the_question_with_its_answer() -> None:
-    def pairs(text: str) -> list[int]:
-        return [hash(text[i : i + 2]) for i in range(0, len(text), 2)]
-
     for case in needle_cases([LONG], pairs, 300):
         assert 0 < case.num_answer <= 3
 
@@ -106,10 +103,8 @@ def test_all_facts_are_in_the_prefix_and_all_answers_after_it(context: int) -> N
             places = [prefix.index(f"\n{fact}\n") for fact in problem.facts]
             assert problem.kind == "counting" or places == sorted(places)
         for kind, places in case.answers.items():
-            solved = [
-                part.text for x in used if x.kind == kind for part in x.question if part.is_answer
-            ]
-            assert words(tuple(case.rest[i] for i in places)) == "".join(solved)
+            solved = "".join("".join(answers(x)) for x in used if x.kind == kind)
+            assert words(tuple(case.rest[i] for i in places)) == solved
 
 
 def test_a_long_prefix_has_problems_of_every_kind() -> None:
@@ -144,14 +139,9 @@ def test_a_tokenizer_that_joins_answers_with_their_neighbours() -> None:
             assert list(places) == sorted(places)
 
 
-@pytest.mark.parametrize(
-    ("context", "most_rest", "tokens"),
-    [(64, 500, encode), (1024, 8, encode), (1024, 8, with_begin)],
-)
-def test_where_no_problem_fits_there_is_no_case(
-    context: int, most_rest: int, tokens: Encode | Callable[[str], list[int]]
-) -> None:
-    assert not list(cases_of(TEXTS, tokens, context, 4, most_rest))
+def test_where_no_problem_fits_there_is_no_case() -> None:
+    for context, most_rest, tokens in (64, 500, encode), (1024, 8, encode), (1024, 8, with_begin):
+        assert not list(cases_of(TEXTS, tokens, context, 4, most_rest))
 
 
 def test_nor_where_no_text_is_long_enough() -> None:
@@ -200,15 +190,10 @@ def words_of(problem: Problem) -> str:
     return "".join(part.text for part in problem.question if not part.is_answer)
 
 
-@pytest.mark.parametrize(
-    ("kind", "solved"),
-    [
-        ("arithmetic", totals),
-        ("tracing", traced),
-        ("table", looked_up),
-        ("counting", counted),
-    ],
-)
+SOLVED = {"arithmetic": totals, "tracing": traced, "table": looked_up, "counting": counted}
+
+
+@pytest.mark.parametrize(("kind", "solved"), SOLVED.items())
 def test_answers_follow_from_the_facts(kind: str, solved: Callable[[Problem], list[str]]) -> None:
     found = list(of_kind(kind))
     assert len(found) == 6 * len(SEEDS)

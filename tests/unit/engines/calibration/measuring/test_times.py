@@ -15,34 +15,22 @@ import numpy as np
 import pytest
 
 from engines.calibration.gate.rules import QUIET, is_disturbed
-from engines.calibration.instrument import NOTHING, HeldSession
+from engines.calibration.instrument import NOTHING, HeldSession, Instrument
 from engines.calibration.measuring.stopwatch import Stopwatch, processor_waits
 from engines.calibration.measuring.times import TRIES, timed_again
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.quality import Quality
 from kvstore.workers import usable_cores
+from tests.unit.engines.calibration.gate.test_bound import GOOD
 from tests.unit.engines.calibration.test_learn import Blind
 
 CODECS = {name: codec_by_name(name) for name in ("tq3", "tq4")}
 
 
 def row(preset: str, waited: float | None, context: int = 64) -> Quality:
-    return Quality(
-        preset=preset,
-        codec_id=CODECS[preset].id,
-        context=context,
-        bits_per_element=3.1,
-        perplexity_change_pct=0.1,
-        kl=0.001,
-        top1=0.99,
-        needle_found=0,
-        needle_total=0,
-        cos_k=0.99,
-        cos_v=0.99,
-        prefill_s=9.0,
-        restore_s=0.9,
-        waited=waited,
-    )
+    times = {"prefill_s": 9.0, "restore_s": 0.9, "waited": waited}
+    of_codec = {"preset": preset, "codec_id": CODECS[preset].id, "context": context}
+    return msgspec.structs.replace(GOOD, **of_codec, **times)
 
 
 def stopwatch_of(*waited: float) -> Callable[[], Stopwatch]:
@@ -59,9 +47,11 @@ class Indifferent(Blind):
         return np.full((len(tokens), 1400), -np.log(1400), np.float32)
 
 
-def timed(rows: list[Quality], *waited: float) -> list[Quality]:
-    how = {"num_threads": 1}
-    return timed_again(Indifferent(), CODECS, rows, **how, stopwatch=stopwatch_of(*waited))  # type: ignore[arg-type]
+def timed(
+    rows: list[Quality], *waited: float, instrument: Instrument | None = None
+) -> list[Quality]:
+    stopwatch, instrument = stopwatch_of(*waited), instrument or Indifferent()
+    return timed_again(instrument, CODECS, rows, num_threads=1, stopwatch=stopwatch)
 
 
 def test_only_rows_that_were_disturbed_are_timed_again():
@@ -69,9 +59,8 @@ def test_only_rows_that_were_disturbed_are_timed_again():
     found, *others = timed(rows)
     per_1000 = 1000 / 64
     assert others == rows[1:]
-    assert found == msgspec.structs.replace(
-        rows[0], prefill_s=per_1000, restore_s=per_1000, waited=0.0
-    )
+    now = {"prefill_s": per_1000, "restore_s": per_1000, "waited": 0.0}
+    assert found == msgspec.structs.replace(rows[0], **now)
 
 
 def test_the_least_disturbed_attempt_counts():
@@ -99,10 +88,8 @@ class Remembering(Indifferent):
 
 def test_each_attempt_reads_another_prompt():
     """Otherwise an engine's prefix cache would be timed."""
-    instrument, how = Remembering(), {"num_threads": 1}
-    timed_again(
-        instrument, CODECS, [row("tq3", 0.5)], **how, stopwatch=stopwatch_of(*[0.7] * 2 * TRIES)
-    )
+    instrument = Remembering()
+    timed([row("tq3", 0.5)], *[0.7] * 2 * TRIES, instrument=instrument)
     assert len(instrument.beginnings) == TRIES
 
 
@@ -127,10 +114,8 @@ def test_a_thread_that_had_no_processor_is_seen(tmp_path: Path):
 @pytest.mark.skipif(not processor_waits(), reason="this system does not count waits")
 def test_work_beside_others_has_waited():
     """Twice as many processes spin as there are cores: this thread has half of one at most."""
-    others = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        for _ in range(2 * usable_cores())
-    ]
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(2 * usable_cores())]
     try:
         with Stopwatch() as watch:
             _spin(1.0)

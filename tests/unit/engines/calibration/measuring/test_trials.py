@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from engines.calibration.instrument import NOTHING, HeldSession, Note
+from engines.calibration.instrument import NOTHING, HeldSession
 from engines.calibration.measuring.cases import SHARED, Case, in_reading_order
 from engines.calibration.measuring.stopwatch import Stopwatch
 from engines.calibration.measuring.trials import (
@@ -18,51 +18,37 @@ from engines.calibration.measuring.trials import (
     common_length,
     least_context,
 )
-from kvstore.blobs.state_tree import MatrixArray, StateArray
+from kvstore.blobs.state_tree import MatrixArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
-from kvstore.shapes import KVLayer, KVLayout, KVRun, StateLayout
+from kvstore.shapes import KVLayer, KVLayout, StateLayout
+from tests.unit.engines.calibration.test_learn import Blind
 
 RAW = codec_by_name("raw")
 
 
-class Adding:
+class Adding(Blind):
     """Adds every token to all values of its state, so a codec's loss stays in it."""
 
     layout = KVLayout("float32", ())
-    fingerprint = "f"
     ropes = ()
+    sees_states = True
     states: StateLayout | None = StateLayout(has_matrices=True)
 
     def __init__(self, state_step: int = 1) -> None:
         self.state_step = state_step
         self.went_on_from: list[int] = []
 
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def window_ropes(self) -> tuple[()]:
-        return ()
-
     def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
         first = np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 8)
         self.went_on_from.append(past.num_tokens)
         if past.num_tokens:
-            assert isinstance(past.state, StateArray)
             first = past.state.array
         end = len(tokens) // self.state_step * self.state_step
         added = tokens[past.num_tokens : end]
         state = MatrixArray("float32", first + np.float32(sum(added)))
         return HeldSession((), end, state)
-
-    def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        raise NotImplementedError
-
-    sees_states = True
-
-    def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
-        raise NotImplementedError
 
 
 def test_errors_of_all_sleeps_are_in_the_judged_session() -> None:
@@ -77,9 +63,6 @@ def test_errors_of_all_sleeps_are_in_the_judged_session() -> None:
     assert instrument.went_on_from[2:] == turns
 
     once = codec.matrices
-    assert isinstance(exact.session.state, StateArray) and isinstance(
-        trip.session.state, StateArray
-    )
     array = np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 8) + np.float32(before)
     for number in range(SLEEPS):
         payload = memoryview(once.encode(array, "float32"))
@@ -119,9 +102,6 @@ def test_an_exact_codec_changes_nothing() -> None:
     how = Trials(instrument, 1)
     exact = how.exact(tokens)
     trip = how.trip(SessionCodec(RAW, None, matrix_codec("")), exact)
-    assert isinstance(exact.session.state, StateArray) and isinstance(
-        trip.session.state, StateArray
-    )
     np.testing.assert_array_equal(trip.session.state.array, exact.session.state.array)
     assert how.exact(tokens) is exact and len(instrument.went_on_from) == 2
 
