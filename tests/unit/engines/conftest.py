@@ -78,11 +78,6 @@ async def client(folder: Path, fake: FakeProcess) -> AsyncIterator[EngineClient]
 
 
 def worker_config(folder: Path, token: str = "right") -> WorkerConfig:
-    return WorkerConfig(
-        engine=configured(EngineConfig, kind="fake", stall_timeout_s=0.4),
-        store=StoreConfig(),
-        model_path="",
-        served_model_name="m",
-        runtime_dir=str(folder),
-        token=token,
-    )
+    engine = configured(EngineConfig, kind="fake", stall_timeout_s=0.4)
+    named = {"model_path": "", "served_model_name": "m", "runtime_dir": str(folder)}
+    return WorkerConfig(engine=engine, store=StoreConfig(), token=token, **named)

@@ -27,23 +27,20 @@ from engines.vllm_plugin.process.command import (
     plugin_settings,
     refusal,
 )
-from engines.wire import CodecReport, Welcome
+from engines.wire import Welcome
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
 from launch.engine_start import engine_factory
-from tests.unit.engines.conftest import worker_config
+from tests.unit.engines.client.test_client import PATH, scripted
+from tests.unit.engines.conftest import WELCOME, worker_config
 from tests.waiting import eventually
 
 
 def worker(folder: Path, **engine) -> WorkerConfig:
-    return WorkerConfig(
-        engine=EngineConfig(kind="vllm", hot_bytes=1 << 28, **engine),
-        store=StoreConfig(codec="tq3"),
-        model_path=str(folder),
-        served_model_name="smol",
-        runtime_dir=str(folder),
-        token="very secret",
-    )
+    config = EngineConfig(kind="vllm", hot_bytes=1 << 28, **engine)
+    named = {"model_path": str(folder), "served_model_name": "smol"}
+    usual = worker_config(folder, token="very secret")
+    return msgspec.structs.replace(usual, engine=config, store=StoreConfig(codec="tq3"), **named)
 
 
 def option(argv: list[str], name: str) -> str:
@@ -127,24 +124,13 @@ def test_parsers_that_the_user_names_are_left_alone(tmp_path):
 
 
 async def test_an_attached_engine_that_is_vllm_gets_vllms_fields(tmp_path):
-    welcome = Welcome(
-        engine="vllm",
-        engine_version="0",
-        model="m",
-        max_context=1,
-        codec=CodecReport(name="raw"),
-        hibernation=True,
-    )
-
     async def welcomed() -> Welcome:
-        return welcome
+        return msgspec.structs.replace(WELCOME, engine="vllm")
 
     address = f"unix:{tmp_path / 'control.sock'}"
     server = await ControlServer("its own", welcomed, FakeSessions(1 << 20)).serve(address)
-    there = msgspec.structs.replace(
-        worker(tmp_path, url="http://127.0.0.1:1", control=address), token="its own"
-    )
-    attached = AttachedEngine(there)
+    there = worker(tmp_path, url="http://127.0.0.1:1", control=address)
+    attached = AttachedEngine(msgspec.structs.replace(there, token="its own"))
     await attached.start()
     await eventually(lambda: attached.ready)
     session = SessionRef("tenant", "id", b"\x01")
@@ -214,11 +200,8 @@ def test_settings_that_make_no_sense(tmp_path):
 def test_a_client_cannot_speak_for_another_session():
     forged = {"model": "m", "cache_salt": "theirs", "kv_transfer_params": {"thermocline": {}}}
     body = with_session(forged, SessionRef("tenant", "id", b"\x01\x02"))
-    assert body == {
-        "model": "m",
-        "cache_salt": "0102",
-        "kv_transfer_params": {"thermocline": {"tenant": "tenant", "session": "id"}},
-    }
+    own = {"thermocline": {"tenant": "tenant", "session": "id"}}
+    assert body == {"model": "m", "cache_salt": "0102", "kv_transfer_params": own}
 
 
 def test_it_is_in_the_registry():
@@ -232,13 +215,8 @@ def test_an_environment_without_vllm_has_an_error_of_its_own(tmp_path):
 
 def interpreter(folder: Path, **found: object) -> str:
     """Stands in for a Python that finds this."""
-    whole = {
-        "vllm": "0.32.1",
-        "cpu": False,
-        "missing": [],
-        "plugin": True,
-        "plugin_version": version("thermocline"),
-    }
+    whole = {"vllm": "0.32.1", "cpu": False, "missing": [], "plugin": True}
+    whole["plugin_version"] = version("thermocline")
     python = folder / "python"
     python.write_text(f"#!/bin/sh\necho '{json.dumps(whole | found)}'\n")
     python.chmod(0o700)
@@ -251,15 +229,15 @@ def test_an_environment_that_has_all_of_it(tmp_path, release):
     assert (found.version, found.problem) == (release, "")
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ({"vllm": "0.31.0"}, "vLLM 0.31.0 is not supported; install vllm==0.32.* or vllm==0.33.*"),
-        ({"vllm": "0.330.0"}, "vLLM 0.330.0 is not supported"),
-        ({"missing": ["lmdb"]}, "lacks lmdb"),
-        ({"plugin": False}, "our plug-in is missing"),
-    ],
-)
+PROBLEMS = [
+    ({"vllm": "0.31.0"}, "vLLM 0.31.0 is not supported; install vllm==0.32.* or vllm==0.33.*"),
+    ({"vllm": "0.330.0"}, "vLLM 0.330.0 is not supported"),
+    ({"missing": ["lmdb"]}, "lacks lmdb"),
+    ({"plugin": False}, "our plug-in is missing"),
+]
+
+
+@pytest.mark.parametrize(("found", "words"), PROBLEMS)
 def test_missing_parts_of_an_environment_are_named(tmp_path, found, words):
     assert words in inspect_environment(interpreter(tmp_path, **found)).problem
 
@@ -278,14 +256,9 @@ async def test_a_stop_that_is_cancelled_ends_at_once(folder: Path, num_steps: in
     engine = FakeServer(worker_config(folder))
     await engine.start()
     await eventually(lambda: engine.ready)
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "hi"}],
-        "stream": True,
-        "metadata": {"fake": "chunks=100000 delay_s=0.01"},
-    }
+    body = scripted("chunks=100000 delay_s=0.01")
     try:
-        async with engine.open("/v1/chat/completions", json.dumps(body).encode(), {}):
+        async with engine.open(PATH, body, {}):
             stopping = asyncio.create_task(engine.stop(1000.0))
             for _ in range(num_steps):
                 await asyncio.sleep(0)

@@ -23,6 +23,7 @@ from engines.wire import (
     Refused,
     SessionReport,
     Sessions,
+    Welcome,
     WireError,
     frame,
     read_request,
@@ -38,10 +39,24 @@ REPORT = SessionReport(
 
 
 @asynccontextmanager
-async def linked(folder: Path, peer: Peer, silence_s: float = 30.0) -> AsyncIterator[ControlLink]:
+async def linked(
+    folder: Path,
+    peer: Peer | None = None,
+    *,
+    silence_s: float = 30.0,
+    welcome: Welcome = WELCOME,
+    stays: bool = True,
+) -> AsyncIterator[ControlLink]:
+    """A link to one that says welcome, does what ``peer`` does, and then only ``stays`` there."""
+
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await peer(reader, writer)
+            hello = await read_request(reader)
+            writer.write(frame(ControlReply(hello.number, welcome)))
+            if peer is not None:
+                await peer(reader, writer)
+            if stays:
+                await reader.read()
         except (EOFError, ConnectionError, WireError):
             pass
         finally:
@@ -57,33 +72,21 @@ async def linked(folder: Path, peer: Peer, silence_s: float = 30.0) -> AsyncIter
         server.close()
 
 
-async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    hello = await read_request(reader)
-    writer.write(frame(ControlReply(hello.number, WELCOME)))
-
-
 async def test_replies_find_their_requests_in_any_order(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await greet(reader, writer)
         first, second = await read_request(reader), await read_request(reader)
         writer.write(frame(ControlReply(second.number, Sessions([]))))
         writer.write(frame(ControlReply(first.number, Done(None, "busy"))))
-        await reader.read()
 
     async with linked(folder, peer) as link:
         await eventually(lambda: link.welcome)
-        first, second = await asyncio.gather(
-            link.ask(GetStats(), 5.0), link.ask(ListSessions(), 5.0)
-        )
+        asking = link.ask(GetStats(), 5.0), link.ask(ListSessions(), 5.0)
+        first, second = await asyncio.gather(*asking)
         assert first == Done(None, "busy") and second == Sessions([])
 
 
 async def test_no_answer_in_time(folder: Path) -> None:
-    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await greet(reader, writer)
-        await reader.read()
-
-    async with linked(folder, peer) as link:
+    async with linked(folder) as link:
         await eventually(lambda: link.welcome)
         with pytest.raises(EngineUnavailable, match="GetStats"):
             await link.ask(GetStats(), 0.05)
@@ -92,10 +95,8 @@ async def test_no_answer_in_time(folder: Path) -> None:
 
 async def test_a_refused_verb(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await greet(reader, writer)
         request = await read_request(reader)
         writer.write(frame(ControlReply(request.number, Refused("not now"))))
-        await reader.read()
 
     async with linked(folder, peer) as link:
         await eventually(lambda: link.welcome)
@@ -108,7 +109,6 @@ async def test_a_frozen_engine_is_given_up_and_welcomed_back(folder: Path) -> No
 
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(1)
-        await greet(reader, writer)
         await asyncio.sleep(60)
 
     async with linked(folder, peer, silence_s=0.1) as link:
@@ -122,7 +122,6 @@ async def test_a_frozen_engine_is_given_up_and_welcomed_back(folder: Path) -> No
 async def test_the_heartbeat_keeps_a_quiet_link(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(1)
-        await greet(reader, writer)
         while True:
             request = await read_request(reader)
             beats.append(request.number)
@@ -137,44 +136,35 @@ async def test_the_heartbeat_keeps_a_quiet_link(folder: Path) -> None:
 
 async def test_garbage_ends_the_connection_only(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await greet(reader, writer)
         writer.write(b"\x00\x00\x00\x03abc")
-        await reader.read()
 
     async with linked(folder, peer) as link:
         await eventually(lambda: "not a control message" in link.trouble)
 
 
-@pytest.mark.parametrize(
-    ("change", "trouble"),
-    [
-        ({"version": 99}, "version 99"),
-        ({"model": "m\ntest-cmd: x"}, r"control characters: 'm\ntest-cmd: x'"),
-        ({"model": "m\x1b[2J"}, r"control characters: 'm\x1b[2J'"),
-    ],
-)
+UNUSABLE = [
+    ({"version": 99}, "version 99"),
+    ({"model": "m\ntest-cmd: x"}, r"control characters: 'm\ntest-cmd: x'"),
+    ({"model": "m\x1b[2J"}, r"control characters: 'm\x1b[2J'"),
+]
+
+
+@pytest.mark.parametrize(("change", "trouble"), UNUSABLE)
 async def test_an_engine_that_cannot_be_used_is_refused_with_a_reason(
     folder: Path, change: dict[str, Any], trouble: str
 ) -> None:
-    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await read_request(reader)
-        writer.write(frame(ControlReply(hello.number, msgspec.structs.replace(WELCOME, **change))))
-        await reader.read()
-
-    async with linked(folder, peer) as link:
+    async with linked(folder, welcome=msgspec.structs.replace(WELCOME, **change)) as link:
         await eventually(lambda: trouble in link.trouble)
         assert link.welcome is None
 
 
 async def test_too_many_notices_become_one_question(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await greet(reader, writer)
         for _ in range(MAX_NOTICES + 10):
             writer.write(frame(Notice("saved", REPORT)))
         await writer.drain()
         request = await read_request(reader)
         writer.write(frame(ControlReply(request.number, Sessions([]))))
-        await reader.read()
 
     async with linked(folder, peer) as link:
         await eventually(lambda: link.welcome)
@@ -186,10 +176,8 @@ async def test_too_many_notices_become_one_question(folder: Path) -> None:
 
 async def test_found_sessions_are_a_question_as_well(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await greet(reader, writer)
         writer.write(frame(Notice("moved", REPORT, ALL_CHANGED)))
         writer.write(frame(Notice("moved", REPORT, "budget")))
-        await reader.read()
 
     async with linked(folder, peer) as link:
         notices = link.notices.read()
@@ -199,10 +187,9 @@ async def test_found_sessions_are_a_question_as_well(folder: Path) -> None:
 
 async def test_open_requests_end_with_the_link(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await greet(reader, writer)
         await read_request(reader)
 
-    async with linked(folder, peer) as link:
+    async with linked(folder, peer, stays=False) as link:
         await eventually(lambda: link.welcome)
         with pytest.raises(EngineUnavailable, match="closed the connection"):
             await link.ask(GetStats(), 10.0)

@@ -101,21 +101,19 @@ class Engine:
         return Candidate("", self.welcome, next_life, opened)
 
 
-@pytest.mark.parametrize(
-    ("answers", "status", "body"),
-    [
-        pytest.param([b"", OK], 200, b"said", id="it ended before the head"),
-        pytest.param([FAILED, OK], 200, b"said", id="its last word was an error"),
-        pytest.param([STREAM, STREAM + EVENT], 200, EVENT, id="it ended after the head"),
-        pytest.param([STREAM + ERROR, STREAM + EVENT], 200, EVENT, id="its last event"),
-        pytest.param(
-            [STREAM + COMMENT, STREAM + EVENT], 200, COMMENT + b"\n\n" + EVENT, id="in a prefill"
-        ),
-        pytest.param([b"", FAILED], 500, b"no", id="the next one fails by itself"),
-        pytest.param([FAILED], 500, b"no", id="it stays, and fails"),
-        pytest.param([STREAM + EVENT], 200, EVENT, id="it stays"),
-    ],
-)
+ASKED = {
+    "it ended before the head": ([b"", OK], 200, b"said"),
+    "its last word was an error": ([FAILED, OK], 200, b"said"),
+    "it ended after the head": ([STREAM, STREAM + EVENT], 200, EVENT),
+    "its last event": ([STREAM + ERROR, STREAM + EVENT], 200, EVENT),
+    "in a prefill": ([STREAM + COMMENT, STREAM + EVENT], 200, COMMENT + b"\n\n" + EVENT),
+    "the next one fails by itself": ([b"", FAILED], 500, b"no"),
+    "it stays, and fails": ([FAILED], 500, b"no"),
+    "it stays": ([STREAM + EVENT], 200, EVENT),
+}
+
+
+@pytest.mark.parametrize(("answers", "status", "body"), ASKED.values(), ids=ASKED)
 async def test_who_is_asked(folder: Path, answers: list[bytes], status: int, body: bytes) -> None:
     engine = Engine(folder, list(answers))
     async with engine.asked() as exchange:
@@ -125,14 +123,14 @@ async def test_who_is_asked(folder: Path, answers: list[bytes], status: int, bod
     assert engine.bodies == [b"{}"] * len(answers)
 
 
-@pytest.mark.parametrize(
-    ("answer", "status", "body"),
-    [
-        pytest.param(OK, 200, b"said", id="a whole answer"),
-        pytest.param(STREAM + EVENT, 200, EVENT, id="an event"),
-        pytest.param(REFUSED, 400, b"bad", id="a refusal"),
-    ],
-)
+KEPT = {
+    "a whole answer": (OK, 200, b"said"),
+    "an event": (STREAM + EVENT, 200, EVENT),
+    "a refusal": (REFUSED, 400, b"bad"),
+}
+
+
+@pytest.mark.parametrize(("answer", "status", "body"), KEPT.values(), ids=KEPT)
 async def test_an_answer_that_is_there_is_kept(
     folder: Path, answer: bytes, status: int, body: bytes
 ) -> None:
@@ -162,14 +160,14 @@ async def test_the_next_engine_may_not_fall_silent_either(folder: Path) -> None:
         await exchange.close()
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        pytest.param([b"", b"", OK], id="the next one ends as well"),
-        pytest.param([STREAM, OK], id="another kind of answer than was promised"),
-        pytest.param([STREAM, FAILED], id="an error, after a head that went out"),
-    ],
-)
+LOST = {
+    "the next one ends as well": [b"", b"", OK],
+    "another kind of answer than was promised": [STREAM, OK],
+    "an error, after a head that went out": [STREAM, FAILED],
+}
+
+
+@pytest.mark.parametrize("answers", LOST.values(), ids=LOST)
 async def test_an_answer_that_cannot_be_had(folder: Path, answers: list[bytes]) -> None:
     engine = Engine(folder, list(answers))
     async with engine.asked() as exchange:

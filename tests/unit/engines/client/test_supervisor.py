@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 import pytest
@@ -69,18 +70,13 @@ def test_ends_of_one_kind_are_hopeless_and_a_change_is_not():
 
 @asynccontextmanager
 async def running(
-    program: str, line: bytes = b"hello\n", *, served: bool = False
+    program: str | list[str], line: bytes = b"hello\n", *, served: bool = False, **more: Any
 ) -> AsyncIterator[Supervisor]:
+    """A watched program: its lines of Python, or a command."""
+    argv = [sys.executable, "-c", program] if isinstance(program, str) else program
     with TemporaryDirectory() as folder:
-        supervisor = Supervisor(
-            [sys.executable, "-c", program],
-            line,
-            {},
-            name="test",
-            folder=Path(folder),
-            served=lambda: served,
-            rules=QUICK,
-        )
+        more |= {"name": "test", "folder": Path(folder), "rules": QUICK}
+        supervisor = Supervisor(argv, line, {}, served=lambda: served, **more)
         await supervisor.start()
         try:
             yield supervisor
@@ -142,19 +138,9 @@ def test_a_child_that_ends_before_it_reads_is_started_again():
     """On the gateway's own kind of loop, whose closed pipes raise other errors than asyncio's."""
 
     async def lives() -> None:
-        with TemporaryDirectory() as folder:
-            supervisor = Supervisor(
-                ["/bin/sh", "-c", "exit 3"],
-                b"settings" * 1000 + b"\n",
-                {},
-                name="test",
-                folder=Path(folder),
-                served=lambda: True,
-                rules=QUICK,
-            )
-            await supervisor.start()
+        ending, settings = ["/bin/sh", "-c", "exit 3"], b"settings" * 1000 + b"\n"
+        async with running(ending, settings, served=True) as supervisor:
             await eventually(lambda: supervisor.num_starts > 20)
-            await supervisor.stop(0)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(lives())
@@ -185,19 +171,9 @@ async def test_a_killed_child_is_started_again():
         assert supervisor.num_starts == 2
 
 
-async def test_a_crash_loop_is_reported():
-    async with running("raise SystemExit(3)", served=True) as supervisor:
-        await eventually(lambda: "keeps failing" in supervisor.trouble)
-        assert "code 3" in supervisor.trouble
-
-
-async def test_a_program_that_cannot_be_started_is_reported(tmp_path: Path):
-    supervisor = Supervisor(
-        ["/no/such/program"], b"", {}, name="test", folder=tmp_path, rules=QUICK
-    )
-    await supervisor.start()
-    await eventually(lambda: "could not be started" in supervisor.trouble)
-    await supervisor.stop(0)
+async def test_a_program_that_cannot_be_started_is_reported():
+    async with running(["/no/such/program"]) as supervisor:
+        await eventually(lambda: "could not be started" in supervisor.trouble)
 
 
 async def test_stop_lets_the_child_finish(caplog: pytest.LogCaptureFixture):
@@ -209,36 +185,18 @@ async def test_stop_lets_the_child_finish(caplog: pytest.LogCaptureFixture):
     assert "SIGTERM" not in caplog.text
 
 
-async def test_a_deaf_child_is_killed_with_its_own_children(tmp_path: Path):
+async def test_a_deaf_child_is_killed_with_its_own_children():
     program = (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "time.sleep(600)\n"
     )
-    supervisor = Supervisor(
-        [sys.executable, "-c", program],
-        b"",
-        {},
-        name="test",
-        folder=tmp_path,
-        rules=QUICK,
-        term_grace_s=0.2,
-    )
-    await supervisor.start()
-    await eventually(lambda: supervisor.pid and psutil.Process(supervisor.pid).children())
-    assert supervisor.pid is not None
-    family = [psutil.Process(supervisor.pid), *psutil.Process(supervisor.pid).children()]
-    await supervisor.stop(0.2)
+    async with running(program, term_grace_s=0.2) as supervisor:
+        await eventually(lambda: supervisor.pid and psutil.Process(supervisor.pid).children())
+        family = [psutil.Process(supervisor.pid), *psutil.Process(supervisor.pid).children()]
+        await supervisor.stop(0.2)
     await eventually(lambda: not any(_alive(x) for x in family))
-
-
-async def test_hanging_child_is_replaced_on_demand():
-    async with running(LISTEN) as supervisor:
-        await eventually(lambda: supervisor.pid)
-        first = supervisor.pid
-        supervisor.kill("no answer")
-        await eventually(lambda: supervisor.pid not in (None, first))
 
 
 async def test_the_child_sees_the_end_of_a_gateway_that_was_killed(tmp_path: Path):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engines.fake_worker.fake_sessions import HOT_BYTES_PER_TOKEN, FakeSessions
-from engines.fake_worker.server import EchoAnswer, Script, prompt_words, read_script
-from engines.openai.requests import InvalidRequest, validate_chat, validate_completion
+from engines.fake_worker.server import EchoAnswer, Script, read_script
+from engines.openai.requests import InvalidRequest, validate_chat
 from engines.wire import Notice, SessionRef
 
 ALICE = SessionRef(tenant="alice", id="s", salt=b"a")
@@ -54,10 +54,6 @@ def test_misspelt_scripts_are_refused(script: str) -> None:
 # ---- answers
 
 
-def test_an_answer_is_an_echo() -> None:
-    assert "".join(answer_to("hello big world").answer_words()) == "You said: hello big world"
-
-
 def test_streamed_and_whole_answers_say_the_same() -> None:
     answer = answer_to("hello", "chunks=7", stream_options={"include_usage": True})
     events = [json.loads(x[6:]) for x in answer.events(4) if x.startswith(b"data: {")]
@@ -74,16 +70,6 @@ def test_max_tokens_cuts_and_says_so() -> None:
     assert whole["usage"]["completion_tokens"] == 3
 
 
-def test_every_choice_is_answered() -> None:
-    assert [x["index"] for x in answer_to("hi", n=3).whole(0)["choices"]] == [0, 1, 2]
-
-
-def test_text_completions() -> None:
-    asked = validate_completion({"model": "m", "prompt": ["a b", "c"]})
-    assert prompt_words(asked) == ["a", "b", "c"]
-    assert EchoAnswer(asked, Script(), "m").whole(0)["choices"][0]["text"] == "You said: a b c"
-
-
 # ---- sessions
 
 
@@ -93,21 +79,6 @@ def test_a_returning_prompt_reuses_its_prefix() -> None:
     assert turn(engine, ALICE, "a b c yes d") == "hot; tokens=4"
     assert turn(engine, ALICE, "a b X Y") == "hot; tokens=2; reason=diverged"
     assert turn(engine, ALICE, "Y") == "miss; tokens=0; reason=diverged"
-
-
-async def test_demoted_sessions_come_back_from_their_tier() -> None:
-    engine, _ = fake_engine()
-    turn(engine, ALICE, "a b c")
-    await engine.demote(ALICE, "disk")
-    assert turn(engine, ALICE, "a b c yes d") == "cold-disk; tokens=4"
-
-
-async def test_tenants_do_not_share() -> None:
-    engine, _ = fake_engine()
-    turn(engine, ALICE, "a b c")
-    assert turn(engine, BOB, "a b c").startswith("miss")
-    assert (await engine.forget(BOB)).report is not None
-    assert turn(engine, ALICE, "a b c").startswith("hot")
 
 
 async def test_a_busy_session_stays_hot() -> None:
