@@ -26,15 +26,14 @@ from engines.http import (
 from engines.openai.errors import InvalidRequest
 from kvstore.session import SessionRef
 
+OUTCOMES = {
+    "miss; tokens=0; reason=never-stored": CacheOutcome("miss", 0, "never-stored"),
+    "hot; tokens=40": CacheOutcome("hot", 40),
+    "cold-redis; tokens=7; reason=diverged": CacheOutcome("cold-redis", 7, "diverged"),
+}
 
-@pytest.mark.parametrize(
-    ("outcome", "header"),
-    [
-        (CacheOutcome("miss", 0, "never-stored"), "miss; tokens=0; reason=never-stored"),
-        (CacheOutcome("hot", 40), "hot; tokens=40"),
-        (CacheOutcome("cold-redis", 7, "diverged"), "cold-redis; tokens=7; reason=diverged"),
-    ],
-)
+
+@pytest.mark.parametrize(("header", "outcome"), OUTCOMES.items())
 def test_an_outcome_is_read_as_it_was_written(outcome: CacheOutcome, header: str) -> None:
     assert outcome.header() == header
     assert CacheOutcome.parse(header) == outcome
@@ -44,19 +43,11 @@ def test_an_outcome_without_a_number_is_read() -> None:
     assert CacheOutcome.parse("miss") == CacheOutcome("miss", 0)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "warm; tokens=1",
-        "cold-None; tokens=1",
-        'hot"; tokens=1',
-        "hot; tokens=x",
-        "hot; tokens=1\n",
-    ]
-    + ["hot; tokens=1; reason=UPPER", "hot; tokens=1; reason=a b"]
-    + ["hot; tokens=" + "9" * 5000],
-)
+NO_OUTCOMES = ["", "warm; tokens=1", "cold-None; tokens=1", 'hot"; tokens=1', "hot; tokens=x"]
+NO_OUTCOMES += ["hot; tokens=1\n", "hot; tokens=1; reason=UPPER", "hot; tokens=1; reason=a b"]
+
+
+@pytest.mark.parametrize("text", [*NO_OUTCOMES, "hot; tokens=" + "9" * 5000])
 def test_anything_else_is_no_outcome(text: str) -> None:
     assert CacheOutcome.parse(text) is None
 

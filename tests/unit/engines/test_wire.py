@@ -28,6 +28,7 @@ from engines.wire import (
     Sessions,
     Unpin,
     WireError,
+    absent,
     frame,
     read_from_engine,
     read_request,
@@ -88,13 +89,7 @@ async def test_a_torn_frame_is_an_end() -> None:
 
 
 def reports(ids: list[str]) -> list[SessionReport]:
-    return [
-        SessionReport(
-            tenant="t", id=x, hot=True, tier="disk", tokens=1, hot_bytes=1, cold_bytes=1,
-            idle_s=0.0, pinned=False, busy=False
-        )
-        for x in ids
-    ]  # fmt: skip
+    return [absent(SessionRef("t", x, b"")) for x in ids]
 
 
 def pages_of(everything: list[SessionReport]) -> list[Sessions]:
@@ -117,11 +112,8 @@ def test_a_list_of_sessions_too_long_for_a_frame_comes_in_pages() -> None:
 
 def test_a_session_larger_than_a_page_is_a_page() -> None:
     everything = reports(["a", "b" + "x" * PAGE_BYTES, "c"])
-    assert [[x.id[0] for x in page.sessions] for page in pages_of(everything)] == [
-        ["a"],
-        ["b"],
-        ["c"],
-    ]
+    pages = pages_of(everything)
+    assert [[x.id[0] for x in page.sessions] for page in pages] == [["a"], ["b"], ["c"]]
 
 
 def test_a_list_goes_on_where_it_was_though_sessions_come_and_go() -> None:

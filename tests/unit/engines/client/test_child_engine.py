@@ -145,10 +145,6 @@ def test_no_secret_is_on_the_command_line(tmp_path):
     assert environment(settings, "/elsewhere")["VLLM_API_KEY"] == "very secret"
 
 
-def test_vllms_own_sockets_are_in_the_run_folder(tmp_path):
-    assert environment(worker(tmp_path), "")["VLLM_RPC_BASE_PATH"] == str(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("cores", "ranks", "reserved"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 2, 0), (16, 2, 2)]
 )

@@ -21,10 +21,11 @@ from engines.wire import (
     ListSessions,
     Notice,
     Refused,
-    SessionReport,
+    SessionRef,
     Sessions,
     Welcome,
     WireError,
+    absent,
     frame,
     read_request,
 )
@@ -32,10 +33,7 @@ from tests.unit.engines.conftest import WELCOME
 from tests.waiting import eventually
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-REPORT = SessionReport(
-    tenant="t", id="s", hot=True, tier=None, tokens=1, hot_bytes=1, cold_bytes=0, idle_s=0.0,
-    pinned=False, busy=False,
-)  # fmt: skip
+REPORT = absent(SessionRef("t", "s", b""))
 
 
 @asynccontextmanager

@@ -21,13 +21,8 @@ from tokenizers import (
 )
 
 CONTROLS: Final = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<s>",
-    "</s>",
-    "<｜User｜>",
-    "[INST]",
-    "<tool_call>",
+    *("<|im_start|>", "<|im_end|>", "<s>", "</s>"),
+    *("<｜User｜>", "[INST]", "<tool_call>"),
 )
 _LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -42,17 +42,14 @@ FORGETFUL = (
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "rules"),
-    [
-        (ANY, TemplateRules()),
-        (SYSTEM_FIRST, TemplateRules(inline_system=False)),
-        (ALTERNATING, TemplateRules(inline_system=False, repeated_users=False)),
-        (SILENT, TemplateRules(inline_system=False)),
-        (HOISTING, TemplateRules(inline_system=False)),
-        (BROKEN, TemplateRules()),
-    ],
-)
+RULES = [
+    *((x, TemplateRules()) for x in (ANY, BROKEN)),
+    *((x, TemplateRules(inline_system=False)) for x in (SYSTEM_FIRST, SILENT, HOISTING)),
+    (ALTERNATING, TemplateRules(inline_system=False, repeated_users=False)),
+]
+
+
+@pytest.mark.parametrize(("template", "rules"), RULES)
 def test_rules(template: str, rules: TemplateRules) -> None:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -61,15 +58,15 @@ def test_rules(template: str, rules: TemplateRules) -> None:
     assert rules_of(lambda chat: compiled.render(messages=chat, raise_exception=refuse)) == rules
 
 
-@pytest.mark.parametrize(
-    ("kept", "switch"),
-    [
-        ("true", {}),
-        ("false", {}),
-        ("preserve_thinking", {"preserve_thinking": True}),
-        ("(clear_thinking is defined and not clear_thinking)", {"clear_thinking": False}),
-    ],
-)
+SWITCHES: dict[str, dict[str, bool]] = {
+    "true": {},
+    "false": {},
+    "preserve_thinking": {"preserve_thinking": True},
+    "(clear_thinking is defined and not clear_thinking)": {"clear_thinking": False},
+}
+
+
+@pytest.mark.parametrize(("kept", "switch"), SWITCHES.items())
 def test_the_switch_that_keeps_reasoning_is_found(kept: str, switch: dict[str, bool]) -> None:
     compiled = jinja2.Environment().from_string(FORGETFUL.replace("KEPT", kept))
     found = rules_of(lambda chat, **given: compiled.render(messages=chat, **given))

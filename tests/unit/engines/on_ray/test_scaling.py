@@ -8,20 +8,19 @@ import pytest
 
 from engines.on_ray.scaling import HOT_SHARE, RUNNING, WAITING, by_waiting_and_heat, replicas_for
 
+FIGURES = [
+    (1, 0, 0, 0.0, 1),
+    (2, 0, 3, 1.0, 2),  # half full
+    (2, 3, 8, 1.0, 3),  # some wait
+    (4, 40, 16, 2.0, 6),  # more wait than run: half as many again, no more
+    (2, 0, 8, 1.8, 3),  # no request waits yet, but the live KV is nearly full
+    (2, 0, 1, 0.3, 1),  # one would do
+    (2, 0, 0, 0.0, 1),
+    (0, 0, 0, 0.0, 1),
+]
 
-@pytest.mark.parametrize(
-    ("now", "waiting", "running", "hot_shares", "wanted"),
-    [
-        (1, 0, 0, 0.0, 1),
-        (2, 0, 3, 1.0, 2),  # half full
-        (2, 3, 8, 1.0, 3),  # some wait
-        (4, 40, 16, 2.0, 6),  # more wait than run: half as many again, no more
-        (2, 0, 8, 1.8, 3),  # no request waits yet, but the live KV is nearly full
-        (2, 0, 1, 0.3, 1),  # one would do
-        (2, 0, 0, 0.0, 1),
-        (0, 0, 0, 0.0, 1),
-    ],
-)
+
+@pytest.mark.parametrize(("now", "waiting", "running", "hot_shares", "wanted"), FIGURES)
 def test_figures_decide(now, waiting, running, hot_shares, wanted):
     found = replicas_for(now, waiting=waiting, running=running, hot_shares=hot_shares)
     assert found == wanted

@@ -86,6 +86,19 @@ class Rig:
         return self.pool._choice.choose(ref(number)).name
 
 
+async def two() -> Rig:
+    rig = Rig()
+    await rig.see(listed("1"), listed("2"))
+    return rig
+
+
+async def one_of_two_gone() -> Rig:
+    rig = await two()
+    rig.engines["1"].die()
+    await rig.see(listed("2"))
+    return rig
+
+
 async def test_replicas_are_taken_on_and_those_that_leave_get_nothing_new():
     rig = Rig()
     await rig.see()
@@ -105,8 +118,7 @@ async def test_replicas_are_taken_on_and_those_that_leave_get_nothing_new():
 
 
 async def test_a_session_of_a_replica_that_leaves_has_its_verbs_done_by_another():
-    rig = Rig()
-    await rig.see(listed("1"), listed("2"))
+    rig = await two()
     home = rig.home(7)
     rig.pool._served(ref(7), rig.pool._choice.choose(ref(7)))
     other = "2" if home == "1" else "1"
@@ -132,8 +144,7 @@ async def test_an_empty_list_and_a_list_that_was_never_read_are_said():
 
 
 async def test_deletions_of_a_gone_replica_pass_to_the_next():
-    rig = Rig()
-    await rig.see(listed("1"), listed("2"))
+    rig = await two()
     rig.engines["1"].die()
     await rig.pool.forget(ref(7))
     await rig.see(listed("2"))
@@ -142,8 +153,7 @@ async def test_deletions_of_a_gone_replica_pass_to_the_next():
 
 
 async def test_a_deletion_after_a_replica_has_gone_reaches_the_one_that_has_its_disk():
-    rig = Rig()
-    await rig.see(listed("1"), listed("2"))
+    rig = await two()
     await rig.pool.forget(ref(1))  # while all are there: nothing is owed
     rig.engines["1"].die()
     await rig.see(listed("2"))
@@ -161,10 +171,7 @@ async def test_a_deletion_after_a_replica_has_gone_reaches_the_one_that_has_its_
 
 
 async def test_of_one_tenant_the_oldest_deletions_are_dropped():
-    rig = Rig()
-    await rig.see(listed("1"), listed("2"))
-    rig.engines["1"].die()
-    await rig.see(listed("2"))
+    rig = await one_of_two_gone()
     await rig.pool.forget(SessionRef("another", "s", b""))
     for number in range(MAX_OWED_OF_TENANT + 2):
         await rig.pool.forget(ref(number))
@@ -176,8 +183,7 @@ async def test_of_one_tenant_the_oldest_deletions_are_dropped():
 
 async def test_a_session_that_begins_again_is_not_deleted_for_a_replica_that_is_away():
     """To delete it at the next replica would delete the copy that all share."""
-    rig = Rig()
-    await rig.see(listed("1"), listed("2"))
+    rig = await two()
     rig.engines["1"].die()
     await rig.pool.forget(ref(7))
     await rig.pool.forget(ref(8))
@@ -188,10 +194,7 @@ async def test_a_session_that_begins_again_is_not_deleted_for_a_replica_that_is_
 
 
 async def test_a_session_that_begins_again_while_others_are_deleted_stays():
-    rig = Rig()
-    await rig.see(listed("1"), listed("2"))
-    rig.engines["1"].die()
-    await rig.see(listed("2"))
+    rig = await one_of_two_gone()
     for number in range(5):
         await rig.pool.forget(ref(number))
     new = rig.engines["3"] = Gated()
@@ -221,10 +224,7 @@ async def test_a_session_that_begins_again_while_it_is_deleted_is_not_kept_as_de
 
 
 async def test_a_new_replica_that_is_not_ready_refuses_no_deletions():
-    rig = Rig()
-    await rig.see(listed("1"), listed("2"))
-    rig.engines["1"].die()
-    await rig.see(listed("2"))
+    rig = await one_of_two_gone()
     for number in range(MAX_OWED_OF_TENANT):
         await rig.pool.forget(ref(number))
     new = rig.engines["3"] = Starting()
@@ -243,8 +243,7 @@ async def test_a_new_replica_that_is_not_ready_refuses_no_deletions():
 
 
 async def test_counters_of_a_replica_that_is_gone_are_kept():
-    rig = Rig()
-    await rig.see(listed("1"), listed("2"))
+    rig = await two()
     for engine in rig.engines.values():
         engine.num_turns = 5
     assert (await rig.pool.stats()).counters["turns"] == 10
@@ -253,25 +252,13 @@ async def test_counters_of_a_replica_that_is_gone_are_kept():
     assert (await rig.pool.stats()).counters["turns"] == 10
 
 
+HOST = {"name": "a", "url": "http://h", "control": "tcp://h:1"}
+LISTS = [[HOST | {"url": "ftp://h"}], [HOST | {"name": ""}], [HOST] * 2]
+LISTS += [[HOST | {"name": str(i)} for i in range(MAX_REPLICAS + 1)]]
+
+
 @pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"[]",
-        b'{"replicas":[{"name":"a","url":"ftp://h","control":"tcp://h:1"}]}',
-        b'{"replicas":[{"name":"","url":"http://h","control":"tcp://h:1"}]}',
-        json.dumps(
-            {"replicas": [{"name": "a", "url": "http://h", "control": "tcp://h:1"}] * 2}
-        ).encode(),
-        json.dumps(
-            {
-                "replicas": [
-                    {"name": str(i), "url": "http://h", "control": "tcp://h:1"}
-                    for i in range(MAX_REPLICAS + 1)
-                ]
-            }
-        ).encode(),
-    ],
+    "body", [b"", b"[]", *(json.dumps({"replicas": x}).encode() for x in LISTS)]
 )
 def test_a_list_that_makes_no_sense_is_refused(body: bytes):
     with pytest.raises(ValueError):
@@ -316,17 +303,15 @@ async def test_a_list_is_read_with_its_token(path: str):
             await ReplicaList(url, "wrong").read()
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "words"),
-    [
-        (503, b"{}", "status 503"),
-        (200, b"<html>", "no list of replicas at"),
-        (200, b" " * (MAX_LISTING_BYTES + 1), "too long"),
-    ],
-)
-async def test_an_answer_that_is_no_list_fails_with_the_reason(
-    status: int, body: bytes, words: str
-):
+NO_LISTS = [
+    (503, b"{}", "status 503"),
+    (200, b"<html>", "no list of replicas at"),
+    (200, b" " * (MAX_LISTING_BYTES + 1), "too long"),
+]
+
+
+@pytest.mark.parametrize(("status", "body", "words"), NO_LISTS)
+async def test_an_answer_that_is_no_list_fails_with_the_reason(status: int, body: bytes, words):
     async with served(status, body) as url:
         with pytest.raises(EngineUnavailable, match=words):
             await ReplicaList(url, "token").read()

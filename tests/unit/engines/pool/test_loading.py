@@ -22,6 +22,7 @@ from engines.wire import EngineReport, Notice
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event
 from scheduler.sessions import Overloaded, SessionManager
+from tests.unit.engines.pool.test_replica_pool import NO_WORK
 from tests.unit.gateway.in_process import WELCOME, RecordingEngine
 from tests.waiting import eventually
 
@@ -46,17 +47,7 @@ class Engine(RecordingEngine):
 
     async def stats(self) -> EngineReport:
         self.num_looks += 1
-        return EngineReport(
-            hot_bytes=0,
-            idle_hot_bytes=0,
-            hot_capacity_bytes=1,
-            active_bytes=0,
-            num_running=0,
-            num_waiting=0,
-            save_queue_bytes=self.save_queue_bytes,
-            tiers=[],
-            counters={},
-        )
+        return msgspec.structs.replace(NO_WORK, save_queue_bytes=self.save_queue_bytes)
 
     async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
         self.gave_up = False
@@ -78,9 +69,8 @@ class Rig:
 
     def _model(self, name: str) -> OnDemand:
         engine = Engine()
-        sessions = SessionManager(
-            engine, SchedulerConfig(), salt_of=lambda _: b"", clock=lambda: self.now
-        )
+        known = {"salt_of": lambda _: b"", "clock": lambda: self.now}
+        sessions = SessionManager(engine, SchedulerConfig(), **known)
         return OnDemand(name, engine, sessions, 60.0, 5.0, "disk")
 
     async def __aenter__(self) -> Rig:
@@ -129,11 +119,7 @@ async def test_one_place_is_given_to_the_first_in_line_once_nothing_uses_it():
         rig.loading.leave(rig.models[0])
         rig.loading.leave(rig.models[0])
         await second
-        assert [x.state for x in rig.models] == [
-            LoadState.UNLOADED,
-            LoadState.LOADED,
-            LoadState.UNLOADED,
-        ]
+        assert [x.state is LoadState.LOADED for x in rig.models] == [False, True, False]
         rig.loading.leave(rig.models[1])
         await third
         assert not later.done()

@@ -48,23 +48,24 @@ from tests.block_sessions import (
     tokens_of,
 )
 from tests.kv_sessions import Rows
+from tests.unit.engines import conftest
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.waiting import until
 
 CHAIN = hashes(tokens_of(24))  # twelve chunks
 
-WELCOME = Welcome(
-    engine="vllm",
-    engine_version="0",
-    model="m",
-    max_context=1,
-    codec=CodecReport(name="raw"),
-    hibernation=True,
-)
+WELCOME = msgspec.structs.replace(conftest.WELCOME, engine="vllm")
 
 
 async def welcomed() -> Welcome:
     return WELCOME
+
+
+def verbs_of(hub: Hub, hot: ResidentSessions) -> VllmVerbs:
+    """The verbs of an engine that runs no requests."""
+    requests = {"num_requests": lambda: (0, 0), "requests": list}
+    known = {"counters": Counters(), "is_reported": lambda name: True}
+    return VllmVerbs(hub, hot, block_tokens=BLOCK, **requests, **known)
 
 
 class Unmeasured:
@@ -127,15 +128,7 @@ class Engine:
         self.hot = ResidentSessions()
         self.hot.bind(self.pool)
         self.hub = Hub(str(folder / "hub.sock"), 2, self.saved.append)
-        self.verbs = VllmVerbs(
-            self.hub,
-            self.hot,
-            block_tokens=BLOCK,
-            counters=Counters(),
-            num_requests=lambda: (0, 0),
-            requests=list,
-            is_reported=lambda name: True,
-        )
+        self.verbs = verbs_of(self.hub, self.hot)
         self.address = str(folder / "control.sock")
         self.hub.start(ControlServer("secret", welcomed, self.verbs).serve(f"unix:{self.address}"))
         self.stores = [self._store(i, folder) for i in range(2)]
@@ -158,13 +151,8 @@ class Engine:
         return open_store(ram_and_disk(folder / f"disk{i}"), **config)
 
     def _link(self, i: int, folder: Path) -> RankLink:
-        return link_to(
-            str(folder / "hub.sock"),
-            self.stores[i],
-            self.staging[i],
-            hello=RankHello(i, "raw.1", 1000, 1000),
-            measurement=self.measurements[i],
-        )
+        parts = {"hello": RankHello(i, "raw.1", 1000, 1000), "measurement": self.measurements[i]}
+        return link_to(str(folder / "hub.sock"), self.stores[i], self.staging[i], **parts)
 
     def begin_save(self, session: str = "s") -> threading.Event:
         """Begin a save on every rank that ends once the returned event is set."""

@@ -47,14 +47,12 @@ def new_group_bench() -> Bench:
     return new_bench(GROUPS, GroupPool(), num_ranks=1)
 
 
-def planned_load(
-    bench: Bench, request: Request, hit: int, end: int, tables: list[list[int]]
-) -> Load:
+def planned_load(bench: Bench, request: Request, hit: int) -> Load:
     bench.tracker.add(request)
     bench.tracker.match(request, hit * BLOCK)
-    bench.ranks.answer(end)
+    bench.ranks.answer(10)
     offered, _ = bench.tracker.match(request, hit * BLOCK)
-    bench.tracker.allocated(request, tables, offered or 0)
+    bench.tracker.allocated(request, TABLES, offered or 0)
     return bench.tracker.take_step([], []).loads[0]
 
 
@@ -69,19 +67,19 @@ def test_the_blocks_that_a_boundary_reaches_back_to(boundary, blocks):
 
 
 def test_a_load_fills_the_state_too(bench):
-    load = planned_load(bench, Request(PROMPT), 0, 10, TABLES)
+    load = planned_load(bench, Request(PROMPT), 0)
     assert (load.block_ids, load.state_ids) == (TABLES[1], [59, 77, 78, 79])
 
 
 def test_blocks_that_others_may_be_reading_are_left_alone(bench):
-    load = planned_load(bench, Request(PROMPT), 8, 10, TABLES)
+    load = planned_load(bench, Request(PROMPT), 8)
     assert (load.first_block, load.block_ids) == (8, TABLES[1][8:])
     assert load.state_ids == [59, IN_USE, 78, 79]
 
 
 def test_a_failed_request_gets_no_second_offer(bench):
     request = Request(PROMPT)
-    planned_load(bench, request, 0, 10, TABLES)
+    planned_load(bench, request, 0)
     bench.tracker.absorb(set(), [request.request_id], {}, {request.request_id}, [])
     assert bench.tracker.match(request, 0) == (0, False)
 
@@ -102,6 +100,10 @@ def test_the_newest_state_is_saved_and_the_last_before_the_answer(bench):
     assert {x.block_id for x in bench.pool.blocks if x.ref_cnt == 1} == set(held)
     bench.tracker.absorb(set(), [], {save.job: 1}, [], [])
     assert not any(x.ref_cnt for x in bench.pool.blocks)
+    newest, before = [79, 78, 77, 59], [73, 72, 71, 53]
+    tail, head = [29, 28, 27, 26, 25, 24], [23, 22, 21, 20]
+    # A state is given back after the tail that it does not need.
+    assert bench.pool.freed == [*newest, *tail, *before, *head]
 
 
 def test_of_older_states_the_newest_at_a_chunks_end_is_saved(bench):
@@ -147,12 +149,3 @@ def test_a_session_is_as_hot_as_its_newest_state(bench):
 def test_without_a_state_no_session_is_hot(bench):
     ended(bench, [[], TABLES[1], list(range(70, 80))], len(PROMPT))
     assert bench.hot.num_resident(("t", "s")) == 0
-
-
-def test_a_state_is_given_back_after_the_tail_that_it_does_not_need(bench):
-    tables = [[0, 0, 0, 53, 0, 0, 0, 0, 58, 59], TABLES[1], list(range(70, 80))]
-    save = ended(bench, tables, 6 * BLOCK)
-    bench.tracker.absorb(set(), [], {save.job: 1}, [], [])
-    newest, before = [79, 78, 77, 59], [73, 72, 71, 53]
-    tail, head = [29, 28, 27, 26, 25, 24], [23, 22, 21, 20]
-    assert bench.pool.freed == [*newest, *tail, *before, *head]

@@ -18,7 +18,6 @@ from engines.vllm_plugin.messages import RankRests
 from tests.block_sessions import BLOCK, hashes, ref, tokens_of
 
 CHAIN = hashes(tokens_of(10))
-OTHER = hashes([*tokens_of(5), *tokens_of(5, first=500)])  # five of them, and five others
 IDS = struct.pack(f"<{10 * BLOCK}I", *tokens_of(10))
 
 
@@ -47,12 +46,7 @@ class Reader:
 
 
 def rests(
-    chain: list[bytes],
-    ram: int = 0,
-    storage: int = 0,
-    *,
-    session: str = "s",
-    ids: bytes = b"",
+    chain: list[bytes], ram: int = 0, storage: int = 0, *, session: str = "s", ids: bytes = b""
 ) -> RankRests:
     return RankRests(ref(session), b"".join(chain), ids, ram, storage)
 
@@ -74,21 +68,6 @@ def test_a_saved_session_is_stored_once_with_its_tokens_and_parents():
     assert (new.hashes, new.parent) == (CHAIN[6:], CHAIN[5])
     assert list(new.ids) == tokens_of(4, first=6 * BLOCK)
     assert (disk.medium, disk.hashes, list(disk.ids)) == (STORAGE, CHAIN[:6], tokens_of(6))
-
-
-def test_a_block_leaves_with_the_last_session_that_has_it():
-    inventory, reader = Inventory(BLOCK), Reader()
-    inventory.update(rests(CHAIN, 10))
-    inventory.update(rests(OTHER, 10, session="u"))
-    reader.read(inventory.take())
-    assert reader.blocks(CPU) == {*CHAIN, *OTHER}
-    inventory.update(rests([], session="s"))
-    reader.read(inventory.take())
-    assert reader.blocks(CPU) == {*OTHER}
-    inventory.update(rests([], session="u"))
-    reader.read(inventory.take())
-    assert not reader.blocks(CPU)
-    assert len(inventory) == 0
 
 
 def test_a_session_that_moves_is_reported_where_it_is_before_where_it_is_not():
@@ -114,19 +93,6 @@ def test_unread_changes_leave_no_trace():
         assert inventory.take() == []
 
 
-def test_after_a_clear_everything_is_reported_again():
-    inventory = Inventory(BLOCK)
-    inventory.update(rests(CHAIN, 10, 4, ids=IDS))
-    inventory.update(rests(OTHER, 10, session="u"))
-    inventory.take()
-    inventory.update(rests([], session="u"))  # readers need not hear of it any more
-    inventory.report_again()
-    reader = Reader()
-    reader.read(inventory.take())
-    assert (reader.blocks(CPU), reader.blocks(STORAGE)) == ({*CHAIN}, {*CHAIN[:4]})
-    assert not inventory.has_news
-
-
 def test_the_inventory_is_bounded_and_the_newest_sessions_stay(caplog):
     inventory, reader = Inventory(BLOCK, max_blocks=30), Reader()
     chains = [hashes(tokens_of(10, first=i * 1000)) for i in range(8)]
@@ -136,14 +102,8 @@ def test_the_inventory_is_bounded_and_the_newest_sessions_stay(caplog):
     assert reader.blocks(CPU) == {h for chain in chains[5:] for h in chain}
     assert len(inventory) == 30
     assert caplog.text.count("the newest sessions") == 1
-
-
-def test_a_session_that_was_left_out_comes_back_when_it_is_reported():
-    inventory, reader = Inventory(BLOCK, max_blocks=30), Reader()
-    chains = [hashes(tokens_of(10, first=i * 1000)) for i in range(8)]
-    for i in (*range(8), 0):
-        inventory.update(rests(chains[i], 10, session=f"s{i}"))
-        reader.read(inventory.take())
+    inventory.update(rests(chains[0], 10, session="s0"))  # one that was left out is reported again
+    reader.read(inventory.take())
     assert reader.blocks(CPU) == {h for i in (0, 6, 7) for h in chains[i]}
 
 
@@ -168,3 +128,7 @@ def test_readers_hold_all_blocks_after_any_reports():
     for i, medium in enumerate(MEDIA, 1):
         wanted = {h for held in now.values() for h in held[0][: held[i]]}
         assert reader.blocks(medium) == wanted
+    for session in now:
+        inventory.update(rests([], session=session))
+    reader.read(inventory.take())
+    assert len(inventory) == 0 and not reader.blocks(CPU) and not reader.blocks(STORAGE)

@@ -15,9 +15,9 @@ import msgspec
 import psutil
 import pytest
 
-from engines.config import EngineConfig, WorkerConfig
+from engines.config import EngineConfig
 from engines.vllm_environment.environment import import_path
-from kvstore.config import StoreConfig
+from tests.unit.engines.conftest import worker_config
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux adopts orphans")
@@ -54,13 +54,9 @@ class Started:
         package = folder / "vllm" / "entrypoints" / "openai"
         package.mkdir(parents=True)
         (package / "api_server.py").write_text(VLLM)
-        worker = WorkerConfig(
-            engine=EngineConfig(kind="vllm"),
-            store=StoreConfig(),
-            model_path=str(folder),
-            served_model_name="m",
-            runtime_dir=str(folder),
-            token="secret",
+        engine = EngineConfig(kind="vllm")
+        worker = msgspec.structs.replace(
+            worker_config(folder), engine=engine, model_path=str(folder)
         )
         report = folder / "report"
         self.stale = folder / "6f1c2d"
@@ -141,9 +137,7 @@ def test_a_starter_that_is_killed_takes_the_server_along(started: Started) -> No
     until(lambda: is_gone(started.server))
 
 
-def test_vllms_own_sockets_are_in_the_run_folder(
-    start: Callable[[Path], Started],
-) -> None:
+def test_vllms_own_sockets_are_in_the_run_folder(start: Callable[[Path], Started]) -> None:
     with TemporaryDirectory() as folder:
         assert start(Path(folder)).sockets == Path(folder)
 

@@ -82,14 +82,14 @@ def test_blocks_may_be_read_into_a_view_but_not_where_nothing_may_be_written() -
         BlockCopies([source]).read([5], [long.astype(np.int32)])
 
 
-@pytest.mark.parametrize(
-    ("ids", "first", "words"),
-    [
-        ([0, NUM_BLOCKS], 0, "there are 9 blocks, not 0 to 9"),
-        ([-1], 0, "there are 9 blocks, not -1 to -1"),
-        ([0, 1], 1, "a run of fewer than 12 tokens"),
-    ],
-)
+BEYOND = [
+    ([0, NUM_BLOCKS], 0, "there are 9 blocks, not 0 to 9"),
+    ([-1], 0, "there are 9 blocks, not -1 to -1"),
+    ([0, 1], 1, "a run of fewer than 12 tokens"),
+]
+
+
+@pytest.mark.parametrize(("ids", "first", "words"), BEYOND)
 def test_nothing_is_copied_beyond_either_end(ids: Sequence[int], first: int, words: str) -> None:
     target, run = side(2, 4, 8, True, np.int32), np.ones((2, 8, 8), np.int32)
     copies = BlockCopies([target])

@@ -30,27 +30,19 @@ def test_a_request_that_compiles_nothing_wants_nothing() -> None:
     assert wanted_by(b"no JSON") == wanted_by(b'{"tools": 7}') == []
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind", "param"),
-    [
-        ({"tools": [tool()], "tool_choice": "required"}, "tag", "tools"),
-        ({"tools": [tool(strict=True)]}, "tag", "tools"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "n", "schema": SCHEMA},
-                }
-            },
-            "json",
-            "response_format",
-        ),
-        ({"response_format": {"type": "structural_tag"}}, "tag", "response_format"),
-        ({"structured_outputs": {"json": SCHEMA}}, "json", "structured_outputs.json"),
-        ({"structured_outputs": {"regex": "a+"}}, "regex", "structured_outputs.regex"),
-        ({"structured_outputs": {"choice": ["a", '"']}}, "grammar", "structured_outputs.choice"),
-    ],
-)
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [tool()], "tool_choice": "required"}, "tag", "tools"),
+    ({"tools": [tool(strict=True)]}, "tag", "tools"),
+    ({"response_format": FORMAT}, "json", "response_format"),
+    ({"response_format": {"type": "structural_tag"}}, "tag", "response_format"),
+    ({"structured_outputs": {"json": SCHEMA}}, "json", "structured_outputs.json"),
+    ({"structured_outputs": {"regex": "a+"}}, "regex", "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": ["a", '"']}}, "grammar", "structured_outputs.choice"),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind", "param"), GRAMMARS)
 def test_each_field_that_is_a_grammar(fields: dict[str, Any], kind: str, param: str) -> None:
     assert asked(**fields) == [(kind, param)]
 

@@ -204,10 +204,8 @@ async def test_other_paths_pass_through_untouched(tmp_path):
         await send(head())
         await send(body(b"ok"))
 
-    assert await through(CacheHeaderMiddleware(app), scope_for(tmp_path, "/health")) == [
-        head(),
-        body(b"ok"),
-    ]
+    sent = await through(CacheHeaderMiddleware(app), scope_for(tmp_path, "/health"))
+    assert sent == [head(), body(b"ok")]
 
 
 async def test_the_hub_hears_of_the_server_before_any_request(tmp_path):
@@ -222,9 +220,8 @@ async def test_the_hub_hears_of_the_server_before_any_request(tmp_path):
         sent.append(message)
 
     async with hub_at(tmp_path) as hub:
-        await CacheHeaderMiddleware(app)(
-            {**scope_for(tmp_path), "type": "lifespan"}, never_read, send
-        )
+        scope = {**scope_for(tmp_path), "type": "lifespan"}
+        await CacheHeaderMiddleware(app)(scope, never_read, send)
         assert sent == [{"type": "lifespan.startup.complete"}]
         async with asyncio.timeout(10):
             await hub.connected.wait()
@@ -244,8 +241,8 @@ async def test_a_request_that_waits_too_long_in_the_line_is_asked_to_come_back(t
         gone.set()
         await send(body(b"too late"))
 
-    async with hub_at(tmp_path) as hub:
-        sent = await with_patience(CacheHeaderMiddleware(app), scope_for(tmp_path), hub, 0.05)
+    async with hub_at(tmp_path):
+        sent = await with_patience(app, tmp_path, 0.05)
     start, rest = sent
     assert start["status"] == 429 and (b"retry-after", b"1") in start["headers"]
     assert b"engine_overloaded" in rest["body"] and gone.is_set()
@@ -261,14 +258,13 @@ async def test_who_runs_in_time_is_not_hurried(tmp_path):
             await send(head())
             await send(body(b"{}"))
 
-        sent = await with_patience(CacheHeaderMiddleware(app), scope_for(tmp_path), hub, 0.3)
+        sent = await with_patience(app, tmp_path, 0.3)
     assert [x.get("status") for x in sent] == [200, None]
 
 
-async def with_patience(
-    front: CacheHeaderMiddleware, scope: dict[str, Any], hub: FakeHub, patience_s: float
-) -> list[Any]:
-    front._reports.start(str(Path(hub_folder(scope)) / "hub.sock"), None)
+async def with_patience(app: Any, folder: Path, patience_s: float) -> list[Any]:
+    front, scope = CacheHeaderMiddleware(app), scope_for(folder)
+    front._reports.start(str(folder / "hub.sock"), None)
     while not front._reports.connected:
         await asyncio.sleep(0.01)
     scope["headers"].append((PATIENCE_HEADER.encode(), str(patience_s).encode()))
@@ -284,11 +280,6 @@ async def with_patience(
     await front(scope, receive, send)
     await stop_listening()
     return sent
-
-
-def hub_folder(scope: dict[str, Any]) -> str:
-    extra = scope["app"].state.args.kv_transfer_config.kv_connector_extra_config
-    return str(Path(extra["settings"]).parent)
 
 
 async def test_an_idle_engine_is_woken_by_a_question_and_a_failure_of_it_ends_nothing(tmp_path):

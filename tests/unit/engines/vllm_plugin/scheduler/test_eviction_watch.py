@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import pytest
 
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.scheduler_side import EvictionWatch
-from engines.wire import Notice, SessionRef, SessionReport
+from engines.wire import Notice, SessionRef, SessionReport, absent
 from tests.block_sessions import hashes, ref, tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 
@@ -64,65 +64,35 @@ def test_a_session_that_is_served_is_not_cold():
     assert hot.pop_cooled() == []
 
 
-class Gateway:
-    def __init__(self) -> None:
-        self.notices: asyncio.Queue[Notice] = asyncio.Queue()
-
-    def receive(self, notice: Notice) -> None:
-        self.notices.put_nowait(notice)
-
-    async def next(self) -> Notice:
-        async with asyncio.timeout(30):
-            return await self.notices.get()
-
-
-@contextmanager
-def running(watch: EvictionWatch) -> Iterator[None]:
-    task = asyncio.create_task(watch.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
 def cold(session: SessionRef) -> SessionReport:
-    return SessionReport(
-        tenant=session.tenant,
-        id=session.id,
-        hot=False,
-        tier="ram",
-        tokens=100,
-        hot_bytes=0,
-        cold_bytes=10,
-        idle_s=1.0,
-        pinned=False,
-        busy=False,
-    )
+    return msgspec.structs.replace(absent(session), tier="ram", tokens=100, cold_bytes=10)
+
+
+async def first_notice(hot: ResidentSessions, pool: Pool, look: Any) -> Notice:
+    """What the gateway hears once all blocks are evicted and ``look`` says what is stored."""
+    notices = asyncio.Queue[Notice]()
+    watch = EvictionWatch(hot, look, notices.put_nowait, every_s=0.001)
+    watching = asyncio.create_task(watch.run())
+    pool.cached.clear()
+    try:
+        return await asyncio.wait_for(notices.get(), 30)
+    finally:
+        watching.cancel()
 
 
 async def test_the_gateway_hears_of_it():
-    hot, pool = quiet_session()
-    gateway = Gateway()
-
     async def look(session: SessionRef) -> SessionReport:
         return cold(session)
 
-    with running(EvictionWatch(hot, look, gateway.receive, every_s=0.001)):
-        pool.cached.clear()
-        notice = await gateway.next()
+    notice = await first_notice(*quiet_session(), look)
     assert (notice.cause, notice.session) == ("dropped", cold(ref()))
 
 
 async def test_a_session_that_was_never_saved_is_lost():
-    hot, pool = quiet_session()
-    gateway = Gateway()
-
     async def look(session: SessionRef) -> None:
         return None
 
-    with running(EvictionWatch(hot, look, gateway.receive, every_s=0.001)):
-        pool.cached.clear()
-        notice = await gateway.next()
+    notice = await first_notice(*quiet_session(), look)
     assert notice.cause == "lost"
     assert (notice.session.id, notice.session.hot, notice.session.tier) == ("s", False, None)
 
@@ -131,13 +101,10 @@ async def test_a_session_that_was_never_saved_is_lost():
 async def test_a_session_that_cannot_be_looked_at_ends_no_watch(error: type[Exception]):
     hot, pool = quiet_session("a")
     turn(hot, pool, "b")
-    gateway = Gateway()
 
     async def look(session: SessionRef) -> SessionReport:
         if session.id == "a":
             raise error
         return cold(session)
 
-    with running(EvictionWatch(hot, look, gateway.receive, every_s=0.001)):
-        pool.cached.clear()
-        assert (await gateway.next()).session.id == "b"
+    assert (await first_notice(hot, pool, look)).session.id == "b"

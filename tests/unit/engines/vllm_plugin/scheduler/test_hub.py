@@ -23,16 +23,14 @@ from engines.vllm_plugin.scheduler.hub import MAX_OPEN, Hub, SaveAcks
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks, TrackedRequest
-from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.vllm_plugin.worker.rank import StagingArea
 from engines.wire import (
     ListSessions,
     Refused,
 )
 from engines.wire import frame as message_frame
-from kvstore.stats import Counters
 from tests.block_sessions import BLOCK, open_store, ref, save, tokens_of
-from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, link_to, welcomed
+from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, link_to, verbs_of, welcomed
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Request
 from tests.waiting import until
 
@@ -81,15 +79,7 @@ def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()
     control = tmp_path / "control.sock"
-    verbs = VllmVerbs(
-        hub,
-        ResidentSessions(),
-        block_tokens=1,
-        counters=Counters(),
-        num_requests=lambda: (0, 0),
-        requests=list,
-        is_reported=lambda name: True,
-    )
+    verbs = verbs_of(hub, ResidentSessions())
     hub.start_after_front(ControlServer("secret", welcomed, verbs).serve(f"unix:{control}"))
     time.sleep(0.05)
     assert not control.exists()
@@ -132,8 +122,6 @@ def peer(tmp_path: Path, hello: RankHello | FrontHello) -> Iterator[socket.socke
 
 
 MEGABYTE = 1_000_000
-
-
 MANY = 2 * MAX_UNSENT_BYTES // MEGABYTE
 
 

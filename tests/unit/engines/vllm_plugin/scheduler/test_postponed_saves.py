@@ -41,11 +41,8 @@ def test_two_long_turns_are_both_saved_though_the_queue_takes_one(bench):
     assert bench.tracker.has_work
     saved(bench, first)
     again = planned(bench)[0]
-    assert (again.session, again.hashes, again.block_ids) == (
-        second.session,
-        second.hashes,
-        second.block_ids,
-    )
+    fields = ("session", "hashes", "block_ids")
+    assert [getattr(again, x) for x in fields] == [getattr(second, x) for x in fields]
     assert again.waits
     assert all(bench.pool.blocks[x].ref_cnt == 1 for x in again.block_ids)
     saved(bench, again)

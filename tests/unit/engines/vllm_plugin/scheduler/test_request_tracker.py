@@ -102,15 +102,15 @@ def test_prompt_logprobs_need_every_token_computed(bench):
     assert bench.tracker.match(request, 0) == (0, False)
 
 
-@pytest.mark.parametrize(
-    ("reason", "tokens", "expected"),
-    [
-        ("never-stored", 0, "miss; tokens=0; reason=never-stored"),
-        ("never-stored", 64, "hot; tokens=64"),
-        ("corrupt", 64, "hot; tokens=64; reason=corrupt"),
-        (None, 64, "hot; tokens=64"),
-    ],
-)
+HEADERS = [
+    ("never-stored", 0, "miss; tokens=0; reason=never-stored"),
+    ("never-stored", 64, "hot; tokens=64"),
+    ("corrupt", 64, "hot; tokens=64; reason=corrupt"),
+    (None, 64, "hot; tokens=64"),
+]
+
+
+@pytest.mark.parametrize(("reason", "tokens", "expected"), HEADERS)
 def test_the_cache_header(reason, tokens, expected):
     assert TrackedRequest(None, None, reason=reason).cache_header(tokens) == expected
 

@@ -46,17 +46,6 @@ def test_sessions_that_are_dropped_together_leave_what_the_others_have() -> None
     assert set(pool.cached) == {*chains["a"], *chains["c"]}
 
 
-def test_blocks_that_another_session_has_are_not_dropped() -> None:
-    pool = Pool()
-    hot = bound(pool)
-    pool.fill(CHAIN)
-    turn(hot, "s", CHAIN)
-    turn(hot, "other", CHAIN[:4])
-    hot.ask_to_drop(NAME)
-    hot.drop_asked()
-    assert set(pool.cached) == set(CHAIN[:4])
-
-
 def test_a_session_that_is_busy_when_it_is_to_be_dropped_is_hot_after_its_turn() -> None:
     pool = Pool()
     hot = bound(pool)

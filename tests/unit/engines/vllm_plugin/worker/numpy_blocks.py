@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -40,6 +41,18 @@ class NumpyBlocks:
                 for i, block_id in enumerate(block_ids):
                     first = (first_block + i) * BLOCK
                     page[block_id] = array[:, first : first + BLOCK]
+
+    def hold_reads(self) -> tuple[threading.Event, threading.Event]:
+        """Hold each read until the first event; the second says that one has begun."""
+        gate, entered, read = threading.Event(), threading.Event(), self.read
+
+        def slowly(block_ids: Sequence[int]) -> list[KVPair]:
+            entered.set()
+            assert gate.wait(30)
+            return read(block_ids)
+
+        self.read = slowly
+        return gate, entered
 
     def compute(self, chain: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Fill the blocks as a prefill of this chain would."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,14 +229,6 @@ def test_exact_copies_are_saved_again(tmp_path):
     rank.close()
 
 
-def test_a_codec_adopted_meanwhile_is_used_and_the_old_one_read(rank):
-    rank.save(chain=CHAIN[:12])
-    rank.store.adopt(StoreCodecs(TQ4))
-    rank.save()
-    assert rank.codecs_in(0) == [TQ3.id] * 6 + [TQ4.id] * 6
-    assert rank.restore(ELSEWHERE) == 24
-
-
 def test_the_record_of_a_block_goes_with_its_hash():
     blocks = RestoredBlocks()
     blocks.note([1, 2], [b"a", b"b"], lossy=True)
@@ -284,14 +275,7 @@ def test_blocks_are_released_once_whatever_fails(tmp_path, fails, caplog):
 
 
 def test_blocks_of_a_save_that_is_dropped_or_superseded_are_released_once(rank):
-    gate, entered, read = threading.Event(), threading.Event(), rank.pages.read
-
-    def slowly(block_ids: Sequence[int]) -> Any:
-        entered.set()
-        assert gate.wait(10)
-        return read(block_ids)
-
-    rank.pages.read = slowly
+    gate, entered = rank.pages.hold_reads()
     rank.begin(Save(1, ref("other"), CHAIN, IDS))
     assert entered.wait(10)
     releases: list[list[str]] = [[], [], []]
@@ -307,8 +291,7 @@ def test_blocks_of_a_save_that_is_dropped_or_superseded_are_released_once(rank):
 
 
 def test_a_superseded_save_acknowledges_its_job_and_ends_with_the_newer_one(rank):
-    gate, read = threading.Event(), rank.pages.read
-    rank.pages.read = lambda block_ids: read(block_ids) if gate.wait(10) else []
+    gate, _ = rank.pages.hold_reads()
     rank.begin(Save(1, ref("other"), CHAIN, IDS))
     rank.begin(Save(2, ref(), CHAIN[:8], IDS[:8]))
     rank.begin(Save(3, ref(), CHAIN, IDS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,14 +22,11 @@ from engines.vllm_plugin.messages import (
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
-from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.vllm_plugin.worker.block_rows import RankBlocks
 from engines.vllm_plugin.worker.rank import StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.worker.transfer import Transfer
 from engines.wire import MAX_FRAME_BYTES
 from kvstore.codecs.profile import Profile
-from kvstore.shapes import KVPair
-from kvstore.stats import Counters
 from tests.block_sessions import (
     BLOCK,
     FINGERPRINT,
@@ -47,7 +44,7 @@ from tests.block_sessions import (
 )
 from tests.faulty_tier import FaultyTier
 from tests.unit.engines.calibration.gate.test_bound import GOOD
-from tests.unit.engines.vllm_plugin.hub_engine import link_to
+from tests.unit.engines.vllm_plugin.hub_engine import link_to, verbs_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
 from tests.waiting import until
@@ -57,22 +54,10 @@ OTHER = hashes(tokens_of(24, first=5000))
 IDS = list(range(len(CHAIN)))
 
 
-class SlowBlocks(NumpyBlocks):
-    """Reading them takes until the test lets it go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reading, self.go_on = threading.Event(), threading.Event()
-
-    def read(self, block_ids: Sequence[int]) -> list[KVPair]:
-        self.reading.set()
-        assert self.go_on.wait(30)
-        return super().read(block_ids)
-
-
 class Rank:
     def __init__(self, folder: Path, codecs: ServedCodecs | None = None) -> None:
-        self.blocks = SlowBlocks()
+        self.blocks = NumpyBlocks()
+        self.go_on, self.reading = self.blocks.hold_reads()
         self.ram, self.disk = (FaultyTier(x) for x in ram_and_disk(folder / "disk"))
         self.store = open_store([self.ram, self.disk])
         self.staging = StagingArea()
@@ -83,15 +68,7 @@ class Rank:
         self.hub = self._open_hub()
         hot = ResidentSessions()
         hot.bind(Pool())
-        self.verbs = VllmVerbs(
-            self.hub,
-            hot,
-            block_tokens=BLOCK,
-            counters=Counters(),
-            num_requests=lambda: (0, 0),
-            requests=list,
-            is_reported=lambda name: True,
-        )
+        self.verbs = verbs_of(self.hub, hot)
         self.link = link_to(self.path, self.store, self.staging, codecs=codecs)
         until(lambda: self.hub.ready)
 
@@ -105,6 +82,12 @@ class Rank:
         self.hub = self._open_hub()
         until(lambda: self.hub.ready)
 
+    def begin_save(self, session: str = "s") -> None:
+        """Begin a save that reads its blocks until the test lets it go on."""
+        self.blocks.compute(CHAIN, IDS)
+        self.transfer.save(Save(1, ref(session), CHAIN, IDS), lambda *_: None)
+        assert self.reading.wait(10)
+
     def stage(self, ticket: int, chain: list[bytes]) -> None:
         self.hub.send(Stage(ticket, ref(), 0, b"".join(chain)))
 
@@ -116,7 +99,7 @@ class Rank:
 
     def close(self) -> None:
         """End all parts in the order in which a worker does."""
-        self.blocks.go_on.set()
+        self.go_on.set()
         self.ram.go_on.set()
         self.disk.go_on.set()
         self.transfer.close()
@@ -133,22 +116,18 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 
 def test_a_session_that_is_deleted_while_it_is_saved_leaves_nothing(rank: Rank) -> None:
-    rank.blocks.compute(CHAIN, IDS)
-    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
-    assert rank.blocks.reading.wait(10)
+    rank.begin_save()
     forgetting = rank.hub.submit(rank.verbs.forget(ref()))
     with pytest.raises(TimeoutError):
         forgetting.result(0.2)  # it waits
-    rank.blocks.go_on.set()
+    rank.go_on.set()
     forgetting.result(30)
     assert rank.store.record(ref()) is None
     assert [x.num_blobs for x in rank.store.stats().tiers] == [0, 0]
 
 
 def test_saves_of_other_sessions_hold_up_no_delete(rank: Rank) -> None:
-    rank.blocks.compute(CHAIN, IDS)
-    rank.transfer.save(Save(1, ref("other"), CHAIN, IDS), lambda *_: None)
-    assert rank.blocks.reading.wait(10)
+    rank.begin_save("other")
     forgetting = rank.hub.submit(rank.verbs.forget(ref()))
     assert forgetting.result(30).report is None
 
@@ -197,9 +176,7 @@ def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: Rank) -> None
 
 
 def test_a_verb_that_waits_holds_up_no_end(rank: Rank) -> None:
-    rank.blocks.compute(CHAIN, IDS)
-    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
-    assert rank.blocks.reading.wait(10)
+    rank.begin_save()
     forgetting = rank.hub.submit(rank.verbs.forget(ref()))
     with pytest.raises(TimeoutError):
         forgetting.result(0.2)  # it waits
@@ -209,9 +186,7 @@ def test_a_verb_that_waits_holds_up_no_end(rank: Rank) -> None:
 
 def test_a_session_saved_when_a_rank_ends_is_there_when_it_comes_back(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
-    rank.blocks.compute(CHAIN, IDS)
-    rank.transfer.save(Save(1, ref(), CHAIN, IDS), lambda *_: None)
-    assert rank.blocks.reading.wait(10)
+    rank.begin_save()
     rank.close()
     again = Rank(tmp_path)
     staged = again.staged(1, CHAIN)
@@ -262,11 +237,7 @@ def test_a_request_of_an_earlier_hub_does_not_answer_a_later_one(rank: Rank) -> 
     assert rank.staging.take(1).fetched.blobs == []
 
 
-@pytest.mark.parametrize(
-    "words",
-    [(MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2no", b""],
-    ids=["too long", "garbage", "nothing"],
-)
+@pytest.mark.parametrize("words", [(MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2no", b""])
 def test_a_hub_that_talks_nonsense_is_called_again(tmp_path: Path, words: bytes) -> None:
     store = open_store()
     with socket.socket(socket.AF_UNIX) as hub:
