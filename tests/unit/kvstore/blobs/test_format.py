@@ -103,17 +103,17 @@ def test_a_later_version_or_unknown_flags_are_another_releases_blob(at, value):
         parse(head)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("key", CHUNK + bytes(32)),
-        ("codec", b"tq3.2"),
-        ("fingerprint", fingerprint_digest("other")),
-        ("layout", layout_digest(KVLayout("float16", LAYOUT.layers))),
-        ("first_token", 0),
-        ("num_tokens", 15),
-    ],
-)
+OTHERS = {
+    "key": CHUNK + bytes(32),
+    "codec": b"tq3.2",
+    "fingerprint": fingerprint_digest("other"),
+    "layout": layout_digest(KVLayout("float16", LAYOUT.layers)),
+    "first_token": 0,
+    "num_tokens": 15,
+}
+
+
+@pytest.mark.parametrize(("field", "value"), OTHERS.items())
 def test_a_whole_blob_of_something_else_is_a_mismatch(field, value):
     with pytest.raises(Mismatch, match=field):
         expect(parse(BLOB)[0], HEADER._replace(**{field: value}))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
@@ -83,37 +81,17 @@ def test_rows_of_windows_have_a_layout_and_a_codec_of_their_own():
         packer().verify(exact.pack_rows(asked, run), asked)
 
 
-def test_a_thousand_changed_bytes_are_a_thousand_misses():
-    blob = packer().pack_rows(piece(), RUN)
-    choose = random.Random(1)
-    places = [*range(HEADER_BYTES), *(choose.randrange(len(blob)) for _ in range(1000))]
-    for at in places:
-        bad = bytearray(blob)
-        bad[at] ^= 1 << choose.randrange(8)
-        with pytest.raises(Unusable):
-            unpack(packer(), bad)
-
-
-def test_every_cut_is_a_miss():
-    blob = packer().pack_rows(piece(), RUN)
-    for length in (*range(0, len(blob), 61), len(blob) - 1):
-        with pytest.raises(Corrupt):
-            unpack(packer(), blob[:length])
+WIDER = KVLayout("bfloat16", (KVLayer(2, 16, 16), KVLayer(1, 16, 32)))
+OTHER_PIECES = [{"number": 2}, {"first": SIZE}, {"count": SIZE - 1}]
+OTHER_PACKERS = [{"fingerprint": "g"}, {"codec": "tq3"}, {"layout": WIDER}]
+OTHER_PACKERS += [{"layout": KVLayout("float16", LAYOUT.layers)}]
 
 
 @pytest.mark.parametrize(
     ("by", "asked"),
     [
-        (packer(), piece(number=2)),
-        (packer(), piece(first=SIZE)),
-        (packer(), piece(count=SIZE - 1)),
-        (packer(fingerprint="g"), piece()),
-        (packer(codec="tq3"), piece()),
-        (
-            packer(layout=KVLayout("bfloat16", (KVLayer(2, 16, 16), KVLayer(1, 16, 32)))),
-            piece(),
-        ),
-        (packer(layout=KVLayout("float16", LAYOUT.layers)), piece()),
+        *((packer(), piece(**x)) for x in OTHER_PIECES),
+        *((packer(**x), piece()) for x in OTHER_PACKERS),
     ],
 )
 def test_a_whole_chunk_of_something_else_is_a_mismatch(by, asked):
@@ -149,12 +127,6 @@ def test_a_verified_blob_is_not_checked_again():
     with pytest.raises(Corrupt):
         unpack(packer(), raw)
     unpack(packer(), verified)
-
-
-def test_a_blob_under_another_name_is_not_verified():
-    blob = packer().pack_rows(piece(), RUN)
-    with pytest.raises(Mismatch):
-        packer().verify(blob, piece(number=2))
 
 
 def test_an_exact_state_can_be_packed_later_as_far_as_it_was_marked():
@@ -194,14 +166,12 @@ def test_a_small_blob_cannot_ask_for_a_lot_of_memory(codec, num_tokens):
     by, asked = packer(codec, layout), piece(first=32)
     verified = by.verify(by.pack_rows(asked, kv_of(TOKENS, layout)), asked)
     claimed = pack(verified.header._replace(num_tokens=num_tokens), verified.payload)
+    asked = asked._replace(num_tokens=num_tokens)
     with pytest.raises(Corrupt):
-        by.verify(claimed, asked._replace(num_tokens=num_tokens))
+        by.verify(claimed, asked)
+    other = packer(StoreCodecs(codec_by_name("tq4"), readable=(by.codec, RAW)), layout)
     with pytest.raises(Corrupt):
-        packed_again(
-            packer(StoreCodecs(codec_by_name("tq4"), readable=(by.codec, RAW)), layout),
-            claimed,
-            asked._replace(num_tokens=num_tokens),
-        )
+        packed_again(other, claimed, asked)
 
 
 @pytest.mark.parametrize("codec", ["tq3", "tq4"])

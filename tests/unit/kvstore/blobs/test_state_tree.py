@@ -24,14 +24,8 @@ def state_arrays(draw) -> StateArray:
     return StateArray(name, draw(npst.arrays(dtype, shape)))
 
 
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text()
-    | state_arrays()
-)
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats()
+leaves = st.none() | st.booleans() | numbers | st.text() | state_arrays()
 trees = st.recursive(
     leaves,
     lambda x: st.lists(x) | st.lists(x).map(tuple) | st.dictionaries(st.text(), x),
@@ -73,27 +67,16 @@ def payload_of(structure: object) -> memoryview:
     return memoryview(len(raw).to_bytes(8, "little") + raw + bytes(256))
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        [3, "object", [1], 0],
-        [3, "<U9", [1], 0],
-        [3, "float32", [1 << 62], 0],
-        [3, "float32", [-1], 0],
-        [3, "float32", [0, 1 << 63], 0],
-        [3, "float32", [1] * 9, 0],
-        [3, "float32", [True], 0],
-        [3, "float32", [1], -4],
-        [3, "float32", [1], 1 << 40],
-        [3, "float32", 1, 0],
-        [3, "float32"],
-        [4, []],
-        [2, [["a"]]],
-        [2, [[1, 2]]],
-        [],
-        {},
-    ],
-)
+SHAPES: list[object] = [[1 << 62], [-1], [0, 1 << 63], [1] * 9, [True], 1]
+ABSURD = [
+    *([3, dtype, [1], 0] for dtype in ("object", "<U9")),
+    *([3, "float32", shape, 0] for shape in SHAPES),
+    *([3, "float32", [1], place] for place in (-4, 1 << 40)),
+    *([3, "float32"], [4, []], [2, [["a"]]], [2, [[1, 2]]], [], {}),
+]
+
+
+@pytest.mark.parametrize("array", ABSURD)
 def test_absurd_nodes_are_corrupt(array):
     with pytest.raises(Corrupt):
         decode_state(payload_of(array))
@@ -116,18 +99,16 @@ def test_depth_is_bounded_both_ways():
         decode_state(memoryview(len(raw).to_bytes(8, "little") + raw))
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {1: 2},
-        {"a": b"bytes"},
-        [object()],
-        StateArray("float32", np.zeros(2)),
-        StateArray("bfloat16", np.zeros(2, np.float32)),
-        StateArray("object", np.array([None])),
-        StateArray("datetime64", np.array([0], "M8[s]")),
-    ],
-)
+NOT_KEPT = {
+    "float32": np.zeros(2),
+    "bfloat16": np.zeros(2, np.float32),
+    "object": np.array([None]),
+    "datetime64": np.array([0], "M8[s]"),
+}
+ARRAYS = [StateArray(*x) for x in NOT_KEPT.items()]
+
+
+@pytest.mark.parametrize("tree", [{1: 2}, {"a": b"bytes"}, [object()], *ARRAYS])
 def test_a_tree_that_cannot_be_kept_exactly_is_refused(tree):
     with pytest.raises(TypeError):
         encode_state(tree)

@@ -30,6 +30,17 @@ def restored(
     return out
 
 
+def same_as_pieces(
+    codec: Codec, pieces: Codec, run: KVRun, layout: KVLayout, first_token: int
+) -> list[KVPair]:
+    """What comes back of a run, which both pack and restore alike."""
+    payload, num_tokens = codec.encode(run, layout, first_token), run[0][0].shape[1]
+    assert payload == pieces.encode(run, layout, first_token)
+    outs = [restored(x, payload, layout, num_tokens, first_token) for x in (codec, pieces)]
+    assert raw(outs[0]) == raw(outs[1])
+    return outs[0]
+
+
 def assert_views_are_filled(codec: Codec, pipeline: Codec, layout: KVLayout) -> None:
     """And nothing beside them; from a payload at an odd address."""
     out = layout.empty(300)

@@ -47,41 +47,33 @@ def test_a_learned_codec_without_a_profile_is_distinguished_from_an_unknown_one(
         codec_by_name("ratequant:bits=3.0")
 
 
-@pytest.mark.parametrize(
-    ("name", "one_way"),
-    [
-        ("tq:bits=4", "tq4"),
-        ("tq:bits=3+window4+state8", "tq3+window4+state8"),
-        ("tq", "tq3"),
-        ("kivi:bits=2", "kivi"),
-        ("kivi:group=64,bits=4", "kivi:bits=4,group=64"),
-        ("kivi:bits=4.0", "kivi:bits=4"),
-        ("ratequant:bits=2.25", "ratequant:bits=2.25"),
-        ("commvq:stages=1,dim=32", "commvq:dim=32,stages=1"),
-        ("kvstore.codecs.base:RawCodec", "kvstore.codecs.base:RawCodec"),
-        ("dense3+state8", "dense3+state8"),
-    ],
-)
+ONE_WAY = [
+    *(("tq:bits=4", "tq4"), ("tq:bits=3+window4+state8", "tq3+window4+state8"), ("tq", "tq3")),
+    *(("kivi:bits=2", "kivi"), ("kivi:group=64,bits=4", "kivi:bits=4,group=64")),
+    *(("kivi:bits=4.0", "kivi:bits=4"), ("commvq:stages=1,dim=32", "commvq:dim=32,stages=1")),
+    *((x, x) for x in ("ratequant:bits=2.25", "kvstore.codecs.base:RawCodec", "dense3+state8")),
+]
+
+
+@pytest.mark.parametrize(("name", "one_way"), ONE_WAY)
 def test_parameters_are_written_in_one_way(name, one_way):
     assert canonical(name) == canonical(one_way) == one_way
     check_name(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("tqprod:bits=9", r"bits=9 of codec 'tqprod': a whole number from 2 to 4"),
-        ("kivi:bits=2.5", "a whole number from 1 to 8"),
-        ("kivi:bits=nan", "a whole number from 1 to 8"),
-        ("ratequant:bits=x", "a number from 1 to 8"),
-        ("kivi:bit=2", r"no parameter 'bit'; there are bits \(1 to 8, usually 2\), group"),
-        ("kivi:bits=2,bits=4", "sets 'bits' twice"),
-        ("raw:bits=2", "'raw' has no parameter 'bits'; there are none"),
-        ("zip:bits=2", "no codec named 'zip'"),
-        ("tqprod4", r"'tqprod4' \(did you mean tqprod\?\); there are raw"),
-        ("tq:bits=9", "a whole number from 1 to 8"),
-    ],
-)
+REFUSED = {
+    "tqprod:bits=9": r"bits=9 of codec 'tqprod': a whole number from 2 to 4",
+    **dict.fromkeys(("kivi:bits=2.5", "kivi:bits=nan", "tq:bits=9"), "a whole number from 1 to 8"),
+    "ratequant:bits=x": "a number from 1 to 8",
+    "kivi:bit=2": r"no parameter 'bit'; there are bits \(1 to 8, usually 2\), group",
+    "kivi:bits=2,bits=4": "sets 'bits' twice",
+    "raw:bits=2": "'raw' has no parameter 'bits'; there are none",
+    "zip:bits=2": "no codec named 'zip'",
+    "tqprod4": r"'tqprod4' \(did you mean tqprod\?\); there are raw",
+}
+
+
+@pytest.mark.parametrize(("name", "why"), REFUSED.items())
 def test_wrong_parameters_are_refused_with_the_right_ones(name, why):
     for refuse in (check_name, codec_by_name):
         with pytest.raises(UnknownCodec, match=why):

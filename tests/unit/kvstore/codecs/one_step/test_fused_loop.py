@@ -22,6 +22,7 @@ from tests.unit.kvstore.codecs.fused_checks import (
     assert_views_are_filled,
     raw,
     restored,
+    same_as_pieces,
 )
 from tests.unit.kvstore.codecs.one_step.step_models import (
     USUAL,
@@ -55,31 +56,24 @@ def parts(request):
 
 
 def assert_same(parts, run, layout, first_token):
-    num_tokens = run[0][0].shape[1]
-    payload = codec_of(parts).encode(run, layout, first_token)
-    assert payload == codec_of(pipelines_of(parts)).encode(run, layout, first_token)
-    out, expected = (
-        restored(codec_of(x), payload, layout, num_tokens, first_token)
-        for x in (parts, pipelines_of(parts))
-    )
-    assert raw(out) == raw(expected)
-    return out
+    codecs = (codec_of(parts), codec_of(pipelines_of(parts)))
+    return same_as_pieces(*codecs, run, layout, first_token)
+
+
+FUSED = [
+    ([(64, 64)] * 3, rope_of(64)),
+    ([(128, 128)] * 2, rope_of(64)),  # half of the channels are turned
+    ([(80, 80)], None),
+    ([(80, 80)], rope_of(80)),  # five vectors of channels for two halves
+    ([(64, 64)], rope_of(48)),
+    ([(16, 16)] * 4, None),
+    ([(256, 256)], rope_of(256)),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    ("dims", "rope"),
-    [
-        ([(64, 64)] * 3, rope_of(64)),
-        ([(128, 128)] * 2, rope_of(64)),  # half of the channels are turned
-        ([(80, 80)], None),
-        ([(80, 80)], rope_of(80)),  # five vectors of channels for two halves
-        ([(64, 64)], rope_of(48)),
-        ([(16, 16)] * 4, None),
-        ([(256, 256)], rope_of(256)),
-    ],
-)
+@pytest.mark.parametrize(("dims", "rope"), FUSED)
 def test_kernels_give_the_rows_of_the_pieces(dims, rope, dtype):
     layout = layout_with(*dims, dtype=dtype)
     parts = parts_of(profile_of(layout, rope))
@@ -106,17 +100,17 @@ def test_units_are_predicted_from_any_number_of_channels(reach):
         assert_same(parts, run_of(FOUR_UNITS, num_tokens), FOUR_UNITS, 5)
 
 
-@pytest.mark.parametrize(
-    "spectrum",
-    [
-        (2.9, 0.3),  # none is wide
-        (700.0, 3.1),  # all are
-        (700.0, 0.01),  # none is dead
-        (1.0, 0.9),  # very few are live
-        (3.1, 3.0),  # a few, and nothing else
-        (0.2, 0.3),  # none at all
-    ],
-)
+SHARES = [
+    (2.9, 0.3),  # none is wide
+    (700.0, 3.1),  # all are
+    (700.0, 0.01),  # none is dead
+    (1.0, 0.9),  # very few are live
+    (3.1, 3.0),  # a few, and nothing else
+    (0.2, 0.3),  # none at all
+]
+
+
+@pytest.mark.parametrize("spectrum", SHARES)
 def test_any_share_of_wide_and_live_components(spectrum):
     parts = parts_of(profile_of(LAYOUT, None, [USUAL, spectrum]))
     assert is_fused(parts)
@@ -133,8 +127,19 @@ def payload_of(parts, codes, num_tokens):
     return b"".join(chunks)
 
 
+def codes_of(parts, num_tokens, make):
+    """The codes of each stack that ``make`` gives for (units, tokens, components)."""
+    shapes = [part.quantiser.integers.classes.shape for part in pipelines_of(parts)]
+    return [make((units, num_tokens, components)).astype(np.int32) for units, components in shapes]
+
+
 EXTREMES = (1, 2, 3, 8, 40, 127, 128, 700, 4095, 32767, 32768, 1 << 20, 1 << 24)
 SIZES = st.sampled_from(EXTREMES)
+
+
+def extreme(rng, sizes, shape, share):
+    """Codes of these sizes and either sign; all but this share are 0."""
+    return rng.choice(sizes, shape) * (rng.random(shape) < share) * rng.choice([-1, 1], shape)
 
 
 @pytest.mark.slow
@@ -143,15 +148,13 @@ SIZES = st.sampled_from(EXTREMES)
 def test_extreme_codes(data, parts, layout):
     num_tokens = data.draw(st.integers(1, 70))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    codes = []
-    for part in pipelines_of(parts):
-        units, components = part.quantiser.integers.classes.shape
-        shape = (units, num_tokens, components)
+
+    def some(shape):
         sizes = np.array(data.draw(st.lists(SIZES, min_size=1, max_size=4)))
         share = data.draw(st.sampled_from([0.001, 0.05, 1.0]))
-        chosen = rng.choice(sizes, shape) * (rng.random(shape) < share)
-        codes.append((chosen * rng.choice([-1, 1], shape)).astype(np.int32))
-    payload = payload_of(parts, codes, num_tokens)
+        return extreme(rng, sizes, shape, share)
+
+    payload = payload_of(parts, codes_of(parts, num_tokens, some), num_tokens)
     codecs = (codec_of(parts), codec_of(pipelines_of(parts)))
     outs = [restored(codec, payload, layout, num_tokens, 9) for codec in codecs]
     assert raw(outs[0]) == raw(outs[1])
@@ -159,15 +162,9 @@ def test_extreme_codes(data, parts, layout):
 
 @MODELS
 def test_extreme_codes_of_chunks_that_are_restored_together(parts, layout):
-    rng, payloads = np.random.default_rng(0), []
-    for _ in range(3):
-        codes = []
-        for part in pipelines_of(parts):
-            units, components = part.quantiser.integers.classes.shape
-            shape = (units, 32, components)
-            chosen = rng.choice(EXTREMES, shape) * (rng.random(shape) < 0.05)
-            codes.append((chosen * rng.choice([-1, 1], shape)).astype(np.int32))
-        payloads.append(memoryview(payload_of(parts, codes, 32)))
+    rng = np.random.default_rng(0)
+    chunks = [codes_of(parts, 32, lambda x: extreme(rng, EXTREMES, x, 0.05)) for _ in range(3)]
+    payloads = [memoryview(payload_of(parts, x, 32)) for x in chunks]
     together, each = layout.empty(96), layout.empty(96)
     codec_of(parts).decode_chunks(payloads, layout, 32, together)
     decode_each(codec_of(parts), payloads, layout, 32, each)
@@ -212,23 +209,15 @@ def test_rows_whose_values_lie_apart_go_through_the_pieces():
     assert raw([(k.copy("C"), v.copy("C")) for k, v in apart]) == raw(expected)
 
 
-@pytest.mark.parametrize(
-    ("dims", "rope"),
-    [
-        ((72, 72), None),
-        ((64, 80), None),
-        ((64, 64), Rope((1.0,) * 32, True)),
-        ((64, 64), rope_of(24)),
-    ],
-)
+APART = [((72, 72), None), ((64, 80), None), ((64, 64), Rope((1.0,) * 32, True))]
+
+
+@pytest.mark.parametrize(("dims", "rope"), [*APART, ((64, 64), rope_of(24))])
 def test_layouts_that_kernels_cannot_do_stay_with_the_pieces(dims, rope):
     layout = layout_with(dims)
     parts = parts_of(profile_of(layout, rope))
     assert not is_fused(parts)
-    run = run_of(layout, 20)
-    payload = codec_of(parts).encode(run, layout, 9)
-    out = restored(codec_of(parts), payload, layout, 20, 9)
-    assert raw(out) == raw(restored(codec_of(pipelines_of(parts)), payload, layout, 20, 9))
+    assert_same(parts, run_of(layout, 20), layout, 9)
 
 
 def test_fp16_engines_get_the_values_of_the_pieces():
@@ -254,15 +243,15 @@ def test_damage_is_found_or_gives_other_values(data, parts, layout):
 @pytest.mark.parametrize("fused", [True, False])
 def test_restored_values_are_frozen(parts, layout, digest, fused):
     """Codes and gains of a formula: whole numbers from there on, on every host alike."""
-    num_tokens, codes = 70, []
-    for part in pipelines_of(parts):
-        units, components = part.quantiser.integers.classes.shape
-        shape = (units, num_tokens, components)
+
+    def by_formula(shape):
         numbers = np.arange(np.prod(shape)).reshape(shape)
-        sizes = numbers * 7919 % 101 // (1 + numbers % components // 8)
-        codes.append(np.where(numbers % 3 == 0, -sizes, sizes).astype(np.int32))
+        sizes = numbers * 7919 % 101 // (1 + numbers % shape[2] // 8)
+        return np.where(numbers % 3 == 0, -sizes, sizes)
+
     codec = codec_of(parts if fused else pipelines_of(parts))
-    out = restored(codec, payload_of(parts, codes, num_tokens), layout, num_tokens, 9)
+    payload = payload_of(parts, codes_of(parts, 70, by_formula), 70)
+    out = restored(codec, payload, layout, 70, 9)
     assert hashlib.blake2b(b"".join(raw(out)), digest_size=8).hexdigest() == digest
 
 

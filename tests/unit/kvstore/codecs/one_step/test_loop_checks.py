@@ -69,17 +69,17 @@ def test_values_that_no_learning_gives_are_refused(
     assert is_refused(changed(profile, f"{name}.0", array))
 
 
+OF_LEVELS = [
+    ((60, 0), 0),
+    ((60, 0), -5),
+    ((20, 0), 9),  # a byte does not hold fifteen such steps
+    ((20, 3), 8),
+    ((60, 1), -33),  # a code of one would be below zero
+]
+
+
 @PROFILES
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ((60, 0), 0),
-        ((60, 0), -5),
-        ((20, 0), 9),  # a byte does not hold fifteen such steps
-        ((20, 3), 8),
-        ((60, 1), -33),  # a code of one would be below zero
-    ],
-)
+@pytest.mark.parametrize(("place", "value"), OF_LEVELS)
 def test_levels_that_no_learning_gives_are_refused(
     profile: Profile, place: tuple[int, int], value: int
 ):

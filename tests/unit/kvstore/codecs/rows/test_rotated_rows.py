@@ -23,10 +23,8 @@ def bf16(values):
 @pytest.mark.parametrize("dim", DIMS)
 def test_uneven_channels_need_the_rotation(dim):
     values = bf16(uneven((2000, dim)))
-    plain, three, four = (
-        cosine(values, restored(rows, values))
-        for rows in (PlainRows(), RotatedRows(3), RotatedRows(4))
-    )
+    methods = (PlainRows(), RotatedRows(3), RotatedRows(4))
+    plain, three, four = (cosine(values, restored(rows, values)) for rows in methods)
     assert three > 0.983
     assert four > 0.995
     assert 1 - plain > 2 * (1 - three)
@@ -58,22 +56,16 @@ def test_packing_again_changes_next_to_nothing(num_bits):
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("first", "others"),
     [
-        np.zeros(64),
-        -np.zeros(64),
-        np.full(64, 1e-40),
-        np.full(64, 1e-6),
-        np.full(64, 1e5),
-        np.full(64, 3e38),
-        np.r_[np.inf, np.ones(63)],
-        np.r_[np.nan, np.ones(63)],
-        np.r_[-np.nan, np.zeros(63)],
+        *((x, x) for x in (0.0, -0.0, 1e-40, 1e-6, 1e5, 3e38)),
+        (np.inf, 1),
+        (np.nan, 1),
+        (-np.nan, 0),
     ],
-    ids=["0", "-0", "denormal", "tiny", "large", "huge", "inf", "nan", "-nan"],
 )
-def test_rows_that_cannot_be_packed_have_scale_zero(row):
-    values = np.stack([row, np.ones(64)]).astype(np.float32)
+def test_rows_that_cannot_be_packed_have_scale_zero(first, others):
+    values = np.stack([np.r_[first, np.full(63, others)], np.ones(64)]).astype(np.float32)
     _, scales = RotatedRows(3).pack(values)
     assert scales[0] == 0
     assert scales[1] != 0

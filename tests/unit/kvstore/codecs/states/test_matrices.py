@@ -117,25 +117,16 @@ def test_a_state_that_is_not_finite_is_left_alone(bad: float) -> None:
 
 def test_fewer_bits_cost_more() -> None:
     array = state()
-    errors = [
-        float(np.square(back(matrix_codec(x), array, "float32") - array).sum()) for x in PLAIN
-    ]
+    found = [back(matrix_codec(x), array, "float32") for x in PLAIN]
+    errors = [float(np.square(x - array).sum()) for x in found]
     assert errors == sorted(errors) and errors[0] < errors[-1]
 
 
 def test_names_and_ids() -> None:
     for name in PLAIN:
         assert matrix_codec_of(matrix_codec(name).id) == matrix_codec(name)
-    for wrong in (
-        "state5.1",
-        "state8.2",
-        "state8",
-        ".1",
-        "",
-        "state8.1-ab",
-        "dealt6.1",
-        "dealt6.2-ab",
-    ):
+    others = ("state8", ".1", "", "state8.1-ab", "dealt6.1", "dealt6.2-ab")
+    for wrong in ("state5.1", "state8.2", *others):
         with pytest.raises(UnknownCodec):
             matrix_codec_of(wrong)
     with pytest.raises(UnknownCodec):

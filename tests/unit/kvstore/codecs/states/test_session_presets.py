@@ -12,19 +12,19 @@ from kvstore.errors import UnknownCodec
 from kvstore.shapes import StateLayout
 from tests.unit.kvstore.codecs.samples import layout_of
 
+PARTS = {
+    "dense3": (),
+    "dense3+window4": ("window4",),
+    "dense3+state8": ("", "state8"),
+    "dense3+window4+state8": ("window4", "state8"),
+    "dense3+state8+window4": ("", "state8+window4"),
+    "dense3+nothing": ("", "nothing"),
+}
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("dense3", PresetParts("dense3")),
-        ("dense3+window4", PresetParts("dense3", "window4")),
-        ("dense3+state8", PresetParts("dense3", "", "state8")),
-        ("dense3+window4+state8", PresetParts("dense3", "window4", "state8")),
-        ("dense3+state8+window4", PresetParts("dense3", "", "state8+window4")),
-        ("dense3+nothing", PresetParts("dense3", "", "nothing")),
-    ],
-)
-def test_a_name_has_parts(name: str, parts: PresetParts) -> None:
+
+@pytest.mark.parametrize(("name", "others"), PARTS.items())
+def test_a_name_has_parts(name: str, others: tuple[str, ...]) -> None:
+    parts = PresetParts("dense3", *others)
     assert parts_of(name) == parts
     assert parts.name == name
     known = parts.states in ("", *STATES)
