@@ -36,7 +36,7 @@ class _Branch(NamedTuple):
 
     kinds: frozenset[str] = _KINDS
     constants: Constants = None
-    tags: dict[str, _Branch] = {}  # noqa: RUF012: of each property that an object must have
+    tags: dict[str, _Branch] = {}  # of each property that an object must have
     closed_to: tuple[frozenset[str], ...] = ()  # the names that objects are limited to
 
     def joined(self, other: _Branch) -> _Branch:
