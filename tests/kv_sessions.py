@@ -165,6 +165,15 @@ class RenamedRam(RamTier):
     name = "disk"
 
 
+class SharedRam(RamTier):
+    """One that engines share, and that outlives them."""
+
+    name = "redis"
+
+    def close(self) -> None:
+        pass
+
+
 def everything(tier: Tier) -> dict[bytes, bytes]:
     return {key: bytes(blob) for key, blob in tier.scan(b"")}
 

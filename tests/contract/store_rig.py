@@ -11,25 +11,16 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.store.cold_store import ColdStore
-from kvstore.tiers.base import Blob, Tier
+from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 from tests import kv_sessions
-from tests.kv_sessions import CHUNK
+from tests.kv_sessions import CHUNK, ref
+from tests.kv_sessions import everything as blobs_of
+from tests.kv_sessions import tokens as history
 
-SALT = b"pepper"
 PATIENCE_S = 120.0  # no test goes on with an unfinished save
-
-
-def ref(session_id: str = "s", tenant: str = "t") -> SessionRef:
-    return SessionRef(tenant, session_id, SALT)
-
-
-def history(num_tokens: int, seed: int = 0) -> list[int]:
-    return [int(x) for x in np.random.default_rng(seed).integers(0, 50_000, num_tokens)]
 
 
 @dataclass(frozen=True)
@@ -72,10 +63,6 @@ class Rig:
 Store = ColdStore
 
 
-def blobs_of(tier: Tier) -> dict[bytes, Blob]:
-    return {name: bytes(blob) for name, blob in tier.scan(b"")}
-
-
 def damage(tier: Tier, chosen: Callable[[bytes], bool]) -> int:
     """Flip a bit in the payload of the chosen blobs; how many there were."""
     names = [name for name in blobs_of(tier) if chosen(name)]
@@ -87,16 +74,11 @@ def damage(tier: Tier, chosen: Callable[[bytes], bool]) -> int:
 
 
 MIB = 1 << 20
+OURS = ref()
 LONG = history(100)  # six chunks, and four tokens that are not stored
 WHOLE = 6 * CHUNK
 LONGER = [*LONG, *history(20, 1)]  # seven, and eight tokens
 FORK = [*LONG[:40], *history(60, 2)]
-
-
-class SlowRam(RamTier):
-    """A second tier that needs no folder."""
-
-    name = "disk"
 
 
 def resting(store: Store, session_id: str = "s") -> str | None:
@@ -104,12 +86,18 @@ def resting(store: Store, session_id: str = "s") -> str | None:
     return None if record is None else store.tier_of(record)
 
 
-def session_bytes(rig: Rig) -> int:
-    """What a session of 100 tokens takes of a tier in memory."""
-    tier = RamTier(64 * MIB)
+def session_bytes(
+    rig: Rig,
+    open_tier: Callable[[int], Tier] = RamTier,
+    session: SessionRef = OURS,
+    tokens: Sequence[int] = LONG,
+) -> int:
+    """What a session takes of a tier that ``open_tier`` makes."""
+    tier = open_tier(64 * MIB)
     store = rig.open([tier])
-    rig.save(store, ref(), LONG)
+    rig.save(store, session, tokens)
     nbytes = tier.stats().nbytes
+    store.forget(session)
     store.close()
     return nbytes
 

@@ -29,25 +29,10 @@ LAYOUTS = {
 
 
 # The cosine that a method reaches for channels of different size, if it is not 0.98.
-COSINES = {
-    "lm3": 0.75,
-    "manthan": 0.75,
-    "tq1": 0.75,
-    "tq2": 0.92,
-    "tqprod": 0.85,
-    "rvq": 0.9,
-    "vecinfer": 0.9,
-    "polar": 0.97,
-    "qjl": 0.5,
-    "rabitq": 0.75,
-    "playground": 0.8,
-    "kivi": 0.8,
-    "gear": 0.85,
-    "ratequant": 0.95,
-    "kvquant": 0.9,
-}
-
-
+COSINES = {"tq2": 0.92, "polar": 0.97, "qjl": 0.5, "ratequant": 0.95}
+COSINES |= dict.fromkeys(("lm3", "manthan", "tq1", "rabitq"), 0.75)
+COSINES |= dict.fromkeys(("playground", "kivi"), 0.8) | dict.fromkeys(("tqprod", "gear"), 0.85)
+COSINES |= dict.fromkeys(("rvq", "vecinfer", "kvquant"), 0.9)
 # Of methods of the literature; their parts have tests of their own.
 FEW_LAYOUTS = ("float16", "K and V differ")
 RATES = ("tq1", "tq2", "tq5", "tq6", "tq7", "tq8", "base11")  # compiled for each layout: one

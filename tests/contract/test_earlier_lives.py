@@ -34,12 +34,7 @@ def server() -> Iterator[RedisServer]:
 
 def tiers_of(server: RedisServer, folder: Path) -> list[Tier]:
     """The tiers of an engine without a disk, whose memory ends with it."""
-    config = StoreConfig(
-        ram_bytes=0,
-        disk_bytes=0,
-        redis_url=server.url,
-        redis_deadline_s=2.0,
-    )
+    config = StoreConfig(ram_bytes=0, disk_bytes=0, redis_url=server.url, redis_deadline_s=2.0)
     (shared,) = open_tiers(config, folder)
     return [RamTier(64 * MIB), SealedTier(shared, SEAL)]
 
@@ -63,6 +58,11 @@ def lived(rig: Rig, server: RedisServer, folder: Path, *ids: str) -> None:
     store.close()
 
 
+def is_empty(server: RedisServer) -> bool:
+    with redis.Redis.from_url(server.url) as client:
+        return client.keys() == []
+
+
 def test_they_are_found_continued_and_forgotten(rig: Rig, server: RedisServer, tmp_path: Path):
     lived(rig, server, tmp_path, "a", "b")
     store = rig.open(tiers_of(server, tmp_path))
@@ -70,8 +70,7 @@ def test_they_are_found_continued_and_forgotten(rig: Rig, server: RedisServer, t
     assert rig.back(store, ref("a"), [*LONG, *history(20, 9)]).num_tokens == 96
     assert store.forget(ref("a")) and store.forget(ref("b"))
     assert listed(store) == set()
-    with redis.Redis.from_url(server.url) as client:
-        assert client.keys() == []
+    assert is_empty(server)
     store.close()
 
 
@@ -124,8 +123,7 @@ def test_one_that_was_forgotten_before_the_end_stays_forgotten(
     assert rig.back(store, ref("a"), [*history(100, 0), *history(20, 9)]).num_tokens == 0
     assert store.forget(ref("b"))
     until(lambda: not (tmp_path / "redis-deletions").read_bytes())
-    with redis.Redis.from_url(server.url) as client:
-        assert client.keys() == []
+    assert is_empty(server)
     store.close()
     (file,) = tmp_path.glob("redis-deletions")
     assert file.read_bytes() == b""
@@ -206,6 +204,5 @@ def test_a_session_that_is_saved_before_it_is_known_and_then_deleted_leaves_noth
     assert store.record(ref("a")).pinned
     assert store.forget(ref("a"))
     assert store.flush(200)
-    with redis.Redis.from_url(server.url) as client:
-        assert client.keys() == []
+    assert is_empty(server)
     store.close()

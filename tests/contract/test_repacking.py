@@ -23,25 +23,14 @@ from tests.contract.store_rig import (
     LONGER,
     MIB,
     Rig,
-    SlowRam,
     Store,
     blobs_of,
     history,
     ref,
 )
 from tests.faulty_tier import FaultyTier
-from tests.kv_sessions import chain_of
+from tests.kv_sessions import RenamedRam, SharedRam, chain_of
 from tests.waiting import until
-
-
-class SharedRam(RamTier):
-    """One that engines share, and that outlives them."""
-
-    name = "redis"
-
-    def close(self) -> None:
-        pass
-
 
 TQ3, TQ4 = map(codec_by_name, ("tq3", "tq4"))
 PACKED = StoreCodecs(TQ3, readable=(RAW, TQ4))
@@ -62,6 +51,15 @@ def is_packed(tiers: Sequence[Tier]) -> bool:
 
 def is_through(store: Store) -> bool:
     return is_packed(store.ledger.stack.tiers) and not store.stats().repacking.sessions_left
+
+
+def packed(store: Store, num_sessions: int = 1) -> list[SessionRef]:
+    """Adopt a codec, and wait until so many sessions were packed again."""
+    done: list[SessionRef] = []
+    store.adopt(PACKED)
+    store.pack_when(always, done.append)
+    until(lambda: len(done) == num_sessions)
+    return done
 
 
 def counted(store: Store, session: SessionRef) -> int:
@@ -111,10 +109,7 @@ def test_each_blob_is_read_once(rig: Rig):
     store = rig.open([tier])
     rig.save(store, ref(), LONG)
     num_blobs, before = len(blobs_of(tier)) - 1, len(tier.calls)  # all but the record
-    smaller: list[SessionRef] = []
-    store.pack_when(always, smaller.append)
-    store.adopt(PACKED)
-    until(lambda: bool(smaller))
+    packed(store)
     assert tier.calls[before:].count("get_many") == num_blobs
     assert tier.calls[before:].count("lengths") >= 1
 
@@ -164,20 +159,15 @@ def test_the_longest_unused_come_first(rig: Rig):
     for name, length in (("old", 100), ("small", 40), ("large", 200)):
         rig.save(store, ref(name), history(length, length))
         clock.now += 3600.0
-    order: list[SessionRef] = []
-    store.adopt(PACKED)
-    store.pack_when(always, order.append)
-    until(lambda: is_through(store) and len(order) == 3)
-    assert [x.id for x in order] == ["old", "small", "large"]
+    assert [x.id for x in packed(store, 3)] == ["old", "small", "large"]
+    until(lambda: is_through(store))
 
 
 def test_sessions_that_share_a_beginning_keep_it(rig: Rig, store: Store, tiers: list[Tier]):
     rig.save(store, ref("a"), LONG)
     rig.save(store, ref("b"), FORK)
-    packed: list[SessionRef] = []
-    store.adopt(PACKED)
-    store.pack_when(always, packed.append)
-    until(lambda: is_through(store) and len(packed) == 2)
+    packed(store, 2)
+    until(lambda: is_through(store))
     for name in ("a", "b"):
         assert store.record(ref(name)).packed_bytes == counted(store, ref(name))
     assert store.forget(ref("a"))
@@ -218,10 +208,7 @@ def test_what_was_packed_before_is_left_alone(rig: Rig, store: Store):
     stack = store.ledger.stack
     keys = [x.key for x in store.keys.chunks(chain_of(store, ref(), LONG))]
     kept = stack.find(0, keys[:2])
-    store.adopt(PACKED)
-    done: list[SessionRef] = []
-    store.pack_when(always, done.append)
-    until(lambda: bool(done))
+    packed(store)
     assert [stack.find(level, keys[:2]) for level in (0, 1)] == [kept, kept]
     assert [codec_in(x or b"") for x in stack.find(0, keys)] == [b"tq4.2"] * 2 + [b"tq3.2"] * 4
     assert store.stats().counters["repacked_blobs"] == 2 * 4
@@ -236,29 +223,20 @@ def test_a_session_that_went_on_elsewhere_stays_as_it_was_left_there(rig: Rig):
     rig.save(here, ref("other"), history(40, 3))
     clock.now += 60
     rig.save(there, ref(), LONGER)
-    done: list[SessionRef] = []
-    here.adopt(PACKED)
-    here.pack_when(always, done.append)
-    until(lambda: bool(done))
-    assert {x.id for x in done} == {"other"}
+    assert {x.id for x in packed(here)} == {"other"}
     assert here.flush(200)
-    assert (
-        here.ledger.index.find_shared(here.ledger.index.key_of(ref())).num_tokens
-        == len(LONGER) // 16 * 16
-    )
+    index = here.ledger.index
+    assert index.find_shared(index.key_of(ref())).num_tokens == len(LONGER) // 16 * 16
     here.close(), there.close()
 
 
 def test_a_copy_whose_exchange_was_cut_short_is_removed(rig: Rig):
     """As after a kill between the two steps of a tier that knows no exchange."""
-    tier = SlowRam(64 * MIB)
+    tier = RenamedRam(64 * MIB)
     store = rig.open([tier])
     rig.save(store, ref(), LONG)
     raw = {name: x for name, x in blobs_of(tier).items() if name[:1] == CHUNK}
-    store.adopt(PACKED)
-    done: list[SessionRef] = []
-    store.pack_when(always, done.append)
-    until(lambda: bool(done))
+    packed(store)
     assert codecs_in(tier) == {"tq3.2"}
     assert tier.put_many(list(raw.items())) == 6
     store.adopt(PACKED)  # another look
@@ -279,10 +257,7 @@ def test_a_full_tier_loses_nothing_by_it(rig: Rig, pinned: bool):
     rig.save(store, ref("b"), history(100, 9))
     if pinned:
         store.pin(ref("a"), True)
-    store.adopt(PACKED)
-    done: list[SessionRef] = []
-    store.pack_when(always, done.append)
-    until(lambda: len(done) == 2)
+    packed(store, 2)
     assert tier.stats().evictions == 0
     assert num_back(store, LONG, ref("a")) == 96
     assert num_back(store, history(100, 9), ref("b")) == 96

@@ -18,7 +18,6 @@ from tests.contract.store_rig import (
     MIB,
     WHOLE,
     Rig,
-    SlowRam,
     Store,
     blobs_of,
     damage,
@@ -29,7 +28,7 @@ from tests.contract.store_rig import (
     session_bytes,
 )
 from tests.faulty_tier import FaultyTier
-from tests.kv_sessions import save
+from tests.kv_sessions import RenamedRam, save
 from tests.redis_server import RedisServer
 
 # ---- eviction
@@ -82,13 +81,6 @@ def test_a_damaged_blob_costs_the_tokens_after_it_and_is_removed(
     assert rig.back(store, ref(), LONG).num_tokens == 96
 
 
-def test_a_damaged_blob_is_read_from_the_next_tier(rig: Rig, store: Store, tiers: list[Tier]):
-    rig.save(store, ref(), LONG)
-    assert damage(tiers[0], lambda name: name[:1] == b"c") == 6
-    back = rig.back(store, ref(), LONG)
-    assert (back.num_tokens, back.tier) == (96, "disk")
-
-
 def test_a_damaged_record_is_as_good_as_none_and_is_removed(rig: Rig, tmp_path: Path):
     first = rig.open([DiskTier(tmp_path / "cold", 64 * MIB)])
     rig.save(first, ref(), LONG)
@@ -102,7 +94,7 @@ def test_a_damaged_record_is_as_good_as_none_and_is_removed(rig: Rig, tmp_path: 
 
 
 def test_a_tier_that_is_down_costs_nothing_that_another_one_has(rig: Rig):
-    below = FaultyTier(SlowRam(64 * MIB))
+    below = FaultyTier(RenamedRam(64 * MIB))
     store = rig.open([RamTier(64 * MIB), below])
     below.fails = lambda number, method: True
     rig.save(store, ref(), LONG, is_down=True)
@@ -125,34 +117,6 @@ def test_a_damaged_chunk_is_mended_from_another_tier_and_what_continues_it_stays
     assert rig.back(store, ref(), LONGER).num_tokens == WHOLE
     assert blobs_of(near) == whole
     assert store.counters.as_dict()["corrupt"] == 1
-
-
-# ---- a tier that engines share
-
-
-@pytest.mark.redis
-def test_another_engine_goes_on_with_the_session(rig: Rig, server: RedisServer):
-    def engine() -> Store:
-        return rig.open([RamTier(64 * MIB), RedisTier(server.url, deadline_s=5.0)])
-
-    here, there = engine(), engine()
-    rig.save(here, ref(), LONG)
-    back = rig.back(there, ref(), LONG)
-    assert (back.num_tokens, back.tier) == (96, "redis")
-    rig.save(there, ref(), LONGER)
-    assert rig.back(here, ref(), LONGER).num_tokens == 112
-    assert here.forget(ref())
-
-
-@pytest.mark.redis
-def test_demoted_to_the_server_nothing_is_left_here(rig: Rig, server: RedisServer):
-    near = RamTier(64 * MIB)
-    store = rig.open([near, RedisTier(server.url, deadline_s=5.0)])
-    rig.save(store, ref("shared"), history(100, 30))
-    assert store.demote(ref("shared"), "redis") == "redis"
-    assert blobs_of(near) == {}
-    assert rig.back(store, ref("shared"), history(100, 30)).tier == "redis"
-    assert store.forget(ref("shared"))
 
 
 # ---- what happens while something else does
@@ -184,7 +148,7 @@ def test_a_session_that_is_looked_up_while_it_is_forgotten_is_gone(rig: Rig):
 
 
 def test_what_a_failed_write_should_have_removed_is_removed_later(rig: Rig):
-    below = FaultyTier(SlowRam(64 * MIB))
+    below = FaultyTier(RenamedRam(64 * MIB))
     store = rig.open([RamTier(64 * MIB), below], needs_state=True)
     save(store, ref(), LONG, [80, 96])
     below.fails = lambda number, method: method in ("put_many", "replace")
@@ -197,7 +161,7 @@ def test_what_a_failed_write_should_have_removed_is_removed_later(rig: Rig):
 
 
 def test_a_deletion_that_is_owed_spares_a_session_that_came_back(rig: Rig):
-    below = FaultyTier(SlowRam(64 * MIB))
+    below = FaultyTier(RenamedRam(64 * MIB))
     store = rig.open([RamTier(64 * MIB), below])
     rig.save(store, ref(), LONG)
     below.fails = lambda number, method: method == "delete_many"

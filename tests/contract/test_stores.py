@@ -18,7 +18,6 @@ from tests.contract.store_rig import (
     LONGER,
     MIB,
     Rig,
-    SlowRam,
     Store,
     blobs_of,
     history,
@@ -28,18 +27,7 @@ from tests.contract.store_rig import (
     session_bytes,
 )
 from tests.faulty_tier import FaultyTier
-from tests.kv_sessions import Rows, chain_of, kv_of
-
-# ---- save, extend, fork
-
-
-def test_a_fork_shares_its_beginning_and_both_come_back(rig: Rig, store: Store):
-    rig.save(store, ref("a"), LONG)
-    rig.save(store, ref("b"), FORK)
-    assert rig.back(store, ref("a"), LONG).num_tokens == 96
-    assert rig.back(store, ref("b"), FORK).num_tokens == 96
-    assert listed(store) == {"a", "b"}
-
+from tests.kv_sessions import RenamedRam, Rows, chain_of, kv_of
 
 # ---- pins
 
@@ -166,14 +154,14 @@ def test_upwards_or_to_a_tier_that_is_off_nothing_moves(rig: Rig, store: Store, 
 
 
 def test_a_session_that_the_lower_tier_cannot_take_stays(rig: Rig):
-    store = rig.open([RamTier(64 * MIB), SlowRam(4000)])
+    store = rig.open([RamTier(64 * MIB), RenamedRam(4000)])
     rig.save(store, ref(), LONG)
     assert store.demote(ref(), "disk") == "ram"
     assert rig.back(store, ref(), LONG).num_tokens == 96
 
 
 def test_a_save_during_a_demotion_keeps_its_own_copy_near(rig: Rig):
-    below = FaultyTier(SlowRam(64 * MIB))
+    below = FaultyTier(RenamedRam(64 * MIB))
     store = rig.open([RamTier(64 * MIB), below])
     rig.save(store, ref(), LONG)
     below.hanging = "replace"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,35 +13,19 @@ from kvstore.session import TenantLimits, TierName
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
-from tests.contract.store_rig import LONG, MIB, Rig, history, ref
+from tests.contract.store_rig import LONG, MIB, Rig, history, ref, session_bytes
 from tests.waiting import until
 
 QUIET, GREEDY = ref("q", "quiet"), [ref(f"g{i}", "greedy") for i in range(12)]
 
 
 def opens(kind: str, folder: Path) -> Callable[[int], Tier]:
-    def open_tier(capacity_bytes: int) -> Tier:
-        if kind == "disk":
-            return DiskTier(folder, capacity_bytes)
-        return RamTier(capacity_bytes)
-
-    return open_tier
-
-
-def taken(rig: Rig, open_tier: Callable[[int], Tier]) -> int:
-    """What the quiet tenant's session takes of a tier."""
-    tier = open_tier(64 * MIB)
-    store = rig.open([tier])
-    rig.save(store, QUIET, LONG)
-    nbytes = tier.stats().nbytes
-    store.forget(QUIET)
-    store.close()
-    return nbytes
+    return partial(DiskTier, folder) if kind == "disk" else RamTier
 
 
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_sessions_that_left_a_tier_are_reported(rig: Rig, tmp_path: Path, has_disk: bool):
-    capacity = 5 * taken(rig, opens("ram", tmp_path))
+    capacity = 5 * session_bytes(rig, session=QUIET)
     disk = [DiskTier(tmp_path / "cold", 64 * MIB)] if has_disk else []
     store = rig.open([RamTier(capacity), *disk])
     notices: list[StoreNotice] = []
@@ -59,7 +44,7 @@ def test_sessions_that_left_a_tier_are_reported(rig: Rig, tmp_path: Path, has_di
 def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
     rig: Rig, kind: str, tmp_path: Path
 ):
-    of_one = taken(rig, opens(kind, tmp_path / "cold"))
+    of_one = session_bytes(rig, opens(kind, tmp_path / "cold"), QUIET)
     store = rig.open([opens(kind, tmp_path / "other")(64 * MIB)])
     notices: list[StoreNotice] = []
     store.listen(notices.append)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvstore.session import TenantLimits
-from tests.clock import Clock
 from tests.contract.tier_rig import KINDS, LOCAL, TierRig, blob_of, key, rig
 
 SMALL, LARGE = 100, 700_000  # within one fragment; several fragments on disk
@@ -95,73 +94,11 @@ def test_what_cannot_fit_is_refused_and_nothing_else_suffers(local: TierRig):
     assert tier.stats().evictions == 0
 
 
-def test_what_returned_stays_and_what_never_did_goes(local: TierRig):
-    tier = local.open(4 * local.cost(SMALL))
-    for i in range(4):
-        tier.put_many(chain(i, i + 1))
-    tier.touch([key(0)])
-    tier.put_many(chain(4, 6))
-    assert tier.contains_many(keys(0, 4, 5)) == [True] * 3
-    assert sum(tier.contains_many(keys(1, 2, 3))) == 1
-    assert tier.stats().evictions == 2
-
-
-@pytest.mark.parametrize("how", ["put", "piece by piece", "touch", "unpin"])
-def test_a_chain_is_eaten_from_its_tail(local: TierRig, how: str):
-    tier = local.open(4 * local.cost(SMALL))
-    if how == "piece by piece":
-        for i in range(4):
-            assert tier.put_many(chain(i, i + 1), after=key(i - 1) if i else b"") == 1
-    else:
-        tier.put_many(chain(0, 4))
-    if how == "touch":
-        tier.touch(keys(0, 1, 2, 3))
-    if how == "unpin":
-        tier.pin(key(0), True)
-        tier.pin(key(0), False)
-    tier.put_many(chain(8, 10))
-    assert tier.contains_many(keys(0, 1, 2, 3)) == [True, True, False, False]
-
-
 def test_nothing_is_kept_beyond_a_hole(local: TierRig):
     tier = local.open()
     tier.put_many(chain(0, 2))
     assert tier.put_many(chain(3, 5), after=key(2)) == 0
     assert tier.put_many(chain(2, 5), after=key(1)) == 3
-
-
-def test_a_record_goes_last_with_its_session(local: TierRig):
-    tier = local.open(5 * local.cost(SMALL))
-    record = b"r" + key(0)[1:]
-    tier.put_many(chain(0, 3))
-    assert tier.replace(record, blob_of(9, SMALL), after=key(2))
-    tier.put_many(chain(10, 14))
-    assert tier.contains_many([*keys(0, 1, 2), record]) == [False] * 3 + [True]
-    tier.put_many(chain(20, 25))
-    assert tier.contains_many([record]) == [False]
-
-
-def test_sessions_that_take_turns_do_not_throw_each_other_out(local: TierRig):
-    clock = Clock()
-    tier = local.open(9 * 4 * local.cost(SMALL), clock)
-    for _ in range(4):
-        back = 0
-        for session in range(12):
-            blobs = chain(4 * session, 4 * session + 4)
-            names = [name for name, _ in blobs]
-            clock.now += 1.0
-            back += all(tier.contains_many(names))
-            tier.touch(names)
-            tier.put_many(blobs)
-            tier.touch(names, restored=False)
-    assert back >= 7  # by order of last use: none
-
-
-def test_a_chain_longer_than_the_tier_keeps_its_head(local: TierRig):
-    tier = local.open(3 * local.cost(SMALL))
-    tier.put_many(chain(10, 12))
-    assert tier.put_many(chain(0, 5)) == 3
-    assert tier.contains_many(keys(0, 1, 2, 3, 4)) == [True, True, True, False, False]
 
 
 def test_blobs_of_an_earlier_run_get_their_owner(local: TierRig):
@@ -184,54 +121,6 @@ def test_the_budget_holds_for_all_sizes(local: TierRig):
         assert 0 < stats.nbytes <= stats.capacity_bytes
     assert stats.evictions > 0
     assert tier.get_many([key(39)]) == [blob_of(39, (39 * 7919) % LARGE)]
-
-
-def test_a_chain_whose_head_is_pinned_stays_until_that_ends(local: TierRig):
-    tier = local.open(3 * local.cost(SMALL))
-    tier.pin(key(0), True)  # it is not there yet: remembered
-    tier.pin(key(0), True)
-    tier.put_many(chain(0, 2))
-    for i in range(2, 6):
-        assert tier.put_many(chain(i, i + 1)) == 1
-    assert tier.contains_many(keys(0, 1)) == [True, True]
-    tier.pin(key(0), False)
-    for i in range(6, 9):
-        tier.put_many(chain(i, i + 1))
-    tier.put_many(chain(10, 13))
-    assert tier.contains_many(keys(0, 1)) == [False, False]
-
-
-def test_pinned_blobs_go_when_nothing_else_is_left(local: TierRig):
-    tier = local.open(3 * local.cost(SMALL))
-    tier.pin(key(0), True)
-    tier.put_many(chain(0, 3))
-    assert tier.put_many(chain(5, 7)) == 2
-    assert tier.contains_many(keys(0, 1, 2)) == [True, False, False]
-    assert tier.put_many(chain(8, 10)) == 2
-    assert tier.contains_many(keys(0)) == [True]
-
-
-def test_a_pin_outlives_replace_and_delete(local: TierRig):
-    tier = local.open(2 * local.cost(SMALL))
-    tier.pin(key(0), True)
-    tier.put_many(chain(0, 1))
-    tier.replace(key(0), blob_of(5, SMALL))
-    for i in range(1, 4):
-        tier.put_many(chain(i, i + 1))
-    assert tier.get_many([key(0)]) == [blob_of(5, SMALL)]
-    assert tier.delete_many([key(0)]) == 1
-    tier.put_many(chain(0, 1))
-    for i in range(4, 8):
-        tier.put_many(chain(i, i + 1))
-    assert tier.contains_many([key(0)]) == [True]
-
-
-def test_unpinning_what_is_not_pinned_changes_nothing(local: TierRig):
-    tier = local.open(2 * local.cost(SMALL))
-    tier.pin(key(0), False)
-    tier.put_many(chain(0, 2))
-    tier.put_many(chain(2, 4))
-    assert tier.contains_many(keys(0, 1, 2, 3)) == [False, False, True, True]
 
 
 def test_deleted_blobs_are_gone_and_can_come_again(tiers: TierRig):

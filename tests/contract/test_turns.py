@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,22 +11,12 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.clock import Clock
-from tests.contract.store_rig import MIB, Rig, history, ref
+from tests.contract.store_rig import Rig, history, ref, session_bytes
 
 ROOM = 19  # sessions
 ROUNDS = 6
 TOKENS = 64  # four chunks, and a prompt of one token more that is computed
 OTHER = history(4, 99)
-
-
-def of_one(rig: Rig, open_tier: Callable[[int], Tier]) -> int:
-    """What a session takes of a tier."""
-    tier = open_tier(64 * MIB)
-    store = rig.open([tier])
-    rig.save(store, ref(), history(TOKENS))
-    nbytes = tier.stats().nbytes
-    store.close()
-    return nbytes
 
 
 @pytest.mark.parametrize(("sessions", "at_least"), [(24, 16), (38, 12)])
@@ -36,17 +26,16 @@ def test_sessions_in_turn_come_back(
 ):
     """By order of last use none of them would: each went just before its turn."""
     clock = Clock()
-    ram = of_one(rig, RamTier)
-    disk = of_one(rig, lambda nbytes: DiskTier(tmp_path / "measured", nbytes))
-    tiers: dict[str, Callable[[], list[Tier]]] = {
-        "ram": lambda: [RamTier(ROOM * ram, clock)],
-        "disk": lambda: [DiskTier(tmp_path / "cold", ROOM * disk, clock)],
-        "ram over disk": lambda: [
-            RamTier(5 * ram, clock),
-            DiskTier(tmp_path / "cold", ROOM * disk, clock),
-        ],
-    }
-    store = rig.open(tiers[kind]())
+    ram = session_bytes(rig, tokens=history(TOKENS))
+    measured = partial(DiskTier, tmp_path / "measured")
+    disk = session_bytes(rig, measured, tokens=history(TOKENS))
+
+    def tiers() -> list[Tier]:
+        near = [RamTier(ROOM * ram if kind == "ram" else 5 * ram, clock)]
+        far = [DiskTier(tmp_path / "cold", ROOM * disk, clock)] if "disk" in kind else []
+        return [*(near if "ram" in kind else []), *far]
+
+    store = rig.open(tiers())
     for number in range(ROUNDS):
         back = 0
         for i in range(sessions):
@@ -57,6 +46,6 @@ def test_sessions_in_turn_come_back(
         assert number < 2 or back >= at_least, number
     if kind != "ram":  # what was learned survives a restart
         store.close()
-        store = rig.open(tiers[kind]())
+        store = rig.open(tiers())
         found = [rig.back(store, ref(str(i)), history(TOKENS, i)) for i in range(sessions)]
         assert sum(x.num_tokens == TOKENS for x in found) >= at_least

@@ -47,18 +47,6 @@ def test_a_clock_that_jumps_back_expires_nothing(opened):
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
 
 
-def test_who_came_back_is_evicted_last(opened):
-    store = opened([ram(170_000)])
-    for name in "abc":
-        save(store, ref(name), tokens(200, ord(name)))
-    assert store.stats().tiers[0].evictions == 0
-    assert come_back(store, ref("a"), tokens(200, ord("a")))[1].num_tokens == 192
-    assert store.flush(200)
-    save(store, ref("d"), tokens(200, 1))
-    held = {x: come_back(store, ref(x), tokens(200, ord(x)))[0].num_tokens for x in "abc"}
-    assert held["a"] == 192 and min(held["b"], held["c"]) < 192
-
-
 def test_a_listener_hears_that_a_session_went_down_a_tier(tmp_path, opened):
     store = opened([ram(93_000), disk(tmp_path)])
     left = []

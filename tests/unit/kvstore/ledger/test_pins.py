@@ -16,34 +16,6 @@ from tests.kv_sessions import (
 HISTORY = tokens(200)
 
 
-def test_pinned_sessions_survive_saves_that_evict_the_others(opened):
-    store = opened([ram(187_000)])
-    save(store, ref(), HISTORY)
-    store.pin(ref(), True)
-    for i in range(10):
-        save(store, ref(f"other {i}"), tokens(200, 50 + i))
-    assert store.stats().tiers[0].evictions > 0
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
-    assert store.record(ref()).pinned
-    store.pin(ref(), False)
-    for _ in range(4):
-        for i in range(3):
-            come_back(store, ref(f"other {i}"), tokens(200, 80 + i))
-            save(store, ref(f"other {i}"), tokens(200, 80 + i))
-    assert come_back(store, ref(), HISTORY)[1].num_tokens < 192
-
-
-def test_new_chunks_of_a_pinned_session_go_last_too(opened):
-    store = opened([ram(187_000)])
-    save(store, ref(), HISTORY[:100])
-    store.pin(ref(), True)
-    save(store, ref(), HISTORY)
-    for i in range(10):
-        save(store, ref(f"other {i}"), tokens(200, 50 + i))
-    assert store.stats().tiers[0].evictions > 0
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
-
-
 def test_a_pin_outlives_a_restart(tmp_path, opened):
     store = opened([disk(tmp_path)])
     save(store, ref(), HISTORY)

@@ -40,15 +40,9 @@ def slow(nbytes: int = 1 << 26) -> FaultyTier:
 def test_the_record_is_written_last_and_the_obsolete_go_after_it():
     tier = slow()
     tier.inner.put_many([(KEYS[0], b"blob"), (OLD_STATE, b"old state")])
-    assert deliver(stack_of(tier), 0, delivery(obsolete=[OLD_STATE]), whole=True) == (
-        True,
-        True,
-    )
-    assert [x for x in tier.calls if x not in ("touch", "contains_many")] == [
-        *["put_many"] * 3,
-        "replace",
-        "delete_many",
-    ]
+    assert deliver(stack_of(tier), 0, delivery(obsolete=[OLD_STATE]), whole=True) == (True, True)
+    calls = [x for x in tier.calls if x not in ("touch", "contains_many")]
+    assert calls == [*["put_many"] * 3, "replace", "delete_many"]
     assert tier.inner.contains_many([*KEYS, RECORD_KEY, OLD_STATE]) == [True] * 41 + [False]
 
 
@@ -206,41 +200,24 @@ def test_closing_drops_waiting_deliveries():
     assert late.done.result(5) is False
 
 
-def test_a_tier_that_was_down_is_caught_up_by_a_flush(opened):
-    tier = slow()
-    store = opened([ram(), tier])
-    tier.fails = lambda number, method: True
-    begin_save(store, ref(), HISTORY)
-    store.flush(10)
-    assert store.stats().counters["behind.disk"] >= 1
-    assert not any(tier.inner.scan(b""))
-    tier.fails = lambda number, method: False
-    assert store.flush(200)
-    assert all(tier.inner.contains_many(store.ledger.index.blob_keys(store.record(ref()))))
-
-
-def test_a_tier_that_was_down_is_caught_up_by_the_next_save(opened):
+@pytest.mark.parametrize("by", ["a flush", "the next save", "a demotion"])
+def test_a_tier_that_was_down_is_caught_up(opened, by):
     tier = slow()
     store = opened([ram(), tier])
     tier.fails = lambda number, method: True
     begin_save(store, ref(), HISTORY[:100])
     store.flush(10)
-    tier.fails = lambda number, method: False
-    save(store, ref(), HISTORY)
-    assert store.demote(ref(), "disk") == "disk"
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
-
-
-def test_a_tier_that_was_down_is_caught_up_by_a_demotion(opened):
-    tier = slow()
-    store = opened([ram(), tier])
-    tier.fails = lambda number, method: True
-    begin_save(store, ref(), HISTORY)
-    store.flush(10)
     assert store.demote(ref(), "disk") == "ram"
+    assert store.stats().counters["behind.disk"] >= 1
+    assert not any(tier.inner.scan(b""))
     tier.fails = lambda number, method: False
+    if by == "the next save":
+        save(store, ref(), HISTORY)
+    elif by == "a flush":
+        assert store.flush(200)
+        assert all(tier.inner.contains_many(store.ledger.index.blob_keys(store.record(ref()))))
     assert store.demote(ref(), "disk") == "disk"
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == (192 if by == "the next save" else 96)
 
 
 def test_an_older_delivery_does_not_hide_that_a_newer_one_was_refused():

@@ -16,6 +16,7 @@ from tests.codec_sessions import DENSE, FAST, HISTORY, WHOLE, codecs_in, evict, 
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     CHUNK,
+    SharedRam,
     begin_save,
     chain_of,
     come_back,
@@ -126,16 +127,6 @@ def test_a_local_blob_in_an_unknown_codec_is_a_miss_and_makes_room(tiers, opened
     assert wake(store, ref(), HISTORY).num_tokens == WHOLE
 
 
-def test_after_a_restart_without_its_codec_a_session_is_saved_anew(tmp_path, tiers, opened):
-    store = opened(tiers, codecs=StoreCodecs(FAST))
-    save(store, ref(), HISTORY)
-    store.close()
-    store = opened([ram(), disk(tmp_path)])
-    assert wake(store, ref(), HISTORY).reason == "fingerprint"
-    save(store, ref(), HISTORY)
-    assert come_back(store, ref(), HISTORY)[1].num_tokens == WHOLE
-
-
 def test_while_a_tier_that_may_have_the_profile_is_down_nothing_is_dropped(tmp_path, tiers, opened):
     store = opened(tiers, codecs=StoreCodecs(FAST))
     save(store, ref(), HISTORY)
@@ -145,15 +136,6 @@ def test_while_a_tier_that_may_have_the_profile_is_down_nothing_is_dropped(tmp_p
     store = opened([ram(), far, shared])
     assert wake(store, ref(), HISTORY).reason == "fingerprint"
     assert codecs_in(far) == ["fast.1"] * 12
-
-
-class SharedRam(type(ram())):
-    """One that engines share, and that outlives them."""
-
-    name = "redis"
-
-    def close(self) -> None:
-        pass
 
 
 def test_on_a_shared_tier_what_another_engine_can_read_is_left_to_it(opened):

@@ -76,10 +76,8 @@ def test_a_restart_packs_nothing_again(tmp_path, opened):
 @pytest.mark.redis
 def test_a_session_wakes_on_a_second_engine_through_a_real_server():
     with RedisServer() as server:
-        one, two = (
-            open_store([ram(), RedisTier(server.url, deadline_s=5.0)], codec="raw")
-            for _ in range(2)
-        )
+        tiers = [[ram(), RedisTier(server.url, deadline_s=5.0)] for _ in range(2)]
+        one, two = map(open_store, tiers)
         save(one, ref(), HISTORY[:150])
         match, restored = come_back(two, ref(), HISTORY)
         assert (match.tier, restored.num_tokens, restored.reason) == ("redis", 144, None)

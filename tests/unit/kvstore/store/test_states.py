@@ -21,6 +21,7 @@ from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     CHUNK,
     LAYOUT,
+    RenamedRam,
     Rows,
     chain_of,
     check,
@@ -128,11 +129,8 @@ def test_a_beginning_that_sessions_share_keeps_its_state_once(opened):
     save(store, ref("c"), prompts[2], [96, 112])
     longer = [*prompts[1], *tokens(32, 9)]
     save(store, ref("b"), longer, [128, 144])  # it stays while others begin so, too
-    assert {x: states_of(store, x) for x in "abc"} == {
-        "a": (96, 112),
-        "b": (32, 128, 144),
-        "c": (96, 112),
-    }
+    kept = {"a": (96, 112), "b": (32, 128, 144), "c": (96, 112)}
+    assert {x: states_of(store, x) for x in "abc"} == kept
     store.forget(ref("a"))
     store.forget(ref("c"))
     longest = [*longer, *tokens(16, 5)]
@@ -197,6 +195,17 @@ def test_a_run_without_the_state_at_its_end_is_not_returned(store, lost):
     restored = store.restore(match)
     assert (restored.num_tokens, restored.state, restored.reason) == (0, None, "evicted")
     check(store, restored, HISTORY)
+
+
+def test_a_session_rests_where_its_newest_state_does(opened):
+    """A return reads nothing of the slower tier that has the older state."""
+    store = opened([ram(), RenamedRam(1 << 26)], needs_state=True)
+    save(store, ref(), HISTORY, [128, 208])
+    lose_state(store, 128)
+    assert (num_states(store), store.tier_of(ref())) == (1, "ram")
+    assert come_back(store, ref(), HISTORY)[1].num_tokens == 208
+    lose_state(store, 208)
+    assert store.tier_of(ref()) == "disk"
 
 
 @pytest.mark.parametrize("kind", [b"s", b"c"])

@@ -25,25 +25,10 @@ from tests.kv_sessions import (
 HISTORY = tokens(200)
 
 
-def test_a_saved_session_is_in_every_tier(store, tiers):
-    save(store, ref(), HISTORY)
-    assert everything(tiers[0]) == everything(tiers[1])
-    assert store.tier_of(ref()) == "ram"
-
-
 def test_a_demotion_waits_for_the_save_before_it(store, tiers):
     assert begin_save(store, ref(), HISTORY)
     assert store.demote(ref(), "disk") == "disk"
     assert everything(tiers[0]) == {}
-
-
-def test_half_of_it_near_and_half_far(store, tiers):
-    save(store, ref(), HISTORY)
-    keys = store.ledger.index.blob_keys(store.record(ref()))
-    tiers[0].delete_many(keys[5:])
-    assert store.tier_of(ref()) == "disk"
-    match, restored = come_back(store, ref(), HISTORY)
-    assert (match.tier, restored.num_tokens) == ("disk", 192)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
 import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.packer import RAW, StoreCodecs
-from kvstore.session import SessionRef
-from kvstore.shapes import KVPair, slice_tokens
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from tests.codec_sessions import DENSE, FAST, HISTORY, WHOLE, codecs_in, evict, turn, wake, wear
@@ -29,7 +22,7 @@ from tests.kv_sessions import (
     tokens,
 )
 from tests.unit.kvstore.conftest import Opened
-from tests.worn_codec import WornCodec, wear_of
+from tests.worn_codec import WornCodec
 
 
 @pytest.fixture
@@ -139,101 +132,6 @@ def test_exact_codecs_have_nothing_to_remember(tiers, opened):
 
 
 # ---- a hundred sleeps
-
-
-@dataclass
-class Engine:
-    """Keeps sessions hot or lets them sleep, and marks restored rows as mlx's side does.
-
-    ``hot``: by session, its tokens, its rows, and how many of the first came from a lossy copy.
-    """
-
-    store: ColdStore
-    hot: dict[str, tuple[list[int], list[KVPair], int]] = field(default_factory=dict)
-
-    def turn(self, session: SessionRef, prompt: Sequence[int]) -> int:
-        """Serve a prompt; returns the tokens that were not computed."""
-        old, run, restored_tokens = self.hot.get(session.id, ([], kv_of([]), 0))
-        pairs = enumerate(zip(old, prompt, strict=False))
-        known = next((i for i, (a, b) in pairs if a != b), min(len(old), len(prompt)))
-        if not known:
-            restored = wake(self.store, session, prompt)
-            known, run = restored.num_tokens, restored.run
-            restored_tokens = restored.lossy_tokens
-        computed = kv_of(prompt)
-        for pair, before in zip(computed, slice_tokens(run, 0, known), strict=True):
-            for array, rows in zip(pair, before, strict=True):
-                array[:, :known] = rows
-        self.hot[session.id] = list(prompt), computed, min(restored_tokens, known)
-        self.check(prompt, computed)
-        return known
-
-    def check(self, prompt: Sequence[int], run: list[KVPair]) -> None:
-        """Every row is as it was computed, or was packed once."""
-        assert all(x in ({0}, {1}, {16}) for x in wear_of(run, kv_of(prompt)))
-
-    def sleep(self, session: SessionRef) -> None:
-        """Save, and give the rows up."""
-        held, run, restored_tokens = self.hot.pop(session.id)
-        source = Rows(self.store, run, (), restored_tokens)
-        self.store.save(session, chain_of(self.store, session, held), source, always=True)
-        assert self.store.flush(200)
-        for piece in source.packed:
-            rows = slice_tokens(run, piece.first_token, piece.end_token)
-            clean = slice_tokens(kv_of(held), piece.first_token, piece.end_token)
-            assert wear_of(rows, clean) == [{0}] * CHUNK, "packed a second time"
-
-    def save_hot(self, session: SessionRef) -> None:
-        """Save at a turn's end, and stay hot."""
-        kept = self.hot[session.id]
-        self.sleep(session)
-        self.hot[session.id] = kept
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 2))]
-)
-def test_a_hundred_sleeps_are_one_generation(store, tiers, seed):
-    """With evictions at random, edits inside a chunk, branches, codecs that are adopted."""
-    choose = random.Random(seed)
-    engine, codec = Engine(store), FAST
-    beginning = tokens(75, 100 + seed)  # of two sessions; it ends inside a chunk
-    histories = {x: [*beginning, *tokens(30, i)] for i, x in enumerate("ab")}
-    histories["c"] = tokens(40, 50)
-    left_behind: dict[str, list[list[int]]] = {x: [] for x in histories}
-    reused = 0
-    for number in range(100):
-        session = ref(choose.choice(sorted(histories)))
-        history = histories[session.id]
-        act = choose.random()
-        if act < 0.2:  # an edit
-            left_behind[session.id].append(history)
-            history = history[: choose.randrange(1, len(history))]
-        elif act < 0.3 and left_behind[session.id]:  # a return to a branch
-            history = choose.choice(left_behind[session.id])
-        prompt = [*history[:400], *tokens(choose.randrange(1, 60), 1000 + number)]
-        reused += engine.turn(session, prompt)
-        histories[session.id] = prompt
-        if choose.random() < 0.3:  # while the turn goes on
-            evict(store, choose.randrange(2), choose.randrange(1, 4))
-        if choose.random() < 0.1:
-            evict(store, 0), evict(store, 1)
-        (engine.save_hot if choose.random() < 0.4 else engine.sleep)(session)
-        if choose.random() < 0.1:
-            codec = DENSE if codec is FAST else FAST
-            store.adopt(StoreCodecs(codec))
-        if choose.random() < 0.1:
-            store.demote(session, "disk")
-    assert reused > 1000
-    counters = store.stats().counters
-    assert counters["chunks_left_out"] > 0 and counters["saves"] > 60
-    assert counters.get("saves_failed", 0) <= counters["chunks_left_out"]
-
-
-def test_two_passages_would_be_seen():
-    run = kv_of(tokens(20))
-    worn = [(k + np.uint16(2), v + np.uint16(2)) for k, v in run]
-    assert not any(x in ({0}, {1}, {16}) for x in wear_of(worn, run))
 
 
 def test_blobs_of_before_the_first_codec_are_packed_once(tiers, opened):
