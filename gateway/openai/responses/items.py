@@ -163,6 +163,8 @@ class MessageWriter:
             return output or "", []
         if _type_of(output) in _IMAGES:  # a computer's
             output = [output]
+        elif isinstance(output, dict) and isinstance(output.get("content"), list):  # MCP's
+            output = output["content"] if _has_parts(output["content"]) else output
         if not isinstance(output, list) or not _has_parts(output):
             return msgspec.json.encode(output).decode(), []
         parts = [self._output_part(x, f"{where}[{i}]") for i, x in enumerate(output)]
@@ -234,6 +236,8 @@ def _has_parts(output: list[Any]) -> bool:
 def _is_part(given: Json) -> bool:
     """Say whether this is a text, or an image or a file that another dialect writes with it."""
     kind = _type_of(given)
+    if kind == "resource":  # MCP's
+        return isinstance(given.get(kind), dict) and "blob" in given[kind]
     if kind not in MEDIA:
         return kind in _TEXTS | _NOT_TEXT
     held = given.get("source", given.get(kind))

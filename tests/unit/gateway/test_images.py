@@ -321,6 +321,7 @@ async def test_a_list_that_a_tool_gave_is_no_content() -> None:
         ({"type": "document", "source": {"type": "base64", "data": "aGk="}}, FILE),
         ({"type": "file", "file": {"file_data": "aGk="}}, FILE),
         ({"type": "audio", "data": "aGk="}, FILE),
+        ({"type": "resource", "resource": {"uri": "a:b", "blob": "aGk="}}, FILE),
     ],
 )
 async def test_only_images_or_files_of_another_dialect_are_a_content(
@@ -328,8 +329,9 @@ async def test_only_images_or_files_of_another_dialect_are_a_content(
 ) -> None:
     """Their base64 went into the prompt as a text."""
     to = App()
-    await to.post("/v1/responses", after_a_tool("/v1/responses", [part]))
-    assert heard(to)[-1]["content"] == wanted
+    for given in ([part], {"content": [part], "isError": False}):
+        await to.post("/v1/responses", after_a_tool("/v1/responses", given))
+        assert heard(to)[-1]["content"] == wanted
 
 
 @pytest.mark.parametrize("shown", [PNG, None])
