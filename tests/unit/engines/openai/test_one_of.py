@@ -38,8 +38,7 @@ def closed(*names: str) -> dict[str, Any]:
         [closed("a"), tagged("kind", "a")],
         [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
         [{"allOf": [tagged("kind", "a"), {"maxProperties": 3}]}, tagged("kind", "b")],
-        [TEXT, False],
-        [TEXT],
+        *([TEXT, False], [TEXT]),
     ],
 )
 def test_branches_that_exclude_each_other(branches: list[Any]) -> None:
@@ -51,17 +50,13 @@ def test_branches_that_exclude_each_other(branches: list[Any]) -> None:
     "branches",
     [
         [{"type": "integer"}, NUMBER],
-        [TEXT, {}],
-        [TEXT, True],
+        *([TEXT, x] for x in ({}, True)),
         [{"const": 1}, {"const": 1.0}],
         [{"const": x % 39} for x in range(40)],
         [{"const": "a"}, TEXT],
         [tagged("kind", "a"), tagged("kind", "a")],
         [tagged("kind", "a", required=[]), tagged("kind", "b")],
-        [
-            tagged("kind", "a", type=["object", "string"]),
-            tagged("kind", "b", type=["object", "string"]),
-        ],
+        [tagged("kind", x, type=["object", "string"]) for x in "ab"],
         [*(tagged("kind", x) for x in range(40)), {"type": "object"}],
         [closed("a"), {**closed("a"), "additionalProperties": True}],
         [{"required": ["a"]}, {"required": ["b"]}],

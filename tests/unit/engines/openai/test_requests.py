@@ -19,67 +19,49 @@ from engines.openai.requests import (
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+OTHER = {"name": "x"}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {**HELLO, **fields}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"temperature": 2.1}, "temperature"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": float("inf")}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"min_p": 1.5}, "min_p"),
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"n": 0}, "n"),
-        ({"n": 10**9}, "n"),
-        ({"n": True}, "n"),
-        ({"max_tokens": -2}, "max_tokens"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"max_completion_tokens": 10**12}, "max_completion_tokens"),
-        ({"top_logprobs": 5}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
-        ({"stop": ""}, "stop"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stop": ["x" * 513]}, "stop[0]"),
-        ({"stop": "x" * 100_000}, "stop"),
-        ({"stream": "yes"}, "stream"),
-        ({"seed": 2**63}, "seed"),
-        ({"messages": "hi"}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": HELLO["messages"] * 100_000}, "messages"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"tools": [TOOL, TOOL]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice",
-        ),
-        ({"functions": [{"name": "x"}]}, "functions"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-        ({"model": ""}, "model"),
-        ({"model": 5}, "model"),
-    ],
-)
+WRONG: dict[str, tuple[Any, ...]] = {
+    "temperature": (2.1, -0.1, "hot", float("nan")),
+    "top_p": (0, float("inf")),
+    "n": (0, 10**9, True),
+    "max_tokens": (-2, 1.5),
+    "logit_bias": ({"a": 1}, {"9" * 5000: 1}, {str(i): 1 for i in range(1025)}),
+    "stop": ("", ["x"] * 17, "x" * 100_000),
+    "messages": ("hi", [], HELLO["messages"] * 100_000),
+    "model": ("", 5),
+}
+ALONE: list[dict[str, Any]] = [
+    *({"top_k": -2}, {"min_p": 1.5}, {"presence_penalty": 3}, {"repetition_penalty": 0}),
+    *({"max_completion_tokens": 10**12}, {"top_logprobs": 5}, {"seed": 2**63}),
+    *({"stream": "yes"}, {"tools": [TOOL, TOOL]}, {"tool_choice": "required"}),
+    *({"functions": [{"name": "x"}]}, {"modalities": ["text", "audio"]}),
+    {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+]
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
+    ({"stop": ["x" * 513]}, "stop[0]"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": OTHER}}, "tool_choice"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    *((fields, *fields) for fields in ALONE),
+    *(({field: x}, field) for field, values in WRONG.items() for x in values),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), MISFITS)
 def test_refuses_and_names_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         validate_chat(chat(**fields))
@@ -123,12 +105,7 @@ def test_bias_of_zero_is_no_bias() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1], [2, 3]], [[1], [2, 3]]),
-    ],
+    [("a", ["a"]), ([1, 2], [[1, 2]]), *((x, x) for x in (["a", "b"], [[1], [2, 3]]))],
 )
 def test_four_kinds_of_prompt(prompt: Any, prompts: Any) -> None:
     assert validate_completion({"model": "m", "prompt": prompt}).prompts == prompts
@@ -138,14 +115,9 @@ def test_four_kinds_of_prompt(prompt: Any, prompts: Any) -> None:
     "fields",
     [
         {},
-        {"prompt": []},
-        {"prompt": ["a", 1]},
-        {"prompt": [[-1]]},
-        {"prompt": [2**31]},
+        *({"prompt": x} for x in ([], ["a", 1], [[-1]], [2**31])),
         {"prompt": ["a"] * 65, "n": 2},
-        {"prompt": "a", "suffix": "b"},
-        {"prompt": "a", "best_of": 2},
-        {"prompt": "a", "logprobs": 6},
+        *({"prompt": "a", **x} for x in ({"suffix": "b"}, {"best_of": 2}, {"logprobs": 6})),
     ],
 )
 def test_refuses_completions(fields: dict[str, Any]) -> None:
@@ -156,16 +128,9 @@ def test_refuses_completions(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'{"model": "m", "temperature": NaN}',
-        b'{"model": "\xff"}',
-        b'{"x":' * 100_000,
-        b"[" * 1_000_000,
-        b'{"model": "\\ud800"}',
-        b'{"n": 1e999}',
+        *(b"", b"{", b"[]", b"null", b'{"x":' * 100_000, b"[" * 1_000_000),
+        *(b'{"model": "m", "temperature": NaN}', b'{"n": 1e999}'),
+        *(b'{"model": "\xff"}', b'{"model": "\\ud800"}'),
     ],
 )
 def test_refuses_bodies_that_are_no_objects(body: bytes) -> None:

@@ -20,6 +20,7 @@ def of(field: Any, **more: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": field}, "required": ["a"], **more}
 
 
+NULL = {"type": "null"}
 MISFITS: list[tuple[Any, str, Any]] = [
     *((of(x), "properties", of(ANY)) for x in ("bar", 5, [], ["string"])),
     *((of({"type": x}), "type", of(ANY)) for x in ("any", "str", ["string", "x"], [], {}, 5)),
@@ -32,12 +33,8 @@ MISFITS: list[tuple[Any, str, Any]] = [
     ({"maximum": "1"}, "maximum", ANY),
     ({"format": 5}, "format", ANY),
     ({"$ref": {}}, "$ref", ANY),
-    ({"items": ["string", {"type": "null"}]}, "items", {"prefixItems": [ANY, {"type": "null"}]}),
-    (
-        {"prefixItems": [{"type": "null"}], "items": [ANY]},
-        "items",
-        {"prefixItems": [{"type": "null"}]},
-    ),
+    ({"items": ["string", NULL]}, "items", {"prefixItems": [ANY, NULL]}),
+    ({"prefixItems": [NULL], "items": [ANY]}, "items", {"prefixItems": [NULL]}),
     ({"anyOf": ["x", of(5)]}, "anyOf, properties", {"anyOf": [ANY, of(ANY)]}),
     ({"$defs": {"a": 1}, "patternProperties": {"b": "c"}}, "$defs, patternProperties", None),
 ]

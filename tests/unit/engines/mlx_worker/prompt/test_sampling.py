@@ -15,13 +15,9 @@ def logprobs(*probabilities: float) -> mx.array:
 
 NUM_LEFT = [
     (SamplingParams(), 4),
-    (SamplingParams(top_k=2), 2),
-    (SamplingParams(top_k=99), 4),
-    (SamplingParams(top_p=0.5), 1),
-    (SamplingParams(top_p=0.51), 2),
-    (SamplingParams(top_p=1e-6), 1),
-    (SamplingParams(min_p=0.5), 2),
-    (SamplingParams(min_p=1.0), 1),
+    *((SamplingParams(top_k=x), num) for x, num in ((2, 2), (99, 4))),
+    *((SamplingParams(top_p=x), num) for x, num in ((0.5, 1), (0.51, 2), (1e-6, 1))),
+    *((SamplingParams(min_p=x), num) for x, num in ((0.5, 2), (1.0, 1))),
     (SamplingParams(top_k=3, top_p=0.9), 3),
     # Of the two best, 0.5 and 0.3, the first alone holds 62 % of the mass.
     (SamplingParams(top_k=2, top_p=0.6), 1),

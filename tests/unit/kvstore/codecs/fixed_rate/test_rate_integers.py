@@ -29,19 +29,14 @@ KNOWN = {name: PROFILE.learned["dense3"][f"{name}.0"] for name in ARRAYS}
 LAST = (-1, -1, -1)
 
 VALUES: list[tuple[str, tuple[int, ...], Any]] = [
-    ("bits", (0, 0), 7),
-    ("bits", (0, 0), 255),
+    *(("bits", (0, 0), 7), ("bits", (0, 0), 255), ("gain_steps", (0, 0), 32767)),
     ("bits", (0, 1), 0),  # not falling
-    ("levels", (0, 0, 0), 128),
-    ("levels", LAST, 255),
-    ("decode", (0, 0, 0), -128),
-    ("encode", (0, 0), 32767),
-    ("encode", (0, 0, 0), -32768),
+    *(("levels", (0, 0, 0), 128), ("levels", LAST, 255), ("decode", (0, 0, 0), -128)),
+    *(("encode", (0, 0), 32767), ("encode", (0, 0, 0), -32768)),
     ("bounds", (0, 0, 0), -1),
     ("bounds", (0, 0, 3), 0),  # not ascending
     ("bounds", LAST, 12345),  # of a component without bits
     ("bounds", (0, 0, 31), 2**31 - 2),  # more than six bits can hold
-    ("gain_steps", (0, 0), 32767),
     *((name, (0,), x) for name in ("scales", "units", "rates") for x in (np.nan, np.inf, -1.0)),
     ("scales", (0,), 0.0),
     ("scales", (0,), 0.3),  # multiplying by it would round
