@@ -11,34 +11,21 @@ from typing import Any, Final
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.vllm.rig.tiny_model import HIDDEN, LAYERS, MLP, VOCAB, write_tiny_model
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
+from tests.vllm.rig.tiny_model import COMMON, LAYERS, MLP, write_tiny_model
 
 
 def write_qwen2(folder: Path) -> Path:
     """Queries, keys and values have biases; a single head of keys serves all queries."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return _written(Qwen2ForCausalLM(Qwen2Config(**_COMMON, num_key_value_heads=1)), folder)
+    return _written(Qwen2ForCausalLM(Qwen2Config(**COMMON, num_key_value_heads=1)), folder)
 
 
 def write_qwen3(folder: Path) -> Path:
     """Queries and keys are normalised before they are turned; heads are not HIDDEN / 4 wide."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**_COMMON, num_key_value_heads=2, head_dim=128, rope_theta=1e6)
+    config = Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=128, rope_theta=1e6)
     return _written(Qwen3ForCausalLM(config), folder)
 
 
@@ -47,7 +34,7 @@ def write_gpt_oss(folder: Path) -> Path:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
-        **_COMMON,
+        **COMMON,
         num_key_value_heads=2,
         head_dim=64,
         num_local_experts=2,
@@ -63,7 +50,7 @@ def write_gemma2(folder: Path) -> Path:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        **{**_COMMON, "tie_word_embeddings": True},
+        **{**COMMON, "tie_word_embeddings": True},
         num_key_value_heads=2,
         head_dim=64,
         query_pre_attn_scalar=64,
@@ -103,7 +90,7 @@ def write_latents(folder: Path) -> Path:
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     config = DeepseekV2Config(
-        **_COMMON,
+        **COMMON,
         num_key_value_heads=4,
         kv_lora_rank=512,
         q_lora_rank=None,

@@ -5,23 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.rig.tiny_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, VOCAB
+from tests.vllm.rig.tiny_model import COMMON, HEAD_DIM, HIDDEN, KV_HEADS, MLP
 
 WINDOW = 100  # no multiple of a block
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_hidden_layers": 4,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
+_COMMON = COMMON | {"num_hidden_layers": 4, "num_key_value_heads": KV_HEADS}
 
 
 def write_recurrent(folder: Path) -> Path:

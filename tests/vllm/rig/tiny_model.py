@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS = 1000, 256, 4, 2, 64, 512, 2
+COMMON: dict[str, Any] = {  # of every tiny model's configuration
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
 
 
 def write_tiny_model(folder: Path, seed: int = 0) -> Path:
@@ -42,21 +55,12 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
 
 
 _CONFIG = {
+    **COMMON,
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD_DIM,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }

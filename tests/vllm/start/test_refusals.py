@@ -51,6 +51,15 @@ def cache_config(*specs: Any, **fields: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=groups, **fields)
 
 
+PARALLEL = {  # fields, and what their refusal names
+    "pipeline_parallel_size": "pipeline parallelism",
+    "data_parallel_size": "data parallelism",
+    "nnodes": "one machine",
+    "decode_context_parallel_size": "context parallelism",
+    "prefill_context_parallel_size": "context parallelism",
+}
+
+
 @dataclass
 class Engine:
     """The fields of vLLM's configuration that are read."""
@@ -64,16 +73,7 @@ class Engine:
 
     @property
     def config(self) -> Any:
-        one = dict.fromkeys(
-            (
-                "pipeline_parallel_size",
-                "data_parallel_size",
-                "nnodes",
-                "decode_context_parallel_size",
-                "prefill_context_parallel_size",
-            ),
-            1,
-        )
+        one = dict.fromkeys(PARALLEL, 1)
         cache = {"enable_prefix_caching": True, "block_size": BLOCK}
         transfer = {"kv_load_failure_policy": "recompute", "kv_role": "kv_both"}
         return SimpleNamespace(
@@ -143,11 +143,7 @@ def test_hashes_finer_than_blocks():
 @pytest.mark.parametrize(
     ("engine", "reason"),
     [
-        (Engine(parallel={"pipeline_parallel_size": 2}), "pipeline parallelism"),
-        (Engine(parallel={"data_parallel_size": 2}), "data parallelism"),
-        (Engine(parallel={"nnodes": 2}), "one machine"),
-        (Engine(parallel={"decode_context_parallel_size": 2}), "context parallelism"),
-        (Engine(parallel={"prefill_context_parallel_size": 2}), "context parallelism"),
+        *((Engine(parallel={name: 2}), reason) for name, reason in PARALLEL.items()),
         (Engine(speculative=object()), "speculative decoding"),
         (Engine(sleep=True), "leave sleep mode off"),
         (Engine(weight_transfer=WeightTransferConfig()), "leave weight transfer off"),
