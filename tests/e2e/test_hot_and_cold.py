@@ -69,46 +69,6 @@ async def test_raw_wakes_to_the_very_same_tokens_also_when_four_wake_at_once(raw
     assert list(slept) == awake
 
 
-@pytest.mark.model
-async def test_a_session_reports_where_it_is(sample_stack):
-    async with client_of(sample_stack) as client:
-        history = [user(prose("where", 100))]
-        first = await client.chat(history, session="where")
-        assert first.cache.startswith("miss; tokens=")
-        await sleep_now(client, "where")
-        view = await client.get("/v1/sessions/where")
-        assert (view["state"], view["tier"]) == ("cold", "ram")
-        await client.post("/v1/sessions/where/demote", {"tier": "disk"})
-        assert (await client.get("/v1/sessions/where"))["tier"] == "disk"
-        back = await client.chat([*history, answer(first.text), user("And?")], session="where")
-        assert back.cache.startswith("cold-disk; tokens="), back.cache
-        assert back.cached_tokens >= view["tokens"] - 2
-
-
-@pytest.mark.model
-async def test_prefetch_wakes_before_the_turn(sample_stack):
-    async with client_of(sample_stack) as client:
-        history = [user(prose("prefetch", 100))]
-        first = await client.chat(history, session="early")
-        await sleep_now(client, "early")
-        await client.post("/v1/sessions/early/prefetch")
-        assert (await client.get("/v1/sessions/early"))["state"] == "idle"
-        back = await client.chat([*history, answer(first.text), user("And?")], session="early")
-        assert back.cache.startswith("hot")
-
-
-@pytest.mark.model
-async def test_forget_leaves_nothing(sample_stack):
-    async with client_of(sample_stack) as client:
-        history = [user(prose("forget", 60))]
-        await client.chat(history, session="gone")
-        await client.until("gone", "idle")
-        assert (await client.delete("/v1/sessions/gone"))["deleted"]
-        assert "error" in await client.get("/v1/sessions/gone")
-        again = await client.chat(history, session="gone")
-        assert again.cache.startswith("miss"), again.cache
-
-
 async def test_an_edited_turn_and_a_fork_are_right(raw_stack):
     async with client_of(raw_stack) as client:
         start = [user(prose("fork", 120)), answer("Yes."), user("Is it cold there?")]

@@ -40,40 +40,6 @@ def test_streaming_gives_the_same_text_and_a_usage_chunk(client, model):
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_a_named_tool_is_called_with_arguments_that_fit_its_schema(client, model):
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Current weather of a city",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string", "maxLength": 20},
-                    "unit": {"enum": ["celsius", "fahrenheit"]},
-                },
-                "required": ["city", "unit"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "What is the weather in Paris, in celsius?"}],
-        tools=[tool],
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-        temperature=0,
-        max_tokens=80,
-    )
-    choice = answer.choices[0]
-    assert choice.finish_reason in ("tool_calls", "stop")
-    (call,) = choice.message.tool_calls
-    assert call.function.name == "get_weather"
-    arguments = json.loads(call.function.arguments)
-    assert set(arguments) == {"city", "unit"}
-    assert arguments["unit"] in ("celsius", "fahrenheit")
-
-
 def test_json_schema_is_obeyed(client, model):
     schema = {
         "type": "object",

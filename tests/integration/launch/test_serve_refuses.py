@@ -16,8 +16,6 @@ import pytest
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.serve.preflight import sole_server
 from tests.command_line import thermocline
-from tests.integration.launch.test_serve import Server
-from tests.integration.tiny_models import write_model
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -63,11 +61,6 @@ def refused(
     return done.returncode, why, done.stderr
 
 
-def test_a_model_folder_that_is_not_there(tmp_path):
-    code, why, _ = refused(tmp_path, "--model", tmp_path / "nowhere")
-    assert code == 2 and "config.json" in why
-
-
 def test_a_name_of_a_model_that_terminals_and_files_would_obey(tmp_path, folder):
     for name in ("m\ntest-cmd: touch x", "m\x1b]0;owned\x07"):
         code, why, _ = refused(tmp_path, "--model", folder, "--served-model-name", name)
@@ -92,13 +85,6 @@ def test_weights_that_are_cut_off(tmp_path, folder):
     assert code == 1 and f"{folder} cannot be loaded; is it whole" in why
 
 
-def test_a_disk_folder_that_cannot_be_used(tmp_path, folder):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "cold").write_text("not a folder")
-    code, why, _ = refused(tmp_path, "--model", folder)
-    assert code == 1 and "--disk 0" in why and str(tmp_path / "data" / "cold") in why
-
-
 def test_a_cache_folder_that_cannot_be_written(tmp_path, folder):
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "cache"
@@ -110,14 +96,6 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path, folder):
         done = thermocline("doctor", "--set", "engine.kind=fake")
     assert done.returncode == 1
     assert any("folders" in x and "cannot be made" in x for x in done.stdout.splitlines())
-
-
-def test_a_cache_folder_that_others_can_write(tmp_path, folder):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o777)
-    code, why, log = refused(tmp_path, "--model", folder, cache=tmp_path / "cache")
-    assert code == 1 and f"other users can write {tmp_path}/cache" in why
-    assert "engine started" not in log
 
 
 def test_the_sample_model_is_not_written_there(tmp_path):
@@ -158,15 +136,6 @@ def test_an_engine_that_never_becomes_ready_ends_the_server(tmp_path, folder):
     assert "the last it said: no such device" in done.stderr
 
 
-def test_too_little_hot_memory_is_refused_before_the_weights_are_read(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    write_model("llama", model)
-    code, why, log = refused(tmp_path, "--model", model, "--hot", "1kB")
-    assert code == 2 and "engine.hot_bytes = 1000 is too little for this model" in why
-    assert "engine started" not in log
-
-
 def test_no_client_hangs_while_the_disk_folder_is_waited_for(tmp_path, folder):
     disk = DiskFolder(tmp_path / "data" / "cold")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -196,21 +165,3 @@ def test_a_second_server_on_a_data_folder_is_refused_at_once(tmp_path, folder):
         and f"{tmp_path}/data belongs to a server that runs (process {os.getpid()})" in why
     )
     assert "waiting up to" not in log
-
-
-def test_a_url_that_is_not_of_redis(tmp_path, folder):
-    code, why, _ = refused(tmp_path, "--model", folder, "--redis", "http://u:secret@localhost:1")
-    assert code == 2 and "redis_url" in why and "secret" not in why
-
-
-def test_a_redis_that_does_not_answer_is_done_without(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    write_model("llama", model)
-    redis = "redis://:secret@127.0.0.1:1/0"
-    server = Server(tmp_path, "--model", str(model), "--redis", redis, engine="mlx")
-    server.stop()
-    log = "".join(server.log)
-    assert server.process.returncode == 0
-    assert "going on without redis until it answers" in log
-    assert "secret" not in log and " error " not in log

@@ -102,17 +102,6 @@ async def test_an_edit_after_a_prefetch_is_compared_by_the_chunk(tmp_path: Path)
         assert record is not None and record.num_tokens == 352
 
 
-async def test_computed_sessions_are_packed(tmp_path: Path) -> None:
-    one = session("one")
-    async with engine("llama", tmp_path, codec="tq4") as it:
-        history = await asleep(it, one, text(1, 300))
-        evict_all(it)
-        answer = await it.turn(history + NEW, one)
-        await it.settled()
-        assert cached(answer).startswith("miss") and hot(it, one).restored_tokens == 0
-        assert codecs_in(it, 0) == ["tq4.2"] * 10
-
-
 async def test_another_codec_is_adopted_between_two_turns(tmp_path: Path) -> None:
     one = session("one")
     async with engine("llama", tmp_path) as it:

@@ -65,14 +65,3 @@ async def test_a_session_that_is_unpinned_while_it_comes_back_stays_unpinned(
         await woken
         report = await it.verbs.report(one)
         assert report.hot and not report.pinned
-
-
-async def test_a_session_that_was_pinned_before_comes_back_pinned(tmp_path: Path) -> None:
-    one = session("one")
-    async with engine("llama", tmp_path) as it:
-        await it.turn(text(1, 200), one)
-        await it.settled()
-        await it.demote_all()
-        it.store.pin(one, True)
-        await it.verbs.prefetch(one)
-        assert it.owner.parts.hot_cache.sessions.is_pinned(("tenant", "one"))

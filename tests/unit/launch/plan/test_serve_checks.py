@@ -26,7 +26,6 @@ LLAMA = {
     "head_dim": 64,
     "max_position_embeddings": 8192,
 }
-WINDOWS = {**LLAMA, "model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6}
 
 
 def settings(tmp_path: Path, **values: object) -> EffectiveSettings:
@@ -61,11 +60,6 @@ def test_settings_that_cannot_be_followed_end_in_a_sentence(tmp_path, values, wh
         check_hot_codec(settings(tmp_path, **values), model(tmp_path, LLAMA))
     assert str(refused.value).startswith("engine.hot_codec = tq")
     check_hot_codec(settings(tmp_path, **{**values, "engine__hot_codec": ""}), model(tmp_path, {}))
-
-
-def test_a_model_with_windows_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="only plain KV caches"):
-        check_hot_codec(settings(tmp_path), model(tmp_path, WINDOWS))
 
 
 # Models that serve refuses, with the settings that lead to it: config.json, settings, words.

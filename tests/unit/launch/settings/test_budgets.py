@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from launch.cli.options import layers
 from launch.errors import UsageError
-from launch.machine.resources import available_memory, free_disk
+from launch.machine.resources import free_disk
 from launch.settings.budgets import (
     DISK_MOST,
     SMALLEST,
@@ -110,17 +110,6 @@ def test_weights_are_counted_from_the_files(tmp_path):
     assert weights_bytes(tmp_path, widened=False) == 500
     assert weights_bytes(tmp_path, widened=True) == 1000
     assert weights_bytes(tmp_path / "nowhere", widened=True) is None
-
-
-def test_a_containers_limit_counts(tmp_path):
-    unlimited = available_memory(tmp_path)
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
-    assert available_memory(tmp_path) == 600000 < unlimited
-    (tmp_path / "memory.current").write_text("2000000\n")
-    assert available_memory(tmp_path) == 0
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory(tmp_path) > 600000
 
 
 def test_free_space_of_a_folder_to_be(tmp_path):
