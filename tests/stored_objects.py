@@ -116,10 +116,10 @@ def rows_of(path: Path, sql: str, *args: object) -> list[tuple[Any, ...]]:
 
 
 @contextmanager
-def small_disk(place: Path, mib: int) -> Iterator[Path]:
-    """A file system of its own, of a few MiB; skips the test where none may be mounted."""
+def mounted(place: Path, options: str) -> Iterator[Path]:
+    """A file system of its own, in memory; skips the test where none may be mounted."""
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("may not mount a small file system here")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import time
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.stacks.product_stack import Stack
+from tests.asking import asked
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -73,11 +73,9 @@ def test_the_tour_has_the_steps_that_this_file_reads():
 
 def forget_all(url: str) -> None:
     """Delete the sessions of tests before: one may have asked the same."""
-    with urllib.request.urlopen(f"{url}/v1/sessions?limit=1000", timeout=60) as listed:
-        rows = json.load(listed)["data"]
-    for row in rows:
+    for row in asked(f"{url}/v1/sessions?limit=1000").content["data"]:
         path = f"{url}/v1/sessions/{urllib.parse.quote(row['id'], safe='')}"
-        urllib.request.urlopen(urllib.request.Request(path, method="DELETE"), timeout=60).close()
+        assert asked(path, method="DELETE").status == 200
 
 
 @pytest.mark.model

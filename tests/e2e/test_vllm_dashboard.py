@@ -5,12 +5,10 @@ vLLM takes its prompt in small steps here, so that it is read for seconds.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPException
@@ -21,6 +19,7 @@ import pytest
 from benchmarks.stacks.product_stack import MIB, Stack, prose
 from engines.vllm_environment.environment import inspect_environment
 from launch.machine.installation import find_python
+from tests.asking import asked
 from tests.integration.dashboard.browser import Browser, chromium
 
 pytestmark = [
@@ -78,8 +77,7 @@ class Snapshots(threading.Thread):
     def run(self) -> None:
         with suppress(OSError, HTTPException):  # the server has ended
             while True:
-                with urllib.request.urlopen(self._url, timeout=WAIT_S) as answer:
-                    self._take(json.load(answer))
+                self._take(asked(self._url).content)
                 time.sleep(0.5)
 
     def _take(self, said: dict[str, Any]) -> None:
@@ -97,15 +95,11 @@ def events(stepping: Stack) -> Snapshots:
 
 def ask(url: str, num_words: int, session: str) -> int:
     """Returns the number of the prompt's tokens."""
-    model = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=WAIT_S))["data"][0]["id"]
+    model = asked(f"{url}/v1/models").content["data"][0]["id"]
     text = prose(session, num_words)
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
-    headers = {"content-type": "application/json", "x-session-id": session}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), headers
-    )
-    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        return int(json.load(answer)["usage"]["prompt_tokens"])
+    answer = asked(f"{url}/v1/chat/completions", body, session=session, timeout_s=WAIT_S)
+    return int(answer.content["usage"]["prompt_tokens"])
 
 
 def test_how_far_a_prompt_is_read(stepping: Stack, browser: Browser, events: Snapshots):

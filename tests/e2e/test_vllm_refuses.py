@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from engines.vllm_environment.environment import inspect_environment
 from launch.machine.installation import find_python
+from tests.fields import fields
 
 # In CI tests/vllm/start/test_refusals.py asks the plug-in itself.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
@@ -26,16 +27,11 @@ if not PYTHON or inspect_environment(PYTHON).problem:
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "vocab_size": 32,
-    "max_position_embeddings": 512,
-    "torch_dtype": "float32",
+    **fields(
+        "model_type=llama hidden_size=64 intermediate_size=64 num_hidden_layers=1",
+        "num_attention_heads=1 num_key_value_heads=1 head_dim=64 vocab_size=32",
+        "max_position_embeddings=512 torch_dtype=float32",
+    ),
 }
 # vLLM makes them up; no test reads an answer of this model.
 NO_WEIGHTS = ("--load-format", "dummy", "--skip-tokenizer-init")

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from tests.faults.disk_files import (
     run_in_background,
 )
 from tests.faults.disk_writer import BATCH, batch_keys, content, record
+from tests.stored_objects import mounted
 
 RECORD = b"r" + b"0" * 32
 
@@ -60,14 +60,8 @@ def test_a_writer_killed_at_any_moment_leaves_whole_blobs(folder: Path) -> None:
 
 def kill_a_writer(folder: Path, budget: int, seed: int, after_s: float) -> int:
     """The last call of which the writer said that it was done."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.faults.disk_writer",
-        str(folder),
-        str(budget),
-        str(seed),
-    ]
+    arguments = (str(folder), str(budget), str(seed))
+    command = [sys.executable, "-m", "tests.faults.disk_writer", *arguments]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as writer:
         lines = [writer.stdout.readline()]  # it is up and writing
@@ -156,19 +150,6 @@ def test_a_file_that_may_not_grow_refuses_blobs_and_serves_on(folder: Path, limi
     tier = DiskTier(folder, 64 * MB)
     assert tier.stats().num_blobs == 60
     tier.close()
-
-
-@contextmanager
-def mounted(place: Path, options: str) -> Iterator[Path]:
-    """A file system of its own, in memory."""
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("may not mount a small file system here")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.fixture

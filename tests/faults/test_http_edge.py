@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from tests.waiting import until
 
 CHAT = b"/v1/chat/completions"
 HOST = b"host: localhost\r\n"
@@ -59,6 +60,12 @@ def ask(stack: FakeStack, request: bytes) -> bytes:
 
 def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+
+def posted(body: bytes, version: bytes = b"1.1", more: bytes = b"") -> bytes:
+    """A chat as it is sent; ``more``: lines of its head."""
+    head = b"POST " + CHAT + b" HTTP/" + version + b"\r\n" + more + JSON
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 def chat(**fields: object) -> bytes:
@@ -202,10 +209,9 @@ def cpu_of_chats(stack: FakeStack) -> float:
 
 
 def seconds_of_a_chat(stack: FakeStack) -> float:
-    body = chat(metadata={"fake": "chunks=5"})
-    request = b"POST " + CHAT + b" HTTP/1.1\r\nconnection: close\r\n" + JSON
+    request = posted(chat(metadata={"fake": "chunks=5"}), more=b"connection: close\r\n")
     began = time.perf_counter()
-    answer = ask(stack, request + b"content-length: %d\r\n\r\n" % len(body) + body)
+    answer = ask(stack, request)
     assert status(answer) == 200
     return time.perf_counter() - began
 
@@ -267,11 +273,10 @@ def test_more_header_lines_than_any_client_needs(stack: FakeStack) -> None:
 
 def test_nothing_is_written_into_an_answer_that_goes_on(stack: FakeStack) -> None:
     """Garbage, and a head that is late, after a request whose stream is running."""
-    body = chat(stream=True, metadata={"fake": "chunks=100 delay_s=0.02"})
-    request = b"POST " + CHAT + b" HTTP/1.1\r\n" + JSON + b"content-length: %d\r\n\r\n" % len(body)
+    request = posted(chat(stream=True, metadata={"fake": "chunks=100 delay_s=0.02"}))
     for extra in (b"nonsense\r\n\r\n", b"GET /livez HT"):
         with connect(stack) as sock:
-            sock.sendall(request + body)
+            sock.sendall(request)
             answer = sock.recv(65536)
             sock.sendall(extra)
             answer += said(sock)
@@ -294,13 +299,11 @@ def test_pipelined_requests_are_answered_in_order(stack: FakeStack) -> None:
 def test_a_half_closed_request_gets_its_answer(
     stack: FakeStack, stream: bool, version: bytes
 ) -> None:
-    body = chat(stream=stream, metadata={"fake": "chunks=3 delay_s=0.3"})
-    request = b"POST " + CHAT + b" HTTP/" + version + b"\r\n" + JSON
-    request += b"content-length: %d\r\n\r\n" % len(body)
+    request = posted(chat(stream=stream, metadata={"fake": "chunks=3 delay_s=0.3"}), version)
     with connect(stack) as sock:
         # Request and end in one segment: a busy machine must not let the answer begin between them.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
-        sock.sendall(request + body)
+        sock.sendall(request)
         sock.shutdown(socket.SHUT_WR)
         answer = said(sock)
     assert status(answer) == 200 and answer.count(b"HTTP/1.1") == 1
@@ -312,11 +315,8 @@ def test_a_half_closed_request_gets_its_answer(
 def test_a_client_that_is_gone_is_not_taken_for_half_closed(
     stack: FakeStack, version: bytes
 ) -> None:
-    body = chat(metadata={"fake": "chunks=500 delay_s=0.05"})
-    request = b"POST " + CHAT + b" HTTP/" + version + b"\r\n" + JSON
-    request += b"content-length: %d\r\n\r\n" % len(body)
     with connect(stack) as sock:
-        sock.sendall(request + body)
+        sock.sendall(posted(chat(metadata={"fake": "chunks=500 delay_s=0.05"}), version))
         time.sleep(0.2)
         assert "thermocline_turns_running 1.0" in metrics(stack)
     time.sleep(1.0)
@@ -324,10 +324,8 @@ def test_a_client_that_is_gone_is_not_taken_for_half_closed(
 
 
 def test_a_client_that_half_closes_in_mid_stream_gets_the_rest(stack: FakeStack) -> None:
-    body = chat(stream=True, metadata={"fake": "chunks=3 delay_s=0.6"})
     with connect(stack) as sock:
-        sock.sendall(b"POST " + CHAT + b" HTTP/1.1\r\n" + JSON)
-        sock.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
+        sock.sendall(posted(chat(stream=True, metadata={"fake": "chunks=3 delay_s=0.6"})))
         answer = HTTPResponse(sock)
         answer.begin()
         first = answer.readline()
@@ -339,16 +337,11 @@ def test_a_client_that_half_closes_in_mid_stream_gets_the_rest(stack: FakeStack)
 
 def test_a_client_that_is_gone_in_mid_stream_ends_its_turn(stack: FakeStack) -> None:
     """Also between two chunks that come long after each other, as while a prompt is read."""
-    body = chat(stream=True, metadata={"fake": "chunks=3 delay_s=30"})
     with connect(stack) as sock:
-        sock.sendall(b"POST " + CHAT + b" HTTP/1.1\r\n" + JSON)
-        sock.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
+        sock.sendall(posted(chat(stream=True, metadata={"fake": "chunks=3 delay_s=30"})))
         assert sock.recv(65536).startswith(b"HTTP/1.1 200")
         assert "thermocline_turns_running 1.0" in metrics(stack)
-    end = time.monotonic() + 10
-    while "thermocline_turns_running 0.0" not in metrics(stack):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: "thermocline_turns_running 0.0" in metrics(stack), 10.0)
 
 
 # ---- HTTP/1.0
@@ -358,9 +351,7 @@ def test_a_client_that_is_gone_in_mid_stream_ends_its_turn(stack: FakeStack) -> 
 def test_an_old_client_gets_no_chunks_and_the_connections_end(
     stack: FakeStack, stream: bool
 ) -> None:
-    body = chat(stream=stream)
-    request = b"POST " + CHAT + b" HTTP/1.0\r\nexpect: 100-continue\r\n" + JSON
-    answer = ask(stack, request + b"content-length: %d\r\n\r\n" % len(body) + body)
+    answer = ask(stack, posted(chat(stream=stream), b"1.0", b"expect: 100-continue\r\n"))
     head, _, text = answer.partition(b"\r\n\r\n")
     assert status(head) == 200
     assert b"transfer-encoding" not in head and b"connection: close" in head

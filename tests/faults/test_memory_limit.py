@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +12,7 @@ import psutil
 import pytest
 
 from launch.machine.resources import CGROUP, available_memory
+from tests.asking import asked
 from tests.faults.cgroups import Group, limited_group
 from tests.integration.launch.test_serve import Server
 from tests.waiting import until
@@ -23,7 +21,6 @@ pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 LIMIT, LOW, STOP = 700 * MIB, 240 * MIB, 180 * MIB
-WAIT_S = 60.0
 HOLD = """
 import sys, time
 held = bytearray(int(sys.argv[1]))
@@ -63,17 +60,16 @@ def held(group: Group, nbytes: int) -> Iterator[None]:
 
 def refusal(server: Server) -> str:
     """The code of the error that a turn gets; empty if it is taken."""
-    try:
-        server.chat("late")
-    except urllib.error.HTTPError as error:
-        assert error.code == 503 and int(error.headers["retry-after"]) >= 1
-        return str(json.load(error)["error"]["code"])
-    return ""
+    answer = server.chat("late")
+    if answer.status == 200:
+        return ""
+    assert answer.status == 503 and int(answer.headers["retry-after"]) >= 1
+    return str(answer.content["error"]["code"])
 
 
 def states(server: Server) -> set[tuple[str, str | None]]:
-    with urllib.request.urlopen(f"{server.url}/v1/sessions", timeout=30) as answer:
-        return {(x["state"], x["tier"]) for x in json.load(answer)["data"]}
+    rows = asked(f"{server.url}/v1/sessions").content["data"]
+    return {(x["state"], x["tier"]) for x in rows}
 
 
 def test_below_a_containers_limit_sessions_leave_memory_and_turns_wait(
@@ -84,7 +80,7 @@ def test_below_a_containers_limit_sessions_leave_memory_and_turns_wait(
         of_server = psutil.Process(server.process.pid)
         before = {of_server.pid, *(x.pid for x in of_server.children(recursive=True))}
         for name in ("one", "two"):
-            server.chat(name)
+            assert server.chat(name).status == 200
         assert states(server) == {("idle", "ram")}
         with held(group, left_in(group, tmp_path) - (LOW + STOP) // 2):
             until(lambda: states(server) == {("cold", "disk")}, what="they sleep on the disk")

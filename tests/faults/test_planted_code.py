@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from engines.client.child_engine import MlxServer
-from engines.config import EngineConfig, WorkerConfig
-from kvstore.config import StoreConfig
 from launch.machine.folders import compile_environment
 from tests.integration.mlx_owner.harness import session
-from tests.integration.test_mlx_worker_process import complete, until_ready
+from tests.integration.test_mlx_worker_process import complete, running, settings
 from tests.integration.tiny_models import write_model
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
@@ -32,25 +27,6 @@ __attribute__((constructor)) static void runs() {
 """
 
 
-@asynccontextmanager
-async def engine(model: Path, folder: Path, env: dict[str, str]) -> AsyncIterator[MlxServer]:
-    config = WorkerConfig(
-        engine=EngineConfig(kind="mlx", hot_bytes=64 << 20),
-        store=StoreConfig(codec="raw", disk_path=str(folder), disk_bytes=64 << 20),
-        model_path=str(model),
-        served_model_name="tiny",
-        runtime_dir=str(folder / "run"),
-        token="secret",
-    )
-    server = MlxServer(config, {**compile_environment(folder / "cache", {}), **env})
-    await server.start()
-    try:
-        await until_ready(server)
-        yield server
-    finally:
-        await server.stop(drain_s=1.0)
-
-
 async def test_a_planted_library_does_not_run(tmp_path: Path, monkeypatch) -> None:
     if not shutil.which("g++"):
         pytest.skip("without a C++ compiler mlx compiles nothing")
@@ -60,7 +36,8 @@ async def test_a_planted_library_does_not_run(tmp_path: Path, monkeypatch) -> No
     shared.chmod(0o1777)
     write_model("llama", model)
     monkeypatch.setenv("TMPDIR", str(shared))
-    async with engine(model, tmp_path, {}) as server:  # which names does this model compile to?
+    config, env = settings(model, tmp_path), compile_environment(tmp_path / "cache", {})
+    async with running(config, env) as server:  # which names does this model compile to?
         await complete(server, [1, 2, 3], session("a"))
         found = [*tmp_path.glob("run/tmp/mlx/*/cpu/*.so"), *shared.glob("mlx/*/cpu/*.so")]
         names = [x.relative_to(next(y for y in x.parents if y.name == "mlx")) for x in found]
@@ -76,7 +53,7 @@ async def test_a_planted_library_does_not_run(tmp_path: Path, monkeypatch) -> No
         for each in (shared / "mlx").rglob("*"):
             os.chown(each, NOBODY, NOBODY)
     planted = {x: x.stat().st_mtime_ns for x in (shared / "mlx").rglob("*")}
-    async with engine(model, tmp_path, {"PLANTED_RAN": str(ran)}) as server:
+    async with running(config, {**env, "PLANTED_RAN": str(ran)}) as server:
         await complete(server, [1, 2, 3], session("b"))
         compiled = [*tmp_path.glob("run/tmp/mlx/*/cpu/*.so")]
     assert not ran.exists()

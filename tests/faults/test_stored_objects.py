@@ -17,10 +17,10 @@ import pytest
 from gateway.stored.table import StoredLimits
 from tests.stored_objects import (
     fill,
+    mounted,
     objects_in,
     read_all,
     rows_of,
-    small_disk,
     stored_in,
 )
 from tests.unit.gateway.in_process import (
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", 32) as place:
+    with mounted(tmp_path / "disk", "size=32m") as place:
         yield place
 
 

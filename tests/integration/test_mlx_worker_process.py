@@ -60,8 +60,10 @@ def settings(model: Path, folder: Path) -> WorkerConfig:
 
 
 @asynccontextmanager
-async def running(config: WorkerConfig) -> AsyncIterator[MlxServer]:
-    server = MlxServer(config)
+async def running(
+    config: WorkerConfig, env: dict[str, str] | None = None
+) -> AsyncIterator[MlxServer]:
+    server = MlxServer(config, env)
     await server.start()
     try:
         await until_ready(server)

@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.stacks.product_stack import Stack
 from gateway.keys import generate_key
+from tests.asking import asked
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -53,11 +54,8 @@ class Server:
         return answer
 
     def ask(self, method: str, path: str, key: str, body: Any = None) -> tuple[int, Any]:
-        try:
-            with self.open(method, path, key, body) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
+        answer = asked(self.url + path, body, method=method, key=key)
+        return answer.status, answer.content
 
     def new_key(self) -> tuple[str, str]:
         """A key of the tenant, and the key's id."""

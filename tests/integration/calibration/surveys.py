@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from engines.calibration.calibrate import calibrate
 from engines.calibration.gate.profiles import save
@@ -10,6 +11,13 @@ from engines.config import CalibrationOrder, CalibrationReport
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
+from tests.fields import fields
+
+
+def small_order(*presets: str, **given: Any) -> CalibrationOrder:
+    """Learn and measure as little as there can be."""
+    usual = fields("num_windows=2 window_tokens=128 num_scored=16 depths=() num_chains=0")
+    return CalibrationOrder(presets=presets, contexts=(128,), **usual | given)
 
 
 def surveyed(folder: Path, order: CalibrationOrder) -> CalibrationReport:

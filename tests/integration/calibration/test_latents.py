@@ -10,14 +10,13 @@ import pytest
 
 from benchmarks.families.latent import write_latent
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.config import CalibrationOrder
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVLayer
-from tests.integration.calibration.surveys import surveyed
+from tests.integration.calibration.surveys import small_order, surveyed
 from tests.integration.tiny_models import LATENTS, tiny_model, write_model
 
 pytestmark = pytest.mark.mlx
@@ -30,17 +29,7 @@ def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     write_model(kind, folder)
-    order = CalibrationOrder(
-        presets=("dense3", "raw"),
-        contexts=(128,),
-        num_windows=2,
-        window_tokens=128,
-        num_scored=16,
-        depths=(),
-        num_chains=0,
-        data_path=str(tmp_path),
-    )
-    report = surveyed(folder, order)
+    report = surveyed(folder, small_order("dense3", "raw", data_path=str(tmp_path)))
     dense3, raw = report.rows
     assert (raw.kl, raw.top1) == (0, 1)
     assert dense3.kl > 0 and dense3.bits_per_element < 6

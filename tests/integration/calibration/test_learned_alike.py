@@ -15,13 +15,13 @@ from engines.calibration.calibrate import calibrate
 from engines.calibration.corpus import Text
 from engines.calibration.learn import TextReader, deal
 from engines.calibration.scratch import Scratch
-from engines.config import CalibrationOrder
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.calibrated import learn_profile
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.profile import Profile
+from tests.integration.calibration.surveys import small_order
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 from tests.integration.tiny_models import write_model
 
@@ -109,15 +109,7 @@ def test_what_is_learned_while_another_is_measured_is_the_same(
     """An order whose report a command awaits learns the next preset meanwhile."""
     write_model("llama", tmp_path)
     loaded = load_model(str(tmp_path), "float32")
-    order = CalibrationOrder(
-        presets=("dense3", "balanced", "tq4"),
-        contexts=(128,),
-        num_windows=2,
-        window_tokens=128,
-        num_scored=16,
-        depths=(),
-        num_chains=0,
-    )
+    order = small_order("dense3", "balanced", "tq4")
     found, beside = [], []
 
     def noted(samples: Samples, fingerprint: str, presets: list[str]) -> Profile:

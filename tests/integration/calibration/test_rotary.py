@@ -9,16 +9,14 @@ import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
 from engines.mlx_worker.model.ropes import rope_of
+from tests.fields import fields
 
 pytestmark = pytest.mark.mlx
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = fields(
+    "rope_type=llama3 factor=8.0 low_freq_factor=1.0 high_freq_factor=4.0",
+    "original_max_position_embeddings=8192",
+)
 
 
 def layer_with(rope) -> SimpleNamespace:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.config import CalibrationOrder, CalibrationReport
+from engines.config import CalibrationReport
 from engines.mlx_worker.cache.layout import probe
 from kvstore.codecs.profile import OF_STATES, OF_WINDOWS, load_profile
 from kvstore.config import StoreConfig
-from tests.integration.calibration.surveys import surveyed
+from tests.integration.calibration.surveys import small_order, surveyed
 from tests.integration.tiny_models import tiny_model, write_model
 
 pytestmark = pytest.mark.mlx
@@ -21,16 +21,7 @@ def calibrated(kind: str, data: Path, num_windows: int = 2) -> CalibrationReport
     folder = data / "model"
     folder.mkdir(exist_ok=True)
     write_model(kind, folder)
-    order = CalibrationOrder(
-        presets=("dense3",),
-        contexts=(128,),
-        num_windows=num_windows,
-        window_tokens=128,
-        num_scored=16,
-        depths=(),
-        num_chains=0,
-        data_path=str(data),
-    )
+    order = small_order("dense3", num_windows=num_windows, data_path=str(data))
     return surveyed(folder, order)
 
 

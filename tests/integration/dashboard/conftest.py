@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
 from gateway.keys import generate_key
+from tests.asking import asked
 from tests.integration.dashboard.browser import Browser, chromium
 
 KEYS = {
@@ -30,17 +29,11 @@ class Server:
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
         body = {"model": MODEL, "messages": messages}
-        self.post(tenant, "/v1/chat/completions", body, {"x-session-id": session})
+        self.post(tenant, "/v1/chat/completions", body, session)
 
-    def post(
-        self, tenant: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> None:
-        own = {"authorization": f"Bearer {KEYS[tenant][0]}", "content-type": "application/json"}
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body or {}).encode(), {**own, **(headers or {})}
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            assert answer.status in (200, 202)
+    def post(self, tenant: str, path: str, body: Any = None, session: str = "") -> None:
+        answer = asked(self.url + path, body or {}, key=KEYS[tenant][0], session=session)
+        assert answer.status in (200, 202)
 
 
 @pytest.fixture(scope="module")

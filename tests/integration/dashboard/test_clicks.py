@@ -123,7 +123,7 @@ def test_missed_means_a_return_that_found_nothing_wherever_it_stands(server, bro
     server.chat("dora", "went-on", "one two three", "You said: one two three", "more")
     anew = [{"role": "system", "content": "be quick"}, {"role": "user", "content": "again"}]
     body = {"model": MODEL, "messages": anew}
-    server.post("dora", "/v1/chat/completions", body, {"x-session-id": "missed-it"})
+    server.post("dora", "/v1/chat/completions", body, "missed-it")
     page = browser.open("sessions", key=key)
     strip = page.get_by_role("region", name="Where conversations are")
     strip.get_by_text("2 first turns").wait_for()

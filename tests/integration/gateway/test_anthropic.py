@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,14 +9,10 @@ import anthropic
 import pytest
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from tests.asking import asked
+from tests.fields import fields
 
 HELLO: list[Any] = [{"role": "user", "content": "hello big world"}]
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
-    with FakeStack(tmp_path_factory.mktemp("stack")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -102,33 +96,6 @@ def test_the_model_is_listed(client: anthropic.Anthropic) -> None:
     assert client.models.retrieve(MODEL).created_at == model.created_at
 
 
-def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
-    nonce = "x-anthropic-billing-header: cch=12345;"
-    counted = client.messages.count_tokens(
-        model=MODEL,
-        messages=HELLO,
-        system=[{"type": "text", "text": nonce}, {"type": "text", "text": "be kind"}],
-        tools=[{"name": "ls", "input_schema": {"type": "object"}}],
-        tool_choice={"type": "any"},
-    )
-    assert counted.input_tokens == 7
-    with pytest.raises(anthropic.BadRequestError):
-        client.messages.count_tokens(model=MODEL, messages=[])
-
-
-def test_errors_are_the_clients_own_classes(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(model="claude-none", max_tokens=1, messages=HELLO)
-    with pytest.raises(anthropic.BadRequestError) as caught:
-        client.messages.create(
-            model=MODEL, max_tokens=1, messages=HELLO, extra_body={"temperature": 7}
-        )
-    assert "temperature" in str(caught.value)
-    fault: Any = {"fake": "fault=plain-500"}
-    with pytest.raises(anthropic.InternalServerError):
-        client.messages.create(model=MODEL, max_tokens=9, messages=HELLO, metadata=fault)
-
-
 @pytest.mark.parametrize("fault", ["error-event", "cut", "no-done", "garbage"])
 def test_streams_that_fail_raise(client: anthropic.Anthropic, fault: str) -> None:
     wish: Any = {"fake": f"chunks=9 fault={fault} after=3"}
@@ -140,8 +107,7 @@ def test_streams_that_fail_raise(client: anthropic.Anthropic, fault: str) -> Non
 
 
 def show(stack: FakeStack, session: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{stack.url}/v1/sessions/{session}", timeout=10) as answer:
-        return dict(json.load(answer))
+    return dict(asked(f"{stack.url}/v1/sessions/{session}").content)
 
 
 def test_helpers_are_sessions_of_their_own(stack: FakeStack, client: anthropic.Anthropic) -> None:
@@ -189,13 +155,9 @@ def test_diagnostics_name_what_changed(stack: FakeStack, client: anthropic.Anthr
     third = ask(second.id, "one two", "five")
     reason = third.diagnostics.cache_miss_reason
     assert (reason.type, reason.cache_missed_input_tokens) == ("messages_changed", 4)
-    assert show(stack, "watched")["prefix"] == {
-        "changed": "messages",
-        "at_message": 0,
-        "num_messages": 2,
-        "prompt_tokens": 8,
-        "cached_tokens": 6,
-    }
+    assert show(stack, "watched")["prefix"] == fields(
+        "changed=messages at_message=0 num_messages=2 prompt_tokens=8 cached_tokens=6"
+    )
     fourth = ask(third.id, "one two", "five", system="be brief")
     assert fourth.diagnostics.cache_miss_reason.type == "system_changed"
     fifth = ask("msg_none", "one two", "five", system="be brief")

@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import anthropic
 import openai
 import pytest
 
 from benchmarks.stacks.fake_stack import FakeStack
+from tests.unit.gateway.test_images import DIALECTS, PNG, looking, user
 
 SEEING = "fake-vision"
-DATA = "iVBORw0KGgo="
-PNG = f"data:image/png;base64,{DATA}"
 # The fake engine repeats its input, in order.
 SAID = "You said: look <image> well?"
-CHAT: list[Any] = [
-    {
-        "role": "user",
-        "content": [
-            {"type": "text", "text": "look"},
-            {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}},
-            {"type": "text", "text": "well?"},
-        ],
-    }
-]
-INPUT: list[Any] = [
-    {
-        "role": "user",
-        "content": [
-            {"type": "input_text", "text": "look"},
-            {"type": "input_image", "image_url": PNG, "detail": "auto"},
-            {"type": "input_text", "text": "well?"},
-        ],
-    }
-]
-BLOCKS: list[Any] = [
-    {
-        "role": "user",
-        "content": [
-            {"type": "text", "text": "look"},
-            {
-                "type": "image",
-                "source": {"type": "base64", "media_type": "image/png", "data": DATA},
-            },
-            {"type": "text", "text": "well?"},
-        ],
-    }
-]
+CHAT, INPUT, BLOCKS = ([user(*looking(path, PNG))] for path in DIALECTS)
 
 
 @pytest.fixture(scope="module")

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from benchmarks.stacks.fake_stack import MODEL
 
 HELLO: list[Any] = [{"role": "user", "content": "hello big world"}]
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
-    with FakeStack(tmp_path_factory.mktemp("stack")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(stack: FakeStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="any", max_retries=0) as sdk:
-        yield sdk
 
 
 def test_chat(client: openai.OpenAI) -> None:

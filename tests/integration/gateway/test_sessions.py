@@ -189,10 +189,3 @@ async def test_naming_a_foreign_session_reuses_nothing(
     assert headers["x-thermocline-cache"] == "miss; tokens=0; reason=never-stored"
     body, _ = await alice.chat("the very same words", **named(name))
     assert cached(body) > 0
-
-
-async def test_the_same_chat_without_an_id_is_two_sessions(alice: Caller, bob: Caller) -> None:
-    _, of_alice = await alice.chat("no id but the same words")
-    body, of_bob = await bob.chat("no id but the same words")
-    assert cached(body) == 0
-    assert of_alice["x-thermocline-session"] != of_bob["x-thermocline-session"]

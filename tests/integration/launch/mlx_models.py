@@ -12,32 +12,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.fields import fields
 from tests.integration.launch.common_fields import COMMON, FULL, SLIDING, WINDOW
 
 _GPT = {"n_layer": 6, "n_head": 4, "n_embd": 64, "n_ctx": 512, "n_positions": 512, "n_inner": 64}
 _SLIDES = {"layer_types": [SLIDING, SLIDING, FULL] * 2}
 _SPLIT_ROPE = {"rope_parameters": {x: {"rope_theta": 1e4} for x in (SLIDING, FULL)}}
 _KDA = {
-    "linear_attn_config": {
-        "kda_layers": [1, 2, 4, 5],
-        "full_attn_layers": [3, 6],
-        "num_heads": 4,
-        "head_dim": 8,
-        "short_conv_kernel_size": 4,
-    },
+    "linear_attn_config": fields(
+        "kda_layers=[1,2,4,5] full_attn_layers=[3,6] num_heads=4 head_dim=8",
+        "short_conv_kernel_size=4",
+    ),
     "model_max_length": 512,
 }
 _LONGCAT = {
     "attention_method": "MLA",
-    "zero_expert_type": "identity",
-    "ffn_hidden_size": 32,
-    "expert_ffn_hidden_size": 32,
-    "zero_expert_num": 1,
-    "num_layers": 3,
-    "n_routed_experts": 2,
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
-    "router_bias": False,
+    **fields(
+        "zero_expert_type=identity ffn_hidden_size=32 expert_ffn_hidden_size=32 zero_expert_num=1",
+        "num_layers=3 n_routed_experts=2 mla_scale_q_lora=True mla_scale_kv_lora=True",
+        "router_bias=False",
+    ),
 }
 _ROPE = {
     "rope_parameters": {
@@ -48,38 +42,24 @@ _ROPE = {
     }
 }
 _YARN = {
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 128,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
+    "rope_scaling": fields(
+        "type=yarn factor=4.0 original_max_position_embeddings=128 mscale=1.0",
+        "mscale_all_dim=1.0",
+    )
 }
 _PHIXTRAL = {"model_dim": 64, "num_heads": 4, "num_layers": 6, "num_vocab": 512}
 OF_TYPE: dict[str, dict[str, Any]] = {
-    "afm7": {
-        "hidden_dim": 64,
-        "num_layers": 6,
-        "num_kv_reuse_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-    },
+    "afm7": fields("hidden_dim=64 num_layers=6 num_kv_reuse_layers=2 num_heads=4 num_kv_heads=2"),
     "afmoe": _SLIDES,
     "apertus": {"post_norm": True, "qk_norm": True},
-    "baichuan_m1": {
-        "sliding_window_layers": [1, 3],
-        "conv_window": 2,
-        "num_swa_attention_heads": 8,
-        "num_swa_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
+    "baichuan_m1": fields(
+        "sliding_window_layers=[1,3] conv_window=2 num_swa_attention_heads=8",
+        "num_swa_key_value_heads=4 tie_word_embeddings=False",
+    ),
     "bailing_moe_v3": {"short_conv_kernel_size": 4},
     "cohere2": {"sliding_window_pattern": 3},
     "dbrx": {
-        "d_model": 64,
-        "n_layers": 6,
-        "n_heads": 4,
+        **fields("d_model=64 n_layers=6 n_heads=4"),
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 2, "moe_top_k": 1},
     },
@@ -97,22 +77,19 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 512,
         "hidden_size_per_layer_input": 8,
         "activation_sparsity_pattern": [0.0] * 6,
-        "altup_num_inputs": 2,
-        "altup_coef_clip": 120.0,
-        "altup_correct_scale": True,
-        "altup_active_idx": 0,
-        "laurel_rank": 8,
+        **fields(
+            "altup_num_inputs=2 altup_coef_clip=120.0 altup_correct_scale=True altup_active_idx=0",
+            "laurel_rank=8",
+        ),
     },
     "gemma4_text": {
         **_SLIDES,
         "num_kv_shared_layers": 2,
         "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
-        "global_head_dim": 32,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 512,
-        "num_experts": None,
+        **fields(
+            "global_head_dim=32 num_global_key_value_heads=1 attention_k_eq_v=True",
+            "hidden_size_per_layer_input=8 vocab_size_per_layer_input=512 num_experts=None",
+        ),
     },
     "glm_moe_dsa": _ROPE,
     "gpt2": _GPT,
@@ -122,18 +99,13 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"layer_types": [SLIDING, FULL] * 3},
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention"] * 2},
     "hunyuan": {
-        "use_mixed_mlp_moe": True,
-        "use_cla": True,
-        "cla_share_factor": 2,
+        **fields("use_mixed_mlp_moe=True use_cla=True cla_share_factor=2"),
         "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
     },
     "iquestloopcoder": {"loop_num": 2, "loop_window_size": WINDOW},
-    "jamba": {
-        "attn_layer_offset": 1,
-        "attn_layer_period": 3,
-        "expert_layer_offset": 1,
-        "expert_layer_period": 2,
-    },
+    "jamba": fields(
+        "attn_layer_offset=1 attn_layer_period=3 expert_layer_offset=1 expert_layer_period=2",
+    ),
     "kimi_k3": {**_KDA, "hidden_act": "situ", "activation_situ_beta": 1.0},
     "kimi_linear": {**_KDA, "num_experts": 0},
     "laguna": _SLIDES,
@@ -146,18 +118,14 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "lille-130m": {**_GPT, "n_kv_heads": 2, "block_size": 512},
     "llama": {"layer_types": [SLIDING, FULL] * 3},
     "llama4": {
-        "attention_chunk_size": 16,
-        "interleave_moe_layer_step": 7,
-        "intermediate_size_mlp": 32,
+        **fields("attention_chunk_size=16 interleave_moe_layer_step=7 intermediate_size_mlp=32"),
         "no_rope_layers": [1] * 6,
     },
     "llama4_text": {"intermediate_size_mlp": 32, "no_rope_layers": [1] * 6},
     "longcat_flash": _LONGCAT,
     "longcat_flash_ngram": {
         **_LONGCAT,
-        "ngram_vocab_size_ratio": 2,
-        "emb_neighbor_num": 3,
-        "emb_split_num": 2,
+        **fields("ngram_vocab_size_ratio=2 emb_neighbor_num=3 emb_split_num=2"),
     },
     "mamba2": {"intermediate_size": 48},
     "mellum": {**_SLIDES, **_SPLIT_ROPE},
@@ -167,24 +135,17 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
         "sliding_window_size": WINDOW,
-        "layernorm_epsilon": 1e-5,
-        "swa_rope_theta": 1e4,
-        "swa_num_attention_heads": 8,
-        "swa_num_key_value_heads": 4,
-        "swa_head_dim": 24,
-        "swa_v_head_dim": 16,
-        "attention_value_scale": 1.0,
-        "n_routed_experts": 2,
+        **fields(
+            "layernorm_epsilon=1e-5 swa_rope_theta=1e4 swa_num_attention_heads=8",
+            "swa_num_key_value_heads=4 swa_head_dim=24 swa_v_head_dim=16 attention_value_scale=1.0",
+            "n_routed_experts=2",
+        ),
     },
     "minimax_m3_vl": {
-        "sparse_attention_config": {
-            "sparse_num_index_heads": 2,
-            "sparse_index_dim": 16,
-            "sparse_block_size": 8,
-            "sparse_topk_blocks": 2,
-            "sparse_local_block": 1,
-            "sparse_attention_freq": [0, 1, 1, 0, 1, 1],
-        },
+        "sparse_attention_config": fields(
+            "sparse_num_index_heads=2 sparse_index_dim=16 sparse_block_size=8",
+            "sparse_topk_blocks=2 sparse_local_block=1 sparse_attention_freq=[0,1,1,0,1,1]",
+        ),
         "moe_layer_freq": [0] * 6,
     },
     "minicpm3": {
@@ -203,9 +164,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         **_ROPE,
         "post_norm_eps": 1e-5,
         "layer_rope_theta": [1e4] * 6,
-        "output_multiplier": 1.0,
-        "moe_hidden_size": 32,
-        "num_shared_experts": 0,
+        **fields("output_multiplier=1.0 moe_hidden_size=32 num_shared_experts=0"),
     },
     "nanbeige": {"num_loops": 2},
     "nemotron": {"hidden_act": "relu2"},
@@ -221,32 +180,17 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "nemotron_h": {"hybrid_override_pattern": list("M*-M*M"), "num_hidden_layers": 6},
     "olmo3": {**_SLIDES},
     "olmo_hybrid": {"linear_allow_neg_eigval": True},
-    "openelm": {
-        "num_transformer_layers": 3,
-        "model_dim": 64,
-        "num_query_heads": [4, 4, 8],
-        "num_kv_heads": [2, 4, 4],
-        "ffn_multipliers": [1.0, 1.0, 1.0],
-        "ffn_dim_divisor": 16,
-        "share_input_output_layers": True,
-        "normalize_qk_projections": True,
-        "ffn_with_glu": True,
-        "rope_freq_constant": 10000,
-    },
-    "phi3small": {
-        "dense_attention_every_n_layers": 2,
-        "ff_intermediate_size": 64,
-        "gegelu_limit": 20.0,
-        "blocksparse_block_size": 64,
-        "blocksparse_num_local_blocks": 2,
-        "blocksparse_vert_stride": 2,
-        "blocksparse_triton_kernel_block_size": 64,
-        "mup_use_scaling": False,
-        "mup_attn_multiplier": 1.0,
-        "mup_embedding_multiplier": 1.0,
-        "mup_width_multiplier": 1.0,
-        "rope_embedding_base": 10000.0,
-    },
+    "openelm": fields(
+        "num_transformer_layers=3 model_dim=64 num_query_heads=[4,4,8] num_kv_heads=[2,4,4]",
+        "ffn_multipliers=[1.0,1.0,1.0] ffn_dim_divisor=16 share_input_output_layers=True",
+        "normalize_qk_projections=True ffn_with_glu=True rope_freq_constant=10000",
+    ),
+    "phi3small": fields(
+        "dense_attention_every_n_layers=2 ff_intermediate_size=64 gegelu_limit=20.0",
+        "blocksparse_block_size=64 blocksparse_num_local_blocks=2 blocksparse_vert_stride=2",
+        "blocksparse_triton_kernel_block_size=64 mup_use_scaling=False mup_attn_multiplier=1.0",
+        "mup_embedding_multiplier=1.0 mup_width_multiplier=1.0 rope_embedding_base=10000.0",
+    ),
     "phixtral": _PHIXTRAL,
     "phi-msft": _PHIXTRAL,
     "plamo": {"n_shared_head": 2},
@@ -260,12 +204,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "block_types": ["recurrent", "recurrent", "attention"],
         "num_key_value_heads": 1,
     },
-    "rwkv7": {
-        "a_low_rank_dim": 8,
-        "v_low_rank_dim": 8,
-        "gate_low_rank_dim": 8,
-        "decay_low_rank_dim": 8,
-    },
+    "rwkv7": fields("a_low_rank_dim=8 v_low_rank_dim=8 gate_low_rank_dim=8 decay_low_rank_dim=8"),
     "spark2_5": {**_SLIDES, **_SPLIT_ROPE, "hidden_act": "gelu"},
     "step3p5": {
         **_SLIDES,
@@ -276,24 +215,16 @@ OF_TYPE: dict[str, dict[str, Any]] = {
 }
 # Types whose config.json nests the text model, and the type of that.
 NESTED = {
-    "gemma3": "gemma3_text",
-    "gemma3n": "gemma3n",
-    "gemma4": "gemma4_text",
-    "gemma4_unified": "gemma4_text",
-    "kimi_k25": "deepseek_v3",
-    "kimi_k3": "kimi_k3",
-    "kimi_vl": "deepseek_v3",
+    **fields(
+        "gemma3=gemma3_text gemma3n=gemma3n gemma4=gemma4_text gemma4_unified=gemma4_text",
+        "kimi_k25=deepseek_v3 kimi_k3=kimi_k3 kimi_vl=deepseek_v3",
+    ),
     "lfm2-vl": "lfm2",
-    "llama4": "llama4",
-    "llava": "llama",
-    "minimax_m3_vl": "minimax_m3_vl",
-    "mistral3": "ministral3",
-    "muse_spark": "muse_spark",
-    "pixtral": "llama",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5_moe",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3_moe",
+    **fields(
+        "llama4=llama4 llava=llama minimax_m3_vl=minimax_m3_vl mistral3=ministral3",
+        "muse_spark=muse_spark pixtral=llama qwen3_5=qwen3_5 qwen3_5_moe=qwen3_5_moe",
+        "qwen3_vl=qwen3 qwen3_vl_moe=qwen3_moe",
+    ),
 }
 
 

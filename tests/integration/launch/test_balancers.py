@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.asking import asked
 from tests.integration.launch.test_serve import Server
 from tests.waiting import until
 
@@ -95,30 +93,21 @@ def listens(process: subprocess.Popen[bytes], address: str) -> bool:
 
 def chat(url: str, session: str) -> int:
     body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json", "x-session-id": session},
-    )
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+        return asked(f"{url}/v1/chat/completions", body, session=session, timeout_s=30).status
     except OSError:
         return 0
 
 
 def sessions(server: Server) -> set[str]:
-    with urllib.request.urlopen(f"{server.url}/v1/sessions", timeout=30) as answer:
-        return {x["id"] for x in json.load(answer)["data"]}
+    return {x["id"] for x in asked(f"{server.url}/v1/sessions").content["data"]}
 
 
 def test_sessions_stay_on_their_server_and_move_when_it_is_gone(balanced):
     url, servers = balanced
     end = time.monotonic() + 120
     while (status := chat(url, "first")) != 200:  # until its checks have found the servers
-        ready = [urllib.request.urlopen(f"{x.url}/readyz", timeout=60).status for x in servers]
+        ready = [asked(f"{x.url}/readyz").status for x in servers]
         assert time.monotonic() < end, (status, ready)
         time.sleep(0.2)
     names = [f"s{i}" for i in range(20)]

@@ -71,15 +71,11 @@ def test_a_table_its_rows_as_json_and_a_profile_that_is_kept(folder: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--presets", "tq9"), "--presets: no codec named 'tq9'"),
         (("--contexts", "2k"), "--contexts 2k: write numbers"),
         (("--contexts", "64"), "fewer than 128 tokens"),
         (("--contexts", "7000"), "no text has 7256 tokens; give longer ones by --eval-text"),
-        (("--contexts", "8000"), "this model takes 8192 tokens"),
         (("--json", "nowhere/rows.json"), "there is no folder"),
-        (("--json", "."), "this is a folder"),
         (("--text", "nowhere.txt"), "nowhere.txt is no file"),
-        (("--presets", ""), "--presets: no codec named ''"),
     ],
 )
 def test_what_cannot_be_done(folder: Path, arguments: tuple[str, ...], said: str) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +11,7 @@ import pytest
 from benchmarks.stacks.fake_stack import FakeStack
 from launch.remote.chat import PROMPT, Screen
 from launch.remote.turn import RemoteTurn
+from tests.integration.launch.terminal import Terminal
 
 COMMAND = [sys.executable, "-m", "launch", "chat"]
 
@@ -68,45 +65,18 @@ def test_a_failure_is_reported_and_ends_in_an_exit_code(stack):
     assert (quiet.stdout, quiet.stderr) == ("You said: Hi\n", "")
 
 
-class Terminal:
-    """A chat at a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._screen, theirs = pty.openpty()
-        self._process = subprocess.Popen(
-            [*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs
-        )
-        os.close(theirs)
-        self._seen = ""
-
-    def until(self, words: str, timeout_s: float = 60.0) -> None:
-        end = time.monotonic() + timeout_s
-        while words not in self._seen:
-            assert time.monotonic() < end, self._seen
-            if select.select([self._screen], [], [], 0.2)[0]:
-                self._seen += os.read(self._screen, 65536).decode(errors="replace")
-
-    def type(self, text: str) -> None:
-        """Type at the prompt: keys pressed before it is there may be lost."""
-        self.until(PROMPT)
-        self._seen = ""
-        os.write(self._screen, text.encode())
-
-    def end(self) -> int:
-        code = self._process.wait(60)
-        os.close(self._screen)
-        return code
-
-
 @pytest.mark.slow
 def test_a_chat_at_a_terminal(stack):
-    screen = Terminal("--url", stack.url, "--session", "shown")
-    screen.type("Hello\n")
-    screen.until("session shown is idle")
-    screen.type("/sleep\n")
-    screen.until("session shown is cold")
-    screen.type("/wake\n")
-    screen.until("is idle")
+    screen = Terminal(*COMMAND, "--url", stack.url, "--session", "shown")
+    for typed, words in (
+        ("Hello\n", "session shown is idle"),
+        ("/sleep\n", "session shown is cold"),
+        ("/wake\n", "is idle"),
+    ):
+        screen.until(PROMPT)  # keys pressed before it is there may be lost
+        screen.type(typed)
+        screen.until(words)
+    screen.until(PROMPT)
     screen.type("\x04")
     assert screen.end() == 0
 

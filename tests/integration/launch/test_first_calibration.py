@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from engines.calibration.orders import FIRST_PRESETS
 from kvstore.codecs.profile import load_profile
+from tests.asking import asked
 from tests.command_line import thermocline
 from tests.integration.launch.test_serve import Server
 from tests.integration.tiny_models import write_model
@@ -52,14 +52,13 @@ def start(folder: Path, *arguments: str, name: str = "one") -> Server:
     return Server(own, *model, *data, *arguments, engine="mlx", calibrate=True)
 
 
-def get(server: Server, path: str) -> str:
-    with urllib.request.urlopen(server.url + path, timeout=30) as answer:
-        body: bytes = answer.read()
-        return body.decode()
+def metrics(server: Server) -> str:
+    text: str = asked(f"{server.url}/metrics").content
+    return text
 
 
 def codec_of(server: Server) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(get(server, "/v1/sessions"))["codec"]
+    found: dict[str, Any] = asked(f"{server.url}/v1/sessions").content["codec"]
     return found
 
 
@@ -98,7 +97,7 @@ def test_an_engine_that_is_killed_measures_again_in_its_next_life(fresh: Path):
     try:
         assert codec_of(server)["name"] == "raw" and codec_of(server)["unmeasured"]
         until(lambda: "texts to learn from" in codec_of(server)["progress"], 600)
-        assert "thermocline_codec_measuring 1.0" in get(server, "/metrics")
+        assert "thermocline_codec_measuring 1.0" in metrics(server)
         engine = engine_of(server)
         engine.send_signal(signal.SIGKILL)
         psutil.wait_procs([engine], timeout=60)
@@ -163,8 +162,8 @@ def test_two_gateways_measure_once_and_both_adopt(folder: Path):
     one = start(folder)
     two = start(folder, "--disk", "0", name="two")
     try:
-        with urllib.request.urlopen(_chat(one), timeout=60) as answer:
-            assert answer.status == 200  # also while it is measured
+        answer = asked(f"{one.url}/v1/completions", {"model": "tiny", "prompt": "hello"})
+        assert answer.status == 200  # also while it is measured
         until(lambda: codec_of(one)["name"] != "raw" and codec_of(two)["name"] != "raw", 600)
         for each in (one, two):
             until(lambda each=each: codec_of(each)["progress"] == "", 600)  # type: ignore[misc]
@@ -177,9 +176,9 @@ def test_two_gateways_measure_once_and_both_adopt(folder: Path):
         for row in codec["rows"]:
             assert row["kl"] <= 0.01 and row["context"] == TEXT
             assert min(row["restore_s"], row["prefill_s"]) > 0
-        metrics = get(one, "/metrics")
-        assert f'thermocline_codec_info{{codec="{codec["id"]}"}} 1.0' in metrics
-        assert f'thermocline_codec_kl{{codec="{codec["id"]}",context="{TEXT}"}}' in metrics
+        figures = metrics(one)
+        assert f'thermocline_codec_info{{codec="{codec["id"]}"}} 1.0' in figures
+        assert f'thermocline_codec_kl{{codec="{codec["id"]}",context="{TEXT}"}}' in figures
     finally:
         assert (one.stop(), two.stop()) == (0, 0)
 
@@ -188,15 +187,6 @@ def losses(codec: dict[str, Any]) -> list[tuple[str, float, float]]:
     """What was measured once; times are each engine's own where the machine was busy."""
     rows = [*codec["rows"], *codec["others"]]
     return sorted((x["preset"], x["kl"], x["bits_per_element"]) for x in rows)
-
-
-def _chat(server: Server) -> urllib.request.Request:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-    return urllib.request.Request(
-        f"{server.url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
 
 
 def test_the_next_start_knows_it(folder: Path):

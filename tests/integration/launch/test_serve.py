@@ -12,12 +12,12 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.asking import Answer, asked
 from tests.command_line import thermocline
 from tests.waiting import until
 
@@ -66,15 +66,9 @@ class Server:
             time.sleep(0.05)
         raise TimeoutError(f"{pattern!r} is not in the log:\n{''.join(self.log)}")
 
-    def chat(self, session: str) -> None:
+    def chat(self, session: str) -> Answer:
         body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
-        request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json", "x-session-id": session},
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            assert answer.status == 200
+        return asked(f"{self.url}/v1/chat/completions", body, session=session)
 
     def try_it(self) -> str:
         """Send the request that the log suggests; the answer's text."""
@@ -82,9 +76,9 @@ class Server:
         head = command.index("-H")
         name, _, value = command[head + 1].partition(": ")
         assert command[0] == "curl" and command[-2] == "-d" and len(command) == 6
-        request = urllib.request.Request(command[1], command[-1].encode(), {name: value})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)["choices"][0]["message"]["content"]
+        assert (name.lower(), value) == ("content-type", "application/json")
+        answer = asked(command[1], json.loads(command[-1]))
+        return answer.content["choices"][0]["message"]["content"]
 
     def sessions(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return thermocline("sessions", *arguments, "--url", self.url)
@@ -114,7 +108,7 @@ def server(tmp_path) -> Iterator[Server]:
 
 
 def test_a_server_is_started_used_and_stopped(server, tmp_path):
-    server.chat("team/a")
+    assert server.chat("team/a").status == 200
     listed = json.loads(server.sessions("list", "--json").stdout)
     assert [(row["id"], row["state"]) for row in listed] == [("team/a", "idle")]
     assert "team/a" in server.sessions("demote", "team/a").stdout

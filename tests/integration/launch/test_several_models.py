@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.asking import Answer, asked
 from tests.command_line import thermocline
 from tests.integration.launch.test_serve import Server
 from tests.integration.tiny_models import write_model
@@ -22,7 +21,6 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-PATIENCE_S = 60.0  # of these tests, on a busy machine
 
 FAKES = """
 [[engines]]
@@ -47,22 +45,9 @@ load = "on-demand"
 
 
 def ask(
-    server: Server, path: str, body: Any = None, method: str | None = None, **headers: str
-) -> tuple[int, dict[str, str], Any]:
-    request = urllib.request.Request(
-        server.url + path,
-        None if body is None else json.dumps(body).encode(),
-        {
-            "content-type": "application/json",
-            **{k.replace("_", "-"): v for k, v in headers.items()},
-        },
-        method=method,
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, dict(answer.headers), json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, dict(error.headers), json.load(error)
+    server: Server, path: str, body: Any = None, method: str | None = None, **more: str
+) -> Answer:
+    return asked(server.url + path, body, method=method, **more)
 
 
 def chat(server: Server, model: str, session: str, *said: str) -> tuple[int, str, Any]:
@@ -70,7 +55,7 @@ def chat(server: Server, model: str, session: str, *said: str) -> tuple[int, str
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
     body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
-    status, headers, answer = ask(server, "/v1/chat/completions", body, **{"x-session-id": session})
+    status, headers, answer = ask(server, "/v1/chat/completions", body, session=session)
     return status, headers.get("x-thermocline-cache", ""), answer
 
 
@@ -79,16 +64,12 @@ def states(server: Server) -> dict[str, str]:
 
 
 def metrics(server: Server) -> str:
-    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
-        text: str = answer.read().decode()
+    text: str = ask(server, "/metrics").content
     return text
 
 
 def until_unloaded(server: Server, model: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while (state := states(server)[model]) != "unloaded":
-        assert time.monotonic() < end, state
-        time.sleep(0.1)
+    until(lambda: states(server)[model] == "unloaded", every_s=0.1)
 
 
 def start(folder: Path, toml: str) -> Server:
@@ -170,17 +151,12 @@ def test_a_stream_shows_life_while_its_model_waits_for_a_place(fakes):
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(ask, fakes, "/v1/chat/completions", busy)
         time.sleep(0.3)
-        request = urllib.request.Request(
-            f"{fakes.url}/v1/messages",
-            json.dumps({"model": "three", "stream": True, **body}).encode(),
-            {"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert answer.headers["content-type"].startswith("text/event-stream")
-            text = answer.read()
+        answer = ask(fakes, "/v1/messages", {"model": "three", "stream": True, **body})
+        assert answer.headers["content-type"].startswith("text/event-stream")
         assert slow.result()[0] == 200
-    assert b": the model three waits to be loaded, number 1 in line, in place of two\n\n" in text
-    assert b"message_stop" in text and b"event: error" not in text
+    text = answer.content
+    assert ": the model three waits to be loaded, number 1 in line, in place of two\n\n" in text
+    assert "message_stop" in text and "event: error" not in text
 
 
 def test_top_shows_all_models(fakes):
@@ -286,8 +262,7 @@ def test_metrics_name_the_model(fakes):
 def test_a_snapshot_is_of_the_model_that_is_named(fakes):
     for query, model in [("", "one"), ("?model=two", "two")]:
         chat(fakes, model, "events", "hello")
-        with urllib.request.urlopen(f"{fakes.url}/v1/snapshot{query}", timeout=30) as answer:
-            assert json.load(answer)["server"]["model"] == model
+        assert ask(fakes, f"/v1/snapshot{query}").content["server"]["model"] == model
 
 
 TAKING_TURNS = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.integration.launch.test_serve import Server
 from tests.integration.launch.test_several_models import ask, chat
-from tests.redis_server import RedisCluster, RedisServer
+from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(300)]
 
@@ -27,13 +26,13 @@ PATIENCE_S = 60.0  # of these tests, on a busy machine
 T = TypeVar("T")
 
 
-def start(folder: Path, redis: RedisServer | RedisCluster, toml: str = TOML) -> Server:
+def start(folder: Path, redis: RedisServer) -> Server:
     folder.mkdir(exist_ok=True)
     secret = folder.parent / "secret"
     if not secret.exists():
         secret.write_bytes(b"one secret of several servers")
         secret.chmod(0o600)
-    (folder / "t.toml").write_text(toml.format(redis=redis.url, secret=secret))
+    (folder / "t.toml").write_text(TOML.format(redis=redis.url, secret=secret))
     return Server(folder, "--config", str(folder / "t.toml"))
 
 
@@ -102,18 +101,6 @@ def test_a_session_is_deleted_from_a_server_that_does_not_have_it(two):
     assert "only-a" not in listed(b)
 
 
-def test_what_begins_again_after_a_deletion_stays(two):
-    a, b = two
-    chat(a, "fake", "again", "hello")
-    until(lambda: listed(b), lambda x: "again" in x)
-    ask(b, "/v1/sessions/again", method="DELETE")
-    until(lambda: listed(a), lambda x: "again" not in x)
-    chat(a, "fake", "again", "hello")
-    until(lambda: listed(b), lambda x: "again" in x)
-    time.sleep(2)
-    assert "again" in listed(a)
-
-
 def test_other_verbs_are_for_the_server_that_has_the_session(two):
     a, b = two
     chat(a, "fake", "verbs", "hello")
@@ -143,20 +130,3 @@ def test_without_redis_all_goes_on_and_deletions_are_made_up_for(two, redis):
     until(lambda: listed(b), lambda x: "split" not in x)
     until(lambda: listed(b), lambda x: "stays" in x)
     assert "split" not in listed(a)
-
-
-def test_a_cluster_is_shared_like_one_server(tmp_path):
-    with RedisCluster() as cluster, ExitStack() as running:
-        toml = TOML.replace("stored_bytes = 0", "")
-        a, b = (start(tmp_path / x, cluster, toml) for x in "ab")
-        running.callback(a.stop)
-        running.callback(b.stop)
-        chat(a, "fake", "of-a", "hello")
-        until(lambda: listed(b), lambda x: "of-a" in x)
-        body = {"model": "fake", "input": "hello", "store": True}
-        status, _, answer = ask(a, "/v1/responses", body)
-        assert status == 200
-        assert ask(b, f"/v1/responses/{answer['id']}")[0] == 200
-        assert ask(b, "/v1/sessions/of-a", method="DELETE")[0] == 200
-        until(lambda: listed(a), lambda x: "of-a" not in x)
-        assert "Traceback" not in "".join([*a.log, *b.log])

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 
 from launch.families.weights import estimated_weights
+from tests.fields import fields
 from tests.integration.launch.mlx_models import tiny_model
 
 pytest.importorskip("mlx.core")
 pytestmark = pytest.mark.mlx
 
-ALL: dict[str, Any] = {
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 32_768,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
+ALL: dict[str, Any] = fields(
+    "rms_norm_eps=1e-5 rope_theta=1e4 max_position_embeddings=32_768 torch_dtype=bfloat16",
+    "tie_word_embeddings=False",
+)
 
 
 def attention(width: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
@@ -37,9 +35,7 @@ def experts(number: int, width: int, **more: Any) -> dict[str, Any]:
         "num_experts": number,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": width,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        **fields("norm_topk_prob=True decoder_sparse_step=1 mlp_only_layers=[]"),
         **more,
     }
 
@@ -65,15 +61,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "StarCoder2-7B": {
         **attention(4608, 32, 36, 4, intermediate_size=18_432, vocab_size=49_152),
-        "model_type": "starcoder2",
-        "norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
+        **fields("model_type=starcoder2 norm_epsilon=1e-5 tie_word_embeddings=True"),
     },
     "Mixtral-8x7B": {
         **attention(4096, 32, 32, 8, intermediate_size=14_336, vocab_size=32_000),
-        "model_type": "mixtral",
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
+        **fields("model_type=mixtral num_local_experts=8 num_experts_per_tok=2"),
     },
     "Qwen3-30B-A3B": {
         **attention(2048, 48, 32, 4, intermediate_size=6144, vocab_size=151_936, head_dim=128),
@@ -82,47 +74,30 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss-20b": {
         **attention(2880, 24, 64, 8, intermediate_size=2880, vocab_size=201_088, head_dim=64),
-        "model_type": "gpt_oss",
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
+        **fields(
+            "model_type=gpt_oss num_local_experts=32 num_experts_per_tok=4 sliding_window=128",
+        ),
         "layer_types": ["sliding_attention", "full_attention"] * 12,
         "rope_scaling": None,
     },
     "DeepSeek-V3": {
         **attention(7168, 61, 128, 128, intermediate_size=18_432, vocab_size=129_280),
-        "model_type": "deepseek_v3",
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "moe_layer_freq": 1,
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_group": 8,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "attention_bias": False,
-        "rope_scaling": None,
+        **fields(
+            "model_type=deepseek_v3 n_routed_experts=256 n_shared_experts=1 num_experts_per_tok=8",
+            "moe_intermediate_size=2048 moe_layer_freq=1 first_k_dense_replace=3 kv_lora_rank=512",
+            "q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128 n_group=8",
+            "topk_group=4 topk_method=noaux_tc scoring_func=sigmoid norm_topk_prob=True",
+            "routed_scaling_factor=2.5 attention_bias=False rope_scaling=None",
+        ),
     },
     "Qwen3-Next-80B-A3B": {
         **attention(2048, 48, 16, 2, intermediate_size=5120, vocab_size=151_936, head_dim=256),
         **experts(512, 512, shared_expert_intermediate_size=512),
-        "model_type": "qwen3_next",
-        "linear_num_value_heads": 32,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
-        "partial_rotary_factor": 0.25,
+        **fields(
+            "model_type=qwen3_next linear_num_value_heads=32 linear_num_key_heads=16",
+            "linear_key_head_dim=128 linear_value_head_dim=128 linear_conv_kernel_dim=4",
+            "full_attention_interval=4 partial_rotary_factor=0.25",
+        ),
     },
 }
 

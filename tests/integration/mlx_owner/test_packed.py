@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from engines.calibration.calibrate import calibrate
 from engines.calibration.gate.profiles import save
-from engines.config import CalibrationOrder, EngineConfig
+from engines.config import EngineConfig
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, CannotServe, probe
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
@@ -29,6 +29,7 @@ from kvstore.codecs.rows.packed_codec import packed_codec
 from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVPair, KVRun
+from tests.integration.calibration.surveys import small_order
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 from tests.integration.tiny_models import tiny_model, write_model
 
@@ -271,14 +272,7 @@ def test_what_was_measured_with_a_plain_live_cache_counts_for_a_packed_one(tmp_p
     write_model("llama", tmp_path)
     loaded = load_model(str(tmp_path), "float32")
     plan = probe(loaded.model)
-    order = CalibrationOrder(
-        presets=("tq4",),
-        contexts=(128,),
-        num_scored=8,
-        depths=(),
-        num_chains=0,
-        data_path=str(tmp_path),
-    )
+    order = small_order("tq4", num_scored=8, data_path=str(tmp_path))
     profile = calibrate(MlxInstrument(loaded, plan, tmp_path), order)
     save(profile, tmp_path)
     live, packed = with_packed_caches(loaded.model, plan, EngineConfig(hot_codec="tq4"))

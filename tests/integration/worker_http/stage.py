@@ -17,7 +17,9 @@ from engines.config import EngineConfig, WorkerConfig
 from engines.mlx_worker.embeddings import Embedder
 from engines.mlx_worker.generation import Generator
 from engines.mlx_worker.http import create_app
+from engines.mlx_worker.owner import Owner
 from kvstore.config import StoreConfig
+from tests.integration.tiny_models import tiny_model
 from tests.toy_owner import saying
 
 LOGITS = 410
@@ -56,6 +58,17 @@ class Stage:
 
     async def chunks(self, **fields: Any) -> list[Any]:
         return [chunk async for chunk in await self.chat(stream=True, **fields)]
+
+
+@asynccontextmanager
+async def started_owner(max_batch: int, kind: str = "llama") -> AsyncIterator[Owner]:
+    """The real owner thread of a tiny model."""
+    owner = Owner(lambda: tiny_model(kind), EngineConfig(max_batch=max_batch), "toy")
+    await owner.start()
+    try:
+        yield owner
+    finally:
+        await owner.close()
 
 
 @asynccontextmanager

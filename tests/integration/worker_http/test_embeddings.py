@@ -16,11 +16,8 @@ import openai
 import pytest
 from tokenizers import normalizers
 
-from engines.config import EngineConfig
 from engines.mlx_worker.embeddings import MAX_WAITING, Embedder, HiddenStates, inner_of, pooling_of
-from engines.mlx_worker.owner import Owner
-from tests.integration.tiny_models import tiny_model
-from tests.integration.worker_http.stage import Open, Stage, staged
+from tests.integration.worker_http.stage import Open, Stage, staged, started_owner
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.waiting import eventually
 
@@ -31,13 +28,11 @@ LONG = [5 + i % 300 for i in range(200)]
 
 @asynccontextmanager
 async def embedding(folder: Path, step: int = 16, kind: str = "llama") -> AsyncIterator[Stage]:
-    owner = Owner(lambda: tiny_model(kind), EngineConfig(max_batch=4), "toy")
-    await owner.start()
-    try:
-        async with staged(owner, tiny_tokenizer(folder), embedder=Embedder(owner, step)) as stage:
-            yield stage
-    finally:
-        await owner.close()
+    async with (
+        started_owner(4, kind) as owner,
+        staged(owner, tiny_tokenizer(folder), embedder=Embedder(owner, step)) as stage,
+    ):
+        yield stage
 
 
 async def of(stage: Stage, given: Any, **more: Any) -> list[list[float]]:
@@ -184,9 +179,7 @@ async def test_an_engine_or_a_model_without_it_says_so(tmp_path: Path, toy: Open
 
 
 async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: Path):
-    owner = Owner(lambda: tiny_model("llama"), EngineConfig(max_batch=1), "toy")
-    await owner.start()
-    try:
+    async with started_owner(1) as owner:
         embedder = Embedder(owner, 16, wait_s=0.3)
         async with staged(owner, tiny_tokenizer(tmp_path), embedder=embedder) as stage:
             # Two answers run, one in the spare place, and another waits.
@@ -199,8 +192,6 @@ async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: P
             for task in running:
                 task.cancel()
             assert len(await of(stage, LONG)) == 1
-    finally:
-        await owner.close()
 
 
 @pytest.mark.parametrize(("step_s", "fewest", "most"), [(0.001, 4, 9), (2.0, 16, 16)])
@@ -214,15 +205,11 @@ async def test_steps_are_short_where_the_engine_is_slow(
         readings.append(readings[-1] + step_s)
         return readings[-1]
 
-    owner = Owner(lambda: tiny_model("llama"), EngineConfig(max_batch=1), "toy")
-    await owner.start()
-    try:
+    async with started_owner(1) as owner:
         embedder = Embedder(owner, 128, clock=clock)
         async with staged(owner, tiny_tokenizer(tmp_path), embedder=embedder) as stage:
             await of(stage, [LONG[:128]] * 4)
         assert fewest <= (len(readings) - 1) // 2 <= most
-    finally:
-        await owner.close()
 
 
 async def test_requests_take_turns_and_no_more_wait_than_may(tmp_path: Path):

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from engines.base import Demoted, SessionRef, TierName
-from engines.wire import SessionReport
 from scheduler.config import SchedulerConfig
+from tests.reports import session_report
 from tests.unit.gateway.in_process import App, RecordingEngine, chat_answer
 
 
@@ -18,19 +18,10 @@ class SavingEngine(RecordingEngine):
     is_saved: bool = False
 
     async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
-        report = SessionReport(
-            tenant=session.tenant,
-            id=session.id,
-            hot=not self.is_saved,
-            tier="ram" if self.is_saved else None,
-            tokens=9,
-            hot_bytes=0 if self.is_saved else 90,
-            cold_bytes=20 if self.is_saved else 0,
-            idle_s=0.0,
-            pinned=False,
-            busy=False,
-        )
-        return Demoted(report, None if self.is_saved else "saving")
+        if self.is_saved:
+            return Demoted(session_report(session.tenant, session.id, hot=False, hot_bytes=0), None)
+        unsaved = session_report(session.tenant, session.id, tier=None, cold_bytes=0)
+        return Demoted(unsaved, "saving")
 
 
 async def test_a_session_that_is_still_being_saved_sleeps_when_it_is() -> None:

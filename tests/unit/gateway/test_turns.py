@@ -158,17 +158,6 @@ async def test_while_the_engine_is_away_it_is_503_with_the_reason() -> None:
     assert int(reply.headers["retry-after"]) >= 1
 
 
-async def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
-    body = b'data: {"choices":[]}\n\ndata: {"cho'
-    engine = RecordingEngine(Answered(200, {"content-type": "text/event-stream"}, body))
-    reply = await App(engine).chat(stream=True)
-    assert reply.status == 200
-    first, error, done, rest = reply.body.split(b"\n\n")
-    assert first == b'data: {"choices":[]}'
-    assert error.startswith(b'data: {"error":{"message":')
-    assert (done, rest) == (b"data: [DONE]", b"")
-
-
 async def test_a_defect_of_ours_is_a_500_without_details() -> None:
     class BrokenEngine(RecordingEngine):
         def prepare_body(self, body: Any, session: Any) -> Any:

@@ -9,15 +9,12 @@ import sys
 import pytest
 
 from launch.cli.main import main
+from tests.fields import fields
 
-TINY_LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
+TINY_LLAMA = fields(
+    "model_type=llama hidden_size=256 num_hidden_layers=2 num_attention_heads=4",
+    "num_key_value_heads=2 max_position_embeddings=4096",
+)
 
 
 @pytest.fixture

@@ -22,6 +22,12 @@ WITH_FILES = ["aider", "claude", "codex", "opencode", "qwen-code", "zed"]
 SERVER = Server("http://127.0.0.1:8080", "org/model-1", 32768, "tc-key")
 
 
+def change_of(client: str, home: Path, model: str = SERVER.model) -> FileChange:
+    change = connection(client, replace(SERVER, model=model), home).change
+    assert change is not None
+    return change
+
+
 @pytest.mark.parametrize("client", sorted(CLIENTS))
 def test_the_shown_lines_name_address_model_and_key(client: str, tmp_path: Path) -> None:
     text = "\n".join(connection(client, SERVER, tmp_path).lines)
@@ -32,8 +38,7 @@ def test_the_shown_lines_name_address_model_and_key(client: str, tmp_path: Path)
 
 @pytest.mark.parametrize("client", WITH_FILES)
 def test_a_file_that_is_not_there_is_made_private(client: str, tmp_path: Path) -> None:
-    change = connection(client, SERVER, tmp_path).change
-    assert change is not None
+    change = change_of(client, tmp_path)
     assert write(change) is None
     text = change.path.read_text()
     assert SERVER.model in text
@@ -86,8 +91,7 @@ def test_open_webui_is_asked_to_name_its_chats(tmp_path: Path) -> None:
 
 
 def test_zed_keeps_its_other_providers(tmp_path: Path) -> None:
-    change = connection("zed", SERVER, tmp_path).change
-    assert change is not None
+    change = change_of("zed", tmp_path)
     own = {"theme": "One", "language_models": {"openai_compatible": {"Mine": {"api_url": "x"}}}}
     now = json.loads(merged(json.dumps(own), change))
     assert now["theme"] == "One"
@@ -98,8 +102,7 @@ def test_zed_keeps_its_other_providers(tmp_path: Path) -> None:
 
 
 def test_json_keeps_its_own_values(tmp_path: Path) -> None:
-    change = connection("claude", SERVER, tmp_path).change
-    assert change is not None
+    change = change_of("claude", tmp_path)
     own = {"permissions": {"allow": ["Bash(ls)"]}, "env": {"MINE": "1", "ANTHROPIC_MODEL": "x"}}
     change.path.parent.mkdir()
     change.path.write_text(json.dumps(own))
@@ -119,8 +122,7 @@ def test_toml_keeps_comments_and_tables(tmp_path: Path) -> None:
         '# mine\nmodel = "o9"  # the best\napproval_policy = "never"\n\n'
         '[model_providers.other]\nname = "Other"\n\n[profiles.x]\nmodel = "y"\n'
     )
-    change = connection("codex", SERVER, tmp_path).change
-    assert change is not None
+    change = change_of("codex", tmp_path)
     text = merged(own, change)
     assert "# mine" in text and "# the best" in text
     now = tomllib.loads(text)
@@ -133,8 +135,7 @@ def test_toml_keeps_comments_and_tables(tmp_path: Path) -> None:
 
 
 def test_lines_keep_their_neighbours(tmp_path: Path) -> None:
-    change = connection("qwen-code", SERVER, tmp_path).change
-    assert change is not None
+    change = change_of("qwen-code", tmp_path)
     text = merged("# mine\nexport OPENAI_MODEL=old\nOTHER=1\nOPENAI_MODEL_2=x", change)
     lines = text.splitlines()
     assert lines[:4] == ["# mine", f"OPENAI_MODEL={SERVER.model}", "OTHER=1", "OPENAI_MODEL_2=x"]
@@ -142,8 +143,7 @@ def test_lines_keep_their_neighbours(tmp_path: Path) -> None:
 
 
 def test_yaml_keeps_what_is_below_other_keys(tmp_path: Path) -> None:
-    change = connection("aider", SERVER, tmp_path).change
-    assert change is not None
+    change = change_of("aider", tmp_path)
     text = "---\n# mine\nread:\n- a\nnote: |\n  model: in a text\n\n'model' : old  # mine\n"
     found = yaml.safe_load(merged(text, change))
     assert found == {"read": ["a"], "note": "model: in a text\n", **change.values}
@@ -151,8 +151,7 @@ def test_yaml_keeps_what_is_below_other_keys(tmp_path: Path) -> None:
 
 def test_of_lines_of_one_key_the_last_is_replaced(tmp_path: Path) -> None:
     dotenv = pytest.importorskip("dotenv")
-    change = connection("qwen-code", SERVER, tmp_path).change
-    assert change is not None
+    change = change_of("qwen-code", tmp_path)
     text = merged("OPENAI_MODEL=one\n  export OPENAI_MODEL=two\n", change)
     assert dotenv.dotenv_values(stream=io.StringIO(text)) == change.values
 
@@ -189,8 +188,7 @@ def test_a_parser_of_env_files_reads_back_what_qwen_code_is_given(
     model: str, tmp_path: Path
 ) -> None:
     dotenv = pytest.importorskip("dotenv")
-    change = connection("qwen-code", replace(SERVER, model=model), tmp_path).change
-    assert change is not None
+    change = change_of("qwen-code", tmp_path, model)
     text = merged("MINE=1\nOPENAI_MODEL=old\n", change)
     found = dotenv.dotenv_values(stream=io.StringIO(text), interpolate=False)
     assert found == {"MINE": "1", **change.values}
@@ -199,8 +197,7 @@ def test_a_parser_of_env_files_reads_back_what_qwen_code_is_given(
 
 def test_a_name_that_readers_of_env_files_would_change_is_not_written(tmp_path: Path) -> None:
     for model in ('it\'s "so"', "a\\'b", "a${HOME}"):
-        change = connection("qwen-code", replace(SERVER, model=model), tmp_path).change
-        assert change is not None
+        change = change_of("qwen-code", tmp_path, model)
         with pytest.raises(LaunchError, match="cannot be written"):
             write(change)
         assert not change.path.exists()
@@ -254,7 +251,7 @@ def test_a_value_with_a_line_break_is_never_written(format: Format, tmp_path: Pa
     ],
 )
 def test_a_file_that_cannot_be_merged_is_left_alone(client: str, text: str, tmp_path: Path) -> None:
-    change = connection(client, SERVER, tmp_path).change
+    change = change_of(client, tmp_path)
     change.path.parent.mkdir(parents=True, exist_ok=True)
     change.path.write_text(text)
     with pytest.raises(LaunchError):

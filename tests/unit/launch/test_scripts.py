@@ -65,6 +65,12 @@ def _program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """Nothing was installed or served, and the reason is given in these words."""
+    assert (done.returncode, done.stdout) == (code, "")
+    assert all(x in done.stderr for x in words), done.stderr
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
@@ -88,8 +94,7 @@ def test_bash_understands_it(name):
 @pytest.mark.parametrize("arguments", [[], [""], ["--port", "8080"]])
 def test_without_a_model_the_usage_is_printed(fitting, name, arguments):
     done = fitting.run(name, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"usage: bash launch/{name} MODEL [PORT] [more arguments of" in done.stderr
+    refused(done, 2, f"usage: bash launch/{name} MODEL [PORT] [more arguments of")
 
 
 def test_asking_for_help_is_no_mistake(fitting):
@@ -100,8 +105,7 @@ def test_asking_for_help_is_no_mistake(fitting):
 @pytest.mark.parametrize("port", ["65536", "80x", "123456789", "8080.", ""])
 def test_a_port_that_is_none(fitting, name, port):
     done = fitting.run(name, "org/model", port)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "is not a port; give 1 to 65535, or 0 for any free one" in done.stderr
+    refused(done, 2, "is not a port; give 1 to 65535, or 0 for any free one")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ def test_a_port_that_is_none(fitting, name, port):
 )
 def test_a_model_that_is_none_costs_no_installation(fitting, model):
     done = fitting.run("cpu.sh", model)
-    assert (done.returncode, done.stdout) == (2, "")
+    refused(done, 2)
     assert "usage" in done.stderr or f"{model} is neither a folder nor a hub id" in done.stderr
 
 
@@ -153,8 +157,7 @@ def test_without_a_gpu_nothing_is_installed(machine, name, driver):
     if driver:
         machine.says("nvidia-smi", *driver)
     done = machine.run(name, "org/m")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "nvidia-smi finds no" in done.stderr and "bash launch/cpu.sh MODEL" in done.stderr
+    refused(done, 1, "nvidia-smi finds no", "bash launch/cpu.sh MODEL")
 
 
 def test_cuda_serves_on_gpus_with_memory_of_their_own(machine):
@@ -171,8 +174,7 @@ def test_cuda_serves_on_gpus_with_memory_of_their_own(machine):
 def test_cuda_sends_a_gb10_to_its_own_script(machine):
     machine.says("nvidia-smi", "NVIDIA GB10")
     done = machine.run("cuda.sh", "org/m")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "bash launch/gb10.sh MODEL" in done.stderr
+    refused(done, 1, "bash launch/gb10.sh MODEL")
 
 
 def test_gb10_serves_on_a_gb10(machine):
@@ -205,8 +207,7 @@ def test_triton_needs_a_compiler(machine, name):
     machine.says("nvidia-smi", "NVIDIA H200" if name == "cuda.sh" else "NVIDIA GB10")
     (machine.commands / "gcc").unlink()
     done = machine.run(name, "org/m")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "sudo apt install build-essential" in done.stderr
+    refused(done, 1, "sudo apt install build-essential")
     machine.env["CC"] = "/opt/cc"
     assert "serve --profile" in machine.run(name, "org/m").stdout
 
@@ -218,15 +219,13 @@ def test_vllm_on_cpus_if_asked(machine, flag):
     assert "install vllm" in done.stdout
     machine.says("nvidia-smi", "NVIDIA H200")
     done = machine.run("cpu.sh", "org/m", *flag)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "bash launch/cuda.sh MODEL" in done.stderr
+    refused(done, 1, "bash launch/cuda.sh MODEL")
 
 
 def test_cpu_is_for_linux(machine):
     machine.says("uname", "Darwin")
     done = machine.run("cpu.sh", "org/m")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "on a Mac: bash launch/apple.sh MODEL" in done.stderr
+    refused(done, 1, "on a Mac: bash launch/apple.sh MODEL")
 
 
 UNAME = "#!/bin/sh\ncase $1 in -s) echo %s ;; *) echo %s ;; esac\n"
@@ -242,8 +241,7 @@ UNAME = "#!/bin/sh\ncase $1 in -s) echo %s ;; *) echo %s ;; esac\n"
 def test_apple_needs_apple_silicon(machine, system, processor, words):
     _program(machine.commands / "uname", UNAME % (system, processor))
     done = machine.run("apple.sh", "org/m")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert words in done.stderr
+    refused(done, 1, words)
 
 
 def test_apple_serves_and_names_the_wired_limit(machine):

@@ -9,42 +9,19 @@ from rich.console import Console
 
 from gateway.watch.shape import Snapshot
 from launch.remote.top import FILTERS, ORDERS, frame
+from tests.fields import fields
 
-ROW: dict[str, Any] = {
-    "id": "s1",
-    "client": "codex",
-    "kind": "main",
-    "parent": None,
-    "state": "cold",
-    "tier": "disk",
-    "tokens": 812,
-    "bytes": 3_650_000,
-    "cold_bytes": 3_650_000,
-    "bf16_bytes": None,
-    "ratio": 5.12,
-    "idle_since": 40.0,
-    "pinned": True,
-    "last_source": "miss",
-    "last_reason": "diverged",
-    "saved_tokens": 300,
-    "saved_s": 4.12,
-    "turns": 7,
-    "retain_until": None,
-}
+ROW: dict[str, Any] = fields(
+    "id=s1 client=codex kind=main parent=None state=cold tier=disk tokens=812 bytes=3_650_000",
+    "cold_bytes=3_650_000 bf16_bytes=None ratio=5.12 idle_since=40.0 pinned=True",
+    "last_source=miss last_reason=diverged saved_tokens=300 saved_s=4.12 turns=7",
+    "retain_until=None",
+)
 SERVED = {**ROW, "id": "s2", "idle_since": None, "state": "active", "pinned": False}
-REQUEST = {
-    "id": "r",
-    "session": "s2",
-    "client": "codex",
-    "operation": "chat",
-    "started_at": 1.0,
-    "phase": "prefill",
-    "prompt_tokens": 9,
-    "prefilled_tokens": 4,
-    "answered_tokens": None,
-    "source": None,
-    "reason": None,
-}
+REQUEST = fields(
+    "id=r session=s2 client=codex operation=chat started_at=1.0 phase=prefill prompt_tokens=9",
+    "prefilled_tokens=4 answered_tokens=None source=None reason=None",
+)
 SNAPSHOT: dict[str, Any] = {
     "server": {
         "model": "m",
@@ -77,29 +54,15 @@ SNAPSHOT: dict[str, Any] = {
         "first_token": {},
     },
     "memory": {
-        "hot": {
-            "bytes": 90,
-            "idle_bytes": 5,
-            "capacity_bytes": 100,
-            "high_water": 0.85,
-            "low_water": 0.65,
-            "save_queue_bytes": None,
-            "measuring_bytes": 45,
-        },
+        "hot": fields(
+            "bytes=90 idle_bytes=5 capacity_bytes=100 high_water=0.85 low_water=0.65",
+            "save_queue_bytes=None measuring_bytes=45",
+        ),
         "tiers": [
-            {
-                "name": "ram",
-                "bytes": 1,
-                "profile_bytes": 0,
-                "sessions": 1,
-                "hot_sessions": 6,
-                "capacity_bytes": 4,
-                "blobs": None,
-                "evictions": None,
-                "errors": None,
-                "available": True,
-                "codec": "dense3",
-            }
+            fields(
+                "name=ram bytes=1 profile_bytes=0 sessions=1 hot_sessions=6 capacity_bytes=4",
+                "blobs=None evictions=None errors=None available=True codec=dense3",
+            )
         ],
         "cold_bytes": 10,
         "bf16_bytes": 51,

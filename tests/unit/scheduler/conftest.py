@@ -27,6 +27,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.session import Step
 from scheduler.sessions import SessionManager
 from tests.clock import Clock
+from tests.reports import engine_report, session_report
 
 
 class Log:
@@ -67,18 +68,9 @@ class Held:
     hot_bytes: int = 100
 
     def report(self, tenant: str, id: str) -> SessionReport:
-        return SessionReport(
-            tenant=tenant,
-            id=id,
-            hot=self.hot,
-            tier=self.tier,  # type: ignore[arg-type]
-            tokens=self.tokens,
-            hot_bytes=self.hot_bytes if self.hot else 0,
-            cold_bytes=20 if self.tier else 0,
-            idle_s=0.0,
-            pinned=self.pinned,
-            busy=False,
-        )
+        sizes = {"hot_bytes": self.hot * self.hot_bytes, "cold_bytes": 20 if self.tier else 0}
+        held = {"hot": self.hot, "tier": self.tier, "tokens": self.tokens, "pinned": self.pinned}
+        return session_report(tenant, id, **held, **sizes)
 
 
 class RowsEngine:
@@ -157,17 +149,8 @@ class RowsEngine:
     async def stats(self) -> EngineReport:
         self._reach()
         hot = sum(x.hot_bytes for x in self.held.values() if x.hot)
-        return EngineReport(
-            hot_bytes=hot,
-            idle_hot_bytes=hot,
-            hot_capacity_bytes=self.capacity,
-            active_bytes=hot,
-            num_running=0,
-            num_waiting=0,
-            save_queue_bytes=0,
-            tiers=[TierStats(x, 0, 0, 0, 0, 0, True) for x in self.tiers],
-            counters={},
-        )
+        tiers = [TierStats(x, 0, 0, 0, 0, 0, True) for x in self.tiers]
+        return engine_report(hot, self.capacity, idle_hot_bytes=hot, tiers=tiers)
 
     async def notices(self) -> AsyncIterator[Notice | None]:
         while True:

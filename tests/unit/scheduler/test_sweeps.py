@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from itertools import count
 
 import pytest
@@ -24,6 +23,7 @@ from scheduler.sweeps import (
     wake_seconds,
 )
 from scheduler.table import SessionTable
+from tests.unit.scheduler.test_follower import running
 
 NUMBERS = count()
 
@@ -187,18 +187,14 @@ async def test_the_loop_survives_an_engine_that_is_away(manager_with, engine, cl
     await talk(manager, ref("a"))
     clock.now += 5
     engine.down = True
-    loop = asyncio.create_task(manager.run())
-    manager.sweeps.hurry()
-    await asyncio.sleep(0.1)
-    assert manager.get(ref("a")).state == "idle"
-    engine.down = False
-    async with asyncio.timeout(30):
+    async with running(manager.run()):
+        manager.sweeps.hurry()
+        await asyncio.sleep(0.1)
+        assert manager.get(ref("a")).state == "idle"
+        engine.down = False
         while manager.get(ref("a")).state != "cold":
             manager.sweeps.hurry()
             await asyncio.sleep(0.01)
-    loop.cancel()
-    with suppress(asyncio.CancelledError):
-        await loop
 
 
 async def test_without_hibernation_no_session_sleeps(manager, engine, clock, ref, talk):
@@ -223,8 +219,7 @@ async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep
     clock.now += 61
     await talk(manager, ref("recent"))
     engine.gate = asyncio.Event()
-    loop = asyncio.create_task(manager.sweeps.run())
-    async with asyncio.timeout(30):
+    async with running(manager.sweeps.run()):
         while engine.demoted != ["quiet"]:  # under way, and the engine takes its time
             manager.sweeps.hurry()
             await asyncio.sleep(0.001)
@@ -234,9 +229,6 @@ async def test_memory_pressure_does_not_wait_for_sessions_that_are_slow_to_sleep
             manager.sweeps.hurry()
             await asyncio.sleep(0.001)
     assert log.decisions == ["hibernate-idle", "hibernate-memory"]  # and each of them once
-    loop.cancel()
-    with suppress(asyncio.CancelledError):
-        await loop
 
 
 async def test_an_urgent_job_overtakes_sessions_that_wait_to_sleep(

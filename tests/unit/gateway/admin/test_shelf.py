@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.keys import generate_key
+from tests.fields import fields
 from tests.hub import FILES, MODEL, hub
 from tests.unit.gateway.in_process import App
 from tests.unit.gateway.test_models import SLOW, TwoModels
@@ -65,13 +66,10 @@ async def test_a_model_on_demand_is_queued_loaded_and_unloaded():
         "state": "loaded",
         "on_demand": True,
         "said": "",
-        "in_use": 0,
-        "queued": False,
-        "displaces": None,
-        "weights_bytes": None,
-        "held_bytes": 0,
-        "num_sessions": 0,
-        "replicas": [],
+        **fields(
+            "in_use=0 queued=False displaces=None weights_bytes=None held_bytes=0 num_sessions=0",
+            "replicas=[]",
+        ),
     }
     app.on_demand.num_uses = 2
     refused = await app.post("/admin/models/unload", {"model": SLOW})

@@ -90,10 +90,15 @@ class OneGateway:
                 self.bytes.round(group)
 
 
-async def test_an_engine_gives_a_tenant_all_that_it_may_have_and_no_more():
+async def one_engine() -> tuple[OneGateway, TierOfEngine]:
+    """A gateway and its engine, which knows the limits."""
     gateway = OneGateway()
-    (engine,) = gateway.engines
     await gateway.rounds()
+    return gateway, gateway.engines[0]
+
+
+async def test_an_engine_gives_a_tenant_all_that_it_may_have_and_no_more():
+    gateway, engine = await one_engine()
     assert engine.save(times=30)
     assert MOST - 2 * SESSION < engine.held <= MOST
     await gateway.rounds()
@@ -113,9 +118,7 @@ async def test_the_number_is_each_engines_own():
 
 
 async def test_another_tenants_bytes_are_not_touched():
-    gateway = OneGateway()
-    (engine,) = gateway.engines
-    await gateway.rounds()
+    gateway, engine = await one_engine()
     assert engine.save("bob")
     bobs = engine.held
     assert engine.save(times=30)
@@ -189,9 +192,7 @@ async def test_a_tenant_whose_key_was_revoked_has_the_usual_limit():
 
 
 async def test_a_lower_limit_evicts_the_oldest_copies():
-    gateway = OneGateway()
-    (engine,) = gateway.engines
-    await gateway.rounds()
+    gateway, engine = await one_engine()
     engine.save(times=9)
     gateway.usual = Limits(ram_bytes=3 * SESSION)
     await gateway.rounds()
@@ -200,9 +201,7 @@ async def test_a_lower_limit_evicts_the_oldest_copies():
 
 
 async def test_an_engine_that_begins_anew_has_the_limits_again():
-    gateway = OneGateway()
-    (engine,) = gateway.engines
-    await gateway.rounds()
+    gateway, engine = await one_engine()
     engine.begin(RamTier(1 << 30))
     await gateway.rounds(1)
     engine.save(times=30)

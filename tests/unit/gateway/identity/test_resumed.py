@@ -5,43 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.identity.known_chats import KnownChats, message_chain
-from gateway.identity.outline import hashed
-from gateway.keys import Tenant
+from tests.unit.gateway.identity.test_names import ALICE, Answered, chain_of
 
-ALICE = Tenant("alice", b"a" * 32)
 SYSTEM = {"role": "system", "content": "rules " * 200}
 DATE = "The date is Tuesday. "
 TOOLS = [{"type": "function", "function": {"name": "read"}}]
 
 
 class Sessions:
-    """A tenant's chats, whose sessions are all there."""
+    """A tenant's chats with tools, whose sessions are all there."""
 
     def __init__(self) -> None:
-        self.chats = KnownChats(100)
-        self.known: set[str] = set()
-        self.busy: set[str] = set()
+        self.seen = Answered(tokens=400)
 
     def ask(self, *messages: dict[str, Any], answer: str = "") -> str:
-        chain = message_chain(hashed("m", messages, TOOLS, ALICE.salt))
-        session = self.chats.identify(ALICE, chain, self)
-        self.known.add(session)
-        if note := self.chats.on_words(ALICE, session, chain):
+        session = self.seen.ask(messages, TOOLS)
+        if note := self.seen.chats.on_words(ALICE, session, chain_of(messages, tools=TOOLS)):
             note(answer)
         return session
-
-    def exists(self, id: str) -> bool:
-        return id in self.known
-
-    def is_quiet(self, id: str) -> bool:
-        return id in self.known - self.busy
-
-    def tokens_of(self, id: str) -> int:
-        return 400 if id in self.known else 0
-
-    def is_answered(self, id: str) -> bool:
-        return id in self.known
 
 
 def user(text: str, *before: str) -> dict[str, Any]:
@@ -107,7 +88,7 @@ def test_another_answer_length_or_system_text_or_a_busy_session_is_another_chat(
     assert sessions.ask(SYSTEM, user("one?"), assistant("Two."), user("two?")) != first
     assert sessions.ask(SYSTEM, *went_on, assistant("Two."), user("three?")) != first
     assert sessions.ask(other, *went_on) != first
-    sessions.busy = {first}
+    sessions.seen.busy = {first}
     assert sessions.ask(SYSTEM, *went_on) != first
 
 

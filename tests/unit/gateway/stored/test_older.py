@@ -103,21 +103,24 @@ def test_all_of_it_is_there_as_it_was(any_path: Path) -> None:
     objects.table.close()
 
 
-def test_after_a_kill_half_way_it_goes_on(path: Path) -> None:
-    class Killed(BaseException):
-        pass
+class Killed(BaseException):
+    pass
 
+
+@pytest.mark.parametrize("end", [Killed(), StoreFailed("the disk is full", "full")])
+def test_after_a_kill_or_a_failure_half_way_it_goes_on(path: Path, end: BaseException) -> None:
+    """The start that failed serves nothing."""
     table = SqliteTable(path, LIMITS, lambda: 2e9)
     objects = Objects(table, KEY_OF)
     put_now, left = objects.put_now, iter(range(3))
 
     def some(*args: object) -> bool:
         if next(left, None) is None:
-            raise Killed
+            raise end
         return put_now(*args)  # type: ignore[arg-type]
 
     objects.put_now = some  # type: ignore[method-assign, assignment]
-    with pytest.raises(Killed):
+    with pytest.raises(type(end)):
         bring_over(objects, table, KEY_OF, mark_of(path))
     assert not mark_of(path).exists()
     table.close()
@@ -214,25 +217,6 @@ def test_with_another_secret_all_stays_for_a_start_with_the_right_one(path: Path
     objects = reopened(path)
     assert shown(objects, "resp_1", "response") == FIRST
     objects.table.close()
-
-
-def test_a_start_that_fails_half_way_serves_nothing_and_the_next_goes_on(path: Path) -> None:
-    table = SqliteTable(path, LIMITS, lambda: 2e9)
-    objects = Objects(table, KEY_OF)
-    put_now, left = objects.put_now, iter(range(3))
-
-    def some(*args: object) -> bool:
-        if next(left, None) is None:
-            raise StoreFailed("the disk is full", "full")
-        return put_now(*args)  # type: ignore[arg-type]
-
-    objects.put_now = some  # type: ignore[method-assign, assignment]
-    with pytest.raises(StoreFailed, match="the disk is full"):
-        bring_over(objects, table, KEY_OF, mark_of(path))
-    table.close()
-    again = reopened(path)
-    assert shown(again, "chat_1", "completion") == CHAT
-    again.table.close()
 
 
 def test_an_object_that_is_over_and_was_changed_is_not_replaced_by_its_older_form(

@@ -17,16 +17,14 @@ from engines.http import CacheOutcome
 from engines.wire import CodecReport, EngineReport, SessionRef, TierStats
 from gateway.watch.metrics import Gauges, Metrics, PromptDetails, Usage
 from scheduler.session import Step
+from tests.reports import engine_report
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
-REPORT = EngineReport(
-    hot_bytes=10,
+REPORT = engine_report(
+    10,
+    100,
     idle_hot_bytes=4,
-    hot_capacity_bytes=100,
     active_bytes=50,
-    num_running=1,
-    num_waiting=2,
-    save_queue_bytes=3,
     tiers=[TierStats("disk", 7, 70, 2, 1, 0, True)],
     counters={"saves": 5},
 )

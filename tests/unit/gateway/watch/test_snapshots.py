@@ -19,6 +19,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.session import Event
 from scheduler.sessions import SessionManager
 from tests.clock import Clock
+from tests.reports import engine_report, session_report
 from tests.unit.gateway.in_process import WELCOME, RecordingEngine
 from tests.unit.gateway.watch.streamed import WORD, answered, said
 
@@ -63,18 +64,8 @@ class Watched:
 
 
 def report(tenant: str, id: str, tokens: int) -> SessionReport:
-    return SessionReport(
-        tenant=tenant,
-        id=id,
-        hot=True,
-        tier="ram",
-        tokens=tokens,
-        hot_bytes=tokens * 100,
-        cold_bytes=tokens * 20,
-        idle_s=0.0,
-        pinned=False,
-        busy=False,
-    )
+    sizes = {"hot_bytes": tokens * 100, "cold_bytes": tokens * 20}
+    return session_report(tenant, id, tokens=tokens, **sizes)
 
 
 @pytest.fixture
@@ -185,17 +176,7 @@ async def test_an_engine_that_serves_without_sleep_is_asked_for_its_figures(watc
 
     async def stats() -> EngineReport:
         asked.append(watched.clock.now)
-        return EngineReport(
-            hot_bytes=7,
-            idle_hot_bytes=0,
-            hot_capacity_bytes=100,
-            active_bytes=7,
-            num_running=0,
-            num_waiting=0,
-            save_queue_bytes=0,
-            tiers=[],
-            counters={},
-        )
+        return engine_report(7, 100)
 
     watched.engine.stats = stats  # type: ignore[method-assign]
     for _ in range(2):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+from tests.fields import fields
+
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def _text(kind: str, inner: str, **fields: Any) -> dict[str, Any]:
@@ -32,20 +34,16 @@ def _experts(number: int = 4) -> dict[str, Any]:
     return {
         "num_experts": number,
         "num_local_experts": number,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
+        **fields(
+            "num_experts_per_tok=1 moe_intermediate_size=64 shared_expert_intermediate_size=64",
+            "decoder_sparse_step=1 mlp_only_layers=[] norm_topk_prob=True",
+        ),
     }
 
 
 def _delta_net(values: int, keys: int = 16) -> dict[str, Any]:
     return {
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
+        **fields("full_attention_interval=4 linear_conv_kernel_dim=4 linear_key_head_dim=128"),
         "linear_num_key_heads": keys,
         "linear_num_value_heads": values,
         "linear_value_head_dim": 128,
@@ -60,21 +58,17 @@ def _latent(rank: int = 512, nope: int = 128, value: int = 128) -> dict[str, Any
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": nope,
         "v_head_dim": value,
-        "n_routed_experts": None,
-        "n_shared_experts": None,
-        "first_k_dense_replace": 100,
-        "attention_bias": False,
-        "rope_scaling": None,
+        **fields(
+            "n_routed_experts=None n_shared_experts=None first_k_dense_replace=100",
+            "attention_bias=False rope_scaling=None",
+        ),
     }
 
 
-_YARN = {
-    "type": "yarn",
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-}
+_YARN = fields(
+    "type=yarn factor=40 original_max_position_embeddings=4096 mscale=0.707",
+    "mscale_all_dim=0.707",
+)
 _GEMMA3 = {
     "rope_local_base_freq": 1e4,
     "query_pre_attn_scalar": 168,
@@ -124,10 +118,7 @@ KIMI_LINEAR_48B = {
     "model_type": "kimi_linear",
     **_attention(2304, 27, 32, 32, 72),
     **_latent(),
-    "q_lora_rank": None,
-    "num_experts": 0,
-    "moe_intermediate_size": 64,
-    "model_max_length": 1_048_576,
+    **fields("q_lora_rank=None num_experts=0 moe_intermediate_size=64 model_max_length=1_048_576"),
     "linear_attn_config": {
         "kda_layers": [x for x in range(1, 28) if x % 4 and x != 27],
         "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
@@ -171,55 +162,37 @@ NEMOTRON_H_8B = {
     "model_type": "nemotron_h",
     **_attention(4096, 52, 32, 8, 128),
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "mamba_proj_bias": False,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "n_groups": 8,
-    "mlp_bias": False,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "attention_bias": False,
-    "layer_norm_epsilon": 1e-5,
-    "time_step_limit": [0.0, 100.0],
+    **fields(
+        "mamba_num_heads=128 mamba_head_dim=64 mamba_proj_bias=False ssm_state_size=128",
+        "conv_kernel=4 n_groups=8 mlp_bias=False use_bias=False use_conv_bias=True",
+        "attention_bias=False layer_norm_epsilon=1e-5 time_step_limit=[0.0,100.0]",
+    ),
 }
-_MAMBA = {
-    "mamba_d_conv": 4,
-    "mamba_d_state": 128,
-    "mamba_expand": 2,
-    "mamba_proj_bias": False,
-    "mamba_conv_bias": True,
-}
+_MAMBA = fields(
+    "mamba_d_conv=4 mamba_d_state=128 mamba_expand=2 mamba_proj_bias=False",
+    "mamba_conv_bias=True",
+)
 GRANITE_4_SMALL = {
     "model_type": "granitemoehybrid",
     **_attention(4096, 40, 32, 8, 128),
     **_MAMBA,
     **_experts(),
-    "mamba_n_heads": 128,
-    "mamba_d_head": 64,
-    "mamba_n_groups": 1,
+    **fields("mamba_n_heads=128 mamba_d_head=64 mamba_n_groups=1"),
     "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
-    "attention_bias": False,
-    "mlp_bias": False,
-    "embedding_multiplier": 12,
-    "attention_multiplier": 0.0078125,
-    "logits_scaling": 16,
-    "residual_multiplier": 0.22,
-    "shared_intermediate_size": 64,
-    "time_step_limit": [0.0, 100.0],
+    **fields(
+        "attention_bias=False mlp_bias=False embedding_multiplier=12",
+        "attention_multiplier=0.0078125 logits_scaling=16 residual_multiplier=0.22",
+        "shared_intermediate_size=64 time_step_limit=[0.0,100.0]",
+    ),
 }
 LFM2_1B = {
     "model_type": "lfm2",
     **_attention(2048, 16, 32, 8, 64),
     "layer_types": [FULL if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
-    "conv_L_cache": 3,
-    "conv_bias": False,
-    "block_dim": 2048,
-    "block_ff_dim": 64,
-    "block_multiple_of": 16,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": False,
+    **fields(
+        "conv_L_cache=3 conv_bias=False block_dim=2048 block_ff_dim=64 block_multiple_of=16",
+        "block_ffn_dim_multiplier=1.0 block_auto_adjust_ff_dim=False",
+    ),
 }
 PHI4 = {"model_type": "phi3", **_attention(5120, 40, 40, 10, 128)}
 MISTRAL_SMALL = {"model_type": "mistral", **_attention(5120, 40, 32, 8, 128)}
@@ -227,40 +200,25 @@ FALCON_H1_7B = {
     "model_type": "falcon_h1",
     **_attention(3072, 44, 12, 2, 128),
     **_MAMBA,
-    "mamba_d_state": 256,
-    "mamba_d_ssm": 3072,
-    "mamba_n_heads": 24,
-    "mamba_d_head": 128,
-    "mamba_n_groups": 1,
+    **fields(
+        "mamba_d_state=256 mamba_d_ssm=3072 mamba_n_heads=24 mamba_d_head=128 mamba_n_groups=1",
+    ),
 }
 JAMBA_MINI = {
     "model_type": "jamba",
     **_attention(4096, 32, 32, 8, 128),
     **_MAMBA,
     **_experts(2),
-    "mamba_d_state": 16,
-    "mamba_dt_rank": 256,
-    "attn_layer_offset": 4,
-    "attn_layer_period": 8,
-    "expert_layer_offset": 1,
-    "expert_layer_period": 2,
+    **fields(
+        "mamba_d_state=16 mamba_dt_rank=256 attn_layer_offset=4 attn_layer_period=8",
+        "expert_layer_offset=1 expert_layer_period=2",
+    ),
 }
-MAMBA2_3B = {
-    "model_type": "mamba2",
-    "hidden_size": 2560,
-    "vocab_size": 512,
-    "num_hidden_layers": 64,
-    "num_heads": 80,
-    "head_dim": 64,
-    "state_size": 128,
-    "intermediate_size": 5120,
-    "n_groups": 1,
-    "conv_kernel": 4,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "time_step_limit": [0.0, 100.0],
-    "time_step_rank": 160,
-}
+MAMBA2_3B = fields(
+    "model_type=mamba2 hidden_size=2560 vocab_size=512 num_hidden_layers=64 num_heads=80",
+    "head_dim=64 state_size=128 intermediate_size=5120 n_groups=1 conv_kernel=4 use_bias=False",
+    "use_conv_bias=True time_step_limit=[0.0,100.0] time_step_rank=160",
+)
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,

@@ -15,17 +15,13 @@ from launch.plan.serve_checks import check_hot_codec, check_served
 from launch.serve.build import build
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
 from launch.settings.fields import Value
+from tests.fields import fields
 from tests.unit.launch.plan.published import DEEPSEEK_V3, GEMMA3_27B, MAMBA2_3B, PUBLISHED
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "hidden_size": 576,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-}
+LLAMA = fields(
+    "model_type=llama num_hidden_layers=30 num_attention_heads=9 num_key_value_heads=3",
+    "hidden_size=576 head_dim=64 max_position_embeddings=8192",
+)
 
 
 def settings(tmp_path: Path, **values: object) -> EffectiveSettings:

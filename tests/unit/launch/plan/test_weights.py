@@ -7,17 +7,12 @@ from typing import Any
 import pytest
 
 from launch.families.weights import estimated_weights
+from tests.fields import fields
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128_256,
-    "tie_word_embeddings": False,
-}
+LLAMA: dict[str, Any] = fields(
+    "model_type=llama hidden_size=4096 intermediate_size=14_336 num_hidden_layers=32",
+    "num_attention_heads=32 num_key_value_heads=8 vocab_size=128_256 tie_word_embeddings=False",
+)
 EMBEDDED = 2 * 4096 * 128_256
 INNER = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14_336)
 
