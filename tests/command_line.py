@@ -1,11 +1,15 @@
-"""The command ``thermocline`` in this process: a process of its own takes a second to begin."""
+"""Programs that run to their end: ``thermocline`` in this process, which takes a second less."""
 
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from subprocess import CompletedProcess
+from typing import Any
 from unittest.mock import patch
 
 from launch.cli.main import main
@@ -22,3 +26,16 @@ def thermocline(*words: str) -> CompletedProcess[str]:
             code = left.code or 0
     assert isinstance(code, int)
     return CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+
+def program(*words: object, **more: Any) -> CompletedProcess[str]:
+    """Run a program in a process of its own; ``more`` is what ``subprocess.run`` takes."""
+    return subprocess.run([str(x) for x in words], capture_output=True, text=True, **more)
+
+
+def thermocline_apart(
+    *words: object, variables: Mapping[str, str] | None = None, **more: Any
+) -> CompletedProcess[str]:
+    """Run ``thermocline`` in a process of its own, with these variables beside ours."""
+    env = os.environ | (variables or {})
+    return program(sys.executable, "-m", "launch", *words, env=env, **more)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from engines.calibration.corpus import held_out_texts
 from engines.vllm_environment.environment import inspect_environment
 from kvstore.codecs.profile import load_profile
 from launch.machine.installation import find_python
+from tests.command_line import thermocline_apart
 from tests.integration.tiny_models import write_model
 
 pytestmark = [
@@ -40,16 +39,9 @@ def measured(folder: Path, engine: str) -> dict[str, Any]:
     out = folder / f"{engine}.json"
     words = ["--model", str(folder / "tiny"), "--eval-text", str(folder / "text.txt")]
     words += ["--contexts", "256", "--presets", ",".join(PRESETS), "--json", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "calibrate", *words, "--set", f"engine.kind={engine}"],
-        env={
-            **os.environ,
-            "XDG_DATA_HOME": str(folder),
-            "THERMOCLINE_ENGINE__VLLM__PYTHON": PYTHON,
-        },
-        capture_output=True,
-        text=True,
-    )
+    words += ["--set", f"engine.kind={engine}"]
+    variables = {"XDG_DATA_HOME": str(folder), "THERMOCLINE_ENGINE__VLLM__PYTHON": PYTHON}
+    done = thermocline_apart("calibrate", *words, variables=variables)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(out.read_text())
     return report

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from safetensors.numpy import save_file
 
 from engines.vllm_environment.environment import inspect_environment
 from launch.machine.installation import find_python
+from tests.command_line import thermocline_apart
 from tests.fields import fields
 
 # In CI tests/vllm/start/test_refusals.py asks the plug-in itself.
@@ -45,17 +44,9 @@ def refused(folder: Path, config: dict[str, object], *args: str) -> tuple[int, s
     save_file({"x": np.zeros(1, np.float32)}, model / "model.safetensors")
     words = ["--engine", "vllm", "--model", str(model), "--port", "0", "--hot", "64MiB"]
     words += ["--ram", "64MiB", "--disk", "64MiB", "--data-dir", str(folder / "data")]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "serve", *words],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={
-            **os.environ,
-            "THERMOCLINE_ENGINE__VLLM__PYTHON": PYTHON,
-            "THERMOCLINE_ENGINE__VLLM__ARGS": ",".join(args),
-        },
-    )
+    variables = {"THERMOCLINE_ENGINE__VLLM__PYTHON": PYTHON}
+    variables["THERMOCLINE_ENGINE__VLLM__ARGS"] = ",".join(args)
+    done = thermocline_apart("serve", *words, variables=variables, timeout=600)
     assert "starting it again" not in done.stderr, done.stderr
     why = [x for x in done.stderr.splitlines() if "cannot serve with these settings" in x]
     assert len(why) == 1, done.stderr

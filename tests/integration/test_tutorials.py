@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from functools import partial
@@ -13,6 +12,7 @@ import pytest
 import thermocline
 from docs.tutorials import codebooks, own_method, rotation, sketches
 from kvstore.codecs.names import CODECS
+from tests.command_line import program
 from tests.tiny_tokenizer import tiny_tokenizer
 
 
@@ -73,13 +73,8 @@ def test_an_own_method_gets_better_step_by_step_and_serves_by_its_name():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_needle_is_found_in_packed_rows():
-    run = subprocess.run(
-        [sys.executable, "-m", "docs.tutorials.live_cache"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=Path(__file__).parents[2],
-    )
+    root = Path(__file__).parents[2]
+    run = program(sys.executable, "-m", "docs.tutorials.live_cache", timeout=280, cwd=root)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("'71942") == 3, run.stdout
 

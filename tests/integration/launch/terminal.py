@@ -20,7 +20,7 @@ class Terminal:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "60"},
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "200", "LINES": "60"},
             start_new_session=True,
         )
         os.close(theirs)

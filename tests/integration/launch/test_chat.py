@@ -11,6 +11,7 @@ import pytest
 from benchmarks.stacks.fake_stack import FakeStack
 from launch.remote.chat import PROMPT, Screen
 from launch.remote.turn import RemoteTurn
+from tests.command_line import program
 from tests.integration.launch.terminal import Terminal
 
 COMMAND = [sys.executable, "-m", "launch", "chat"]
@@ -23,9 +24,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
 
 
 def piped(lines: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], input=lines, capture_output=True, text=True, timeout=60
-    )
+    return program(*COMMAND, *arguments, input=lines, timeout=60)
 
 
 def test_a_pipe_gets_the_answers_and_the_notes_go_elsewhere(stack):

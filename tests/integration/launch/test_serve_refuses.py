@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.serve.preflight import sole_server
-from tests.command_line import thermocline
+from tests.command_line import thermocline, thermocline_apart
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -43,13 +43,7 @@ def refused(
         variables["THERMOCLINE_CACHE_DIR"] = str(cache)
     words = ["serve", "--engine", "mlx", "--port", "0", *(str(x) for x in arguments)]
     if begins:
-        done = subprocess.run(
-            [sys.executable, "-m", "launch", *words],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | variables,
-        )
+        done = thermocline_apart(*words, variables=variables, timeout=120)
     else:
         with pytest.MonkeyPatch.context() as patched:
             for name, value in variables.items():
@@ -122,14 +116,10 @@ def test_an_engine_that_never_becomes_ready_ends_the_server(tmp_path, folder):
         ' "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,'
         ' "intermediate_size": 64, "max_position_embeddings": 4096}'
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "serve", "--engine", "vllm", "--port", "0"]
-        + ["--model", str(folder), "--set", f"engine.vllm.python={python}", "--disk", "0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "THERMOCLINE_DATA_DIR": str(tmp_path / "data")},
-    )
+    words = ["--engine", "vllm", "--port", "0", "--model", str(folder), "--disk", "0"]
+    words += ["--set", f"engine.vllm.python={python}"]
+    variables = {"THERMOCLINE_DATA_DIR": str(tmp_path / "data")}
+    done = thermocline_apart("serve", *words, variables=variables, timeout=120)
     assert done.returncode == 1
     assert done.stderr.count("starting it again") == 4
     assert "ended with code 3 5 times in a row and was never ready" in done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import program
 from tests.small_wheel import small_wheel
 
 ROOT = Path(__file__).parents[3]
@@ -25,9 +26,7 @@ pytestmark = pytest.mark.slow
 
 def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a command at the checkout's root, where uv sees the date limit of pyproject.toml."""
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | environ
-    )
+    return program(*command, cwd=ROOT, timeout=240, env=os.environ | environ)
 
 
 @pytest.fixture(scope="module")

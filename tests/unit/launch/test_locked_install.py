@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import program
+
 ROOT = Path(__file__).parents[3]
 UV = """#!/bin/bash
 echo "uv $*" >>"$ASKED"
@@ -53,9 +55,7 @@ class Checkout:
 
     def install(self, purpose: str) -> subprocess.CompletedProcess[str]:
         script = str(self.root / "launch" / "install.sh")
-        return subprocess.run(
-            ["bash", script, purpose], env=self.env, capture_output=True, text=True, timeout=60
-        )
+        return program("bash", script, purpose, env=self.env, timeout=60)
 
     def compiled(self) -> list[str]:
         return [x for x in self.asked.read_text().splitlines() if "pip compile" in x]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -16,6 +15,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from launch.cli.main import app
+from tests.command_line import program
 
 # The command line's error; typer brings a click of its own, so the name is not click's.
 UsageError = BadParameter.__mro__[1]
@@ -79,9 +79,7 @@ def test_the_readmes_commands_run_as_pasted(tmp_path):
     (tmp_path / ".venv").symlink_to(sys.prefix)
     lines = ["set -e", *ready, *(f"thermocline {x} --help" for x in commands)]
     bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(lines)], cwd=tmp_path, env=bare, capture_output=True, text=True
-    )
+    done = program("bash", "-c", "\n".join(lines), cwd=tmp_path, env=bare)
     assert done.returncode == 0, done.stderr
     assert {"connect", "top", "plan"} <= {*commands}
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import program
+
 LAUNCH = Path(__file__).parents[3] / "launch"
 SCRIPTS = ["apple.sh", "cpu.sh", "cuda.sh", "gb10.sh"]
 REAL = ["awk", "basename", "bash", "dirname"]
@@ -49,14 +51,7 @@ class Machine:
         return self.bash(str(self.root / "launch" / script), *arguments)
 
     def bash(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [self.commands / "bash", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd=self.root,
-            env=self.env,
-        )
+        return program(self.commands / "bash", *arguments, timeout=60, cwd=self.root, env=self.env)
 
 
 def _program(path: Path, text: str) -> None:

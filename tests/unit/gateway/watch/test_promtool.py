@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from engines.wire import SessionRef
 from gateway.watch.metrics import Gauges, Metrics
 from scheduler.session import Step
+from tests.command_line import program
 from tests.unit.gateway.watch.test_metrics import DASHBOARD, DOCS, panels
 
 PROMTOOL = shutil.which("promtool")
@@ -53,9 +53,7 @@ WELL = {
 
 def promtool(*arguments: str, given: str = "") -> tuple[int, str]:
     assert PROMTOOL is not None
-    done = subprocess.run(
-        [PROMTOOL, *arguments], input=given, capture_output=True, text=True, timeout=60
-    )
+    done = program(PROMTOOL, *arguments, input=given, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
 

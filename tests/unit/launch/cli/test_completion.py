@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.command_line import program
 
 COMMAND = Path(sys.executable).with_name("thermocline")
 
@@ -21,7 +22,5 @@ def test_a_shell_completes_commands_and_options():
             "COMP_WORDS": typed,
             "COMP_CWORD": str(at),
         }
-        found = subprocess.run(
-            [COMMAND], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60
-        )
+        found = program(COMMAND, env={**os.environ, **asked}, timeout=60)
         assert found.stdout.split() == [wanted]

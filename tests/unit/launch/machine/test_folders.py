@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from launch.machine.folders import (
     require_closed_folder,
     server_folder,
 )
+from tests.command_line import program
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -90,7 +90,7 @@ def test_one_that_the_first_user_closed_is_a_sentence_for_the_second(tmp_path):
     for parent in list(tmp_path.parents)[:2]:
         parent.chmod(0o711)
     private_folder(tmp_path / "cache" / "run")
-    program = (
+    script = (
         "import os, sys\n"
         "from pathlib import Path\n"
         "from launch.errors import LaunchError\n"
@@ -101,11 +101,7 @@ def test_one_that_the_first_user_closed_is_a_sentence_for_the_second(tmp_path):
         "except LaunchError as error:\n"
         "    print(error)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "cache" / "run")],
-        capture_output=True,
-        text=True,
-    )
+    run = program(sys.executable, "-c", script, str(tmp_path / "cache" / "run"))
     assert run.returncode == 0, run.stderr
     assert f"{tmp_path}/cache" in run.stdout and "choose another cache folder" in run.stdout
 

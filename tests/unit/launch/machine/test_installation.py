@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +18,7 @@ from launch.errors import LaunchError
 from launch.machine.installation import FOLDER, find_python, require_own_packages, require_vllm
 from launch.machine.resources import Gpu, parse_gpus
 from launch.settings.effective_settings import effective_settings, engine_kind
+from tests.command_line import program
 from tests.small_wheel import unpacked
 
 ROOT = Path(__file__).parents[4]
@@ -33,10 +33,11 @@ CHECK = (
 
 
 def said(*path: Path, code: str = CHECK) -> str:
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        capture_output=True,
-        text=True,
+    run = program(
+        sys.executable,
+        "-P",
+        "-c",
+        code,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
     )
     assert run.returncode == 0, run.stderr

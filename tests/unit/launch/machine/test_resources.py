@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from launch.machine.resources import available_memory, machine_memory
+from tests.command_line import program
 
 V1_UNLIMITED = 9223372036854771712
 ROOT = Path(__file__).parents[4]
@@ -106,13 +106,8 @@ def test_files_of_another_form_are_no_limit(tmp_path: Path, own: Path, content: 
 
 
 def limits(soft: int, hard: int, kind: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(soft), str(hard), kind],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
+    done = program(
+        sys.executable, "-c", PROGRAM, str(soft), str(hard), kind, cwd=ROOT, check=True, timeout=60
     )
     return done.stdout.strip()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.command_line import program
 from tests.unit.launch.plan.published import PUBLISHED
 
 TOUR = (Path(__file__).parents[4] / "docs" / "tour.md").read_text("utf-8")
@@ -22,11 +22,12 @@ def test_the_tour_shows_the_plan_for_other_machines(tmp_path):
     assert command and len(shown) == 7
 
     asked = COMMAND.split()[2:]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *asked],
+    done = program(
+        sys.executable,
+        "-m",
+        "launch",
+        *asked,
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         env={"COLUMNS": "160", "PATH": "", "HOME": str(tmp_path)},
     )
     assert [line.rstrip() for line in done.stdout.splitlines()[: len(shown)]] == shown, done.stderr
