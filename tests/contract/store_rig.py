@@ -6,8 +6,9 @@ stored, so of a hundred tokens 96 come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 from tests import kv_sessions
+from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import CHUNK, ref
 from tests.kv_sessions import everything as blobs_of
 from tests.kv_sessions import tokens as history
@@ -61,6 +63,19 @@ class Rig:
 
 
 Store = ColdStore
+
+
+@contextmanager
+def demoting(store: Store, below: FaultyTier) -> Iterator[None]:
+    """While the session ``s`` is demoted, and the tier below has not yet taken its record."""
+    below.hanging = "replace"
+    below.go_on.clear()
+    demotion = threading.Thread(target=store.demote, args=(ref(), "disk"))
+    demotion.start()
+    assert below.entered.wait(10)
+    yield
+    below.go_on.set()
+    demotion.join(20)
 
 
 def damage(tier: Tier, chosen: Callable[[bytes], bool]) -> int:

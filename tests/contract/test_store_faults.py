@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.contract.store_rig import (
     Store,
     blobs_of,
     damage,
+    demoting,
     history,
     listed,
     ref,
@@ -177,14 +177,8 @@ def test_a_pin_is_not_undone_by_a_demotion_that_began_before(rig: Rig, tmp_path:
     disk = FaultyTier(DiskTier(tmp_path / "cold", 64 * MIB))
     store = rig.open([RamTier(64 * MIB), disk])
     rig.save(store, ref(), LONG)
-    disk.hanging = "replace"
-    disk.go_on.clear()
-    demoting = threading.Thread(target=store.demote, args=(ref(), "disk"))
-    demoting.start()
-    assert disk.entered.wait(10)
-    store.pin(ref(), True)
-    disk.go_on.set()
-    demoting.join(20)
+    with demoting(store, disk):
+        store.pin(ref(), True)
     assert store.flush(200)
     store.close()
     again = rig.open([RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)])

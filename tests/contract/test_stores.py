@@ -20,6 +20,7 @@ from tests.contract.store_rig import (
     Rig,
     Store,
     blobs_of,
+    demoting,
     history,
     listed,
     ref,
@@ -94,33 +95,35 @@ def expiring(store: Store) -> threading.Thread:
     return thread
 
 
-def test_a_session_that_is_used_while_it_lapses_is_kept(rig: Rig, tiers: list[Tier]):
+@pytest.fixture
+def lapsed(rig: Rig, tiers: list[Tier]) -> Store:
+    """A store whose session ``s`` has been unused for longer than it is kept."""
     clock = Clock()
     store = rig.open(tiers, ttl_s=60.0, clock=clock)
     rig.save(store, ref(), LONG)
     clock.now += 61
-    key = store.ledger.index.key_of(ref())
-    with store.ledger.claims.claim(key):
-        looking = expiring(store)
-        store.ledger.index.use(key)
+    return store
+
+
+def test_a_session_that_is_used_while_it_lapses_is_kept(rig: Rig, lapsed: Store):
+    key = lapsed.ledger.index.key_of(ref())
+    with lapsed.ledger.claims.claim(key):
+        looking = expiring(lapsed)
+        lapsed.ledger.index.use(key)
     looking.join(20)
-    assert rig.back(store, ref(), LONG).num_tokens == 96
+    assert rig.back(lapsed, ref(), LONG).num_tokens == 96
 
 
-def test_a_session_whose_save_waits_does_not_lapse(rig: Rig, tiers: list[Tier]):
-    clock = Clock()
-    store = rig.open(tiers, ttl_s=60.0, clock=clock)
-    rig.save(store, ref(), LONG)
-    clock.now += 61
-    with store.ledger.claims.claim(store.ledger.index.key_of(ref())):
-        looking = expiring(store)
+def test_a_session_whose_save_waits_does_not_lapse(rig: Rig, lapsed: Store):
+    with lapsed.ledger.claims.claim(lapsed.ledger.index.key_of(ref())):
+        looking = expiring(lapsed)
         done: list[object] = []
-        source = Rows(store, kv_of(LONGER))
-        assert store.save(ref(), chain_of(store, ref(), LONGER), source, on_done=done.append)
+        source = Rows(lapsed, kv_of(LONGER))
+        assert lapsed.save(ref(), chain_of(lapsed, ref(), LONGER), source, on_done=done.append)
     looking.join(20)
-    assert store.flush(200)
+    assert lapsed.flush(200)
     assert len(done) == 1 and done[0] is not None
-    assert rig.back(store, ref(), LONGER).num_tokens == 112
+    assert rig.back(lapsed, ref(), LONGER).num_tokens == 112
 
 
 # ---- demotion
@@ -164,16 +167,10 @@ def test_a_save_during_a_demotion_keeps_its_own_copy_near(rig: Rig):
     below = FaultyTier(RenamedRam(64 * MIB))
     store = rig.open([RamTier(64 * MIB), below])
     rig.save(store, ref(), LONG)
-    below.hanging = "replace"
-    below.go_on.clear()
-    demoting = threading.Thread(target=store.demote, args=(ref(), "disk"))
-    demoting.start()
-    assert below.entered.wait(10)
-    saving = threading.Thread(target=rig.save, args=(store, ref(), LONGER))
-    saving.start()
-    saving.join(0.5)
-    below.go_on.set()
-    demoting.join(20)
+    with demoting(store, below):
+        saving = threading.Thread(target=rig.save, args=(store, ref(), LONGER))
+        saving.start()
+        saving.join(0.5)
     saving.join(20)
     assert rig.back(store, ref(), LONGER).num_tokens == 112
 

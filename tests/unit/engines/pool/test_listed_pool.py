@@ -143,15 +143,6 @@ async def test_an_empty_list_and_a_list_that_was_never_read_are_said():
         rig.pool.session_headers(ref(1))
 
 
-async def test_deletions_of_a_gone_replica_pass_to_the_next():
-    rig = await two()
-    rig.engines["1"].die()
-    await rig.pool.forget(ref(7))
-    await rig.see(listed("2"))
-    await rig.see(listed("2"), listed("3"))
-    assert rig.owed() == {"2": set(), "3": {"s7"}}
-
-
 async def test_a_deletion_after_a_replica_has_gone_reaches_the_one_that_has_its_disk():
     rig = await two()
     await rig.pool.forget(ref(1))  # while all are there: nothing is owed

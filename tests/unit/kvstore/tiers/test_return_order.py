@@ -78,12 +78,6 @@ def test_add_says_which_keys_come_and_go():
     assert order.nbytes == 50
 
 
-def test_a_chain_loses_its_end_first():
-    order = order_of(100)
-    order.add(chain("a", 10))
-    assert order.add(chain("b", 4)).evicted == names("a", 9, 8, 7, 6)
-
-
 def test_a_chain_never_evicts_its_own_blobs():
     order = order_of(50)
     update = order.add(chain("a", 9))

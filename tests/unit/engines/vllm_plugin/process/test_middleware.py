@@ -34,7 +34,8 @@ class FakeHub:
         self.writers.append(writer)
         self.connected.set()
 
-    async def report(self, answer_id: str, cache: str) -> None:
+    async def report(self, scope: dict[str, Any], cache: str) -> None:
+        answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
         await self.connected.wait()
         for writer in self.writers:
             writer.write(frame(RequestAdmitted(answer_id, cache, 70)))
@@ -73,13 +74,24 @@ async def never_read() -> dict[str, Any]:
     raise AssertionError("the request must not be read here")
 
 
+class Sent(list[Any]):
+    """Keeps the messages of an application."""
+
+    async def __call__(self, message: Any) -> None:
+        self.append(message)
+
+
+def answering(*messages: Any) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in messages:
+            await send(message)
+
+    return app
+
+
 async def through(front: CacheHeaderMiddleware, scope: dict[str, Any]) -> list[Any]:
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await front(scope, never_read, send)
+    sent = Sent()
+    await front(scope, never_read, sent)
     await stop_listening()
     return sent
 
@@ -96,8 +108,7 @@ async def test_a_whole_answer_says_where_its_kv_came_from(tmp_path):
     async with hub_at(tmp_path) as hub:
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
-            await hub.report(answer_id, "cold-disk; tokens=64")
+            await hub.report(scope, "cold-disk; tokens=64")
             await asyncio.sleep(0.05)
             await send(head())
             await send(body(b"{}"))
@@ -112,9 +123,8 @@ async def test_a_report_may_be_a_moment_late(tmp_path):
     async with hub_at(tmp_path) as hub:
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
             await send(head())
-            late = asyncio.create_task(hub.report(answer_id, "hot; tokens=32"))
+            late = asyncio.create_task(hub.report(scope, "hot; tokens=32"))
             await send(body(b"{}"))
             await late
 
@@ -123,24 +133,19 @@ async def test_a_report_may_be_a_moment_late(tmp_path):
 
 
 async def test_a_streams_head_goes_out_with_the_report_not_with_the_first_token(tmp_path):
-    seen: list[Any] = []
-
+    seen = Sent()
     async with hub_at(tmp_path) as hub:
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
             await send(head(kind=b"text/event-stream; charset=utf-8"))
             assert not seen  # held back: the outcome is not known yet
-            await hub.report(answer_id, "miss; tokens=0")
+            await hub.report(scope, "miss; tokens=0")
             while not seen:
                 await asyncio.sleep(0.005)
             await send(body(b"data: 1\n\n", more=True))
             await send(body(b"data: [DONE]\n\n"))
 
-        async def send(message: Any) -> None:
-            seen.append(message)
-
-        await CacheHeaderMiddleware(app)(scope_for(tmp_path), never_read, send)
+        await CacheHeaderMiddleware(app)(scope_for(tmp_path), never_read, seen)
         await stop_listening()
     assert [x["type"].rpartition(".")[2] for x in seen] == ["start", "body", "body"]
     assert (HEADER, b"miss; tokens=0") in seen[0]["headers"]
@@ -151,9 +156,8 @@ async def test_a_long_prefill_shows_signs_of_life(tmp_path, monkeypatch):
     async with hub_at(tmp_path) as hub:
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
             await send(head(kind=b"text/event-stream"))
-            await hub.report(answer_id, "miss; tokens=0")
+            await hub.report(scope, "miss; tokens=0")
             await asyncio.sleep(0.2)
             await send(body(b"data: 1\n\n"))
             await asyncio.sleep(0.1)
@@ -165,22 +169,15 @@ async def test_a_long_prefill_shows_signs_of_life(tmp_path, monkeypatch):
 
 
 async def test_without_a_hub_answers_only_lack_the_header(tmp_path, caplog):
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send(head())
-        await send(body(b"{}"))
-
+    app = answering(head(), body(b"{}"))
     start, rest = await through(CacheHeaderMiddleware(app), scope_for(tmp_path))
     assert HEADER not in dict(start["headers"])
     assert rest == body(b"{}")
 
 
 async def test_errors_are_not_held_up(tmp_path):
+    app = answering(head(status=400), body(b"no"))
     async with hub_at(tmp_path):
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            await send(head(status=400))
-            await send(body(b"no"))
-
         async with asyncio.timeout(0.2):
             start, _ = await through(CacheHeaderMiddleware(app), scope_for(tmp_path))
     assert start["status"] == 400
@@ -211,17 +208,11 @@ async def test_other_paths_pass_through_untouched(tmp_path):
 async def test_the_hub_hears_of_the_server_before_any_request(tmp_path):
     """The hub may then report to the gateway that the engine is ready."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "lifespan.startup.complete"})
-
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
+    app = answering({"type": "lifespan.startup.complete"})
+    sent = Sent()
     async with hub_at(tmp_path) as hub:
         scope = {**scope_for(tmp_path), "type": "lifespan"}
-        await CacheHeaderMiddleware(app)(scope, never_read, send)
+        await CacheHeaderMiddleware(app)(scope, never_read, sent)
         assert sent == [{"type": "lifespan.startup.complete"}]
         async with asyncio.timeout(10):
             await hub.connected.wait()
@@ -252,8 +243,7 @@ async def test_who_runs_in_time_is_not_hurried(tmp_path):
     async with hub_at(tmp_path) as hub:
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            answer_id = answer_id_of(dict(scope["headers"])[b"x-request-id"].decode())
-            await hub.report(answer_id, "hot; tokens=1")
+            await hub.report(scope, "hot; tokens=1")
             await asyncio.sleep(0.5)  # longer than it may wait in line
             await send(head())
             await send(body(b"{}"))
@@ -268,16 +258,13 @@ async def with_patience(app: Any, folder: Path, patience_s: float) -> list[Any]:
     while not front._reports.connected:
         await asyncio.sleep(0.01)
     scope["headers"].append((PATIENCE_HEADER.encode(), str(patience_s).encode()))
-    sent: list[Any] = []
+    sent = Sent()
 
     async def receive() -> dict[str, Any]:
         await asyncio.Event().wait()
         return {}
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await front(scope, receive, send)
+    await front(scope, receive, sent)
     await stop_listening()
     return sent
 

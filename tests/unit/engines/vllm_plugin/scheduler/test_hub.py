@@ -155,18 +155,13 @@ def completed(acks: SaveAcks, job: int, *kept: bool) -> list[bool]:
     return [acks.completes(RankSaved(job, ref(), x)) for x in kept]
 
 
-def test_the_last_rank_makes_a_save_complete() -> None:
-    acks = SaveAcks(2)
-    assert completed(acks, 1, True, True) == [False, True]
-    assert len(acks) == 0
-
-
 def test_a_rank_that_skipped_leaves_nothing_behind_for_the_next_save() -> None:
     acks = SaveAcks(3)
     assert completed(acks, 1, False, True, True) == [False, False, False]
     assert completed(acks, 2, True, False, False) == [False, False, False]
     assert len(acks) == 0
     assert completed(acks, 3, True, True, True) == [False, False, True]
+    assert len(acks) == 0
 
 
 def test_saves_of_one_session_are_kept_apart() -> None:

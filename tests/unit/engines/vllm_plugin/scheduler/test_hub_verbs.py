@@ -6,9 +6,6 @@ import asyncio
 import threading
 
 from engines.config import CalibrationOrder
-from engines.vllm_plugin.messages import (
-    RankLost,
-)
 from engines.vllm_plugin.scheduler import verbs
 from engines.vllm_plugin.worker import rank
 from engines.wire import (
@@ -181,11 +178,6 @@ def test_a_list_of_any_length_reaches_the_gateway(engine):
     listed = asyncio.run(engine.verbs_list())
     assert len(listed) == num
     assert engine.hub.ready
-
-
-def test_a_session_that_a_rank_lost_is_reported(engine):
-    engine.links[0].send(RankLost(ref()))
-    until(lambda: engine.saved == [RankLost(ref())])
 
 
 def test_verbs_for_an_unknown_session_do_nothing(engine):
