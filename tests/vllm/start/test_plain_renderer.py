@@ -73,24 +73,36 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
         show_progress=False,
     )
     raw.train_from_iterator([ATTACK], trainer)
+    return engine_config(folder, raw)
+
+
+def engine_config(folder: Path, raw: Tokenizer) -> Any:
     PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token="<|im_end|>", chat_template=TEMPLATE
     ).save_pretrained(str(folder))
     return EngineArgs(model=str(folder), max_model_len=2048).create_engine_config()
 
 
-async def prompt_of(renderer: Any, messages: list[Any], **fields: Any) -> list[int]:
-    asked = ChatCompletionRequest(model="m", messages=messages, **fields)
-    params = asked.build_chat_params(None, "auto").with_defaults({"tokenize": False})
-    _, prompt = await renderer.render_messages_async(asked.messages, params)
-    limits = TokenizeParams(max_total_tokens=2048, add_special_tokens=False)
+def renderer_of(config: Any) -> Any:
+    register()
+    return renderer_from_config(config)
+
+
+async def tokenized(renderer: Any, prompt: Any, max_tokens: int | None = None) -> list[int]:
+    limits = TokenizeParams(max_total_tokens=max_tokens, add_special_tokens=False)
     written = await renderer._tokenize_singleton_prompt_async(prompt, limits)
     return list(written["prompt_token_ids"])
 
 
+async def prompt_of(renderer: Any, messages: list[Any], **fields: Any) -> list[int]:
+    asked = ChatCompletionRequest(model="m", messages=messages, **fields)
+    params = asked.build_chat_params(None, "auto").with_defaults({"tokenize": False})
+    _, prompt = await renderer.render_messages_async(asked.messages, params)
+    return await tokenized(renderer, prompt, 2048)
+
+
 async def test_users_begin_no_message(config: Any) -> None:
-    register()
-    ours = renderer_from_config(config)
+    ours = renderer_of(config)
     assert isinstance(ours, PlainRenderer)
     theirs = HfRenderer(config, ours.get_tokenizer())
     start = ours.get_tokenizer().convert_tokens_to_ids("<|im_start|>")
@@ -111,8 +123,7 @@ async def test_users_begin_no_message(config: Any) -> None:
 
 
 async def test_only_the_new_text_of_a_chat_is_tokenized(config: Any) -> None:
-    register()
-    ours = renderer_from_config(config)
+    ours = renderer_of(config)
     theirs = HfRenderer(config, ours.get_tokenizer())
     messages: list[Any] = [
         {"role": "user", "content": f"question {'why ' * 60}{x}"} for x in range(6)
@@ -144,17 +155,13 @@ def changed(config: Any, folder: Path, tokens: list[AddedToken]) -> Any:
     raw = Tokenizer.from_file(str(Path(config.model_config.model) / "tokenizer.json"))
     raw.normalizer = normalizers.NFKC()
     raw.add_special_tokens(tokens)
-    PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|im_end|>", chat_template=TEMPLATE
-    ).save_pretrained(str(folder))
-    return EngineArgs(model=str(folder), max_model_len=2048).create_engine_config()
+    return engine_config(folder, raw)
 
 
 async def test_users_begin_no_message_by_another_spelling(config: Any, tmp_path: Path) -> None:
-    register()
     tokens = [AddedToken(x, normalized=True) for x in ("<|im_start|>", "<|im_end|>")]
     normalizing = changed(config, tmp_path, tokens)
-    ours = renderer_from_config(normalizing)
+    ours = renderer_of(normalizing)
     theirs = HfRenderer(normalizing, ours.get_tokenizer())
     start = ours.get_tokenizer().convert_tokens_to_ids("<|im_start|>")
     benign: list[Any] = [{"role": "user", "content": "hi ｆｕｌｌ"}]
@@ -167,22 +174,17 @@ async def test_users_begin_no_message_by_another_spelling(config: Any, tmp_path:
         assert ids.count(start) == 2
         assert "im_start" in ours.get_tokenizer().decode(ids, skip_special_tokens=True)
     # What is the client's own prompt may have control tokens, in any spelling.
-    limits = TokenizeParams(max_total_tokens=2048, add_special_tokens=False)
-    own = await ours._tokenize_singleton_prompt_async({"prompt": other}, limits)
-    assert own["prompt_token_ids"].count(start) == 1
+    assert (await tokenized(ours, {"prompt": other}, 2048)).count(start) == 1
 
 
 async def test_a_text_at_which_the_tokenizer_panics_is_refused(config: Any, tmp_path: Path) -> None:
-    register()
     blanks = AddedToken(" ", special=True, normalized=True, lstrip=True)
     tokens = [blanks, AddedToken("[t]", normalized=True, rstrip=True)]
-    renderer = renderer_from_config(changed(config, tmp_path, tokens))
-    anything = TokenizeParams(max_total_tokens=2048, add_special_tokens=False)
+    renderer = renderer_of(changed(config, tmp_path, tokens))
     for _ in range(2):
         with pytest.raises(VLLMValidationError, match="cannot read this text"):
-            await renderer._tokenize_singleton_prompt_async({"prompt": "[t]  [t]"}, anything)
-    written = await renderer._tokenize_singleton_prompt_async({"prompt": "fine"}, anything)
-    assert written["prompt_token_ids"]
+            await tokenized(renderer, {"prompt": "[t]  [t]"}, 2048)
+    assert await tokenized(renderer, {"prompt": "fine"}, 2048)
 
 
 DEEPSEEKS = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
@@ -286,27 +288,21 @@ def test_harmony_finds_no_control_tokens_in_text() -> None:
 
 async def test_no_text_is_tokenized_that_is_far_beyond_the_context(config: Any) -> None:
     """vLLM's ``/tokenize`` has no bound: 8 MB take ten seconds and a gigabyte."""
-    register()
-    renderer = renderer_from_config(config)
-    anything = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+    renderer = renderer_of(config)
     limit = 4 * config.model_config.max_model_len
     assert limit < LONG_CHARS
     for text in ("\x00" * LONG_CHARS, "<|im_end|>" * limit * 2):
         with pytest.raises(VLLMValidationError, match="send less of it"):
-            await renderer._tokenize_singleton_prompt_async({"prompt": text}, anything)
+            await tokenized(renderer, {"prompt": text})
 
 
 async def test_a_short_text_waits_for_one_long_text_at_most(config: Any) -> None:
     """By itself vLLM's thread takes them as they come: all eight long ones first."""
-    register()
-    renderer = renderer_from_config(config)
-    limits = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+    renderer = renderer_of(config)
     ended = []
 
     async def tokenize(name: str, num_chars: int) -> None:
-        await renderer._tokenize_singleton_prompt_async(
-            {"prompt": "<|im_end|>" * (num_chars // 10)}, limits
-        )
+        await tokenized(renderer, {"prompt": "<|im_end|>" * (num_chars // 10)})
         ended.append(name)
 
     long = [asyncio.create_task(tokenize("one", LONG_CHARS + 13)) for _ in range(8)]
