@@ -86,6 +86,12 @@ class Rig:
     def begin(self, number: int, tenant: str = "t") -> asyncio.Task[None]:
         return asyncio.create_task(self.loading.enter(self.models[number], tenant))
 
+    async def waiting(self, number: int, tenant: str = "t") -> asyncio.Task[None]:
+        """A request that stands in line by now, or has what it asked for."""
+        begun = self.begin(number, tenant)
+        await asyncio.sleep(0.05)
+        return begun
+
     async def until(self, number: int, state: LoadState) -> None:
         async with asyncio.timeout(20):
             while self.models[number].state is not state:
@@ -113,8 +119,7 @@ async def test_one_place_is_given_to_the_first_in_line_once_nothing_uses_it():
         await asyncio.sleep(0.05)
         await rig.begin(0)  # the place cannot be given yet
         rig.now += OVERDUE_S
-        later = rig.begin(0)  # does not keep the others out for ever
-        await asyncio.sleep(0.05)
+        later = await rig.waiting(0)  # does not keep the others out for ever
         assert rig.models[0].state is LoadState.LOADED and not (second.done() or later.done())
         rig.loading.leave(rig.models[0])
         rig.loading.leave(rig.models[0])
@@ -131,11 +136,9 @@ async def test_one_place_is_given_to_the_first_in_line_once_nothing_uses_it():
 async def test_a_request_waits_for_a_place_only_so_long():
     async with Rig() as rig:
         await rig.begin(0)
-        waiting = rig.begin(1)
-        await asyncio.sleep(0.02)
+        waiting = await rig.waiting(1)
         rig.now += OVERDUE_S
-        closed_out = rig.begin(0)
-        await asyncio.sleep(0.02)
+        closed_out = await rig.waiting(0)
         rig.now += 111
         with pytest.raises(Overloaded, match="no place for the model m1"):
             await waiting
@@ -149,8 +152,7 @@ async def test_one_tenant_does_not_fill_the_line():
         await asyncio.sleep(0.05)
         with pytest.raises(Overloaded, match="too many requests wait"):
             await rig.begin(1)
-        other = rig.begin(1, "another")
-        await asyncio.sleep(0.02)
+        other = await rig.waiting(1, "another")
         assert not other.done()
         rig.loading.leave(rig.models[0])
         await asyncio.gather(other, *many)
@@ -172,8 +174,7 @@ async def test_a_model_that_loads_for_long_keeps_no_other_from_a_free_place():
 async def test_nothing_is_loaded_once_the_server_ends():
     async with Rig() as rig:
         await rig.begin(0)
-        waiting = rig.begin(1)
-        await asyncio.sleep(0.02)
+        waiting = await rig.waiting(1)
         rig.loading.leave(rig.models[0])  # its place would be given away now
         rig.loading.end()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -221,8 +222,7 @@ async def test_tenants_take_turns_in_the_line():
         await rig.begin(0, "one")
         many = [rig.begin(i, "one") for i in (1, 2, 3)]
         await asyncio.sleep(0.05)
-        other = rig.begin(4, "two")
-        await asyncio.sleep(0.05)
+        other = await rig.waiting(4, "two")
         rig.now += STAY_S[0]
         rig.loading.leave(rig.models[0])
         await many[0]  # it came first
@@ -239,8 +239,7 @@ async def test_tenants_take_turns_in_the_line():
 async def test_a_client_that_leaves_holds_no_place():
     async with Rig() as rig:
         await rig.begin(0)
-        waiting = rig.begin(1)
-        await asyncio.sleep(0.02)
+        waiting = await rig.waiting(1)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await rig.begin(0)
@@ -262,8 +261,7 @@ async def test_a_client_that_leaves_in_the_moment_of_loading_is_not_counted():
 async def test_the_end_refuses_all_that_wait():
     async with Rig() as rig:
         await rig.begin(0)
-        waiting = rig.begin(1)
-        await asyncio.sleep(0.02)
+        waiting = await rig.waiting(1)
         rig.loading.end()
         with pytest.raises(EngineUnavailable, match="shutting down"):
             await waiting
@@ -290,8 +288,7 @@ async def test_two_tenants_do_not_swap_models_at_each_turn():
     async with Rig() as rig:
         await rig.begin(0, "one")
         rig.loading.leave(rig.models[0])
-        other = rig.begin(1, "two")
-        await asyncio.sleep(0.05)
+        other = await rig.waiting(1, "two")
         assert rig.models[0].state is LoadState.LOADED and not other.done()
         await rig.begin(0, "one")  # has it meanwhile
         rig.loading.leave(rig.models[0])

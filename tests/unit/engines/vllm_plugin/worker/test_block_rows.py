@@ -38,11 +38,8 @@ from tests.block_sessions import (
 )
 from tests.kv_sessions import everything
 from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
-from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads
+from tests.unit.engines.vllm_plugin.worker.test_transfer import CHAIN, ELSEWHERE, IDS, ended_loads
 
-CHAIN = hashes(tokens_of(24))  # twelve chunks
-IDS = list(range(30, 54))
-ELSEWHERE = list(range(1, 25))
 TQ3, TQ4 = codec_by_name("tq3"), codec_by_name("tq4")
 WINDOWS = KVLayout("float32", (KVLayer(2, 64, 64),))
 ODD, EVEN = 3, 4  # blocks of a window, which begins in the middle of a chunk, or where one does
