@@ -1,10 +1,14 @@
-"""One HTTP request to a server under test, and its answer."""
+"""One HTTP request to a server under test, and its answer; a server of one answer."""
 
 from __future__ import annotations
 
 import json
+import socketserver
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 
@@ -39,3 +43,24 @@ def asked(
         content = answer.read().decode()
     is_json = "json" in (answer.headers["content-type"] or "")
     return Answer(answer.status, dict(answer.headers), json.loads(content) if is_json else content)
+
+
+@contextmanager
+def saying(raw: bytes) -> Iterator[str]:
+    """The address of a server that says these bytes to whoever asks it anything."""
+
+    class Says(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(raw)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Says) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def http_ok(content: bytes) -> bytes:
+    """Write JSON as an answer that ends its connection."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    return head + b"content-length: %d\r\n\r\n%s" % (len(content), content)

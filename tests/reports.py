@@ -1,10 +1,12 @@
-"""An engine's reports, of which a test names what it is about."""
+"""An engine's reports and settings, of which a test names what it is about."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from engines.config import EngineConfig, WorkerConfig
 from engines.wire import EngineReport, SessionReport
+from kvstore.config import StoreConfig
 
 
 def session_report(tenant: str, id: str, **given: Any) -> SessionReport:
@@ -19,3 +21,9 @@ def engine_report(hot_bytes: int, capacity_bytes: int, **given: Any) -> EngineRe
     usual = {"idle_hot_bytes": 0, "active_bytes": hot_bytes, "num_running": 0, "num_waiting": 0}
     usual |= {"save_queue_bytes": 0, "tiers": [], "counters": {}}
     return EngineReport(hot_bytes=hot_bytes, hot_capacity_bytes=capacity_bytes, **usual | given)
+
+
+def worker_config(runtime_dir: str = "", **given: Any) -> WorkerConfig:
+    """The settings that an engine's process gets."""
+    usual = {"engine": EngineConfig(), "store": StoreConfig(), "model_path": "", "token": "t"}
+    return WorkerConfig(runtime_dir=runtime_dir, **usual | {"served_model_name": "fake"} | given)

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import psutil
+
 
 def until(
     holds: Callable[[], object], within_s: float = 150.0, what: object = "", every_s: float = 0.02
@@ -22,3 +24,11 @@ async def eventually(holds: Callable[[], object], within_s: float = 150.0) -> No
     async with asyncio.timeout(within_s):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Has it ended? The process that inherits an orphan need not have reaped it yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

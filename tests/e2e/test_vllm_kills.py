@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.stacks.product_stack import Client, Stack, client_of, prose
-from tests.waiting import eventually
+from tests.waiting import eventually, is_gone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -87,13 +87,6 @@ async def load(stack: Stack, model: str) -> AsyncIterator[list[User]]:
 def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     paths = {x.path for process in processes for x in process.memory_maps()}
     return {Path(x) for x in paths if x.startswith("/dev/shm/psm_")}
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def question(name: str) -> list[dict[str, str]]:

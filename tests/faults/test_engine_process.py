@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
-from tests.waiting import eventually
+from tests.waiting import eventually, is_gone
 
 CHAT = "/v1/chat/completions"
 STALL_S = 3.0  # more than a busy machine makes a healthy engine wait
@@ -173,13 +172,9 @@ async def test_a_stopped_engine_is_noticed_replaced_and_forgotten(
     frozen.send_signal(signal.SIGSTOP)
     waiting = asyncio.create_task(status_and_code(http, asked(stream=False)))
     assert await asyncio.wait_for(waiting, 60) == (200, None)
-    await eventually(lambda: _gone(frozen))
+    await eventually(lambda: is_gone(frozen))
     stack.wait_ready()
     assert (await status_and_code(http, asked()))[0] == 200
-
-
-def _gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 BURST = 400  # the engine's socket has a line of 128

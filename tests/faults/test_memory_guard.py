@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from engines.client.child_engine import FakeServer
-from engines.config import EngineConfig, WorkerConfig
 from engines.wire import SessionRef
-from kvstore.config import StoreConfig
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import MemoryScarce, SessionManager
+from tests.reports import worker_config
 from tests.waiting import eventually
 
 PLENTY, USED_UP = 5000, 299
@@ -43,15 +42,7 @@ async def running(engine: FakeServer, manager: SessionManager) -> AsyncIterator[
 
 
 async def test_the_engine_is_ended_and_started_again(folder: Path) -> None:
-    worker = WorkerConfig(
-        engine=EngineConfig(),
-        store=StoreConfig(),
-        model_path="",
-        served_model_name="fake",
-        runtime_dir=str(folder),
-        token="t",
-    )
-    engine = FakeServer(worker)
+    engine = FakeServer(worker_config(str(folder)))
     machine = [PLENTY]
     manager = SessionManager(engine, MARKS, salt_of=str.encode, memory=lambda: machine[0])
     ref = SessionRef(tenant="alice", id="s", salt=b"alice")

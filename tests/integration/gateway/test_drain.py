@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
-from tests.waiting import eventually
+from tests.waiting import eventually, is_gone
 
 CHAT = "/v1/chat/completions"
 
@@ -74,13 +73,8 @@ async def test_a_second_signal_does_not_wait(tmp_path: Path, http: aiohttp.Clien
         assert "shutting down" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
         assert (done, end) == (b"data: [DONE]", b"")
         assert await asyncio.to_thread(stack.wait, 60) == 0  # the drain would take 300 s
-        await eventually(lambda: gone(engine))
+        await eventually(lambda: is_gone(engine))
         assert "Traceback" not in stack.log.read_text()
-
-
-def gone(process: psutil.Process) -> bool:
-    """The process that inherits an orphan need not have reaped it yet."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 async def _until_draining(http: aiohttp.ClientSession, stack: FakeStack) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from benchmarks.stacks.fake_stack import MODEL, FakeStack
 from launch.cli.main import app
 from launch.machine.server_address import announced
 from launch.remote.gateway import ask_server
+from tests.asking import http_ok, saying
 
 GONE = "http://127.0.0.1:1"
 
@@ -84,21 +83,9 @@ def test_doctor_and_sessions_find_the_server_that_is_named(
 
 @pytest.mark.parametrize("content", [b"<html>", b"{}", b'{"object": "list", "codec": 3}'])
 def test_a_server_of_another_kind_is_none_of_ours(content: bytes, tmp_path: Path) -> None:
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
     environ = {"THERMOCLINE_DATA_DIR": str(tmp_path)}
-    with HTTPServer(("127.0.0.1", 0), Other) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        with announced(tmp_path, f"http://127.0.0.1:{other.server_port}"):
-            assert ask_server(environ) == ""
-        other.shutdown()
+    with saying(http_ok(content)) as address, announced(tmp_path, f"http://{address}"):
+        assert ask_server(environ) == ""
     with announced(tmp_path, GONE):
         assert ask_server(environ) == ""
 

@@ -37,13 +37,14 @@ class Server:
         engine: str = "fake",
         calibrate: bool = False,
         within: Sequence[str] = (),
+        program: Sequence[str] = PROGRAM,
     ) -> None:
         """``within``: a command that runs the command after it."""
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
         environ["THERMOCLINE_STORE__CALIBRATE"] = str(calibrate).lower()
         environ["THERMOCLINE_STORE__LEARN_ON"] = "false"
         self.process = subprocess.Popen(
-            [*within, *PROGRAM, "serve", "--engine", engine, "--port", "0", *arguments],
+            [*within, *program, "serve", "--engine", engine, "--port", "0", *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env={**environ, "THERMOCLINE_DATA_DIR": str(folder / "data")},

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tomllib
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.asking import asked
 from tests.command_line import program
+from tests.integration.launch.test_serve import Server
 from tests.small_wheel import small_wheel
 
 ROOT = Path(__file__).parents[3]
@@ -65,24 +64,9 @@ def test_it_names_what_is_missing_for_an_engine(commands, tmp_path):
 
 
 def test_it_serves(commands, tmp_path):
-    command = [commands / "thermocline", "serve", "--engine", "fake", "--port", "0"]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"THERMOCLINE_DATA_DIR": str(tmp_path)},
-    )
-    try:
-        assert process.stderr
-        url = listening(iter(process.stderr))
-        with urllib.request.urlopen(f"{url}/version", timeout=30) as answer:
-            assert b"version" in answer.read()
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == 0
+    server = Server(tmp_path, program=[str(commands / "thermocline")])
+    assert "version" in asked(f"{server.url}/version").content
+    assert server.stop() == 0
 
 
 def test_a_file_that_is_not_the_installed_one_is_named(commands, tmp_path):
@@ -114,14 +98,3 @@ def test_a_distribution_that_wrote_over_ours_is_named(commands, tmp_path):
     refused = run(*serve, **data)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
     assert "scheduler" in refused.stderr and "an environment of its own" in refused.stderr
-
-
-def listening(lines: Iterator[str]) -> str:
-    """Read the log until the server is ready, and return its address."""
-    url = ""
-    for line in lines:
-        if found := re.search(r"listening on (http://\S+);", line):
-            url = found[1]
-        if "ready after" in line:
-            return url
-    pytest.fail("the server ended before it was ready")

@@ -13,13 +13,13 @@ import openai
 import uvicorn
 from openai import AsyncOpenAI
 
-from engines.config import EngineConfig, WorkerConfig
+from engines.config import EngineConfig
 from engines.mlx_worker.embeddings import Embedder
 from engines.mlx_worker.generation import Generator
 from engines.mlx_worker.http import create_app
 from engines.mlx_worker.owner import Owner
-from kvstore.config import StoreConfig
 from tests.integration.tiny_models import tiny_model
+from tests.reports import worker_config
 from tests.toy_owner import saying
 
 LOGITS = 410
@@ -75,14 +75,7 @@ async def started_owner(max_batch: int, kind: str = "llama") -> AsyncIterator[Ow
 async def staged(
     owner: Generator, tokenizer: Any, keepalive_s: float = 5.0, embedder: Embedder | None = None
 ) -> AsyncIterator[Stage]:
-    config = WorkerConfig(
-        engine=EngineConfig(),
-        store=StoreConfig(),
-        model_path="toy",
-        served_model_name="toy",
-        runtime_dir="",
-        token=TOKEN,
-    )
+    config = worker_config(model_path="toy", served_model_name="toy", token=TOKEN)
     app = create_app(owner, tokenizer, config, keepalive_s, embedder)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
     with socket.socket() as port:

@@ -27,14 +27,30 @@ exit 0
 
 
 class Checkout:
+    """A checkout, and lists of what is installed there that lie elsewhere."""
+
     def __init__(self, folder: Path) -> None:
-        self.asked = folder / "asked"
         self.lock = folder / "outside" / "locked.txt"
         self.vllm_lock = folder / "outside" / "locked-vllm.txt"
         self.root = folder / "checkout"
         (self.root / "launch").mkdir(parents=True)
         shutil.copy(ROOT / "launch" / "install.sh", self.root / "launch")
         shutil.copy(ROOT / "pyproject.toml", self.root)
+        locks = {"THERMOCLINE_LOCK": str(self.lock), "THERMOCLINE_VLLM_LOCK": str(self.vllm_lock)}
+        self.env = os.environ | locks
+        self.env.pop("UV_PROJECT_ENVIRONMENT", None)
+
+    def install(self, purpose: str) -> subprocess.CompletedProcess[str]:
+        script = self.root / "launch" / "install.sh"
+        return program("bash", script, purpose, env=self.env, timeout=120)
+
+
+class Recorded(Checkout):
+    """Its uv only notes how it was called."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked = folder / "asked"
         commands = folder / "bin"
         commands.mkdir()
         (commands / "uv").write_text(UV)
@@ -44,18 +60,7 @@ class Checkout:
             python.parent.mkdir(parents=True)
             python.write_text("#!/bin/sh\nexit 0\n")
             python.chmod(0o755)
-        self.env = {
-            **os.environ,
-            "PATH": f"{commands}:{os.environ['PATH']}",
-            "ASKED": str(self.asked),
-            "THERMOCLINE_LOCK": str(self.lock),
-            "THERMOCLINE_VLLM_LOCK": str(self.vllm_lock),
-        }
-        self.env.pop("UV_PROJECT_ENVIRONMENT", None)
-
-    def install(self, purpose: str) -> subprocess.CompletedProcess[str]:
-        script = str(self.root / "launch" / "install.sh")
-        return program("bash", script, purpose, env=self.env, timeout=60)
+        self.env |= {"PATH": f"{commands}:{os.environ['PATH']}", "ASKED": str(self.asked)}
 
     def compiled(self) -> list[str]:
         return [x for x in self.asked.read_text().splitlines() if "pip compile" in x]
@@ -65,11 +70,11 @@ class Checkout:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path)
+def checkout(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path)
 
 
-def test_the_list_has_hashes_and_lies_where_it_is_asked_for(checkout: Checkout) -> None:
+def test_the_list_has_hashes_and_lies_where_it_is_asked_for(checkout: Recorded) -> None:
     done = checkout.install("lock")
     assert done.returncode == 0, done.stderr
     assert checkout.lock.read_text().count("--hash=sha256") == 2  # and the sample model's
@@ -80,7 +85,7 @@ def test_the_list_has_hashes_and_lies_where_it_is_asked_for(checkout: Checkout) 
     assert not any("index" in x for x in compiled)
 
 
-def test_the_tools_that_build_our_own_package_are_in_the_list(checkout: Checkout) -> None:
+def test_the_tools_that_build_our_own_package_are_in_the_list(checkout: Recorded) -> None:
     keep = 'for x in "$@"; do case $x in *build.in) cp "$x" "$ASKED.build" ;; esac; done\n'
     uv = Path(checkout.env["PATH"].partition(":")[0]) / "uv"
     uv.write_text(UV.replace('out=""\n', 'out=""\n' + keep))
@@ -90,7 +95,7 @@ def test_the_tools_that_build_our_own_package_are_in_the_list(checkout: Checkout
     assert needs == [*wanted, "editables"]  # hatchling's own, for an installation in place
 
 
-def test_vllms_environment_has_a_list_of_its_own(checkout: Checkout) -> None:
+def test_vllms_environment_has_a_list_of_its_own(checkout: Recorded) -> None:
     done = checkout.install("lock-vllm")
     assert done.returncode == 0, done.stderr
     assert checkout.vllm_lock.exists() and not checkout.lock.exists()
@@ -103,7 +108,7 @@ def test_vllms_environment_has_a_list_of_its_own(checkout: Checkout) -> None:
     assert ".venv-vllm" in installed
 
 
-def test_a_list_that_cannot_be_made_is_not_written(checkout: Checkout) -> None:
+def test_a_list_that_cannot_be_made_is_not_written(checkout: Recorded) -> None:
     uv = Path(checkout.env["PATH"].partition(":")[0]) / "uv"
     uv.write_text(UV.replace("exit 0", "exit 1"))
     for purpose in ("lock", "lock-vllm"):
@@ -111,7 +116,7 @@ def test_a_list_that_cannot_be_made_is_not_written(checkout: Checkout) -> None:
     assert not checkout.lock.exists() and not checkout.vllm_lock.exists()
 
 
-def test_serving_is_installed_from_the_list_alone(checkout: Checkout) -> None:
+def test_serving_is_installed_from_the_list_alone(checkout: Recorded) -> None:
     checkout.install("lock")
     done = checkout.install("serve")
     assert done.returncode == 0, done.stderr
@@ -120,7 +125,7 @@ def test_serving_is_installed_from_the_list_alone(checkout: Checkout) -> None:
     assert "--no-deps --no-build-isolation --editable" in ours
 
 
-def test_another_list_installs_again(checkout: Checkout) -> None:
+def test_another_list_installs_again(checkout: Recorded) -> None:
     checkout.install("lock")
     checkout.install("serve")
     checkout.install("serve")
@@ -132,7 +137,7 @@ def test_another_list_installs_again(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("purpose", ["serve", "audit", "vllm", "audit-vllm"])
 def test_without_the_list_the_error_names_the_command_that_makes_it(
-    checkout: Checkout, purpose: str
+    checkout: Recorded, purpose: str
 ) -> None:
     done = checkout.install(purpose)
     assert done.returncode == 1
@@ -141,7 +146,7 @@ def test_without_the_list_the_error_names_the_command_that_makes_it(
     assert not checkout.asked.exists() or not checkout.installed()
 
 
-def test_an_audit_fails_for_packages_that_it_cannot_look_up(checkout: Checkout) -> None:
+def test_an_audit_fails_for_packages_that_it_cannot_look_up(checkout: Recorded) -> None:
     checkout.install("lock")
     checkout.install("audit")
     (asked,) = [x for x in checkout.asked.read_text().splitlines() if "pip-audit" in x]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from engines.config import WorkerConfig
 from engines.vllm_plugin.process.command import command
 from launch.cli.options import layers
 from launch.serve.preflight import check_memory
 from launch.settings.fields import Fields
 from launch.settings.schema import Settings, flat, resolve
 from launch.settings.sources import from_profile
+from tests.reports import worker_config
 
 PROFILES = sorted(x.stem for x in (Path(__file__).parents[3] / "launch" / "profiles").iterdir())
 DOCS = Path(__file__).parents[3] / "docs"
@@ -25,13 +25,8 @@ def settings_of(profile: str, **options) -> Settings:
 
 
 def vllm_argv(settings: Settings) -> list[str]:
-    worker = WorkerConfig(
-        engine=settings.engine,
-        store=settings.store,
-        model_path="org/model",
-        served_model_name="model",
-        runtime_dir="/run/thermocline",
-        token="t",
+    worker = worker_config(
+        "/run/thermocline", engine=settings.engine, store=settings.store, model_path="org/model"
     )
     return command(worker, Path("/run/thermocline/plugin.json"), cpu=False)
 

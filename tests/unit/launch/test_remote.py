@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import socketserver
-import threading
 
 import pytest
 
 from launch.errors import LaunchError, UsageError
 from launch.remote.address import Address, reason_of, server_url
 from launch.remote.gateway import Remote
+from tests.asking import http_ok, saying
 
 
 @pytest.mark.parametrize(
@@ -70,16 +69,8 @@ def test_a_server_that_is_away_is_spoken_of_in_plain_words(address, reason):
     ],
 )
 def test_a_server_of_another_kind_is_spoken_of_in_plain_words(scheme, said, reason):
-    class Other(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            self.request.recv(1 << 16)
-            self.request.sendall(said)
-
-    with socketserver.TCPServer(("127.0.0.1", 0), Other) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        with pytest.raises(LaunchError) as caught:
-            Remote(f"{scheme}://127.0.0.1:{other.server_address[1]}").models()
-        other.shutdown()
+    with saying(said) as address, pytest.raises(LaunchError) as caught:
+        Remote(f"{scheme}://{address}").models()
     assert f" does not answer ({reason}); is" in str(caught.value)
 
 
@@ -93,14 +84,8 @@ def test_a_failure_is_named_by_its_cause():
     "listed", [b'{"data": [{"id": "a"}]}', b'{"data": "none"}', b'{"data": [1]}', b"{}"]
 )
 def test_a_list_of_something_else_is_no_list_of_sessions(listed):
-    class Other(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            self.request.recv(1 << 16)
-            head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            self.request.sendall(head + b"content-length: %d\r\n\r\n%s" % (len(listed), listed))
-
-    with socketserver.TCPServer(("127.0.0.1", 0), Other) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        with pytest.raises(LaunchError, match="not a Thermocline gateway: it lists other"):
-            Remote(f"http://127.0.0.1:{other.server_address[1]}").sessions()
-        other.shutdown()
+    with (
+        saying(http_ok(listed)) as address,
+        pytest.raises(LaunchError, match="not a Thermocline gateway: it lists other"),
+    ):
+        Remote(f"http://{address}").sessions()

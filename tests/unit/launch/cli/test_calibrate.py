@@ -13,21 +13,10 @@ from kvstore.codecs.quality import Quality
 from launch.cli.calibrate import LOOK_EVERY_S, SILENCE_S, RowPrinter, measure_served
 from launch.errors import LaunchError
 from launch.remote.gateway import Remote
+from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 OLD = MeasurementEnd(1.0)
-ROW = Quality(
-    preset="tq4",
-    codec_id="tq4.1",
-    context=512,
-    bits_per_element=4.3,
-    kl=0.005,
-    perplexity_change_pct=0.1,
-    top1=0.95,
-    needle_found=1,
-    needle_total=1,
-    cos_k=0.99,
-    cos_v=0.99,
-)
+ROW = msgspec.structs.replace(GOOD, preset="tq4", context=512, bits_per_element=4.3, kl=0.005)
 
 
 class Reporting(Remote):

@@ -108,12 +108,6 @@ DEEPSEEK_V2_LITE = {
     "rope_scaling": _YARN,
 }
 DEEPSEEK_V3 = {"model_type": "deepseek_v3", **_attention(7168, 61, 128, 128, 56), **_latent()}
-KIMI_K2 = {"model_type": "kimi_k2", **_attention(7168, 61, 64, 64, 112), **_latent()}
-GLM_47_FLASH = {
-    "model_type": "glm4_moe_lite",
-    **_attention(2048, 47, 20, 20, 102),
-    **_latent(nope=192, value=256),
-}
 KIMI_LINEAR_48B = {
     "model_type": "kimi_linear",
     **_attention(2304, 27, 32, 32, 72),
@@ -132,88 +126,28 @@ GEMMA3N_E4B = _text(
     "gemma3n_text",
     **_attention(2048, 35, 8, 2, 256),
     layer_types=([SLIDING] * 4 + [FULL]) * 7,
-    sliding_window=512,
-    num_kv_shared_layers=15,
-    vocab_size_per_layer_input=512,
-    hidden_size_per_layer_input=8,
     activation_sparsity_pattern=[0.0] * 35,
-    altup_num_inputs=4,
-    altup_coef_clip=120.0,
-    altup_correct_scale=True,
-    altup_active_idx=0,
-    laurel_rank=64,
-    rope_local_base_freq=1e4,
-    final_logit_softcapping=30.0,
-    rms_norm_eps=1e-6,
+    **fields(
+        "sliding_window=512 num_kv_shared_layers=15 vocab_size_per_layer_input=512",
+        "hidden_size_per_layer_input=8 altup_num_inputs=4 altup_coef_clip=120.0",
+        "altup_correct_scale=True altup_active_idx=0 laurel_rank=64 rope_local_base_freq=1e4",
+        "final_logit_softcapping=30.0 rms_norm_eps=1e-6",
+    ),
 )
 GEMMA4_31B = _text(
     "gemma4",
     "gemma4_text",
     **_attention(5376, 60, 32, 16, 256),
-    global_head_dim=512,
-    num_global_key_value_heads=4,
-    attention_k_eq_v=True,
-    num_kv_shared_layers=0,
-    sliding_window=1024,
     layer_types=([SLIDING] * 5 + [FULL]) * 10,
-    hidden_size_per_layer_input=0,
-)
-NEMOTRON_H_8B = {
-    "model_type": "nemotron_h",
-    **_attention(4096, 52, 32, 8, 128),
-    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
     **fields(
-        "mamba_num_heads=128 mamba_head_dim=64 mamba_proj_bias=False ssm_state_size=128",
-        "conv_kernel=4 n_groups=8 mlp_bias=False use_bias=False use_conv_bias=True",
-        "attention_bias=False layer_norm_epsilon=1e-5 time_step_limit=[0.0,100.0]",
+        "global_head_dim=512 num_global_key_value_heads=4 attention_k_eq_v=True",
+        "num_kv_shared_layers=0 sliding_window=1024 hidden_size_per_layer_input=0",
     ),
-}
+)
 _MAMBA = fields(
     "mamba_d_conv=4 mamba_d_state=128 mamba_expand=2 mamba_proj_bias=False",
     "mamba_conv_bias=True",
 )
-GRANITE_4_SMALL = {
-    "model_type": "granitemoehybrid",
-    **_attention(4096, 40, 32, 8, 128),
-    **_MAMBA,
-    **_experts(),
-    **fields("mamba_n_heads=128 mamba_d_head=64 mamba_n_groups=1"),
-    "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
-    **fields(
-        "attention_bias=False mlp_bias=False embedding_multiplier=12",
-        "attention_multiplier=0.0078125 logits_scaling=16 residual_multiplier=0.22",
-        "shared_intermediate_size=64 time_step_limit=[0.0,100.0]",
-    ),
-}
-LFM2_1B = {
-    "model_type": "lfm2",
-    **_attention(2048, 16, 32, 8, 64),
-    "layer_types": [FULL if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
-    **fields(
-        "conv_L_cache=3 conv_bias=False block_dim=2048 block_ff_dim=64 block_multiple_of=16",
-        "block_ffn_dim_multiplier=1.0 block_auto_adjust_ff_dim=False",
-    ),
-}
-PHI4 = {"model_type": "phi3", **_attention(5120, 40, 40, 10, 128)}
-MISTRAL_SMALL = {"model_type": "mistral", **_attention(5120, 40, 32, 8, 128)}
-FALCON_H1_7B = {
-    "model_type": "falcon_h1",
-    **_attention(3072, 44, 12, 2, 128),
-    **_MAMBA,
-    **fields(
-        "mamba_d_state=256 mamba_d_ssm=3072 mamba_n_heads=24 mamba_d_head=128 mamba_n_groups=1",
-    ),
-}
-JAMBA_MINI = {
-    "model_type": "jamba",
-    **_attention(4096, 32, 32, 8, 128),
-    **_MAMBA,
-    **_experts(2),
-    **fields(
-        "mamba_d_state=16 mamba_dt_rank=256 attn_layer_offset=4 attn_layer_period=8",
-        "expert_layer_offset=1 expert_layer_period=2",
-    ),
-}
 MAMBA2_3B = fields(
     "model_type=mamba2 hidden_size=2560 vocab_size=512 num_hidden_layers=64 num_heads=80",
     "head_dim=64 state_size=128 intermediate_size=5120 n_groups=1 conv_kernel=4 use_bias=False",
@@ -223,22 +157,71 @@ MAMBA2_3B = fields(
 PUBLISHED: dict[str, dict[str, Any]] = {
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
     "DeepSeek-V3": DEEPSEEK_V3,
-    "Falcon-H1-7B": FALCON_H1_7B,
+    "Falcon-H1-7B": {
+        "model_type": "falcon_h1",
+        **_attention(3072, 44, 12, 2, 128),
+        **_MAMBA,
+        **fields(
+            "mamba_d_state=256 mamba_d_ssm=3072 mamba_n_heads=24 mamba_d_head=128 mamba_n_groups=1",
+        ),
+    },
     "Gemma-3-27B": GEMMA3_27B,
     "Gemma-3n-E4B": GEMMA3N_E4B,
     "Gemma-4-31B": GEMMA4_31B,
-    "GLM-4.7-Flash": GLM_47_FLASH,
+    "GLM-4.7-Flash": {
+        "model_type": "glm4_moe_lite",
+        **_attention(2048, 47, 20, 20, 102),
+        **_latent(nope=192, value=256),
+    },
     "gpt-oss-20b": GPT_OSS_20B,
-    "Granite-4.0-H-Small": GRANITE_4_SMALL,
-    "Jamba-Mini": JAMBA_MINI,
-    "Kimi-K2": KIMI_K2,
+    "Granite-4.0-H-Small": {
+        "model_type": "granitemoehybrid",
+        **_attention(4096, 40, 32, 8, 128),
+        **_MAMBA,
+        **_experts(),
+        **fields("mamba_n_heads=128 mamba_d_head=64 mamba_n_groups=1"),
+        "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+        **fields(
+            "attention_bias=False mlp_bias=False embedding_multiplier=12",
+            "attention_multiplier=0.0078125 logits_scaling=16 residual_multiplier=0.22",
+            "shared_intermediate_size=64 time_step_limit=[0.0,100.0]",
+        ),
+    },
+    "Jamba-Mini": {
+        "model_type": "jamba",
+        **_attention(4096, 32, 32, 8, 128),
+        **_MAMBA,
+        **_experts(2),
+        **fields(
+            "mamba_d_state=16 mamba_dt_rank=256 attn_layer_offset=4 attn_layer_period=8",
+            "expert_layer_offset=1 expert_layer_period=2",
+        ),
+    },
+    "Kimi-K2": {"model_type": "kimi_k2", **_attention(7168, 61, 64, 64, 112), **_latent()},
     "Kimi-Linear-48B": KIMI_LINEAR_48B,
-    "LFM2-1.2B": LFM2_1B,
+    "LFM2-1.2B": {
+        "model_type": "lfm2",
+        **_attention(2048, 16, 32, 8, 64),
+        "layer_types": [FULL if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+        **fields(
+            "conv_L_cache=3 conv_bias=False block_dim=2048 block_ff_dim=64 block_multiple_of=16",
+            "block_ffn_dim_multiplier=1.0 block_auto_adjust_ff_dim=False",
+        ),
+    },
     "Llama-3.1-8B": LLAMA_8B,
     "Mamba2-2.7B": MAMBA2_3B,
-    "Mistral-Small-24B": MISTRAL_SMALL,
-    "Nemotron-H-8B": NEMOTRON_H_8B,
-    "Phi-4": PHI4,
+    "Mistral-Small-24B": {"model_type": "mistral", **_attention(5120, 40, 32, 8, 128)},
+    "Nemotron-H-8B": {
+        "model_type": "nemotron_h",
+        **_attention(4096, 52, 32, 8, 128),
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        **fields(
+            "mamba_num_heads=128 mamba_head_dim=64 mamba_proj_bias=False ssm_state_size=128",
+            "conv_kernel=4 n_groups=8 mlp_bias=False use_bias=False use_conv_bias=True",
+            "attention_bias=False layer_norm_epsilon=1e-5 time_step_limit=[0.0,100.0]",
+        ),
+    },
+    "Phi-4": {"model_type": "phi3", **_attention(5120, 40, 40, 10, 128)},
     "Qwen3-32B": QWEN3_32B,
     "Qwen3-Next-80B": QWEN3_NEXT_80B,
     "Qwen3.5-35B-A3B": QWEN35_35B,
