@@ -19,6 +19,14 @@ SETTINGS = {
 }
 
 
+def python_with_vllm() -> str:
+    """Skip where there is none: a test, or a module of them."""
+    python = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
+    if not python or inspect_environment(python).problem:
+        pytest.skip("no vLLM here; run: bash launch/install.sh vllm", allow_module_level=True)
+    return python
+
+
 @pytest.fixture(scope="session")
 def sample_stack() -> Iterator[Stack]:
     with Stack(SETTINGS) as running:
@@ -39,9 +47,7 @@ def model(client: openai.OpenAI) -> str:
 @pytest.fixture(scope="session")
 def vllm_stack() -> Iterator[Stack]:
     """Gateway and vLLM, with the exact codec; a start takes a minute or two."""
-    python = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
-    if not python or inspect_environment(python).problem:
-        pytest.skip("no vLLM here; run: bash launch/install.sh vllm")
+    python = python_with_vllm()
     settings = {
         "engine": {
             "kind": "vllm",

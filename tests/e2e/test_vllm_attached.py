@@ -5,7 +5,6 @@ One start of vLLM serves all tests of this file.
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import time
@@ -19,14 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.stacks.attached_vllm import Elsewhere, started
 from benchmarks.stacks.product_stack import MIB, Stack, prose
-from engines.vllm_environment.environment import inspect_environment
-from launch.machine.installation import find_python
+from tests.e2e.conftest import python_with_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
-if not PYTHON or inspect_environment(PYTHON).problem:
-    pytest.skip("no vLLM here; run: bash launch/install.sh vllm", allow_module_level=True)
+PYTHON = python_with_vllm()
 
 # For a small CPU, beside the documented options; a pool for three of the tests' chats.
 SMALL = (

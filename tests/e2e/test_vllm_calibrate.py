@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.calibration.corpus import held_out_texts
-from engines.vllm_environment.environment import inspect_environment
 from kvstore.codecs.profile import load_profile
-from launch.machine.installation import find_python
 from tests.command_line import thermocline_apart
+from tests.e2e.conftest import python_with_vllm
 from tests.integration.tiny_models import write_model
 
 pytestmark = [
@@ -25,9 +23,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
-if not PYTHON or inspect_environment(PYTHON).problem:
-    pytest.skip("no vLLM here; run: bash launch/install.sh vllm", allow_module_level=True)
+PYTHON = python_with_vllm()
 
 EXACT = "raw"
 LEARNED = "dense3"

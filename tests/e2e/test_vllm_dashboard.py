@@ -5,7 +5,6 @@ vLLM takes its prompt in small steps here, so that it is read for seconds.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -17,9 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.stacks.product_stack import MIB, Stack, prose
-from engines.vllm_environment.environment import inspect_environment
-from launch.machine.installation import find_python
 from tests.asking import asked
+from tests.e2e.conftest import python_with_vllm
 from tests.integration.dashboard.browser import Browser, chromium
 
 pytestmark = [
@@ -38,9 +36,7 @@ CLICK_S = 60  # for its answer; the engine gives a tier 30
 @pytest.fixture(scope="module")
 def stepping() -> Iterator[Stack]:
     """Gateway and vLLM; the model is not measured, and the engine does not measure it."""
-    python = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
-    if not python or inspect_environment(python).problem:
-        pytest.skip("no vLLM here; run: bash launch/install.sh vllm")
+    python = python_with_vllm()
     settings = {
         "engine": {
             "kind": "vllm",

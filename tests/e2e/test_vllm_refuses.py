@@ -5,24 +5,20 @@ It is vLLM that refuses, or the plug-in in one of vLLM's processes."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engines.vllm_environment.environment import inspect_environment
-from launch.machine.installation import find_python
 from tests.command_line import thermocline_apart
+from tests.e2e.conftest import python_with_vllm
 from tests.fields import fields
 
 # In CI tests/vllm/start/test_refusals.py asks the plug-in itself.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
 
-PYTHON = find_python(os.environ.get("THERMOCLINE_ENGINE__VLLM__PYTHON", ""))
-if not PYTHON or inspect_environment(PYTHON).problem:
-    pytest.skip("no vLLM here; run: bash launch/install.sh vllm", allow_module_level=True)
+PYTHON = python_with_vllm()
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -264,10 +264,6 @@ def test_two_meanings(stack: FakeStack, request_bytes: bytes, wanted: int) -> No
     assert status(ask(stack, request_bytes)) == wanted
 
 
-def test_more_header_lines_than_any_client_needs(stack: FakeStack) -> None:
-    assert status(ask(stack, GET + HOST + b"a:b\r\n" * 300 + b"\r\n")) == 431
-
-
 # ---- order
 
 

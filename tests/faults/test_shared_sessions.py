@@ -47,6 +47,15 @@ async def make(redis: RedisServer, client: redis_py.Redis) -> AsyncIterator[Make
         await server.stop()
 
 
+async def both(make: Make, *sessions: str) -> tuple[OneServer, OneServer]:
+    """Two servers, each of which has served these sessions."""
+    a, b = await make(), await make()
+    for server in (a, b):
+        for id in sessions:
+            await server.turn(id)
+    return a, b
+
+
 async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
         while not holds():
@@ -102,10 +111,7 @@ async def test_a_row_that_expired_leaves_the_list(make: Make, client: redis_py.R
 
 
 async def test_a_deletion_removes_what_began_before_it_and_nothing_after(make: Make):
-    a, b = await make(), await make()
-    for server in (a, b):
-        await server.turn("gone")
-        await server.turn("stays")
+    a, b = await both(make, "gone", "stays")
     assert await a.delete("gone")
     await until(lambda: b.own() == ["stays"])
     await b.shared.deletions.removed()
@@ -168,9 +174,7 @@ async def test_what_a_dead_server_saved_late_is_forgotten_before_the_first_turn(
 
 
 async def test_an_engine_that_was_away_forgets_when_it_is_back(make: Make):
-    a, b = await make(), await make()
-    for server in (a, b):
-        await server.turn("gone")
+    a, b = await both(make, "gone")
     b.engine.down = True
     await a.delete("gone")
     await until(lambda: b.own() == [])  # it is not listed while it is still to be removed
@@ -183,10 +187,7 @@ async def test_an_engine_that_was_away_forgets_when_it_is_back(make: Make):
 
 async def test_a_split_network_is_made_up_for(make: Make, redis: RedisServer):
     """One server deletes while Redis is away, the other one goes on; Redis comes back empty."""
-    a, b = await make(), await make()
-    for server in (a, b):
-        await server.turn("gone")
-        await server.turn("stays")
+    a, b = await both(make, "gone", "stays")
     redis.kill()
     await a.hears(False)
     await b.hears(False)
@@ -288,10 +289,7 @@ async def test_a_message_that_is_sent_once_more_deletes_nothing_new(
 
 @pytest.mark.parametrize("by_s", [86_400, -86_400])
 async def test_a_clock_that_jumps_changes_no_belief(make: Make, by_s: int):
-    a, b = await make(), await make()
-    for server in (a, b):
-        await server.turn("gone")
-        await server.turn("stays")
+    a, b = await both(make, "gone", "stays")
     for server in (a, b):
         server.redis.by_s = by_s
     await a.delete("gone")
@@ -304,9 +302,7 @@ async def test_a_clock_that_jumps_changes_no_belief(make: Make, by_s: int):
 
 
 async def test_an_engine_that_refuses_to_forget_is_asked_again(make: Make):
-    a, b = await make(), await make()
-    for server in (a, b):
-        await server.turn("gone")
+    a, b = await both(make, "gone")
     forget, refusals = b.engine.forget, [EngineUnavailable("not now")] * 2
 
     async def refusing(session):

@@ -91,9 +91,7 @@ async def test_a_profile_is_adopted_while_sessions_live(tmp_path: Path) -> None:
         assert after.name in ("dense3", "tq4") and not after.unmeasured, after
         assert after.rows[0].codec_id == after.id and after.rows[0].kl <= 0.01
         assert await report_of(it) == after
-        await it.turn(text(2, 300), TWO)
-        await it.settled()
-        await it.demote_all()
+        await it.asleep_after(text(2, 300), TWO)
         assert await packed_bytes(it, "two") < 0.5 * await packed_bytes(it, "one")
         for ref, start in ((ONE, 1), (TWO, 2)):
             again = await it.turn(text(start, 300), ref)

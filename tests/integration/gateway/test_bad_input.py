@@ -102,7 +102,6 @@ CLOSE = b"host: localhost\r\nconnection: close\r\n"
         (b"GET /livez HTTP/1.1\r\n" + CLOSE + b"a: " + b"x" * 64_000 + b"\r\n\r\n", b"431"),
         (b"GET /livez HTTP/1.1\r\n" + CLOSE + b"a: b\r\n" * 20_000 + b"\r\n", b"431"),
         (b"GET /" + b"x" * 64_000 + b" HTTP/1.1\r\n" + CLOSE + b"\r\n", b"431"),
-        (b"GET /livez HTTP/1.0\r\nhost: localhost\r\n\r\n", b"200"),
     ],
     ids=[
         "nonsense",
@@ -112,7 +111,6 @@ CLOSE = b"host: localhost\r\nconnection: close\r\n"
         "long-header",
         "many-headers",
         "long-path",
-        "http-1.0",
     ],
 )
 def test_heads(stack: FakeStack, request_bytes: bytes, status: bytes) -> None:

@@ -123,6 +123,15 @@ class Engine:
     async def turn(self, prompt: Sequence[int], ref: SessionRef | None = None, **how) -> Answer:  # type: ignore[no-untyped-def]
         return await read(self.submit(prompt, ref, **how))
 
+    async def asleep_after(
+        self, prompt: Sequence[int], ref: SessionRef | None = None, **how: Any
+    ) -> Answer:
+        """Take a turn, then put all sessions to sleep."""
+        answer = await self.turn(prompt, ref, **how)
+        await self.settled()
+        await self.demote_all()
+        return answer
+
     async def settled(self) -> None:
         """All turns have ended and all saves are through."""
         await self.owner.call(lambda: None)

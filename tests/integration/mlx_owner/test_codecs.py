@@ -41,9 +41,7 @@ def cached(answer: Answer) -> str:
 
 async def asleep(it: Engine, ref: SessionRef, prompt: list[int]) -> list[int]:
     """A first turn, then sleep; returns the start of the next prompt."""
-    answer = await it.turn(prompt, ref)
-    await it.settled()
-    await it.demote_all()
+    answer = await it.asleep_after(prompt, ref)
     return prompt + answer.tokens
 
 

@@ -122,9 +122,7 @@ async def test_a_lossy_codec_restores_almost_the_same_probabilities(tmp_path: Pa
     async with engine("llama", tmp_path, codec="tq4") as it:
         first = await it.turn(text(1, 300), session("one"))
         longer = text(1, 300) + first.tokens + NEW
-        exact = await it.turn(longer, max_tokens=1)
-        await it.settled()
-        await it.demote_all()
+        exact = await it.asleep_after(longer, max_tokens=1)
         lossy = await it.turn(longer, session("one"), max_tokens=1)
     assert cache(lossy).header() == "cold-ram; tokens=288"
     assert lossy.logprobs[0] == pytest.approx(exact.logprobs[0], abs=0.2)
@@ -193,9 +191,7 @@ async def test_a_short_own_copy_wins_against_a_shorter_hot_beginning(tmp_path: P
         parts = it.owner.parts
         for name, took_s in (("a", 0.0), ("b", 1e6)):  # the second machine restores slowly
             own = beginning + text(ord(name), 48)
-            first = await it.turn(own, session(name), max_tokens=2)
-            await it.settled()
-            await it.demote_all()
+            first = await it.asleep_after(own, session(name), max_tokens=2)
             await it.turn(beginning + text(9, 60), session(f"hot-{name}"), max_tokens=2)
             await it.settled()
             parts.cold.times = RestoreTimes()
@@ -304,14 +300,10 @@ async def test_a_pinned_session_stays_hot_after_a_restart_too(prefetched: bool, 
 async def test_prefetch_makes_a_session_hot_before_its_turn(tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:
-        first = await it.turn(text(1, 300), one)
-        await it.settled()
-        await it.demote_all()
+        first = await it.asleep_after(text(1, 300), one)
         done = await it.verbs.prefetch(one)
         assert done.report.hot and done.report.tokens == 288
-        second = await it.turn(text(1, 300) + first.tokens + NEW, one)
-        await it.settled()
-        await it.demote_all()
+        second = await it.asleep_after(text(1, 300) + first.tokens + NEW, one)
         # A turn that comes during the prefetch joins it.
         waking = asyncio.create_task(it.verbs.prefetch(one))
         await asyncio.sleep(0)
@@ -379,9 +371,7 @@ def overwrite(file: Path, wanted: bytes) -> int:
 async def test_a_store_that_cannot_be_read_costs_a_prefill_and_nothing_else(tmp_path: Path):
     one = session("one")
     async with engine("llama", tmp_path) as it:
-        first = await it.turn(text(1, 300), one)
-        await it.settled()
-        await it.demote_all()
+        first = await it.asleep_after(text(1, 300), one)
         it.store.close()
         second = await it.turn(text(1, 300) + first.tokens + NEW, one)
         fresh = await it.turn(text(1, 300) + first.tokens + NEW)

@@ -123,9 +123,7 @@ async def test_a_sequence_lost_between_its_prompt_and_its_batch_is_reported(
 
 async def test_a_prefetch_whose_kv_is_no_use_is_counted(tmp_path: Path):
     async with engine("llama", tmp_path) as it:
-        await it.turn(text(1, 200), A)
-        await it.settled()
-        await it.demote_all()
+        await it.asleep_after(text(1, 200), A)
         store = it.store
 
         def restore(match: Match, out: KVRun) -> Restored:
@@ -148,9 +146,7 @@ async def test_a_session_that_is_deleted_while_it_wakes_stays_deleted(tmp_path: 
             assert go_on.wait(30)
             return restored
 
-        await it.turn(text(1, 200), A)
-        await it.settled()
-        await it.demote_all()
+        await it.asleep_after(text(1, 200), A)
         surround(it, restore=restore)
         prefetch = asyncio.create_task(it.verbs.prefetch(A))
         assert await asyncio.to_thread(reading.wait, 30)
@@ -164,9 +160,7 @@ async def test_a_prefetch_that_begins_during_a_delete_brings_nothing_back(tmp_pa
     """The store is asked for the session just before it removes it."""
     loop = asyncio.get_running_loop()
     async with engine("llama", tmp_path) as it:
-        await it.turn(text(1, 200), A)
-        await it.settled()
-        await it.demote_all()
+        await it.asleep_after(text(1, 200), A)
         store = it.store
 
         def late(ref: SessionRef) -> bool:

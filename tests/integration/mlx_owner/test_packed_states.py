@@ -93,9 +93,7 @@ async def test_the_state_is_kept_at_the_last_chunk_end_of_an_answer(tmp_path: Pa
     prompt = text(1, 60)
     for kind in ("gemma3_text", "qwen3_next", "mamba2"):
         async with engine(kind, tmp_path / kind) as it:
-            first = await it.turn(prompt, session("one"), max_tokens=40)
-            await it.settled()
-            await it.demote_all()
+            first = await it.asleep_after(prompt, session("one"), max_tokens=40)
             longer = [*prompt, *first.tokens, 5, 6, 7]
             woken = await it.turn(longer, session("one"))
             fresh = await it.turn(longer)

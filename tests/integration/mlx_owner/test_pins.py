@@ -43,9 +43,7 @@ async def test_a_session_that_is_unpinned_while_it_comes_back_stays_unpinned(
 ) -> None:
     one, reading, go_on = session("one"), threading.Event(), threading.Event()
     async with engine("llama", tmp_path) as it:
-        first = await it.turn(text(1, 200), one)
-        await it.settled()
-        await it.demote_all()
+        first = await it.asleep_after(text(1, 200), one)
         store = it.store
         store.pin(one, True)  # by an engine before this one
 

@@ -109,3 +109,14 @@ def post(stage: Stage, body: dict[str, Any], **headers: str) -> Any:
             yield response
 
     return conversation()
+
+
+def asking(stage: Stage, **fields: Any) -> asyncio.Task[bytes]:
+    """Ask for a chat that does not end by itself, and read all of its answer."""
+    body = {"model": "toy", "messages": HELLO, "ignore_eos": True, **fields}
+
+    async def ask() -> bytes:
+        async with post(stage, body) as response:
+            return bytes(await response.read())
+
+    return asyncio.create_task(ask())

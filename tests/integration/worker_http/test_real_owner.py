@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.worker_http.stage import CITY, HELLO, post, staged, started_owner
+from tests.integration.worker_http.stage import CITY, asking, staged, started_owner
 from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.mlx
@@ -19,18 +19,12 @@ pytestmark = pytest.mark.mlx
 async def test_a_client_that_leaves_frees_its_slot(tmp_path: Path, stream: bool) -> None:
     """There is one slot, and the answer that holds it is thousands of tokens long."""
     async with started_owner(1) as owner, staged(owner, tiny_tokenizer(tmp_path)) as stage:
-        body = {"model": "toy", "messages": HELLO, "stream": stream, "ignore_eos": True}
-
-        async def ask() -> None:
-            async with post(stage, body) as response:
-                await response.read()
-
-        asking = asyncio.create_task(ask())
+        leaving = asking(stage, stream=stream)
         async with asyncio.timeout(60):
             while not len(owner.parts.batches):
                 await asyncio.sleep(0.01)
-            assert not asking.done()
-            asking.cancel()
+            assert not leaving.done()
+            leaving.cancel()
             reply = await stage.chat(max_tokens=4)
         assert reply.usage.completion_tokens <= 4
         admitted = owner.parts.prefiller.num_admitted

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.integration.worker_http.stage import HELLO, Open, post
+from tests.integration.worker_http.stage import HELLO, Open, asking, post
 
 pytestmark = pytest.mark.mlx
 
@@ -33,16 +33,10 @@ async def test_chat_streamed(toy: Open) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_request(toy: Open, stream: bool) -> None:
     async with toy(step_s=0.01, max_context=100_000) as stage:
-        body = {"model": "toy", "messages": HELLO, "stream": stream, "ignore_eos": True}
-
-        async def ask() -> None:
-            async with post(stage, body) as response:
-                await response.read()
-
-        asking = asyncio.create_task(ask())
+        leaving = asking(stage, stream=stream)
         while not stage.owner.streams:
             await asyncio.sleep(0.01)
-        asking.cancel()
+        leaving.cancel()
         async with asyncio.timeout(30):
             await stage.owner.streams[0].cancelled.wait()
 

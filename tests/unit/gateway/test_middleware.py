@@ -11,7 +11,7 @@ import pytest
 
 from gateway.keys import generate_key
 from scheduler.config import SchedulerConfig
-from tests.unit.gateway.in_process import MODEL, App, RecordingEngine
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply
 from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
@@ -169,16 +169,20 @@ async def test_log_lines_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert line.isprintable() and "404" in line
 
 
+async def ready_once_settled(app: App) -> Reply:
+    following = asyncio.create_task(app.sessions.run())
+    await eventually(lambda: app.sessions.settled)
+    following.cancel()
+    return await app.get("/readyz")
+
+
 async def test_health() -> None:
     engine = RecordingEngine()
     app = App(engine)
     assert (await app.get("/livez")).status == 200
     early = await app.get("/readyz")
     assert (early.status, early.error["code"]) == (503, "engine_unavailable")
-    following = asyncio.create_task(app.sessions.run())
-    await eventually(lambda: app.sessions.settled)
-    following.cancel()
-    ready = await app.get("/readyz")
+    ready = await ready_once_settled(app)
     assert (ready.status, ready.json["model"]) == (200, MODEL)
     engine.welcome = None
     assert (await app.get("/livez")).status == 200
@@ -194,10 +198,7 @@ async def test_scarce_memory_refuses_turns_and_says_so() -> None:
     assert (refused.status, refused.error["code"]) == (503, "memory_scarce")
     assert refused.headers["retry-after"] == "5"
     assert app.engine.asked == []
-    following = asyncio.create_task(app.sessions.run())
-    await eventually(lambda: app.sessions.settled)
-    following.cancel()
-    ready = await app.get("/readyz")
+    ready = await ready_once_settled(app)
     assert (ready.status, ready.error["code"]) == (503, "memory_scarce")
     assert (await app.get("/livez")).status == 200
     metrics = (await app.get("/metrics")).body

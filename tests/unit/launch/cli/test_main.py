@@ -161,10 +161,14 @@ def test_doctor_finds_what_is_wrong(run, model):
     assert "lower engine.hot_bytes" in findings["memory"]["text"]
 
 
-def test_several_models_are_planned_each_with_its_part(run, model, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    two = ["--model", str(model), "--model", str(other), "--set", "engine.kind=mlx"]
+@pytest.fixture
+def two(model, tmp_path):
+    """The options that name two models."""
+    other = shutil.copytree(model, tmp_path / "other")
+    return ["--model", str(model), "--model", str(other), "--set", "engine.kind=mlx"]
+
+
+def test_several_models_are_planned_each_with_its_part(run, two):
     budgets = ["--hot", "100MiB", "--ram", "64MiB"]
     code, out, _ = run("plan", *two, *budgets, "--json")
     plans = json.loads(out)
@@ -177,12 +181,9 @@ def test_several_models_are_planned_each_with_its_part(run, model, tmp_path):
     assert (code, "for one model" in err) == (2, True)
 
 
-def test_doctor_counts_the_memory_of_all_models_once(run, model, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    two = ["doctor", "--json", "--set", "engine.kind=mlx", "--set", "gateway.port=0"]
-    two += ["--model", str(model), "--model", str(other)]
-    code, out, _ = run(*two, "--set", "engine.hot_bytes=900TiB", "--set", "store.ram_bytes=1GiB")
+def test_doctor_counts_the_memory_of_all_models_once(run, two):
+    doctor = ["doctor", "--json", *two, "--set", "gateway.port=0"]
+    code, out, _ = run(*doctor, "--set", "engine.hot_bytes=900TiB", "--set", "store.ram_bytes=1GiB")
     assert code == 1
     assert "may take 900.0 TiB" in verdict(out, "memory")[1]
     assert [x["about"] for x in json.loads(out) if x["about"].startswith("model")] == [
