@@ -273,6 +273,16 @@ def test_what_the_gateway_writes_passes_vllms_own_check() -> None:
 LETTER = {"type": "string", "pattern": "^[a-z]$"}
 
 
+def needing(name: str, field: dict[str, Any]) -> dict[str, Any]:
+    return {"properties": {name: field}, "required": [name]}
+
+
+BESIDE = {"type": "object", "allOf": [needing("b", LETTER)], **needing("c", LETTER)}
+REF = needing("a", {"$ref": "#/$defs/A%3CB~1C%3E"})
+ESCAPED = {"type": "object", **REF, "$defs": {"A<B/C>": LETTER}}
+NAMED = {"type": "object", "patternProperties": {"^x-": LETTER}, "additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     ("schema", "taken", "refused"),
     [
@@ -281,16 +291,7 @@ LETTER = {"type": "string", "pattern": "^[a-z]$"}
         ({"type": "string", "pattern": "^a|b$"}, ['"ac"', '"cb"'], ['"c"', '"ba"']),
         ({"type": "string", "pattern": '^"x"$'}, [r'"\"x\""'], ['""x""']),
         ({"type": "string", "pattern": r"^[^\]]{2}$"}, ['"ab"'], ['"a""', '"a"']),
-        (
-            {
-                "type": "object",
-                "allOf": [{"properties": {"b": LETTER}, "required": ["b"]}],
-                "properties": {"c": LETTER},
-                "required": ["c"],
-            },
-            ['{"c":"x"}'],
-            ['{"b":"x"}'],
-        ),
+        (BESIDE, ['{"c":"x"}'], ['{"b":"x"}']),
         ({"type": "array", "minItems": 1}, ["[1]", '[1,"a"]'], ["[]"]),
         ({"type": "array", "maxItems": 1}, ["[]", "[1]"], ["[1,2]"]),
         ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
@@ -298,21 +299,8 @@ LETTER = {"type": "string", "pattern": "^[a-z]$"}
         ({"properties": {"a": False, "c": LETTER}, "type": "object"}, ['{"c":"x"}'], ['{"a":1}']),
         ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 2.5}, ["1", "2"], ["0", "3"]),
         ({"type": "array", "prefixItems": [True, LETTER], "maxItems": 1}, ["[1]"], ['[1,"a"]']),
-        (
-            {
-                "type": "object",
-                "properties": {"a": {"$ref": "#/$defs/A%3CB~1C%3E"}},
-                "required": ["a"],
-                "$defs": {"A<B/C>": LETTER},
-            },
-            ['{"a":"x"}'],
-            ['{"a":"xy"}', '{"a":1}'],
-        ),
-        (
-            {"type": "object", "patternProperties": {"^x-": LETTER}, "additionalProperties": False},
-            ['{"x-a":"b"}'],
-            ['{"y":"b"}'],
-        ),
+        (ESCAPED, ['{"a":"x"}'], ['{"a":"xy"}', '{"a":1}']),
+        (NAMED, ['{"x-a":"b"}'], ['{"y":"b"}']),
     ],
 )
 def test_calls_are_held_to_what_a_schema_means(
