@@ -132,11 +132,11 @@ def wider_format(value: Any) -> Any:
     if "schema" not in named and any(x in named for x in _KEYWORDS):
         beside = {x: named[x] for x in _BESIDE if x in named}
         named = {**beside, "schema": {x: named[x] for x in named if x not in _BESIDE}}
-    named = named | {x: value[x] for x in _BESIDE if value.get(x) is not None}
+    named = {"name": "answer"} | named | {x: value[x] for x in _BESIDE if value.get(x) is not None}
     if named.get("strict") in ("true", "false"):
         named["strict"] = named["strict"] == "true"
-    kind = "json_schema" if named.get("schema") is not None else form["type"]
-    return {**form, "type": kind, "json_schema": named}
+    held = {**form, "type": "json_schema", "json_schema": named}
+    return held if named.get("schema") is not None else {"type": "json_object"}
 
 
 def _formatted(value: Any) -> Json:
@@ -276,7 +276,7 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_means("`response_format`, `reasoning_effort`", _configured, "output_config", SIBLINGS),
     *_means("`response_format`", _configured, "text", SIBLINGS),
     *_refused("instructions", SIBLINGS, words=_SYSTEM),
-    *_refused("extra_body", OTHERS, words="send its fields themselves"),
+    *_refused("extra_body guided_decoding", OTHERS, words="send its fields themselves"),
     # Sampling.
     *_means(
         *("`repetition_penalty`", _penalty, "repeat_penalty", LLAMA, OLLAMA, LM_STUDIO),
@@ -292,7 +292,7 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_refused("presence_context_size", MLX_LM, words=_WHOLE, beside=("presence_penalty",)),
     *_refused("frequency_context_size", MLX_LM, words=_WHOLE, beside=("frequency_penalty",)),
     *_means("`seed`", _seed, "random_seed", OTHERS),
-    *_refused("top_a", OTHERS),
+    *_refused("top_a tfs mirostat_mode smoothing_factor banned_strings banned_tokens", OTHERS),
     *_refused("samplers sampler_seq", LLAMA, words="samplers have one order here"),
     *_refused("mirostat", LLAMA, OLLAMA),
     *_refused("dynatemp_range dry_multiplier min_keep", LLAMA),

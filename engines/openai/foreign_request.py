@@ -147,6 +147,8 @@ class _Taking:
         """Add fields to the body that the client's field means; its own fields go first."""
         for ours, value in made.items():
             has = self._raw.get(ours)
+            if has in ({"type": "text"}, []):
+                has = None  # it asks for nothing
             if ours in _HOLDERS:
                 self._check_alone(name)
             if isinstance(has, dict) and isinstance(value, dict):

@@ -246,6 +246,7 @@ class NoCalls:
     """No tools were offered: everything is content."""
 
     num_calls = 0
+    is_cut = False
 
     def feed(self, section: str, text: str) -> ParsedText:
         return ParsedText(text)
@@ -315,7 +316,9 @@ class OutputProcessor:
         # What ended here may have reached its limit with the same token, or before it was ended.
         if reason == "length" and not self.stopped:
             return _joined(rest), "length"
-        return _joined(rest), "tool_calls" if self._calls.num_calls else "stop"
+        is_cut_by_stop = self._stops.hit and self._calls.is_cut
+        has_calls = self._calls.num_calls > 0 and not is_cut_by_stop
+        return _joined(rest), "tool_calls" if has_calls else "stop"
 
     def _ending(self) -> list[Delta]:
         ended = [self._advance(self._text.finish())]

@@ -48,6 +48,7 @@ class CallReader(Protocol):
     """Finds the tool calls in one answer, in one way of writing them."""
 
     num_calls: int  # found so far
+    is_cut: bool  # the answer ended within the last one
 
     def feed(self, section: str, text: str) -> ParsedText:
         """Read more of the answer.
@@ -72,6 +73,7 @@ class MarkedCalls:
         self._tools = tools
         self._names = {tool["function"]["name"] for tool in tools}
         self._markers = markers
+        self.is_cut = False  # such a text is no call
         self._inside = False
         self._text = ""
         self.num_calls = 0
@@ -109,6 +111,7 @@ class BareCalls:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
+        self.is_cut = False
         self._held = ""
         self._plain = False
         self.num_calls = 0
@@ -139,6 +142,7 @@ class LineCalls:
 
     def __init__(self, names: Collection[str]) -> None:
         self._headers = {call_header(name): name for name in names}
+        self.is_cut = False
         self._held = ""
         self._calling = False
         self._plain = False
@@ -154,6 +158,7 @@ class LineCalls:
     def finish(self) -> ParsedText:
         """End the answer; a call that was cut short keeps the arguments it has, as at OpenAI."""
         text, self._held = self._held, ""
+        self.is_cut = self._calling and not text.endswith("}")
         if self._calling:
             return ParsedText(calls=self._arguments(text.removesuffix("}")))
         return ParsedText(text)

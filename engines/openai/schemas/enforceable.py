@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
 from engines.openai.messages import Json
 from engines.openai.schemas.numbers import holds_number, is_enforceable_number, sendable
@@ -54,7 +56,14 @@ _APPLYING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", *_NAMING, "not"
 _OF_OBJECTS: Final = frozenset(
     {"type", "properties", "patternProperties", "additionalProperties", "required"}
 )
-_BY_NAME: Final = frozenset({"properties", "patternProperties", *DEFINITIONS})
+_NAMED: Final = frozenset({"properties", "patternProperties", *DEFINITIONS})
+# Keywords whose schemas are not written, or elsewhere.
+_LOST: Final = _UNKNOWN | ANNOTATIONS | {"oneOf", "patternProperties"}
+# Beside a ref that leads back to itself llguidance takes only these.
+_BESIDE_CIRCLES: Final = frozenset(
+    {"$ref", *DEFINITIONS, "$id", "$anchor", "title", "description", "readOnly", "$comment"}
+)
+_LITERAL: Final = re.compile(r"\^((?:[\w/:@ -]|\\[-./_])+)(?![*?{|])")  # with which a name begins
 
 # vLLM holds calls by xgrammar; answers there, and everything on mlx, are held by llguidance.
 Compiler: TypeAlias = Literal["llguidance", "xgrammar"]
@@ -85,7 +94,7 @@ class _SchemaWriter:
 
     def __init__(self, root: Json, compiler: Compiler, report: Report) -> None:
         self._branches = Branches(root)
-        self._refs = Refs(root)
+        self._refs = Refs(root, _LOST)
         self._in_calls = compiler == "xgrammar"
         self._reads = is_plain_in_calls if self._in_calls else is_plain
         self._report = report
@@ -104,6 +113,8 @@ class _SchemaWriter:
             node = written_out(node)
             for keyword in ignored_in_calls(node):
                 self._report(LeftOut(path, keyword))
+        elif self._refs.leads_back(str(node.get("$ref"))):
+            node = self._without_siblings(node, path)
         made: Json = {}
         for key, value in node.items():
             made |= self._keyword(key, value, node, path)
@@ -120,8 +131,8 @@ class _SchemaWriter:
             return {key: possible}
         if key in VALUES:
             return self._values(key, value, path)
-        if key in _BY_NAME and isinstance(value, dict):
-            return {key: self._named(key, value, path)}
+        if key in _NAMED and isinstance(value, dict):
+            return {key: self._named(key, value, node, path)}
         if key == "$ref" and isinstance(value, str):
             follow = self._refs.for_xgrammar if self._in_calls else self._refs.for_llguidance
             ref = follow(value)
@@ -148,19 +159,34 @@ class _SchemaWriter:
         except OverflowError:
             return self._left_out(path, key)
 
-    def _named(self, key: str, schemas: Json, path: Path) -> Json:
-        made = {}
-        for name, schema in schemas.items():
-            as_written = name
-            if key == "patternProperties":
-                if not self._reads(name):
-                    self._report(LeftOut(path, key))
-                    continue
-                as_written = self._pattern(name)
-            elif key in DEFINITIONS and self._in_calls:
-                as_written = escaped(name)
-            made[as_written] = self.written(schema, (*path, key, name))
-        return made
+    def _named(self, key: str, schemas: Json, node: Json, path: Path) -> Json:
+        if key == "patternProperties":
+            return self._named_by_pattern(schemas, node, path)
+        is_escaped = key in DEFINITIONS and self._in_calls
+        return {
+            escaped(name) if is_escaped else name: self.written(x, (*path, key, name))
+            for name, x in schemas.items()
+        }
+
+    def _named_by_pattern(self, schemas: Json, node: Json, path: Path) -> Json:
+        """Return the schemas of names by patterns, if each name can obey one of them at most."""
+        key = "patternProperties"
+        held = [x for x in schemas if self._reads(x)]
+        begins = sorted(found[1] for x in held if (found := _LITERAL.match(x)))
+        differ = len(begins) == len(held) and not any(y.startswith(x) for x, y in pairwise(begins))
+        if len(held) > 1 and (self._in_calls or not differ):
+            held = []
+        if self._in_calls and "properties" in node:
+            held = []  # xgrammar would take other names, too
+        if len(held) < len(schemas):
+            self._report(LeftOut(path, key))
+        return {self._pattern(x): self.written(schemas[x], (*path, key, x)) for x in held}
+
+    def _without_siblings(self, node: Json, path: Path) -> Json:
+        """Leave out what stands beside a ref that leads back to itself."""
+        for key in node.keys() & (BESIDE | _UNKNOWN | {"type", "allOf", "anyOf", "oneOf"}):
+            self._report(LeftOut(path, key))
+        return {key: value for key, value in node.items() if key in _BESIDE_CIRCLES}
 
     def _one_of(self, branches: list[Any], node: Json, path: Path) -> Json:
         if not self._branches.exclude_each_other(node):
@@ -191,7 +217,7 @@ def _may_have_other_names(node: Json, made: Json) -> bool:
     return (
         bool(_NAMING & node.keys())
         or ("$ref" in node and "$ref" not in made)
-        or (patterns in made and len(made[patterns]) < len(node[patterns]))
+        or (isinstance(made.get(patterns), dict) and len(made[patterns]) < len(node[patterns]))
     )
 
 
@@ -210,11 +236,18 @@ def _means_nothing(key: str, node: Json) -> bool:
     """Say so of a keyword that constrains nothing, and for which compilers forget others.
 
     ``$schema`` names a draft, and llguidance ignores what later ones have; ``additionalItems`` goes
-    with a list of ``items`` only, and for it ``prefixItems`` is ignored.
+    with a list of ``items`` only, and for it ``prefixItems`` is ignored; an ``$id`` may be none.
     """
     if key == "additionalItems":
         return not isinstance(node.get("items"), list)
-    return key == "$schema"
+    return key == "$schema" or (key == "$id" and not _is_address(node[key]))
+
+
+def _is_address(value: object) -> bool:
+    try:
+        return isinstance(value, str) and "#" not in value and bool(urlsplit(value).path)
+    except ValueError:
+        return False
 
 
 def _without_closing(node: Json) -> Json:

@@ -33,8 +33,6 @@ class HeldSchema(NamedTuple):
 
     def check(self) -> None:
         """Refuse what cannot be left out. Raises ``FieldError``."""
-        if self.on_mlx_only:
-            return  # its compiler says it
         if ref := endless_ref(self.schema):
             raise FieldError(
                 self.field,

@@ -15,6 +15,7 @@ _FARTHEST: Final = 2**63 - 512  # from here on the nearest double is 2**63
 _NEAREST: Final = 10**18
 _FARTHEST_OF_INTEGERS: Final = 2**64
 _FINEST: Final = 1e-10  # that numbers may be multiples of
+_OTHERS: Final = frozenset({"$ref", "allOf", "anyOf", "oneOf"})  # may name properties as well
 _LARGEST: Final = 2**64 - 1  # that vLLM's processes send each other
 _SMALLEST: Final = -(2**63)
 
@@ -28,10 +29,12 @@ def is_enforceable_number(key: str, value: float, node: Json, of_call: bool) -> 
     return key != "multipleOf" or not isinstance(value, float) or value >= _FINEST
 
 
-def holds_number(key: str, value: object, node: Json) -> bool:
+def holds_number(key: str, value: Any, node: Json) -> bool:
     """Say whether a grammar holds an object to its least or greatest number of properties."""
     if not _has_optional(node):
-        return True
+        named = node.get("properties")
+        is_too_large = isinstance(named, dict) and key == "minProperties" and value > len(named)
+        return not is_too_large and not _OTHERS & node.keys()
     is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
     needs_one = bool(node.get("required"))  # anyway
     return value == 1 and (key == "minProperties" if needs_one else is_closed)
@@ -48,12 +51,14 @@ def sendable(value: Any) -> Any:
     """Return a value of JSON whose integers beyond 64 bits are written with an exponent.
 
     Raises:
-        OverflowError: one is beyond all floats.
+        OverflowError: one is no float.
     """
     if isinstance(value, list):
         return [sendable(x) for x in value]
     if isinstance(value, dict):
         return {key: sendable(x) for key, x in value.items()}
     if isinstance(value, int) and not _SMALLEST <= value <= _LARGEST:
-        return float(value)
+        if int(written := float(value)) != value:
+            raise OverflowError(value)
+        return written
     return value

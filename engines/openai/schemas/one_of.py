@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from engines.openai.messages import Json
-from engines.openai.schemas.refs import same_place
+from engines.openai.schemas.refs import Refs, same_place
 
 _MAX_PAIRED: Final = 16  # branches; of more, one thing has to distinguish all of them
 _MAX_PARTS: Final = 8  # schemas that hold together: a chain of ``$ref``, an ``allOf``
@@ -68,7 +68,7 @@ class Branches:
 
     def __init__(self, root: Json) -> None:
         """``root``: the schema that refs point into."""
-        self._root = root
+        self._refs = Refs(root)
         self._known: dict[tuple[int, bool], _Branch] = {}
 
     def exclude_each_other(self, node: Json) -> bool:
@@ -96,7 +96,7 @@ class Branches:
                 if key not in self._known:
                     self._known[key] = self._alone(part, with_tags)
                 branch = branch.joined(self._known[key])
-                waiting += same_place(self._root, part)
+                waiting += same_place(self._refs, part)
         return branch
 
     def _alone(self, part: Json, with_tags: bool) -> _Branch:

@@ -29,6 +29,8 @@ _CONTROLS: Final = dict(zip("nrtfva", "\n\r\t\f\v\a", strict=True))
 _NOT_OF_XGRAMMAR: Final = re.compile(
     r"(\\[pP]|\\[xu]\{|\[:|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL
 )
+# Beside one of these it reads ``_ANY`` as quotes and line ends, too.
+_FOREIGN: Final = re.compile(r"[^\x00-\x7f]")
 _ANY: Final = r"[\s\S]*"
 # In a class, what is an operator of Rust's and means the characters alone in JavaScript.
 _OPERATORS: Final = re.compile(r"(\\.)|\[|&&|~~|--", re.DOTALL)
@@ -81,8 +83,9 @@ def in_calls(pattern: str) -> str | None:
     Returns:
         None if there is no such pattern.
     """
-    if any(x[1] for x in _NOT_OF_XGRAMMAR.finditer(pattern)):
+    if any(x[1] for x in _NOT_OF_XGRAMMAR.finditer(pattern)) or max(pattern, default="") > "\uffff":
         return None
+    pattern = _FOREIGN.sub(lambda x: f"\\u{ord(x[0]):04x}", pattern)
     depth, branches, ends = 0, [""], [False]
     before = _ANY
     for token in _TOKEN.finditer(pattern):
@@ -98,15 +101,17 @@ def in_calls(pattern: str) -> str | None:
             branches[-1] = before + branches[-1]
             branches, ends, before = [*branches, ""], [*ends, False], _ANY
         else:
-            branches[-1] += token[0]
+            branches[-1] += token[0] if token["char"] != "]" else r"\]"
     branches[-1] = before + branches[-1]
     whole = [x if ended or x == _ANY else x + _ANY for x, ended in zip(branches, ends, strict=True)]
     return f"^{whole[0]}$" if len(whole) == 1 else f"^(?:{'|'.join(whole)})$"
 
 
 def _is_escaped_in_json(token: re.Match[str]) -> bool:
-    """Say so of a character that stands for itself."""
-    if token["class"] or not (token["char"] or token["atom"]):
+    """Say so of a character that stands for itself, and of a class of nothing else."""
+    if content := token["class"]:
+        return not re.sub(r'\\\\|\\?"', "", content)
+    if not (token["char"] or token["atom"]):
         return False
     item = _IN_CLASS.fullmatch(token[0])
     code = _code(item) if item is not None else -1

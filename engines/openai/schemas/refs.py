@@ -16,38 +16,73 @@ VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "r
 ANNOTATIONS: Final = frozenset({"default", "examples", "example"})  # of these, what holds nothing
 _IN_REFS: Final = "/~$:?@!&'()*+,;="  # need no escapes
 DEFINITIONS: Final = ("$defs", "definitions")
+# The keywords whose values are schemas by name, and in a list.
+BY_NAME: Final = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
+LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 class Refs:
     """The refs of one schema. All are taken to be relative to its root's address."""
 
-    def __init__(self, root: Json) -> None:
+    def __init__(self, root: Json, lost: frozenset[str] = frozenset()) -> None:
+        """``lost``: keywords that are not written as they are, so no ref may lead into them."""
         self._root = root
+        self._lost = lost
         given = root.get("$id")
         self._base = given if isinstance(given, str) else ""
+        self._led_back: dict[str, bool] = {}
 
-    def for_llguidance(self, ref: str) -> str | None:
-        """Return a ref with the escapes of an address; None if it leads out of the schema."""
+    def target(self, ref: str) -> Any:
+        """Return the schema that a ref leads to; None if it leads out of this one."""
         try:
             url, fragment = urldefrag(urljoin(self._base, ref))
         except ValueError:
             return None
         if fragment and not fragment.startswith("/"):
-            leads_in = f"{url}#{fragment}" in self._addresses
-        else:
-            leads_in = _is_schema(target(self._addresses.get(url), f"#{fragment}"))
-        return f"{ref.partition('#')[0]}#{quote(unquote(fragment), _IN_REFS)}" if leads_in else None
+            return self._addresses.get(f"{url}#{fragment}")
+        found = target(self._addresses.get(url), f"#{fragment}")
+        return found if isinstance(found, dict | bool) else None
+
+    def for_llguidance(self, ref: str) -> str | None:
+        """Return a ref with the escapes of an address; None if it leads out of the schema."""
+        url, _, fragment = ref.partition("#")
+        if self.target(ref) is None or self._lost & set(_crossed(fragment)):
+            return None
+        return f"{url}#{quote(unquote(fragment), _IN_REFS)}"
 
     def for_xgrammar(self, ref: str) -> str | None:
-        """Return a ref as xgrammar finds it, which knows no escapes; None if it does not.
+        """Return a ref as xgrammar finds it, which knows no escapes, lists, addresses; else None.
 
         Definitions have to be named by ``escaped``.
         """
         steps = unquote(ref).split("/")
-        if steps[0] != "#" or not _is_schema(target(self._root, ref)):
+        if steps[0] != "#" or self.target(ref) is None or self._has_addresses:
+            return None
+        if (self._lost | set(LISTED)) & set(_crossed(ref[1:])):
             return None
         names = [x for before, x in pairwise(steps) if before not in DEFINITIONS]
         return None if any("~" in x for x in names) else "/".join(steps)
+
+    def leads_back(self, ref: str) -> bool:
+        """Say whether the schema that a ref leads to has the same ref in it, also by others."""
+        if ref not in self._led_back:
+            seen, waiting = set[str](), [self.target(ref)]
+            while waiting and ref not in seen:
+                node = waiting.pop()
+                if isinstance(node, list):
+                    waiting += node
+                elif isinstance(node, dict):
+                    waiting += [x for key, x in node.items() if key not in VALUES]
+                    if isinstance(other := node.get("$ref"), str) and other not in seen:
+                        seen.add(other)
+                        waiting.append(self.target(other))
+            self._led_back[ref] = ref in seen
+        return self._led_back[ref]
+
+    @property
+    def _has_addresses(self) -> bool:
+        """True if a part has an address of its own, from which its refs lead."""
+        return any("#" not in url for url in self._addresses if url != self._base)
 
     @cached_property
     def _addresses(self) -> dict[str, Any]:
@@ -59,7 +94,7 @@ class Refs:
             if isinstance(node, list):
                 waiting += [(x, base) for x in node]
             elif isinstance(node, dict):
-                if isinstance(own := node.get("$id"), str):
+                if isinstance(own := node.get("$id"), str) and "#" not in own:
                     with suppress(ValueError):
                         base = urljoin(base, own)
                         found[base] = node
@@ -69,8 +104,13 @@ class Refs:
         return found
 
 
-def _is_schema(node: object) -> bool:
-    return isinstance(node, dict | bool)
+def _crossed(fragment: str) -> Iterator[str]:
+    """Yield the keywords on the way of a ref, without the names and numbers that follow some."""
+    is_name = False
+    for step in unquote(fragment).split("/")[1:]:
+        if not is_name:
+            yield step
+        is_name = not is_name and step in (*BY_NAME, *LISTED)
 
 
 def escaped(name: str) -> str:
@@ -80,6 +120,7 @@ def escaped(name: str) -> str:
 
 def endless_ref(schema: Json) -> str:
     """Return a ``$ref`` that leads back to itself without a value between; "" if none does."""
+    refs = Refs(schema)
     waiting: list[Any] = [schema]
     nodes: dict[int, Json] = {}
     targets: dict[int, list[int]] = {}
@@ -89,7 +130,7 @@ def endless_ref(schema: Json) -> str:
             waiting += node
         elif isinstance(node, dict) and id(node) not in nodes:
             nodes[id(node)] = node
-            same = [x for x in same_place(schema, node) if isinstance(x, dict)]
+            same = [x for x in same_place(refs, node) if isinstance(x, dict)]
             targets[id(node)] = [id(x) for x in same]
             waiting += same
             waiting += _parts(node)
@@ -114,18 +155,20 @@ def _circle(nodes: dict[int, Json], targets: dict[int, list[int]]) -> str:
     return next((str(nodes[x]["$ref"]) for x in left if "$ref" in nodes[x]), "")
 
 
-def same_place(root: Json, node: Json) -> Iterator[Any]:
+def same_place(refs: Refs, node: Json) -> Iterator[Any]:
     """Yield the schemas that a value has to obey together with this one."""
-    if isinstance(ref := node.get("$ref"), str) and ref.startswith("#"):
-        yield target(root, ref)
-    if isinstance(parts := node.get("allOf"), list):
-        yield from parts
+    if isinstance(ref := node.get("$ref"), str):
+        yield refs.target(ref)
+    for key in ("allOf", "anyOf", "oneOf"):
+        parts = node.get(key)
+        if isinstance(parts, list) and (key == "allOf" or len(parts) == 1):
+            yield from parts
 
 
 def target(root: Any, ref: str) -> Any:
     """Return what a ``$ref`` into its own root points to; None if that is nothing."""
     found = root
-    for step in filter(None, unquote(ref[1:]).split("/")):
+    for step in unquote(ref[1:]).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):
             found = found.get(name)

@@ -62,7 +62,7 @@ _FOUND: Final[tuple[tuple[str, Callable[[Json], bool]], ...]] = (
 
 
 def _rewritten(node: Any) -> Any:
-    """Move types into ``allOf``, and each branch of an ``allOf`` into that of the one before it."""
+    """Move types into branches, and each branch of an ``allOf`` into that of the one before it."""
     if isinstance(node, list):
         return [_rewritten(x) for x in node]
     if not isinstance(node, dict):
@@ -70,16 +70,18 @@ def _rewritten(node: Any) -> Any:
     made = {key: value if key in VALUES else _rewritten(value) for key, value in node.items()}
     if not _is_sent_on(node):
         return made
-    parts = made.pop("allOf", [])
     if _is_found_beside_type(node):
-        parts = [{"type": made.pop("type")}, *parts]
-    return {**made, "allOf": [_chained(parts)]}
+        key = "allOf" if "anyOf" in node else "anyOf"  # the latter lets objects be closed
+        made[key] = [{"type": made.pop("type")}, *made.get(key, ())]
+    if isinstance(parts := made.get("allOf"), list) and parts:
+        made["allOf"] = [_chained(parts)]
+    return made
 
 
 def _chained(parts: list[Any]) -> Any:
     first, *rest = parts
     if not rest or first is False:
         return first
-    if first is True:
+    if not isinstance(first, dict):
         return _chained(rest)
     return {**first, "allOf": [_chained([*first.get("allOf", ()), *rest])]}

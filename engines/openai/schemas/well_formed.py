@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from engines.openai.messages import Json
-from engines.openai.schemas.refs import target
+from engines.openai.schemas.refs import BY_NAME, LISTED, target
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -80,11 +80,11 @@ def _misfits(schema: object) -> Iterator[Misfit]:
 
 def _inner(key: str, value: Any) -> Iterator[tuple[Path, Any]]:
     """Yield the schemas that a keyword with a value of its form has, and where."""
-    if key in _BY_NAME:
+    if key in BY_NAME:
         yield from (((name,), x) for name, x in value.items())
     elif key in _ONE and not isinstance(value, list):
         yield (), value
-    elif key in _ONE or key in _LISTED:
+    elif key in _ONE or key in LISTED:
         yield from (((str(i),), x) for i, x in enumerate(value))
 
 
@@ -95,9 +95,9 @@ def _mended(node: Any, root: Json) -> Any:
     for key, value in _of_latest_draft(node).items():
         if key in _FORMS and (value is None or not _FORMS[key](value)):
             continue
-        if key in _BY_NAME:
+        if key in BY_NAME:
             value = {name: _mended(x, root) for name, x in value.items()}
-        elif isinstance(value, list) and key in _LISTED:
+        elif isinstance(value, list) and key in LISTED:
             value = [_mended(x, root) for x in value]
         elif key in _ONE:
             value = _mended(value, root)
@@ -132,7 +132,7 @@ def _moved(ref: str, root: Json) -> str:
     while i < len(steps) and isinstance(place, dict):
         key = steps[i]
         place, steps[i] = place.get(key), _newer_names(place).get(key, key)
-        if key in _BY_NAME or (key in (*_ONE, *_LISTED) and isinstance(place, list)):
+        if key in BY_NAME or (key in (*_ONE, *LISTED) and isinstance(place, list)):
             place = target(place, "#/" + steps[i + 1]) if i + 1 < len(steps) else None
             i += 1
         elif key not in _ONE:
@@ -179,9 +179,7 @@ def _is(*kinds: type) -> Callable[[object], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-# The keywords whose values are schemas: by name, in a list, or one (``items`` may also be a list).
-_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+# The keywords whose values are one schema (``items`` may also be a list).
 _ONE: Final = ("items", "additionalProperties", "additionalItems", "unevaluatedProperties") + (
     "unevaluatedItems",
     "contains",
@@ -192,10 +190,10 @@ _ONE: Final = ("items", "additionalProperties", "additionalItems", "unevaluatedP
     "else",
 )
 _SIZES: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MAX_SIZE: Final = 2**32  # llguidance takes no larger ones
+_MAX_SIZE: Final = 2**31  # xgrammar takes no larger ones, llguidance up to twice as large
 _FORMS: Final[dict[str, Callable[[object], bool]]] = {
-    **dict.fromkeys(_BY_NAME, _is(dict)),
-    **dict.fromkeys(_LISTED, _is_list),
+    **dict.fromkeys(BY_NAME, _is(dict)),
+    **dict.fromkeys(LISTED, _is_list),
     **dict.fromkeys(_ONE, _is(dict, bool)),
     "items": _is(dict, bool, list),
     "type": _is_type,

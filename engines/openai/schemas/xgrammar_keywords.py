@@ -17,10 +17,12 @@ _OF_TEXTS: Final = frozenset({"pattern", "format"})
 _OF_NUMBERS: Final = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
+_BOUNDS: Final = _OF_NUMBERS - {"multipleOf"}
 # Not read beside a ``$ref`` or choices.
 BESIDE: Final = frozenset(
-    {"properties", "required", "additionalProperties", "items", "minItems", "maxItems"}
-    | {"pattern", "minimum", "maximum", "enum", "const"}
+    {"enum", "const", "items", "minItems", "maxItems", "prefixItems", "properties", "required"}
+    | {"additionalProperties", "patternProperties", "minProperties", "maxProperties"}
+    | {*_OF_TEXTS, *_OF_NUMBERS}
 )
 # The keyword that is read first, and the others that are not read beside it.
 _FIRST: Final = {
@@ -53,9 +55,11 @@ def written_out(node: Json) -> Json:
 
     Otherwise a list with bounds has no items, and an object with needed names none of these.
     """
-    made = dict(node)
+    made = _merged(node)
     first = made.get("prefixItems")
-    if isinstance(first, list):
+    if not isinstance(first, list):
+        first = None
+    else:
         most = made.get("maxItems")
         cut = first[: int(most)] if isinstance(most, int | float) and most >= 0 else first
         first = made["prefixItems"] = [{} if x is True else x for x in cut]
@@ -69,6 +73,18 @@ def written_out(node: Json) -> Json:
             if isinstance(bound := made.get(key), float) and math.isfinite(bound):
                 made[key] = whole(bound)
     return made
+
+
+def _merged(node: Json) -> Json:
+    """Return a schema with the one part of its ``allOf`` in itself, if no keyword is in both."""
+    parts = node.get("allOf")
+    part = parts[0] if isinstance(parts, list) and len(parts) == 1 else None
+    beside = {key: value for key, value in node.items() if key != "allOf"}
+    if not isinstance(part, dict) or not (BESIDE | {"type"}) & beside.keys():
+        return dict(node)
+    if "$ref" in part or any(beside.get(key, value) != value for key, value in part.items()):
+        return dict(node)
+    return beside | part
 
 
 def _open(made: Json) -> None:
@@ -93,16 +109,26 @@ def ignored_in_calls(node: Json) -> Iterator[str]:
     for key in ("$ref", "anyOf", "oneOf"):
         if key in node and BESIDE & node.keys():
             yield key
-    if "$ref" in node and {"anyOf", "oneOf", "allOf"} & node.keys():
+    if "$ref" in node and {"anyOf", "oneOf", "allOf", "type"} & node.keys():
         yield "$ref"
+    for key in {"anyOf", "oneOf", "allOf"} & node.keys():
+        if not BESIDE & node.keys() and not _all_say(node[key], node.get("type")):
+            yield "type"
     named, needed = node.get("properties"), node.get("required")
     if isinstance(needed, list) and not set(map(str, needed)) <= (
         named.keys() if isinstance(named, dict) else set()
     ):
         yield "required"
-    if "multipleOf" in node and node.get("type") == "number":
+    if "multipleOf" in node and (node.get("type") == "number" or _BOUNDS & node.keys()):
         yield "multipleOf"
     yield from _ignored_of_values(node)
+
+
+def _all_say(parts: object, kind: object) -> bool:
+    """Say whether all parts of a schema have its type, beside which it is not read."""
+    if kind is None or not isinstance(parts, list):
+        return True
+    return all(isinstance(x, dict) and x.get("type") == kind for x in parts)
 
 
 def _ignored_of_values(node: Json) -> Iterator[str]:

@@ -22,6 +22,7 @@ from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 from engines.openai.schemas.enforceable import enforceable
 from engines.openai.schemas.refs import VALUES
+from engines.openai.schemas.vllm_check import passing
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 _FREE = (None, "auto", "none")
@@ -72,7 +73,7 @@ def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
             adjusted = super().adjust_request(request)
             outputs = getattr(adjusted, "structured_outputs", None)
             if outputs is not None and isinstance(outputs.json, dict):
-                outputs.json = enforceable(_with_rooted_refs(outputs.json), "xgrammar")
+                outputs.json = passing(enforceable(_with_rooted_refs(outputs.json)))
             return adjusted
 
     HeldToolParser.__name__ = parser.__name__

@@ -199,7 +199,6 @@ def test_masks_logits_of_any_width(plain: Vocabulary) -> None:
 EMPTY = {"type": "integer", "minimum": 2, "maximum": 1}
 WRONG = [
     {"type": "string", "pattern": "\\p{Nowhere}"},
-    {"type": "object", "patternProperties": {"^a": {"type": "string"}, "^ab": {}}},
     {"type": "string", "enum": [1]},
     EMPTY,
 ]
@@ -217,8 +216,9 @@ def test_a_choice_without_an_end_gets_a_sentence(plain: Vocabulary) -> None:
     found = verdict(plain, [], {"anyOf": [{"$ref": "#"}]})
     assert "describes no value" in found.reason and "Bias" not in found.reason
     endless = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
-    of_tool = verdict(plain, tools(endless), None)
-    assert "describes no value" in of_tool.reason and "level" not in of_tool.reason
+    function = {"name": "f", "parameters": endless}
+    with pytest.raises(InvalidRequest, match="describes no value"):
+        asked(tools=[{"type": "function", "function": function}], tool_choice="required")
 
 
 def test_xgrammars_error_has_no_line_of_its_code() -> None:

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from engines.host.grammar import GrammarWish, source_of
 from engines.openai.requests import ChatRequest, InvalidRequest, validate_chat
 from engines.openai.schemas.enforceable import enforceable
-from engines.openai.schemas.keywords import left_out
+from engines.openai.schemas.keywords import left_out, with_enforceable_formats
 from engines.openai.schemas.patterns import in_calls, in_rust, is_plain
 from engines.vllm_plugin.grammar.wanted import for_calls
 
@@ -77,6 +77,14 @@ NOT_KNOWN = ("^(?!\\.)a+$", "(?<=a)b", "(a)\\1", "\\bfoo\\b", "([a-")
         ({"type": "object", "properties": {"a": TEXT}, "maxProperties": 0}, "maxProperties"),
         *((of(**{"$ref": x}), "$ref") for x in ("https://x.com/a.json", "#/$defs/gone", "#gone")),
         (of(enum=[10**400]), "enum"),
+        (of(const=10**29 + 1), "const"),  # no double is that number
+        ({"type": "object", "patternProperties": {"^a": TEXT, "b$": {}}}, "patternProperties"),
+        ({"type": "object", "patternProperties": {"^a": TEXT, "^ab": {}}}, "patternProperties"),
+        (of(**{"$ref": "#/$defs/a/oneOf/0"}) | {"$defs": {"a": {"oneOf": [TEXT]}}}, "$ref"),
+        (of(**{"$ref": "#/"}), "$ref"),
+        ({"type": "object", "properties": {"a": {"$ref": "#", "type": "object"}}}, "type"),
+        ({**of(**TEXT), "minProperties": 2}, "minProperties"),
+        ({"anyOf": [of(**TEXT)], "minProperties": 2}, "minProperties"),
     ],
 )
 def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
@@ -168,6 +176,8 @@ def test_an_object_whose_condition_is_left_out_stays_open() -> None:
         {"$ref": "#"},
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
         of(**{"$ref": "#/$defs/a~1b"}) | {"$defs": {"a/b": {"allOf": [{"$ref": "#/$defs/a~1b"}]}}},
+        of(**{"$ref": "#A"}) | {"$defs": {"A": {"$anchor": "A", "$ref": "#A"}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
     ],
 )
 def test_a_circle_of_refs_gets_a_sentence(schema: dict[str, Any]) -> None:
@@ -202,7 +212,7 @@ def test_long_chains_of_refs_are_followed() -> None:
 
 UNREAD = ["^\\p{L}+$", "^[\\p{L}\\d]$", "a\\P{Lu}", "(?i)a", "(?i:a)b", "^\\x{41}$", "(^a|b)c"]
 # Its texts would have these as they are, so that the arguments were no JSON.
-UNREAD += ['^"x"$', r"^\u0022$", r"^[A-Z]:\\", r"^a\nb$", "^a\tb$"]
+UNREAD += ['^"x"$', r"^[\\]$", "^😀$", r"^\u0022$", r"^[A-Z]:\\", r"^a\nb$", "^a\tb$"]
 ANY = r"[\s\S]*"
 
 
@@ -233,6 +243,8 @@ def test_what_xgrammar_does_not_read_is_left_out_of_calls_at_vllm(pattern: str) 
         ("^a|b$", rf"^(?:a{ANY}|{ANY}b)$"),
         ("^(a|b)$", "^(a|b)$"),
         (r"\Aa\z", "^a$"),
+        ("é", rf"^{ANY}\u00e9{ANY}$"),
+        ("^[äb]]$", r"^[\u00e4b]\]$"),
         ('^[^["]$', '^[^["]$'),  # its classes have no quotes and backslashes anyway
     ],
 )
@@ -345,6 +357,16 @@ def test_no_values_of_unread_keywords_break_it() -> None:
         (of(minimum=5), "minimum"),
         (of(pattern="^a$"), "pattern"),
         (of(type="integer", maximum=2**64 - 1), "maximum"),  # it refuses this one
+        (of(type="integer", minimum=0, multipleOf=7), "multipleOf"),
+        (of(type="integer", anyOf=[{"type": "integer"}, TEXT]), "type"),
+        (
+            of(**{"$ref": "#/$defs/a", "type": "integer", "minimum": 5}) | {"$defs": {"a": {}}},
+            "$ref",
+        ),
+        (of(**{"$ref": "#/$defs/a/anyOf/0"}) | {"$defs": {"a": {"anyOf": [TEXT]}}}, "$ref"),
+        (of(**{"$ref": "#/$defs/a"}) | {"$defs": {"a": {**TEXT, "$id": "http://e/a"}}}, "$ref"),
+        ({**of(**TEXT), "patternProperties": {"^k": TEXT}}, "patternProperties"),
+        ({"type": "object", "patternProperties": {"^k": {}, "^l": TEXT}}, "patternProperties"),
     ],
 )
 def test_what_xgrammar_ignores_is_named_or_refused_in_calls_at_vllm(
@@ -397,6 +419,32 @@ def test_addresses_inside_a_schema_are_followed(ref: str, root: dict[str, Any]) 
     assert left_out(held(schema, strict=True).held_schemas, "vllm") == []
     matcher = LLMatcher(BYTES, source_of(GrammarWish([], False, enforceable(schema))).text)
     assert matcher.consume_tokens(list(b'{"a":"x"}')), matcher.get_error()
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"type": "object", "patternProperties": True},
+        {"properties": {}, "patternProperties": 1},
+        {"patternProperties": None},
+        {"prefixItems": 1, "minItems": 2},
+        {"allOf": ["a", "b"], "patternProperties": {"^z": TEXT}},
+    ],
+)
+@pytest.mark.parametrize("engine", ["mlx", "vllm"])
+def test_keywords_of_vendors_may_look_like_schemas(beside: dict[str, Any], engine: str) -> None:
+    schema = {**of(**TEXT), "x-form": beside, "$id": "http://[bad"}
+    for asked in (held(schema), offered(schema, "required")):
+        left_out(asked.held_schemas, engine)
+    sent = with_enforceable_formats({"structured_outputs": {"json": schema}}, engine)
+    wish = GrammarWish([], False, sent["structured_outputs"]["json"])
+    assert not LLMatcher.validate_grammar(source_of(wish).text)
+
+
+def test_one_part_of_all_is_written_beside_the_rest_for_calls_at_vllm() -> None:
+    schema = of(type="integer", allOf=[{"minimum": 3}])
+    assert left_out(offered(schema, strict=True).held_schemas, "vllm") == []
+    assert for_calls(schema) == of(type="integer", minimum=3)
 
 
 def test_an_object_whose_ref_is_left_out_stays_open() -> None:

@@ -13,6 +13,7 @@ from engines.mlx_worker.answer.output_processor import (
     chat_sections,
     plain_sections,
 )
+from engines.mlx_worker.answer.tool_calls import LineCalls
 from engines.mlx_worker.generation import FinishReason, ModelFacts, Token
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.request_planner import RequestPlanner
@@ -202,3 +203,15 @@ def test_answer_of_no_tokens(plain: Vocabulary) -> None:
     whole, reason = read(reader, encoded(plain, "a"), "length")
     assert (whole, reason) == (Delta(calls=[], scores=[]), "length")
     assert reader.num_tokens == 0
+
+
+@pytest.mark.parametrize(("stop", "wanted"), [("}", "stop"), ("\n", "tool_calls")])
+def test_a_stop_string_inside_a_forced_call_is_a_stop(
+    plain: Vocabulary, stop: str, wanted: str
+) -> None:
+    """Its arguments are cut, and a client would run what is no call."""
+    text = '{"name": "look", "arguments": {"at": 1}}\n'
+    reader = answer(plain, [stop], calls=LineCalls(["look"]))
+    whole, reason = read(reader, encoded(plain, text))
+    assert (reason, reader.stop) == (wanted, stop)
+    assert whole.calls[0].name == "look"
