@@ -16,7 +16,7 @@ from engines.openai.errors import FieldError, InvalidRequest
 from engines.openai.messages import Json, NamedTool, ResponseFormat, Tool
 from engines.openai.schemas.enforceable import Compiler, LeftOut, enforceable
 from engines.openai.schemas.refs import endless_ref
-from engines.openai.schemas.vllm_check import passing
+from engines.openai.schemas.vllm_check import excludes_quotes, passing
 from engines.openai.schemas.well_formed import misfits, with_well_formed_tools
 
 
@@ -63,7 +63,9 @@ class HeldSchema(NamedTuple):
     def _left_out(self) -> list[LeftOut]:
         found: list[LeftOut] = []
         compiler: Compiler = "xgrammar" if self.on_vllm and self.of_call else "llguidance"
-        enforceable(self.schema, compiler, found.append)
+        made = enforceable(self.schema, compiler, found.append)
+        if self.on_vllm and not self.of_call and excludes_quotes(made):
+            found.append(LeftOut((), "pattern"))
         return found
 
 

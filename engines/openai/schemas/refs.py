@@ -119,7 +119,7 @@ def escaped(name: str) -> str:
 
 
 def endless_ref(schema: Json) -> str:
-    """Return a ``$ref`` that leads back to itself without a value between; "" if none does."""
+    """Return a ``$ref`` that leads back to itself in every value; "" if none does."""
     refs = Refs(schema)
     waiting: list[Any] = [schema]
     nodes: dict[int, Json] = {}
@@ -130,9 +130,9 @@ def endless_ref(schema: Json) -> str:
             waiting += node
         elif isinstance(node, dict) and id(node) not in nodes:
             nodes[id(node)] = node
-            same = [x for x in same_place(refs, node) if isinstance(x, dict)]
-            targets[id(node)] = [id(x) for x in same]
-            waiting += same
+            needed = [*same_place(refs, node), *_needed(node)]
+            targets[id(node)] = [id(x) for x in needed if isinstance(x, dict)]
+            waiting += needed
             waiting += _parts(node)
     return _circle(nodes, targets)
 
@@ -163,6 +163,15 @@ def same_place(refs: Refs, node: Json) -> Iterator[Any]:
         parts = node.get(key)
         if isinstance(parts, list) and (key == "allOf" or len(parts) == 1):
             yield from parts
+
+
+def _needed(node: Json) -> Iterator[Any]:
+    """Yield the schemas of values that each value of a schema has in it."""
+    named, required = node.get("properties"), node.get("required")
+    if node.get("type") == "object" and isinstance(named, dict) and isinstance(required, list):
+        yield from (named[x] for x in required if isinstance(x, str) and x in named)
+    if node.get("type") == "array" and node.get("minItems") not in (None, 0):
+        yield node.get("items")
 
 
 def target(root: Any, ref: str) -> Any:

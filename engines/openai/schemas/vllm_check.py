@@ -8,12 +8,15 @@ keyword beside the type that it goes with, and for several branches of ``allOf``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from engines.openai.messages import Json
 from engines.openai.schemas.refs import VALUES
 from engines.openai.schemas.xgrammar_keywords import LENGTHS
+
+_WITHOUT_QUOTES: Final = re.compile(r'\[\^(?:\\.|[^\]\\])*"')
 
 
 def passing(schema: Json) -> Json:
@@ -23,6 +26,12 @@ def passing(schema: Json) -> Json:
         return schema
     made: Json = _rewritten(schema)
     return made
+
+
+def excludes_quotes(schema: Json) -> bool:
+    """Say whether a text may not have quotes by its pattern, which llguidance 1.7 lets through."""
+    patterns = (node.get("pattern") for node in _nodes(schema))
+    return any(isinstance(x, str) and _WITHOUT_QUOTES.search(x) for x in patterns)
 
 
 def _nodes(schema: Any) -> Iterator[Json]:

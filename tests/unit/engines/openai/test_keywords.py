@@ -177,6 +177,8 @@ def test_an_object_whose_condition_is_left_out_stays_open() -> None:
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
         of(**{"$ref": "#/$defs/a~1b"}) | {"$defs": {"a/b": {"allOf": [{"$ref": "#/$defs/a~1b"}]}}},
         of(**{"$ref": "#A"}) | {"$defs": {"A": {"$anchor": "A", "$ref": "#A"}}},
+        of(**{"$ref": "#"}),
+        {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
         {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
     ],
 )
@@ -195,7 +197,7 @@ def test_a_circle_of_refs_gets_a_sentence(schema: dict[str, Any]) -> None:
         {"anyOf": [{"$ref": "#"}, TEXT]},
         {**of(**TEXT), "$defs": {"unused": {"$ref": "#/$defs/unused"}}},
         {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": TEXT}},
-        {"$ref": "#/nowhere/3"},  # the compiler says so
+        {"$ref": "#/nowhere/3"},  # is left out
     ],
 )
 def test_other_refs_are_no_circle(schema: dict[str, Any]) -> None:

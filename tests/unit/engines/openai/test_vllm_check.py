@@ -9,7 +9,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from engines.host.grammar import GrammarWish, source_of
-from engines.openai.schemas.keywords import with_enforceable_formats
+from engines.openai.requests import validate_chat
+from engines.openai.schemas.keywords import left_out, with_enforceable_formats
 from engines.openai.schemas.vllm_check import passing
 
 BYTES = LLTokenizer("byte")
@@ -49,6 +50,16 @@ def test_a_schema_with_named_patterns_means_the_same(
         assert takes(one, {"n": {"x1": "t"}, "o": good})
         assert not takes(one, {"n": {"x1": "t"}, "o": bad})
         assert not takes(one, {"n": {"x1": 1}, "o": good})
+
+
+def test_patterns_without_quotes_are_named_in_formats_on_vllm() -> None:
+    """Its llguidance, 1.7, lets an escaped quote through."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": '^[^"]{2}$'}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    messages = [{"role": "user", "content": "x"}]
+    asked = validate_chat({"model": "m", "messages": messages, "response_format": form})
+    assert left_out(asked.held_schemas, "vllm") == ["pattern"]
+    assert left_out(asked.held_schemas, "mlx") == []
 
 
 def test_other_schemas_stay_as_they_are() -> None:
