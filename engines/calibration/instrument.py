@@ -62,6 +62,13 @@ class Instrument(Protocol):
         """The number of tokens from one possible state to the next: states are at multiples."""
 
     @property
+    def waited_s(self) -> float:
+        """Seconds in which work given to it did not go on, or was lost, because of users' requests.
+
+        The sum since the start.
+        """
+
+    @property
     def ropes(self) -> tuple[Rope | None, ...]:
         """The rotary embedding of each layer that keeps all rows; None where a layer has none.
 

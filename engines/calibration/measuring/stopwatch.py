@@ -58,6 +58,11 @@ class Stopwatch:
         self._began = self._clock()
         return self
 
+    def waited_besides(self, seconds: float) -> None:
+        """Count so many seconds of the block as waited as well: others had the engine."""
+        if self.seconds > 0:
+            self.waited = max(self.waited, min(seconds / self.seconds, 1.0))
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -42,6 +42,7 @@ from kvstore.codecs.rows import sinks
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import KVLayout, KVRun, StateLayout, slice_tokens, tokens_in
+from kvstore.store.blob_reader import BATCH
 from kvstore.workers import default_threads, usable_cores
 
 LEAST_SHARED = 256  # tokens; to compute fewer again is as quick as to put them back
@@ -147,6 +148,17 @@ class Trip:
         return 8 * self.nbytes / self.num_elements
 
 
+def _in_batches(
+    chunks: Sequence[tuple[tuple[int, int], memoryview]],
+) -> list[Sequence[tuple[tuple[int, int], memoryview]]]:
+    """Return chunks as a store unpacks them: so many at a time, of as many tokens each."""
+    batches: list[Sequence[tuple[tuple[int, int], memoryview]]] = []
+    for _, alike in itertools.groupby(chunks, lambda x: x[0][1] - x[0][0]):
+        few = list(alike)
+        batches += [few[i : i + BATCH] for i in range(0, len(few), BATCH)]
+    return batches
+
+
 def least_context(states: StateLayout | None, state_step: int) -> int:
     """The tokens of the shortest prompt that can sleep as often as a session is judged by.
 
@@ -194,8 +206,7 @@ class Trials:
         shared = min(common_length(last.tokens, tokens), len(tokens) - 1)
         shared = shared if shared >= LEAST_SHARED else 0
         past = HeldSession(slice_tokens(last.session.run, 0, shared), shared)
-        with self._stopwatch() as watch:
-            computed = self._instrument.prefill(tokens, past)
+        computed, watch = self._prefilled(tokens, past)
         took = Speed.of(watch, len(tokens))
         if not shared:
             return Exact(tokens, computed, prefill=took)
@@ -209,10 +220,19 @@ class Trials:
         step = self._instrument.state_step
         asleep = len(tokens) - (SLEEPS - 1) * self._turn_tokens
         asleep = max(step, asleep // step * step)  # the position of the first sleep
-        with self._stopwatch() as watch:
-            first = self._instrument.prefill(tokens[:asleep])
+        first, watch = self._prefilled(tokens[:asleep])
         whole = self._instrument.prefill(tokens, first)
         return Exact(tokens, whole, first, Speed.of(watch, asleep))
+
+    def _prefilled(
+        self, tokens: tuple[int, ...], past: HeldSession = NOTHING
+    ) -> tuple[HeldSession, Stopwatch]:
+        """Compute a session, and time it without the turns of users that it waited for."""
+        before_s = self._instrument.waited_s
+        with self._stopwatch() as watch:
+            computed = self._instrument.prefill(tokens, past)
+        watch.waited_besides(self._instrument.waited_s - before_s)
+        return computed, watch
 
     @property
     def _turn_tokens(self) -> int:
@@ -269,14 +289,16 @@ class Trials:
             rows = slice_tokens(run, span[0] - start, span[1] - start)
             return memoryview(sinks.encode(codec, rows, layout, span[0]))
 
-        def unpack(span: tuple[int, int], payload: memoryview) -> None:
-            rows = slice_tokens(out, span[0] - start, span[1] - start)
-            sinks.decode(codec, payload, layout, span[0], rows)
+        def unpack(chunks: Sequence[tuple[tuple[int, int], memoryview]]) -> None:
+            first, end = chunks[0][0][0], chunks[-1][0][1]
+            rows = slice_tokens(out, first - start, end - start)
+            sinks.decode_chunks(codec, [x for _, x in chunks], layout, first, rows)
 
         with ThreadPoolExecutor(usable_cores()) as pool:
             payloads = list(pool.map(pack, spans))
+        batches = _in_batches(list(zip(spans, payloads, strict=True)))
         with ThreadPoolExecutor(self._num_threads) as pool, self._stopwatch() as watch:
-            list(pool.map(unpack, spans, payloads))
+            list(pool.map(unpack, batches))
         return Trip(
             HeldSession(out, num_tokens),
             sum(HEADER_BYTES + len(x) for x in payloads),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -93,6 +94,11 @@ class MlxInstrument:
         self._steps: Steps = steps or AtOnce()
         self._held = held or HeldPrefix(loaded.model, plan.layout)
         self._step_tokens = step_tokens
+        self._lost_s = 0.0  # in work that was begun again
+
+    @property
+    def waited_s(self) -> float:
+        return self._steps.waited_s + self._lost_s
 
     @cached_property
     def fingerprint(self) -> str:
@@ -128,10 +134,12 @@ class MlxInstrument:
     def _until_done(self, work: Callable[[], T]) -> T:
         """Do work of several steps, again from its start whenever the KV was needed by others."""
         while True:
+            began, waited_s = time.perf_counter(), self._steps.waited_s
             try:
                 return work()
-            except Dropped:
-                continue  # its first step waits for the next idle moment
+            except Dropped:  # the first step of the next try waits for an idle moment
+                took = time.perf_counter() - began
+                self._lost_s += max(0.0, took - (self._steps.waited_s - waited_s))
             except Exception:
                 with suppress(Interrupted):
                     self._steps.run(self._held.drop)

@@ -43,12 +43,16 @@ PART_TOKENS: Final = 128  # that go through the layers together; whose calls are
 class Steps(Protocol):
     """Runs steps that need the model."""
 
+    waited_s: float  # that steps waited for their turn since the start
+
     def run(self, step: Callable[[], T]) -> T:
         """Run ``step`` and return what it returns."""
 
 
 class AtOnce:
     """Runs steps on the calling thread, which loaded the model."""
+
+    waited_s = 0.0
 
     def run(self, step: Callable[[], T]) -> T:
         return step()
@@ -69,6 +73,7 @@ class IdleSteps:
         self._refuse: Callable[[], None] | None = None
         self._closed = False
         self.num_done = 0  # steps since the start
+        self.waited_s = 0.0
 
     # ---- the measuring thread
 
@@ -79,8 +84,10 @@ class IdleSteps:
             Interrupted: the engine ends.
         """
         done: Future[T] = Future()
+        handed_in = self._monotonic()
 
         def work() -> None:
+            self.waited_s += self._monotonic() - handed_in
             try:
                 done.set_result(step())
             except Exception as error:  # travels to who waits for it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,6 +73,7 @@ class ServingInstrument:
         self._salt = salt
         self._num_misses = 0
         self._num_unseen = 0  # texts in a row
+        self._lost_s = 0.0  # in steps that were done again
         self.rows([0])
 
     @property
@@ -100,6 +102,10 @@ class ServingInstrument:
     def _ropes_of(self, names: Sequence[str], layout: KVLayout) -> tuple[Rope | None, ...]:
         find = ropes_of if self._kv.states is None else ropes_if_found
         return find(self._model, names, [x.head_dim for x in layout.layers])
+
+    @property
+    def waited_s(self) -> float:
+        return self._lost_s
 
     @property
     def _model(self) -> nn.Module:
@@ -178,10 +184,13 @@ class ServingInstrument:
         if self._kv.states is not None:
             rows: KVRun = self._found(tokens, first).rows
         else:
-            for _ in range(MOST_TRIES):
+            for number in range(1, MOST_TRIES + 1):
+                began = time.perf_counter()
                 rows = self._found_after(slice_tokens(run, 0, first - skipped), tokens, first)
                 if self._exchange.was_alone:
                     break
+                if number < MOST_TRIES:
+                    self._lost_s += time.perf_counter() - began
         return slice_tokens(rows, skipped, skipped + len(tokens) - first)
 
     def _found_after(self, given: KVRun, tokens: Sequence[int], first: int) -> KVRun:

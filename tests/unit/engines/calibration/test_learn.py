@@ -34,6 +34,7 @@ class Blind:
     states: StateLayout | None = None
     state_step = 1
     sees_states = False
+    waited_s = 0.0
 
     def window_ropes(self) -> tuple[Rope | None, ...]:
         return ()

@@ -58,6 +58,19 @@ def test_the_end_interrupts_who_waits_and_who_comes_later() -> None:
     assert owner.steps.num_done == 0
 
 
+def test_it_counts_how_long_steps_waited_for_their_turn() -> None:
+    now = 5.0
+    woken = threading.Event()
+    steps = IdleSteps(woken.set, lambda: now)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(steps.run, lambda: None)
+        assert woken.wait(10)
+        now = 8.0
+        steps.do_one()
+        running.result(10)
+    assert steps.waited_s == 3.0
+
+
 def test_it_knows_how_long_no_request_has_used_the_model() -> None:
     now = 5.0
     steps = IdleSteps(lambda: None, lambda: now)

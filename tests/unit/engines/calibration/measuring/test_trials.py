@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,9 @@ from kvstore.blobs.state_tree import MatrixArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
+from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import KVLayer, KVLayout, StateLayout
+from kvstore.store.blob_reader import BATCH
 from tests.unit.engines.calibration.test_learn import Blind
 
 RAW = codec_by_name("raw")
@@ -152,6 +155,43 @@ def test_a_prompt_is_timed_where_all_of_it_was_computed_for_it() -> None:
     other = trials.exact([*long[:600], *range(9000, 9300)])  # from a part of it
     assert other.prefill is None
     assert trials.exact([5] * 500).prefill == (8, 0)
+
+
+def test_the_turns_of_users_are_no_part_of_a_prefills_time() -> None:
+    times = iter([0.0, 4.0])
+    instrument = Counting()
+    stopwatch = partial(Stopwatch, lambda: next(times), dict)
+    trials = Trials(instrument, stopwatch=stopwatch)
+    computed = instrument.prefill
+
+    def beside_a_user(tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
+        instrument.waited_s += 3.0
+        return computed(tokens, past)
+
+    instrument.prefill = beside_a_user  # type: ignore[method-assign]
+    assert trials.exact(list(range(500))).prefill == (2.0, 0.75)
+
+
+def test_rows_are_unpacked_in_batches_as_a_store_does() -> None:
+    """Chunk by chunk a codec takes up to twice as long."""
+
+    class Noted:
+        def __init__(self) -> None:
+            self.num_chunks: list[int] = []
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(RAW, name)
+
+        def decode_chunks(self, payloads: Sequence[memoryview], *where: Any) -> None:
+            self.num_chunks.append(len(payloads))
+            RAW.decode_chunks(payloads, *where)  # type: ignore[attr-defined]
+
+    codec, trials = Noted(), Trials(Counting(), 1)
+    exact = trials.exact(list(range(20 * CHUNK_TOKENS + 5)))
+    trip = trials.trip(codec, exact)  # type: ignore[arg-type]
+    assert codec.num_chunks == [BATCH - 1, BATCH, 20 - 2 * BATCH]  # others come alone
+    ((keys, _),) = trip.session.run
+    assert keys[0, :, 0].tolist() == list(exact.tokens)
 
 
 def test_the_length_of_the_common_prefix() -> None:
