@@ -127,9 +127,16 @@ class Profiles:
 
     def _write(self, level: int, key: bytes, content: bytes) -> None:
         """Write a profile to a tier; one that refuses it is asked again after twice the time."""
-        _, wait_s = self._refusals.pop((level, key), (0.0, AGAIN_S / 2))
+        before = self._refusals.pop((level, key), None)
+        _, wait_s = before or (0.0, AGAIN_S / 2)
         if not self._stack.put(level, [(key, content)]):
             wait_s = min(2 * wait_s, MAX_AGAIN_S)
+            if before is None:
+                _log.warning(
+                    "tier %s does not take the profile of the codec in use, %.0f MB: a server"
+                    " that packs with another codec cannot read the sessions there",
+                    *(self._stack.names[level], len(content) / 1e6),
+                )
             self._refusals[level, key] = self._monotonic() + wait_s, wait_s
 
     # ---- those of other stores

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.codecs.loops.numba_functions import compiled, copy
+from kvstore.codecs.loops.numba_functions import compiled
 
 
 def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, codes: Any) -> None:
@@ -55,7 +55,9 @@ def _nearest_vectors(rows: Any, vectors: Any, halves: Any, codes: Any) -> None:
     for table in range(rows.shape[0]):
         for start in range(0, rows.shape[2], ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, rows.shape[2] - start)
-            copy(rows[table, :, start : start + count], block[:, :count])
+            for at in range(dim):
+                for row in range(count):
+                    block[at, row] = rows[table, at, start + row]
             most[:] = -np.inf
             best[:] = 0
             for k in range(vectors.shape[1]):

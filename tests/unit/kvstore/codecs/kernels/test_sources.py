@@ -50,3 +50,15 @@ def test_kernels_depend_on_what_emits_them():
     assert sources_of(kernels / "rows" / "numba_kernel.py") != sources_of(
         kernels / "rows" / "numba_attention.py"
     )
+
+
+def test_functions_that_carry_no_digest_call_nothing_of_other_files():
+    """numba looks at a function's own file only."""
+    codecs = ROOT / "kvstore" / "codecs"
+    files = [x for x in codecs.rglob("*.py") if "compiled(" in x.read_text()]
+    bare = [x for x in files if "sources_of(" not in x.read_text()]
+    assert {x.name for x in bare} >= {"compiled_loops.py", "digit_loops.py"}
+    for file in bare:
+        for line in file.read_text().splitlines():
+            if line.startswith("from kvstore.codecs.loops.numba_functions import"):
+                assert line.split("import ")[1] == "compiled", file
