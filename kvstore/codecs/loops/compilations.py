@@ -15,8 +15,8 @@ from typing import Final
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S: Final = 1.0  # of silence
-CACHED_S: Final = 0.2  # reading a function from a cache takes less; it is no compilation
+SILENCE_S: Final = 1.0  # of waiting for imports and compilations, before the log says so
+CACHED_S: Final = 0.5  # reading a function from a cache takes less; it is no compilation
 
 
 class Compilations:
