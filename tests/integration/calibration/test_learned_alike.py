@@ -54,6 +54,8 @@ def learned(it: Engine, folder: Path, late: Callable[[], None] = lambda: None) -
     assert owner.held is not None and owner.codecs is not None
 
     class Steps:
+        waited_s = 0.0
+
         def run(self, step):  # type: ignore[no-untyped-def]
             late()
             return owner.idle_steps.run(step)

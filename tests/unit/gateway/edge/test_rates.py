@@ -96,7 +96,8 @@ class Gateway:
     def __init__(self, url: str) -> None:
         self.changes: list[bool] = []
         redis = AsyncRedis(url, 5.0)
-        self.rates = Rates(redis, lambda name: f"n-{name}", self.changes.append)
+        # It may wait on a busy machine.
+        self.rates = Rates(redis, "n-{}".format, self.changes.append, wait_s=30.0)
 
     async def burst(self, number: int) -> int:
         """Ask at once; returns how many were let in."""
