@@ -24,13 +24,14 @@ def worker_of(rank: Rank) -> WorkerSide:
 def test_a_save_under_way_is_reported_and_reaches_the_disk(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     rank.blocks.compute(CHAIN, IDS)
+    reading, go_on = rank.blocks.hold_reads()
     worker = worker_of(rank)
     worker.start_saves(StepWork(saves=[Save(1, ref(), CHAIN, IDS)]))
-    assert rank.blocks.reading.wait(10)
+    assert reading.wait(10)
     closing = threading.Thread(target=worker.close)
     closing.start()
     closing.join(0.2)  # time enough to end what must not end yet
-    rank.blocks.go_on.set()
+    go_on.set()
     closing.join(60)
     assert not closing.is_alive()
     until(lambda: rank.news == [RankSaved(1, ref(), kept=True)])
