@@ -24,7 +24,7 @@ def worker_of(rank: Rank) -> WorkerSide:
 def test_a_save_under_way_is_reported_and_reaches_the_disk(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     rank.blocks.compute(CHAIN, IDS)
-    reading, go_on = rank.blocks.hold_reads()
+    go_on, reading = rank.blocks.hold_reads()
     worker = worker_of(rank)
     worker.start_saves(StepWork(saves=[Save(1, ref(), CHAIN, IDS)]))
     assert reading.wait(10)
