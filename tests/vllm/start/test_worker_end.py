@@ -24,14 +24,13 @@ def worker_of(rank: Rank) -> WorkerSide:
 def test_a_save_under_way_is_reported_and_reaches_the_disk(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     rank.blocks.compute(CHAIN, IDS)
-    go_on, reading = rank.blocks.hold_reads()
     worker = worker_of(rank)
     worker.start_saves(StepWork(saves=[Save(1, ref(), CHAIN, IDS)]))
-    assert reading.wait(10)
+    assert rank.reading.wait(10)
     closing = threading.Thread(target=worker.close)
     closing.start()
     closing.join(0.2)  # time enough to end what must not end yet
-    go_on.set()
+    rank.go_on.set()
     closing.join(60)
     assert not closing.is_alive()
     until(lambda: rank.news == [RankSaved(1, ref(), kept=True)])
