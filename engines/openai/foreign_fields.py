@@ -109,7 +109,8 @@ def _schema(value: Any) -> Json:
             raise ValueError(f"it is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError("a JSON schema is needed, as an object")
-    named = {"name": "answer", "schema": value}
+    is_named = isinstance(value.get("schema"), dict) and not set(_KEYWORDS[1:]) & value.keys()
+    named = {"name": "answer"} | (value if is_named else {"schema": value})
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
@@ -253,7 +254,7 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_refused("guided_whitespace_pattern", VLLM, words=_INSIDE),
     *_refused("structural_tag", VLLM, SGLANG, words=_INSIDE),
     *_refused("grammar_lazy grammar_triggers preserved_tokens", LLAMA),
-    *_hint("guided_decoding_backend", VLLM),
+    *_hint("guided_decoding_backend stream_interval", VLLM),
     *_hint("grammar_type", LLAMA, words=_PART),
     *_on_vllm("bad_words allowed_token_ids", VLLM),
     *_refused("custom_logit_processor custom_params", SGLANG),
@@ -377,7 +378,6 @@ FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (
     *_hint("sse_ping_interval", LLAMA),
     *_hint("return_cached_tokens_details custom_labels", SGLANG),
     *_hint("routed_experts_start_len", SGLANG, words=_PART),
-    *_hint("stream_interval", VLLM),
     # Where, when and beside which others it runs.
     *_hint("priority request_id session_id cache_salt kv_transfer_params", VLLM, words=_PRIVATE),
     *_hint("ec_transfer_params vllm_xargs mm_payload return_mm_kwargs", VLLM, words=_PRIVATE),

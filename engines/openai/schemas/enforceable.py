@@ -14,7 +14,12 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from engines.openai.messages import Json
-from engines.openai.schemas.numbers import holds_number, is_enforceable_number, sendable
+from engines.openai.schemas.numbers import (
+    holds_number,
+    includes_its_bound,
+    is_enforceable_number,
+    sendable,
+)
 from engines.openai.schemas.one_of import Branches
 from engines.openai.schemas.patterns import in_calls, in_rust, is_plain, is_plain_in_calls
 from engines.openai.schemas.refs import ANNOTATIONS, DEFINITIONS, VALUES, Refs, escaped
@@ -22,6 +27,7 @@ from engines.openai.schemas.well_formed import Path, well_formed
 from engines.openai.schemas.xgrammar_keywords import (
     BESIDE,
     LENGTHS,
+    conflates,
     ignored_in_calls,
     written_out,
 )
@@ -59,6 +65,9 @@ _OF_OBJECTS: Final = frozenset(
 _NAMED: Final = frozenset({"properties", "patternProperties", *DEFINITIONS})
 # Keywords whose schemas are not written, or elsewhere.
 _LOST: Final = _UNKNOWN | ANNOTATIONS | {"oneOf", "patternProperties"}
+# Schemas that xgrammar may take for others get a keyword of their own.
+_MARKED: Final = frozenset({"properties", "const", "enum"})
+_CHOICES: Final = frozenset({"allOf", "anyOf", "oneOf"})
 # Beside a ref that leads back to itself llguidance takes only these.
 _BESIDE_CIRCLES: Final = frozenset(
     {"$ref", *DEFINITIONS, "$id", "$anchor", "title", "description", "readOnly", "$comment"}
@@ -98,6 +107,8 @@ class _SchemaWriter:
         self._in_calls = compiler == "xgrammar"
         self._reads = is_plain_in_calls if self._in_calls else is_plain
         self._report = report
+        self._marks = self._in_calls and conflates(self._refs.nodes)
+        self._num_marked = 0
 
     def written(self, node: Any, path: Path) -> Any:
         """Return a copy of a part as it can be enforced."""
@@ -105,6 +116,7 @@ class _SchemaWriter:
             return [self.written(x, (*path, str(i))) for i, x in enumerate(node)]
         if not isinstance(node, dict):
             return node
+        is_circular = not self._in_calls and self._is_circular(node)
         node = _without_closing(node)
         if _has_no_offset(node) and ("pattern" not in node or self._reads(node["pattern"])):
             self._report(LeftOut(path, "format", spared=True))
@@ -113,11 +125,14 @@ class _SchemaWriter:
             node = written_out(node)
             for keyword in ignored_in_calls(node):
                 self._report(LeftOut(path, keyword))
-        elif self._refs.leads_back(str(node.get("$ref"))):
+        elif is_circular:
             node = self._without_siblings(node, path)
         made: Json = {}
         for key, value in node.items():
             made |= self._keyword(key, value, node, path)
+        if self._marks and _MARKED & made.keys():
+            self._num_marked += 1
+            made["x-at"] = str(self._num_marked)
         if _OF_OBJECTS & made.keys() and _may_have_other_names(node, made):
             made["additionalProperties"] = made.get("additionalProperties") or True
         return made
@@ -137,14 +152,17 @@ class _SchemaWriter:
             follow = self._refs.for_xgrammar if self._in_calls else self._refs.for_llguidance
             ref = follow(value)
             return {key: ref} if ref else self._left_out(path, key)
-        if key == "oneOf" and isinstance(value, list):
-            return self._one_of(value, node, path)
         if key == "pattern" and isinstance(value, str) and self._reads(value):
             return {key: self._pattern(value)}
         if self._in_calls and key in LENGTHS:
             return self._left_out(path, key, spared=True)
-        if self._in_calls and key == "allOf" and BESIDE & node.keys():
+        if self._in_calls and key in _CHOICES and BESIDE & node.keys():
             return {}  # reported as ignored; xgrammar would read nothing else
+        if key == "oneOf" and isinstance(value, list):
+            return self._one_of(value, node, path)
+        if includes_its_bound(key, node):
+            self._report(LeftOut(path, key))
+            return {key.replace("exclusiveM", "m"): value}
         if self._is_enforceable(key, value, node):
             return {key: self.written(value, (*path, key))}
         return {} if value in _NOTHING.get(key, ()) else self._left_out(path, key)
@@ -182,11 +200,23 @@ class _SchemaWriter:
             self._report(LeftOut(path, key))
         return {self._pattern(x): self.written(schemas[x], (*path, key, x)) for x in held}
 
+    def _is_circular(self, node: Json) -> bool:
+        """Say whether a ref of a node, or of its branches, leads back to itself."""
+        parts = [x for key in _CHOICES if isinstance(node.get(key), list) for x in node[key]]
+        refs = [x for x in (node, *parts) if isinstance(x, dict) and isinstance(x.get("$ref"), str)]
+        return any(map(self._refs.leads_back, refs))
+
     def _without_siblings(self, node: Json, path: Path) -> Json:
-        """Leave out what stands beside a ref that leads back to itself."""
-        for key in node.keys() & (BESIDE | _UNKNOWN | {"type", "allOf", "anyOf", "oneOf"}):
-            self._report(LeftOut(path, key))
-        return {key: value for key, value in node.items() if key in _BESIDE_CIRCLES}
+        """Leave out what stands beside a ref, or a choice of refs, that leads back to itself."""
+        kept = next(x for x in ("$ref", "anyOf", "oneOf", "allOf") if x in node)
+        for key in node.keys() & (BESIDE | _UNKNOWN | LENGTHS | {"type", *_CHOICES}) - {kept}:
+            if node[key] not in _NOTHING.get(key, ()):
+                self._report(LeftOut(path, key))
+        made = {key: value for key, value in node.items() if key in {*_BESIDE_CIRCLES, kept}}
+        if kept == "allOf" and len(node[kept]) > 1:
+            self._report(LeftOut(path, kept))
+            made[kept] = [x for x in node[kept] if isinstance(x, dict) and "$ref" in x][:1]
+        return made
 
     def _one_of(self, branches: list[Any], node: Json, path: Path) -> Json:
         if not self._branches.exclude_each_other(node):
@@ -217,6 +247,7 @@ def _may_have_other_names(node: Json, made: Json) -> bool:
     return (
         bool(_NAMING & node.keys())
         or ("$ref" in node and "$ref" not in made)
+        or bool(_CHOICES & node.keys() and not _CHOICES & made.keys())
         or (isinstance(made.get(patterns), dict) and len(made[patterns]) < len(node[patterns]))
     )
 

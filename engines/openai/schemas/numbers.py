@@ -29,6 +29,20 @@ def is_enforceable_number(key: str, value: float, node: Json, of_call: bool) -> 
     return key != "multipleOf" or not isinstance(value, float) or value >= _FINEST
 
 
+def includes_its_bound(key: str, node: Json) -> bool:
+    """Say whether llguidance takes the bound that a keyword excludes for a value.
+
+    So it does where the other bound is less than one away.
+    """
+    if key not in ("exclusiveMinimum", "exclusiveMaximum") or node.get("type") == "integer":
+        return False
+    others = UPPER if key == "exclusiveMinimum" else LOWER
+    bounds = [node[key], *(node[x] for x in others & node.keys())]
+    if not all(type(x) in (int, float) for x in bounds):
+        return False
+    return any(abs(x - bounds[0]) < 1 for x in bounds[1:])
+
+
 def holds_number(key: str, value: Any, node: Json) -> bool:
     """Say whether a grammar holds an object to its least or greatest number of properties."""
     if not _has_optional(node):

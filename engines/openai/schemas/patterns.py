@@ -87,7 +87,7 @@ def in_calls(pattern: str) -> str | None:
         return None
     pattern = _FOREIGN.sub(lambda x: f"\\u{ord(x[0]):04x}", pattern)
     depth, branches, ends = 0, [""], [False]
-    before = _ANY
+    before, is_after_group = _ANY, False
     for token in _TOKEN.finditer(pattern):
         if token["start"] or token["end"]:
             if depth:
@@ -100,8 +100,11 @@ def in_calls(pattern: str) -> str | None:
         if token["other"] and not depth:
             branches[-1] = before + branches[-1]
             branches, ends, before = [*branches, ""], [*ends, False], _ANY
+        elif token["repeat"] == "?" and is_after_group:
+            branches[-1] += "{0,1}"  # xgrammar reads (ab+)? as if b were enough
         else:
             branches[-1] += token[0] if token["char"] != "]" else r"\]"
+        is_after_group = bool(token["close"])
     branches[-1] = before + branches[-1]
     whole = [x if ended or x == _ANY else x + _ANY for x, ended in zip(branches, ends, strict=True)]
     return f"^{whole[0]}$" if len(whole) == 1 else f"^(?:{'|'.join(whole)})$"

@@ -30,7 +30,6 @@ class Refs:
         self._lost = lost
         given = root.get("$id")
         self._base = given if isinstance(given, str) else ""
-        self._led_back: dict[str, bool] = {}
 
     def target(self, ref: str) -> Any:
         """Return the schema that a ref leads to; None if it leads out of this one."""
@@ -63,23 +62,63 @@ class Refs:
         names = [x for before, x in pairwise(steps) if before not in DEFINITIONS]
         return None if any("~" in x for x in names) else "/".join(steps)
 
-    def leads_back(self, ref: str) -> bool:
-        """Say whether the schema that a ref leads to has the same ref in it, also by others."""
-        if ref not in self._led_back:
-            seen, waiting = set[str](), [self.target(ref)]
-            while waiting and ref not in seen:
-                node = waiting.pop()
-                if isinstance(node, list):
-                    waiting += node
-                elif isinstance(node, dict):
-                    waiting += [x for key, x in node.items() if key not in VALUES]
-                    if isinstance(other := node.get("$ref"), str) and other not in seen:
-                        seen.add(other)
-                        waiting.append(self.target(other))
-            self._led_back[ref] = ref in seen
-        return self._led_back[ref]
+    def leads_back(self, node: Json) -> bool:
+        """Say whether the schema that a node's ref leads to has the node in it, also by others."""
+        group = self._groups.get(id(node))
+        return group is not None and group == self._groups.get(id(self.target(node["$ref"])))
+
+    @cached_property
+    def _groups(self) -> dict[int, int]:
+        """The group of each node of the schema: those that reach each other.
+
+        Tarjan's strongly connected components, without recursion, as schemas may be deep.
+        """
+        groups: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        lowest: dict[int, int] = {}
+        open_nodes: list[int] = []
+        way = [(self._root, self._reached(self._root))]
+        numbers[id(self._root)] = lowest[id(self._root)] = 0
+        open_nodes.append(id(self._root))
+        while way:
+            node, reached = way[-1]
+            for other in reached:
+                if id(other) not in numbers:
+                    numbers[id(other)] = lowest[id(other)] = len(numbers)
+                    open_nodes.append(id(other))
+                    way.append((other, self._reached(other)))
+                    break
+                if id(other) not in groups:
+                    lowest[id(node)] = min(lowest[id(node)], numbers[id(other)])
+            else:
+                way.pop()
+                if way:
+                    before = id(way[-1][0])
+                    lowest[before] = min(lowest[before], lowest[id(node)])
+                if lowest[id(node)] == numbers[id(node)]:
+                    found = -1
+                    while found != id(node):
+                        found = open_nodes.pop()
+                        groups[found] = id(node)
+        return groups
 
     @property
+    def nodes(self) -> Iterator[Json]:
+        """All schemas in this one, and what looks like one."""
+        waiting: list[Any] = [self._root]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, dict):
+                yield node
+                waiting += inner_schemas(node)
+
+    def _reached(self, node: Json) -> Iterator[Json]:
+        """Yield the nodes inside one, and the one that its ref leads to."""
+        yield from (x for x in inner_schemas(node) if isinstance(x, dict))
+        if isinstance(ref := node.get("$ref"), str) and isinstance(to := self.target(ref), dict):
+            yield to
+
+    @cached_property
     def _has_addresses(self) -> bool:
         """True if a part has an address of its own, from which its refs lead."""
         return any("#" not in url for url in self._addresses if url != self._base)
@@ -91,17 +130,26 @@ class Refs:
         waiting: list[tuple[Any, str]] = [(self._root, self._base)]
         while waiting:
             node, base = waiting.pop()
-            if isinstance(node, list):
-                waiting += [(x, base) for x in node]
-            elif isinstance(node, dict):
+            if isinstance(node, dict):
                 if isinstance(own := node.get("$id"), str) and "#" not in own:
                     with suppress(ValueError):
                         base = urljoin(base, own)
                         found[base] = node
                 if isinstance(anchor := node.get("$anchor"), str):
                     found[f"{base}#{anchor}"] = node
-                waiting += [(x, base) for key, x in node.items() if key not in VALUES]
+                waiting += [(x, base) for x in inner_schemas(node)]
         return found
+
+
+def inner_schemas(node: Json) -> Iterator[Any]:
+    """Yield what lies in a schema by keywords that may have schemas; names are no keywords."""
+    for key, value in node.items():
+        if key in BY_NAME and isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, list) and key not in VALUES:
+            yield from value
+        elif key not in VALUES:
+            yield value
 
 
 def _crossed(fragment: str) -> Iterator[str]:

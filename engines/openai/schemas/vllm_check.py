@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from engines.openai.messages import Json
-from engines.openai.schemas.refs import VALUES
+from engines.openai.schemas.refs import BY_NAME, VALUES
 from engines.openai.schemas.xgrammar_keywords import LENGTHS
 
 _WITHOUT_QUOTES: Final = re.compile(r'\[\^(?:\\.|[^\]\\])*"')
@@ -76,7 +76,7 @@ def _rewritten(node: Any) -> Any:
         return [_rewritten(x) for x in node]
     if not isinstance(node, dict):
         return node
-    made = {key: value if key in VALUES else _rewritten(value) for key, value in node.items()}
+    made = {key: _rewritten_value(key, value) for key, value in node.items()}
     if not _is_sent_on(node):
         return made
     if _is_found_beside_type(node):
@@ -85,6 +85,12 @@ def _rewritten(node: Any) -> Any:
     if isinstance(parts := made.get("allOf"), list) and parts:
         made["allOf"] = [_chained(parts)]
     return made
+
+
+def _rewritten_value(key: str, value: Any) -> Any:
+    if key in BY_NAME and isinstance(value, dict):
+        return {name: _rewritten(x) for name, x in value.items()}
+    return value if key in VALUES else _rewritten(value)
 
 
 def _chained(parts: list[Any]) -> Any:

@@ -19,6 +19,7 @@ from engines.openai.schemas.refs import BY_NAME, LISTED, target
 
 Path: TypeAlias = tuple[str, ...]
 
+_EXCLUSIVE: Final = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _TYPES: Final = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 
 
@@ -111,11 +112,17 @@ def _mended(node: Any, root: Json) -> Any:
 
 def _of_latest_draft(node: Json) -> Json:
     names = _newer_names(node)
-    return {
+    made = {
         names.get(key, key): value
         for key, value in node.items()
         if not (names and key == "items" and "prefixItems" in node)
     }
+    for bound, exclusive in _EXCLUSIVE.items():  # true or false, up to the fourth draft
+        if isinstance(excluded := made.get(exclusive), bool):
+            del made[exclusive]
+            if excluded and bound in made:
+                made[exclusive] = made.pop(bound)
+    return made
 
 
 def _newer_names(node: Json) -> dict[str, str]:

@@ -7,7 +7,7 @@ measured with xgrammar 0.2.8.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from engines.openai.messages import Json
@@ -16,6 +16,10 @@ LENGTHS: Final = frozenset({"minLength", "maxLength"})  # each takes up to two s
 _OF_TEXTS: Final = frozenset({"pattern", "format"})
 _OF_NUMBERS: Final = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+)
+_FORGOTTEN: Final = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"$comment", "$schema"}
 )
 _BOUNDS: Final = _OF_NUMBERS - {"multipleOf"}
 # Not read beside a ``$ref`` or choices.
@@ -68,7 +72,9 @@ def written_out(node: Json) -> Json:
     if "items" not in made and (needs_more or ("maxItems" in made and not first)):
         made["items"] = True
     _open(made)
-    if made.get("type") == "integer":
+    types = made.get("type")
+    names = types if isinstance(types, list) else [types]
+    if "integer" in names and "number" not in names:
         for key, whole in _WHOLE.items():
             if isinstance(bound := made.get(key), float) and math.isfinite(bound):
                 made[key] = whole(bound)
@@ -128,7 +134,36 @@ def _all_say(parts: object, kind: object) -> bool:
     """Say whether all parts of a schema have its type, beside which it is not read."""
     if kind is None or not isinstance(parts, list):
         return True
-    return all(isinstance(x, dict) and x.get("type") == kind for x in parts)
+    return all(isinstance(x, dict) and _says(x, kind) for x in parts)
+
+
+def _says(part: Json, kind: object) -> bool:
+    """Say whether all values of a part have a type, as far as can be seen."""
+    values = [part["const"]] if "const" in part else part.get("enum")
+    if isinstance(values, list):
+        return all(_fits(x, kind) for x in values)
+    types, kinds = (x if isinstance(x, list) else [x] for x in (part.get("type"), kind))
+    return "$ref" in part or all(x in kinds for x in types)  # a ref's schema has its own
+
+
+def conflates(nodes: Iterable[Json]) -> bool:
+    """Say whether xgrammar may take two schemas of these for one.
+
+    It forgets names of properties that are names of annotations, too, where it looks whether it
+    has compiled a schema before.
+    """
+    for node in nodes:
+        values = [node.get("const"), *_listed(node.get("enum"))]
+        names = node.get("properties")
+        if any(isinstance(x, dict) for x in values) or (
+            isinstance(names, dict) and _FORGOTTEN & names.keys()
+        ):
+            return True
+    return False
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _ignored_of_values(node: Json) -> Iterator[str]:

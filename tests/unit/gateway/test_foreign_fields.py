@@ -60,6 +60,8 @@ def error_of(reply: Reply) -> dict[str, Any]:
     [
         ({"guided_json": OBJECT}, OBJECT),
         ({"guided_json": json.dumps(OBJECT)}, OBJECT),
+        ({"guided_json": {"name": "x", "schema": OBJECT}}, OBJECT),
+        ({"json_schema": {"name": "x", "schema": OBJECT, "strict": False}}, OBJECT),
         ({"guided_json": OBJECT, "response_format": {"type": "text"}}, OBJECT),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, None),
         ({"json_schema": OBJECT}, OBJECT),

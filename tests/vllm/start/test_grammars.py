@@ -281,6 +281,13 @@ BESIDE = {"type": "object", "allOf": [needing("b", LETTER)], **needing("c", LETT
 REF = needing("a", {"$ref": "#/$defs/A%3CB~1C%3E"})
 ESCAPED = {"type": "object", **REF, "$defs": {"A<B/C>": LETTER}}
 NAMED = {"type": "object", "patternProperties": {"^x-": LETTER}, "additionalProperties": False}
+TITLES = [{"type": "object", **needing("title", x)} for x in (LETTER, {"type": "integer"})]
+TITLED = {
+    "type": "object",
+    "properties": dict(zip("ab", TITLES, strict=True)),
+    "required": ["a", "b"],
+}
+TITLE_OF_LETTERS = '{"a":{"title":"x"},"b":{"title":"y"}}'
 
 
 @pytest.mark.parametrize(
@@ -301,6 +308,9 @@ NAMED = {"type": "object", "patternProperties": {"^x-": LETTER}, "additionalProp
         ({"type": "array", "prefixItems": [True, LETTER], "maxItems": 1}, ["[1]"], ['[1,"a"]']),
         (ESCAPED, ['{"a":"x"}'], ['{"a":"xy"}', '{"a":1}']),
         (NAMED, ['{"x-a":"b"}'], ['{"y":"b"}']),
+        (TITLED, ['{"a":{"title":"x"},"b":{"title":1}}'], [TITLE_OF_LETTERS]),
+        ({"type": "string", "pattern": "^a(-[0-9]+)?$"}, ['"a"', '"a-1"'], ['"a1"']),
+        ({"type": "string", "pattern": "[äé]"}, ['"xä"', '"é"'], ['"ä"x"', '"x"']),
     ],
 )
 def test_calls_are_held_to_what_a_schema_means(

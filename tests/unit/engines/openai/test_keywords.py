@@ -18,6 +18,7 @@ from engines.openai.schemas.patterns import in_calls, in_rust, is_plain
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 TEXT = {"type": "string"}
+CIRCLE = {"$ref": "#"}
 
 
 def held(schema: dict[str, Any], strict: bool | None = None) -> ChatRequest:
@@ -85,6 +86,8 @@ NOT_KNOWN = ("^(?!\\.)a+$", "(?<=a)b", "(a)\\1", "\\bfoo\\b", "([a-")
         ({"type": "object", "properties": {"a": {"$ref": "#", "type": "object"}}}, "type"),
         ({**of(**TEXT), "minProperties": 2}, "minProperties"),
         ({"anyOf": [of(**TEXT)], "minProperties": 2}, "minProperties"),
+        (of(type="number", exclusiveMinimum=0, maximum=0.5), "exclusiveMinimum"),
+        ({"type": "object", "properties": {"a": {"type": "object", "allOf": [CIRCLE]}}}, "type"),
     ],
 )
 def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
@@ -240,6 +243,7 @@ def test_what_xgrammar_does_not_read_is_left_out_of_calls_at_vllm(pattern: str) 
         ("^(?:a)(?<n>b)(?P<m>c)$", "^(?:a)(?<n>b)(?P<m>c)$"),
         ("^https?://", rf"^https?://{ANY}$"),
         ("[0-9]+$", rf"^{ANY}[0-9]+$"),
+        ("^a(-b+)?$", "^a(-b+){0,1}$"),
         ("@", rf"^{ANY}@{ANY}$"),
         ("", rf"^{ANY}$"),
         ("^a|b$", rf"^(?:a{ANY}|{ANY}b)$"),
@@ -421,6 +425,57 @@ def test_addresses_inside_a_schema_are_followed(ref: str, root: dict[str, Any]) 
     assert left_out(held(schema, strict=True).held_schemas, "vllm") == []
     matcher = LLMatcher(BYTES, source_of(GrammarWish([], False, enforceable(schema))).text)
     assert matcher.consume_tokens(list(b'{"a":"x"}')), matcher.get_error()
+
+
+NODE = {"type": "object", "properties": {"x": TEXT}}
+MEANINGLESS = [
+    {"discriminator": {"propertyName": "kind"}, "oneOf": [CIRCLE, TEXT]},
+    {"nullable": True, "allOf": [CIRCLE]},
+    {"deprecated": True, "anyOf": [CIRCLE, {"type": "null"}]},
+    {**CIRCLE, "x-order": 1, "minProperties": 0},
+]
+
+
+@pytest.mark.parametrize("inner", MEANINGLESS)
+@pytest.mark.parametrize("name", ["next", "default"])
+def test_a_tree_is_served_whatever_stands_beside_its_ref(inner: dict[str, Any], name: str) -> None:
+    schema = {"type": "object", "properties": {"x": TEXT, name: inner}}
+    assert left_out(held(schema, strict=True).held_schemas, "mlx") == []
+    matcher = LLMatcher(BYTES, source_of(GrammarWish([], False, enforceable(schema))).text)
+    assert matcher.consume_tokens(list(f'{{"x":"a","{name}":{{"x":"b"'.encode())), (
+        matcher.get_error()
+    )
+
+
+def test_thousands_of_definitions_are_looked_at_once() -> None:
+    links = {f"D{i}": of(**{"$ref": f"#/$defs/D{i + 1}"}) for i in range(3000)}
+    schema = {"$ref": "#/$defs/D0", "$defs": {**links, "D3000": TEXT}}
+    assert enforceable(schema) == schema
+
+
+def test_bounds_that_older_drafts_exclude_are_written_as_numbers() -> None:
+    old = of(type="integer", minimum=0, exclusiveMinimum=True, maximum=9, exclusiveMaximum=False)
+    assert for_calls(old) == of(type="integer", exclusiveMinimum=0, maximum=9)
+    halves = of(type=["integer", "null"], minimum=0.5)
+    assert for_calls(halves) == of(type=["integer", "null"], minimum=1)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "anyOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": NODE}},
+        of(type=["string", "null"], anyOf=[TEXT, {"type": "null"}]),
+        of(type="string", oneOf=[{"const": "a"}, {"const": "b"}]),
+    ],
+)
+def test_a_type_that_all_choices_have_is_no_loss_in_calls_at_vllm(schema: dict[str, Any]) -> None:
+    assert left_out(offered(schema, strict=True).held_schemas, "vllm") == []
+
+
+def test_what_stands_beside_choices_is_held_in_calls_at_vllm() -> None:
+    either = {**of(**TEXT), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    assert left_out(offered(either, "required").held_schemas, "vllm") == ["anyOf"]
+    assert for_calls(either) == {**of(**TEXT), "additionalProperties": True}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_what_has_no_meaning_is_left_out_and_named_or_refused_if_strict(
 WELL_FORMED = [
     of({"type": ["string", "null"], "default": 5, "enum": ["a", None], "title": 5}),
     of(True, additionalProperties=False),
-    of({"items": {"type": "string"}, "exclusiveMinimum": True, "minimum": -0.5}),
+    of({"items": {"type": "string"}, "exclusiveMinimum": -0.5}),
     of({"prefixItems": [{"type": "string"}], "items": False}),
     of({"const": {"type": "any"}, "x-ui": {"type": "field"}, "description": {"properties": 5}}),
     {"properties": {"type": {"type": "string"}, "required": {}, "enum": False}},
