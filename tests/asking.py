@@ -47,7 +47,7 @@ def asked(
 
 @contextmanager
 def saying(raw: bytes) -> Iterator[str]:
-    """The address of a server that says these bytes to whoever asks it anything."""
+    """The address of a server that answers every request with these bytes."""
 
     class Says(socketserver.BaseRequestHandler):
         def handle(self) -> None:
