@@ -118,7 +118,7 @@ class _SchemaWriter:
             return node
         is_circular = not self._in_calls and self._is_circular(node)
         node = _without_closing(node)
-        if _has_no_offset(node) and ("pattern" not in node or self._reads(node["pattern"])):
+        if _has_no_offset(node, self._reads):
             self._report(LeftOut(path, "format", spared=True))
             node = {key: value for key, value in node.items() if key != "format"}
         if self._in_calls:
@@ -291,7 +291,7 @@ def _without_closing(node: Json) -> Json:
     }
 
 
-def _has_no_offset(node: Json) -> bool:
+def _has_no_offset(node: Json, reads: Callable[[str], bool]) -> bool:
     """Say whether a time's values or pattern leave no room for an offset, as far as can be seen."""
     if node.get("format") not in _OFFSET or not _may_be_text(node):
         return False
@@ -299,7 +299,7 @@ def _has_no_offset(node: Json) -> bool:
     if isinstance(values, list):
         return not any(isinstance(x, str) and _ENDS_IN_OFFSET.search(x) for x in values)
     pattern = node.get("pattern")
-    return isinstance(pattern, str) and "Z" not in pattern
+    return isinstance(pattern, str) and "Z" not in pattern and reads(pattern)
 
 
 def _may_be_text(node: Json) -> bool:

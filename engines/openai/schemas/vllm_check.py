@@ -81,7 +81,7 @@ def _rewritten(node: Any) -> Any:
         return made
     if _is_found_beside_type(node):
         key = "allOf" if "anyOf" in node else "anyOf"  # the latter lets objects be closed
-        made[key] = [{"type": made.pop("type")}, *made.get(key, ())]
+        made[key] = [{"type": made.pop("type")}, *_listed(made.get(key))]
     if isinstance(parts := made.get("allOf"), list) and parts:
         made["allOf"] = [_chained(parts)]
     return made
@@ -99,4 +99,8 @@ def _chained(parts: list[Any]) -> Any:
         return first
     if not isinstance(first, dict):
         return _chained(rest)
-    return {**first, "allOf": [_chained([*first.get("allOf", ()), *rest])]}
+    return {**first, "allOf": [_chained([*_listed(first.get("allOf")), *rest])]}
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -486,6 +486,9 @@ def test_what_stands_beside_choices_is_held_in_calls_at_vllm() -> None:
         {"patternProperties": None},
         {"prefixItems": 1, "minItems": 2},
         {"allOf": ["a", "b"], "patternProperties": {"^z": TEXT}},
+        {"allOf": [{"allOf": 5}, {}], "patternProperties": {"^z": TEXT}},
+        {"type": "integer", "multipleOf": 2, "anyOf": 3, "allOf": 5, "patternProperties": {}},
+        {"format": "time", "const": "1", "pattern": 5},
     ],
 )
 @pytest.mark.parametrize("engine", ["mlx", "vllm"])
