@@ -101,7 +101,6 @@ class FusedLoop(FusedPacker):
         gains = np.empty((shape.num_units, len(shape.gain_groups), num_tokens), np.float32)
         # Pages that are never written take no memory.
         keys, rare = (np.empty(num_rows * num_tokens, kind) for kind in (np.int64, np.int32))
-        excess = np.empty((self.packing.TOKENS * t.shared[-1].shape[2], 4), np.int32)
         count = self.packing.pack(
             addresses,
             num_tokens,
@@ -111,7 +110,7 @@ class FusedLoop(FusedPacker):
             (*self.groups, gains),
             self.turns.of(shape, first_token, num_tokens, dtype),
             (symbols, low),
-            (keys, rare, excess),
+            (keys, rare),
         )
         if count < 0:
             return pipeline.encode(run, first, first_token, dtype)

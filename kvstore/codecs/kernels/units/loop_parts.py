@@ -33,17 +33,17 @@ grouped_rows: Any = plain(loop_tiles.emit_grouped)
 # ``one_step.fused_loop.LoopTables.shared``: counts, known, wide, own, begins, shifts, finer, rows,
 # constants.
 TABLES = tuple_of("i8:2 u4:4 u4:4 u4:4 i4:3 i4:3 i4:1 i1:3r i4:3")
+RING = tuple_of("u4:1 i8")  # of ``ring_of``
 
 
-@njit
-def ring_of(tables: Any, width: Any, num_tiles: Any) -> Any:
+def ring_of(tables: Any, width: int, num_tiles: int) -> tuple[np.ndarray, int]:
     """Allocate the bytes of the last units, uint32, in groups; return the groups of a tile, too.
 
     Units follow one another, and begin again at the start: there is room for one more than any
     prediction goes back.
     """
     own = width // GROUP
-    slots = (tables[1].shape[2] + own - 1) // own + 1
+    slots = -(-tables[1].shape[2] // own) + 1
     return np.empty(num_tiles * slots * own * TOKENS, np.uint32), slots * own
 
 

@@ -47,10 +47,9 @@ TILE_TOKENS, TILE_COLUMNS = HOST.tile_tokens, HOST.tile_columns
 
 
 @njit
-def steps_of(sizes: Any, steps: Any) -> None:
-    """Put the nearest steps, int32, of positive fp32 numbers into ``steps``."""
-    bits = sizes.view(np.int32)
-    for token in range(len(sizes)):
+def steps_of(bits: Any, steps: Any) -> None:
+    """Put the nearest steps, int32, of positive fp32 numbers with these ``bits`` into ``steps``."""
+    for token in range(len(bits)):
         above = np.int32(0)
         for k in range(STEPS):
             above += np.int32((bits[token] & MANTISSA) > THRESHOLDS[k])
@@ -72,20 +71,21 @@ def codes_of(steps: Any, ends: Any, codes: Any) -> None:
 
 @njit
 def measure(
-    squares: Any, share: Any, ends: Any, table: Any, steps: Any, codes: Any, gains: Any
+    squares: Any, bits: Any, share: Any, ends: Any, table: Any, steps: Any, codes: Any, gains: Any
 ) -> bool:
     """Put the gains of rows, fp32, into ``gains``; return False if a row has none.
 
-    ``squares``: sums of squares of rows, fp32, overwritten; ``share``: the factor from sums to
-    means; ``table``: fp32 (CODES,), the gain of each code.
+    ``squares``: sums of squares of rows, fp32, overwritten; ``bits``: the same as int32. ``share``:
+    the factor from sums to means. ``table``: fp32 (CODES,), the gain of each code.
     """
     for token in range(len(squares)):
         squares[token] = np.sqrt(squares[token] * share)
-    steps_of(squares, steps)
+    steps_of(bits, steps)
     codes_of(steps, ends, codes)
-    bits, usable = squares.view(np.uint32), True  # unsigned: a NaN may have its sign set
+    usable = True
     for token in range(len(squares)):
-        usable &= bits[token] < INFINITY and steps[token] <= ends[CODES - 1]
+        # Unsigned: a NaN may have its sign set.
+        usable &= np.uint32(bits[token]) < INFINITY and steps[token] <= ends[CODES - 1]
         gains[token] = table[codes[token]]
     return usable
 
@@ -193,32 +193,35 @@ def _put_planes(
         at += step
 
 
-def _pack_function(sources: int) -> Any:
-    """Make the function; ``sources`` is part of numba's cache key, which covers one file only."""
+def _pack_function(sources_digest: int) -> Any:
+    """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
     def pack_units(
-        segments: Any, num_tokens: int, units: Any, sizes: Any, ropes: Any, pairs: Any, planes: Any
+        segments: Any,
+        num_tokens: int,
+        units: Any,
+        sizes: Any,
+        ropes: Any,
+        pairs: Any,
+        planes: Any,
+        scratch: Any,
     ) -> bool:
         """Pack rows; False if one cannot be represented, and then the output is invalid.
 
         ``units``: runs, matrix, bounds, values, rates, means, gains (ends, sizes), see
         ``fused_rate.RateTables``. ``sizes``: pairs of columns, factor of a sum of squares, scale of
         integers. ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. Output: ``pairs``, uint8
-        (units, pairs of tokens), and ``planes``, uint8 (bytes,).
+        (units, pairs of tokens), and ``planes``, uint8 (bytes,). ``scratch``: from ``_scratch``.
         """
         runs, matrix, bounds, values, rates, means, gain_ends, gain_tables = units
         num_pairs, share, scale = sizes
         plane_nbytes = (num_tokens + 7) // 8
         columns, num_components = means.shape[1], rates.shape[1]
-        scratch = np.zeros((4, LINE + NBYTES * BLOCK * max(columns, num_components)), np.uint8)
-        rows, words = first_line_of(scratch[0]), first_line_of(scratch[1])
-        groups, sums = first_line_of(scratch[2]), first_line_of(scratch[3])
-        begin = np.zeros(BLOCK, np.int32)
-        block_planes = np.zeros((MAX_BITS * num_components, 8), np.uint8)
-        steps, gains = np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.float32)
-        codes = np.zeros(BLOCK, np.uint8)
-        squares, factors = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
-        fits = np.zeros((2, BLOCK), np.float32)
+        lines, block_planes, squares, gains, steps, codes, factors, fits, begin = scratch
+        rows, words = first_line_of(lines[0]), first_line_of(lines[1])
+        groups, sums = first_line_of(lines[2]), first_line_of(lines[3])
+        squares, square_bits = squares
+        gains, gain_bits = gains
         plane = 0
         for unit in range(len(runs)):
             num_planes, live = count_of(runs[unit])
@@ -230,11 +233,12 @@ def _pack_function(sources: int) -> Any:
                 squared = (rows, NBYTES * columns, columns, address_of(squares), count)
                 put_squares(SOURCES, squared)
                 here = (steps[:count], codes[:count], gains[:count])
-                if not measure(squares[:count], share, ends, table, *here):
+                measured = (squares[:count], square_bits[:count])
+                if not measure(*measured, share, ends, table, *here):
                     return False
                 for token in range(count):
                     factors[token] = np.float32(1) / gains[token] * scale
-                put_integers(sources, (rows, address_of(factors), words, columns, count))
+                put_integers(sources_digest, (rows, address_of(factors), words, columns, count))
                 _columns_of_block(words, columns, count, groups)
                 lengths = (num_components, live, num_pairs, count)
                 factor, start = address_of(matrix[unit]), address_of(begin)
@@ -247,17 +251,16 @@ def _pack_function(sources: int) -> Any:
                 at = plane * plane_nbytes + block // 8
                 _put_planes(block_planes, num_planes, count, planes, at, plane_nbytes)
                 fit(gains[:count], fits)
-                steps_of(gains[:count], steps[:count])
+                steps_of(gain_bits[:count], steps[:count])
                 codes_of(steps[:count], ends, codes[:count])
                 put_pairs(codes[:count], pairs[unit, block // 2 : (block + count + 1) // 2])
             plane += num_planes
-        scratch[0, 0] = 0  # numba frees an array after its last use; its address does not count
         return True
 
     return pack_units
 
 
-pack = compiled(
+_pack = compiled(
     "b1",
     _pack_function(SOURCES),
     SEGMENTS,
@@ -266,4 +269,35 @@ pack = compiled(
     tuple_of("i8 f4 f4"),
     tuple_of(*ROPE_TABLES, "b1"),
     "u1:2 u1:1",
+    tuple_of("u1:2 u1:2", *[tuple_of("f4:1 i4:1")] * 2, "i4:1 u1:1 f4:1 f4:2 i4:1"),
 )
+
+
+def pack(
+    segments: Any, num_tokens: int, units: Any, sizes: Any, ropes: Any, pairs: Any, planes: Any
+) -> bool:
+    """Call ``pack_units`` with room for intermediate results."""
+    columns, num_components = units[5].shape[1], units[4].shape[1]
+    scratch = _scratch(columns, num_components)
+    packed: bool = _pack(segments, num_tokens, units, sizes, ropes, pairs, planes, scratch)
+    return packed
+
+
+def _scratch(columns: int, num_components: int) -> tuple[Any, ...]:
+    """Return room for a block: its rows, words, groups and sums, in bytes, and its planes.
+
+    Then for squares and gains, each fp32 with its bits, steps, codes, factors and fits; and zeros.
+    """
+    lines = np.zeros((4, LINE + NBYTES * BLOCK * max(columns, num_components)), np.uint8)
+    squares, gains = np.zeros((2, BLOCK), np.float32)
+    return (
+        lines,
+        np.zeros((MAX_BITS * num_components, 8), np.uint8),
+        (squares, squares.view(np.int32)),
+        (gains, gains.view(np.int32)),
+        np.zeros(BLOCK, np.int32),
+        np.zeros(BLOCK, np.uint8),
+        np.zeros(BLOCK, np.float32),
+        np.zeros((2, BLOCK), np.float32),
+        np.zeros(BLOCK, np.int32),
+    )

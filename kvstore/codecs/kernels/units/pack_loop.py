@@ -21,6 +21,7 @@ from kvstore.codecs.kernels.units.kernel_parts import (
 )
 from kvstore.codecs.kernels.units.loop_parts import (
     COLUMNS,
+    RING,
     TABLES,
     TOKENS,
     add_excess,
@@ -65,27 +66,29 @@ def _scale(rows: Any, count: Any, unit: Any, sizes: Any, squares: Any, first: An
     """Divide the rows of a tile, fp32 (TOKENS, width), by their gains; False if one has none.
 
     ``sizes``: first columns and numbers of columns of gain groups, factors of sums of squares,
-    centres, and gains to fill; ``first``: the tile's first token.
+    centres, and gains to fill, followed by their bits. ``squares``: room for TOKENS numbers, fp32,
+    their bits, int32, and room for steps, int32. ``first``: the tile's first token.
     """
-    parts, shares, centres, gains = sizes
+    parts, shares, centres, gains, gain_bits = sizes
+    squares, bits, steps = squares
     step_bytes = np.int64(NBYTES * rows.shape[1])
-    steps = np.empty(TOKENS, np.int32)
     for part in range(len(parts)):
         start, columns = parts[part, 0], parts[part, 1]
         source = address_of(rows) + NBYTES * start
         put_squares(SOURCES, (source, step_bytes, columns, address_of(squares), np.int64(TOKENS)))
         for token in range(TOKENS):
             squares[token] = np.sqrt(squares[token] * shares[part])
-        steps_of(squares, steps)
-        bits, centre = squares.view(np.uint32), centres[unit, part]
+        steps_of(bits, steps)
+        centre = centres[unit, part]
         for token in range(count):
             step = np.int32((steps[token] + FINER // 2) >> np.int32(FINER_BITS)) - centre
-            if bits[token] >= INFINITY or step > REACH:
+            # Unsigned: a NaN may have its sign set.
+            if np.uint32(bits[token]) >= INFINITY or step > REACH:
                 return False
             whole = min(max(max(step, -REACH) + centre, -FURTHEST), FURTHEST)
             octave = whole >> COARSE_BITS
             found = STEP_BITS[(whole - (octave << COARSE_BITS)) * FINER] + (octave << MANTISSA_BITS)
-            gains.view(np.int32)[unit, part, first + token] = found
+            gain_bits[unit, part, first + token] = found
             factor = np.float32(1) / gains[unit, part, first + token]
             for column in range(start, start + columns):
                 rows[token, column] *= factor
@@ -120,8 +123,8 @@ def _note_rare(codes: Any, known: Any, place: Any, count: Any, found: Any) -> An
                 used[1] += 1
 
 
-def _pack_function(digest: int) -> Any:
-    """Make the function; ``digest`` is part of numba's cache key, which covers one file only."""
+def _pack_function(sources_digest: int) -> Any:
+    """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
     def pack_units(
         sources: Any,
@@ -133,6 +136,7 @@ def _pack_function(digest: int) -> Any:
         ropes: Any,
         symbols: Any,
         found: Any,
+        scratch: Any,
     ) -> Any:
         """Put gains and symbols of rows; return the number of rare codes, -1 if a row has no gain.
 
@@ -140,26 +144,19 @@ def _pack_function(digest: int) -> Any:
         ``one_step.fused_loop.LoopTables``. ``limit``: the largest residual. ``sizes``: see
         ``_scale``. ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. ``symbols``: symbols, and
         low bits of wide components; both uint8 (components and ``LANES`` more, padded tokens).
-        ``found``: keys (component times tokens plus token) and rare codes, in no order; room for
-        excess.
+        ``found``: keys (component times tokens plus token) and rare codes, in no order.
+        ``scratch``: from ``_scratch``.
         """
         means, channels, rest, encode = units
         counts, constants = tables[0], tables[8]
         symbols, low = symbols
-        keys, rare, excess = found
-        width, padded = means.shape[1], tables[4].shape[2]
+        keys, rare = found
+        ring, rows, of_gains, sums, pairs, of_components, factors, excess, flags = scratch
+        components, codes = of_components
+        words, levels = factors
+        no_shifts, flag, used = flags
+        width, padded, room = means.shape[1], tables[4].shape[2], constants.shape[2]
         num_tiles, own = (num_tokens + TOKENS - 1) // TOKENS, np.int64(width // GROUP)
-        rows, squares = np.zeros((TOKENS, width), np.float32), np.empty(TOKENS, np.float32)
-        ring = ring_of(tables, width, num_tiles)
-        sums = np.empty((TOKENS, padded), np.int32)
-        pairs = np.empty(width // 2 * TOKENS, np.uint32)
-        room = constants.shape[2]
-        components = np.empty((TOKENS, room), np.int32)
-        codes = np.empty((TOKENS, room), np.int32)
-        words = np.empty((room // 2 + LANES) * TOKENS, np.uint32)
-        levels = np.empty((room // GROUP + LANES) * TOKENS, np.uint32)
-        no_shifts, flag = np.zeros(padded, np.int32), np.zeros(1, np.int32)
-        used = np.zeros(2, np.int64)
         row, low_row = np.int64(0), np.int64(0)
         for unit in range(len(counts)):
             wide, others = counts[unit, 0], counts[unit, 1]
@@ -172,7 +169,7 @@ def _pack_function(digest: int) -> Any:
                 if here < TOKENS:
                     rows[here:] = 0
                 load_block(unit, first, here, mean, width, ropes, sources, target)
-                if not _scale(rows, here, unit, sizes, squares, first):
+                if not _scale(rows, here, unit, sizes, of_gains, first):
                     return -1
                 expect(tables, unit, tile, ring, own, sums)
                 residual = (
@@ -186,7 +183,7 @@ def _pack_function(digest: int) -> Any:
                     address_of(pairs),
                     np.int64(width // LANES),
                 )
-                residuals_of_rows(SOURCES, residual)
+                residuals_of_rows(sources_digest, residual)
                 _components(encode[unit], pairs, apart + others, components)
                 used[1] = 0
                 for is_wide in range(1, -1, -1):
@@ -217,16 +214,12 @@ def _pack_function(digest: int) -> Any:
                 add_excess(tables, excess[: used[1]], 0, unit, first, width, sums)
                 keep_bytes(tables, unit, tile, ring, own, address_of(no_shifts), sums)
             row, low_row = row + wide + others, low_row + wide
-        # numba frees an array after its last use; its address does not count as a use
-        ring[0][0], sums[0, 0], pairs[0], components[0, 0] = digest & 0, 0, 0, 0
-        codes[0, 0], words[0], levels[0], no_shifts[0], flag[0] = 0, 0, 0, 0, 0
-        rows[0, 0], squares[0] = 0, 0
         return used[0]
 
     return pack_units
 
 
-pack = compiled(
+_pack = compiled(
     "i8",
     _pack_function(SOURCES),
     SEGMENTS,
@@ -234,8 +227,59 @@ pack = compiled(
     TABLES,
     tuple_of("f4:2 f4:2 i4:2 u4:4"),
     "i4",
-    tuple_of("i8:2 f4:1 i4:2 f4:3"),
+    tuple_of("i8:2 f4:1 i4:2 f4:3 i4:3"),
     tuple_of(*ROPE_TABLES, "b1"),
     tuple_of("u1:2 u1:2"),
-    tuple_of("i8:1 i4:1 i4:2"),
+    tuple_of("i8:1 i4:1"),
+    tuple_of(
+        RING,
+        "f4:2",
+        tuple_of("f4:1 i4:1 i4:1"),
+        "i4:2 u4:1",
+        tuple_of("i4:2 i4:2"),
+        tuple_of("u4:1 u4:1"),
+        "i4:2",
+        tuple_of("i4:1 i4:1 i8:1"),
+    ),
 )
+
+
+def pack(
+    sources: Any,
+    num_tokens: int,
+    tables: Any,
+    units: Any,
+    limit: Any,
+    sizes: Any,
+    ropes: Any,
+    symbols: Any,
+    found: Any,
+) -> int:
+    """Call ``pack_units`` with room for intermediate results."""
+    *others, gains = sizes
+    sizes = (*others, gains, gains.view(np.int32))
+    scratch = _scratch(num_tokens, tables, units[0].shape[1])
+    packed: int = _pack(
+        sources, num_tokens, tables, units, limit, sizes, ropes, symbols, found, scratch
+    )
+    return packed
+
+
+def _scratch(num_tokens: int, tables: Any, width: int) -> tuple[Any, ...]:
+    """Return room for a tile: of rows, gains, sums, pairs, components and codes, and their factors.
+
+    The last part is shifts of zero, a flag, and the numbers of rare codes and excesses.
+    """
+    padded, room = tables[4].shape[2], tables[8].shape[2]
+    squares = np.empty(TOKENS, np.float32)
+    return (
+        ring_of(tables, width, -(-num_tokens // TOKENS)),
+        np.zeros((TOKENS, width), np.float32),
+        (squares, squares.view(np.int32), np.empty(TOKENS, np.int32)),
+        np.empty((TOKENS, padded), np.int32),
+        np.empty(width // 2 * TOKENS, np.uint32),
+        (np.empty((TOKENS, room), np.int32), np.empty((TOKENS, room), np.int32)),
+        tuple(np.empty((room // n + LANES) * TOKENS, np.uint32) for n in (2, GROUP)),
+        np.empty((TOKENS * room, 4), np.int32),
+        (np.zeros(padded, np.int32), np.zeros(1, np.int32), np.zeros(2, np.int64)),
+    )

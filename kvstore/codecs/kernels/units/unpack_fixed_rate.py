@@ -58,37 +58,35 @@ def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, 
 
 
 @njit
-def _tail_of_planes(planes: Any, first: Any, num_planes: Any, start: Any, nbytes: Any) -> Any:
+def _put_tail(planes: Any, first: Any, num_planes: Any, start: Any, nbytes: Any, tail: Any) -> None:
     """Copy planes from byte ``start`` on into words of eight bytes.
 
     Reading eight bytes at once from the last plane would pass its end.
     """
-    tail = np.zeros((num_planes + 1, 8), np.uint8)
     for k in range(num_planes):
         for i in range(nbytes - start):
             tail[k, i] = planes[(first + k) * nbytes + start + i]
-    return tail
 
 
-def _unpack_function(sources: int) -> Any:
-    """Make the function; ``sources`` is part of numba's cache key, which covers one file only."""
+def _unpack_function(sources_digest: int) -> Any:
+    """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
     def unpack_units(
-        planes: Any, num_tokens: int, units: Any, pairs: Any, ropes: Any, targets: Any
+        planes: Any, num_tokens: int, units: Any, pairs: Any, ropes: Any, targets: Any, scratch: Any
     ) -> None:
         """Unpack rows into ``targets``.
 
         ``planes``: uint8 (bytes,). ``units``: runs, levels, matrix, begins, means, gains, see
         ``fused_rate.RateTables``. ``pairs``: uint8 (units, pairs of tokens). ``ropes``:
-        ``ROPE_TABLES`` and whether rows are fp32.
+        ``ROPE_TABLES`` and whether rows are fp32. ``scratch``: room for a block's rows, groups and
+        sums, in bytes; for the last planes of one, and for its gains.
         """
         runs, levels, matrix, begins, means, gain_tables = units
         num_segments, dim = targets[0].shape[1], ropes[4]
-        gains = np.empty(BLOCK, np.float32)
         plane_nbytes, width = (num_tokens + 7) // 8, begins.shape[1]
-        scratch = np.zeros((3, LINE + NBYTES * BLOCK * max(width, levels.shape[1])), np.uint8)
-        rows, groups = first_line_of(scratch[0]), first_line_of(scratch[1])
-        sums = first_line_of(scratch[2])
+        lines, tail, gains = scratch
+        rows, groups = first_line_of(lines[0]), first_line_of(lines[1])
+        sums = first_line_of(lines[2])
         plane = 0
         for unit in range(len(runs)):
             num_planes, num_components = count_of(runs[unit])
@@ -101,16 +99,14 @@ def _unpack_function(sources: int) -> Any:
                 step = np.int64(plane_nbytes)
                 # The other bytes of a short block's words belong to the next plane: no token's.
                 beyond = (plane + num_planes - 1) * plane_nbytes + start + 8 > len(planes)
-                tail = _tail_of_planes(planes, plane, num_planes * beyond, start, plane_nbytes)
                 if beyond:
+                    _put_tail(planes, plane, num_planes, start, plane_nbytes, tail)
                     source, step = address_of(tail), np.int64(8)
                 for token in range(count):
                     pair = pairs[unit, (block + token) // 2]
                     gains[token] = gain_tables[unit, (pair >> (4 * (token % 2))) & (CODES - 1)]
                 _levels_of_block(source, step, runs[unit], table, levels.shape[2], rows)
-                if beyond:
-                    tail[0, 0] = 0  # numba must not free it before this
-                put_groups(sources, (rows, groups, num_groups))
+                put_groups(sources_digest, (rows, groups, num_groups))
                 for first in range(0, count, TILE_TOKENS):
                     for column in range(0, width, TILE_COLUMNS):
                         at = NBYTES * column
@@ -124,12 +120,11 @@ def _unpack_function(sources: int) -> Any:
                         total, mean_at = sums + column, mean + column
                         put_tile(total, width, mean_at, gain_at, place, ropes, targets)
             plane += num_planes
-        scratch[0, 0] = 0  # numba frees an array after its last use; its address does not count
 
     return unpack_units
 
 
-unpack = compiled(
+_unpack = compiled(
     "void",
     _unpack_function(SOURCES),
     "u1:1r i8",
@@ -137,4 +132,17 @@ unpack = compiled(
     "u1:2r",
     tuple_of(*ROPE_TABLES, "b1"),
     SEGMENTS,
+    tuple_of("u1:2 u1:2 f4:1"),
 )
+
+
+def unpack(planes: Any, num_tokens: int, units: Any, pairs: Any, ropes: Any, targets: Any) -> None:
+    """Call ``unpack_units`` with room for intermediate results."""
+    _, levels, _, begins, *_ = units
+    numbers = max(begins.shape[1], levels.shape[1])
+    scratch = (
+        np.zeros((3, LINE + NBYTES * BLOCK * numbers), np.uint8),
+        np.zeros((MAX_BITS * levels.shape[1], 8), np.uint8),
+        np.empty(BLOCK, np.float32),
+    )
+    _unpack(planes, num_tokens, units, pairs, ropes, targets, scratch)

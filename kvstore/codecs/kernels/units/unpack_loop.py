@@ -18,6 +18,7 @@ from kvstore.codecs.kernels.units.kernel_parts import LANES as LANES
 from kvstore.codecs.kernels.units.kernel_parts import OFFSET as OFFSET
 from kvstore.codecs.kernels.units.loop_parts import COLUMNS as COLUMNS
 from kvstore.codecs.kernels.units.loop_parts import (
+    RING,
     TABLES,
     TOKENS,
     add_excess,
@@ -95,32 +96,35 @@ def _group_up(symbols: Any, first: Any, count: Any, groups: Any) -> None:
             grouped_rows(SOURCES, (*one, *two, *place))
 
 
-def _unpack_function(sources: int) -> Any:
-    """Make the function; ``sources`` is part of numba's cache key, which covers one file only."""
+def _unpack_function(sources_digest: int) -> Any:
+    """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
     def unpack_units(
-        coded: Any, excess: Any, tables: Any, units: Any, gains: Any, ropes: Any, targets: Any
-    ) -> None:
+        coded: Any,
+        excess: Any,
+        tables: Any,
+        units: Any,
+        gains: Any,
+        ropes: Any,
+        targets: Any,
+        scratch: Any,
+    ) -> int:
         """Unpack rows into ``targets``.
 
         ``coded``: levels of components, uint8 (components, padded tokens), but symbols of wide
         ones; low bits of those that have some; rare codes of wide ones. ``excess``: see
         ``add_excess``. ``units``: shifts to a common unit, means, parts, see
         ``one_step.fused_loop.LoopTables``. ``gains``: fp32 (units, parts, tokens), times the unit.
-        ``ropes``: ``ROPE_TABLES`` and whether rows are fp32.
+        ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. ``scratch``: room for the last units,
+        for factors of wide components and of others, for sums of a tile, and for one component.
         """
         symbols, low, rare = coded
         left, means, part_of = units
         counts, constants = tables[0], tables[8]
         dim, segments = ropes[4], targets[0].shape[1]
         width, num_tokens = segments * dim, gains.shape[2]
-        num_tiles = symbols.shape[1] // TOKENS
         own = np.int64(width // GROUP)
-        ring = ring_of(tables, width, num_tiles)
-        words = np.zeros(num_tiles * tables[2].shape[2] * TOKENS * 2 + 1, np.int16)
-        groups = np.empty(num_tiles * tables[3].shape[2] * TOKENS + 1, np.uint32)
-        sums = np.empty((TOKENS, tables[4].shape[2]), np.int32)
-        levels = np.empty(num_tokens, np.int32)
+        ring, words, groups, sums, levels = scratch
         row, low_row, used, at = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         for unit in range(len(counts)):
             wide, others = counts[unit, 0], counts[unit, 1]
@@ -154,14 +158,13 @@ def _unpack_function(sources: int) -> Any:
                     mean = address_of(means[unit]) + column
                     total = address_of(sums) + column
                     put_tile(total, sums.shape[1], mean, gain, place, ropes, targets)
-        # numba frees an array after its last use; its address does not count as a use
-        ring[0][0], words[0], groups[0], sums[0, 0] = sources & 0, 0, 0, 0
+        return sources_digest
 
     return unpack_units
 
 
-unpack = compiled(
-    "void",
+_unpack = compiled(
+    "i8",
     _unpack_function(SOURCES),
     tuple_of("u1:2 u1:2 i4:1"),
     "i4:2",
@@ -170,4 +173,20 @@ unpack = compiled(
     "f4:3",
     tuple_of(*ROPE_TABLES, "b1"),
     SEGMENTS,
+    tuple_of(RING, "i2:1 u4:1 i4:2 i4:1"),
 )
+
+
+def unpack(
+    coded: Any, excess: Any, tables: Any, units: Any, gains: Any, ropes: Any, targets: Any
+) -> None:
+    """Call ``unpack_units`` with room for intermediate results."""
+    num_tiles, num_tokens = coded[0].shape[1] // TOKENS, gains.shape[2]
+    scratch = (
+        ring_of(tables, targets[0].shape[1] * ropes[4], num_tiles),
+        np.zeros(num_tiles * tables[2].shape[2] * TOKENS * 2 + 1, np.int16),
+        np.empty(num_tiles * tables[3].shape[2] * TOKENS + 1, np.uint32),
+        np.empty((TOKENS, tables[4].shape[2]), np.int32),
+        np.empty(num_tokens, np.int32),
+    )
+    _unpack(coded, excess, tables, units, gains, ropes, targets, scratch)
