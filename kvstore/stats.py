@@ -29,8 +29,8 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     exactly before; ``restores``, ``restored_tokens``, ``promoted_blobs``.
     ``corrupt``: blobs found damaged and deleted. ``misses.<reason>``: see ``MissReason``.
     ``behind.<tier>``: saves that a slower tier did not take in time. ``unavailable.<tier>``: calls
-    that a tier could not answer. ``compilations`` in this process, and their ``compilation_ms``
-    on a processor.
+    that a tier could not answer. ``compilations`` in this process, those of them in the background
+    (``background_compilations``: no request waits), and their ``compilation_ms`` on a processor.
     """
 
     counters: dict[str, int]

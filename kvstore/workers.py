@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import platform
 import re
 import sys
 import threading
@@ -23,6 +25,7 @@ MAX_DEFAULT_THREADS: Final = 4
 # A tier that hangs occupies readers, never codec threads; with none left, restores time out.
 NUM_READERS: Final = 4
 _log = logging.getLogger(__name__)
+_of_thread = threading.local()
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -38,10 +41,26 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return cores
 
 
+@functools.cache
+def processors(about: Path = Path("/proc/cpuinfo")) -> str:
+    """Name the processors that this process may use, such as "2 x AMD EPYC 9B14"."""
+    kind = platform.processor() or platform.machine()
+    with suppress(OSError):  # no Linux
+        found = re.search(r"^(?:model name|CPU part)\s*:\s*(.+)$", about.read_text(), re.MULTILINE)
+        kind = found[1] if found else kind
+    return f"{usable_cores()} x {kind}"
+
+
 def lower_priority() -> None:
     """Give all other threads priority; threads that this one starts inherit it (on Linux)."""
+    _of_thread.has_least_priority = True
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+
+
+def has_least_priority() -> bool:
+    """True on a thread that called ``lower_priority``: no request waits for it."""
+    return getattr(_of_thread, "has_least_priority", False)
 
 
 def memory_nodes(status: Path = Path("/proc/self/status")) -> int:

@@ -22,7 +22,7 @@ import msgspec
 from engines.calibration.agreement import Partners
 from engines.calibration.calibrate import Calibration, CannotCalibrate, codecs_to_measure
 from engines.calibration.gate.profiles import load, locked, make_folder, save
-from engines.calibration.gate.rules import is_disturbed
+from engines.calibration.gate.rules import is_doubtful
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
 from engines.calibration.measuring.times import timed_again
@@ -285,7 +285,7 @@ class SelfMeasurement:
             self._check()
             self._is_waiting = False
             wait_s = min(2 * wait_s, longest_s)
-            self._progress = "timing again what was timed on a busy machine"
+            self._progress = "timing again what was timed on a busy machine, or on another one"
             with self._verdict_stands("the model is not timed again now"):
                 self._time_once(instrument)
 
@@ -295,7 +295,7 @@ class SelfMeasurement:
             profile = self._known(instrument)
             if profile is None:
                 return
-            names = [x.preset for x in profile.rows if is_disturbed(x)]
+            names = [x.preset for x in profile.rows if is_doubtful(x)]
             again = timed_again(
                 instrument,
                 codecs_to_measure(instrument, names, profile),

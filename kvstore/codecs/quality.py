@@ -55,6 +55,7 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     # The share of these times in which a thread was ready to run and had no processor, since other
     # work had it. None: not counted.
     waited: float | None = None
+    timed_on: str = ""  # the processors, see ``kvstore.workers.processors``; "" = not recorded
     # Judged by as many cases as decided with a margin; the others are still to be read.
     is_early: bool = False
 

@@ -33,6 +33,8 @@ AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again,
 MAX_AGAIN_S: Final = 1800.0  # between writes that a tier refuses
 MAX_ASKED: Final = 64  # that are remembered as asked for
 CLOSE_S: Final = 5.0  # for a fetch that runs
+# A request waits for a fetch: a profile is read and opened in less, unless kernels are compiled.
+FETCH_S: Final = 2.0
 
 # Opens the codecs of a profile that may serve here, compiled; None: none may.
 OpenProfile: TypeAlias = Callable[[Profile], StoreCodecs | None]
@@ -144,12 +146,12 @@ class Profiles:
     def fetch(self, codec_ids: Iterable[str], wait_s: float) -> bool:
         """Fetch profiles of unknown codecs; True if one can be read, or is refused, from now on.
 
-        What takes longer than ``wait_s`` (its kernels may have to be compiled) goes on, for the
-        next return.
+        What takes longer than ``wait_s``, or than ``FETCH_S`` (its kernels may have to be
+        compiled), goes on, for the next return.
         """
         with self._lock:
             asked = [] if self._is_closed else [self._ask(x) for x in codec_ids]
-        done, _ = wait(asked, max(wait_s, 0.0))
+        done, _ = wait(asked, min(max(wait_s, 0.0), FETCH_S))
         return any(not x.cancelled() and x.result() is not None for x in done)
 
     def is_refused(self, codec_id: str) -> bool:

@@ -19,6 +19,7 @@ from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.codecs.stacks.fused import for_sizes_alone
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.shapes import KVLayout, StateLayout
@@ -209,7 +210,8 @@ def exact(why: str, *, unmeasured: bool = False) -> Choice:
 def _measured(name: str, model: _Model) -> tuple[Quality, ...]:
     """The rows of a preset; none if it was not measured, or cannot pack this model."""
     try:
-        choice = _opened(name, model, serves=False)
+        with for_sizes_alone():  # a preset that is not chosen compiles nothing
+            choice = _opened(name, model, serves=False)
     except UnknownCodec:
         return ()
     return choice.rows if choice is not None else ()

@@ -17,6 +17,7 @@ from kvstore.codecs.names import first_part, is_learned
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import is_latent
+from kvstore.workers import processors
 
 # By the number of texts, from three on: Student's t of one in a hundred, one-sided. Of five looks,
 # after the third text to the seventh, one errs in one of twenty measurements at most.
@@ -121,9 +122,11 @@ def beyond_measured(preset: str, profile: Profile | None) -> str:
     return ""
 
 
-def is_disturbed(row: Quality) -> bool:
-    """Say whether other work had the processors while a row was timed."""
-    return row.restore_share is not None and (row.waited or 0.0) > QUIET
+def is_doubtful(row: Quality) -> bool:
+    """Say whether other work had the processors while a row was timed, or others timed it."""
+    if row.restore_share is None:
+        return False
+    return (row.waited or 0.0) > QUIET or row.timed_on not in ("", processors())
 
 
 class Preferred(NamedTuple):

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from engines.calibration.gate.choice import Choice, choose, exact
 from engines.calibration.gate.profiles import load, profile_path
-from engines.calibration.gate.rules import is_disturbed
+from engines.calibration.gate.rules import is_doubtful
 from engines.calibration.orders import DENSEST
 from engines.wire import CodecReport
 from kvstore.blobs.packer import RAW, StoreCodecs
@@ -25,9 +27,11 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality, short_row
 from kvstore.codecs.registration import import_registering
 from kvstore.codecs.session_codec import SessionCodec
+from kvstore.codecs.stacks.fused import packing_later
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.shapes import KVLayout, StateLayout
+from kvstore.workers import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +63,15 @@ def _lossy_session(choice: Choice) -> SessionCodec | None:
     return None if choice.session is None or choice.session.exact else choice.session
 
 
+def _never(call: Callable[[], None]) -> None:
+    pass
+
+
+def _log_failure(compiled: Future[None]) -> None:
+    if error := compiled.exception():
+        logger.error("a codec packs in numpy: its kernels failed", exc_info=error)
+
+
 class MeasuredModel(NamedTuple):
     """The model whose profile counts: the served one, laid out as it is when it is measured."""
 
@@ -68,6 +81,9 @@ class MeasuredModel(NamedTuple):
 
 class ServedCodecs:
     """Chooses codecs by the model's profile and has the store adopt them. Thread-safe.
+
+    At the start only what restores is compiled; what packs follows on a thread of the lowest
+    priority, and until then numpy packs.
 
     Args:
         fingerprint: of the model, as its store names it.
@@ -100,7 +116,9 @@ class ServedCodecs:
         self._data = data
         self._unmeasurable = unmeasurable
         self._lock = threading.Lock()
-        self._chosen = self._choose()
+        self._compiling = ThreadPoolExecutor(1, "thermocline-compile", initializer=lower_priority)
+        with packing_later(self._compile_later):
+            self._chosen = self._choose()
         self._say()
 
     @property
@@ -142,6 +160,9 @@ class ServedCodecs:
             if chosen.codecs != before.codecs:
                 self._say()
 
+    def _compile_later(self, call: Callable[[], None]) -> None:
+        self._compiling.submit(call).add_done_callback(_log_failure)
+
     def _choose_again(self) -> _Chosen:
         try:
             return self._choose()
@@ -176,7 +197,8 @@ class ServedCodecs:
         known = replace(profile, rows=judged or profile.rows)
         for name in dict.fromkeys(x.preset for x in known.rows):
             try:
-                choice = choose(name, self._config, self.layout, known, "", self._states)
+                with packing_later(_never):  # it only reads
+                    choice = choose(name, self._config, self.layout, known, "", self._states)
             except (CodecRefused, UnknownCodec):
                 continue
             if not choice.is_exact:
@@ -208,11 +230,11 @@ class ServedCodecs:
 
     @property
     def times_again(self) -> bool:
-        """True if ``auto`` chose by times that other work on the machine disturbed."""
+        """True if ``auto`` chose by times that other work disturbed, or of another machine."""
         if not (self._config.calibrate and self._config.codec == AUTO) or self._unmeasurable:
             return False
         rows = [x for x in self._chosen.measured if first_part(x.preset) in OWN]
-        return any(map(is_disturbed, rows))
+        return any(map(is_doubtful, rows))
 
     @property
     def has_open_questions(self) -> bool:

@@ -17,6 +17,7 @@ from engines.calibration.gate.rules import QUIET
 from engines.calibration.measuring.trials import Speed
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.shapes import NUMPY_DTYPES, KVLayout, KVRun
+from kvstore.workers import processors
 
 # JSON has no infinity and no NaN, and no bound admits this.
 WORST = 1e9
@@ -179,8 +180,12 @@ def _times(results: Sequence[CaseResult]) -> dict[str, Any]:
     if not prefills:
         return {}
     prefill, restore = _best(prefills), _best([x.restore for x in results])
-    waited = max(prefill.waited, restore.waited)
-    return {"prefill_s": prefill.seconds, "restore_s": restore.seconds, "waited": waited}
+    return {
+        "prefill_s": prefill.seconds,
+        "restore_s": restore.seconds,
+        "waited": max(prefill.waited, restore.waited),
+        "timed_on": processors(),
+    }
 
 
 def _best(speeds: Sequence[Speed]) -> Speed:

@@ -1,7 +1,7 @@
-"""Times a measured model again when the machine was busy at its first measurement.
+"""Times a measured model again when the machine was busy at its first measurement, or another one.
 
-What a codec loses does not depend on the machine's other work; what it takes does. On a busy
-machine a prefill can look so slow that a codec seems quick which is not.
+What a codec loses does not depend on the machine; what it takes does. On a busy machine a prefill
+can look so slow that a codec seems quick which is not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from engines.calibration.corpus import held_out_texts
-from engines.calibration.gate.rules import is_disturbed
+from engines.calibration.gate.rules import is_doubtful
 from engines.calibration.instrument import Instrument
 from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
@@ -21,6 +21,7 @@ from engines.calibration.measuring.trials import AnyCodec
 from kvstore.codecs.quality import Quality
 
 TRIES: Final = 3  # at each context, of which the least disturbed counts
+OF_TIMES: Final = ("prefill_s", "restore_s", "waited", "timed_on")  # fields of a row
 SCORED: Final = 2  # tokens after it: as few as a case may have
 
 
@@ -32,9 +33,10 @@ def timed_again(
     num_threads: int,
     stopwatch: Callable[[], Stopwatch] = Stopwatch,
 ) -> list[Quality]:
-    """Time those of ``rows`` again that were disturbed.
+    """Time those of ``rows`` again that are doubtful.
 
-    Returns all rows, with the times of those that were less disturbed now; none if no row was.
+    Returns all rows, with the times of those that were less disturbed now, or timed elsewhere
+    before; none if no row was.
 
     Args:
         codecs: by preset, those of the rows; a row of another codec is left as it is.
@@ -46,7 +48,7 @@ def timed_again(
             doomed = {
                 x.preset: codecs[x.preset]
                 for x in best.values()
-                if x.context == context and is_disturbed(x) and _is_of(codecs.get(x.preset), x)
+                if x.context == context and is_doubtful(x) and _is_of(codecs.get(x.preset), x)
             }
             # Another beginning each time: an engine may know what it has read before.
             text = tuple(tokens[number : number + context + SCORED])
@@ -61,8 +63,9 @@ def timed_again(
             )
             for timed in again:
                 row = best[timed.preset, context]
-                if timed.waited is not None and timed.waited < (row.waited or 0.0):
-                    times = {x: getattr(timed, x) for x in ("prefill_s", "restore_s", "waited")}
+                is_here = row.timed_on in ("", timed.timed_on)
+                if timed.waited is not None and (not is_here or timed.waited < (row.waited or 0.0)):
+                    times = {x: getattr(timed, x) for x in OF_TIMES}
                     best[row.preset, context] = msgspec.structs.replace(row, **times)
     found = [best[x.preset, x.context] for x in rows]
     return found if found != [*rows] else []

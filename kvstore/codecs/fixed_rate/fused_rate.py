@@ -70,10 +70,10 @@ class FusedRate(FusedPacker):
     tables: RateTables
     num_planes: int
 
-    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
+    def pack(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes | None:
         addresses = self.addresses(run, first, dtype)
         if addresses is None:
-            return self.pipeline.encode(run, first, first_token, dtype)
+            return None
         shape, t = self.pipeline.shape, self.tables
         num_tokens = run[0][0].shape[1] - first
         pairs = np.empty((shape.num_units, pairs_of(num_tokens)), np.uint8)
@@ -83,7 +83,7 @@ class FusedRate(FusedPacker):
         turns = self.turns.of(shape, first_token, num_tokens, dtype)
         if self.kernels.pack(addresses, num_tokens, units, sizes, turns, pairs, planes):
             return b"".join([count_bytes(0), pairs.data, planes.data])
-        return self.pipeline.encode(run, first, first_token, dtype)
+        return None
 
     def unpack(
         self,

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from kvstore.workers import has_least_priority
+
 logger = logging.getLogger(__name__)
 
 SILENCE_S: Final = 1.0  # of waiting for imports and compilations, before the log says so
@@ -26,6 +28,7 @@ class Compilations:
         self._lock = threading.Lock()
         self._num = 0
         self._num_cached = 0
+        self._num_background = 0
         self._seconds = 0.0
         self.waited_s = 0.0  # of a caller's time, that of compilations included
         self._silence_s = silence_s
@@ -54,6 +57,7 @@ class Compilations:
                     self._num_cached += 1
                 else:
                     self._num += 1
+                    self._num_background += has_least_priority()
                     self._seconds += time.thread_time() - begun
 
     @contextmanager
@@ -79,9 +83,17 @@ class Compilations:
             return self._num + self._num_cached
 
     def as_counters(self) -> dict[str, int]:
-        """Return the number of compilations, and their milliseconds of processor time."""
+        """Return the number of compilations, and their milliseconds of processor time.
+
+        ``background_compilations``: those on threads of the lowest priority. A difference that
+        grows after the start means that a request may have waited.
+        """
         with self._lock:
-            return {"compilations": self._num, "compilation_ms": round(1000 * self._seconds)}
+            return {
+                "compilations": self._num,
+                "background_compilations": self._num_background,
+                "compilation_ms": round(1000 * self._seconds),
+            }
 
     def _say(self, name: str, folder: str) -> None:
         with self._lock:

@@ -88,11 +88,11 @@ class FusedLoop(FusedPacker):
     components: np.ndarray
     groups: tuple[np.ndarray, np.ndarray, np.ndarray]
 
-    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
+    def pack(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes | None:
         pipeline, t = self.pipeline, self.tables
         addresses, num_tokens = self.addresses(run, first, dtype), run[0][0].shape[1] - first
         if addresses is None:
-            return pipeline.encode(run, first, first_token, dtype)
+            return None
         shape, num_rows = pipeline.shape, len(self.components)
         wide = np.flatnonzero(self.components[:, 1] < 0)
         spare, length = self.packing.LANES, padded_tokens(num_tokens)
@@ -113,7 +113,7 @@ class FusedLoop(FusedPacker):
             (keys, rare),
         )
         if count < 0:
-            return pipeline.encode(run, first, first_token, dtype)
+            return None
         kept_low = low[:-spare, :num_tokens][plane_bits(self.components[wide, 2]) > 0]
         found = Coded(symbols[:num_rows], kept_low, rare[np.argsort(keys[:count])])
         coded = self.coder.write_coded(found, num_tokens)

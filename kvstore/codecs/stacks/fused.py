@@ -2,19 +2,23 @@
 
 A *fused* packer runs all stages of a pipeline at once, in a compiled kernel. Before it is used, it
 must give the same bytes and rows as the pipeline.
+
+Restoring and packing are compiled and proven one after the other. A server must restore from its
+start on, but packing can wait: until then the pipeline packs (``packing_later``).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -28,7 +32,10 @@ from kvstore.shapes import DType, KVLayout, KVRun, Rope, angle_tables, slice_tok
 logger = logging.getLogger(__name__)
 LINE = 64  # bytes
 VECTOR = 16  # channels
+TRIED_AT = 9  # token at which kernels are compared with their pipeline
 PACKS: Final[ContextVar[bool]] = ContextVar("PACKS", default=True)  # codecs are opened to pack
+# Runs a call, now or later.
+Run: TypeAlias = Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,20 +105,28 @@ def fits_vector_units(shape: StackShape) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class FusedPacker(ABC):
-    """Runs all stages of its pipeline in one pass, at least those that restore.
+    """Runs all stages of its pipeline in one pass.
 
-    ``pipeline`` is the definition, and handles the cases that the kernels cannot.
+    ``pipeline`` is the definition, and handles the cases that the kernels cannot. ``packs``: set
+    once packing is proven, too.
     """
 
     pipeline: Pipeline
     turns: RopeTables
     kernels: ModuleType
+    packs: threading.Event = field(default_factory=threading.Event, kw_only=True)
 
     def nbytes(self, num_tokens: int) -> int:
         return self.pipeline.nbytes(num_tokens)
 
     def least_nbytes(self, num_tokens: int) -> int:
         return self.pipeline.least_nbytes(num_tokens)
+
+    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
+        packed = self.pack(run, first, first_token, dtype) if self.packs.is_set() else None
+        if packed is None:
+            return self.pipeline.encode(run, first, first_token, dtype)
+        return packed
 
     def decode(
         self, readers: Sequence[Reader], out: KVRun, first: int, first_token: int, dtype: DType
@@ -141,8 +156,8 @@ class FusedPacker(ABC):
         return HeadAddresses(self.pipeline.shape, self.kernels)
 
     @abstractmethod
-    def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
-        """Returns what the pipeline returns."""
+    def pack(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes | None:
+        """Returns what the pipeline returns; None if the kernel cannot pack these rows."""
 
     @abstractmethod
     def unpack(
@@ -177,30 +192,55 @@ def for_sizes_alone() -> Iterator[None]:
         PACKS.reset(token)
 
 
+def _at_once(call: Callable[[], None]) -> None:
+    call()
+
+
+_RUN: Final[ContextVar[Run]] = ContextVar("_RUN", default=_at_once)
+
+
+@contextmanager
+def packing_later(run: Run) -> Iterator[None]:
+    """Open codecs within the block to restore at once; ``run`` gets what they compile to pack."""
+    token = _RUN.set(run)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
+
+
 def proven_or_pipeline(
     fused: FusedPacker, layout: KVLayout, run: KVRun, codecs: str
 ) -> StackPacker:
-    """Returns ``fused``, or its pipeline if the two disagree about ``run``."""
-    if agrees(fused, layout, run):
-        return fused
-    logger.warning("the kernels of %s are wrong on this host: using the pipeline", codecs)
-    return fused.pipeline
+    """Returns ``fused``, or its pipeline if the two restore ``run`` differently.
 
-
-def agrees(fused: FusedPacker, layout: KVLayout, run: KVRun) -> bool:
-    """Returns whether a packer gives the same bytes and rows as its pipeline.
-
-    A compiler must not be trusted with a cache.
+    A compiler must not be trusted with a cache. Packing is compared as well, see ``packing_later``.
     """
-    outs = [layout.empty(run[0][0].shape[1]) for _ in range(2)]
+    payload = fused.pipeline.encode(run, 0, TRIED_AT, layout.dtype)
+    if not _restores_alike(fused, layout, payload, run[0][0].shape[1]):
+        logger.warning("the kernels of %s are wrong on this host: using the pipeline", codecs)
+        return fused.pipeline
+
+    def prove_packing() -> None:
+        if fused.pack(run, 0, TRIED_AT, layout.dtype) == payload:
+            fused.packs.set()
+        else:
+            logger.warning("the kernels of %s pack wrongly on this host: numpy packs", codecs)
+
+    _RUN.get()(prove_packing)
+    return fused
+
+
+def _restores_alike(fused: FusedPacker, layout: KVLayout, payload: bytes, num_tokens: int) -> bool:
+    """Returns whether a packer restores the same rows as its pipeline."""
+    outs = [layout.empty(num_tokens) for _ in range(2)]
     parts: tuple[StackPacker, ...] = (fused, fused.pipeline)
-    payloads = [part.encode(run, 0, 9, layout.dtype) for part in parts]
     for part, out in zip(parts, outs, strict=True):
         for array in (x for pair in out for x in pair):
             array.fill(0)
-        part.decode([Reader(memoryview(payloads[1]))], out, 0, 9, layout.dtype)
+        part.decode([Reader(memoryview(payload))], out, 0, TRIED_AT, layout.dtype)
     flat = [[x.tobytes() for pair in out for x in pair] for out in outs]
-    return payloads[0] == payloads[1] and flat[0] == flat[1]
+    return flat[0] == flat[1]
 
 
 def wave_run(layout: KVLayout, num_tokens: int = 70) -> KVRun:

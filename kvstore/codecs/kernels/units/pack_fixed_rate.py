@@ -85,7 +85,8 @@ def measure(
     usable = True
     for token in range(len(squares)):
         # Unsigned: a NaN may have its sign set.
-        usable &= np.uint32(bits[token]) < INFINITY and steps[token] <= ends[CODES - 1]
+        if np.uint32(bits[token]) >= INFINITY or steps[token] > ends[CODES - 1]:
+            usable = False
         gains[token] = table[codes[token]]
     return usable
 

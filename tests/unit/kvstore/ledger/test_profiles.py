@@ -78,6 +78,17 @@ def held(rig: Rig, goes_on: threading.Event) -> threading.Event:
     return begun
 
 
+def test_no_request_waits_for_kernels_of_another_servers_codec(opening, monkeypatch):
+    rig = Rig(1)
+    held(rig, opening)
+    monkeypatch.setattr(profiles, "FETCH_S", 0.01)
+    assert not rig.profiles.fetch([id_of(1)], 60)
+    assert not rig.profiles.is_refused(id_of(1))
+    opening.set()
+    monkeypatch.setattr(profiles, "FETCH_S", 60)
+    assert rig.profiles.fetch([id_of(1)], 60)  # for the next return
+
+
 def test_a_closed_one_fetches_nothing_and_raises_nothing():
     rig = Rig(1)
     rig.profiles.close()
@@ -92,6 +103,7 @@ def test_closing_ends_a_fetch_that_waits_for_another_one(opening, monkeypatch):
     monkeypatch.setattr(profiles, "CLOSE_S", 0.05)
     assert not rig.profiles.fetch([id_of(1)], 0.0)
     answers: list[bool] = []
+    monkeypatch.setattr(profiles, "FETCH_S", 60)
     asking = threading.Thread(target=lambda: answers.append(rig.profiles.fetch([id_of(2)], 60)))
     assert begun.wait(20)
     asking.start()

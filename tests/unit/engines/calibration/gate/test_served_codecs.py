@@ -13,12 +13,18 @@ import pytest
 from engines.calibration.gate.profiles import profile_path, save
 from engines.calibration.gate.served_codecs import ServedCodecs
 from kvstore.blobs.packer import StoreCodecs
+from kvstore.codecs.calibrated import learn_profile
+from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile, profile_in
+from kvstore.codecs.stacks.fused import FusedPacker, for_sizes_alone
+from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused
+from kvstore.shapes import KVLayer, KVLayout
 from tests.unit.engines.calibration.gate.test_choice import LAYOUT, all_timed, measured, row, timed
-from tests.unit.kvstore.codecs.learning.calibration import FINGERPRINT
+from tests.unit.kvstore.codecs.learning.calibration import FINGERPRINT, model_metrics
+from tests.unit.kvstore.codecs.samples import run_of
 
 
 class Store:
@@ -53,6 +59,25 @@ def test_the_profile_decides_at_the_start(tmp_path: Path, caplog: pytest.LogCapt
     assert "KL 0.0050 at 2048 tokens" in caplog.text
     # Sessions that were saved while nothing was measured are still read.
     assert [x.id for x in codecs.codecs.readable] == ["raw.1"]
+
+
+def test_what_packs_is_compiled_when_no_request_waits(tmp_path: Path):
+    layout = KVLayout("bfloat16", (KVLayer(1, 64, 64),))  # kernels take no heads of 16 channels
+    samples = Samples(layout, (None,), [run_of(layout, 300)], model_metrics(layout))
+    profile = learn_profile(samples, FINGERPRINT, ["dense3"])
+    with for_sizes_alone():
+        rows = (row("dense3", codec_id=open_codec("dense3", profile).id),)
+    write(dataclasses.replace(profile, rows=rows), tmp_path)
+
+    def parts(codecs: StoreCodecs | None) -> list[FusedPacker]:
+        assert codecs is not None and isinstance(codecs.rows, StackCodec)
+        return [x for x in codecs.rows.assemble(layout) if isinstance(x, FusedPacker)]
+
+    codecs = ServedCodecs(StoreConfig(), layout, FINGERPRINT, tmp_path)
+    assert parts(codecs.codecs) and all(x.packs.wait(60) for x in parts(codecs.codecs))
+    assert codecs.codecs.profile is not None
+    others = parts(codecs.opened(codecs.codecs.profile))  # of another server: they only restore
+    assert others and not any(x.packs.is_set() for x in others)
 
 
 def test_a_profile_that_comes_later_is_adopted(tmp_path: Path):

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from engines.calibration.gate.rules import QUIET, is_disturbed
+from engines.calibration.gate.rules import QUIET, is_doubtful
 from engines.calibration.instrument import NOTHING, HeldSession, Instrument
 from engines.calibration.measuring.stopwatch import Stopwatch, processor_waits
 from engines.calibration.measuring.times import TRIES, timed_again
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.quality import Quality
-from kvstore.workers import usable_cores
+from kvstore.workers import processors, usable_cores
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 from tests.unit.engines.calibration.test_learn import Blind
 
@@ -59,14 +59,22 @@ def test_only_rows_that_were_disturbed_are_timed_again():
     found, *others = timed(rows)
     per_1000 = 1000 / 64
     assert others == rows[1:]
-    now = {"prefill_s": per_1000, "restore_s": per_1000, "waited": 0.0}
+    now = {"prefill_s": per_1000, "restore_s": per_1000, "waited": 0.0, "timed_on": processors()}
     assert found == msgspec.structs.replace(rows[0], **now)
+
+
+def test_rows_that_another_machine_timed_are_timed_again():
+    elsewhere = msgspec.structs.replace(row("tq3", 0.0), timed_on="64 x another")
+    here = msgspec.structs.replace(row("tq4", 0.0), timed_on=processors())
+    found, same = timed([elsewhere, here], 0.05, 0.0)
+    assert found.waited == pytest.approx(0.05) and found.prefill_s != elsewhere.prefill_s
+    assert not is_doubtful(found) and same == here
 
 
 def test_the_least_disturbed_attempt_counts():
     shares = [0.6, 0.0, 0.2, 0.3, 0.4, 0.4]  # of the prefill and the restore of each attempt
     (found,) = timed([row("tq3", 0.5)], *shares)
-    assert found.waited == pytest.approx(0.3) and is_disturbed(found)
+    assert found.waited == pytest.approx(0.3) and is_doubtful(found)
     assert len(shares) == 2 * TRIES
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.fixed_rate.fused_rate import FusedRate
-from kvstore.codecs.stacks.fused import proven_or_pipeline
+from kvstore.codecs.stacks.fused import packing_later, proven_or_pipeline
 from kvstore.shapes import Rope, slice_tokens
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import (
     GOLDEN,
@@ -157,3 +157,37 @@ def test_kernels_that_are_wrong_give_way_to_the_pieces(caplog):
     wrong = dataclasses.replace(fused, kernels=others)
     assert proven_or_pipeline(wrong, LAYOUT, run_of(LAYOUT, 70), "rates") is fused.pipeline
     assert "the kernels of rates are wrong on this host" in caplog.text
+
+
+def test_the_pieces_pack_until_packing_is_proven():
+    waiting, run = [], run_of(LAYOUT, 70)
+    with packing_later(waiting.append):
+        (fused,) = codec_of(LAYOUT, rope_of(64)).assemble(LAYOUT)
+
+    def refused(*arguments):
+        raise AssertionError("it is not compiled yet")
+
+    early = SimpleNamespace(**{**vars(fused.kernels), "pack": refused})
+    meanwhile = dataclasses.replace(fused, kernels=early, packs=fused.packs)
+    before = meanwhile.encode(run, 0, 9, LAYOUT.dtype)
+    for call in waiting:
+        call()
+    with pytest.raises(AssertionError, match="not compiled"):
+        meanwhile.encode(run, 0, 9, LAYOUT.dtype)
+    assert fused.encode(run, 0, 9, LAYOUT.dtype) == before
+
+
+def test_kernels_that_pack_wrongly_go_on_restoring(caplog):
+    (fused,) = usual().assemble(LAYOUT)
+    run = run_of(LAYOUT, 70)
+
+    def almost(segments, num_tokens, units, sizes, ropes, pairs, planes):
+        packed = fused.kernels.pack(segments, num_tokens, units, sizes, ropes, pairs, planes)
+        planes[0] ^= 1
+        return packed
+
+    others = SimpleNamespace(**{**vars(fused.kernels), "pack": almost})
+    wrong = FusedRate(fused.pipeline, fused.turns, others, fused.tables, fused.num_planes)
+    assert proven_or_pipeline(wrong, LAYOUT, run, "rates") is wrong
+    assert "the kernels of rates pack wrongly on this host" in caplog.text
+    assert wrong.encode(run, 0, 9, LAYOUT.dtype) == fused.encode(run, 0, 9, LAYOUT.dtype)
