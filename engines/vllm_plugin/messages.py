@@ -42,15 +42,13 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
     """Order to read and verify the stored blobs of these blocks, and keep them for a load.
 
     ``hashes``: those of the prompt's blocks from the first on, joined. ``first_block``: the number
-    of the first block to read. A ``Release`` drops the blobs instead. ``is_probe``: only look how
-    many of the blocks seem to be stored; nothing is read or kept.
+    of the first block to read. A ``Release`` drops the blobs instead.
     """
 
     ticket: int
     session: SessionRef | None
     first_block: int
     hashes: bytes
-    is_probe: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

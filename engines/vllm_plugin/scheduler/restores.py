@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from engines.vllm_plugin.messages import Release, Stage
@@ -30,53 +30,6 @@ RANK_GRACE_S: Final = 2.0
 # process, on the cores that the load or save needs. So each step waits for news, but no longer than
 # this, because vLLM accepts a new request only between two steps.
 IDLE_WAIT_S: Final = 0.01
-
-
-class Probes:
-    """Sends one probe per request and ``deadline_s``, however often vLLM asks. On vLLM's thread."""
-
-    def __init__(
-        self,
-        ranks: Hub,
-        tickets: Iterator[int],
-        deadline_s: float,
-        monotonic: Callable[[], float],
-    ) -> None:
-        self._ranks = ranks
-        self._tickets = tickets
-        self._deadline_s = deadline_s
-        self._monotonic = monotonic
-
-    def poll(self, tracked: TrackedRequest, first_block: int, hashes: Sequence[bytes]) -> bool:
-        """Send the request's probe, or look at its answer. Returns True once no rank has anything.
-
-        That is so when all ranks have answered that nothing is stored, or one has not answered in
-        time. Ranks that have something are asked again after the deadline, since one may fall
-        silent meanwhile. ``hashes``: of the prompt's blocks, from its beginning.
-        """
-        now, probe = self._monotonic(), tracked.probe
-        if probe is not None:
-            probe.staged = probe.staged or self._ranks.staged(probe.ticket)
-            in_time = now - probe.asked_at < self._deadline_s
-            if probe.staged is None and not in_time:
-                tracked.reason = "deadline"
-                return True
-            if probe.staged is not None and probe.staged.end_block <= first_block:
-                tracked.reason = probe.staged.reason
-                return True
-            if in_time:
-                return False
-        tracked.probe = Restore(next(self._tickets), first_block, now)
-        joined = b"".join(map(bytes, hashes))
-        ticket = tracked.probe.ticket
-        self._ranks.send(Stage(ticket, tracked.session, first_block, joined, is_probe=True))
-        return False
-
-    def withdraw(self, tracked: TrackedRequest) -> None:
-        """Forget the request's probe, if there is one: it does not wait any more."""
-        if tracked.probe is not None:
-            self._ranks.send(Release(tracked.probe.ticket))
-            tracked.probe = None
 
 
 class Restores:
@@ -98,7 +51,7 @@ class Restores:
         self._monotonic = monotonic
         self._budget = StagingBudget(max_staged_bytes)
         self._tickets = itertools.count(1)
-        self._probes = Probes(ranks, self._tickets, self._deadline_s, monotonic)
+        self._silent_at = float("-inf")  # when the ranks last left a request without an answer
         self._planned: list[Load] = []
         self._loading: dict[str, set[int]] = {}  # block ids by request
         self._has_waited = False  # in this step
@@ -120,10 +73,12 @@ class Restores:
             return 0, False
         if tracked.restore is not None and first < tracked.restore.first_block:
             self.release(tracked)
-        hashes = request.block_hashes[:last]
-        restore = tracked.restore or self._stage(tracked, first, hashes)
+        if tracked.waits_since is not None and tracked.waits_since <= self._silent_at:
+            tracked.reason = "deadline"  # a rank has fallen silent since it came
+            return self._offer(tracked, first)
+        restore = tracked.restore or self._stage(tracked, first, request.block_hashes[:last])
         if restore is None:
-            return self._without_room(tracked, first, hashes)
+            return None, False
         if not self._has_answer(tracked, restore, idle):
             return None, False
         return self._offer(tracked, first)
@@ -135,31 +90,26 @@ class Restores:
         num_tokens = (len(hashes) - first) * self._blocks.block_tokens
         nbytes = num_tokens * self._ranks.packed_bytes_per_token
         if not self._budget.reserve(tracked.request.request_id, nbytes):
+            if tracked.waits_since is None:
+                tracked.waits_since = self._monotonic()
             return None
-        self._probes.withdraw(tracked)
         ticket = next(self._tickets)
-        tracked.restore = Restore(ticket, first, self._monotonic())
+        tracked.restore, tracked.waits_since = Restore(ticket, first, self._monotonic()), None
         self._ranks.send(Stage(ticket, tracked.session, first, b"".join(map(bytes, hashes))))
         return tracked.restore
-
-    def _without_room(
-        self, tracked: TrackedRequest, first: int, hashes: Sequence[bytes]
-    ) -> tuple[int | None, bool]:
-        """Let a request without stored blobs continue; others wait while the ranks answer."""
-        if not self._probes.poll(tracked, first, hashes):
-            return None, False
-        tracked.restoring = Restoring.OVER
-        self.release(tracked)
-        return 0, False
 
     def _has_answer(self, tracked: TrackedRequest, restore: Restore, idle: bool) -> bool:
         """True once the ranks have answered, or the deadline for their answer has passed."""
         if restore.staged is not None:
             return True
         restore.staged = self._ranks.staged(restore.ticket, self._wait_s(idle))
-        if restore.staged is None and self._monotonic() - restore.asked_at < self._deadline_s:
+        if restore.staged is not None:
+            tracked.reason = restore.staged.reason
+            return True
+        now = self._monotonic()
+        if now - restore.asked_at < self._deadline_s:
             return False
-        tracked.reason = restore.staged.reason if restore.staged else "deadline"
+        tracked.reason, self._silent_at = "deadline", now
         return True
 
     def _wait_s(self, idle: bool) -> float:
@@ -182,8 +132,7 @@ class Restores:
         """Release the request's room, and its staged blobs unless they are being loaded."""
         if tracked.restore is not None and not tracked.restore.loading:
             self._ranks.send(Release(tracked.restore.ticket))
-        self._probes.withdraw(tracked)
-        tracked.restore = None
+        tracked.restore, tracked.waits_since = None, None
         self._budget.release(tracked.request.request_id)
 
     def plan_load(

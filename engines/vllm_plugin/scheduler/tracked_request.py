@@ -79,7 +79,7 @@ def num_final_tokens(request: Any) -> int:
 
 @dataclass
 class Restore:
-    """A request's order to the ranks to stage its stored blobs, or a probe for them."""
+    """A request's order to the ranks to stage its stored blobs."""
 
     ticket: int
     first_block: int
@@ -103,7 +103,7 @@ class TrackedRequest:
     request: Any
     session: SessionRef | None
     restore: Restore | None = None
-    probe: Restore | None = None  # while it waits for room
+    waits_since: float | None = None  # for room, monotonic
     restoring: Restoring = Restoring.OPEN
     restored_tokens: int = 0
     tier: TierName | None = None

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,9 +52,8 @@ from engines.wire import (
 from kvstore.blobs.chain import split
 from kvstore.errors import StoreClosed
 from kvstore.ledger.record import SessionRecord
-from kvstore.stats import StoreStats
 from kvstore.store.cold_store import ColdStore
-from kvstore.store.restorer import Fetched, Match
+from kvstore.store.restorer import Fetched
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -244,8 +243,6 @@ class RankLink:
 
     def _receive(self, message: ToRank, connection: socket.socket) -> None:
         match message:
-            case Stage(is_probe=True):
-                self._verb_threads.submit(self._probe, message, connection)
             case Stage():
                 self._staging.expect(message.ticket)
                 staging = self._stagers.submit(self._stage, message, connection)
@@ -272,7 +269,9 @@ class RankLink:
             if not self._staging.is_wanted(message.ticket):
                 return
             hashes = split(message.hashes)
-            fetched = self._store.fetch(self._match(message, hashes))
+            chain = self._store.maker.of_blocks(hashes, self._block_tokens)
+            first = message.first_block // self._chunk_blocks
+            fetched = self._store.fetch(self._store.match(message.session, chain, first))
         except StoreClosed:
             return
         except Exception:  # top level of this thread: a defect here costs only a prefill
@@ -282,32 +281,12 @@ class RankLink:
             if connection is not self._connection:
                 return
             self._staging.put(message.ticket, StagedBlobs(fetched, hashes))
-        end = self._end_block(message, fetched.num_chunks)
+        end = max(fetched.num_chunks * self._chunk_blocks, message.first_block)
         self._send_on(connection, Staged(message.ticket, end, fetched.tier, fetched.reason))
-
-    def _match(self, message: Stage, hashes: Sequence[bytes]) -> Match:
-        chain = self._store.maker.of_blocks(hashes, self._block_tokens)
-        first = message.first_block // self._chunk_blocks
-        return self._store.match(message.session, chain, first)
-
-    def _end_block(self, message: Stage, num_chunks: int) -> int:
-        return max(num_chunks * self._chunk_blocks, message.first_block)
 
     @property
     def _chunk_blocks(self) -> int:
         return self._store.chunk_tokens // self._block_tokens
-
-    def _probe(self, message: Stage, connection: socket.socket) -> None:
-        hashes = split(message.hashes)
-        try:
-            match = self._match(message, hashes)
-            end, reason = self._end_block(message, match.num_chunks), match.reason
-        except StoreClosed:
-            return
-        except Exception:  # top level of this thread: the request continues to wait
-            logger.exception("a session could not be looked up")
-            end, reason = len(hashes) + 1, None
-        self._send_on(connection, Staged(message.ticket, end, None, reason))
 
     def _answer(self, message: Ask, connection: socket.socket) -> None:
         try:
@@ -315,7 +294,7 @@ class RankLink:
             records = self._execute(message.verb)
             if self._resting is not None and isinstance(message.verb, _CHANGES):
                 self._resting.look_at(message.verb.session)  # before the caller continues
-            stats = self._stats() if isinstance(message.verb, GetStats) else None
+            stats = self._store.stats() if isinstance(message.verb, GetStats) else None
             codec = self._report() if isinstance(message.verb, _ABOUT_CODECS) else None
             found = [self.session(x) for x in records]
             answer = RankAnswer(message.number, found, stats, codec, settled=settled)
@@ -333,9 +312,6 @@ class RankLink:
     def _report(self) -> CodecReport:
         report = msgspec.structs.replace(self._codecs.report, why_host=self._why_host())
         return self._measurement.with_progress(report)
-
-    def _stats(self) -> StoreStats:
-        return self._store.stats()
 
     def adopt(self) -> None:
         """Make the store adopt the codecs that the model's profile allows now."""

@@ -81,7 +81,7 @@ class Asked:
         return self.answers.pop(ticket, None)
 
     def answer(self, end_block: int, tier="ram", reason=None) -> None:
-        stage = next(x for x in reversed(self.sent) if isinstance(x, Stage) and not x.is_probe)
+        stage = next(x for x in reversed(self.sent) if isinstance(x, Stage))
         self.answers[stage.ticket] = Staged(stage.ticket, end_block, tier, reason)
 
 

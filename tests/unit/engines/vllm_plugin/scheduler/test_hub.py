@@ -192,8 +192,8 @@ def test_a_request_does_not_wait_for_a_rank_that_is_silent(tmp_path: Path) -> No
         until(lambda: hub.ready)
         assert restores.match(first, 0, idle=True) == (None, False)
         assert restores.match(second, 0, idle=True) == (None, False)  # there is no room for it
-        until(lambda: restores.match(second, 0, idle=True) == (0, False))
-        assert restores.match(first, 0, idle=True) == (0, False)
+        until(lambda: restores.match(first, 0, idle=True) == (0, False))
+        assert restores.match(second, 0, idle=True) == (0, False)
         assert first.cache_header(0) == second.cache_header(0) == "miss; tokens=0; reason=deadline"
         until(lambda: not len(staging))
     link.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.vllm_plugin.messages import Release, Stage, Staged
+from engines.vllm_plugin.messages import Stage
 from tests.block_sessions import tokens_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
     PROMPT,
@@ -37,7 +37,7 @@ def ask_all(bench: Bench, requests: list[Request]) -> None:
 
 
 def staged_for(bench: Bench) -> list[str]:
-    return [x.session.id for x in bench.ranks.sent if isinstance(x, Stage) and not x.is_probe]
+    return [x.session.id for x in bench.ranks.sent if isinstance(x, Stage)]
 
 
 def test_no_more_is_staged_than_there_is_room_for(bench):
@@ -92,56 +92,19 @@ def test_a_request_that_gives_up_waiting_keeps_no_other_back(bench):
     assert staged_for(bench) == ["a", "b", "e"]
 
 
-def probes(bench: Bench) -> dict[str, int]:
-    """Tickets of the probes that were sent, by session."""
-    return {x.session.id: x.ticket for x in bench.ranks.sent if isinstance(x, Stage) and x.is_probe}
-
-
-def test_who_has_nothing_stored_does_not_wait_in_a_full_line(bench):
-    requests = waiting(bench, "a", "b", "new", "old", "newer")
-    assert [*probes(bench)] == ["new", "old", "newer"]
-    for name, end, reason in (("new", 0, "never-stored"), ("old", 3, None), ("newer", 0, None)):
-        ticket = probes(bench)[name]
-        bench.ranks.answers[ticket] = Staged(ticket, end, None, reason)
-    assert bench.tracker.match(requests[2], 0) == (0, False)
-    assert bench.tracker.match(requests[4], 0) == (0, False)
-    ask_all(bench, requests[3:4])
-    ask_all(bench, requests[3:4])
-    assert bench.tracker.match(requests[2], 0) == (0, False)  # asked again, as vLLM may
-    bench.tracker.finished(requests[0], [[]])
-    ask_all(bench, requests[3:4])
-    assert staged_for(bench) == ["a", "b", "old"]
-    assert len(probes(bench)) == 3
-
-
-def test_a_probe_is_withdrawn_with_its_request(bench):
-    requests = waiting(bench, "a", "b", "c")
-    bench.tracker.finished(requests[2], [[]])
-    assert Release(probes(bench)["c"]) in bench.ranks.sent
-
-
-def test_who_finds_room_asks_nothing_more(bench):
-    requests = waiting(bench, "a", "b", "c")
-    bench.tracker.finished(requests[0], [[]])
-    ask_all(bench, requests[2:])
-    bench.ranks.answer(10)
-    assert bench.tracker.match(requests[2], 0) == (160, True)
-    bench.tracker.allocated(requests[2], [list(range(20, 31))], 160)
-    bench.tracker.absorb(set(), ["c"], {}, [], [])
-    assert Release(probes(bench)["c"]) in bench.ranks.sent
-
-
-@pytest.mark.parametrize("falls_silent_later", [False, True])
-def test_none_waits_for_room_where_a_rank_is_silent(bench, falls_silent_later):
+def test_none_waits_for_room_where_a_rank_is_silent(bench):
     """Those that have room time out one after the other; the line must not wait for all of them."""
     requests = waiting(bench, "a", "b", "c", "d")
-    if falls_silent_later:
-        for name in ("c", "d"):
-            ticket = probes(bench)[name]
-            bench.ranks.answers[ticket] = Staged(ticket, 10, None, None)
-        ask_all(bench, requests[2:])
-        bench.now[0] += 7.5
-        ask_all(bench, requests[2:])  # they ask the ranks again
-    bench.now[0] += 7.5
-    assert [bench.tracker.match(x, 0) for x in reversed(requests)] == [(0, False)] * 4
+    bench.now[0] += 15
+    assert [bench.tracker.match(x, 0) for x in requests] == [(0, False)] * 4
     assert bench.tracker.finished(requests[3], [[]])["reason"] == "deadline"
+
+
+def test_a_rank_that_was_silent_before_a_request_came_is_asked_again(bench):
+    requests = waiting(bench, "a", "b", "c")
+    bench.now[0] += 15
+    assert [bench.tracker.match(x, 0) for x in requests] == [(0, False)] * 3
+    bench.now[0] += 1
+    later = waiting(bench, "d", "e", "f")
+    ask_all(bench, later)
+    assert staged_for(bench) == ["a", "b", "d", "e"]

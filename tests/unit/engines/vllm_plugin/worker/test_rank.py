@@ -194,23 +194,6 @@ def test_a_session_saved_when_a_rank_ends_is_there_when_it_comes_back(tmp_path: 
     assert (staged.end_block, staged.tier) == (len(CHAIN), "disk")
 
 
-def test_a_question_is_answered_while_all_readers_are_busy(rank: Rank) -> None:
-    save(rank.store, ref(), CHAIN)
-    rank.ram.hanging = "get_many"
-    rank.ram.go_on.clear()
-    for ticket in range(1, 10):
-        rank.stage(ticket, CHAIN)
-    assert rank.ram.entered.wait(10)
-    for ticket, chain, end, reason in (
-        (11, OTHER, 0, "never-stored"),
-        (12, CHAIN, len(CHAIN), None),
-    ):
-        rank.hub.send(Stage(ticket, None, 0, b"".join(chain), is_probe=True))
-        answer = rank.hub.staged(ticket, 30)
-        assert (answer.end_block, answer.tier, answer.reason) == (end, None, reason)
-        assert not rank.staging.is_wanted(ticket)
-
-
 # ---- a hub that comes anew
 
 
