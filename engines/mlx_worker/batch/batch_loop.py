@@ -291,7 +291,7 @@ def assemble(
     places = config.max_batch + SPARE_PLACE
     budget = MemoryBudget(config.hot_bytes, places, plan.cost, batches, prefiller, hot)
     admission = Admission(
-        prefixes=PrefixReuse(hot_cache, cold, thread.post, prefiller.seconds),
+        prefixes=PrefixReuse(hot_cache, cold, thread.post),
         prefetches=Prefetches(hot_cache, cold, budget, thread.post),
         prefiller=prefiller,
         budget=budget,

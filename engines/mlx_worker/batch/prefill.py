@@ -35,10 +35,6 @@ class ChunkSizer:
         self._largest = largest
         self._seconds_per_token = 0.0
 
-    def seconds(self, num_tokens: int) -> float:
-        """Estimate how long feeding so many tokens takes; 0 = not known yet. Any thread."""
-        return num_tokens * self._seconds_per_token
-
     def chunk(self, busy: bool, step_s: float = 0.0) -> int:
         """The number of tokens to feed next.
 
@@ -76,7 +72,6 @@ class Prefiller:
         """
         self._model = model
         self._chunks = ChunkSizer(largest_chunk)
-        self.seconds = self._chunks.seconds
         self._state_step = state_step
         self._admitted: dict[PrefillTask, None] = {}  # oldest first
         self._ready: deque[PrefillTask] = deque()  # whose turn it is first

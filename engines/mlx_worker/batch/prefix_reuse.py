@@ -1,9 +1,9 @@
 """Finds the longest beginning of a prompt whose KV need not be computed.
 
 There are three sources: the session's own hot KV, a hot session of the same tenant that begins
-alike (copied), and the cold store. The longest is used, unless a restore would take longer than
-computing what it adds. Cold sessions become hot before their next turn when the gateway asks for
-it.
+alike (copied), and the cold store. The longest is used, unless a restore adds so little to hot KV
+that computing it is sooner. Cold sessions become hot before their next turn when the gateway asks
+for it.
 
 A prompt may also wait for a beginning that another prompt of its tenant is being prefilled with.
 The prompt that is fed is the *leader*; a *follower* begins alike, and takes a copy of the leader's
@@ -15,7 +15,6 @@ ends before that, its followers go on with its part.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -48,18 +47,10 @@ WhenHot: TypeAlias = Callable[[list[PrefillTask]], None]
 class PrefixReuse:
     """Gives prefill tasks the caches they can start from. Belongs to the owner thread."""
 
-    def __init__(
-        self,
-        hot_cache: HotCache,
-        cold: ColdSessions | None,
-        post: Post,
-        prefill_s: Callable[[int], float],
-    ) -> None:
-        """``prefill_s``: how long computing so many tokens takes here; 0 = not known yet."""
+    def __init__(self, hot_cache: HotCache, cold: ColdSessions | None, post: Post) -> None:
         self._hot_cache = hot_cache
         self._cold = cold
         self._post = post
-        self._prefill_s = prefill_s
         # Tasks that the cold store is being asked for.
         self._asked: dict[PrefillTask, tuple[HotPrefix | None, Then]] = {}
 
@@ -87,14 +78,8 @@ class PrefixReuse:
             then(_outcome(task, hot, None))
         else:
             self._asked[task] = hot, then
-            query = PrefixQuery(
-                session,
-                task.tokens,
-                task.target,
-                task.num_cached,
-                self._prefill_s,
-                task.request.chain,
-            )
+            held, chain = task.num_cached, task.request.chain
+            query = PrefixQuery(session, task.tokens, task.target, held, chain)
             self._cold.find(query, lambda found: self._post(lambda: self._found(task, found)))
 
     def cancel(self, task: PrefillTask) -> None:
@@ -115,14 +100,12 @@ class PrefixReuse:
             task.request.note_chain(found.chain, self._cold.store.chunk_tokens)
         if found.restored is None or found.tier is None:
             return None
-        began = time.perf_counter()
         try:
             caches = self._cold.rebuild(found)
         except Exception:  # stored data may be wrong in any way; prefill is right
             logger.exception("a restored session could not be used")
             self._cold.counters["rebuild_failures"] += 1
             return None
-        self._cold.times.took(found.num_tokens, found.seconds + time.perf_counter() - began)
         task.reuse(caches, found.num_tokens, resolved(True))
         task.request.note_restored(found.restored.lossy_tokens)
         if session := task.request.generation.session:

@@ -9,7 +9,6 @@ nothing else.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,13 +21,12 @@ import numpy as np
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches
 from engines.mlx_worker.sessions.hot_sessions import CacheRows, HotSession
-from engines.mlx_worker.sessions.restore_times import RestoreTimes
 from kvstore.blobs.chain import Chain
 from kvstore.blobs.state_tree import state_nbytes
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.errors import Mismatch
 from kvstore.ledger.record import SessionRecord
-from kvstore.session import MissReason, SessionRef, TierName
+from kvstore.session import TIERS, MissReason, SessionRef, TierName
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.restorer import Match, Restored
 from kvstore.store.states import StateAt, TakenState
@@ -47,7 +45,6 @@ class PrefixQuery:
     tokens: np.ndarray  # int32, (num_tokens,)
     limit: int  # at most so many tokens are of use
     held: int  # so many are there already
-    prefill_s: Callable[[int], float]  # how long computing so many takes; 0 = not known yet
     chain: Chain = ()  # the names of its first chunks, if they are known
 
 
@@ -57,7 +54,6 @@ class ColdPrefix:
 
     restored: Restored | None
     reason: MissReason | None
-    seconds: float = 0.0  # that the restore took
     chain: Chain = ()  # of the prompt
     arrays: Sequence[mx.array] = ()  # that the restored rows lie in, if they are mlx's
 
@@ -86,7 +82,6 @@ class ColdSessions:
         self._model = model
         self._plan = plan
         self._pool = ThreadPoolExecutor(NUM_RESTORES, "mlx-restore")
-        self.times = RestoreTimes()
         self.counters: Counter[str] = Counter()  # the owner thread's
 
     def find(self, query: PrefixQuery, then: OnFound) -> None:
@@ -186,10 +181,11 @@ class ColdSessions:
             why = "diverged" if known else self.store.ledger.why_unknown(query.session)
             return ColdPrefix(None, why)
         match = self.store.match(query.session, chain)
-        more = match.num_tokens - query.held
-        computing_s = query.prefill_s(more) if query.held and more > 0 else 0.0
-        if not self.times.is_worth(match.num_tokens, computing_s):
-            return ColdPrefix(None, "computed-sooner", chain=chain)
+        if match.tier is not None and query.held:
+            # All of it is restored, also what is held: in about the time of computing so many.
+            worth = TIERS[match.tier].restore_share * match.num_tokens
+            if 0 < match.num_tokens - query.held < worth:
+                return ColdPrefix(None, "computed-sooner", chain=chain)
         return replace(self._restore(match, query.held, len(query.tokens)), chain=chain)
 
     def _restore(self, match: Match, held: int = 0, most: int = 0) -> ColdPrefix:
@@ -201,9 +197,8 @@ class ColdSessions:
         if match.num_tokens <= held:
             return ColdPrefix(None, match.reason)
         arrays, out = kv_arrays.empty_rows(self.store.model.layout, match.num_tokens, most)
-        began = time.perf_counter()  # computing the prompt would need the same arrays
         restored = self.store.restore(match, out=out)
-        reason, seconds = restored.reason or match.reason, time.perf_counter() - began
+        reason = restored.reason or match.reason
         if restored.num_tokens <= held:
-            return ColdPrefix(None, reason, seconds)
-        return ColdPrefix(restored, reason, seconds, (), arrays if restored.run is out else ())
+            return ColdPrefix(None, reason)
+        return ColdPrefix(restored, reason, arrays=arrays if restored.run is out else ())

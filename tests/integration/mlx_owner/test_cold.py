@@ -15,8 +15,7 @@ import pytest
 from engines.http import CacheOutcome
 from engines.mlx_worker import control
 from engines.mlx_worker.cache import kv_arrays
-from engines.mlx_worker.sessions.restore_times import RestoreTimes
-from kvstore.session import CHUNK_TOKENS, SessionRef
+from kvstore.session import CHUNK_TOKENS, TIERS, SessionRef
 from tests.integration.mlx_owner.harness import (
     Answer,
     Engine,
@@ -184,18 +183,16 @@ async def test_an_edited_turn_takes_the_longer_of_hot_and_cold(tmp_path: Path):
     same(back, expected)
 
 
-async def test_a_short_own_copy_wins_against_a_shorter_hot_beginning(tmp_path: Path):
-    """Unless it is known that computing what it adds takes less than restoring it."""
+async def test_a_short_own_copy_wins_against_a_shorter_hot_beginning(tmp_path: Path, monkeypatch):
+    """Unless it adds so little that computing it takes less than restoring all of it."""
     beginning, headers = text(1, 52), list[str]()
     async with engine("llama", tmp_path) as it:
-        parts = it.owner.parts
-        for name, took_s in (("a", 0.0), ("b", 1e6)):  # the second machine restores slowly
+        for name, share in (("a", 0.4), ("b", 0.5)):  # the second machine restores slowly
+            monkeypatch.setitem(TIERS, "ram", TIERS["ram"]._replace(restore_share=share))
             own = beginning + text(ord(name), 48)
             first = await it.asleep_after(own, session(name), max_tokens=2)
             await it.turn(beginning + text(9, 60), session(f"hot-{name}"), max_tokens=2)
             await it.settled()
-            parts.cold.times = RestoreTimes()
-            parts.cold.times.took(96, took_s)
             back = await it.turn(own + first.tokens + NEW, session(name))
             same(back, await it.turn(own + first.tokens + NEW))
             headers.append(cache(back).header())

@@ -8,14 +8,11 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from engines.mlx_worker.sessions.cold_sessions import ColdSessions
 from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
 from engines.mlx_worker.sessions.hot_sessions import HotSession, HotSessions
-from engines.mlx_worker.sessions.restore_times import TRY_AGAIN, RestoreTimes
 from kvstore.errors import Mismatch
 from kvstore.session import SessionRef
 from kvstore.store.states import StateAt
@@ -87,39 +84,3 @@ def test_kv_of_another_length_than_its_tokens_is_never_kept() -> None:
     with pytest.raises(Mismatch, match="caches of 8 tokens hold"):
         hot_cache.keep(HotSession(SessionRef("t", "s", b"salt"), [cache], len(TOKENS), TOKENS))
     assert hot_cache.sessions.all() == []
-
-
-def test_the_time_of_a_restore_is_a_line_through_the_last_ones() -> None:
-    times = RestoreTimes()
-    assert times.seconds(1000) == 0.0
-    for _ in range(3):
-        times.took(1000, 0.3)
-    assert times.seconds(2000) == pytest.approx(0.6)  # which part grows is not known
-    times.took(3000, 0.5)
-    assert times.seconds(0) == pytest.approx(0.2)
-    assert times.seconds(2000) == pytest.approx(0.4)
-    for _ in range(60):  # the machine became slower
-        times.took(1000, 3.0)
-        times.took(3000, 5.0)
-    assert times.seconds(2000) == pytest.approx(4.0, rel=0.01)
-
-
-@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-6, 1e3)), min_size=1, max_size=30))
-def test_no_estimate_is_negative(restores: list[tuple[int, float]]) -> None:
-    times = RestoreTimes()
-    for num_tokens, seconds in restores:
-        times.took(num_tokens, seconds)
-    estimates = [times.seconds(x) for x in (0, 32, 10**6)]
-    assert all(0.0 <= x < 1e9 for x in estimates) and estimates == sorted(estimates)
-
-
-def test_after_a_slow_restore_another_is_tried_before_long():
-    """What is declined teaches nothing: one restore of a busy moment must not end them all."""
-    times = RestoreTimes()
-    times.took(2000, 60.0)
-    answers = [times.is_worth(2000, 1.0) for _ in range(2 * TRY_AGAIN)]
-    assert answers == ([False] * (TRY_AGAIN - 1) + [True]) * 2
-    for _ in range(40):
-        times.took(2000, 0.1)
-    assert times.is_worth(2000, 1.0)
-    assert times.is_worth(2000, 0.0)  # nothing is known of computing
