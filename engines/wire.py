@@ -327,9 +327,9 @@ ALL_CHANGED: Final = "found"
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """A session changed: saved, evicted, moved, packed again, by a verb of another gateway, ..."""
+    """A session changed: saved, evicted, moved, packed again, or by a verb of another gateway."""
 
-    cause: Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
+    cause: Literal["saved", "dropped", "moved", "restored", "lost", "turn"]
     session: SessionReport
     why: str = ""  # of "moved" and "lost": "budget", "limit", ``ALL_CHANGED``, ...; "" = unknown
 

@@ -149,7 +149,7 @@ async def _serve_until(
     if store := owner.store:
         store.listen(verbs.store_changed)
         # A measurement takes times, which this would spoil.
-        store.pack_when(lambda: owner.is_quiet and measuring.has_verdict, verbs.packed)
+        store.pack_when(lambda: owner.is_quiet and measuring.has_verdict)
     http = _HttpServer(_http_config(owner, config))
     listener = _listener(folder / "http.sock")
     serving = asyncio.create_task(http.serve([listener]), name="http")

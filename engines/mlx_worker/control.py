@@ -306,7 +306,7 @@ class MlxVerbs:
             await asyncio.to_thread(store.pin, session, True)
 
     def store_changed(self, notice: StoreNotice) -> None:
-        """Report that a session's cold copy is gone, found, or slower to reach. Any thread."""
+        """Report that a session's cold copy is gone, slower to reach, or smaller. Any thread."""
         session = notice.session
         if not notice.is_gone:
             self._owner.notify("moved", session, notice.why)
@@ -315,10 +315,6 @@ class MlxVerbs:
         if self._hot.get(key) is None and not self._hot.is_busy(key):
             self._hot.pin(key, False)  # nothing is left that the pin could hold
         self._owner.notify("lost", session, notice.why)
-
-    def packed(self, session: SessionRef) -> None:
-        """Note that a session's cold copy takes less room than before. Any thread."""
-        self._owner.notify("packed", session)
 
     async def forget(self, session: SessionRef) -> Done:
         """Remove a session from memory and every tier. A running turn goes on and is not kept."""

@@ -179,17 +179,11 @@ class RankSaved(msgspec.Struct, frozen=True, tag="saved"):
     kept: bool  # False: skipped or failed
 
 
-class RankPacked(msgspec.Struct, frozen=True, tag="packed"):
-    """News that a session takes less room in this rank's store than before."""
-
-    session: SessionRef
-
-
 class RankLost(msgspec.Struct, frozen=True, tag="lost"):
-    """News that a stored session is gone, or is in a slower tier now."""
+    """News that a stored session is gone, is in a slower tier now, or takes less room."""
 
     session: SessionRef
-    why: str = ""  # "budget", "limit" or "expired"
+    why: str = ""  # see ``StoreNotice``
     is_gone: bool = True
 
 
@@ -228,7 +222,7 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
 
 ToRank: TypeAlias = Stage | Release | Ask | ForwardDone | JointFindings
 ToFront: TypeAlias = RequestAdmitted | RunForward | Wake
-RankNews: TypeAlias = RankSaved | RankPacked | RankLost | RankRests
+RankNews: TypeAlias = RankSaved | RankLost | RankRests
 PeerNews: TypeAlias = RankNews | Forward | ForwardDone | RankFindings
 FromPeer: TypeAlias = RankHello | Staged | RankAnswer | PeerNews | FrontHello
 Message: TypeAlias = ToRank | FromPeer | ToFront

@@ -105,6 +105,7 @@ class Ledger:
             self.claims,
             packer,
             self.counters,
+            self.notices.report,
         )
         self._rounds = itertools.count(1)
         self._housekeeping = Periodic(self._keep_house, LOOK_S, "kvstore-upkeep")

@@ -1,4 +1,4 @@
-"""Reports to a listener that a session left the store, or a tier of it.
+"""Reports to a listener that a session left the store or a tier of it, or takes less room.
 
 A session leaves in two ways. Either it expires, which the ledger reports at once. Or the tiers
 evicted it, completely or from a faster tier only. Tiers do not know sessions, so all of them are
@@ -22,9 +22,9 @@ class StoreNotice(NamedTuple):
     """A change of a session's stored copy, which no turn or verb of the session made."""
 
     session: SessionRef  # without a salt, since the store does not keep salts
-    # The tier's cause; or it was not used in time.
-    why: EvictionCause | Literal["expired"]
-    is_gone: bool = True  # False: a slower tier has it
+    # The tier's cause; or it was not used in time; or what was exact takes less room now.
+    why: EvictionCause | Literal["expired", "packed"]
+    is_gone: bool = True  # False: it is stored elsewhere, or otherwise
 
 
 OnNotice = Callable[[StoreNotice], None]

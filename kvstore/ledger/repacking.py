@@ -20,6 +20,7 @@ from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import Packer
 from kvstore.errors import Unusable
 from kvstore.ledger.index import Claims, SessionIndex
+from kvstore.ledger.notices import StoreNotice
 from kvstore.ledger.record import SessionRecord
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.writing import Committer
@@ -31,8 +32,6 @@ from kvstore.workers import lower_priority
 LOOK_S: Final = 0.25  # while the machine is busy, how often to check whether it still is
 # Refused blobs, and sessions that came from another engine, are looked at again after this time.
 AGAIN_S: Final = 600.0
-
-OnPacked = Callable[[SessionRef], None]
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +65,7 @@ class Repacker:
         claims: Claims,
         packer: Packer,
         counters: Counters,
+        report: Callable[[StoreNotice], None],
     ) -> None:
         self._stack = stack
         self._index = index
@@ -74,7 +74,7 @@ class Repacker:
         self._packer = packer
         self._counters = counters
         self._is_idle: Callable[[], bool] = lambda: False
-        self._on_packed: OnPacked | None = None
+        self._report = report
         self._woken = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -89,14 +89,12 @@ class Repacker:
         left = list(self._left.values())
         return Repacking(len(left), sum(left), self._num_done, self._freed_bytes)
 
-    def begin(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
+    def begin(self, is_idle: Callable[[], bool]) -> None:
         """Pack from now on, whenever ``is_idle`` reports that the machine is free. Call once.
 
-        Args:
-            is_idle: called before each blob, on a thread of this object.
-            on_packed: called there for each session that takes less space than before.
+        It is called before each blob, on a thread of this object.
         """
-        self._is_idle, self._on_packed = is_idle, on_packed
+        self._is_idle = is_idle
         self._woken.set()
         self._thread = threading.Thread(target=self._run, name="kvstore-repack", daemon=True)
         self._thread.start()
@@ -173,8 +171,8 @@ class Repacker:
         if freed:
             self._take_size(key)
             self._num_done += 1
-            if self._on_packed is not None:
-                self._on_packed(SessionRef(record.tenant, record.id, b""))
+            session = SessionRef(record.tenant, record.id, b"")
+            self._report(StoreNotice(session, "packed", is_gone=False))
         return is_whole
 
     def _exact_pieces(self, record: SessionRecord) -> list[Piece]:

@@ -25,7 +25,6 @@ from kvstore.ledger.index import Claims
 from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.notices import OnNotice
 from kvstore.ledger.record import Records, SessionRecord
-from kvstore.ledger.repacking import OnPacked
 from kvstore.session import CHUNK_TOKENS, UNKNOWN_REASONS, SessionRef, TenantLimits, TierName
 from kvstore.shapes import KVRun, StoredModel
 from kvstore.stats import Counters, StoreStats
@@ -298,7 +297,7 @@ class ColdStore:
         self.ledger.expire()
 
     def listen(self, on_notice: OnNotice) -> None:
-        """Call ``on_notice`` on a store thread when sessions expire or are evicted.
+        """Call ``on_notice`` on a store thread when sessions expire, are evicted or packed again.
 
         See ``kvstore.ledger.notices``. The call comes within a minute.
         """
@@ -329,9 +328,9 @@ class ColdStore:
         """
         self.ledger.adopt(codecs, keep=keep)
 
-    def pack_when(self, is_idle: Callable[[], bool], on_packed: OnPacked | None = None) -> None:
+    def pack_when(self, is_idle: Callable[[], bool]) -> None:
         """Pack exact blobs from now on when ``is_idle``: see ``Repacker.begin``. Call once."""
-        self.ledger.repacker.begin(is_idle, on_packed)
+        self.ledger.repacker.begin(is_idle)
 
     # ---- the store itself
 

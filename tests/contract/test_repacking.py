@@ -53,11 +53,18 @@ def is_through(store: Store) -> bool:
     return is_packed(store.ledger.stack.tiers) and not store.stats().repacking.sessions_left
 
 
+def reports_of(store: Store) -> list[SessionRef]:
+    """A list to which each session is added that was packed again."""
+    done: list[SessionRef] = []
+    store.listen(lambda notice: done.append(notice.session) if notice.why == "packed" else None)
+    return done
+
+
 def packed(store: Store, num_sessions: int = 1) -> list[SessionRef]:
     """Adopt a codec, and wait until so many sessions were packed again."""
-    done: list[SessionRef] = []
+    done = reports_of(store)
     store.adopt(PACKED)
-    store.pack_when(always, done.append)
+    store.pack_when(always)
     until(lambda: len(done) == num_sessions)
     return done
 
@@ -81,8 +88,8 @@ def num_back(store: Store, tokens: list[int], session: SessionRef | None = None)
 def test_a_session_of_before_is_packed_in_every_tier(rig: Rig, store: Store, tiers: list[Tier]):
     rig.save(store, ref(), LONG)
     before, pinned = [x.stats() for x in tiers], counted(store, ref())
-    smaller: list[SessionRef] = []
-    store.pack_when(always, smaller.append)
+    smaller = reports_of(store)
+    store.pack_when(always)
     store.adopt(PACKED)
     until(lambda: is_through(store) and bool(smaller))
     assert store.flush(200)

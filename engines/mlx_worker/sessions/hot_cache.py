@@ -24,7 +24,7 @@ from kvstore.store.states import StateAt
 
 logger = logging.getLogger(__name__)
 
-Cause: TypeAlias = Literal["saved", "dropped", "moved", "packed", "restored", "lost", "turn"]
+Cause: TypeAlias = Literal["saved", "dropped", "moved", "restored", "lost", "turn"]
 # Called at every change of a session, on any thread.
 Notify: TypeAlias = Callable[[Cause, SessionRef], None]
 

@@ -23,7 +23,6 @@ from engines.vllm_plugin.messages import (
     PeerNews,
     RankFindings,
     RankLost,
-    RankPacked,
     RankRests,
     RankSaved,
     Wake,
@@ -234,8 +233,6 @@ class SchedulerSide:
         match news:
             case RankLost():
                 self._hub.spawn(partial(self._report_lost, news))
-            case RankPacked():
-                self._hub.spawn(partial(self._notify, "packed", news.session))
             case RankSaved() if self._acks.completes(news):
                 self._hub.spawn(partial(self._notify, "saved", news.session))
             case RankRests() if self.inventory is not None:
@@ -247,7 +244,7 @@ class SchedulerSide:
             case ForwardDone():
                 self._forwards.receive_done(news)
 
-    async def _notify(self, cause: Literal["turn", "saved", "packed"], session: SessionRef) -> None:
+    async def _notify(self, cause: Literal["turn", "saved"], session: SessionRef) -> None:
         report = await self._look(session)
         if report is not None:
             self._control.publish(Notice(cause, report))

@@ -43,7 +43,7 @@ from engines.vllm_plugin.inventory import wants_events
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.rank_measuring import Prepared, RankMeasuring, longest_prompt
 from engines.vllm_plugin.measuring.request_runner import unmeasurable
-from engines.vllm_plugin.messages import RankHello, RankLost, RankPacked, RankSaved
+from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.processes import unbound_threads
 from engines.vllm_plugin.support import layer_specs
@@ -56,7 +56,7 @@ from engines.wire import BF16_BYTES, KVSize
 from kvstore.config import StoreConfig
 from kvstore.ledger.notices import StoreNotice
 from kvstore.likeness import StoredAs, likeness_of
-from kvstore.session import SessionRef, chunk_of_blocks
+from kvstore.session import chunk_of_blocks
 from kvstore.shapes import KVLayout, StateLayout, StoredModel
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.registry import open_usable_tiers
@@ -92,7 +92,7 @@ class WorkerSide:
         self._wait_s = 0.0
         self._stepped_at = float("-inf")  # monotonic
         store.listen(self._store_changed)
-        store.pack_when(self._is_quiet, self._packed)
+        store.pack_when(self._is_quiet)
 
     def begin_step(self, step: StepWork) -> None:
         """Start to observe the step, if a measurement needs it; called before the model runs."""
@@ -140,9 +140,6 @@ class WorkerSide:
         if time.monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
             return False
         return self.transfer.is_settled and (self.measuring is None or self.measuring.has_verdict)
-
-    def _packed(self, session: SessionRef) -> None:
-        self._link.send(RankPacked(session))
 
     def _store_changed(self, notice: StoreNotice) -> None:
         if self._resting is not None:

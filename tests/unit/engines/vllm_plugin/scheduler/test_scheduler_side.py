@@ -17,7 +17,6 @@ from engines.vllm_plugin.messages import (
     FrontHello,
     RankHello,
     RankLost,
-    RankPacked,
     RankSaved,
     Wake,
     decode_to_front,
@@ -120,7 +119,7 @@ def test_a_session_that_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> No
 def test_the_gateway_lists_all_again_where_the_ranks_do_not_say_what_changed(bench: Bench) -> None:
     bench.link.close()
     until(lambda: not bench.side.ready)
-    news = (RankPacked(ref("b")), RankLost(ref("c")))
+    news = (RankLost(ref("b"), "packed", is_gone=False), RankLost(ref("c")))
     with socket.socket(socket.AF_UNIX) as rank:  # says what it has to say, and answers nothing
         rank.connect(bench.hub_path)
         for one in news:
@@ -145,9 +144,9 @@ def test_the_welcome_has_the_size_of_kv_in_bf16_too(bench: Bench) -> None:
 
 def test_the_gateway_hears_that_a_session_takes_less_room(bench: Bench) -> None:
     save(bench.store, ref("packed"), hashes(tokens_of(24)))
-    bench.link.send(RankPacked(ref("packed")))
+    bench.link.send(RankLost(ref("packed"), "packed", is_gone=False))
     heard = bench.receive()
-    assert (heard.cause, heard.session.id) == ("packed", "packed")
+    assert (heard.cause, heard.session.id, heard.why) == ("moved", "packed", "packed")
 
 
 def test_without_kv_events_nothing_is_kept_for_them(bench: Bench) -> None:
