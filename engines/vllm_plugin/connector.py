@@ -91,7 +91,6 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._stats: StatsFeed | None = None
         self._events: KVEvents | None = None  # where vLLM reports KV events
-        self._pool: Any = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             with record_refusal(self._folder, OSError, ValueError):  # sockets that cannot be opened
@@ -116,7 +115,6 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._pool = gpu_block_pool
         self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
@@ -143,8 +141,6 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         return {source_of(self._scheduler.tracker.tier_of(request)): num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        if self._events is not None:
-            self._events.look_for_clear(self._pool)
         new = scheduler_output.scheduled_new_reqs
         admitted = [(x.req_id, x.num_computed_tokens) for x in new]
         scheduled = scheduler_output.num_scheduled_tokens

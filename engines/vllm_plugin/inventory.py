@@ -173,14 +173,6 @@ class Inventory:
                 changes += [x for medium in MEDIA for x in self._removed(medium, most)]
         return changes
 
-    def report_again(self) -> None:
-        """Report all blocks again: readers have dropped all that they knew of this engine."""
-        with self._lock:
-            for medium in MEDIA:
-                self._reported[medium].clear()
-                self._to_remove[medium].clear()
-            self._to_store = OrderedDict.fromkeys(self._sessions)
-
     def _stored(self, chain: _Chain, most: int) -> Iterator[BlocksStored]:
         size = ID_BYTES * self._block_tokens
         for medium in MEDIA:

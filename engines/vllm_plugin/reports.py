@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from prometheus_client import Counter, Gauge
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -159,12 +159,6 @@ class ColdMetrics(KVConnectorPromMetrics):
                 gauge.labels(*labels, tier["name"]).set(tier[field])
 
 
-class EventPool(Protocol):
-    """The member of ``vllm.v1.core.block_pool.BlockPool`` that is read here."""
-
-    kv_event_queue: list[Any]
-
-
 def external_hash(block_hash: bytes) -> ExternalBlockHash:
     """The hash in the form of events: bytes, or an integer if vLLM is configured for that."""
     return maybe_convert_block_hash(BlockHash(block_hash))
@@ -181,14 +175,6 @@ class KVEvents:
         self._group = groups.full
         spec = layer_specs(kv_cache_config.kv_cache_groups[groups.full].kv_cache_spec)[0]
         self._kind = str(get_kv_cache_spec_kind(spec).value)
-
-    def look_for_clear(self, pool: EventPool) -> None:
-        """Report all blocks again if vLLM is about to report that it cleared its blocks.
-
-        vLLM reports that when it sleeps or gets other weights, and readers apply it to all media.
-        """
-        if any(isinstance(x, AllBlocksCleared) for x in pool.kv_event_queue):
-            self._inventory.report_again()
 
     def take(self) -> list[KVCacheEvent]:
         """The next events; [] if there is no news."""

@@ -11,9 +11,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 import torch
-from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from engines.vllm_plugin.connector import ThermoclineConnector
@@ -95,18 +94,6 @@ def test_hashes_are_whole_where_vllm_is_set_to_that(inventory, events, monkeypat
     inventory.update(rests(ram=2))
     (stored,) = published(events)
     assert stored["block_hashes"] == CHAIN[:2]
-
-
-def test_after_vllm_has_cleared_its_blocks_ours_are_reported_again(inventory, events):
-    inventory.update(rests(ram=3))
-    assert len(published(events)) == 1
-    pool = BlockPool(4, True, 2, enable_kv_cache_events=True)
-    events.look_for_clear(pool)
-    assert published(events) == []
-    assert pool.reset_prefix_cache()
-    assert isinstance(pool.kv_event_queue[-1], AllBlocksCleared)
-    events.look_for_clear(pool)
-    assert [x["type"] for x in published(events)] == ["BlockStored"]
 
 
 def test_the_connector_has_what_vllm_calls_and_events_are_off_unless_asked_for():

@@ -120,9 +120,6 @@ def test_readers_hold_all_blocks_after_any_reports():
         inventory.update(rests(*now[session], session=session))
         if random_.random() < 0.3:
             reader.read(inventory.take(random_.randrange(1, 9)))
-        if random_.random() < 0.02:
-            inventory.report_again()
-            reader = Reader()
     while inventory.has_news:
         reader.read(inventory.take(3))
     for i, medium in enumerate(MEDIA, 1):
