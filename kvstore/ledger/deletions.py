@@ -47,19 +47,15 @@ class OwedDeletions:
 
     Args:
         path: the file in which they outlive the process; None = they end with it.
-
-    Attributes:
-        inherited: those of earlier lives, which know no later saves.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._owed: deque[Owed] = deque()
-        self._num_keys = 0
-        self.inherited: list[Owed] = _read(path) if path else []
+        self._owed = _read(path) if path else deque[Owed]()
+        self._num_keys = sum(len(x.keys) for x in self._owed)
 
     def __len__(self) -> int:
-        return len(self._owed) + len(self.inherited)
+        return len(self._owed)
 
     def add(self, owed: Owed) -> list[Owed]:
         """Remember a deletion; return those that are given up for it."""
@@ -73,7 +69,7 @@ class OwedDeletions:
         return dropped
 
     def take(self) -> list[Owed]:
-        """Take those of this life; the file keeps them until ``settle``."""
+        """Take all of them; the file keeps them until ``settle``."""
         taken = list(self._owed)
         self._owed.clear()
         self._num_keys = 0
@@ -85,8 +81,8 @@ class OwedDeletions:
         self._num_keys += sum(len(x.keys) for x in owed)
 
     def all(self) -> list[Owed]:
-        """Return what earlier lives and this one owe."""
-        return [*self.inherited, *self._owed]
+        """Return what is owed, also since earlier lives."""
+        return list(self._owed)
 
     def settle(self) -> None:
         """Write down which are owed now."""
@@ -117,7 +113,7 @@ def _encoded(owed: Owed) -> bytes:
     return msgspec.json.encode([owed.at_s, owed.record_key.hex(), keys])
 
 
-def _read(path: Path) -> list[Owed]:
+def _read(path: Path) -> deque[Owed]:
     found: deque[Owed] = deque()
     num_keys = 0
     with contextlib.suppress(OSError):
@@ -131,7 +127,7 @@ def _read(path: Path) -> list[Owed]:
                     num_keys += len(keys)
                 while num_keys > MAX_KEYS and len(found) > 1:
                     num_keys -= len(found.popleft().keys)
-    return list(found)
+    return found
 
 
 class Deletions:
@@ -142,9 +138,9 @@ class Deletions:
         self._index = index
         self._clock = clock
         self._owed = [OwedDeletions(stack.owed_file(level)) for level in range(len(stack))]
-        index.forgotten |= {x.record_key: x.at_s for owed in self._owed for x in owed.inherited}
+        index.forgotten |= {x.record_key: x.at_s for owed in self._owed for x in owed.all()}
         for level, owed in enumerate(self._owed):
-            for x in owed.inherited:
+            for x in owed.all():
                 stack.hide(level, x.blob_keys)
         self._lock = threading.Lock()
         self._retrying = threading.Lock()
@@ -168,44 +164,36 @@ class Deletions:
         with self._retrying:
             for level, owed in enumerate(self._owed):
                 if len(owed):
-                    self._retry_inherited(level, owed)
-                    self._retry_own(level, owed)
+                    self._retry(level, owed)
             with self._lock:
                 self._index.forgotten = {
                     x.record_key: x.at_s for owed in self._owed for x in owed.all()
                 }
 
-    def _retry_inherited(self, level: int, owed: OwedDeletions) -> None:
-        """Retry those of earlier lives, which know no later saves.
-
-        A deletion is dropped as a whole if the session was saved again since, here or by another
-        engine.
-        """
+    def _retry(self, level: int, owed: OwedDeletions) -> None:
+        with self._lock:
+            taken = owed.take()
         left = []
-        for x in owed.inherited:
-            key = x.record_key
-            newest = self._index.get(key) or self._index.find_in(level, key)
-            again = newest is not None and newest.last_used_s > x.at_s
-            if again or self._stack.delete(level, self._still(x.keys)):
+        for x in taken:
+            if self._is_done(level, x):
                 self._stack.show(level, x.keys)
             else:
                 left.append(x)
-        if len(left) < len(owed.inherited):
-            with self._lock:
-                owed.inherited = left
+        with self._lock:
+            owed.put_back(left)
+            if len(left) < len(taken):
                 owed.settle()
 
-    def _retry_own(self, level: int, owed: OwedDeletions) -> None:
-        with self._lock:
-            taken = owed.take()
-        done = 0
-        while done < len(taken) and self._stack.delete(level, self._still(taken[done].keys)):
-            self._stack.show(level, taken[done].keys)
-            done += 1
-        with self._lock:
-            owed.put_back(taken[done:])
-            if done:
-                owed.settle()
+    def _is_done(self, level: int, owed: Owed) -> bool:
+        """Delete what is owed; True if it is gone, or is another engine's or life's by now.
+
+        A session that was saved since, and is not known here, may use any of these blobs.
+        """
+        if self._index.get(owed.record_key) is None:
+            there = self._index.find_in(level, owed.record_key)
+            if there is not None and there.last_used_s > owed.at_s:
+                return True
+        return self._stack.delete(level, self._still(owed.keys))
 
     def _still(self, keys: Sequence[bytes]) -> list[bytes]:
         return [x for x in self._index.unused(keys) if self._index.get(x) is None]

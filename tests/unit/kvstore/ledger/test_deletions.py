@@ -24,11 +24,12 @@ def test_the_next_life_finds_them_in_order(tmp_path: Path):
     owed.add(TWO)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = OwedDeletions(path)
-    assert (again.inherited, again.take(), len(again)) == ([ONE, TWO], [], 2)
+    assert len(again) == 2
+    assert again.take() == [ONE, TWO]
     again.add(THREE)
-    again.inherited = [TWO]
+    again.put_back([TWO])
     again.settle()
-    assert OwedDeletions(path).inherited == [TWO, THREE]
+    assert OwedDeletions(path).all() == [TWO, THREE]
 
 
 def test_what_could_not_be_done_comes_first_again(tmp_path: Path):
@@ -36,11 +37,11 @@ def test_what_could_not_be_done_comes_first_again(tmp_path: Path):
     owed.add(ONE)
     owed.add(TWO)
     taken = owed.take()
-    assert OwedDeletions(tmp_path / "owed").inherited == [ONE, TWO]  # until it is settled
+    assert OwedDeletions(tmp_path / "owed").all() == [ONE, TWO]  # until it is settled
     owed.add(THREE)
     owed.put_back(taken[1:])
     owed.settle()
-    assert OwedDeletions(tmp_path / "owed").inherited == [TWO, THREE]
+    assert OwedDeletions(tmp_path / "owed").all() == [TWO, THREE]
 
 
 def test_what_cannot_be_read_is_ignored(tmp_path: Path):
@@ -50,13 +51,13 @@ def test_what_cannot_be_read_is_ignored(tmp_path: Path):
     whole = path.read_bytes()
     path.write_bytes(b'["no hex"]\n[7]\n\xff\n[1,"zz",[]]' + whole + whole[: len(whole) // 2])
     torn = OwedDeletions(path)
-    assert torn.inherited == [ONE]
+    assert torn.all() == [ONE]
     torn.add(TWO)
-    assert OwedDeletions(path).inherited == [ONE, TWO]
+    assert OwedDeletions(path).all() == [ONE, TWO]
     path.unlink()
     path.symlink_to(tmp_path / "other")
     (tmp_path / "other").write_bytes(whole)
-    assert OwedDeletions(path).inherited == []
+    assert OwedDeletions(path).all() == []
 
 
 def test_the_oldest_are_dropped_where_there_are_too_many(tmp_path: Path):
@@ -65,7 +66,7 @@ def test_the_oldest_are_dropped_where_there_are_too_many(tmp_path: Path):
     for number in range(5):
         owed.add(Owed(float(number), b"r", third))
     assert [x.at_s for x in owed.take()] == [2.0, 3.0, 4.0]
-    assert [x.at_s for x in OwedDeletions(path).inherited] == [2.0, 3.0, 4.0]
+    assert [x.at_s for x in OwedDeletions(path).all()] == [2.0, 3.0, 4.0]
 
 
 @pytest.mark.timeout(15)  # seconds for what takes a tenth of one, and minutes if sets are copied
@@ -92,4 +93,4 @@ def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path, caplog):
     folder.mkdir()
     later = OwedDeletions(folder / "owed")
     later.add(ONE)
-    assert OwedDeletions(folder / "owed").inherited == [ONE]
+    assert OwedDeletions(folder / "owed").all() == [ONE]
