@@ -52,11 +52,12 @@ async def test_a_full_line_refuses_at_once_and_says_when_to_return():
     assert 0 < refused.value.retry_after_s <= 30
 
 
-async def test_waiting_ends_after_max_wait():
+@pytest.mark.parametrize("is_task", [False, True])
+async def test_waiting_ends_after_max_wait(is_task: bool):
     line = AdmissionQueue(1, 5, 0.01)
     async with line.slot("t"):
         with pytest.raises(Overloaded, match="no place was free"):
-            async with line.slot("t"):
+            async with line.slot("t", is_task=is_task):
                 pass
         assert line.num_waiting == 0
     async with line.slot("t"):
@@ -167,17 +168,6 @@ async def test_the_spare_place_comes_back_when_a_turn_has_ended():
     await turns.end_all()
 
 
-async def test_free_places_go_in_turn_to_tenants_that_hold_as_long():
-    turns = Turns(AdmissionQueue(4, 100, 60.0, Clock()))
-    await turns.arrive("a", 8)
-    await turns.arrive("b", 8)
-    for _ in range(4):
-        await turns.end("a", 1)
-    running = turns.inside.count("a"), turns.inside.count("b")
-    assert sum(running) == 5 and abs(running[0] - running[1]) == 1  # four, and the spare one
-    await turns.end_all()
-
-
 @pytest.mark.parametrize(("weight", "share"), [(1, 0.5), (3, 0.75)])
 async def test_tenants_hold_places_for_equal_times_by_weight(weight: int, share: float):
     """One has turns of nine seconds, the other of one: fairness is by time, not by number."""
@@ -267,16 +257,18 @@ async def served(
     return own, total
 
 
-@pytest.mark.parametrize("in_flight", [1, 2, 20])
-async def test_a_tenant_that_always_waits_gets_as_much_as_those_that_come_and_go(in_flight: int):
-    own, total = await served(12, in_flight)
-    assert 0.05 < own / total < 0.12  # a thirteenth is .077
-
-
-@pytest.mark.parametrize(("others", "least"), [(3, 0.55), (6, 0.4), (12, 0.3)])
-async def test_weights_count_also_among_more_tenants_than_places(others: int, least: float):
-    own, total = await served(others, 20, weight=8)
-    assert own / total > least  # 8 of 11, of 14, of 20
+@pytest.mark.parametrize(
+    ("others", "in_flight", "weight", "least", "most"),
+    [
+        *((12, x, 1, 0.05, 0.12) for x in (1, 2, 20)),  # a thirteenth is .077
+        *((n, 20, 8, least, 1.0) for n, least in ((3, 0.55), (6, 0.4), (12, 0.3))),
+    ],
+)
+async def test_a_share_follows_the_weight_and_not_the_number_of_requests_that_wait(
+    others: int, in_flight: int, weight: int, least: float, most: float
+):
+    own, total = await served(others, in_flight, weight)
+    assert least < own / total < most
 
 
 async def test_one_tenant_cannot_fill_the_line():
@@ -317,15 +309,6 @@ async def test_tasks_wait_behind_all_turns_and_never_take_the_spare_place():
         assert order == ["c"]
     assert order == ["c", "a", "a", "b task"]
     assert (line.num_running, line.num_waiting) == (0, 0)
-
-
-async def test_a_task_that_gives_up_leaves_its_line():
-    line = AdmissionQueue(1, 10, 0.01)
-    async with line.slot("a"):
-        with pytest.raises(Overloaded, match="no place was free"):
-            async with line.slot("b", is_task=True):
-                pass
-        assert line.num_waiting == 0
 
 
 @pytest.mark.parametrize("tenants", [("a",), ("a", "b", "c")])

@@ -62,13 +62,6 @@ async def test_a_restarted_engine_takes_hot_sessions_with_it(manager, engine, re
     assert {x.id: x.state for x in manager.list("alice")} == {"saved": "cold"}
 
 
-async def test_an_engine_that_evicts_on_its_own_is_believed(manager, engine, ref, talk):
-    await talk(manager, ref("a"))
-    dropped = Held(hot=False).report("alice", "a")
-    manager.follower.receive(Notice(cause="dropped", session=dropped))
-    assert manager.get(ref("a")).state == "cold"
-
-
 async def test_settled_once_the_engine_that_is_there_was_asked(manager, engine, ref):
     assert not manager.settled
     engine.held["alice", "old"] = Held()

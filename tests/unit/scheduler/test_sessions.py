@@ -23,13 +23,6 @@ from tests.waiting import eventually
 from .conftest import Held, Log, RowsEngine, salt_of
 
 
-async def test_a_turn_is_active_then_idle(manager, ref, talk):
-    async with manager.turn(ref("a")) as turn:
-        turn.engine_answered(CacheOutcome("miss", 0, "never-stored"))
-        assert manager.get(ref("a")).state == "active"
-    assert manager.get(ref("a")).state == "idle"
-
-
 async def test_a_quiet_session_hibernates_and_the_next_turn_wakes_it(
     manager, engine, clock, ref, talk, log
 ):
@@ -391,13 +384,6 @@ async def test_a_session_under_pressure_says_so(manager, engine, clock, ref, tal
     await talk(manager, ref("a"))
     await manager.sweeps.sweep()
     assert log.departures == [("a", "hot", "pressure")]
-
-
-async def test_a_refused_turn_leaves_no_departure(manager, ref, log):
-    async with manager.turn(ref("a")):
-        pass  # the engine never answered
-    assert manager.get(ref("a")) is None
-    assert log.departures == []
 
 
 async def test_what_lay_in_an_engines_memory_is_away_while_the_engine_is(

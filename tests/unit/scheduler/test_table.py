@@ -25,12 +25,13 @@ async def test_the_table_is_bounded_and_drops_the_longest_idle_row(manager_with,
     assert [x.id for x in manager.list("alice")] == ["s4", "s3", "s2"]
 
 
-async def test_refused_turns_leave_no_rows(manager, ref):
+async def test_refused_turns_leave_no_rows(manager, ref, log):
     for i in range(5):
         with suppress(EngineRefused):
             async with manager.turn(ref(f"s{i}")):
                 raise EngineRefused("status 400")
     assert len(manager.table) == 0
+    assert log.departures == []
 
 
 async def test_a_table_of_sessions_that_never_sleep_is_bounded_as_well(
