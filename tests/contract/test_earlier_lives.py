@@ -85,9 +85,7 @@ def test_one_that_was_saved_again_stays_as_it_is_now(rig: Rig, server: RedisServ
     store.close()
 
 
-def test_one_that_was_forgotten_while_redis_was_away_stays_forgotten(
-    rig: Rig, server: RedisServer, tmp_path: Path
-):
+def test_one_that_was_forgotten_while_redis_was_away_stays_forgotten(rig, server, tmp_path):
     lived(rig, server, tmp_path, "a", "b")
     server.stop()
     store = rig.open(tiers_of(server, tmp_path))
@@ -102,9 +100,7 @@ def test_one_that_was_forgotten_while_redis_was_away_stays_forgotten(
     store.close()
 
 
-def test_one_that_was_forgotten_before_the_end_stays_forgotten(
-    rig: Rig, server: RedisServer, tmp_path: Path
-):
+def test_one_that_was_forgotten_before_the_end_stays_forgotten(rig, server, tmp_path):
     """Redis was away until the process ended; the next life deletes it, and does not find it."""
     store = rig.open(tiers_of(server, tmp_path))
     rig.save(store, ref("a"), history(100, 0))
@@ -145,9 +141,7 @@ def test_what_a_tier_owes_to_delete_is_found_only_once_it_is_saved_again(rig: Ri
     assert (back.num_tokens, back.tier) == (96, "redis")
 
 
-def test_a_deletion_of_an_earlier_life_leaves_what_was_saved_since(
-    rig: Rig, server: RedisServer, tmp_path: Path
-):
+def test_a_deletion_of_an_earlier_life_leaves_what_was_saved_since(rig, server, tmp_path):
     """It was saved again before the deletion was made up for."""
     store = rig.open(tiers := tiers_of(server, tmp_path))
     rig.save(store, ref("a"), history(100, 0))

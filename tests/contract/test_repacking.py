@@ -134,9 +134,7 @@ def test_what_an_earlier_life_left_is_found_at_the_start(rig: Rig, tmp_path: Pat
     assert num_back(store, LONG) == 96
 
 
-def test_it_stops_before_the_next_blob_while_a_request_runs(
-    rig: Rig, store: Store, tiers: list[Tier]
-):
+def test_it_stops_before_the_next_blob_while_a_request_runs(rig, store, tiers):
     rig.save(store, ref(), LONG)
     asked, may = [0], threading.Event()
 
@@ -183,9 +181,7 @@ def test_sessions_that_share_a_beginning_keep_it(rig: Rig, store: Store, tiers: 
     assert not any(blobs_of(x) for x in tiers)
 
 
-def test_a_session_that_is_deleted_meanwhile_does_not_come_back(
-    rig: Rig, store: Store, tiers: list[Tier]
-):
+def test_a_session_that_is_deleted_meanwhile_does_not_come_back(rig, store, tiers):
     rig.save(store, ref(), LONG)
     gate, asked = threading.Event(), threading.Event()
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from kvstore.tiers.redis_server.redis_tier import RedisTier
@@ -29,7 +28,6 @@ from tests.contract.store_rig import (
 )
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import RenamedRam, save
-from tests.redis_server import RedisServer
 
 # ---- eviction
 
@@ -65,9 +63,7 @@ def test_each_evicted_session_is_reported_once(rig: Rig):
 # ---- damage and outages
 
 
-def test_a_damaged_blob_costs_the_tokens_after_it_and_is_removed(
-    rig: Rig, store: Store, tiers: list[Tier]
-):
+def test_a_damaged_blob_costs_the_tokens_after_it_and_is_removed(rig, store, tiers):
     rig.save(store, ref(), LONG)
     chunks = sorted(name for name in blobs_of(tiers[0]) if name[:1] == b"c")
     for tier in tiers:
@@ -106,9 +102,7 @@ def test_a_tier_that_is_down_costs_nothing_that_another_one_has(rig: Rig):
     assert rig.back(store, ref(), LONG).num_tokens == 96
 
 
-def test_a_damaged_chunk_is_mended_from_another_tier_and_what_continues_it_stays(
-    rig: Rig, tmp_path: Path
-):
+def test_a_damaged_chunk_is_mended_from_another_tier_and_what_continues_it_stays(rig, tmp_path):
     near, far = RamTier(64 * MIB), DiskTier(tmp_path / "cold", 64 * MIB)
     store = rig.open([near, far])
     rig.save(store, ref(), LONG)
@@ -186,9 +180,7 @@ def test_a_pin_is_not_undone_by_a_demotion_that_began_before(rig: Rig, tmp_path:
 
 
 @pytest.mark.redis
-def test_a_session_that_only_the_server_has_can_be_demoted_and_pinned(
-    rig: Rig, server: RedisServer
-):
+def test_a_session_that_only_the_server_has_can_be_demoted_and_pinned(rig, server):
     def engine() -> Store:
         return rig.open([RamTier(64 * MIB), RedisTier(server.url, deadline_s=5.0)])
 

@@ -129,9 +129,7 @@ def test_a_session_whose_save_waits_does_not_lapse(rig: Rig, lapsed: Store):
 # ---- demotion
 
 
-def test_demoted_it_rests_below_and_a_return_brings_it_near(
-    rig: Rig, store: Store, tiers: list[Tier]
-):
+def test_demoted_it_rests_below_and_a_return_brings_it_near(rig, store, tiers):
     rig.save(store, ref(), LONG)
     assert store.demote(ref(), "disk") == "disk"
     assert blobs_of(tiers[0]) == {}

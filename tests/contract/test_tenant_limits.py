@@ -41,9 +41,7 @@ def test_sessions_that_left_a_tier_are_reported(rig: Rig, tmp_path: Path, has_di
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
-def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(
-    rig: Rig, kind: str, tmp_path: Path
-):
+def test_a_tenant_beyond_its_limit_loses_its_own_oldest_sessions(rig, kind, tmp_path):
     of_one = session_bytes(rig, opens(kind, tmp_path / "cold"), QUIET)
     store = rig.open([opens(kind, tmp_path / "other")(64 * MIB)])
     notices: list[StoreNotice] = []

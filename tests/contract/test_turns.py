@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.clock import Clock
-from tests.contract.store_rig import Rig, history, ref, session_bytes
+from tests.contract.store_rig import history, ref, session_bytes
 
 ROOM = 19  # sessions
 ROUNDS = 6
@@ -21,9 +20,7 @@ OTHER = history(4, 99)
 
 @pytest.mark.parametrize(("sessions", "at_least"), [(24, 16), (38, 12)])
 @pytest.mark.parametrize("kind", ["ram", "disk", "ram over disk"])
-def test_sessions_in_turn_come_back(
-    rig: Rig, tmp_path: Path, kind: str, sessions: int, at_least: int
-):
+def test_sessions_in_turn_come_back(rig, tmp_path, kind, sessions, at_least):
     """By order of last use none of them would: each went just before its turn."""
     clock = Clock()
     ram = session_bytes(rig, tokens=history(TOKENS))

@@ -82,9 +82,7 @@ def test_a_conversation_of_an_agent(running: Stack, sdk: anthropic.Anthropic) ->
         assert after.cache_read_input_tokens >= total(before) - 32  # vLLM reuses whole blocks
 
 
-def test_the_same_prompt_and_answer_as_in_the_chat_dialect(
-    running: Stack, sdk: anthropic.Anthropic
-) -> None:
+def test_the_same_prompt_and_answer_as_in_the_chat_dialect(running, sdk):
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id
         said = client.chat.completions.create(

@@ -38,9 +38,7 @@ async def http(fresh: FakeStack) -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def test_kill_9_before_the_engine_has_said_anything(
-    fresh: FakeStack, http: aiohttp.ClientSession
-) -> None:
+async def test_kill_9_before_the_engine_has_said_anything(fresh, http):
     """It is asked once more when it is back: the client sees a longer wait, and all of the text."""
     bodies = [asked("delay_s=1.5", stream=x, text=f"hello {x}") for x in (False, True)]
     waiting = [asyncio.create_task(whole_text(http, x)) for x in bodies]
@@ -63,9 +61,7 @@ async def whole_text(http: aiohttp.ClientSession, body: Any) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_the_engine_dies_of_kills_it_twice_at_most(
-    fresh: FakeStack, http: aiohttp.ClientSession, stream: bool
-) -> None:
+async def test_a_request_that_the_engine_dies_of_kills_it_twice_at_most(fresh, http, stream):
     if stream:
         *_, error, done = await events(http, asked("fault=die after=0"))
         assert (error["error"]["code"], done) == ("engine_unavailable", "[DONE]")
@@ -76,9 +72,7 @@ async def test_a_request_that_the_engine_dies_of_kills_it_twice_at_most(
     fresh.wait_ready()
 
 
-async def test_a_large_body_is_not_held_for_another_try(
-    fresh: FakeStack, http: aiohttp.ClientSession
-) -> None:
+async def test_a_large_body_is_not_held_for_another_try(fresh, http):
     body = json.dumps(asked("delay_s=1000", stream=False, text="x" * (2 << 20))).encode()
     waiting = asyncio.create_task(status_of_bytes(http, body))
     await until_running(http, True)

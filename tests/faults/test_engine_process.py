@@ -149,9 +149,7 @@ async def test_a_client_that_leaves_frees_its_place(http: aiohttp.ClientSession,
     await until_running(http, False)  # its answer would have taken a quarter of an hour
 
 
-async def test_a_slow_reader_is_held_in_bounds_and_slows_no_other(
-    stack: FakeStack, http: aiohttp.ClientSession
-):
+async def test_a_slow_reader_is_held_in_bounds_and_slows_no_other(stack, http):
     async with http.post(CHAT, json=asked("chunks=200000")) as answer:
         await answer.content.readexactly(1000)
         before = stack.process.memory_info().rss
@@ -164,9 +162,7 @@ async def test_a_slow_reader_is_held_in_bounds_and_slows_no_other(
 
 
 @pytest.mark.slow
-async def test_a_stopped_engine_is_noticed_replaced_and_forgotten(
-    stack: FakeStack, http: aiohttp.ClientSession
-):
+async def test_a_stopped_engine_is_noticed_replaced_and_forgotten(stack, http):
     """SIGSTOP: its sockets stay open, but nothing comes. Another one is started, and answers."""
     frozen = stack.engine
     frozen.send_signal(signal.SIGSTOP)

@@ -292,9 +292,7 @@ def test_pipelined_requests_are_answered_in_order(stack: FakeStack) -> None:
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_half_closed_request_gets_its_answer(
-    stack: FakeStack, stream: bool, version: bytes
-) -> None:
+def test_a_half_closed_request_gets_its_answer(stack, stream, version):
     request = posted(chat(stream=stream, metadata={"fake": "chunks=3 delay_s=0.3"}), version)
     with connect(stack) as sock:
         # Request and end in one segment: a busy machine must not let the answer begin between them.
@@ -308,9 +306,7 @@ def test_a_half_closed_request_gets_its_answer(
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_a_client_that_is_gone_is_not_taken_for_half_closed(
-    stack: FakeStack, version: bytes
-) -> None:
+def test_a_client_that_is_gone_is_not_taken_for_half_closed(stack, version):
     with connect(stack) as sock:
         sock.sendall(posted(chat(metadata={"fake": "chunks=500 delay_s=0.05"}), version))
         time.sleep(0.2)
@@ -344,9 +340,7 @@ def test_a_client_that_is_gone_in_mid_stream_ends_its_turn(stack: FakeStack) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_an_old_client_gets_no_chunks_and_the_connections_end(
-    stack: FakeStack, stream: bool
-) -> None:
+def test_an_old_client_gets_no_chunks_and_the_connections_end(stack, stream):
     answer = ask(stack, posted(chat(stream=stream), b"1.0", b"expect: 100-continue\r\n"))
     head, _, text = answer.partition(b"\r\n\r\n")
     assert status(head) == 200

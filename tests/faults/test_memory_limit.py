@@ -72,9 +72,7 @@ def states(server: Server) -> set[tuple[str, str | None]]:
     return {(x["state"], x["tier"]) for x in rows}
 
 
-def test_below_a_containers_limit_sessions_leave_memory_and_turns_wait(
-    group: Group, tmp_path: Path
-) -> None:
+def test_below_a_containers_limit_sessions_leave_memory_and_turns_wait(group, tmp_path):
     server = Server(tmp_path, "--set", f"scheduler.memory_low_bytes={LOW}", within=group.within)
     try:
         of_server = psutil.Process(server.process.pid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import redis
@@ -40,9 +39,7 @@ def test_every_blob_has_a_time_to_live(server: RedisServer) -> None:
     ("settings", "ttl_s"),
     [({}, TTL_S), ({"redis_ttl_s": 60.0}, 60.0), ({"ttl_s": 30.0}, 30.0), ({"ttl_s": 1e9}, TTL_S)],
 )
-def test_the_shorter_of_both_times_to_live_holds(
-    server: RedisServer, tmp_path: Path, settings: dict[str, float], ttl_s: float
-) -> None:
+def test_the_shorter_of_both_times_to_live_holds(server, tmp_path, settings, ttl_s):
     config = configured(StoreConfig, ram_bytes=0, disk_bytes=0, redis_url=server.url, **settings)
     (tier,) = open_tiers(config, tmp_path)
     assert tier.put_many([(b"c", b"blob")]) == 1
@@ -78,9 +75,7 @@ def test_a_use_prolongs_it_once_in_a_while(server: RedisServer, use: str) -> Non
     ("options", "trouble"),
     [((), "no maxmemory"), (FULL, "evicts nothing"), (EVICTING, ""), (VOLATILE, "")],
 )
-def test_a_server_that_does_not_bound_or_evict_is_said(
-    options: tuple[str, ...], trouble: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_does_not_bound_or_evict_is_said(options, trouble, caplog):
     with (
         RedisServer(*options) as server,
         tier_at(server.url) as (tier, _),

@@ -17,9 +17,7 @@ from tests.redis_server import RedisServer
 pytestmark = pytest.mark.redis
 
 
-def test_a_blob_that_no_server_takes_is_refused(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_blob_that_no_server_takes_is_refused(server, monkeypatch):
     monkeypatch.setattr(redis_tier, "MAX_BLOB_BYTES", 1000)
     with tier_at(server.url) as (tier, _):
         assert tier.put_many([(b"c-large", bytes(1001)), (b"c-small", bytes(1000))]) == 1

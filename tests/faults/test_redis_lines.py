@@ -229,9 +229,7 @@ def doctors_word(url: str, home: Path) -> tuple[str, str]:
     return found.verdict, found.text
 
 
-def test_the_doctor_says_what_is_wrong_with_a_server(
-    far: RedisServer, encrypted: TlsLine, tmp_path: Path
-) -> None:
+def test_the_doctor_says_what_is_wrong_with_a_server(far, encrypted, tmp_path):
     with RedisServer("--requirepass", "correct-horse", *BOUNDED, tcp=True) as closed:
         right, wrong = closed.url, closed.url.replace("correct", "battery")
         assert doctors_word(right, tmp_path)[0] == "ok"

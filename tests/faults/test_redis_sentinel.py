@@ -46,9 +46,7 @@ def info(link: RedisLink) -> dict[str, Any]:
     return link.call(lambda client: client.info("replication"))
 
 
-def test_a_link_goes_on_with_the_master_that_is_named_next(
-    master: RedisServer, sentinel: RedisSentinel
-):
+def test_a_link_goes_on_with_the_master_that_is_named_next(master, sentinel):
     link = RedisLink(sentinel.url, 2.0, longest_wait_s=0.5)
     assert link.run([("SET", "x", "1"), ("GET", "x")]) == [True, b"1"]
     link.run([("WAIT", "1", "5000")])
@@ -99,9 +97,7 @@ def test_stored_objects_are_found_over_a_failover(master: RedisServer, sentinel:
     table.close()
 
 
-async def test_deletions_are_heard_of_again_with_the_next_master(
-    master: RedisServer, sentinel: RedisSentinel
-):
+async def test_deletions_are_heard_of_again_with_the_next_master(master, sentinel):
     a, b = OneServer(sentinel.url), OneServer(sentinel.url)
     for server in (a, b):
         await server.start()

@@ -22,7 +22,6 @@ import pytest
 
 from tests.faults.sharing_process import DEADLINE_S, LONGEST, SESSIONS, history, open_sharing
 from tests.kv_sessions import come_back, ref, save
-from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -94,9 +93,7 @@ def rows_that_come_back(url: str) -> int:
     [(0.05, 4), (DEADLINE_S + 1.0, 2)],
     ids=["briefly", "beyond a deadline"],
 )
-def test_who_was_stopped_while_another_went_on_writes_no_wrong_byte(
-    server: RedisServer, asleep_s: float, rounds: int
-) -> None:
+def test_who_was_stopped_while_another_went_on_writes_no_wrong_byte(server, asleep_s, rounds):
     moment = random.Random(7)
     rows = 0
     with writer(server.url, FIRST) as first:

@@ -264,9 +264,7 @@ async def test_hostile_values_are_no_rows_and_no_deletions(make: Make, client: r
     assert a.own() == ["one", "two"]
 
 
-async def test_a_message_that_is_sent_once_more_deletes_nothing_new(
-    make: Make, client: redis_py.Redis
-):
+async def test_a_message_that_is_sent_once_more_deletes_nothing_new(make, client):
     a, b = await make(), await make()
     heard: list[bytes] = []
     receive = b.shared.deletions.receive

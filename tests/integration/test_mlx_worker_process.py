@@ -174,9 +174,7 @@ async def struck(server: MlxServer, number: int) -> bool:
     return cut_off
 
 
-async def test_a_kill_in_mid_stream_costs_a_recompute_at_most(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+async def test_a_kill_in_mid_stream_costs_a_recompute_at_most(model, tmp_path, caplog):
     """And SIGTERM nothing: what runs is saved."""
     async with running(settings(model, tmp_path)) as server:
         expected, _ = await complete(server, PROMPT)
@@ -199,9 +197,7 @@ FAST, SLOW = 1 << 30, 100_000  # bytes/s
 
 
 @pytest.mark.redis
-async def test_a_kill_in_the_middle_of_a_restore_costs_a_recompute_at_most(
-    model: Path, tmp_path: Path
-):
+async def test_a_kill_in_the_middle_of_a_restore_costs_a_recompute_at_most(model, tmp_path):
     with RedisServer(tcp=True) as far, SlowLine(far.url, FAST) as line:
         config = settings(model, tmp_path)
         own = {"ram_bytes": 0, "disk_bytes": 0, "redis_url": line.url, "redis_deadline_s": 60.0}

@@ -142,9 +142,7 @@ VERBS = [
     "verbs",
     [VERBS[:-1], VERBS[-1:], *(pytest.param([x], marks=pytest.mark.thorough) for x in VERBS[:-1])],
 )
-def test_a_running_answer_is_not_disturbed(
-    server: Server, undisturbed: list[Any], verbs: list[Any]
-):
+def test_a_running_answer_is_not_disturbed(server, undisturbed, verbs):
     key, session = server.new_key()[0], "acted-on"
     # What is acted on has a hot copy and a cold one already.
     server.answer(key, session, max_tokens=8)

@@ -105,9 +105,7 @@ async def test_other_steps_teach_something_else(tmp_path: Path) -> None:
     assert found[0] != found[1]
 
 
-def test_what_is_learned_while_another_is_measured_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_learned_while_another_is_measured_is_the_same(tmp_path, monkeypatch):
     """An order whose report a command awaits learns the next preset meanwhile."""
     write_model("llama", tmp_path)
     loaded = load_model(str(tmp_path), "float32")

@@ -57,9 +57,7 @@ def test_windows_are_learned_by_themselves(tmp_path: Path) -> None:
     assert session.windows.id != session.kv.id
 
 
-def test_every_way_of_states_is_measured_with_the_usual_rows(
-    qwen: tuple[Path, CalibrationReport],
-) -> None:
+def test_every_way_of_states_is_measured_with_the_usual_rows(qwen):
     data, report = qwen
     rows = {x.preset: x for x in report.rows}
     plain, dealt = ("state16", "state8", "state6"), ("dealt6", "dealt5", "dealt4")
@@ -75,9 +73,7 @@ def test_every_way_of_states_is_measured_with_the_usual_rows(
     assert codecs.report.id == rows["dense3+state8"].codec_id  # the meaning of "dense3" alone
 
 
-def test_sessions_asleep_by_dealt_bits_stay_readable_when_more_is_learned(
-    qwen: tuple[Path, CalibrationReport],
-) -> None:
+def test_sessions_asleep_by_dealt_bits_stay_readable_when_more_is_learned(qwen):
     """By the profile that lies beside the data, which has what errors in states cost."""
     data, first = qwen
     layout, states = load_profile(Path(first.profile)).layout, probe(tiny_model("qwen3_next").model)

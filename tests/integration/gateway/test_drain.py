@@ -87,9 +87,7 @@ async def _until_draining(http: aiohttp.ClientSession, stack: FakeStack) -> None
             await asyncio.sleep(0.02)
 
 
-async def test_figures_come_at_once_beside_an_engine_that_does_not_answer(
-    tmp_path: Path, http: aiohttp.ClientSession
-) -> None:
+async def test_figures_come_at_once_beside_an_engine_that_does_not_answer(tmp_path, http):
     with FakeStack(tmp_path) as stack:
         engine = stack.engine
         engine.suspend()

@@ -179,9 +179,7 @@ NAMES: list[Callable[[str], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("named", NAMES)
-async def test_naming_a_foreign_session_reuses_nothing(
-    alice: Caller, bob: Caller, named: Callable[[str], dict[str, Any]]
-) -> None:
+async def test_naming_a_foreign_session_reuses_nothing(alice, bob, named):
     name = f"shared name {time.monotonic_ns()}"
     await alice.chat("the very same words", **named(name))
     body, headers = await bob.chat("the very same words", **named(name))

@@ -64,9 +64,7 @@ def test_only_clients_of_the_socket_are_admins(tmp_path: Path, monkeypatch: pyte
     assert not path.exists()
 
 
-def test_a_start_is_refused_where_others_could_take_the_sockets_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_start_is_refused_where_others_could_take_the_sockets_place(tmp_path, monkeypatch):
     path = tmp_path / "shared" / "admin.sock"
     path.parent.mkdir()
     path.parent.chmod(0o777)
@@ -77,9 +75,7 @@ def test_a_start_is_refused_where_others_could_take_the_sockets_place(
     assert not path.exists()
 
 
-def test_who_opens_the_socket_gets_into_a_server_that_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_who_opens_the_socket_gets_into_a_server_that_is_full(tmp_path, monkeypatch):
     path = tmp_path / "admin.sock"
     monkeypatch.setenv("THERMOCLINE_GATEWAY__ADMIN_SOCKET", str(path))
     server = Server(tmp_path, within=["prlimit", f"--nofile={FEW_FILES}"])

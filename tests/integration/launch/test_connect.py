@@ -24,9 +24,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
         yield running
 
 
-def test_connect_shows_and_writes(
-    stack: FakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connect_shows_and_writes(stack, tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
@@ -41,9 +39,7 @@ def test_connect_shows_and_writes(
     assert by_hand.exit_code != 0
 
 
-def test_the_server_that_runs_here_needs_no_address(
-    stack: FakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_that_runs_here_needs_no_address(stack, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("THERMOCLINE_DATA_DIR", str(tmp_path))
     monkeypatch.delenv("THERMOCLINE_URL", raising=False)
@@ -61,9 +57,7 @@ def test_the_server_that_runs_here_needs_no_address(
     assert found["server"] == {"about": "server", "verdict": "ok", "text": "none runs here"}
 
 
-def test_doctor_and_sessions_find_the_server_that_is_named(
-    stack: FakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_and_sessions_find_the_server_that_is_named(stack, tmp_path, monkeypatch):
     monkeypatch.setenv("THERMOCLINE_DATA_DIR", str(tmp_path))
     run, doctor = CliRunner(), ["doctor", "--set", "engine.kind=fake", "--json"]
 

@@ -265,9 +265,7 @@ def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind, presets", [("mamba2", 7), ("gemma3_text", 6)])
-def test_models_with_states_are_measured_whole(
-    kind: str, presets: int, tmp_path_factory: pytest.TempPathFactory
-):
+def test_models_with_states_are_measured_whole(kind, presets, tmp_path_factory):
     """Nothing is packed before, and afterwards the measurement has a row for each preset."""
     folder = tmp_path_factory.mktemp(kind)
     write_tiny(folder, SHORT, kind)

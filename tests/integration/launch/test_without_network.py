@@ -49,9 +49,7 @@ async def completed(socket: Path) -> int:
         return int((await answer.json())["usage"]["completion_tokens"])
 
 
-def test_the_real_engine_serves_without_a_network_and_tries_to_reach_no_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_real_engine_serves_without_a_network_and_tries_to_reach_no_host(tmp_path, monkeypatch):
     socket, model = tmp_path / "admin.sock", tmp_path / "tiny"
     model.mkdir()
     write_model("llama", model)

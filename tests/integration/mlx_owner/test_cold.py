@@ -129,9 +129,7 @@ async def test_a_lossy_codec_restores_almost_the_same_probabilities(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", UNTRIMMABLE)
-async def test_a_state_at_a_boundary_saves_what_an_edited_turn_still_shares(
-    kind: str, tmp_path: Path
-):
+async def test_a_state_at_a_boundary_saves_what_an_edited_turn_still_shares(kind, tmp_path):
     chat, one = text(1, 190), session("one")
     async with engine(kind, tmp_path) as it:
         await it.turn(chat + text(2, 10), one, boundaries=[140, 190])
@@ -143,9 +141,7 @@ async def test_a_state_at_a_boundary_saves_what_an_edited_turn_still_shares(
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
-async def test_a_system_prompt_that_sessions_share_is_computed_twice_at_most(
-    kind: str, tmp_path: Path
-):
+async def test_a_system_prompt_that_sessions_share_is_computed_twice_at_most(kind, tmp_path):
     """The second session to begin so shows that it is shared, and leaves the state to others."""
     system, names = text(1, 140), ("one", "two", "three")
     turns = []
@@ -252,9 +248,7 @@ async def test_what_cannot_be_demoted_says_why(tmp_path: Path):
         assert (await it.verbs.demote(one, None)).kept == "disabled"
 
 
-async def test_a_demote_does_not_wait_for_a_long_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_demote_does_not_wait_for_a_long_save(tmp_path, monkeypatch):
     monkeypatch.setattr(control, "SAVE_WAIT_S", 0.05)
     one, ends = session("one"), list[Callable[[], None]]()
     async with engine("llama", tmp_path) as it:

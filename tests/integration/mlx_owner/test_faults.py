@@ -25,9 +25,7 @@ NEW = [5, 6, 7, 8]
 A, B = session("a"), session("b")
 
 
-async def test_a_prefetch_pairs_kv_with_its_own_tokens_though_a_save_comes_in_between(
-    tmp_path: Path,
-):
+async def test_a_prefetch_pairs_kv_with_its_own_tokens_though_a_save_comes_in_between(tmp_path):
     async with engine("llama", tmp_path) as it:
         store, history = it.store, text(1, 200)
         first = await it.turn(history, A, max_tokens=4)
@@ -81,9 +79,7 @@ async def test_a_save_that_fails_fails_no_request(tmp_path: Path, caplog: pytest
     assert "could not be saved" in caplog.text
 
 
-async def test_kv_that_cannot_be_kept_fails_no_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+async def test_kv_that_cannot_be_kept_fails_no_request(tmp_path, monkeypatch, caplog):
     compact, calls = kv_arrays.compact, []
 
     def fails_once(caches: Caches) -> None:
@@ -104,9 +100,7 @@ async def test_kv_that_cannot_be_kept_fails_no_request(
     assert "could not be kept" in caplog.text
 
 
-async def test_a_sequence_lost_between_its_prompt_and_its_batch_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+async def test_a_sequence_lost_between_its_prompt_and_its_batch_is_reported(monkeypatch, caplog):
     def nowhere(sequence: Sequence, caches: Caches) -> None:
         raise RuntimeError("no batch")
 

@@ -322,9 +322,7 @@ def _scripted(tokens: list[int]) -> Any:
     return lambda logprobs: mx.array([next(remaining, 0)])
 
 
-async def test_a_defect_of_the_loop_fails_what_runs_and_the_next_turn_is_right(
-    caplog: pytest.LogCaptureFixture,
-):
+async def test_a_defect_of_the_loop_fails_what_runs_and_the_next_turn_is_right(caplog):
     async with engine("llama") as it:
         expected = await it.turn(text(1, 50))
         reading = await begun(it.submit(text(2, 50), session("x"), max_tokens=4000))

@@ -30,9 +30,7 @@ def states(it: Engine) -> dict[bytes, bytes]:
 
 
 @pytest.mark.parametrize("kind, codec, times", PACKED)
-async def test_states_sleep_smaller_and_come_back(
-    kind: str, codec: str, times: float, tmp_path: Path
-):
+async def test_states_sleep_smaller_and_come_back(kind, codec, times, tmp_path):
     prompt, sizes = text(1, 200), {}
     for name in ("raw", codec):
         async with engine(kind, tmp_path / name.replace("+", "-"), codec=name) as it:
@@ -54,9 +52,7 @@ async def test_states_sleep_smaller_and_come_back(
 
 
 @pytest.mark.parametrize("kind, codec", [("gemma3_text", "tq4"), ("mamba2", "raw+state8")])
-async def test_sleeps_without_turns_leave_the_bytes_of_the_first(
-    kind: str, codec: str, tmp_path: Path
-):
+async def test_sleeps_without_turns_leave_the_bytes_of_the_first(kind, codec, tmp_path):
     async with engine(kind, tmp_path, codec=codec) as it:
         await it.turn(text(1, 200), session("one"), max_tokens=1)
         await it.settled()

@@ -38,9 +38,7 @@ async def test_a_session_that_the_store_lost_is_reported_and_loses_its_pin(tmp_p
 
 
 @pytest.mark.parametrize("wakes_by", ["turn", "prefetch"])
-async def test_a_session_that_is_unpinned_while_it_comes_back_stays_unpinned(
-    tmp_path: Path, wakes_by: str
-) -> None:
+async def test_a_session_that_is_unpinned_while_it_comes_back_stays_unpinned(tmp_path, wakes_by):
     one, reading, go_on = session("one"), threading.Event(), threading.Event()
     async with engine("llama", tmp_path) as it:
         first = await it.asleep_after(text(1, 200), one)

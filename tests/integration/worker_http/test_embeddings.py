@@ -195,9 +195,7 @@ async def test_a_long_text_waits_for_memory_and_a_short_one_does_not(tmp_path: P
 
 
 @pytest.mark.parametrize(("step_s", "fewest", "most"), [(0.001, 4, 9), (2.0, 16, 16)])
-async def test_steps_are_short_where_the_engine_is_slow(
-    tmp_path: Path, step_s: float, fewest: int, most: int
-):
+async def test_steps_are_short_where_the_engine_is_slow(tmp_path, step_s, fewest, most):
     """A short answer waits for several of them."""
     readings = [0.0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import aiohttp
 import openai
@@ -47,13 +46,7 @@ pytestmark = pytest.mark.mlx
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refusals(
-    toy: Open,
-    fields: dict[str, Any],
-    error: type[openai.APIStatusError],
-    code: str | None,
-    stream: bool,
-) -> None:
+async def test_refusals(toy, fields, error, code, stream):
     async with toy() as stage:
         with pytest.raises(error) as refusal:
             await stage.chat(**fields, stream=stream)

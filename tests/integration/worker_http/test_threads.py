@@ -44,9 +44,7 @@ async def test_an_error_in_a_large_body_is_reported_as_in_a_small_one(toy: Open)
         assert (await response.json())["error"]["type"] == "invalid_request_error"
 
 
-async def test_echoed_tokens_are_written_out_beside_the_loop(
-    toy: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_echoed_tokens_are_written_out_beside_the_loop(toy, monkeypatch):
     prompt, threads = [70, 71, 72], list[int]()
 
     def decode(self: TokenizerWrapper, ids: Any, **how: Any) -> str:

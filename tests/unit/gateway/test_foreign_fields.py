@@ -401,9 +401,7 @@ MISSPELT = (
 
 @dialects
 @pytest.mark.parametrize(("wrong", "meant"), MISSPELT)
-async def test_a_misspelt_field_that_changes_the_answer_is_refused(
-    path: str, wrong: str, meant: str
-) -> None:
+async def test_a_misspelt_field_that_changes_the_answer_is_refused(path, wrong, meant):
     app = app_with("mlx")
     reply = await ask(app, path, **{wrong: 0.5})
     assert reply.status == 400

@@ -79,9 +79,7 @@ def test_there_are_not_too_many_of_them() -> None:
 
 @EACH
 @pytest.mark.parametrize("no_limit", [-1, -1.0])
-async def test_a_limit_of_minus_one_is_none(
-    path: str, fields: Any, limit: str, no_limit: float
-) -> None:
+async def test_a_limit_of_minus_one_is_none(path, fields, limit, no_limit):
     app = app_for(path, default_max_tokens=7)
     answer = await app.post(path, {"model": MODEL, **fields, limit: no_limit})
     assert answer.status == 200, answer.body

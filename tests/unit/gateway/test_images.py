@@ -221,9 +221,7 @@ async def test_a_result_in_the_parts_of_another_dialect_ends_no_conversation(pat
 
 @pytest.mark.parametrize("to", [App(), app()])
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_image_that_another_model_answered_with_ends_no_conversation(
-    path: str, to: App
-) -> None:
+async def test_an_image_that_another_model_answered_with_ends_no_conversation(path, to):
     """A client goes on with a text model; no template has a place for an assistant's image."""
     kind = "output_text" if path.startswith("/v1/responses") else "text"
     said = [{"type": kind, "text": "Here:"}]
@@ -324,9 +322,7 @@ async def test_a_list_that_a_tool_gave_is_no_content() -> None:
         ({"type": "resource", "resource": {"uri": "a:b", "blob": "aGk="}}, FILE),
     ],
 )
-async def test_only_images_or_files_of_another_dialect_are_a_content(
-    part: dict[str, Any], wanted: str
-) -> None:
+async def test_only_images_or_files_of_another_dialect_are_a_content(part, wanted):
     """Their base64 went into the prompt as a text."""
     to = App()
     for given in ([part], {"content": [part], "isError": False}):
@@ -398,9 +394,7 @@ MEANT_FOR_VLLM: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_engine_is_shown_it_in_its_place_and_no_field_that_was_not_checked(
-    path: str,
-) -> None:
+async def test_an_engine_is_shown_it_in_its_place_and_no_field_that_was_not_checked(path):
     """vLLM fetches the URL in a part, and its ``uuid`` is the image's hash for everybody."""
     to, parts = app(), looking(path, PNG)
     if isinstance(inner := parts[1].get("image_url"), dict):

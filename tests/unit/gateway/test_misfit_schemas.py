@@ -39,9 +39,7 @@ DIALECTS = [
 
 @pytest.mark.parametrize(("path", "asked", "field"), DIALECTS)
 @pytest.mark.parametrize("choice", ["auto", "required", "none"])
-async def test_what_is_no_schema_is_left_out_and_named(
-    path: str, asked: Any, field: str, choice: str
-) -> None:
+async def test_what_is_no_schema_is_left_out_and_named(path, asked, field, choice):
     app = App(RecordingEngine(chat_answer()))
     reply = await app.post(path, {"model": MODEL, **asked(False, choice)})
     assert reply.status == 200, reply.body

@@ -74,9 +74,7 @@ def test_differences_are_named_and_are_reasons_of_misses(
         assert one.differs == ()
 
 
-def test_another_secret_is_said_once_and_until_its_data_is_gone(
-    server: RedisServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
-):
+def test_another_secret_is_said_once_and_until_its_data_is_gone(server, client, caplog):
     with caplog.at_level(logging.INFO), ExitStack() as held:
         one = held.enter_context(first(server, client))
         two = held.enter_context(look(server, OTHER))
@@ -90,9 +88,7 @@ def test_another_secret_is_said_once_and_until_its_data_is_gone(
     assert "store.secret_file" in said[0]
 
 
-def test_a_store_says_why_a_session_of_another_secret_is_unknown(
-    server: RedisServer, client: redis.Redis
-):
+def test_a_store_says_why_a_session_of_another_secret_is_unknown(server, client):
     tokens = kv_sessions.tokens(64)
     with first(server, client), look(server, OTHER) as likeness:
         until(lambda: likeness.differs == ("secret",))
@@ -121,9 +117,7 @@ def test_a_value_shows_nothing_and_expires(server: RedisServer, client: redis.Re
 
 
 @pytest.mark.parametrize("forged", [b"", b"x", b"x" * 1_000_000])
-def test_a_forged_value_is_another_secret_at_most(
-    server: RedisServer, client: redis.Redis, forged: bytes
-):
+def test_a_forged_value_is_another_secret_at_most(server, client, forged):
     client.set(STORED.key, forged)
     with look(server) as likeness:
         until(lambda: likeness.differs == (("secret",) if forged else ()))

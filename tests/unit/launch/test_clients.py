@@ -64,9 +64,7 @@ def test_codex_names_its_variable_only_where_there_is_a_key(tmp_path: Path) -> N
     ("client", "tokens"),
     [("claude", "20,000"), ("qwen-code", "18,000"), ("opencode", "7,600"), ("codex", "6,400")],
 )
-def test_a_context_that_is_too_short_for_the_first_prompt_is_noted(
-    client: str, tokens: str, tmp_path: Path
-) -> None:
+def test_a_context_that_is_too_short_for_the_first_prompt_is_noted(client, tokens, tmp_path):
     notes = connection(client, replace(SERVER, max_context=4096), tmp_path).notes
     assert f"about {tokens} tokens, and this server's context is 4,096" in notes[-1]
     assert not any("context" in x for x in connection(client, SERVER, tmp_path).notes)
@@ -184,9 +182,7 @@ def test_a_parser_of_yaml_reads_back_what_aider_is_given(model: str, tmp_path: P
 
 
 @pytest.mark.parametrize("model", NAMES)
-def test_a_parser_of_env_files_reads_back_what_qwen_code_is_given(
-    model: str, tmp_path: Path
-) -> None:
+def test_a_parser_of_env_files_reads_back_what_qwen_code_is_given(model, tmp_path):
     dotenv = pytest.importorskip("dotenv")
     change = change_of("qwen-code", tmp_path, model)
     text = merged("MINE=1\nOPENAI_MODEL=old\n", change)

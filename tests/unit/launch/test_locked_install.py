@@ -136,9 +136,7 @@ def test_another_list_installs_again(checkout: Recorded) -> None:
 
 
 @pytest.mark.parametrize("purpose", ["serve", "audit", "vllm", "audit-vllm"])
-def test_without_the_list_the_error_names_the_command_that_makes_it(
-    checkout: Recorded, purpose: str
-) -> None:
+def test_without_the_list_the_error_names_the_command_that_makes_it(checkout, purpose):
     done = checkout.install(purpose)
     assert done.returncode == 1
     wanted = "lock-vllm" if "vllm" in purpose else "lock"

@@ -186,9 +186,7 @@ def test_names_are_told_apart_and_cannot_steer_the_terminal() -> None:
         ({"state": "cold", "last_source": "first", "last_reason": "diverged"}, "disk first"),
     ],
 )
-def test_a_row_says_the_fastest_place_and_calls_returns_missed_only(
-    row: dict[str, Any], where: str
-) -> None:
+def test_a_row_says_the_fastest_place_and_calls_returns_missed_only(row, where):
     text = text_of({**SNAPSHOT, "sessions": [{**ROW, **row}]})
     (line,) = [x for x in text.splitlines() if x.startswith("s1")]
     assert where in " ".join(line.split())

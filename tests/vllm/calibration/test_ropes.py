@@ -30,9 +30,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 @pytest.mark.parametrize("parameters", [PLAIN, YARN])
 @pytest.mark.parametrize("halves", [True, False])
-def test_keys_beside_latents_are_equal_once_they_are_rotated_back(
-    parameters: dict[str, object], halves: bool
-) -> None:
+def test_keys_beside_latents_are_equal_once_they_are_rotated_back(parameters, halves):
     layer = nn.Module()
     with set_current_vllm_config(VllmConfig()):
         layer.rotary_emb = get_rope(

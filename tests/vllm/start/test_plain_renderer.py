@@ -235,9 +235,7 @@ def test_every_kind_of_vllms_renderers_is_known() -> None:
         ("mistral_instruct_tokenizer_241114.model.v7", "tokenizer.model.v7"),
     ],
 )
-def test_mistrals_own_tokenizers_find_no_control_tokens_in_text(
-    file: str, name: str, tmp_path: Path
-) -> None:
+def test_mistrals_own_tokenizers_find_no_control_tokens_in_text(file, name, tmp_path):
     shutil.copy(Path(mistral_common.__file__).parent / "data" / file, tmp_path / name)
     tokenizer = MistralTokenizer.from_pretrained(str(tmp_path))
     special = set(tokenizer.all_special_ids)

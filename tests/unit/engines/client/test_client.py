@@ -188,9 +188,7 @@ async def test_cancelling_while_the_head_is_awaited(client: EngineClient, fake: 
         await task
 
 
-async def test_a_dead_engine_ends_requests_without_a_stream(
-    client: EngineClient, fake: FakeProcess
-):
+async def test_a_dead_engine_ends_requests_without_a_stream(client, fake):
     """They have no stall clock; the end of the control link ends them."""
     waiting = asyncio.create_task(answer(client, scripted("delay_s=10", stream=False)))
     await eventually(lambda: fake.sessions.num_running == 1)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -148,9 +147,7 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("change", "trouble"), UNUSABLE)
-async def test_an_engine_that_cannot_be_used_is_refused_with_a_reason(
-    folder: Path, change: dict[str, Any], trouble: str
-) -> None:
+async def test_an_engine_that_cannot_be_used_is_refused_with_a_reason(folder, change, trouble):
     async with linked(folder, welcome=msgspec.structs.replace(WELCOME, **change)) as link:
         await eventually(lambda: trouble in link.trouble)
         assert link.welcome is None

@@ -131,9 +131,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize(("answer", "status", "body"), KEPT.values(), ids=KEPT)
-async def test_an_answer_that_is_there_is_kept(
-    folder: Path, answer: bytes, status: int, body: bytes
-) -> None:
+async def test_an_answer_that_is_there_is_kept(folder, answer, status, body):
     """Although the control connection is another one by now."""
     engine = Engine(folder, [answer, FAILED])
     async with engine.asked() as exchange:
@@ -331,9 +329,7 @@ async def test_a_burst_waits_while_a_network_socket_has_no_room(folder: Path) ->
             assert await asyncio.gather(*asking) == [b"said"] * num_requests
 
 
-async def test_an_engine_that_ends_is_not_connected_to_for_ever(
-    client: EngineClient, fake: FakeProcess
-) -> None:
+async def test_an_engine_that_ends_is_not_connected_to_for_ever(client, fake):
     await fake.stop()
     await eventually(lambda: not client.ready)
     with pytest.raises(EngineUnreached):

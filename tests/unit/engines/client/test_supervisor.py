@@ -122,9 +122,7 @@ async def test_settings_that_worked_once_are_tried_again_for_ever():
         assert "keeps failing" in supervisor.trouble
 
 
-async def test_a_child_that_never_serves_is_given_up_with_the_reason(
-    caplog: pytest.LogCaptureFixture,
-):
+async def test_a_child_that_never_serves_is_given_up_with_the_reason(caplog):
     program = "print('ERROR no such device'); print('bye'); raise SystemExit(3)"
     async with running(program) as supervisor:
         await eventually(lambda: supervisor.gave_up)

@@ -180,18 +180,14 @@ async def test_a_slow_verb_does_not_hold_up_the_others(served: Served) -> None:
         assert (await caller.reply()).number == 1
 
 
-async def test_a_verb_that_fails_is_refused_with_its_words(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_verb_that_fails_is_refused_with_its_words(served, caplog):
     async with served.call() as caller:
         assert await caller.ask(Forget(ONE)) == Refused("ValueError: the shelf fell down")
         assert isinstance(await caller.ask(GetStats()), Stats)
     assert "Forget failed" in caplog.text
 
 
-async def test_an_answer_too_long_for_a_frame_is_refused_and_the_link_goes_on(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_answer_too_long_for_a_frame_is_refused_and_the_link_goes_on(served, caplog):
     huge = SessionRef(tenant="alice", id="x" * MAX_FRAME_BYTES, salt=b"")
     served.verbs.begin(huge, ["a"])
     async with served.call() as caller:
@@ -204,9 +200,7 @@ async def test_an_answer_too_long_for_a_frame_is_refused_and_the_link_goes_on(
 @pytest.mark.parametrize(
     "words", ["x" * MAX_FRAME_BYTES, "no such file: \udcff"], ids=["endless", "surrogate"]
 )
-async def test_the_link_goes_on_after_an_error_with_any_words(
-    served: Served, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_link_goes_on_after_an_error_with_any_words(served, words, caplog):
     served.verbs.words = words
     async with served.call() as caller:
         assert isinstance(await caller.ask(Forget(ONE)), Refused)
@@ -218,9 +212,7 @@ async def test_the_link_goes_on_after_an_error_with_any_words(
     [b"\x00\x00\x00\x03abc", b"\xff\xff\xff\xff", (MAX_FRAME_BYTES + 1).to_bytes(4, "big")],
     ids=["garbage", "endless", "too long"],
 )
-async def test_bytes_that_are_no_control_message_end_their_connection_only(
-    served: Served, message: bytes
-) -> None:
+async def test_bytes_that_are_no_control_message_end_their_connection_only(served, message):
     async with served.call() as other, served.call() as caller:
         caller.writer.write(message)
         assert await caller.is_cut_off()

@@ -86,9 +86,7 @@ def tokenizer_with(folder: Path, marks: tuple[str, ...], special: bool) -> PreTr
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("marks", [QWEN, DEEPSEEK])
-def test_the_marks_of_a_tokenizer_are_one_token_each(
-    tmp_path: Path, marks: tuple[str, ...], special: bool
-) -> None:
+def test_the_marks_of_a_tokenizer_are_one_token_each(tmp_path, marks, special):
     tokenizer = tokenizer_with(tmp_path, marks, special)
     found = fill_in_of(tokenizer.get_vocab())
     assert found == FillIn(*marks)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -45,9 +44,7 @@ async def cancel(stream: EventQueue) -> None:
 
 
 @pytest.mark.parametrize("end", [read_to_the_end, read_a_failure, cancel])
-async def test_a_stream_that_is_over_does_not_hold_its_request(
-    end: Callable[[EventQueue], Awaitable[None]],
-) -> None:
+async def test_a_stream_that_is_over_does_not_hold_its_request(end):
     asked: list[int | None] = []
 
     def stop(index: int | None) -> None:

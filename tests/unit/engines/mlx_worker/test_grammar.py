@@ -249,9 +249,7 @@ def test_a_panic_of_the_compiler_is_no_sentence_of_the_answer(plain: Vocabulary)
     assert "panic" not in str(failure.value) and "large" in str(failure.value)
 
 
-def test_masks_that_take_too_long_end_their_answer_alone(
-    plain: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_that_take_too_long_end_their_answer_alone(plain, monkeypatch):
     monkeypatch.setattr(grammar_module, "FREE_MASK_S", -1.0)  # as if each took a second more
     processor = compiled(plain, [], False, CITY).processor(len(PROMPT), None)
     allowed(processor, [])

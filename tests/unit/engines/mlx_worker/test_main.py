@@ -54,9 +54,7 @@ CODES = [(CannotServe("no such model"), WRONG_SETTINGS), (ValueError("a defect")
 
 
 @pytest.mark.parametrize(("error", "code"), [*CODES, (OSError(errno.EMFILE, "no more files"), 1)])
-def test_the_exit_code_says_whether_to_start_again(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_exit_code_says_whether_to_start_again(error, code, monkeypatch):
     async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
         raise error
 

@@ -90,9 +90,7 @@ NOT_KNOWN = ("^(?!\\.)a+$", "(?<=a)b", "(a)\\1", "\\bfoo\\b", "([a-")
         ({"type": "object", "properties": {"a": {"type": "object", "allOf": [CIRCLE]}}}, "type"),
     ],
 )
-def test_a_keyword_is_left_out_and_named_or_refused_if_strict(
-    schema: dict[str, Any], keyword: str
-) -> None:
+def test_a_keyword_is_left_out_and_named_or_refused_if_strict(schema, keyword):
     names = keyword.split(", ")
     assert left_out(held(schema).held_schemas, "mlx") == names
     assert left_out(offered(schema, "required").held_schemas, "mlx") == names
@@ -375,9 +373,7 @@ def test_no_values_of_unread_keywords_break_it() -> None:
         ({"type": "object", "patternProperties": {"^k": {}, "^l": TEXT}}, "patternProperties"),
     ],
 )
-def test_what_xgrammar_ignores_is_named_or_refused_in_calls_at_vllm(
-    schema: dict[str, Any], keyword: str
-) -> None:
+def test_what_xgrammar_ignores_is_named_or_refused_in_calls_at_vllm(schema, keyword):
     """Measured with xgrammar 0.2.8: it takes values that break these."""
     assert left_out(offered(schema, "required").held_schemas, "vllm") == [keyword]
     assert left_out(offered(schema, "required").held_schemas, "mlx") == []

@@ -60,9 +60,7 @@ def test_a_file_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [None, "", "{", "[]", '{"temperature": "hot"}', '{"top_p": 7}', '{"top_k": 1.5}']
 )
-def test_a_file_that_says_nothing_usable_changes_nothing(
-    tmp_path: Path, content: str | None
-) -> None:
+def test_a_file_that_says_nothing_usable_changes_nothing(tmp_path, content):
     if content is not None:
         (tmp_path / FILE).write_text(content)
     request = validate_chat(dict(HI))

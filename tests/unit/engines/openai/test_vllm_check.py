@@ -39,9 +39,7 @@ def takes(schema: dict[str, Any], value: object) -> bool:
         ),
     ],
 )
-def test_a_schema_with_named_patterns_means_the_same(
-    other: dict[str, Any], good: object, bad: object
-) -> None:
+def test_a_schema_with_named_patterns_means_the_same(other, good, bad):
     schema = {"type": "object", "properties": {"n": NAMED, "o": other}, "required": ["n", "o"]}
     asked = {"structured_outputs": {"json": schema}}
     sent, known = (with_enforceable_formats(asked, x) for x in ("vllm", "mlx"))

@@ -41,9 +41,7 @@ MISFITS: list[tuple[Any, str, Any]] = [
 
 
 @pytest.mark.parametrize(("schema", "keywords", "mended"), MISFITS)
-def test_what_has_no_meaning_is_left_out_and_named_or_refused_if_strict(
-    schema: Any, keywords: str, mended: Any
-) -> None:
+def test_what_has_no_meaning_is_left_out_and_named_or_refused_if_strict(schema, keywords, mended):
     assert sorted({x.keyword for x in misfits(schema)}) == keywords.split(", ")
     assert misfits(well_formed(schema)) == []
     if mended is not None:

@@ -142,9 +142,7 @@ def test_vllms_own_sockets_are_in_the_run_folder(start: Callable[[Path], Started
         assert start(Path(folder)).sockets == Path(folder)
 
 
-def test_a_start_removes_the_sockets_of_one_that_was_killed(
-    start: Callable[[Path], Started], tmp_path: Path
-) -> None:
+def test_a_start_removes_the_sockets_of_one_that_was_killed(start, tmp_path):
     """Also where the run folder's path is too long for sockets, which then have another."""
     long = [tmp_path / (letter * max(1, 75 - len(str(tmp_path)))) for letter in "ab"]
     killed = start(long[0])

@@ -90,9 +90,7 @@ async def test_a_bomb_takes_neither_memory_nor_time(encoding: str, pack: Pack) -
 
 
 @EACH
-async def test_what_it_unpacks_to_counts_in_the_budget_of_all_bodies(
-    encoding: str, pack: Pack
-) -> None:
+async def test_what_it_unpacks_to_counts_in_the_budget_of_all_bodies(encoding, pack):
     app = App(RecordingEngine(chat_answer()), max_bodies_bytes=2 * MIB)
     answer = await app.post("/v1/chat/completions", pack(bytes(4 * MIB)), content_encoding=encoding)
     assert answer.status == 503 and answer.error["code"] == "bodies_full"

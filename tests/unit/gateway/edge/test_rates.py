@@ -141,9 +141,7 @@ async def test_tokens_that_one_used_count_at_the_other(server: RedisServer, clie
         assert (taken.refused, taken.windows["tokens"].remaining) == ("tokens", 0)
 
 
-async def test_without_redis_each_counts_for_itself_until_it_is_back(
-    server: RedisServer, client: redis.Redis
-):
+async def test_without_redis_each_counts_for_itself_until_it_is_back(server, client):
     async with gateways(server.url, 1) as (one,):
         assert await one.burst(20) == 20
         server.kill()

@@ -105,9 +105,7 @@ def test_odd_but_printable_ids_are_taken(value: str):
 
 
 @pytest.mark.parametrize("value", [".", "..", "./a", "a/..", "a/../b", "../../etc/passwd"])
-async def test_ids_that_clients_resolve_in_a_path_are_refused_wherever_they_are_named(
-    app: App, value: str
-):
+async def test_ids_that_clients_resolve_in_a_path_are_refused_wherever_they_are_named(app, value):
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     text = {"model": MODEL, "prompt": "hi", "prompt_cache_key": value}
     for reply in (

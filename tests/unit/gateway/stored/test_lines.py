@@ -53,9 +53,7 @@ def test_a_line_is_read_from_its_beginning(objects: Objects) -> None:
     assert recalled(objects, "r39") == ids(40)
 
 
-def test_a_line_that_was_found_before_is_found_in_few_questions(
-    objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_was_found_before_is_found_in_few_questions(objects, monkeypatch):
     """A Redis may be milliseconds away; three hundred questions to it took seconds."""
     put_line(objects, 70)
     found = recalled(objects, "r68")
@@ -137,9 +135,7 @@ def test_a_line_ends_where_there_is_no_room(objects: Objects) -> None:
     assert len(taken) == 3
 
 
-async def test_the_number_of_turns_that_are_walked_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_number_of_turns_that_are_walked_is_bounded(tmp_path, monkeypatch):
     """Turns that say nothing count, too: else a line of them would have no end."""
     monkeypatch.setattr(history, "MAX_ITEMS", 5)
     stored = stored_in(tmp_path / "stored.sqlite")

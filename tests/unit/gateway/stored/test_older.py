@@ -154,9 +154,7 @@ def test_sealed_objects_that_were_changed_are_not_brought_over(path: Path) -> No
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["changed", "replaced"])
-def test_once_all_is_sealed_a_file_that_looks_old_is_not_believed(
-    path: Path, replaced: bool
-) -> None:
+def test_once_all_is_sealed_a_file_that_looks_old_is_not_believed(path, replaced):
     reopened(path).table.close()
     if replaced:
         for name in path.parent.glob("stored.sqlite*"):
@@ -219,9 +217,7 @@ def test_with_another_secret_all_stays_for_a_start_with_the_right_one(path: Path
     objects.table.close()
 
 
-def test_an_object_that_is_over_and_was_changed_is_not_replaced_by_its_older_form(
-    path: Path,
-) -> None:
+def test_an_object_that_is_over_and_was_changed_is_not_replaced_by_its_older_form(path):
     objects = reopened(path)
     assert done(objects.append("a", "conversation", "conv_1", items("new")))
     objects.table.close()

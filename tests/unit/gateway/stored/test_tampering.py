@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -333,9 +333,7 @@ def everything_looked_after(objects: Objects) -> Steps[int]:
 @pytest.mark.parametrize(
     "harm", [wrong_type, wrong_index, wrong_members, wrong_names, wrong_numbers, half]
 )
-async def test_no_nonsense_makes_an_error_of_ours(
-    server: RedisServer, harm: Callable[[Any, Keys, str], None]
-):
+async def test_no_nonsense_makes_an_error_of_ours(server, harm):
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
         stored = Stored(lambda: Objects(RedisTable(server.url, LIMITS, hidden, 5.0), KEY_OF))

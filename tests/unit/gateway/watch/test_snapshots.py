@@ -353,9 +353,7 @@ async def test_first_tokens_of_returns_are_shown_beside_those_of_first_turns(wat
         (CacheOutcome("cold-redis", 64), "cold-redis"),  # it may be another server's
     ],
 )
-async def test_a_first_turn_that_shares_a_beginning_is_no_return(
-    watched: Watched, outcome: CacheOutcome, source: str
-):
+async def test_a_first_turn_that_shares_a_beginning_is_no_return(watched, outcome, source):
     streamed(watched, "alice", outcome, 1.0)
     seen = await watched.seen("alice")
     assert seen["sessions"][0]["last_source"] == source

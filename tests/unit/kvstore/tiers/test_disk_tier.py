@@ -314,9 +314,7 @@ def test_calls_after_close_are_refused(opened: Open):
             call()
 
 
-def test_a_file_that_another_release_laid_out_is_swept(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_file_that_another_release_laid_out_is_swept(opened, tmp_path, caplog):
     import lmdb
 
     folder = tmp_path / "cold"

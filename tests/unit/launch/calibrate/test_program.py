@@ -52,9 +52,7 @@ def contexts_for(folder: Path, longest: int | None, wished: str | None) -> tuple
     ("longest", "contexts"),
     [(8192, (2048, 6144)), (None, (2048, 6144)), (4096, (2048,)), (2048, (1536,)), (700, (128,))],
 )
-def test_usual_contexts_are_those_that_the_model_takes(
-    tmp_path: Path, longest: int | None, contexts: tuple[int, ...]
-) -> None:
+def test_usual_contexts_are_those_that_the_model_takes(tmp_path, longest, contexts):
     assert contexts_for(tmp_path, longest, None) == contexts
 
 
@@ -86,9 +84,7 @@ def test_a_context_and_a_text_are_measured_once(tmp_path: Path) -> None:
         ("in UTF-16".encode("utf-16"), "is not text; give a file in UTF-8"),
     ],
 )
-def test_a_file_that_is_no_text_is_neither_learned_from_nor_judged_by(
-    tmp_path: Path, content: bytes, said: str
-) -> None:
+def test_a_file_that_is_no_text_is_neither_learned_from_nor_judged_by(tmp_path, content, said):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
     file = tmp_path / "some.txt"

@@ -67,9 +67,7 @@ def url() -> Iterator[str]:
         ["keys", "list"],
     ],
 )
-def test_no_control_character_of_a_server_is_printed(
-    url: str, arguments: list[str], run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_control_character_of_a_server_is_printed(url, arguments, run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     code, out, err = run(*arguments, "--url", url)
     assert [x for x in out + err if not x.isprintable() and x != "\n"] == []

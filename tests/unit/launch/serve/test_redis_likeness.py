@@ -50,9 +50,7 @@ def found(effective: EffectiveSettings) -> tuple[str, str]:
         ({"model": "another", "fingerprint": "f2"}, b"o" * 32, ""),
     ],
 )
-def test_doctor_names_what_differs(
-    tmp_path: Path, redis_url: str, change: dict[str, object], secret: bytes, differs: str
-):
+def test_doctor_names_what_differs(tmp_path, redis_url, change, secret, differs):
     effective = settings(tmp_path, redis_url)
     write_note(effective, "f1")  # it was served here before
     there = StoredAs(

@@ -69,9 +69,7 @@ async def test_keys_limits_aliases_and_idle_times_are_taken(caplog: pytest.LogCa
         {"api_keys_file": "/nowhere/at/all", "model_aliases": ("gpt-5",)},
     ],
 )
-async def test_where_anything_is_wrong_all_stays_as_it_was(
-    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
-):
+async def test_where_anything_is_wrong_all_stays_as_it_was(wrong, caplog):
     app = App(**BEFORE)
     reloaded(app, settings(SchedulerConfig(idle_after_s=7.0), **wrong))
     assert key_works(app, ALICE[0]) and not key_works(app, BOB[0])
@@ -96,9 +94,7 @@ def of_two_models(budget: int, **second: Any) -> EffectiveSettings:
     return EffectiveSettings(Resolved(made, origins), Folders(Path(), Path()), "fake")
 
 
-async def test_models_take_their_aliases_and_derived_budgets_are_no_change(
-    caplog: pytest.LogCaptureFixture,
-):
+async def test_models_take_their_aliases_and_derived_budgets_are_no_change(caplog):
     caplog.set_level("INFO")
     app = App()
     config, metrics = app.gateway.config, app.gateway.metrics

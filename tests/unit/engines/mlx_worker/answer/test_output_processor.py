@@ -206,9 +206,7 @@ def test_answer_of_no_tokens(plain: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize(("stop", "wanted"), [("}", "stop"), ("\n", "tool_calls")])
-def test_a_stop_string_inside_a_forced_call_is_a_stop(
-    plain: Vocabulary, stop: str, wanted: str
-) -> None:
+def test_a_stop_string_inside_a_forced_call_is_a_stop(plain, stop, wanted):
     """Its arguments are cut, and a client would run what is no call."""
     text = '{"name": "look", "arguments": {"at": 1}}\n'
     reader = answer(plain, [stop], calls=LineCalls(["look"]))

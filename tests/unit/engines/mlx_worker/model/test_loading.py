@@ -85,9 +85,7 @@ def test_the_context_is_taken_from_the_config() -> None:
 
 
 @pytest.mark.parametrize("library", ["mlx", "mlx-lm"])
-def test_kv_of_another_mlx_version_is_another_models(
-    library: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_of_another_mlx_version_is_another_models(library, folder, monkeypatch):
     before = fingerprint(loaded(folder), PLAN)
     monkeypatch.setattr(loading, "version", lambda x: "9.9" if x == library else version(x))
     assert fingerprint(loaded(folder), PLAN) != before

@@ -69,9 +69,7 @@ def asking(inputs: list[Any]) -> Any:
     return validate_embeddings({"model": "toy", "input": inputs})
 
 
-async def test_far_too_many_inputs_are_refused_after_the_piece_that_exceeds_the_bound(
-    tmp_path: Path,
-) -> None:
+async def test_far_too_many_inputs_are_refused_after_the_piece_that_exceeds_the_bound(tmp_path):
     known, counting = vocabulary(tmp_path)
     planning = Planning(lambda: None)
     asked = asking(["x y z " * 200] * MAX_INPUTS)  # 2.5 million characters

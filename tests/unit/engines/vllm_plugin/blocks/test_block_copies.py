@@ -44,9 +44,7 @@ def blocks_of(array: np.ndarray, tokens: int, first: int, count: int) -> np.ndar
 
 @pytest.mark.slow
 @given(cases())
-def test_copies_are_the_same_as_numpys(
-    case: tuple[list[np.ndarray], list[np.ndarray], list[int], int],
-) -> None:
+def test_copies_are_the_same_as_numpys(case):
     sides, arrays, ids, first = case
     copies, tokens = BlockCopies(sides), sides[0].shape[2]
     copies.write(ids, arrays, first)

@@ -98,9 +98,7 @@ async def test_and_the_items_that_are_referred_to(stored: Stored) -> None:
     assert (await respond(app, input=[references[0]] * 1000)).status == 400
 
 
-async def test_nothing_of_a_body_that_is_too_large_is_read(
-    stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_of_a_body_that_is_too_large_is_read(stored, monkeypatch):
     app = app_of(stored, max_body_bytes=LIMIT)
     id = await conversation(app, *("x" * 200 * KIB for _ in range(4)))
     read = []
@@ -110,9 +108,7 @@ async def test_nothing_of_a_body_that_is_too_large_is_read(
     assert read == []
 
 
-async def test_a_long_line_is_read_as_far_as_it_is_new(
-    stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_line_is_read_as_far_as_it_is_new(stored, monkeypatch):
     app = app_of(stored)
     read = []
     pages = SqliteTable.pages
