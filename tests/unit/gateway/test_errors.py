@@ -54,12 +54,6 @@ def test_401_says_which_scheme() -> None:
     assert Failure(401, "no key").response().headers["www-authenticate"] == "Bearer"
 
 
-def test_the_end_of_a_broken_stream_is_two_events() -> None:
-    error, done, rest = Failure(503, "gone").event().split(b"\n\n")
-    assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "gone"
-    assert done == b"data: [DONE]" and rest == b""
-
-
 @pytest.mark.parametrize(
     "body", [b"Internal Server Error", b"\xff\xfe", b"[1]", b'{"detail": "x"}']
 )

@@ -59,18 +59,6 @@ async def test_before_any_handler_runs() -> None:
     assert app.engine.asked == []
 
 
-async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = App(body_timeout_s=0.05)
-    reply = await app.call(
-        "POST",
-        "/v1/messages",
-        b"",
-        {"content-type": "application/json", "content-length": "10", "transfer-encoding": "x"},
-    )
-    assert reply.status in (400, 408)
-    assert error_of(reply)["type"] in ("timeout_error", "invalid_request_error")
-
-
 async def test_keys_in_either_header() -> None:
     (alice, line), (bob, other) = generate_key("alice"), generate_key("bob")
     app = App(api_keys=(line, other))

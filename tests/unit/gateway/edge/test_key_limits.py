@@ -123,12 +123,6 @@ async def test_requests_that_began_under_other_limits_make_room_when_they_end():
 # ---- in the lines of the keys
 
 
-def test_a_line_may_have_limits():
-    key, line = generate_key("alice")
-    tenants = Tenants(b"sixteen bytes or more", [line + " requests_per_minute=60  sessions=5"])
-    assert tenants.authenticate(f"Bearer {key}").limits == Limits(60, 0, 0, 5)
-
-
 @pytest.mark.parametrize(
     "words", [" rpm=5", " sessions=-1", " sessions", " sessions=x", "sessions=1"]
 )

@@ -104,6 +104,9 @@ async def test_an_engine_gives_a_tenant_all_that_it_may_have_and_no_more():
     await gateway.rounds()
     assert gateway.bytes.used(TENANT) == {"ram": {"held": engine.held, "limit": MOST}}
     assert gateway.full == {"ram": 1}
+    gateway.usual = Limits()
+    await gateway.rounds(1)
+    assert gateway.full == {"ram": 0}
 
 
 async def test_the_number_is_each_engines_own():
@@ -159,17 +162,6 @@ async def test_a_limit_that_is_taken_away_holds_no_more(set_by: str):
     await gateway.rounds(1)
     assert gateway.engines[0].save(times=30)
     assert gateway.engines[0].held > 2 * MOST
-
-
-async def test_when_the_last_limit_has_gone_no_tenant_is_full():
-    gateway = OneGateway()
-    await gateway.rounds()
-    gateway.engines[0].save(times=30)
-    await gateway.rounds()
-    assert gateway.full == {"ram": 1}
-    gateway.usual = Limits()
-    await gateway.rounds(1)
-    assert gateway.full == {"ram": 0}
 
 
 async def test_a_tenant_whose_key_allows_any_number_is_not_held_to_the_usual_limit():

@@ -146,13 +146,6 @@ def test_header_with_broken_utf8_is_refused():
         id_from_header("%ff%fe")
 
 
-def test_a_retry_finds_the_same_session():
-    chats = KnownChats(100)
-    identify(chats, ALICE, said("hi"), none_known)
-    turn = said("hi", "hello", "more")
-    assert identify(chats, ALICE, turn, none_known) == identify(chats, ALICE, turn, none_known)
-
-
 def test_an_edited_old_turn_is_a_fork_and_leaves_the_chat_alone():
     chats = KnownChats(100)
     chat = identify(chats, ALICE, said("hi"), none_known)
@@ -164,15 +157,6 @@ def test_an_edited_old_turn_is_a_fork_and_leaves_the_chat_alone():
         identify(chats, ALICE, said("hi", "hello", "something else", "ok", "so"), none_known)
         == fork
     )
-
-
-def test_chats_that_begin_alike_are_separated_once_they_differ():
-    chats = KnownChats(100)
-    one = identify(chats, ALICE, said("hi"), none_known)
-    assert identify(chats, ALICE, said("hi", "hello", "about cats"), none_known) == one
-    two = identify(chats, ALICE, said("hi"), none_known)
-    assert two != one
-    assert identify(chats, ALICE, said("hi", "hey", "about dogs"), none_known) == two
 
 
 def test_a_last_question_that_is_written_anew_goes_on_in_its_session():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -79,27 +80,33 @@ def test_an_engine_that_writes_with_spaces_is_understood() -> None:
     assert events.usage.prompt_tokens == 7
 
 
+SAYING = b'data: {"choices":[{"delta":{"content":"%s"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("end", "is_one"),
+    [
+        (b"data: [DONE]\n\n", True),
+        (b"data: [DONE]\r\n\r\n", True),
+        (b"data: [DONE]\n\n: bye\n\n", True),
+        (SAYING % b"data: [DONE]", False),
+        (SAYING % b"x\\ndata: [DONE]", False),
+        (SAYING % b"\\n\\ndata: [DONE]\\n\\n", False),
+    ],
+)
+def test_what_is_an_end(end: bytes, is_one: bool) -> None:
+    events = AnswerStream()
+    events.feed(end)
+    assert events.complete == is_one
+    events.feed(b"data: [DONE]\n\n")
+    assert events.complete
+
+
 def test_the_word_done_inside_a_text_is_not_the_end() -> None:
     events = AnswerStream()
     events.feed(b'data: {"choices":[{"delta":{"content":"say: data: [DONE]"}}], "padding": "')
     events.feed(b"y" * 100 + b'"}\n\n')
     assert not events.complete
-
-
-def test_an_answer_that_says_done_has_not_ended() -> None:
-    for text in (b"data: [DONE]", b"x\\ndata: [DONE]", b"\\n\\ndata: [DONE]\\n\\n"):
-        events = AnswerStream()
-        events.feed(b'data: {"choices":[{"delta":{"content":"' + text + b'"}}]}\n\n')
-        assert not events.complete
-        events.feed(b"data: [DONE]\n\n")
-        assert events.complete
-
-
-def test_an_end_with_carriage_returns_or_a_comment_after_it_is_one() -> None:
-    for end in (b"data: [DONE]\r\n\r\n", b"data: [DONE]\n\n: bye\n\n"):
-        events = AnswerStream()
-        events.feed(end)
-        assert events.complete
 
 
 def test_an_error_of_the_engine_is_noticed() -> None:

@@ -96,12 +96,6 @@ async def test_a_broken_stream_is_a_failure_and_no_half_event(end: bytes | Excep
     assert client.body == EVENT
 
 
-async def test_the_deadline_ends_a_stream():
-    client = Client()
-    upstream = ScriptedUpstream([EVENT, 5.0, DONE])
-    assert await relayed(upstream, client, seconds=0.05) == 504
-
-
 async def test_a_reader_that_takes_nothing_is_given_up():
     upstream = ScriptedUpstream([EVENT] * 10 + [DONE])
     with pytest.raises(ClientGone):

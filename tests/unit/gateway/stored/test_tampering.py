@@ -209,15 +209,6 @@ def test_items_that_are_swapped_taken_or_put_back_end_the_conversation(attacker:
     assert read_all(objects, "2") is None
 
 
-def test_an_older_item_put_back_is_noticed(attacker: Attacker):
-    objects = attacker.objects
-    sealed = attacker.read("1", K)
-    assert done(objects.remove_item("a", "conversation", "1", "k"))
-    assert done(objects.append("a", "conversation", "1", items("k", text="another")))
-    attacker.write("1", 4, sealed)
-    assert read_all(objects, "1") is None
-
-
 def test_an_answer_that_lost_an_item_is_not_there(attacker: Attacker):
     objects = attacker.objects
     assert len(shown(objects, "r", "response")["output"]) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gateway.stored.objects import Objects
-from gateway.stored.stored import MAX_WAITING, NUM_THREADS, LineFull, Stored, TenantThreads
+from gateway.stored.stored import MAX_WAITING, NUM_THREADS, Stored, TenantThreads
 from gateway.stored.table import Steps, StoreFailed
 from tests.stored_objects import entry, stored_in
 
@@ -82,18 +82,6 @@ async def test_work_that_is_cancelled_before_its_turn_is_not_done(threads: Tenan
     gate.open()
     assert await held == "first" and await last == "third"
     assert gate.order == ["first", "third"]
-
-
-async def test_a_line_has_an_end_for_each_tenant() -> None:
-    threads, gate = TenantThreads(2, 1, max_waiting=3), Gate()
-    tasks = [asyncio.create_task(threads.do("a", partial(gate.work, "a"))) for _ in range(4)]
-    await asyncio.to_thread(gate.begun.wait, 20)
-    with pytest.raises(LineFull):
-        await threads.do("a", lambda: None)
-    assert await threads.do("b", lambda: 1) == 1
-    gate.open()
-    await asyncio.gather(*tasks)
-    await threads.close()
 
 
 async def test_an_error_is_that_of_who_asked(threads: TenantThreads) -> None:

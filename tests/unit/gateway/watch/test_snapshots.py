@@ -202,14 +202,7 @@ async def test_a_ratio_compares_packed_tokens_with_themselves(watched: Watched):
     assert (shown["tokens"], shown["bf16_bytes"], shown["ratio"]) == (330, 16_500, 2.5)
     memory = sent["memory"]
     assert (memory["cold_bytes"], memory["bf16_bytes"]) == (2000, 5_000)
-
-
-async def test_what_is_stored_exactly_has_no_ratio(watched: Watched):
-    """In float32 it takes twice the room of bf16: that is no density."""
-    watched.knows_sizes()
-    watched.turn("s", tokens=100)
-    row = watched.sessions.table.row("alice", "s")
-    assert row is not None
+    # What is stored exactly, in float32, takes twice the room of bf16: that is no density.
     exact = msgspec.structs.replace(report("alice", "s", 100), cold_bytes=10_000, cold_tokens=100)
     watched.sessions.table.learn(row, exact)
     assert (await watched.seen(None))["sessions"][0]["ratio"] is None

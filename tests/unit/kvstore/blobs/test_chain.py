@@ -50,10 +50,6 @@ def test_equal_prefixes_have_equal_names_and_only_they():
     assert not set(a[2:]) & set(b[2:])
 
 
-def test_a_name_covers_all_tokens_before_its_chunk():
-    assert names([7] * SIZE + list(range(SIZE)))[1] != names(range(SIZE))[0]
-
-
 MAKERS = [{"maker": ChainMaker("g", SIZE)}, {"maker": ChainMaker("f", 32)}]
 
 

@@ -236,16 +236,6 @@ def test_a_full_queue_skips_and_counts(gated):
     assert begin_save(store, ref("b"), HISTORY)
 
 
-def test_a_save_that_must_be_is_never_skipped(gated):
-    store, codec = gated(save_queue_bytes=1000)
-    assert begin_save(store, ref("a"), HISTORY)
-    assert codec.entered.wait(20)
-    assert begin_save(store, ref("b"), tokens(100, 1), always=True)
-    codec.gate.set()
-    assert store.flush(200)
-    assert store.record(ref("b")).num_tokens == 96
-
-
 def test_only_unsaved_bytes_count(gated):
     store, codec = gated()
     codec.gate.set()

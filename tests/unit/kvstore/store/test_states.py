@@ -62,13 +62,6 @@ def lose_state(store: ColdStore, position: int) -> None:
     store.ledger.stack.delete(0, [store.keys.state(chain, position // CHUNK).key])
 
 
-def test_the_end_of_the_turn_comes_back_with_its_state(store):
-    save(store, ref(), HISTORY[:100], [96])
-    match, restored = come_back(store, ref(), HISTORY)
-    assert (match.num_tokens, match.reason) == (96, None)
-    assert trees_equal(restored.state, state_at(HISTORY, 96))
-
-
 @pytest.mark.parametrize("position", [16, 32, 80])
 def test_the_end_of_any_chunk_will_do(store, position):
     save(store, ref(), HISTORY[:96], [position, 96])

@@ -210,18 +210,6 @@ def worn_store(opened, reach: int) -> ColdStore:
     return opened([ram()], codecs=codecs, window_tokens=reach, **MODEL)
 
 
-def test_restored_rows_of_a_window_are_not_packed_again(opened):
-    store = worn_store(opened, ALIGNED)
-    save(store, HISTORY[:96], [96])
-    restored = back(store, HISTORY)
-    assert (restored.num_tokens, restored.lossy_tokens) == (96, 96)
-    assert wear(store, restored, HISTORY) == [{1}] * ALIGNED
-    source = save(store, HISTORY[:128], [128], restored=restored)
-    assert [x.first_token for x in source.packed if x.is_window] == [96, 112]
-    again = back(store, HISTORY)
-    assert (again.num_tokens, wear(store, again, HISTORY)) == (128, [{1}] * ALIGNED)
-
-
 def test_a_state_whose_restored_rows_are_gone_is_left_out(opened):
     store = worn_store(opened, ALIGNED)
     save(store, HISTORY[:96], [96])

@@ -230,18 +230,18 @@ def test_sessions_in_turn_on_too_little_room_do_not_throw_each_other_out(session
         assert back.count(4) >= at_least
 
 
-def test_sessions_in_turn_come_back_when_each_takes_several_turns_at_a_time():
-    order = order_of(19 * 40)
+@pytest.mark.parametrize(
+    ("order", "num_turns", "at_least"),
+    [
+        (order_of(19 * 40), 5, 12),  # several turns of one session at a time
+        (ReturnOrder(19 * 40, lambda: 7.0, stated_size), 1, 16),  # the clock stands still
+        (order_of(24 * 40), 1, 24),  # all of them fit
+    ],
+)
+def test_sessions_in_turn_come_back(order, num_turns, at_least):
     for _ in range(6):
-        back = [[turn(order, chain(str(s), 4)) for _ in range(5)][0] for s in range(24)]
-    assert back.count(4) >= 12
-
-
-def test_sessions_in_turn_come_back_while_the_clock_stands_still():
-    order = ReturnOrder(19 * 40, lambda: 7.0, stated_size)
-    for _ in range(6):
-        back = [turn(order, chain(str(s), 4)) for s in range(24)]
-    assert back.count(4) >= 16
+        back = [[turn(order, chain(str(s), 4)) for _ in range(num_turns)][0] for s in range(24)]
+    assert back.count(4) >= at_least
 
 
 def test_sessions_in_turn_that_are_hot_and_only_saved_are_uses_all_the_same():
@@ -252,13 +252,6 @@ def test_sessions_in_turn_that_are_hot_and_only_saved_are_uses_all_the_same():
             order.touch(list(chain(str(s), 4)), restored=False)
     back = [held(order, chain(str(s), 4)) for s in range(24)]
     assert back.count(4) >= 16
-
-
-def test_sessions_that_fit_all_come_back():
-    order = order_of(24 * 40)
-    for _ in range(3):
-        back = [turn(order, chain(str(s), 4)) for s in range(24)]
-    assert back == [4] * 24
 
 
 def test_prompts_that_never_return_do_not_throw_out_those_that_do():
