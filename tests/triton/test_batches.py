@@ -12,8 +12,9 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from engines.vllm_plugin.blocks.blocks import Packing  # noqa: E402
 from engines.vllm_plugin.device.kernels.triton_rates import TritonRates  # noqa: E402
 from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E402
-from tests.triton import test_rates  # noqa: E402
+from tests.triton.rig import are_equal  # noqa: E402
 from tests.triton.test_device_blocks import opened  # noqa: E402
+from tests.triton.test_rates import rated  # noqa: E402
 
 pytestmark = pytest.mark.triton
 
@@ -51,7 +52,7 @@ def test_rows_of_a_few_chunks_are_packed_and_filled_by_one_launch(rigs, monkeypa
         assert done == set(ids) - (set() if broken is None else set(wanted[broken].block_ids))
         assert launches == ([1, 3, 2] if broken is None else [1, 1, 1, 2])
         _, right = rig.filled(rig.host, wanted)
-        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+        assert are_equal(found, right)
 
 
 def test_batches_begin_at_the_same_chunks_in_every_session(rigs):
@@ -76,12 +77,12 @@ FIRST_APART = pytest.param({"heads": 4, "layers": 2}, marks=pytest.mark.thorough
 
 @pytest.mark.parametrize("changes", [{}, FIRST_APART, {"block": 20}])
 def test_a_few_chunks_of_a_fixed_rate_are_packed_and_filled_by_one_launch(changes, monkeypatch):
-    rig = test_rates.Rig(test_rates.Shape(**changes))
+    rig = rated(**changes)
     ids = [7, 2, 10, 4, 5, 0, 1, 11, 8, 6, 3, 9]
     launches = launches_of(TritonRates, 2, monkeypatch)
     blobs = rig.blobs(rig.device, ids)
     assert launches[-2:] == [3, 2]
     assert blobs == rig.blobs(rig.host, ids)
-    found, right = (rig.filled(x, blobs, ids) for x in (rig.device, rig.host))
-    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    found, right = (rig.restored(x, blobs, ids) for x in (rig.device, rig.host))
+    assert are_equal(found, right)
     assert launches[-2:] == [3, 2]

@@ -6,7 +6,7 @@ In Triton's interpreter on the host's memory, or on a GPU where there is one.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +15,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from engines.vllm_plugin.blocks.block_layout import SplitContent  # noqa: E402
-from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing  # noqa: E402
+from engines.vllm_plugin.blocks.blocks import Filling  # noqa: E402
 from engines.vllm_plugin.blocks.host_blocks import HostBlocks  # noqa: E402
-from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache  # noqa: E402
+from engines.vllm_plugin.blocks.paging import paged_cache  # noqa: E402
 from engines.vllm_plugin.device.checked_blocks import (  # noqa: E402
     CheckedBlocks,
     DeviceTransfer,
     KernelsUnusable,
 )
-from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_check import (  # noqa: E402
     blocks_for,
     blocks_on,
@@ -32,118 +31,30 @@ from engines.vllm_plugin.device.device_check import (  # noqa: E402
 )
 from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
-from engines.vllm_plugin.device.packed_layout import StagingLayouts  # noqa: E402
-from engines.vllm_plugin.device.staging_layout import StagingLayout  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
 from engines.vllm_plugin.worker.block_rows import RankBlocks  # noqa: E402
 from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea  # noqa: E402
 from engines.vllm_plugin.worker.transfer import Transfer  # noqa: E402
-from kvstore.blobs.chain import NAME_BYTES, Piece  # noqa: E402
 from kvstore.codecs.base import NUM_SINKS  # noqa: E402
+from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from kvstore.codecs.rows.sinks import squeezes  # noqa: E402
-from tests.block_sessions import open_store, ref  # noqa: E402
-from tests.lazy_device import device_here  # noqa: E402
+from tests.block_sessions import ref  # noqa: E402
+from tests.triton.rig import DEVICE, EMPTY, NUM_BLOCKS, Rig, Shape, are_equal, bits  # noqa: E402
 
 pytestmark = pytest.mark.triton
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUM_BLOCKS, PER_CHUNK = 12, 2
-EMPTY = 7.0  # of a block that was never written
 
 
-@dataclass(frozen=True)
-class Shape:
-    layout: str = "NHD"
-    block: int = 8
-    heads: int = 1
-    dim: int = 64
-    layers: int = 2
-    dtype: torch.dtype = torch.bfloat16
-    codec: str = "tq3"
+def coded(codec: str = "tq3", **shape: Any) -> Rig:
+    return Rig(Shape(**{"layers": 2} | shape), lambda layout: codec_by_name(codec))
+
+
+def opened(rigs: list[Rig], **changes: Any) -> Rig:
+    rigs.append(coded(**changes))
+    return rigs[-1]
 
 
 def no_kernels() -> DeviceTransfer:
     raise KernelsUnusable("nothing is checked here")
-
-
-@dataclass
-class Rig:
-    """A cache, its store, and both ways to it."""
-
-    shape: Shape
-    caches: dict[str, torch.Tensor] = field(default_factory=dict)
-    is_broken: bool = False  # after two chunks
-
-    def __post_init__(self) -> None:
-        layers = [fused(self.shape, i) for i in range(self.shape.layers)]
-        if self.shape.layout == "BLHNC":
-            layers = list(torch.stack(layers, 1).unbind(1))
-        self.caches = {f"layer{i}": x for i, x in enumerate(layers)}
-        self.cache: PagedCache = paged_cache(self.caches, SplitContent())
-        self.chunk_tokens = self.shape.block * PER_CHUNK
-        self.store = open_store(
-            codec=self.shape.codec, layout=self.cache.layout, chunk_tokens=self.chunk_tokens
-        )
-        groups = view_groups(self.cache)
-        assert groups is not None
-        self.layouts = StagingLayouts(groups, self.store.packer, self.cache.dtype)
-        self.accelerator = device_here()
-        self.device = DeviceBlocks(self.cache, self.layout_of, self.store, self.accelerator, 1)
-        self.host = HostBlocks(self.cache, self.store, self.accelerator.stream())
-
-    def layout_of(self, piece: Piece) -> StagingLayout:
-        if self.is_broken and piece.first_token >= 2 * self.chunk_tokens:
-            raise RuntimeError("the device is gone")
-        return self.layouts.of(piece)
-
-    def pieces(self, num_blocks: int = 6) -> list[Piece]:
-        """Chunks, the first with the sinks."""
-        names = [bytes([i]) * NAME_BYTES for i in range(num_blocks // PER_CHUNK)]
-        return self.store.keys.chunks(names)
-
-    def packing(self, ids: list[int]) -> list[Packing]:
-        return [Packing(x, ids[i : i + PER_CHUNK]) for i, x in self._placed(ids)]
-
-    def fillings(self, blobs: list[bytes], target: list[int]) -> list[Filling]:
-        placed = zip(self._placed(target), blobs, strict=True)
-        return [Filling(x, blob, 0, target[i : i + PER_CHUNK]) for (i, x), blob in placed]
-
-    def _placed(self, ids: list[int]) -> list[tuple[int, Piece]]:
-        return list(zip(range(0, len(ids), PER_CHUNK), self.pieces(len(ids)), strict=True))
-
-    def blobs(self, blocks: Blocks, ids: list[int]) -> list[bytes]:
-        return [x.result() for x in blocks.pack(self.packing(ids), blocks.mark())]
-
-    def filled(self, blocks: Blocks, wanted: list[Filling]) -> tuple[set[int], list[torch.Tensor]]:
-        """Fill blocks; return which were filled, and the whole cache afterwards, bit for bit."""
-        for cache in self.caches.values():
-            cache.fill_(EMPTY)
-        done = blocks.fill(wanted, blocks.mark())
-        return done, [bits(x) for x in self.caches.values()]
-
-    def close(self) -> None:
-        self.device.close()
-        self.store.close()
-
-
-def fused(shape: Shape, layer: int) -> torch.Tensor:
-    """One layer as vLLM shows it, (blocks, heads, tokens, K | V), in the physical order wanted."""
-    token_major = shape.layout == "NHD"
-    inner = (shape.block, shape.heads) if token_major else (shape.heads, shape.block)
-    generator = torch.Generator().manual_seed(layer)
-    loud = torch.exp(torch.randn(2 * shape.dim, generator=generator))
-    values = torch.randn(NUM_BLOCKS, *inner, 2 * shape.dim, generator=generator) * loud
-    cache = values.to(shape.dtype).to(DEVICE)
-    return cache.transpose(1, 2) if token_major else cache
-
-
-def bits(cache: torch.Tensor) -> torch.Tensor:
-    kinds = {2: torch.int16, 4: torch.int32}
-    return cache.contiguous().view(kinds[cache.element_size()]).cpu().clone()
-
-
-def opened(rigs: list[Rig], **changes) -> Rig:
-    rigs.append(Rig(Shape(**changes)))
-    return rigs[-1]
 
 
 SHAPES = {
@@ -178,7 +89,7 @@ def test_the_host_and_the_device_make_and_read_the_same_blobs(rigs, shape):
     done, found = rig.filled(rig.device, wanted)
     assert done == set(target)
     _, expected = rig.filled(rig.host, wanted)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert are_equal(found, expected)
     untouched = [x for x in range(NUM_BLOCKS) if x not in target]
     empty = bits(torch.full((1,), EMPTY, dtype=rig.cache.dtype))
     assert all(bool((x[untouched] == empty).all()) for x in found)
@@ -193,7 +104,7 @@ def test_only_the_blocks_that_are_asked_for_are_written(rigs, codec):
     done, found = rig.filled(rig.device, wanted)
     assert done == {9, 1}
     _, expected = rig.filled(rig.host, wanted)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert are_equal(found, expected)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -212,7 +123,7 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are(rigs, layout):
     wanted = [Filling(first, blobs[0], 0, target[:2]), Filling(second, blobs[1], 1, [6])]
     _, found = rig.filled(rig.device, wanted)
     _, expected = rig.filled(rig.host, wanted)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert are_equal(found, expected)
     kept = (slice(None), 1, slice(0, 5), slice(0, 64))
     assert torch.equal(found[0][target][kept][1], before[0][kept][1])
 

@@ -17,7 +17,8 @@ from engines.vllm_plugin.device.device_check import blocks_on  # noqa: E402
 from kvstore.blobs.packer import StoreCodecs  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from tests.lazy_device import LazyDevice  # noqa: E402
-from tests.triton.test_device_blocks import EMPTY, Rig, Shape, bits  # noqa: E402
+from tests.triton.rig import EMPTY, Rig, bits  # noqa: E402
+from tests.triton.test_device_blocks import coded  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
@@ -28,7 +29,7 @@ IDS, TARGET = [7, 2, 10, 4, 5, 0], [3, 9, 0, 6, 8, 1]
 
 @pytest.fixture(params=["raw", "tq3"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(Shape(codec=request.param, layers=1))
+    rig = coded(request.param, layers=1)
     yield rig
     rig.close()
 

@@ -6,9 +6,8 @@ path, from blocks to blobs and back, against the host's pipeline, which has gold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from engines.vllm_plugin.blocks.block_layout import SplitContent  # noqa: E402
-from engines.vllm_plugin.blocks.blocks import Blocks, Filling, Packing  # noqa: E402
-from engines.vllm_plugin.blocks.host_blocks import HostBlocks  # noqa: E402
-from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache  # noqa: E402
+from engines.vllm_plugin.blocks.blocks import Filling  # noqa: E402
 from engines.vllm_plugin.device.checked_blocks import CheckedBlocks  # noqa: E402
-from engines.vllm_plugin.device.device_blocks import DeviceBlocks  # noqa: E402
 from engines.vllm_plugin.device.device_check import (  # noqa: E402
     kernels_agree,
     proven_blocks,
@@ -32,118 +27,44 @@ from engines.vllm_plugin.device.kernels.triton_rates import (  # noqa: E402
     RateRun,
     TritonRates,
 )
-from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.device.packed_layout import (  # noqa: E402
     FirstChunkLayout,
     PackedBlockLayout,
-    StagingLayouts,
 )
 from engines.vllm_plugin.device.staging_layout import RawStagingLayout  # noqa: E402
-from kvstore.blobs.chain import NAME_BYTES, Piece  # noqa: E402
 from kvstore.blobs.packer import StoreCodecs  # noqa: E402
 from kvstore.codecs.base import NUM_SINKS  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from kvstore.codecs.rows.sinks import squeezes  # noqa: E402
 from kvstore.shapes import Rope  # noqa: E402
-from tests.block_sessions import open_store  # noqa: E402
-from tests.lazy_device import device_here  # noqa: E402
+from tests.triton.rig import Rig, Shape, are_equal, bits  # noqa: E402
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import codec_of, rope_of  # noqa: E402
 
 pytestmark = pytest.mark.triton
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUM_BLOCKS, EMPTY = 12, 7.0
+USUAL = rope_of(64)
 
 
-@dataclass(frozen=True)
-class Shape:
-    layout: str = "NHD"
-    block: int = 8
-    per_chunk: int = 2
-    heads: int = 1
-    dim: int = 64
-    layers: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    rope: Rope | None = rope_of(64)
-
-
-class Rig:
-    """A cache, a store with a calibrated codec, and both ways to it."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        layers = [cache_of(shape, i) for i in range(shape.layers)]
-        if shape.layout == "BLHNC":  # a block has all layers
-            layers = list(torch.stack(layers, 1).unbind(1))
-        self.caches = {f"layer{i}": x for i, x in enumerate(layers)}
-        self.cache: PagedCache = paged_cache(self.caches, SplitContent())
-        self.codec = codec_of(self.cache.layout, shape.rope)
-        self.store = open_store(
-            codecs=StoreCodecs(self.codec),
-            layout=self.cache.layout,
-            chunk_tokens=shape.block * shape.per_chunk,
-        )
-        groups = view_groups(self.cache)
-        assert groups is not None
-        self.layouts = StagingLayouts(groups, self.store.packer, self.cache.dtype)
-        self.accelerator = device_here()
-        self.device = DeviceBlocks(self.cache, self.layouts.of, self.store, self.accelerator, 1)
-        self.host = HostBlocks(self.cache, self.store, self.accelerator.stream())
-
-    def pieces(self, num_blocks: int) -> list[Piece]:
-        count = num_blocks // self.shape.per_chunk
-        return self.store.keys.chunks([bytes([i]) * NAME_BYTES for i in range(count)])
-
-    def _placed(self, ids: Sequence[int]) -> list[tuple[Piece, list[int]]]:
-        size = self.shape.per_chunk
-        return [(x, [*ids[i * size :][:size]]) for i, x in enumerate(self.pieces(len(ids)))]
-
-    def blobs(self, blocks: Blocks, ids: Sequence[int]) -> list[bytes]:
-        wanted = [Packing(x, own) for x, own in self._placed(ids)]
-        return [x.result() for x in blocks.pack(wanted, blocks.mark())]
-
-    def filled(
-        self, blocks: Blocks, blobs: Sequence[bytes], target: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Fill blocks; return the whole cache afterwards, bit for bit."""
-        for cache in self.caches.values():
-            cache.fill_(EMPTY)
-        placed = zip(self._placed(target), blobs, strict=True)
-        wanted = [Filling(x, blob, 0, own) for (x, own), blob in placed]
-        assert blocks.fill(wanted, blocks.mark()) == set(target)
-        return [bits(x) for x in self.caches.values()]
-
-
-def cache_of(shape: Shape, layer: int) -> torch.Tensor:
-    """One layer as vLLM shows it, (blocks, heads, tokens, K | V), with channels of unequal size."""
-    inner = (shape.block, shape.heads) if shape.layout == "NHD" else (shape.heads, shape.block)
-    generator = torch.Generator().manual_seed(layer)
-    loud = torch.exp(torch.randn(2 * shape.dim, generator=generator))
-    values = torch.randn(NUM_BLOCKS, *inner, 2 * shape.dim, generator=generator) * loud
-    cache = values.to(shape.dtype).to(DEVICE)
-    return cache.transpose(1, 2) if shape.layout == "NHD" else cache
-
-
-def bits(cache: torch.Tensor) -> torch.Tensor:
-    kinds = {2: torch.int16, 4: torch.int32}
-    return cache.contiguous().view(kinds[cache.element_size()]).cpu().clone()
+def rated(rope: Rope | None = USUAL, **shape: Any) -> Rig:
+    """With a calibrated codec."""
+    return Rig(Shape(**shape), lambda layout: codec_of(layout, rope))
 
 
 SHAPES = {
-    "NHD, two layers, two heads": Shape(heads=2, layers=2),
-    "HND": Shape(layout="HND", heads=2),
-    "head_dim 128": Shape(dim=128, rope=rope_of(128)),
-    "head_dim 128, half of it turned, fp16": Shape(dim=128, dtype=torch.float16),
-    "head_dim 256": Shape(dim=256, rope=rope_of(256)),
-    "head_dim 256, fp32": Shape(dim=256, rope=rope_of(256), dtype=torch.float32),
-    "head_dim 32, not turned": Shape(dim=32, rope=None),
-    "neighbours are turned": Shape(rope=Rope(tuple(2.0**-k for k in range(32)), True)),
-    "values are turned": Shape(rope=Rope(rope_of(64).frequencies, side="values")),
-    "fp16": Shape(dtype=torch.float16),
-    "fp32": Shape(dtype=torch.float32, heads=2),
-    "several programs for a chunk": Shape(block=24, per_chunk=2),
-    "an odd number of tokens": Shape(block=17, per_chunk=1),
-    "first tokens apart": Shape(heads=4, layers=2),
-    "first tokens apart, fp32": Shape(heads=4, layers=2, dtype=torch.float32),
+    "NHD, two layers, two heads": {"heads": 2, "layers": 2},
+    "HND": {"layout": "HND", "heads": 2},
+    "head_dim 128": {"dim": 128, "rope": rope_of(128)},
+    "head_dim 128, half of it turned, fp16": {"dim": 128, "dtype": torch.float16},
+    "head_dim 256": {"dim": 256, "rope": rope_of(256)},
+    "head_dim 256, fp32": {"dim": 256, "rope": rope_of(256), "dtype": torch.float32},
+    "head_dim 32, not turned": {"dim": 32, "rope": None},
+    "neighbours are turned": {"rope": Rope(tuple(2.0**-k for k in range(32)), True)},
+    "values are turned": {"rope": Rope(USUAL.frequencies, side="values")},
+    "fp16": {"dtype": torch.float16},
+    "fp32": {"dtype": torch.float32, "heads": 2},
+    "several programs for a chunk": {"block": 24, "per_chunk": 2},
+    "an odd number of tokens": {"block": 17, "per_chunk": 1},
+    "first tokens apart": {"heads": 4, "layers": 2},
+    "first tokens apart, fp32": {"heads": 4, "layers": 2, "dtype": torch.float32},
 }
 
 
@@ -158,7 +79,7 @@ SLOW = ("first tokens apart, fp32",)
     ],
 )
 def test_the_host_and_the_device_make_and_read_the_same_blobs(shape):
-    rig = Rig(shape)
+    rig = rated(**shape)
     ids, target = [7, 2, 10, 4, 5, 0], [3, 9, 0, 6, 8, 1]
     first, second = (rig.layouts.of(x) for x in rig.pieces(6)[:2])
     squeezed = squeezes(rig.cache.layout, 0, NUM_SINKS + 1, rig.codec)
@@ -166,14 +87,14 @@ def test_the_host_and_the_device_make_and_read_the_same_blobs(shape):
     assert isinstance(second, PackedBlockLayout)
     expected = rig.blobs(rig.host, ids)
     assert rig.blobs(rig.device, ids) == expected
-    found = rig.filled(rig.device, expected, target)
-    right = rig.filled(rig.host, expected, target)
-    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    found = rig.restored(rig.device, expected, target)
+    right = rig.restored(rig.host, expected, target)
+    assert are_equal(found, right)
 
 
 def test_rows_that_cannot_be_packed_are_kept_as_they_are():
     """Infinite, no number, larger than any gain; in K and V, and among the sinks."""
-    rig = Rig(Shape(heads=4, layers=2))
+    rig = rated(heads=4, layers=2)
     ids, target = [7, 2, 10, 4], [3, 9, 0, 6]
     odd = [float("inf"), float("nan"), -float("inf"), 1e30, 0.0]
     for i, value in enumerate(odd):
@@ -183,26 +104,26 @@ def test_rows_that_cannot_be_packed_are_kept_as_they_are():
     before = [bits(x)[ids] for x in rig.caches.values()]
     blobs = rig.blobs(rig.device, ids)
     assert blobs == rig.blobs(rig.host, ids)
-    found = rig.filled(rig.device, blobs, target)
-    right = rig.filled(rig.host, blobs, target)
-    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    found = rig.restored(rig.device, blobs, target)
+    right = rig.restored(rig.host, blobs, target)
+    assert are_equal(found, right)
     kept = (1, 1, slice(0, 4), slice(0, 64))
     assert torch.equal(found[0][target][kept], before[0][kept])
 
 
 def test_rows_of_fp32_that_are_kept_are_rounded_once():
-    rig = Rig(Shape(dtype=torch.float32, heads=4, layers=2))
+    rig = rated(dtype=torch.float32, heads=4, layers=2)
     rig.caches["layer0"][2, 0, 3, 7] = float("inf")
     rig.caches["layer0"][2, 0, 4, 70] = float("nan")
     blobs = rig.blobs(rig.device, [7, 2])
     assert blobs == rig.blobs(rig.host, [7, 2])
-    found, right = (rig.filled(x, blobs, [3, 9]) for x in (rig.device, rig.host))
+    found, right = (rig.restored(x, blobs, [3, 9]) for x in (rig.device, rig.host))
     assert torch.equal(found[0], right[0])
 
 
 @pytest.mark.parametrize("cut", [1, -1, 100])
 def test_a_payload_of_another_length_fills_nothing(cut):
-    rig = Rig(Shape())
+    rig = rated()
     piece = rig.pieces(4)[1]
     blob = rig.blobs(rig.device, [7, 2, 10, 4])[1]
     payload = bytes(rig.store.packer.open_rows(blob, piece)[1])
@@ -213,7 +134,7 @@ def test_a_payload_of_another_length_fills_nothing(cut):
 
 def test_what_codes_no_packer_writes_are_restored_as_by_the_host():
     """Random gains and planes: any of them stands for something, on the device as on the host."""
-    rig = Rig(Shape(heads=2))
+    rig = rated(heads=2)
     ids, target = [7, 2, 10, 4, 5, 11], [3, 9, 0, 6, 8, 1]
     pieces, (plain, *blobs) = rig.pieces(6)[1:], rig.blobs(rig.host, ids)
     packer, chance, forgeries = rig.store.packer, np.random.default_rng(5), [plain]
@@ -222,13 +143,13 @@ def test_what_codes_no_packer_writes_are_restored_as_by_the_host():
         forged = payload.copy()
         forged[4:] = chance.integers(0, 256, len(payload) - 4)
         forgeries.append(packer.seal_rows(piece, forged.data, rig.codec))
-    found, right = (rig.filled(x, forgeries, target) for x in (rig.device, rig.host))
+    found, right = (rig.restored(x, forgeries, target) for x in (rig.device, rig.host))
     assert torch.equal(found[0], right[0])
 
 
 def test_the_kernels_prove_themselves_on_all_layers(monkeypatch):
     """A calibrated codec knows the layers of its model only."""
-    rig = Rig(Shape(layers=2))
+    rig = rated(layers=2)
     assert kernels_agree(rig.accelerator, rig.cache, rig.store)
     right = TritonRates.pack
 
@@ -241,7 +162,7 @@ def test_the_kernels_prove_themselves_on_all_layers(monkeypatch):
 
 
 def test_layers_that_lie_in_one_block_are_tried_in_memory_of_their_size():
-    rig = Rig(Shape(layout="BLHNC", layers=3))
+    rig = rated(layout="BLHNC", layers=3)
     scratch = scratch_for(rig.codec, rig.cache, 5)
     assert scratch.layout.layers == rig.cache.layout.layers
     views = [side.view for pair in scratch.views for side in pair]
@@ -255,14 +176,14 @@ def test_layers_that_lie_in_one_block_are_tried_in_memory_of_their_size():
 
 
 def test_kernels_that_restore_wrong_values_are_found_out(monkeypatch):
-    rig = Rig(Shape())
+    rig = rated()
     monkeypatch.setattr(TritonRates, "unpack", lambda *args: None)
     assert not kernels_agree(rig.accelerator, rig.cache, rig.store)
 
 
 @pytest.mark.parametrize(("dim", "rope"), [(80, None), (96, rope_of(96))])
 def test_dimensions_without_kernels_are_packed_by_the_host(dim, rope):
-    rig = Rig(Shape(dim=dim, rope=rope))
+    rig = rated(dim=dim, rope=rope)
     ids = [7, 2, 10, 4]
     assert isinstance(rig.layouts.of(rig.pieces(4)[1]), RawStagingLayout)
     assert rig.blobs(rig.device, ids) == rig.blobs(rig.host, ids)
@@ -270,17 +191,17 @@ def test_dimensions_without_kernels_are_packed_by_the_host(dim, rope):
 
 def test_an_adopted_codec_leaves_the_layouts_of_the_checked_one():
     """The kernels of the checked codec fill old blobs, also after another codec is adopted."""
-    rig = Rig(Shape())
+    rig = rated()
     piece, blobs, target = rig.pieces(4)[1], rig.blobs(rig.host, [7, 2, 10, 4]), [3, 9, 0, 6]
-    right = rig.filled(rig.host, blobs, target)
+    right = rig.restored(rig.host, blobs, target)
     rig.store.adopt(StoreCodecs(codec_by_name("tq3")), keep=True)
     assert isinstance(rig.layouts.of(piece), PackedBlockLayout)
-    assert torch.equal(rig.filled(rig.device, blobs, target)[0], right[0])
+    assert torch.equal(rig.restored(rig.device, blobs, target)[0], right[0])
 
 
 def test_the_kernels_take_over_once_dense3_is_adopted():
     """What a first start does under ``auto``: raw, until the model was measured."""
-    rig = Rig(Shape())
+    rig = rated()
     calibrated = rig.codec
     rig.store.adopt(StoreCodecs(codec_by_name("raw")), keep=True)
     on_device = proven_blocks(rig.accelerator, rig.cache, rig.store)

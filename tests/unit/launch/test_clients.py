@@ -88,17 +88,6 @@ def test_open_webui_is_asked_to_name_its_chats(tmp_path: Path) -> None:
     assert "export ENABLE_FORWARD_USER_INFO_HEADERS='true'" in lines
 
 
-def test_zed_keeps_its_other_providers(tmp_path: Path) -> None:
-    change = change_of("zed", tmp_path)
-    own = {"theme": "One", "language_models": {"openai_compatible": {"Mine": {"api_url": "x"}}}}
-    now = json.loads(merged(json.dumps(own), change))
-    assert now["theme"] == "One"
-    providers = now["language_models"]["openai_compatible"]
-    assert (
-        providers["Mine"] == {"api_url": "x"} and SERVER.url in providers["Thermocline"]["api_url"]
-    )
-
-
 def test_json_keeps_its_own_values(tmp_path: Path) -> None:
     change = change_of("claude", tmp_path)
     own = {"permissions": {"allow": ["Bash(ls)"]}, "env": {"MINE": "1", "ANTHROPIC_MODEL": "x"}}

@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from launch.errors import LaunchError
-from launch.model.gguf import bfloat16_bits, convert, unpermute, weight_name
+from launch.model.gguf import bfloat16_bits, convert, weight_name
 from tests.unit.launch.tiny_gguf import (
-    HEADS,
-    KV_HEADS,
     TOKENS,
     byte_letters,
-    permute,
     weights,
     write_gguf,
 )
@@ -65,13 +62,6 @@ def read_bfloat16(path):
         bits = np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16
         arrays[name] = bits.view(np.float32).reshape(entry["shape"])
     return arrays
-
-
-@pytest.mark.parametrize("heads", [HEADS, KV_HEADS, 1])
-def test_unpermute_undoes_llama_cpps_order(heads):
-    weight = np.arange(32 * 3, dtype=np.float32).reshape(32, 3)
-    assert np.array_equal(unpermute(permute(weight, heads), heads), weight)
-    assert heads * 2 == 32 or not np.array_equal(permute(weight, heads), weight)
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1))

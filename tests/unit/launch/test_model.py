@@ -29,11 +29,6 @@ def generated(tmp_path):
     return tmp_path
 
 
-def test_a_written_manifest_is_accepted_again_and_again(generated):
-    verify(generated, "source 1")
-    verify(generated, "source 1")
-
-
 @pytest.mark.parametrize("name", ["a.bin", "b.json"])
 def test_a_changed_byte_is_found(generated, name):
     verify(generated, "source 1")

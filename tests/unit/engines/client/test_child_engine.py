@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engines.client.child_engine import FakeServer, VllmServer
+from engines.client.child_engine import FakeServer
 from engines.client.engine_client import AttachedEngine
 from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.fake_worker.fake_sessions import FakeSessions
@@ -30,7 +30,6 @@ from engines.vllm_plugin.process.command import (
 from engines.wire import Welcome
 from kvstore.config import StoreConfig
 from kvstore.session import SessionRef
-from launch.engine_start import engine_factory
 from tests.unit.engines.client.test_client import PATH, scripted
 from tests.unit.engines.conftest import WELCOME, worker_config
 from tests.waiting import eventually
@@ -198,10 +197,6 @@ def test_a_client_cannot_speak_for_another_session():
     body = with_session(forged, SessionRef("tenant", "id", b"\x01\x02"))
     own = {"thermocline": {"tenant": "tenant", "session": "id"}}
     assert body == {"model": "m", "cache_salt": "0102", "kv_transfer_params": own}
-
-
-def test_it_is_in_the_registry():
-    assert engine_factory("vllm") is VllmServer
 
 
 def test_an_environment_without_vllm_has_an_error_of_its_own(tmp_path):

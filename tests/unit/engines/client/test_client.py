@@ -43,11 +43,6 @@ async def answer(client: EngineClient, body: bytes) -> tuple[int, str, bytes]:
         return upstream.status, upstream.headers.get(CACHE_HEADER, ""), await upstream.read()
 
 
-async def test_ready_once_the_engine_said_welcome(client: EngineClient):
-    assert client.welcome.model == "m"
-    assert client.trouble == ""
-
-
 async def test_without_an_engine_there_is_a_reason(folder: Path):
     client = EngineClient(worker_config(folder))
     await client.start()

@@ -268,15 +268,6 @@ async def test_an_answer_of_which_nothing_was_said_goes_on_elsewhere(pieces: tup
         assert (await rig.turn(ref(1))).endswith(b"data: x\n\n")
 
 
-async def test_an_answer_that_has_begun_is_not_asked_again():
-    async with Rig() as rig:
-        first = rig.engines[rig.name(ref(1))]
-        first.answer = Dying(first, b"data: half\n\n")
-        with pytest.raises(EngineUnavailable):
-            await rig.turn(ref(1))
-        assert sum(x.num_turns for x in rig.engines.values()) == 1
-
-
 async def test_a_broken_connection_is_enough_to_ask_elsewhere_and_to_avoid_the_replica():
     """Processes of a killed server may keep its sockets and its control connection for seconds."""
     async with Rig() as rig:
