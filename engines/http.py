@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
@@ -127,11 +127,9 @@ def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, o
 class BearerGate:
     """Lets requests through that show the token; compares in constant time."""
 
-    def __init__(self, app: ASGIApp, token: str, open_paths: Collection[str] = ()) -> None:
-        """``open_paths``: these are for anyone."""
+    def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._expected = f"Bearer {token}".encode()
-        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._may_pass(scope):
@@ -146,8 +144,7 @@ class BearerGate:
 
     def _may_pass(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        is_right = len(given) == 1 and compare_digest(given[0], self._expected)
-        return is_right or scope["path"] in self._open_paths
+        return len(given) == 1 and compare_digest(given[0], self._expected)
 
 
 class ClientGone(Exception):

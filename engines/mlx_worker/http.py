@@ -1,4 +1,4 @@
-"""Serves HTTP to the gateway: completions, embeddings, tokens of prompts, models, health.
+"""Serves HTTP to the gateway: completions, embeddings, tokens of prompts.
 
 It stands on a unix socket and answers only who knows the token. A request was checked by the
 gateway. It is planned on a thread (``prompt/request_planner.py``), handed to the owner thread, and
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -60,7 +59,6 @@ from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptTokens
 from engines.mlx_worker.prompt.request_planner import Planning, RequestPlanner
 from engines.mlx_worker.prompt.tools import grammar_wanted
-from engines.openai.errors import unknown_model
 from engines.openai.requests import (
     DETOKENIZE_PATH,
     EMBEDDINGS_PATH,
@@ -119,11 +117,8 @@ def create_app(
             Route(TOKENIZE_PATH, endpoints.tokenize, methods=["POST"]),
             Route(DETOKENIZE_PATH, endpoints.detokenize, methods=["POST"]),
             Route(EMBEDDINGS_PATH, endpoints.embeddings, methods=["POST"]),
-            Route("/v1/models", endpoints.models),
-            Route("/v1/models/{name:path}", endpoints.model),
-            Route("/health", endpoints.health),
         ],
-        middleware=[Middleware(BearerGate, token=config.token, open_paths=("/health",))],
+        middleware=[Middleware(BearerGate, token=config.token)],
         exception_handlers=dict.fromkeys(_ANSWERED, _on_error),
         lifespan=endpoints.lifespan,
     )
@@ -143,7 +138,6 @@ class Endpoints:
         self._owner = owner
         self._embedder = embedder
         self._keepalive_s = keepalive_s
-        self._created = int(time.time())
         self._vocabulary = Vocabulary(tokenizer, owner.facts.vocab_size)
         self._planner = RequestPlanner(self._vocabulary, owner.facts)
         self._tokens = PromptTokens(self._vocabulary, owner.facts)
@@ -166,7 +160,6 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, MAX_BODY_BYTES)
         asked = await self._parsed(read_chat, body)
-        self._check_model(asked.model)
         session = session_from(request.headers)
         grammar = None
         if wish := grammar_wanted(asked):
@@ -182,7 +175,6 @@ class Endpoints:
     async def text(self, request: Request) -> Response:
         body = await read_body(request, MAX_BODY_BYTES)
         asked = await self._parsed(read_completion, body)
-        self._check_model(asked.model)
         session = session_from(request.headers)
         plan, echoed = await self._planned(
             request, lambda: (self._planner.text(asked, session), self._echo(asked)), len(body)
@@ -193,13 +185,11 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         body = await read_body(request, MAX_BODY_BYTES)
         asked = validate_tokenize(await self._parsed(parse_json, body))
-        self._check_model(asked.model)
         return _json(await self._planned(request, lambda: self._tokens.of(asked), len(body)))
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, MAX_BODY_BYTES)
         asked = validate_detokenize(await self._parsed(parse_json, body))
-        self._check_model(asked.model)
         return _json(await self._planned(request, lambda: self._tokens.text_of(asked), len(body)))
 
     async def embeddings(self, request: Request) -> Response:
@@ -207,7 +197,6 @@ class Endpoints:
             raise HTTPException(404)
         self._embedder.check()
         asked = await self._parsed(read_embeddings, await read_body(request, MAX_BODY_BYTES))
-        self._check_model(asked.model)
         tokens_of = partial(self._planning.tokens_of, asked, self._vocabulary, self._owner.facts)
         texts = await while_client_stays(request.receive, tokens_of)
         embed = partial(self._embedder.embed, asked, texts)
@@ -215,18 +204,6 @@ class Endpoints:
         num_tokens = sum(map(len, texts))
         body = await asyncio.to_thread(shown, asked, vectors, num_tokens)
         return Response(body, media_type="application/json")
-
-    async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_card()]})
-
-    async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != self._served.model:
-            raise unknown_model(name, self._served.model)
-        return _json(self._model_card())
-
-    async def health(self, request: Request) -> Response:
-        return _json({"status": "ok", "model": self._served.model})
 
     async def _answer(
         self, request: Request, asked: Body, plan: RequestPlan, form: ReplyFormat
@@ -260,19 +237,6 @@ class Endpoints:
         decode = self._vocabulary.tokenizer.decode
         prompts = asked.prompts if asked.echo else []
         return [x if isinstance(x, str) else str(decode(x)) for x in prompts]
-
-    def _check_model(self, model: str) -> None:
-        if model != self._served.model:
-            raise unknown_model(model, self._served.model)
-
-    def _model_card(self) -> dict[str, Any]:
-        return {
-            "id": self._served.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "thermocline",
-            "max_model_len": self._owner.facts.max_context,
-        }
 
 
 async def _in_time(request: Request, reply: ReplyStream) -> None:
