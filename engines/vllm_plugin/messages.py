@@ -82,7 +82,6 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
 
     Attributes:
         tokens: the prompt.
-        forced: the tokens of the answer; one more is sampled.
         salt: the salt of vLLM's prefix cache.
         given: the number of the prompt's first tokens, in whole blocks, that get the KV that each
             rank has prepared.
@@ -94,7 +93,6 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     number: int
     tokens: tuple[int, ...]
     salt: str
-    forced: tuple[int, ...] = ()
     given: int = 0
     wanted_from: int = -1
     scored: bool = False

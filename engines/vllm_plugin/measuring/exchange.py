@@ -52,7 +52,7 @@ class Exchange:
         self._views: LayerViews | None = None  # for the steps to observe
         self._armed: LayerViews | None = None
         self.model: nn.Module | None = None
-        self.sees_rows = False  # the logits of prompts are noted
+        self.sees_rows = False  # the logits of prompts can be noted
 
     # ---- on the measuring thread
 
@@ -166,12 +166,6 @@ class Exchange:
                     state = states.read(wanted.boundary, wanted.state_ids)
                 self._found = FoundRows(cache.read(wanted.block_ids), state)
                 self._lock.notify_all()
-
-    def note_scores(self, number: int, row: np.ndarray) -> None:
-        """Note the log-probabilities after the next token of the answer, fp32 (vocabulary,)."""
-        with self._lock:
-            if number == self._number:
-                self._scores.append(row[None])
 
     def expect_rows(self, number: int) -> None:
         """Note that the next logits belong to this order's prompt: see ``model_access``."""

@@ -46,7 +46,6 @@ class ForwardClient:
         tokens: Sequence[int],
         salt: str,
         *,
-        forced: Sequence[int] = (),
         given: int = 0,
         wanted_from: int = -1,
         scored: bool = False,
@@ -57,9 +56,7 @@ class ForwardClient:
             Interrupted: the engine ends.
             RuntimeError: vLLM could not carry out the request.
         """
-        order = Forward(
-            self._rank, number, tuple(tokens), salt, tuple(forced), given, wanted_from, scored
-        )
+        order = Forward(self._rank, number, tuple(tokens), salt, given, wanted_from, scored)
         with self._lock:
             self._done = None
             while (done := self._over()) is None:

@@ -21,7 +21,7 @@ NO_SEAM: Final = (
 NO_TOKENIZER: Final = "vLLM was started without a tokenizer"
 logger = logging.getLogger("thermocline.vllm")
 LEAST_PRIORITY: Final = 1 << 30  # if vLLM schedules by priority, all other requests go first
-FORCED_FIELD: Final = "thermocline_forced"  # of a request's ``extra_args``
+SCORED_FIELD: Final = "thermocline_scored"  # of a request's ``extra_args``
 SHOW_MODEL: Final = "thermocline_show_model"  # the method of ``ModelView``
 
 
@@ -63,23 +63,18 @@ class RequestRunner:
         from vllm import SamplingParams
 
         order = run.order
-        ours = {PARAMS_FIELD: {TICKET_FIELD: run.ticket}}
+        extra: dict[str, Any] = {"kv_transfer_params": {PARAMS_FIELD: {TICKET_FIELD: run.ticket}}}
+        if order.scored:
+            extra[SCORED_FIELD] = order.number
         params = SamplingParams(
-            max_tokens=len(order.forced) + 1,
+            max_tokens=1,
             temperature=0,
             ignore_eos=True,
             detokenize=False,
             # With prompt_logprobs vLLM reads its prefix cache only if a request asks for that.
             prompt_logprobs=0 if order.scored else None,
             skip_reading_prefix_cache=False,
-            extra_args={
-                "kv_transfer_params": ours,
-                FORCED_FIELD: {
-                    "number": order.number,
-                    "tokens": list(order.forced),
-                    "scored": order.scored,
-                },
-            },
+            extra_args=extra,
         )
         prompt: Any = {"prompt_token_ids": list(order.tokens), "cache_salt": order.salt}
         config = self._client.vllm_config.scheduler_config

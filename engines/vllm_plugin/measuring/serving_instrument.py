@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -23,8 +22,8 @@ logger = logging.getLogger("thermocline.vllm")
 
 STEP_TOKENS: Final = 256  # prefilled in one step: a user's request waits for at most this many
 READ_S: Final = 60.0
-MOST_TRIES: Final = 4  # to get a step without other requests
-MOST_MISSES: Final = 3  # after this many failures in a row to score a prompt, stop trying
+MOST_TRIES: Final = 4  # to get a step without other requests, or the scores of a prompt
+NO_SCORES: Final = "vLLM shows no scores of prompts: several heads, or --kv-sharing-fast-prefill"
 MOST_UNSEEN: Final = 3  # texts in a row; after them none is looked back on
 
 
@@ -71,7 +70,6 @@ class ServingInstrument:
         self._fingerprint = fingerprint
         self._tokenizer = tokenizer
         self._salt = salt
-        self._num_misses = 0
         self._num_unseen = 0  # texts in a row
         self._lost_s = 0.0  # in steps that were done again
         self.rows([0])
@@ -253,37 +251,21 @@ class ServingInstrument:
         given = session.num_tokens // self._kv.block_tokens * self._kv.block_tokens
         with_states = self._kv.states is not None
         prompt = session.prompt if with_states else session.prompt[: session.num_tokens]
-        run = slice_tokens(session.run, 0, given)
-        return self._scored(HeldSession(run, given, session.state), prompt, tokens)
+        held = HeldSession(slice_tokens(session.run, 0, given), given, session.state)
+        if not self._exchange.sees_rows:
+            raise ValueError(NO_SCORES)
+        for _ in range(MOST_TRIES - 1):
+            # With other requests in the step it may be unknown whose the logits are.
+            try:
+                return self._scored(held, prompt, tokens)
+            except RuntimeError as error:
+                logger.info("tokens are scored again: %s", error)
+        return self._scored(held, prompt, tokens)
 
     def _scored(
         self, given: HeldSession, prompt: Sequence[int], tokens: Sequence[int]
     ) -> np.ndarray:
-        """Score the tokens as a prompt, in one step; if that is impossible, one by one.
-
-        With other requests in the same step it is unknown which request the logits belong to.
-        """
-        if self._exchange.sees_rows and self._num_misses < MOST_MISSES:
-            try:
-                scores = self._scored_as_prompt(given, prompt, tokens)
-            except RuntimeError as error:
-                self._num_misses += 1
-                logger.info("tokens are scored one by one: %s", error)
-            else:
-                self._num_misses = 0
-                return scores
-        number = self._client.next_number()
-        self._exchange.open(number, _as_copied(given.run), given.state)
-        order = partial(self._client.order, number, [*prompt, tokens[0]], self._new_salt(number))
-        order(forced=tokens[1:], given=given.num_tokens)
-        scores = self._exchange.scores()
-        if len(scores) != len(tokens):
-            raise RuntimeError(f"{len(scores)} of {len(tokens)} tokens were scored")
-        return scores
-
-    def _scored_as_prompt(
-        self, given: HeldSession, prompt: Sequence[int], tokens: Sequence[int]
-    ) -> np.ndarray:
+        """Score the tokens as a part of the prompt, in one step."""
         number = self._client.next_number()
         num_rows = len(prompt) + len(tokens) - given.num_tokens
         self._exchange.open(number, _as_copied(given.run), given.state, num_rows)

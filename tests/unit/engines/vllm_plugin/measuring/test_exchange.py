@@ -32,10 +32,10 @@ RUN: KVRun = [(np.array([[[8.0], [9.0]]], np.float32),) * 2]
 
 def test_blocks_get_the_given_rows():
     exchange, cache = Exchange(), Cache()
-    exchange.open(1, RUN)
+    exchange.open(1, RUN, num_rows=1)
     exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), cache, None)
     assert cache.blocks == {4: 8.0, 3: 9.0}
-    exchange.note_scores(1, np.zeros(5, np.float32))
+    exchange.note_rows(np.zeros((1, 5), np.float32))
     assert exchange.scores().shape == (1, 5)
 
 
@@ -45,7 +45,7 @@ def test_scores_after_other_kv_are_none():
     # Of an order that was given up.
     exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), cache, None)
     assert cache.blocks == {3: 3.0, 4: 4.0}
-    exchange.note_scores(2, np.zeros(5, np.float32))
+    exchange.note_rows(np.zeros((1, 5), np.float32))
     with pytest.raises(RuntimeError, match="did not take"):
         exchange.scores()
 
@@ -101,14 +101,6 @@ def test_wanted_blocks_are_read_and_every_job_is_acknowledged():
     assert exchange.found(0.0).rows[0][0].ravel() == [4.0]
     with pytest.raises(TimeoutError):
         exchange.found(0.0)
-
-
-def test_scores_of_an_older_order_are_dropped():
-    exchange = Exchange()
-    exchange.open(2)
-    exchange.note_scores(1, np.zeros(5, np.float32))
-    exchange.note_scores(2, np.ones(5, np.float32))
-    assert exchange.scores().sum() == 5
 
 
 def test_a_failure_ends_the_measurement_and_nothing_else():

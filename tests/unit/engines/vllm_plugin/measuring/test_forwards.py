@@ -82,7 +82,7 @@ class Rig:
 
     def order(self, rank: int, tokens: list[int]):
         client = self.ranks[rank].client
-        return self.pool.submit(client.order, client.next_number(), tokens, "salt", forced=[5])
+        return self.pool.submit(client.order, client.next_number(), tokens, "salt", given=5)
 
     def taken(self, within_s: float = 60.0) -> RunForward:
         self.front.link.settimeout(within_s)
@@ -115,7 +115,7 @@ def test_a_request_is_put_when_all_ranks_want_it(rig):
         rig.taken(0.3)
     second = rig.order(1, [1, 2])
     run = rig.taken()
-    assert (run.order.tokens, run.order.forced) == ((1, 2), (5,))
+    assert (run.order.tokens, run.order.given) == ((1, 2), 5)
     assert rig.forwards.order_of(run.ticket) == run.order
     assert rig.forwards.order_of("another") is None
     rig.answer(run)
