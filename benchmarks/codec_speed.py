@@ -3,14 +3,14 @@
     python -m benchmarks.codec_speed [--codec tq3] [--dims 64 128 256] [--seconds 3] [--json OUT]
     python -m benchmarks.codec_speed --learn FOLDER [--codec balanced] [--dims 64 128] ...
 
-*kernel* is two long arrays; *chunk* is one call of the store: 128 tokens of all layers of a small
-model with that head dimension, payload and all. *seed* is the obvious numpy (normalise, search the
-nearest of eight levels, pack bits). Learned presets know a model: KV of the sample model, which mlx
-computes once (minutes), is joined and cut to heads of each dimension, and each preset learns from
-it once (minutes for ``max``); FOLDER keeps both. The chunks of a held-out text, all but the first,
-are repeated at their own places. The candidates take turns on data that is cold in the cache, and
-the best round of each counts, in processor time of each thread: on a shared machine only ratios
-within one run mean anything.
+*kernel* is two long arrays; *chunk* is 128 tokens of all layers of a small model with that head
+dimension, payload and all: four of the store's chunks. *seed* is the obvious numpy (normalise,
+search the nearest of eight levels, pack bits). Learned presets know a model: KV of the sample
+model, which mlx computes once (minutes), is joined and cut to heads of each dimension, and each
+preset learns from it once (minutes for ``max``); FOLDER keeps both. The chunks of a held-out text,
+all but the first, are repeated at their own places. The candidates take turns on data that is cold
+in the cache, and the best round of each counts, in processor time of each thread: on a shared
+machine only ratios within one run mean anything.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from kvstore.shapes import DType, KVLayout, KVRun
 
 CODECS = "fixed-rate codecs"  # in the log
 KERNELS: Final = "kvstore.codecs.kernels.units.unpack_fixed_rate"
+PACKING: Final = "kvstore.codecs.kernels.units.pack_fixed_rate"
 COLUMNS, COMPONENTS = 32, 8  # the kernels need multiples of these
 
 
@@ -81,7 +82,8 @@ class FusedRate(FusedPacker):
         sizes = (-(-shape.width // 2), np.float32(1 / shape.width), _scale_of(shape))
         units = (t.runs, t.encode, t.bounds, t.values, t.rates, t.means, t.ends, t.sizes)
         turns = self.turns.of(shape, first_token, num_tokens, dtype)
-        if self.kernels.pack(addresses, num_tokens, units, sizes, turns, pairs, planes):
+        scratch = self.packing.scratch_of(t.means.shape[1], t.rates.shape[1])
+        if self.packing.pack(addresses, num_tokens, units, sizes, turns, pairs, planes, scratch):
             return b"".join([count_bytes(0), pairs.data, planes.data])
         return None
 
@@ -102,7 +104,8 @@ class FusedRate(FusedPacker):
         pairs, planes = taken[0] if len(taken) == 1 else map(side_by_side, zip(*taken, strict=True))
         t, num_tokens = self.tables, len(readers) * num_tokens
         units = (t.runs, t.levels, t.matrix, t.begins, t.means, t.gains)
-        self.kernels.unpack(planes.reshape(-1), num_tokens, units, pairs, turns, addresses)
+        scratch = self.kernels.scratch_of(t.begins.shape[1], t.levels.shape[1])
+        self.kernels.unpack(planes.reshape(-1), num_tokens, units, pairs, turns, addresses, scratch)
 
 
 def fused_rate(
@@ -115,12 +118,12 @@ def fused_rate(
     shape, layout = pipeline.shape, profile.layout
     turns = rope_tables(shape, profile.ropes)
     usable = turns is not None and _are_usable(learned["bits"])
-    kernels = kernels_for(shape, layout, KERNELS) if usable else None
-    if turns is None or kernels is None:
+    kernels, packing = (kernels_for(shape, layout, x) for x in (KERNELS, PACKING))
+    if turns is None or kernels is None or packing is None or not usable:
         return pipeline
     tables = _tables(shape, kernels, learned, gain)
     num_planes = int(learned["bits"].astype(np.int64).sum())
-    fused = FusedRate(pipeline, turns, kernels, tables, num_planes)
+    fused = FusedRate(pipeline, turns, kernels, packing, tables, num_planes)
     return proven_or_pipeline(fused, layout, _plausible(pipeline, layout), CODECS)
 
 

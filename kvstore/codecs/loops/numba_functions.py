@@ -125,10 +125,16 @@ def compiled(result: str, function: Callable[..., Any], *arguments: Any) -> Comp
     return CompiledFunction(returned(*_kinds(arguments)), function)
 
 
-def tuple_of(*kinds: Any) -> Any:
-    """The numba type of a tuple of these types, named as for ``compiled``."""
-    make: Any = types.Tuple
-    return make(_kinds(kinds))
+def tuple_of(*kinds: Any, names: type[tuple[Any, ...]] | None = None) -> Any:
+    """The numba type of a tuple of these types, named as for ``compiled``.
+
+    ``names``: the class of a named tuple.
+    """
+    if names is None:
+        plain: Any = types.Tuple
+        return plain(_kinds(kinds))
+    named: Any = types.NamedTuple
+    return named(_kinds(kinds), names)
 
 
 def _kinds(given: Iterable[Any]) -> list[Any]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -24,20 +23,23 @@ from kvstore.codecs.entropy.tables import (
     plane_bits,
 )
 from kvstore.codecs.one_step.closed_loop import BYTE, LoopIntegers, levels_of, most_input
+from kvstore.codecs.one_step.loop_tables import (
+    LoopTables,
+    PackingTables,
+    RestoringTables,
+    loop_tables,
+)
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks.fused import (
     FusedPacker,
-    aligned,
     kernels_for,
-    padded,
     proven_or_pipeline,
     rope_tables,
     side_by_side,
     wave_run,
 )
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
-from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stages.gain import LogGain
 from kvstore.shapes import DType, KVRun
 
@@ -46,28 +48,6 @@ KERNELS: Final = "kvstore.codecs.kernels.units.unpack_loop"
 PACKING: Final = "kvstore.codecs.kernels.units.pack_loop"
 ESCAPED: Final = -128  # the level of an escaped symbol, which no other symbol has
 KNOWN_BY: Final = 16  # known channels come in such groups
-
-
-class LoopTables(NamedTuple):
-    """The integers of all units, in the order in which kernels read them.
-
-    ``shared``: counts, int64 (units, 2), of wide components and others. Then three matrices, uint32
-    (units, panels, groups, columns), where a group holds several known channels, two wide
-    components, or several others. The initial values of known and of own sums, int32 (units, 2,
-    columns). Shifts up and down, int32 (units, 2, columns). Bits by which sums of wide components
-    are finer, int32 (units,). The others' rows, int8 (units, others, width). ``CONSTANTS`` of
-    components, int32 (units, CONSTANTS, components), wide ones first, then others from a multiple
-    of the lanes on.
-
-    ``restoring``: shifts to a common unit, int32 (units, columns); means, fp32 (units, width); the
-    gain group of each head vector, int64. ``packing``: means; one over channels' units, fp32
-    (units, columns); shifts of residuals, int32 (units, columns); their matrix, uint32 (units,
-    panels, pairs of channels, components).
-    """
-
-    shared: tuple[np.ndarray, ...]
-    restoring: tuple[np.ndarray, ...]
-    packing: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,16 +60,17 @@ class FusedLoop(FusedPacker):
     int32 (units, groups).
     """
 
-    packing: ModuleType
     coder: ClassCoder
     integers: LoopIntegers
     outputs: Outputs
     tables: LoopTables
+    restoring: RestoringTables
+    packing_tables: PackingTables
     components: np.ndarray
     groups: tuple[np.ndarray, np.ndarray, np.ndarray]
 
     def pack(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes | None:
-        pipeline, t = self.pipeline, self.tables
+        pipeline = self.pipeline
         addresses, num_tokens = self.addresses(run, first, dtype), run[0][0].shape[1] - first
         if addresses is None:
             return None
@@ -104,13 +85,14 @@ class FusedLoop(FusedPacker):
         count = self.packing.pack(
             addresses,
             num_tokens,
-            t.shared,
-            t.packing,
+            self.tables,
+            self.packing_tables,
             np.int32(most_input(shape.width)),
-            (*self.groups, gains),
+            (*self.groups, gains, gains.view(np.int32)),
             self.turns.of(shape, first_token, num_tokens, dtype),
             (symbols, low),
             (keys, rare),
+            self.packing.scratch_of(num_tokens, self.tables, shape.width),
         )
         if count < 0:
             return None
@@ -126,7 +108,7 @@ class FusedLoop(FusedPacker):
         turns: tuple[object, ...],
         addresses: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        t, scales = self.tables, self.integers.scales
+        scales, sizes_of = self.integers.scales, (self.tables, self.pipeline.shape.width)
         parts = [self._read(reader, num_tokens) for reader in readers]
         sizes, coded, places = parts[0] if len(parts) == 1 else _joined(parts, num_tokens)
         gains = sizes * scales[:, None, None]
@@ -136,11 +118,12 @@ class FusedLoop(FusedPacker):
         self.kernels.unpack(
             (coded.symbols, np.ascontiguousarray(coded.low), coded.rare[is_wide]),
             excess,
-            t.shared,
-            t.restoring,
+            self.tables,
+            self.restoring,
             np.ascontiguousarray(gains.swapaxes(1, 2), np.float32),
             turns,
             addresses,
+            self.kernels.scratch_of(gains.shape[1], coded.symbols.shape[1], *sizes_of),
         )
 
     def _read(self, reader: Reader, num_tokens: int) -> tuple[np.ndarray, Coded, np.ndarray]:
@@ -182,12 +165,12 @@ def fused_loop(
     if turns is None or kernels is None or packing is None or not fits:
         return pipeline
     outputs = coder.outputs(_outputs(coder.tables, integers.levels, kernels.OFFSET))
-    tables = _tables(shape, kernels, integers, coder.tables, means)
+    tables = loop_tables(shape, kernels, integers, coder.tables, means)
     columns = [(part.start, part.stop - part.start) for part in shape.gain_groups]
     groups = (np.array(columns, np.int64), gain.shares, np.ascontiguousarray(gain.centres))
-    known = (packing, coder, integers, outputs, tables, _components(integers), groups)
+    known = (coder, integers, outputs, *tables, _components(integers), groups)
     return proven_or_pipeline(
-        FusedLoop(pipeline, turns, kernels, *known), layout, wave_run(layout), CODECS
+        FusedLoop(pipeline, turns, kernels, packing, *known), layout, wave_run(layout), CODECS
     )
 
 
@@ -220,72 +203,3 @@ def _outputs(tables: SymbolTables, levels: np.ndarray, offset: int) -> np.ndarra
     outputs: np.ndarray = np.where(is_wide, SYMBOLS, found.astype(np.uint8) ^ np.uint8(offset))
     assert outputs.shape == (NUM_CLASSES, NUM_SYMBOLS)
     return outputs
-
-
-def _tables(
-    shape: StackShape,
-    kernels: ModuleType,
-    integers: LoopIntegers,
-    symbols: SymbolTables,
-    means: np.ndarray,
-) -> LoopTables:
-    i, columns = integers, kernels.COLUMNS
-    width = -(-shape.width // columns) * columns
-    constants, encode = _coding(i, symbols, kernels)
-    sums = [x.sum(axis=1, dtype=np.int32) for x in (i.known, i.own)]
-    starts = [part.start for part in shape.gain_groups]
-    own_means = aligned(means[shape.elements].astype(np.float32))
-    channels = np.ldexp(np.float32(1), -i.exponents.astype(np.int32))
-    shared = (
-        i.counts.astype(np.int64),
-        _panels(i.known, kernels.GROUP, columns),
-        _panels(i.wide, 2, columns),
-        _panels(i.own, kernels.GROUP, columns),
-        aligned(-kernels.OFFSET * padded(np.stack(sums, axis=1), 2, width)),
-        aligned(padded(np.stack([i.up, i.down], axis=1).astype(np.int32), 2, width)),
-        i.finer.astype(np.int32),
-        np.ascontiguousarray(i.own),
-        aligned(constants),
-    )
-    parts = np.searchsorted(starts, shape.starts, side="right").astype(np.int64) - 1
-    rest = aligned(padded(i.rest.astype(np.int32), width))
-    packing = (own_means, aligned(padded(channels, width)), rest, encode)
-    return LoopTables(shared, (aligned(padded(i.left, width)), own_means, parts), packing)
-
-
-def _coding(
-    integers: LoopIntegers, symbols: SymbolTables, kernels: ModuleType
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns constants and panels of the components, at the places that kernels give them."""
-    counts, lanes = integers.counts, kernels.LANES
-    apart = -(-counts[:, 0] // lanes) * lanes
-    room = -(-int((apart + counts[:, 1]).max() + lanes) // kernels.COLUMNS) * kernels.COLUMNS
-    units, width = len(counts), integers.encode.shape[2]
-    constants = np.zeros((units, kernels.CONSTANTS, room), np.int32)
-    rows = np.zeros((units, room, width), np.int16)
-    for unit, (wide, others) in enumerate(counts.tolist()):
-        places = np.concatenate([np.arange(wide), apart[unit] + np.arange(others)])
-        live = slice(0, wide + others)
-        classes = integers.classes[unit, live]
-        rates = np.ascontiguousarray(integers.rates[unit, live]).view(np.int32)
-        known = (symbols.largest[classes], plane_bits(classes.astype(np.int64)))
-        constants[unit, :, places] = np.stack([rates, *integers.levels[classes].T, *known], axis=1)
-        rows[unit, places] = integers.encode[unit, live]
-    return constants, _panels(rows.swapaxes(1, 2), 2, kernels.COLUMNS)
-
-
-def _panels(rows: np.ndarray, size: int, columns: int) -> np.ndarray:
-    """Joins ``size`` consecutive rows into one, 32 bits a column, with columns padded to panels.
-
-    ``rows``: (units, rows, columns). Returns uint32 (units, panels, groups, columns).
-    """
-    kind = {2: np.int16, 4: np.int8}[size]
-    units, num_rows, width = rows.shape
-    groups, panels = -(-num_rows // size), -(-width // columns)
-    panelled = aligned(np.zeros((units, panels, groups, columns), np.uint32))
-    view = panelled.view(kind).reshape(units, panels, groups, columns, size)
-    for unit in range(units):
-        filled = padded(rows[unit][None], groups * size, panels * columns)
-        parts = filled.reshape(groups, size, panels, columns)
-        view[unit] = parts.transpose(2, 0, 3, 1)
-    return panelled

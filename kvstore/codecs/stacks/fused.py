@@ -107,13 +107,14 @@ def fits_vector_units(shape: StackShape) -> bool:
 class FusedPacker(ABC):
     """Runs all stages of its pipeline in one pass.
 
-    ``pipeline`` is the definition, and handles the cases that the kernels cannot. ``packs``: set
-    once packing is proven, too.
+    ``pipeline`` is the definition, and handles the cases that the kernels cannot. ``kernels``: of
+    restoring; ``packing``: of packing. ``packs``: set once packing is proven, too.
     """
 
     pipeline: Pipeline
     turns: RopeTables
     kernels: ModuleType
+    packing: ModuleType
     packs: threading.Event = field(default_factory=threading.Event, kw_only=True)
 
     def nbytes(self, num_tokens: int) -> int:

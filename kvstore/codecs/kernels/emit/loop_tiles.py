@@ -21,7 +21,10 @@ GROUP, LANES, OFFSET = HOST.group, HOST.lanes, HOST.offset
 TOKENS, VECTORS, COLUMNS = HOST.tile_tokens, HOST.tile_vectors, HOST.tile_columns
 PAIR = 2  # words in a group
 ROW = 32  # bytes of a row that are grouped at once
-CONSTANTS = 7  # of a component: rate, levels of a step, three added ones, largest symbol, low bits
+# Constants of a component: rate, levels of a step, ones that are added to the first, second and
+# further steps, largest symbol, and number of low bits.
+RATE, PER_STEP, FIRST, SECOND, THIRD, LARGEST, LOW_BITS = range(7)
+CONSTANTS = 7
 STEPS = (ir.Constant(I64, 4 * TOKENS), ir.Constant(I64, 4 * COLUMNS))  # from group to group
 
 

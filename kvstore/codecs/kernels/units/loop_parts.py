@@ -18,6 +18,7 @@ from kvstore.codecs.loops.numba_functions import (
     sources_of,
     tuple_of,
 )
+from kvstore.codecs.one_step.loop_tables import LoopTables
 
 SOURCES = sources_of(__file__)
 
@@ -30,9 +31,7 @@ residuals_of_rows: Any = plain(loop_tiles.emit_residuals)
 codes_of_sums: Any = by_number(loop_tiles.emit_codes, (0, 1))
 grouped_rows: Any = plain(loop_tiles.emit_grouped)
 
-# ``one_step.fused_loop.LoopTables.shared``: counts, known, wide, own, begins, shifts, finer, rows,
-# constants.
-TABLES = tuple_of("i8:2 u4:4 u4:4 u4:4 i4:3 i4:3 i4:1 i1:3r i4:3")
+TABLES = tuple_of("i8:2 u4:4 u4:4 u4:4 i4:3 i4:3 i4:1 i1:3r i4:3", names=LoopTables)
 RING = tuple_of("u4:1 i8")  # of ``ring_of``
 
 
@@ -43,7 +42,7 @@ def ring_of(tables: Any, width: int, num_tiles: int) -> tuple[np.ndarray, int]:
     prediction goes back.
     """
     own = width // GROUP
-    slots = -(-tables[1].shape[2] // own) + 1
+    slots = -(-tables.known.shape[2] // own) + 1
     return np.empty(num_tiles * slots * own * TOKENS, np.uint32), slots * own
 
 
@@ -53,7 +52,7 @@ def expect(tables: Any, unit: Any, tile: Any, ring: Any, own: Any, sums: Any) ->
 
     ``ring``: from ``ring_of``. ``own``: groups of a unit.
     """
-    known, begins, shifts = tables[1], tables[4], tables[5]
+    known, begins, shifts = tables.known, tables.begins, tables.shifts
     groups, size = ring
     reach = np.int64(known.shape[2])
     num = min(unit * own, reach)
@@ -83,7 +82,7 @@ def restore(tables: Any, unit: Any, words: Any, levels: Any, sums: Any) -> None:
 
     ``words``, ``levels``: the addresses of a tile's groups of wide levels and of others.
     """
-    counts, wide, own, begins, finer = tables[0], tables[2], tables[3], tables[4], tables[6]
+    counts, wide, own, begins = tables.counts, tables.wide, tables.own, tables.begins
     for panel in range(own.shape[1]):
         args = (
             words,
@@ -92,7 +91,7 @@ def restore(tables: Any, unit: Any, words: Any, levels: Any, sums: Any) -> None:
             levels,
             address_of(own[unit, panel]),
             (counts[unit, 1] + GROUP - 1) // GROUP,
-            finer[unit],
+            tables.finer[unit],
             address_of(begins[unit, 1]) + NBYTES * COLUMNS * panel,
             address_of(sums) + NBYTES * COLUMNS * panel,
             np.int64(NBYTES * sums.shape[1]),
@@ -109,7 +108,7 @@ def add_excess(
     ``excess``: int32 (entries, 4): unit, token, component and excess, in this order. ``first``: the
     tile's first token.
     """
-    rows = tables[7]
+    rows = tables.rows
     while at < len(excess) and excess[at, 0] == unit and excess[at, 1] < first + TOKENS:
         within, row = excess[at, 1] - first, rows[unit, excess[at, 2]]
         for column in range(width):
@@ -126,6 +125,6 @@ def keep_bytes(
     """Keep a tile's rows as bytes for later units, and shift its sums by ``left`` (an address)."""
     groups, size = ring
     place = address_of(groups) + NBYTES * TOKENS * (size * tile + unit * own % size)
-    down, step = address_of(tables[5][unit, 1]), np.int64(NBYTES * sums.shape[1])
+    down, step = address_of(tables.shifts[unit, 1]), np.int64(NBYTES * sums.shape[1])
     vectors = np.int64(own * GROUP // LANES)
     _bytes_of_sums(SOURCES, (address_of(sums), step, down, left, place, vectors))

@@ -119,11 +119,18 @@ def fit(gains: Any, sums: Any) -> None:
 
 @njit
 def load_block(
-    unit: Any, block: Any, count: Any, means: Any, columns: Any, ropes: Any, sources: Any, rows: Any
+    unit: Any,
+    block: Any,
+    count: Any,
+    means: Any,
+    columns: Any,
+    ropes: Any,
+    segments: Any,
+    rows: Any,
 ) -> None:
     """Load rows of a unit from token ``block`` on, without RoPE and means, to address ``rows``."""
     rope_of, halves, cosines, sines, dim, as_words = ropes
-    addresses, strides = sources
+    addresses, strides = segments
     for segment in range(addresses.shape[1]):
         rope, column, stride = rope_of[unit, segment], segment * dim, strides[unit, segment]
         angle = NBYTES * (rope * cosines.shape[1] + block) * cosines.shape[2]
@@ -212,7 +219,7 @@ def _pack_function(sources_digest: int) -> Any:
         ``units``: runs, matrix, bounds, values, rates, means, gains (ends, sizes), see
         ``fused_rate.RateTables``. ``sizes``: pairs of columns, factor of a sum of squares, scale of
         integers. ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. Output: ``pairs``, uint8
-        (units, pairs of tokens), and ``planes``, uint8 (bytes,). ``scratch``: from ``_scratch``.
+        (units, pairs of tokens), and ``planes``, uint8 (bytes,). ``scratch``: from ``scratch_of``.
         """
         runs, matrix, bounds, values, rates, means, gain_ends, gain_tables = units
         num_pairs, share, scale = sizes
@@ -261,7 +268,7 @@ def _pack_function(sources_digest: int) -> Any:
     return pack_units
 
 
-_pack = compiled(
+pack = compiled(
     "b1",
     _pack_function(SOURCES),
     SEGMENTS,
@@ -274,17 +281,7 @@ _pack = compiled(
 )
 
 
-def pack(
-    segments: Any, num_tokens: int, units: Any, sizes: Any, ropes: Any, pairs: Any, planes: Any
-) -> bool:
-    """Call ``pack_units`` with room for intermediate results."""
-    columns, num_components = units[5].shape[1], units[4].shape[1]
-    scratch = _scratch(columns, num_components)
-    packed: bool = _pack(segments, num_tokens, units, sizes, ropes, pairs, planes, scratch)
-    return packed
-
-
-def _scratch(columns: int, num_components: int) -> tuple[Any, ...]:
+def scratch_of(columns: int, num_components: int) -> tuple[Any, ...]:
     """Return room for a block: its rows, words, groups and sums, in bytes, and its planes.
 
     Then for squares and gains, each fp32 with its bits, steps, codes, factors and fits; and zeros.

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from kvstore.codecs.kernels.emit.emitter import log2
+from kvstore.codecs.kernels.emit.loop_tiles import FIRST, LARGEST, LOW_BITS, PER_STEP, SECOND, THIRD
 from kvstore.codecs.kernels.units.kernel_parts import (
     GROUP,
     LANES,
@@ -42,6 +43,7 @@ from kvstore.codecs.loops.numba_functions import (
     tuple_of,
 )
 from kvstore.codecs.one_step.closed_loop import BYTE, LARGEST_LEVEL
+from kvstore.codecs.one_step.loop_tables import PackingTables
 from kvstore.codecs.stages.gain import COARSE, FINER, FURTHEST, REACH
 from kvstore.codecs.stages.octave_gain import INFINITY, MANTISSA_BITS, STEP_BITS
 
@@ -108,14 +110,14 @@ def _note_rare(codes: Any, known: Any, place: Any, count: Any, found: Any) -> An
     for within in range(min(TOKENS, end - first)):
         for k in range(count):
             code = codes[within, k]
-            high = code >> known[6, k]
-            if abs(high) <= known[5, k]:
+            high = code >> known[LOW_BITS, k]
+            if abs(high) <= known[LARGEST, k]:
                 continue
             keys[used[0]], rare[used[0]] = (row + k) * end + first + within, high
             used[0] += 1
             size = abs(code)
-            added = known[4, k] if size > 2 else (known[3, k] if size > 1 else known[2, k])
-            level = min(size * known[1, k] + added, LARGEST_LEVEL)
+            added = known[THIRD if size > 2 else (SECOND if size > 1 else FIRST), k]
+            level = min(size * known[PER_STEP, k] + added, LARGEST_LEVEL)
             if not is_wide and level > BYTE:
                 more = level - BYTE if code > 0 else BYTE - level
                 excess[used[1], 0], excess[used[1], 1] = unit, first + within
@@ -127,7 +129,7 @@ def _pack_function(sources_digest: int) -> Any:
     """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
     def pack_units(
-        sources: Any,
+        segments: Any,
         num_tokens: int,
         tables: Any,
         units: Any,
@@ -140,22 +142,22 @@ def _pack_function(sources_digest: int) -> Any:
     ) -> Any:
         """Put gains and symbols of rows; return the number of rare codes, -1 if a row has no gain.
 
-        ``sources``: the engine's rows. ``tables``, ``units`` (means, channels, rest, encode): see
-        ``one_step.fused_loop.LoopTables``. ``limit``: the largest residual. ``sizes``: see
-        ``_scale``. ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. ``symbols``: symbols, and
-        low bits of wide components; both uint8 (components and ``LANES`` more, padded tokens).
-        ``found``: keys (component times tokens plus token) and rare codes, in no order.
-        ``scratch``: from ``_scratch``.
+        ``segments``: the engine's rows. ``tables``, ``units``: the classes ``LoopTables`` and
+        ``PackingTables``. ``limit``: the largest residual. ``sizes``: see ``_scale``. ``ropes``:
+        ``ROPE_TABLES`` and whether rows are fp32. ``symbols``: symbols, and low bits of wide
+        components; both uint8 (components and ``LANES`` more, padded tokens). ``found``: keys
+        (component times tokens plus token) and rare codes, in no order. ``scratch``: from
+        ``scratch_of``.
         """
         means, channels, rest, encode = units
-        counts, constants = tables[0], tables[8]
+        counts, constants = tables.counts, tables.constants
         symbols, low = symbols
         keys, rare = found
         ring, rows, of_gains, sums, pairs, of_components, factors, excess, flags = scratch
         components, codes = of_components
         words, levels = factors
         no_shifts, flag, used = flags
-        width, padded, room = means.shape[1], tables[4].shape[2], constants.shape[2]
+        width, padded, room = means.shape[1], tables.begins.shape[2], constants.shape[2]
         num_tiles, own = (num_tokens + TOKENS - 1) // TOKENS, np.int64(width // GROUP)
         row, low_row = np.int64(0), np.int64(0)
         for unit in range(len(counts)):
@@ -168,7 +170,7 @@ def _pack_function(sources_digest: int) -> Any:
                 mean, target = address_of(means[unit]), address_of(rows)
                 if here < TOKENS:
                     rows[here:] = 0
-                load_block(unit, first, here, mean, width, ropes, sources, target)
+                load_block(unit, first, here, mean, width, ropes, segments, target)
                 if not _scale(rows, here, unit, sizes, of_gains, first):
                     return -1
                 expect(tables, unit, tile, ring, own, sums)
@@ -219,13 +221,13 @@ def _pack_function(sources_digest: int) -> Any:
     return pack_units
 
 
-_pack = compiled(
+pack = compiled(
     "i8",
     _pack_function(SOURCES),
     SEGMENTS,
     "i8",
     TABLES,
-    tuple_of("f4:2 f4:2 i4:2 u4:4"),
+    tuple_of("f4:2 f4:2 i4:2 u4:4", names=PackingTables),
     "i4",
     tuple_of("i8:2 f4:1 i4:2 f4:3 i4:3"),
     tuple_of(*ROPE_TABLES, "b1"),
@@ -244,33 +246,12 @@ _pack = compiled(
 )
 
 
-def pack(
-    sources: Any,
-    num_tokens: int,
-    tables: Any,
-    units: Any,
-    limit: Any,
-    sizes: Any,
-    ropes: Any,
-    symbols: Any,
-    found: Any,
-) -> int:
-    """Call ``pack_units`` with room for intermediate results."""
-    *others, gains = sizes
-    sizes = (*others, gains, gains.view(np.int32))
-    scratch = _scratch(num_tokens, tables, units[0].shape[1])
-    packed: int = _pack(
-        sources, num_tokens, tables, units, limit, sizes, ropes, symbols, found, scratch
-    )
-    return packed
-
-
-def _scratch(num_tokens: int, tables: Any, width: int) -> tuple[Any, ...]:
+def scratch_of(num_tokens: int, tables: Any, width: int) -> tuple[Any, ...]:
     """Return room for a tile: of rows, gains, sums, pairs, components and codes, and their factors.
 
     The last part is shifts of zero, a flag, and the numbers of rare codes and excesses.
     """
-    padded, room = tables[4].shape[2], tables[8].shape[2]
+    padded, room = tables.begins.shape[2], tables.constants.shape[2]
     squares = np.empty(TOKENS, np.float32)
     return (
         ring_of(tables, width, -(-num_tokens // TOKENS)),

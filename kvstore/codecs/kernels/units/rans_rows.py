@@ -59,8 +59,8 @@ def _code_row(
     return used
 
 
-def _functions(sources: int) -> tuple[Any, Any]:
-    """Make the functions; ``sources`` is part of numba's cache key, which covers one file only."""
+def _functions(sources_digest: int) -> tuple[Any, Any]:
+    """Make the functions; the digest is part of numba's cache key, which covers one file only."""
 
     def decode_rows(
         words: Any, num_words: int, classes: Any, slots: Any, states: Any, found: Any, count: int
@@ -71,7 +71,7 @@ def _functions(sources: int) -> tuple[Any, Any]:
         for row in range(len(classes)):
             if VECTORS:
                 place = (address_of(slots[classes[row]]), address_of(found[row]), np.int64(count))
-                _decoded_row(sources, (address_of(states), address_of(pointer), *place))
+                _decoded_row(sources_digest, (address_of(states), address_of(pointer), *place))
                 used = (pointer[0] - address_of(words)) // 2
             else:
                 used = _decode_row(words, used, slots[classes[row]], states, found[row], count)
@@ -89,7 +89,7 @@ def _functions(sources: int) -> tuple[Any, Any]:
             if VECTORS:
                 table, source = address_of(coding[classes[row]]), address_of(symbols[row])
                 place = (address_of(pointer), table, source, np.int64(count))
-                _coded_row(sources, (address_of(states), *place))
+                _coded_row(sources_digest, (address_of(states), *place))
                 used = (pointer[0] - address_of(words)) // 2
             else:
                 used = _code_row(symbols[row], coding[classes[row]], states, words, used, count)

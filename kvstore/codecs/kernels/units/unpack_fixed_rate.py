@@ -24,7 +24,6 @@ from kvstore.codecs.kernels.units.kernel_parts import (
     tile_of_levels,
 )
 from kvstore.codecs.kernels.units.kernel_parts import OFFSET as OFFSET
-from kvstore.codecs.kernels.units.pack_fixed_rate import pack as pack
 from kvstore.codecs.loops.numba_functions import (
     LINE,
     NBYTES,
@@ -124,7 +123,7 @@ def _unpack_function(sources_digest: int) -> Any:
     return unpack_units
 
 
-_unpack = compiled(
+unpack = compiled(
     "void",
     _unpack_function(SOURCES),
     "u1:1r i8",
@@ -136,13 +135,10 @@ _unpack = compiled(
 )
 
 
-def unpack(planes: Any, num_tokens: int, units: Any, pairs: Any, ropes: Any, targets: Any) -> None:
-    """Call ``unpack_units`` with room for intermediate results."""
-    _, levels, _, begins, *_ = units
-    numbers = max(begins.shape[1], levels.shape[1])
-    scratch = (
-        np.zeros((3, LINE + NBYTES * BLOCK * numbers), np.uint8),
-        np.zeros((MAX_BITS * levels.shape[1], 8), np.uint8),
+def scratch_of(width: int, num_components: int) -> tuple[Any, ...]:
+    """Return the room that ``unpack`` needs for units of so many columns and components."""
+    return (
+        np.zeros((3, LINE + NBYTES * BLOCK * max(width, num_components)), np.uint8),
+        np.zeros((MAX_BITS * num_components, 8), np.uint8),
         np.empty(BLOCK, np.float32),
     )
-    _unpack(planes, num_tokens, units, pairs, ropes, targets, scratch)

@@ -12,7 +12,15 @@ import numpy as np
 from numba import njit
 
 from kvstore.codecs.kernels.emit.loop_tiles import CONSTANTS as CONSTANTS
-from kvstore.codecs.kernels.emit.loop_tiles import ROW
+from kvstore.codecs.kernels.emit.loop_tiles import (
+    FIRST,
+    LARGEST,
+    LOW_BITS,
+    PER_STEP,
+    ROW,
+    SECOND,
+    THIRD,
+)
 from kvstore.codecs.kernels.units.kernel_parts import GROUP, ROPE_TABLES, SEGMENTS, put_tile
 from kvstore.codecs.kernels.units.kernel_parts import LANES as LANES
 from kvstore.codecs.kernels.units.kernel_parts import OFFSET as OFFSET
@@ -37,6 +45,7 @@ from kvstore.codecs.loops.numba_functions import (
 )
 from kvstore.codecs.loops.numba_functions import places_of as places_of
 from kvstore.codecs.one_step.closed_loop import LARGEST_CODE, LARGEST_LEVEL
+from kvstore.codecs.one_step.loop_tables import RestoringTables
 
 SOURCES = sources_of(__file__)
 
@@ -48,8 +57,8 @@ def _put_wide(symbols: Any, low: Any, known: Any, rare: Any, used: Any, levels: 
     ``symbols``, ``low``: uint8 (tokens,); ``known``: int32 (CONSTANTS,). Returns the number of
     ``rare`` codes used so far.
     """
-    per_step, first, second, third = known[1], known[2], known[3], known[4]
-    largest, low_bits = known[5], known[6]
+    per_step, largest, low_bits = known[PER_STEP], known[LARGEST], known[LOW_BITS]
+    first, second, third = known[FIRST], known[SECOND], known[THIRD]
     escapes = 0
     for token in range(len(levels)):
         levels[token] = np.int32(symbols[token]) - largest
@@ -113,14 +122,14 @@ def _unpack_function(sources_digest: int) -> Any:
 
         ``coded``: levels of components, uint8 (components, padded tokens), but symbols of wide
         ones; low bits of those that have some; rare codes of wide ones. ``excess``: see
-        ``add_excess``. ``units``: shifts to a common unit, means, parts, see
-        ``one_step.fused_loop.LoopTables``. ``gains``: fp32 (units, parts, tokens), times the unit.
+        ``add_excess``. ``tables``, ``units``: ``LoopTables`` and ``RestoringTables`` of
+        ``one_step.loop_tables``. ``gains``: fp32 (units, parts, tokens), times the unit.
         ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. ``scratch``: room for the last units,
         for factors of wide components and of others, for sums of a tile, and for one component.
         """
         symbols, low, rare = coded
         left, means, part_of = units
-        counts, constants = tables[0], tables[8]
+        counts, constants = tables.counts, tables.constants
         dim, segments = ropes[4], targets[0].shape[1]
         width, num_tokens = segments * dim, gains.shape[2]
         own = np.int64(width // GROUP)
@@ -134,7 +143,7 @@ def _unpack_function(sources_digest: int) -> Any:
                 _pair_up(levels, wide, pairs, words)
             for component in range(wide):
                 known = constants[unit, :, component]
-                has_low = known[6] > 0
+                has_low = known[LOW_BITS] > 0
                 bits = low[low_row if has_low else 0]
                 used = _put_wide(symbols[row], bits, known, rare, used, levels)
                 _pair_up(levels, component, pairs, words)
@@ -163,13 +172,13 @@ def _unpack_function(sources_digest: int) -> Any:
     return unpack_units
 
 
-_unpack = compiled(
+unpack = compiled(
     "i8",
     _unpack_function(SOURCES),
     tuple_of("u1:2 u1:2 i4:1"),
     "i4:2",
     TABLES,
-    tuple_of("i4:2 f4:2 i8:1"),
+    tuple_of("i4:2 f4:2 i8:1", names=RestoringTables),
     "f4:3",
     tuple_of(*ROPE_TABLES, "b1"),
     SEGMENTS,
@@ -177,16 +186,13 @@ _unpack = compiled(
 )
 
 
-def unpack(
-    coded: Any, excess: Any, tables: Any, units: Any, gains: Any, ropes: Any, targets: Any
-) -> None:
-    """Call ``unpack_units`` with room for intermediate results."""
-    num_tiles, num_tokens = coded[0].shape[1] // TOKENS, gains.shape[2]
-    scratch = (
-        ring_of(tables, targets[0].shape[1] * ropes[4], num_tiles),
-        np.zeros(num_tiles * tables[2].shape[2] * TOKENS * 2 + 1, np.int16),
-        np.empty(num_tiles * tables[3].shape[2] * TOKENS + 1, np.uint32),
-        np.empty((TOKENS, tables[4].shape[2]), np.int32),
+def scratch_of(num_tokens: int, padded_tokens: int, tables: Any, width: int) -> tuple[Any, ...]:
+    """Return the room that ``unpack`` needs for such tokens, and rows of ``width``."""
+    num_tiles = padded_tokens // TOKENS
+    return (
+        ring_of(tables, width, num_tiles),
+        np.zeros(num_tiles * tables.wide.shape[2] * TOKENS * 2 + 1, np.int16),
+        np.empty(num_tiles * tables.own.shape[2] * TOKENS + 1, np.uint32),
+        np.empty((TOKENS, tables.begins.shape[2]), np.int32),
         np.empty(num_tokens, np.int32),
     )
-    _unpack(coded, excess, tables, units, gains, ropes, targets, scratch)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -150,8 +151,8 @@ def test_kernels_that_are_wrong_give_way_to_the_pieces(caplog):
     (fused,) = usual().assemble(LAYOUT)
     assert proven_or_pipeline(fused, LAYOUT, run_of(LAYOUT, 70), "rates") is fused
 
-    def almost(planes, num_tokens, units, pairs, turns, vectors):
-        fused.kernels.unpack(planes, num_tokens - 1, units, pairs, turns, vectors)
+    def almost(planes, num_tokens, *others):
+        fused.kernels.unpack(planes, num_tokens - 1, *others)
 
     others = SimpleNamespace(**{**vars(fused.kernels), "unpack": almost})
     wrong = dataclasses.replace(fused, kernels=others)
@@ -167,8 +168,8 @@ def test_the_pieces_pack_until_packing_is_proven():
     def refused(*arguments):
         raise AssertionError("it is not compiled yet")
 
-    early = SimpleNamespace(**{**vars(fused.kernels), "pack": refused})
-    meanwhile = dataclasses.replace(fused, kernels=early, packs=fused.packs)
+    early = SimpleNamespace(**{**vars(fused.packing), "pack": refused})
+    meanwhile = dataclasses.replace(fused, packing=early, packs=fused.packs)
     before = meanwhile.encode(run, 0, 9, LAYOUT.dtype)
     for call in waiting:
         call()
@@ -181,13 +182,13 @@ def test_kernels_that_pack_wrongly_go_on_restoring(caplog):
     (fused,) = usual().assemble(LAYOUT)
     run = run_of(LAYOUT, 70)
 
-    def almost(segments, num_tokens, units, sizes, ropes, pairs, planes):
-        packed = fused.kernels.pack(segments, num_tokens, units, sizes, ropes, pairs, planes)
-        planes[0] ^= 1
+    def almost(*arguments):
+        packed = fused.packing.pack(*arguments)
+        arguments[-2][0] ^= 1  # planes
         return packed
 
-    others = SimpleNamespace(**{**vars(fused.kernels), "pack": almost})
-    wrong = FusedRate(fused.pipeline, fused.turns, others, fused.tables, fused.num_planes)
+    others = SimpleNamespace(**{**vars(fused.packing), "pack": almost})
+    wrong = dataclasses.replace(fused, packing=others, packs=threading.Event())
     assert proven_or_pipeline(wrong, LAYOUT, run, "rates") is wrong
     assert "the kernels of rates pack wrongly on this host" in caplog.text
     assert wrong.encode(run, 0, 9, LAYOUT.dtype) == fused.encode(run, 0, 9, LAYOUT.dtype)
