@@ -12,7 +12,8 @@ Through gateway and HTTP, on the CPU; cold sessions are in RAM. One process, one
 length, also beyond the context that the sample model was trained for: only time counts here. It
 goes on for ``--rounds`` turns of each kind, in turns: one short new message after all earlier ones,
 while the session is hot, and after it was put to sleep. At last the session is deleted and its
-newest prompt sent once more: the same work with nothing to reuse.
+newest prompt sent once more: the same work with nothing to reuse. ``asleep_s``: from a demotion
+right after its first turn, which has all of it still to pack, until it is cold.
 
 What a hot return takes is the floor of a restored one: HTTP, the chat template, and one step of the
 model over the new message. (On vLLM both get the tokens after the last full block from the cold
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ class Conversation:
     client: Client
     name: str
     prompt: Messages
+    asleep_s: float = 0.0
     prefilled: list[Reply] = field(default_factory=list)
     returns: dict[str, list[Reply]] = field(default_factory=lambda: {"hot": [], "cold": []})
 
@@ -65,6 +68,15 @@ class Conversation:
         reply = await self.ask()
         assert reply.cache.startswith("miss"), reply
         self.prefilled.append(reply)
+        self._go_on(reply)
+
+    async def fall_asleep(self) -> None:
+        began = time.perf_counter()
+        await self.client.post(f"/v1/sessions/{self.name}/demote")
+        await self.client.until(self.name, "cold")
+        self.asleep_s = round(time.perf_counter() - began, 3)
+        reply = await self.ask()
+        assert reply.cache.startswith("cold"), reply
         self._go_on(reply)
 
     async def come_back(self, kind: str) -> None:
@@ -94,6 +106,7 @@ class Conversation:
         again = self.prefilled[-1]
         return {
             "tokens": again.prompt_tokens,
+            "asleep_s": self.asleep_s,
             "left_to_compute": [x.prompt_tokens - x.cached_tokens for x in self.returns["cold"]],
             "prefill_ttft_s": [round(x.ttft_s, 3) for x in self.prefilled],
             "hot_ttft_s": round(statistics.median(hot), 3),
@@ -111,6 +124,7 @@ async def one_length(client: Client, tokens: int, rounds: int) -> dict[str, Any]
     first = {"role": "user", "content": f"{words}\nOne word, please."}
     conversation = Conversation(client, name, [first])
     await conversation.prefill()
+    await conversation.fall_asleep()
     for _ in range(rounds):
         await conversation.come_back("hot")
         await conversation.come_back("cold")
