@@ -53,14 +53,19 @@ def processors(about: Path = Path("/proc/cpuinfo")) -> str:
 
 def lower_priority() -> None:
     """Give all other threads priority; threads that this one starts inherit it (on Linux)."""
-    _of_thread.has_least_priority = True
+    leave_requests_alone()
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
-def has_least_priority() -> bool:
-    """True on a thread that called ``lower_priority``: no request waits for it."""
-    return getattr(_of_thread, "has_least_priority", False)
+def leave_requests_alone() -> None:
+    """Note that no request waits for this thread."""
+    _of_thread.is_background = True
+
+
+def is_background() -> bool:
+    """True on a thread for which no request waits, as it noted itself."""
+    return getattr(_of_thread, "is_background", False)
 
 
 def memory_nodes(status: Path = Path("/proc/self/status")) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.workers import has_least_priority
+from kvstore.workers import is_background
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Compilations:
                     self._num_cached += 1
                 else:
                     self._num += 1
-                    self._num_background += has_least_priority()
+                    self._num_background += is_background()
                     self._seconds += time.thread_time() - begun
 
     @contextmanager
@@ -85,8 +85,8 @@ class Compilations:
     def as_counters(self) -> dict[str, int]:
         """Return the number of compilations, and their milliseconds of processor time.
 
-        ``background_compilations``: those on threads of the lowest priority. A difference that
-        grows after the start means that a request may have waited.
+        ``background_compilations``: those on threads for which no request waits. A difference
+        that grows after the start means that one may have waited.
         """
         with self._lock:
             return {

@@ -16,7 +16,7 @@ from kvstore.codecs.loops import numba_functions
 from kvstore.codecs.loops.compilations import COMPILATIONS, Compilations
 from kvstore.codecs.loops.numba_functions import compiled, places_of
 from kvstore.codecs.presets import codec_by_name, warm
-from kvstore.workers import lower_priority
+from kvstore.workers import leave_requests_alone
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import codec_of, layout_with, rope_of
 from tests.unit.kvstore.codecs.one_step.step_models import codec_of as learned_codec
 from tests.unit.kvstore.codecs.one_step.step_models import parts_of, profile_of
@@ -62,7 +62,7 @@ def test_what_a_cache_has_is_not_counted(counted):
 
 def test_compilations_for_which_no_request_waits_are_counted_apart(counted):
     fresh(3).prepare()
-    with ThreadPoolExecutor(1, initializer=lower_priority) as background:
+    with ThreadPoolExecutor(1, initializer=leave_requests_alone) as background:
         background.submit(fresh(4).prepare).result()
     found = counted.as_counters()
     assert (found["compilations"], found["background_compilations"]) == (2, 1)
