@@ -10,9 +10,9 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -53,14 +53,19 @@ def processors(about: Path = Path("/proc/cpuinfo")) -> str:
 
 def lower_priority() -> None:
     """Give all other threads priority; threads that this one starts inherit it (on Linux)."""
-    leave_requests_alone()
+    _of_thread.is_background = True
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
-def leave_requests_alone() -> None:
-    """Note that no request waits for this thread."""
-    _of_thread.is_background = True
+@contextmanager
+def in_background() -> Iterator[None]:
+    """Note that no request waits for this thread meanwhile."""
+    before, _of_thread.is_background = is_background(), True
+    try:
+        yield
+    finally:
+        _of_thread.is_background = before
 
 
 def is_background() -> bool:

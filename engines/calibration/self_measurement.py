@@ -35,6 +35,7 @@ from engines.calibration.scratch import (
 )
 from engines.config import CalibrationOrder, CalibrationReport
 from engines.wire import CodecReport, MeasurementEnd
+from kvstore.codecs.names import OWN, first_part
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality, short_row
 from kvstore.errors import UnknownCodec
@@ -295,7 +296,8 @@ class SelfMeasurement:
             profile = self._known(instrument)
             if profile is None:
                 return
-            names = [x.preset for x in profile.rows if is_doubtful(x)]
+            own = [x for x in profile.rows if first_part(x.preset) in OWN]
+            names = [x.preset for x in own if is_doubtful(x)]
             again = timed_again(
                 instrument,
                 codecs_to_measure(instrument, names, profile),

@@ -55,6 +55,8 @@ class Measuring:
     def begin(self) -> None:
         """Begin to measure what is not known yet of this model; says why if it cannot."""
         codecs = self._owner.codecs
+        if codecs is not None:
+            codecs.compile_rest()
         if self._config.store.calibrate and self.possible and codecs and codecs.has_open_questions:
             self._begin(codecs)
 

@@ -146,12 +146,14 @@ class Profiles:
     def fetch(self, codec_ids: Iterable[str], wait_s: float) -> bool:
         """Fetch profiles of unknown codecs; True if one can be read, or is refused, from now on.
 
-        What takes longer than ``wait_s``, or than ``FETCH_S`` (its kernels may have to be
-        compiled), goes on, for the next return.
+        What takes longer than ``wait_s``, or than ``FETCH_S`` since it was asked first (its kernels
+        may have to be compiled), goes on, for the next return.
         """
         with self._lock:
-            asked = [] if self._is_closed else [self._ask(x) for x in codec_ids]
-        done, _ = wait(asked, min(max(wait_s, 0.0), FETCH_S))
+            found = {} if self._is_closed else {x: self._ask(x) for x in codec_ids}
+            asked, since = [*found.values()], [self._asked[x][1] for x in found]
+        left_s = max(since, default=0.0) + FETCH_S - self._monotonic()
+        done, _ = wait(asked, max(min(wait_s, left_s), 0.0))
         return any(not x.cancelled() and x.result() is not None for x in done)
 
     def is_refused(self, codec_id: str) -> bool:

@@ -40,6 +40,7 @@ class Choice:
     codec: Codec  # of rows
     why: str  # one sentence, with the figures
     rows: tuple[Quality, ...] = ()  # of this very codec on this model, shortest context first
+    compared: tuple[Quality, ...] = ()  # of all codecs whose times were compared
     unmeasured: bool = False  # a calibration may lead to another choice
     session: SessionCodec | None = None  # how states are packed beside it; None = they are exact
 
@@ -163,7 +164,8 @@ def _auto(config: StoreConfig, model: _Model) -> Choice:
     assert found is not None  # it was measured
     passed = [y for x, y in refused.items() if x == first or _bits(measured[x]) < _bits(good[name])]
     words = "; ".join(filter(None, [found.why, reason, missing, *passed]))
-    return replace(found, why=words, unmeasured=unmeasured)
+    compared = tuple(x for rows in measured.values() for x in rows)
+    return replace(found, why=words, unmeasured=unmeasured, compared=compared)
 
 
 def _bits(rows: Sequence[Quality]) -> float:
@@ -204,7 +206,7 @@ def _named(name: str, config: StoreConfig, model: _Model) -> Choice:
 
 def exact(why: str, *, unmeasured: bool = False) -> Choice:
     """The codec that needs no measurement, and loses nothing."""
-    return Choice(EXACT, codec_by_name(EXACT), why, (), unmeasured)
+    return Choice(EXACT, codec_by_name(EXACT), why, unmeasured=unmeasured)
 
 
 def _measured(name: str, model: _Model) -> tuple[Quality, ...]:

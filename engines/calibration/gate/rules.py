@@ -123,10 +123,15 @@ def beyond_measured(preset: str, profile: Profile | None) -> str:
 
 
 def is_doubtful(row: Quality) -> bool:
-    """Say whether other work had the processors while a row was timed, or others timed it."""
+    """Say whether other work disturbed the timing of a row, or another machine timed it."""
     if row.restore_share is None:
         return False
-    return (row.waited or 0.0) > QUIET or row.timed_on not in ("", processors())
+    return (row.waited or 0.0) > QUIET or not is_from_here(row)
+
+
+def is_from_here(row: Quality) -> bool:
+    """Say whether a row was timed on these processors, as far as that was recorded."""
+    return row.timed_on in ("", processors())
 
 
 class Preferred(NamedTuple):

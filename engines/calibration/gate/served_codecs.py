@@ -10,7 +10,6 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,7 +20,7 @@ from engines.calibration.gate.rules import is_doubtful
 from engines.calibration.orders import DENSEST
 from engines.wire import CodecReport
 from kvstore.blobs.packer import RAW, StoreCodecs
-from kvstore.codecs.names import EXACT, OWN, first_part
+from kvstore.codecs.names import EXACT, first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality, short_row
@@ -31,7 +30,7 @@ from kvstore.codecs.stacks.fused import packing_later
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.shapes import KVLayout, StateLayout
-from kvstore.workers import leave_requests_alone
+from kvstore.workers import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +66,6 @@ def _never(call: Callable[[], None]) -> None:
     pass
 
 
-def _log_failure(compiled: Future[None]) -> None:
-    if error := compiled.exception():
-        logger.error("a codec packs in numpy: its kernels failed", exc_info=error)
-
-
 class MeasuredModel(NamedTuple):
     """The model whose profile counts: the served one, laid out as it is when it is measured."""
 
@@ -82,8 +76,8 @@ class MeasuredModel(NamedTuple):
 class ServedCodecs:
     """Chooses codecs by the model's profile and has the store adopt them. Thread-safe.
 
-    At the start only what restores is compiled. What packs follows on a thread of its own, at the
-    usual priority: the first turn's end needs it. Until then numpy packs, ten times slower.
+    At the start only what restores is compiled. What packs follows with ``compile_rest``, and until
+    then numpy packs, ten times slower.
 
     Args:
         fingerprint: of the model, as its store names it.
@@ -116,9 +110,8 @@ class ServedCodecs:
         self._data = data
         self._unmeasurable = unmeasurable
         self._lock = threading.Lock()
-        known = (1, "thermocline-compile")
-        self._compiling = ThreadPoolExecutor(*known, initializer=leave_requests_alone)
-        with packing_later(self._compile_later):
+        self._rest: list[Callable[[], None]] = []  # what is still to be compiled
+        with packing_later(self._rest.append):
             self._chosen = self._choose()
         self._say()
 
@@ -154,15 +147,25 @@ class ServedCodecs:
         Compiles the kernels of new codecs, which takes seconds. A codec that is now refused gives
         way to an exact one: a running server does not end for it.
         """
-        with self._lock:
+        with self._lock, in_background():
             chosen = self._choose_again()
             adopt(chosen.codecs, keep=self._stands(chosen))
             before, self._chosen = self._chosen, chosen
             if chosen.codecs != before.codecs:
                 self._say()
 
-    def _compile_later(self, call: Callable[[], None]) -> None:
-        self._compiling.submit(call).add_done_callback(_log_failure)
+    def compile_rest(self) -> None:
+        """Begin to compile what packs, on a thread; called once all else is compiled.
+
+        numba compiles one function at a time, so that what is needed first would wait. At the usual
+        priority: the first turn's end needs it.
+        """
+        threading.Thread(target=self._compile_rest, name="thermocline-compile").start()
+
+    def _compile_rest(self) -> None:
+        with in_background():
+            while self._rest and threading.main_thread().is_alive():  # else the process ends
+                self._rest.pop()()
 
     def _choose_again(self) -> _Chosen:
         try:
@@ -232,10 +235,8 @@ class ServedCodecs:
     @property
     def times_again(self) -> bool:
         """True if ``auto`` chose by times that other work disturbed, or of another machine."""
-        if not (self._config.calibrate and self._config.codec == AUTO) or self._unmeasurable:
-            return False
-        rows = [x for x in self._chosen.measured if first_part(x.preset) in OWN]
-        return any(map(is_doubtful, rows))
+        is_asked = self._config.calibrate and not self._unmeasurable
+        return is_asked and any(map(is_doubtful, self.choice.compared))
 
     @property
     def has_open_questions(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from engines.calibration.corpus import held_out_texts
-from engines.calibration.gate.rules import is_doubtful
+from engines.calibration.gate.rules import QUIET, is_doubtful, is_from_here
 from engines.calibration.instrument import Instrument
 from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
@@ -63,8 +63,9 @@ def timed_again(
             )
             for timed in again:
                 row = best[timed.preset, context]
-                is_here = row.timed_on in ("", timed.timed_on)
-                if timed.waited is not None and (not is_here or timed.waited < (row.waited or 0.0)):
+                # Where another machine had quiet, this one must have it, too.
+                most = row.waited or 0.0 if is_from_here(row) else QUIET
+                if timed.waited is not None and timed.waited < most:
                     times = {x: getattr(timed, x) for x in OF_TIMES}
                     best[row.preset, context] = msgspec.structs.replace(row, **times)
     found = [best[x.preset, x.context] for x in rows]

@@ -218,6 +218,7 @@ def open_worker_side(
         resting = RestingWatch(store, cache.block_tokens, link.send)
         link.watch(resting)
         resting.begin()
+    codecs.compile_rest()
     worker = WorkerSide(transfer, link, store, measuring, resting)
     ways = type(cache.views[0][0]).__name__, type(blocks).__name__
     logger.info("rank %d: %s, %s", rank, *ways)

@@ -11,19 +11,30 @@ here in numpy; ``kernels.units.rans_rows`` gives the same bytes hundreds of time
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import numpy as np
 
-from kvstore.codecs.entropy.tables import PRECISION, TOTAL, SymbolTables
+from kvstore.codecs.entropy.tables import (
+    NUM_CLASSES,
+    PRECISION,
+    TOTAL,
+    SymbolTables,
+    fit_tables,
+)
 from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.errors import Corrupt
+
+logger = logging.getLogger(__name__)
 
 COMPILED: Final = "kvstore.codecs.kernels.units.rans_rows"
 LANES = 32
 LOWEST = 1 << 16  # a state lies in LOWEST .. LOWEST << 16
 HEAD_BYTES = 4 * LANES
+TRIED_TOKENS = 2 * LANES + 6  # of the rows by which compiled functions are compared
 
 # Arguments: words, their number, classes, slots, states, outputs to fill, number of tokens.
 Decoder: TypeAlias = Callable[..., int]
@@ -51,8 +62,7 @@ def encode(
     states = np.full(LANES, LOWEST, np.uint32)
     # A symbol adds at most one word; vectors are stored whole.
     words = np.empty(len(classes) * num_tokens + LANES, np.uint16)
-    compiled = compiled_module(COMPILED)
-    run = run or (encode_reference if compiled is None else compiled.encode)
+    run = run or _fastest()[0]
     count = run(symbols, classes, tables.coding, states, words, num_tokens)
     backwards: np.ndarray = words[:count][::-1]
     return states.astype("<u4").tobytes() + backwards.astype("<u2").tobytes()
@@ -80,12 +90,43 @@ def decode(
     words = np.zeros(num_words + row + LANES, np.uint16)
     words[:num_words] = stream[HEAD_BYTES:].view("<u2")
     found = np.empty((len(classes), row), np.uint8)
-    compiled = compiled_module(COMPILED)
-    run = run or (decode_reference if compiled is None else compiled.decode)
+    run = run or _fastest()[1]
     used = run(words, num_words, classes, slots, states, found, num_tokens)
     if used != num_words or np.any(states != LOWEST):
         raise Corrupt("an entropy-coded stream does not end where it should")
     return found
+
+
+def _fastest() -> tuple[Encoder, Decoder]:
+    """Returns the compiled functions, if they give the bytes of the definition."""
+    compiled = compiled_module(COMPILED)
+    if compiled is None or not agree(compiled.encode, compiled.decode):
+        return encode_reference, decode_reference
+    return compiled.encode, compiled.decode
+
+
+@functools.cache
+def agree(run_encoder: Encoder, run_decoder: Decoder) -> bool:
+    """Returns whether both code some rows as the definition does.
+
+    A compiler must not be trusted with a cache.
+    """
+    tables, classes = fit_tables([]), np.arange(1, NUM_CLASSES, dtype=np.int64)
+    most = tables.escapes[classes].astype(np.int64)[:, None]
+    shape = len(classes), padded_tokens(TRIED_TOKENS)
+    symbols = (np.random.default_rng(0).integers(0, 1 << 16, shape) % (most + 1)).astype(np.uint8)
+    known = symbols, TRIED_TOKENS, classes, tables
+    stream = encode(*known, encode_reference)
+    found = np.frombuffer(stream, np.uint8), classes, TRIED_TOKENS, tables.slots()
+    try:
+        same = encode(*known, run_encoder) == stream and np.array_equal(
+            decode(*found, run_decoder)[:, :TRIED_TOKENS], symbols[:, :TRIED_TOKENS]
+        )
+    except Exception:  # of a compiler, or a stream that it misreads
+        same = False
+    if not same:
+        logger.warning("the compiled entropy coder is wrong on this host: using numpy")
+    return same
 
 
 def encode_reference(

@@ -16,6 +16,8 @@ import ast
 import ctypes
 import functools
 import hashlib
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,8 +31,12 @@ from numba.extending import intrinsic
 
 from kvstore.codecs.loops.compilations import COMPILATIONS
 
+logger = logging.getLogger(__name__)
+
 ROOT: Final = Path(__file__).parents[3]
 PACKAGE: Final = "kvstore"
+COUNTING: Final = "kvstore.codecs.loops.compilations"
+PROCESSOR: Final = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 LINE = 64  # bytes of a cache line; vectors that cross two lines take twice as long
 NBYTES = 4  # of a float or a word
 
@@ -38,10 +44,14 @@ NBYTES = 4  # of a float or a word
 def sources_of(path: str | Path, root: Path = ROOT) -> int:
     """Return a 48-bit digest of a file of ``kvstore`` and of all such files that it imports.
 
+    Also in it are the variables by which numba compiles for another processor: kernels are emitted
+    for vectors of the processor that they name, and numba's own key does not tell them apart.
+
     ``root``: the folder that has the package. Files are read, never imported. What is imported for
-    annotations alone is left out.
+    annotations alone is left out, and the module that counts compilations.
     """
     digest = hashlib.blake2b(digest_size=6)
+    digest.update(repr([os.environ.get(x) for x in PROCESSOR]).encode())
     found, waiting = set[Path](), [Path(path)]
     while waiting:
         if (file := waiting.pop()) not in found:
@@ -58,7 +68,7 @@ def sources_of(path: str | Path, root: Path = ROOT) -> int:
 def _imports(file: Path, root: Path) -> tuple[Path, ...]:
     """Return the files of the package that a file imports itself, anywhere in it."""
     names = (x for node in _statements(ast.parse(file.read_bytes())) for x in _modules(node))
-    paths = (root.joinpath(*name.split(".")) for name in names if name.startswith(PACKAGE))
+    paths = (root.joinpath(*x.split(".")) for x in names if x.startswith(PACKAGE) and x != COUNTING)
     places = (at for path in paths for at in (path.with_suffix(".py"), path / "__init__.py"))
     return tuple(at for at in places if at.is_file())
 
@@ -109,7 +119,12 @@ class CompiledFunction:
             for context in (lazy.typingctx, lazy.targetctx):
                 context.refresh()
         with COMPILATIONS.look(self._function.__name__.strip("_"), folder) as cached:
-            lazy.compile(self._signature)
+            try:
+                lazy.compile(self._signature)
+            except OSError as error:  # the cache takes no more: a full disk
+                logger.warning("compiled code cannot be kept in %s: %s", folder, error)
+                lazy = njit(**options)(self._function)
+                lazy.compile(self._signature)
             cached.append(bool(lazy.stats.cache_hits))
         lazy.disable_compile()
         return lazy

@@ -223,7 +223,12 @@ def proven_or_pipeline(
         return fused.pipeline
 
     def prove_packing() -> None:
-        if fused.pack(run, 0, TRIED_AT, layout.dtype) == payload:
+        try:
+            same = fused.pack(run, 0, TRIED_AT, layout.dtype) == payload
+        except Exception:  # of a compiler
+            logger.exception("the kernels of %s fail on this host", codecs)
+            same = False
+        if same:
             fused.packs.set()
         else:
             logger.warning("the kernels of %s pack wrongly on this host: numpy packs", codecs)

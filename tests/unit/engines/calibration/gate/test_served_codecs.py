@@ -74,6 +74,8 @@ def test_what_packs_is_compiled_when_no_request_waits(tmp_path: Path):
         return [x for x in codecs.rows.assemble(layout) if isinstance(x, FusedPacker)]
 
     codecs = ServedCodecs(StoreConfig(), layout, FINGERPRINT, tmp_path)
+    assert not any(x.packs.is_set() for x in parts(codecs.codecs))
+    codecs.compile_rest()
     assert parts(codecs.codecs) and all(x.packs.wait(60) for x in parts(codecs.codecs))
     assert codecs.codecs.profile is not None
     others = parts(codecs.opened(codecs.codecs.profile))  # of another server: they only restore

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from kvstore.codecs.loops import numba_functions
 from kvstore.codecs.loops.compilations import COMPILATIONS, Compilations
 from kvstore.codecs.loops.numba_functions import compiled, places_of
 from kvstore.codecs.presets import codec_by_name, warm
-from kvstore.workers import leave_requests_alone
+from kvstore.workers import in_background
 from tests.unit.kvstore.codecs.fixed_rate.integer_models import codec_of, layout_with, rope_of
 from tests.unit.kvstore.codecs.one_step.step_models import codec_of as learned_codec
 from tests.unit.kvstore.codecs.one_step.step_models import parts_of, profile_of
@@ -62,8 +61,8 @@ def test_what_a_cache_has_is_not_counted(counted):
 
 def test_compilations_for_which_no_request_waits_are_counted_apart(counted):
     fresh(3).prepare()
-    with ThreadPoolExecutor(1, initializer=leave_requests_alone) as background:
-        background.submit(fresh(4).prepare).result()
+    with in_background():
+        fresh(4).prepare()
     found = counted.as_counters()
     assert (found["compilations"], found["background_compilations"]) == (2, 1)
 
