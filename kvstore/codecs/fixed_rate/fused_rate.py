@@ -104,8 +104,10 @@ class FusedRate(FusedPacker):
         pairs, planes = taken[0] if len(taken) == 1 else map(side_by_side, zip(*taken, strict=True))
         t, num_tokens = self.tables, len(readers) * num_tokens
         units = (t.runs, t.levels, t.matrix, t.begins, t.means, t.gains)
-        scratch = self.kernels.scratch_of(t.begins.shape[1], t.levels.shape[1])
-        self.kernels.unpack(planes.reshape(-1), num_tokens, units, pairs, turns, addresses, scratch)
+        scratch = self.restoring.scratch_of(t.begins.shape[1], t.levels.shape[1])
+        self.restoring.unpack(
+            planes.reshape(-1), num_tokens, units, pairs, turns, addresses, scratch
+        )
 
 
 def fused_rate(

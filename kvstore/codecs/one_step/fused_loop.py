@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Final
 
 import numpy as np
@@ -23,23 +24,21 @@ from kvstore.codecs.entropy.tables import (
     plane_bits,
 )
 from kvstore.codecs.one_step.closed_loop import BYTE, LoopIntegers, levels_of, most_input
-from kvstore.codecs.one_step.loop_tables import (
-    LoopTables,
-    PackingTables,
-    RestoringTables,
-    loop_tables,
-)
+from kvstore.codecs.one_step.loop_tables import LoopTables, PackingTables, RestoringTables
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks.fused import (
     FusedPacker,
+    aligned,
     kernels_for,
+    padded,
     proven_or_pipeline,
     rope_tables,
     side_by_side,
     wave_run,
 )
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
+from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stages.gain import LogGain
 from kvstore.shapes import DType, KVRun
 
@@ -64,7 +63,7 @@ class FusedLoop(FusedPacker):
     integers: LoopIntegers
     outputs: Outputs
     tables: LoopTables
-    restoring: RestoringTables
+    restoring_tables: RestoringTables
     packing_tables: PackingTables
     components: np.ndarray
     groups: tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -115,15 +114,15 @@ class FusedLoop(FusedPacker):
         rows, tokens = np.divmod(places, gains.shape[1])
         is_wide = self.components[rows, 1] < 0
         excess = self._put_rare(coded, rows, tokens, ~is_wide)
-        self.kernels.unpack(
+        self.restoring.unpack(
             (coded.symbols, np.ascontiguousarray(coded.low), coded.rare[is_wide]),
             excess,
             self.tables,
-            self.restoring,
+            self.restoring_tables,
             np.ascontiguousarray(gains.swapaxes(1, 2), np.float32),
             turns,
             addresses,
-            self.kernels.scratch_of(gains.shape[1], coded.symbols.shape[1], *sizes_of),
+            self.restoring.scratch_of(gains.shape[1], coded.symbols.shape[1], *sizes_of),
         )
 
     def _read(self, reader: Reader, num_tokens: int) -> tuple[np.ndarray, Coded, np.ndarray]:
@@ -142,7 +141,7 @@ class FusedLoop(FusedPacker):
         units, numbers, classes = self.components[rows].T
         levels = levels_of(coded.rare[chosen], self.integers.levels[classes].astype(np.int32))
         cut = np.clip(levels, -BYTE, BYTE)
-        coded.symbols[rows, tokens] = cut.astype(np.uint8) ^ np.uint8(self.kernels.OFFSET)
+        coded.symbols[rows, tokens] = cut.astype(np.uint8) ^ np.uint8(self.restoring.OFFSET)
         beyond = np.flatnonzero(levels != cut)
         entries = np.stack([units, tokens, numbers, levels - cut], axis=1)[beyond]
         ordered = entries[np.lexsort((entries[:, 1], entries[:, 0]))]
@@ -165,7 +164,7 @@ def fused_loop(
     if turns is None or kernels is None or packing is None or not fits:
         return pipeline
     outputs = coder.outputs(_outputs(coder.tables, integers.levels, kernels.OFFSET))
-    tables = loop_tables(shape, kernels, integers, coder.tables, means)
+    tables = _tables(shape, kernels, integers, coder.tables, means)
     columns = [(part.start, part.stop - part.start) for part in shape.gain_groups]
     groups = (np.array(columns, np.int64), gain.shares, np.ascontiguousarray(gain.centres))
     known = (coder, integers, outputs, *tables, _components(integers), groups)
@@ -203,3 +202,83 @@ def _outputs(tables: SymbolTables, levels: np.ndarray, offset: int) -> np.ndarra
     outputs: np.ndarray = np.where(is_wide, SYMBOLS, found.astype(np.uint8) ^ np.uint8(offset))
     assert outputs.shape == (NUM_CLASSES, NUM_SYMBOLS)
     return outputs
+
+
+def _tables(
+    shape: StackShape,
+    kernels: ModuleType,
+    integers: LoopIntegers,
+    symbols: SymbolTables,
+    means: np.ndarray,
+) -> tuple[LoopTables, RestoringTables, PackingTables]:
+    """Makes the tables of a stack. ``means``: fp32, of all elements of a token."""
+    i, columns = integers, kernels.COLUMNS
+    width = -(-shape.width // columns) * columns
+    constants, encode = _coding(i, symbols, kernels)
+    sums = [x.sum(axis=1, dtype=np.int32) for x in (i.known, i.own)]
+    starts = [part.start for part in shape.gain_groups]
+    own_means = aligned(means[shape.elements].astype(np.float32))
+    channels = np.ldexp(np.float32(1), -i.exponents.astype(np.int32))
+    tables = LoopTables(
+        counts=i.counts.astype(np.int64),
+        known=_panels(i.known, kernels.GROUP, columns),
+        wide=_panels(i.wide, 2, columns),
+        own=_panels(i.own, kernels.GROUP, columns),
+        begins=aligned(-kernels.OFFSET * padded(np.stack(sums, axis=1), 2, width)),
+        shifts=aligned(padded(np.stack([i.up, i.down], axis=1).astype(np.int32), 2, width)),
+        finer=i.finer.astype(np.int32),
+        rows=_read_only(i.own),
+        constants=aligned(constants),
+    )
+    parts = np.searchsorted(starts, shape.starts, side="right").astype(np.int64) - 1
+    rest = aligned(padded(i.rest.astype(np.int32), width))
+    return (
+        tables,
+        RestoringTables(aligned(padded(i.left, width)), own_means, parts),
+        PackingTables(own_means, aligned(padded(channels, width)), rest, encode),
+    )
+
+
+def _read_only(rows: np.ndarray) -> np.ndarray:
+    """Returns the same rows, which kernels expect so: those of a profile's file are read only."""
+    found = np.ascontiguousarray(rows).view()
+    found.flags.writeable = False
+    return found
+
+
+def _coding(
+    integers: LoopIntegers, symbols: SymbolTables, kernels: ModuleType
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns constants and panels of the components, at the places that kernels give them."""
+    counts, lanes = integers.counts, kernels.LANES
+    apart = -(-counts[:, 0] // lanes) * lanes
+    room = -(-int((apart + counts[:, 1]).max() + lanes) // kernels.COLUMNS) * kernels.COLUMNS
+    units, width = len(counts), integers.encode.shape[2]
+    constants = np.zeros((units, kernels.CONSTANTS, room), np.int32)
+    rows = np.zeros((units, room, width), np.int16)
+    for unit, (wide, others) in enumerate(counts.tolist()):
+        places = np.concatenate([np.arange(wide), apart[unit] + np.arange(others)])
+        live = slice(0, wide + others)
+        classes = integers.classes[unit, live]
+        rates = np.ascontiguousarray(integers.rates[unit, live]).view(np.int32)
+        known = (symbols.largest[classes], plane_bits(classes.astype(np.int64)))
+        constants[unit, :, places] = np.stack([rates, *integers.levels[classes].T, *known], axis=1)
+        rows[unit, places] = integers.encode[unit, live]
+    return constants, _panels(rows.swapaxes(1, 2), 2, kernels.COLUMNS)
+
+
+def _panels(rows: np.ndarray, size: int, columns: int) -> np.ndarray:
+    """Joins ``size`` consecutive rows into one, 32 bits a column, with columns padded to panels.
+
+    ``rows``: (units, rows, columns). Returns uint32 (units, panels, groups, columns).
+    """
+    kind = {2: np.int16, 4: np.int8}[size]
+    units, num_rows, width = rows.shape
+    groups, panels = -(-num_rows // size), -(-width // columns)
+    panelled = aligned(np.zeros((units, panels, groups, columns), np.uint32))
+    view = panelled.view(kind).reshape(units, panels, groups, columns, size)
+    for unit in range(units):
+        filled = padded(rows[unit][None], groups * size, panels * columns)
+        parts = filled.reshape(groups, size, panels, columns)
+        view[unit] = parts.transpose(2, 0, 3, 1)
+    return panelled

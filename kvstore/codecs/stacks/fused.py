@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 LINE = 64  # bytes
 VECTOR = 16  # channels
 TRIED_AT = 9  # token at which kernels are compared with their pipeline
-PACKS: Final[ContextVar[bool]] = ContextVar("PACKS", default=True)  # codecs are opened to pack
-# Runs a call, now or later.
-Run: TypeAlias = Callable[[Callable[[], None]], object]
+# Takes a call that compiles, and makes it now or later.
+Compile: TypeAlias = Callable[[Callable[[], None]], object]
+_WITH_KERNELS: Final[ContextVar[bool]] = ContextVar("_WITH_KERNELS", default=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,15 +107,15 @@ def fits_vector_units(shape: StackShape) -> bool:
 class FusedPacker(ABC):
     """Runs all stages of its pipeline in one pass.
 
-    ``pipeline`` is the definition, and handles the cases that the kernels cannot. ``kernels``: of
-    restoring; ``packing``: of packing. ``packs``: set once packing is proven, too.
+    ``pipeline`` is the definition, and handles the cases that the kernels cannot. ``restoring``,
+    ``packing``: modules of kernels. ``packing_is_proven``: until it is set, the pipeline packs.
     """
 
     pipeline: Pipeline
     turns: RopeTables
-    kernels: ModuleType
+    restoring: ModuleType
     packing: ModuleType
-    packs: threading.Event = field(default_factory=threading.Event, kw_only=True)
+    packing_is_proven: threading.Event = field(default_factory=threading.Event, kw_only=True)
 
     def nbytes(self, num_tokens: int) -> int:
         return self.pipeline.nbytes(num_tokens)
@@ -124,7 +124,9 @@ class FusedPacker(ABC):
         return self.pipeline.least_nbytes(num_tokens)
 
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
-        packed = self.pack(run, first, first_token, dtype) if self.packs.is_set() else None
+        packed = None
+        if self.packing_is_proven.is_set():
+            packed = self.pack(run, first, first_token, dtype)
         if packed is None:
             return self.pipeline.encode(run, first, first_token, dtype)
         return packed
@@ -154,7 +156,7 @@ class FusedPacker(ABC):
 
     @functools.cached_property
     def _addresses(self) -> HeadAddresses:
-        return HeadAddresses(self.pipeline.shape, self.kernels)
+        return HeadAddresses(self.pipeline.shape, self.restoring)
 
     @abstractmethod
     def pack(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes | None:
@@ -180,34 +182,34 @@ def kernels_for(shape: StackShape, layout: KVLayout, name: str) -> ModuleType | 
     Compiling takes seconds, once per machine: only a process that packs should pay for it.
     """
     fits = layout.dtype != "float16" and fits_vector_units(shape)
-    return compiled_module(name) if fits and PACKS.get() else None
+    return compiled_module(name) if fits and _WITH_KERNELS.get() else None
 
 
 @contextmanager
 def for_sizes_alone() -> Iterator[None]:
     """Open codecs within the block to ask for sizes: nothing is compiled, nothing proven."""
-    token = PACKS.set(False)
+    token = _WITH_KERNELS.set(False)
     try:
         yield
     finally:
-        PACKS.reset(token)
+        _WITH_KERNELS.reset(token)
 
 
 def _at_once(call: Callable[[], None]) -> None:
     call()
 
 
-_RUN: Final[ContextVar[Run]] = ContextVar("_RUN", default=_at_once)
+_COMPILE_PACKING: Final[ContextVar[Compile]] = ContextVar("_COMPILE_PACKING", default=_at_once)
 
 
 @contextmanager
-def packing_later(run: Run) -> Iterator[None]:
-    """Open codecs within the block to restore at once; ``run`` gets what they compile to pack."""
-    token = _RUN.set(run)
+def packing_later(compile_packing: Compile) -> Iterator[None]:
+    """Open codecs within the block to restore at once; the argument gets what compiles packing."""
+    token = _COMPILE_PACKING.set(compile_packing)
     try:
         yield
     finally:
-        _RUN.reset(token)
+        _COMPILE_PACKING.reset(token)
 
 
 def proven_or_pipeline(
@@ -229,11 +231,11 @@ def proven_or_pipeline(
             logger.exception("the kernels of %s fail on this host", codecs)
             same = False
         if same:
-            fused.packs.set()
+            fused.packing_is_proven.set()
         else:
             logger.warning("the kernels of %s pack wrongly on this host: numpy packs", codecs)
 
-    _RUN.get()(prove_packing)
+    _COMPILE_PACKING.get()(prove_packing)
     return fused
 
 

@@ -6,7 +6,7 @@ turned into components and quantised, and the rows are restored as a reader will
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -64,15 +64,15 @@ def _components(encode: Any, pairs: Any, live: Any, sums: Any) -> None:
 
 
 @njit
-def _scale(rows: Any, count: Any, unit: Any, sizes: Any, squares: Any, first: Any) -> bool:
-    """Divide the rows of a tile, fp32 (TOKENS, width), by their gains; False if one has none.
+def _scale(scratch: Any, count: Any, unit: Any, sizes: Any, first: Any) -> bool:
+    """Divide the rows of a tile by their gains; False if one has none.
 
     ``sizes``: first columns and numbers of columns of gain groups, factors of sums of squares,
-    centres, and gains to fill, followed by their bits. ``squares``: room for TOKENS numbers, fp32,
-    their bits, int32, and room for steps, int32. ``first``: the tile's first token.
+    centres, and gains to fill, followed by their bits. ``first``: the tile's first token.
     """
     parts, shares, centres, gains, gain_bits = sizes
-    squares, bits, steps = squares
+    rows, squares, bits = scratch.rows, scratch.squares, scratch.square_bits
+    steps = scratch.steps
     step_bytes = np.int64(NBYTES * rows.shape[1])
     for part in range(len(parts)):
         start, columns = parts[part, 0], parts[part, 1]
@@ -99,7 +99,7 @@ def _scale(rows: Any, count: Any, unit: Any, sizes: Any, squares: Any, first: An
 
 @njit
 def _note_rare(codes: Any, known: Any, place: Any, count: Any, found: Any) -> Any:
-    """Note escaped codes of a tile, and the excess of levels over a byte.
+    """Note escaped codes of a tile, and the excess of levels over a byte, which only they can have.
 
     ``codes``: int32 (TOKENS, components); ``known``: int32 (CONSTANTS, components). ``place``: the
     number of the first component's row, whether components are wide, unit, first token, end of the
@@ -125,6 +125,69 @@ def _note_rare(codes: Any, known: Any, place: Any, count: Any, found: Any) -> An
                 used[1] += 1
 
 
+class Scratch(NamedTuple):
+    """Room for what is computed of one tile, and for the bytes of the units before.
+
+    Attributes:
+        ring: from ``ring_of``.
+        rows: fp32 (TOKENS, width).
+        squares: fp32 (TOKENS,), sums of squares, then sizes; ``square_bits``: the same as int32.
+        steps: int32 (TOKENS,), of the sizes.
+        sums: int32 (TOKENS, padded width), the expected rows, then the restored ones.
+        pairs: uint32, words of residuals, two channels each.
+        components, codes: int32 (TOKENS, components).
+        words, levels: uint32, groups of wide levels and of others, whole vectors of components.
+        excess: int32 (entries, 4), see ``add_excess``; at most one for each component and token.
+        no_shifts: zeros, int32 (padded width,).
+        flag: int32 (1,), whether a code is escaped.
+        used: int64 (2,), the numbers of rare codes, and of entries of ``excess``.
+    """
+
+    ring: Any
+    rows: Any
+    squares: Any
+    square_bits: Any
+    steps: Any
+    sums: Any
+    pairs: Any
+    components: Any
+    codes: Any
+    words: Any
+    levels: Any
+    excess: Any
+    no_shifts: Any
+    flag: Any
+    used: Any
+
+
+SCRATCH = tuple_of(
+    RING, "f4:2 f4:1 i4:1 i4:1 i4:2 u4:1 i4:2 i4:2 u4:1 u4:1 i4:2 i4:1 i4:1 i8:1", names=Scratch
+)
+
+
+def scratch_of(num_tokens: int, tables: Any, width: int) -> Scratch:
+    """Make the room that ``pack`` needs for so many tokens of units of ``width``."""
+    padded, room = tables.begins.shape[2], tables.constants.shape[2]
+    squares = np.empty(TOKENS, np.float32)
+    return Scratch(
+        ring=ring_of(tables, width, -(-num_tokens // TOKENS)),
+        rows=np.zeros((TOKENS, width), np.float32),
+        squares=squares,
+        square_bits=squares.view(np.int32),
+        steps=np.empty(TOKENS, np.int32),
+        sums=np.empty((TOKENS, padded), np.int32),
+        pairs=np.empty(width // 2 * TOKENS, np.uint32),
+        components=np.empty((TOKENS, room), np.int32),
+        codes=np.empty((TOKENS, room), np.int32),
+        words=np.empty((room // 2 + LANES) * TOKENS, np.uint32),
+        levels=np.empty((room // GROUP + LANES) * TOKENS, np.uint32),
+        excess=np.empty((TOKENS * room, 4), np.int32),
+        no_shifts=np.zeros(padded, np.int32),
+        flag=np.zeros(1, np.int32),
+        used=np.zeros(2, np.int64),
+    )
+
+
 def _pack_function(sources_digest: int) -> Any:
     """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
@@ -146,18 +209,16 @@ def _pack_function(sources_digest: int) -> Any:
         ``PackingTables``. ``limit``: the largest residual. ``sizes``: see ``_scale``. ``ropes``:
         ``ROPE_TABLES`` and whether rows are fp32. ``symbols``: symbols, and low bits of wide
         components; both uint8 (components and ``LANES`` more, padded tokens). ``found``: keys
-        (component times tokens plus token) and rare codes, in no order. ``scratch``: from
-        ``scratch_of``.
+        (component times tokens plus token) and rare codes, in no order.
         """
-        means, channels, rest, encode = units
         counts, constants = tables.counts, tables.constants
         symbols, low = symbols
         keys, rare = found
-        ring, rows, of_gains, sums, pairs, of_components, factors, excess, flags = scratch
-        components, codes = of_components
-        words, levels = factors
-        no_shifts, flag, used = flags
-        width, padded, room = means.shape[1], tables.begins.shape[2], constants.shape[2]
+        ring, rows, sums, pairs = scratch.ring, scratch.rows, scratch.sums, scratch.pairs
+        words, levels = address_of(scratch.words), address_of(scratch.levels)
+        components, codes = scratch.components, scratch.codes
+        excess, flag, used = scratch.excess, scratch.flag, scratch.used
+        width, padded, room = units.means.shape[1], tables.begins.shape[2], constants.shape[2]
         num_tiles, own = (num_tokens + TOKENS - 1) // TOKENS, np.int64(width // GROUP)
         row, low_row = np.int64(0), np.int64(0)
         for unit in range(len(counts)):
@@ -167,26 +228,26 @@ def _pack_function(sources_digest: int) -> Any:
             for tile in range(num_tiles):
                 first = tile * TOKENS
                 here = min(num_tokens - first, TOKENS)
-                mean, target = address_of(means[unit]), address_of(rows)
+                mean, target = address_of(units.means[unit]), address_of(rows)
                 if here < TOKENS:
                     rows[here:] = 0
                 load_block(unit, first, here, mean, width, ropes, segments, target)
-                if not _scale(rows, here, unit, sizes, of_gains, first):
+                if not _scale(scratch, here, unit, sizes, first):
                     return -1
                 expect(tables, unit, tile, ring, own, sums)
                 residual = (
                     address_of(rows),
                     np.int64(NBYTES * width),
-                    address_of(channels[unit]),
+                    address_of(units.channels[unit]),
                     address_of(sums),
                     np.int64(NBYTES * padded),
-                    address_of(rest[unit]),
+                    address_of(units.rest[unit]),
                     limit,
                     address_of(pairs),
                     np.int64(width // LANES),
                 )
                 residuals_of_rows(sources_digest, residual)
-                _components(encode[unit], pairs, apart + others, components)
+                _components(units.encode[unit], pairs, apart + others, components)
                 used[1] = 0
                 for is_wide in range(1, -1, -1):
                     start, count = (0, wide) if is_wide else (apart, others)
@@ -199,7 +260,7 @@ def _pack_function(sources_digest: int) -> Any:
                         step,
                         address_of(known) + NBYTES * start,
                         step,
-                        address_of(words if is_wide else levels),
+                        words if is_wide else levels,
                         address_of(symbols) + first_row * symbols.shape[1] + first,
                         address_of(low) + low_row * low.shape[1] + first,
                         np.int64(symbols.shape[1]),
@@ -212,9 +273,9 @@ def _pack_function(sources_digest: int) -> Any:
                         place = (first_row, is_wide, unit, first, num_tokens)
                         lists = (keys, rare, excess, used)
                         _note_rare(codes[:, start:], known[:, start:], place, count, lists)
-                restore(tables, unit, address_of(words), address_of(levels), sums)
+                restore(tables, unit, words, levels, sums)
                 add_excess(tables, excess[: used[1]], 0, unit, first, width, sums)
-                keep_bytes(tables, unit, tile, ring, own, address_of(no_shifts), sums)
+                keep_bytes(tables, unit, tile, ring, own, address_of(scratch.no_shifts), sums)
             row, low_row = row + wide + others, low_row + wide
         return used[0]
 
@@ -233,34 +294,5 @@ pack = compiled(
     tuple_of(*ROPE_TABLES, "b1"),
     tuple_of("u1:2 u1:2"),
     tuple_of("i8:1 i4:1"),
-    tuple_of(
-        RING,
-        "f4:2",
-        tuple_of("f4:1 i4:1 i4:1"),
-        "i4:2 u4:1",
-        tuple_of("i4:2 i4:2"),
-        tuple_of("u4:1 u4:1"),
-        "i4:2",
-        tuple_of("i4:1 i4:1 i8:1"),
-    ),
+    SCRATCH,
 )
-
-
-def scratch_of(num_tokens: int, tables: Any, width: int) -> tuple[Any, ...]:
-    """Return room for a tile: of rows, gains, sums, pairs, components and codes, and their factors.
-
-    The last part is shifts of zero, a flag, and the numbers of rare codes and excesses.
-    """
-    padded, room = tables.begins.shape[2], tables.constants.shape[2]
-    squares = np.empty(TOKENS, np.float32)
-    return (
-        ring_of(tables, width, -(-num_tokens // TOKENS)),
-        np.zeros((TOKENS, width), np.float32),
-        (squares, squares.view(np.int32), np.empty(TOKENS, np.int32)),
-        np.empty((TOKENS, padded), np.int32),
-        np.empty(width // 2 * TOKENS, np.uint32),
-        (np.empty((TOKENS, room), np.int32), np.empty((TOKENS, room), np.int32)),
-        tuple(np.empty((room // n + LANES) * TOKENS, np.uint32) for n in (2, GROUP)),
-        np.empty((TOKENS * room, 4), np.int32),
-        (np.zeros(padded, np.int32), np.zeros(1, np.int32), np.zeros(2, np.int64)),
-    )

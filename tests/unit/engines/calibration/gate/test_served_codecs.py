@@ -74,12 +74,12 @@ def test_what_packs_is_compiled_when_no_request_waits(tmp_path: Path):
         return [x for x in codecs.rows.assemble(layout) if isinstance(x, FusedPacker)]
 
     codecs = ServedCodecs(StoreConfig(), layout, FINGERPRINT, tmp_path)
-    assert not any(x.packs.is_set() for x in parts(codecs.codecs))
+    assert not any(x.packing_is_proven.is_set() for x in parts(codecs.codecs))
     codecs.compile_rest()
-    assert parts(codecs.codecs) and all(x.packs.wait(60) for x in parts(codecs.codecs))
+    assert parts(codecs.codecs) and all(x.packing_is_proven.wait(60) for x in parts(codecs.codecs))
     assert codecs.codecs.profile is not None
     others = parts(codecs.opened(codecs.codecs.profile))  # of another server: they only restore
-    assert others and not any(x.packs.is_set() for x in others)
+    assert others and not any(x.packing_is_proven.is_set() for x in others)
 
 
 def test_a_profile_that_comes_later_is_adopted(tmp_path: Path):

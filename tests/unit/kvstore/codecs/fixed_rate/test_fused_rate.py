@@ -152,10 +152,10 @@ def test_kernels_that_are_wrong_give_way_to_the_pieces(caplog):
     assert proven_or_pipeline(fused, LAYOUT, run_of(LAYOUT, 70), "rates") is fused
 
     def almost(planes, num_tokens, *others):
-        fused.kernels.unpack(planes, num_tokens - 1, *others)
+        fused.restoring.unpack(planes, num_tokens - 1, *others)
 
-    others = SimpleNamespace(**{**vars(fused.kernels), "unpack": almost})
-    wrong = dataclasses.replace(fused, kernels=others)
+    others = SimpleNamespace(**{**vars(fused.restoring), "unpack": almost})
+    wrong = dataclasses.replace(fused, restoring=others)
     assert proven_or_pipeline(wrong, LAYOUT, run_of(LAYOUT, 70), "rates") is fused.pipeline
     assert "the kernels of rates are wrong on this host" in caplog.text
 
@@ -169,7 +169,7 @@ def test_the_pieces_pack_until_packing_is_proven():
         raise AssertionError("it is not compiled yet")
 
     early = SimpleNamespace(**{**vars(fused.packing), "pack": refused})
-    meanwhile = dataclasses.replace(fused, packing=early, packs=fused.packs)
+    meanwhile = dataclasses.replace(fused, packing=early, packing_is_proven=fused.packing_is_proven)
     before = meanwhile.encode(run, 0, 9, LAYOUT.dtype)
     for call in waiting:
         call()
@@ -188,7 +188,7 @@ def test_kernels_that_pack_wrongly_go_on_restoring(caplog):
         return packed
 
     others = SimpleNamespace(**{**vars(fused.packing), "pack": almost})
-    wrong = dataclasses.replace(fused, packing=others, packs=threading.Event())
+    wrong = dataclasses.replace(fused, packing=others, packing_is_proven=threading.Event())
     assert proven_or_pipeline(wrong, LAYOUT, run, "rates") is wrong
     assert "the kernels of rates pack wrongly on this host" in caplog.text
     assert wrong.encode(run, 0, 9, LAYOUT.dtype) == fused.encode(run, 0, 9, LAYOUT.dtype)
