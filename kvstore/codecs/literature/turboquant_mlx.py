@@ -29,7 +29,7 @@ BITS = math.log2(NUM_LEVELS)
 GROUP_BYTES = 16
 GROUP_DIGITS = 37  # as many as fit
 LIMB_BITS = 32
-LOOPS: Final = "kvstore.codecs.loops.digit_loops"
+LOOPS: Final = "kvstore.codecs.literature.stages.digit_loops"
 
 
 def base11() -> Codec:

@@ -15,7 +15,7 @@ import hashlib
 
 import numpy as np
 
-from kvstore.codecs.loops.compiled import compiled_stages
+from kvstore.codecs.loops.compiled import compiled_module
 from kvstore.errors import UnknownCodec
 
 # Draws are rounded to its multiples, which hides differences of libm's last bits; sums of products
@@ -25,6 +25,7 @@ NUM_VECTORS = 256  # a byte each
 SAMPLES_EACH = 32
 ROUNDS = 20
 BLOCK_ROWS = 4096
+LOOPS = "kvstore.codecs.literature.stages.vector_loops"
 MOST_SKETCHED = 768  # values in a row: their square is drawn in 24 MiB and 30 ms, also for a claim
 
 
@@ -95,7 +96,7 @@ def nearest_of_each(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """
     halves = (vectors * vectors).sum(axis=2) / 2
     codes = np.empty(rows.shape[:2], np.uint8)
-    if fast := compiled_stages():
+    if fast := compiled_module(LOOPS):
         columns = np.ascontiguousarray(rows.swapaxes(1, 2))
         fast.nearest_vectors(columns, np.ascontiguousarray(vectors), halves, codes)
         return codes

@@ -84,6 +84,9 @@ def test_no_request_waits_for_kernels_of_another_servers_codec(opening, monkeypa
     monkeypatch.setattr(profiles, "FETCH_S", 0.01)
     assert not rig.profiles.fetch([id_of(1)], 60)
     assert not rig.profiles.is_refused(id_of(1))
+    rig.clock.now += 1  # the next one waits no more
+    monkeypatch.setattr(profiles, "FETCH_S", 0.5)
+    assert not rig.profiles.fetch([id_of(1)], 60)
     opening.set()
     monkeypatch.setattr(profiles, "FETCH_S", 60)
     assert rig.profiles.fetch([id_of(1)], 60)  # for the next return

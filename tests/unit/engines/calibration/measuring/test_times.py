@@ -71,6 +71,11 @@ def test_rows_that_another_machine_timed_are_timed_again():
     assert not is_doubtful(found) and same == here
 
 
+def test_a_busy_machine_does_not_replace_quiet_times_of_another():
+    elsewhere = msgspec.structs.replace(row("tq3", 0.0), timed_on="64 x another")
+    assert timed([elsewhere], *[0.9] * 2 * TRIES) == []
+
+
 def test_the_least_disturbed_attempt_counts():
     shares = [0.6, 0.0, 0.2, 0.3, 0.4, 0.4]  # of the prefill and the restore of each attempt
     (found,) = timed([row("tq3", 0.5)], *shares)

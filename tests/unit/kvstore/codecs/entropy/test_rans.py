@@ -90,6 +90,22 @@ def test_damage_is_noticed_or_gives_other_symbols(number, mask, cut):
             assert np.all(symbols <= TABLES.escapes[classes][:, None])
 
 
+def test_a_coder_that_gives_other_bytes_is_not_used(caplog):
+    def mirrored(symbols, classes, coding, states, words, num_tokens):
+        count = rans.encode_reference(symbols, classes, coding, states, words, num_tokens)
+        states[:] = states[::-1].copy()
+        return count
+
+    def misread(words, num_words, classes, slots, states, found, num_tokens):
+        states[:] = states[::-1].copy()
+        return rans.decode_reference(words, num_words, classes, slots, states, found, num_tokens)
+
+    assert rans.agree(rans.encode_reference, rans.decode_reference)
+    assert not rans.agree(mirrored, misread)
+    assert not rans.agree(rans.encode_reference, misread)
+    assert "is wrong on this host" in caplog.text
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 127, 129])
 def test_a_stream_too_short_is_corrupt(nbytes):
     with pytest.raises(Corrupt):

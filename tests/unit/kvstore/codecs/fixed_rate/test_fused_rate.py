@@ -178,11 +178,14 @@ def test_the_pieces_pack_until_packing_is_proven():
     assert fused.encode(run, 0, 9, LAYOUT.dtype) == before
 
 
-def test_kernels_that_pack_wrongly_go_on_restoring(caplog):
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_that_pack_wrongly_go_on_restoring(caplog, fails):
     (fused,) = usual().assemble(LAYOUT)
     run = run_of(LAYOUT, 70)
 
     def almost(*arguments):
+        if fails:
+            raise RuntimeError("of the compiler")
         packed = fused.packing.pack(*arguments)
         arguments[-2][0] ^= 1  # planes
         return packed

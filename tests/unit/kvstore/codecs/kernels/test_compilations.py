@@ -67,6 +67,16 @@ def test_compilations_for_which_no_request_waits_are_counted_apart(counted):
     assert (found["compilations"], found["background_compilations"]) == (2, 1)
 
 
+def test_a_cache_that_takes_no_more_ends_no_call(monkeypatch, caplog):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.Cache.save_overload", full)
+    values = np.zeros(1, np.int64)
+    fresh(5)(values)
+    assert values[0] and "cannot be kept" in caplog.text
+
+
 def test_long_compilations_are_said_once(caplog):
     impatient = Compilations(silence_s=0)
     with caplog.at_level(logging.WARNING):

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("numba")
 
+from kvstore.codecs.loops import numba_functions
 from kvstore.codecs.loops.numba_functions import ROOT, sources_of
 
 
@@ -23,8 +24,6 @@ def tree(tmp_path):
 
 
 def digest(tree):
-    from kvstore.codecs.loops import numba_functions
-
     numba_functions._imports.cache_clear()
     return sources_of(tree / "rows" / "pack.py", tree.parent)
 
@@ -43,6 +42,19 @@ def test_a_change_in_a_file_that_it_uses_is_another_digest_and_no_other_is(tree,
     path = tree / name
     path.write_text(path.read_text() + "# changed\n")
     assert (digest(tree) != before) is (name in USED)
+
+
+def test_code_for_another_processor_has_another_key(tree, monkeypatch):
+    """Kernels are emitted for the vectors of the named processor, which numba's key lacks."""
+    before = digest(tree)
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert digest(tree) != before
+
+
+def test_what_counts_compilations_compiles_nothing_anew():
+    loops = ROOT / "kvstore" / "codecs" / "loops"
+    known = numba_functions._imports(loops / "numba_functions.py", ROOT)
+    assert loops / "compilations.py" not in known
 
 
 def test_kernels_depend_on_what_emits_them():
