@@ -11,7 +11,7 @@ import numpy as np
 
 
 class LoopTables(NamedTuple):
-    """What packing and restoring read of all units.
+    """Holds the integers of all units that packing and restoring read.
 
     A *group* of a matrix holds several known channels, two wide components, or several others.
 
@@ -39,7 +39,7 @@ class LoopTables(NamedTuple):
 
 
 class RestoringTables(NamedTuple):
-    """What restoring reads besides.
+    """Holds those that only restoring reads.
 
     Attributes:
         left: int32 (units, columns), shifts to a common unit.
@@ -53,7 +53,7 @@ class RestoringTables(NamedTuple):
 
 
 class PackingTables(NamedTuple):
-    """What packing reads besides.
+    """Holds those that only packing reads.
 
     Attributes:
         means: fp32 (units, width).

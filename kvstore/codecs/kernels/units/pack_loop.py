@@ -125,8 +125,8 @@ def _note_rare(codes: Any, known: Any, place: Any, count: Any, found: Any) -> An
                 used[1] += 1
 
 
-class Scratch(NamedTuple):
-    """Room for what is computed of one tile, and for the bytes of the units before.
+class TileScratch(NamedTuple):
+    """Holds room for intermediate results of one tile, and for the bytes of the units before.
 
     Attributes:
         ring: from ``ring_of``.
@@ -161,15 +161,15 @@ class Scratch(NamedTuple):
 
 
 SCRATCH = tuple_of(
-    RING, "f4:2 f4:1 i4:1 i4:1 i4:2 u4:1 i4:2 i4:2 u4:1 u4:1 i4:2 i4:1 i4:1 i8:1", names=Scratch
+    RING, "f4:2 f4:1 i4:1 i4:1 i4:2 u4:1 i4:2 i4:2 u4:1 u4:1 i4:2 i4:1 i4:1 i8:1", names=TileScratch
 )
 
 
-def scratch_of(num_tokens: int, tables: Any, width: int) -> Scratch:
+def scratch_of(num_tokens: int, tables: Any, width: int) -> TileScratch:
     """Make the room that ``pack`` needs for so many tokens of units of ``width``."""
     padded, room = tables.begins.shape[2], tables.constants.shape[2]
     squares = np.empty(TOKENS, np.float32)
-    return Scratch(
+    return TileScratch(
         ring=ring_of(tables, width, -(-num_tokens // TOKENS)),
         rows=np.zeros((TOKENS, width), np.float32),
         squares=squares,
