@@ -201,9 +201,7 @@ def record_target(*, of_page: bool) -> Target:
         note=bytes(2 * count),
     )
     key, head = records.key("t", "a session"), bytes(records.pack(record))
-    pages = {
-        x.key: bytes(records.pack_page(record, x.key)) for x in records.pieces(record) if x.is_page
-    }
+    pages = {x: bytes(records.pack_page(record, x)) for x in records.page_keys(record)}
     first = next(iter(pages))
 
     def read(head: bytes, pages: dict[bytes, bytes]) -> None:

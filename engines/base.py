@@ -102,7 +102,7 @@ class HasReplicas(Protocol):
 
 @runtime_checkable
 class LimitsTenants(Protocol):
-    """An engine that holds tenants to bytes of the tiers, if ``Welcome.limits_tenants``."""
+    """An engine that holds tenants to bytes of the tiers: any but one that is several."""
 
     @property
     def welcome(self) -> Welcome | None: ...

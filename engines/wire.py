@@ -4,7 +4,7 @@ A frame is a four-byte big-endian length and a msgpack body of at most ``MAX_FRA
 gateway sends ``ControlRequest``; the engine answers each with one ``ControlReply`` of the same
 number, and may send ``Notice`` at any time. KV bytes never travel here.
 
-Every engine obeys all verbs but ``Measure`` and ``LimitTenants``, which its ``Welcome`` announces.
+Every engine obeys all verbs; whether its model can be measured now, its ``Welcome`` says.
 """
 
 from __future__ import annotations
@@ -243,7 +243,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     hibernation_reason: str = ""  # why not, in one sentence
     template: TemplateRules = TemplateRules()
     can_measure: bool = False  # it obeys ``Measure``
-    limits_tenants: bool = False  # it obeys ``LimitTenants``
     live_kv: KVSize | None = None  # as this engine keeps it; None: not reported
     # With two bytes for each value of K and V, in every dtype of the engine, and recurrent states
     # as they are: what packed bytes are compared with.

@@ -22,7 +22,7 @@ UNWRITTEN = 0xA5  # bytes of device memory that nothing was copied to
 
 
 class LazyStream:
-    """Implements ``accelerator.Stream``. Thread-safe.
+    """Implements ``blocks.Stream``. Thread-safe.
 
     Args:
         model: the stream that marks are of; None for the model's own.

@@ -39,7 +39,6 @@ async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
         codec=CODEC,
         hibernation=True,
         can_measure=True,
-        limits_tenants=True,
         live_kv=KVSize(HOT_BYTES_PER_TOKEN),
         bf16_kv=KVSize(HOT_BYTES_PER_TOKEN),
         sees_images=SIGHTED in config.served_model_name,

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import msgspec
 
@@ -104,17 +104,7 @@ class SessionVerbs(Protocol):
 
     async def adopt(self) -> CodecReport: ...
 
-
-@runtime_checkable
-class Measures(Protocol):
-    """The verb that only some engines have; their welcome says so."""
-
     async def measure(self, order: CalibrationOrder | None) -> CodecReport: ...
-
-
-@runtime_checkable
-class TakesTenantLimits(Protocol):
-    """The verb of engines that hold tenants to bytes of the tiers; their welcome says so."""
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses: ...
 
@@ -223,9 +213,9 @@ class ControlServer:
                 return Stats(await self._verbs.stats())
             case Adopt():
                 return Adopted(await self._verbs.adopt())
-            case Measure() if isinstance(self._verbs, Measures):
+            case Measure():
                 return Adopted(await self._verbs.measure(verb.order))
-            case LimitTenants() if isinstance(self._verbs, TakesTenantLimits):
+            case LimitTenants():
                 return await self._verbs.limit_tenants(verb.tiers)
             case _:
                 return Refused(f"{type(verb).__name__} is not known here")

@@ -234,7 +234,6 @@ async def _welcome(
         hibernation_reason=facts.hibernation_reason,
         template=rules,
         can_measure=can_measure,
-        limits_tenants=True,
         live_kv=live,
         bf16_kv=bf16,
         fill_in=fill_in_of(owner.loaded.tokenizer.get_vocab()),

@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -115,21 +115,6 @@ class ModelFacts:
     hibernation: bool
     hibernation_reason: str = ""  # why not
     usual_sampling: UsualSampling = UsualSampling()
-
-
-class Generator(Protocol):
-    """The owner thread as the HTTP side sees it; ``owner.Owner`` is one."""
-
-    @property
-    def facts(self) -> ModelFacts: ...
-
-    def submit(self, generation: Generation) -> EventQueue:
-        """Start a generation. Called on the event loop.
-
-        Raises:
-            ContextTooLong: the prompt fills the context.
-            QueueFull: too many requests wait already.
-        """
 
 
 class EventQueue:

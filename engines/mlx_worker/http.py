@@ -53,9 +53,10 @@ from engines.mlx_worker.answer.reply_format import (
     collected,
 )
 from engines.mlx_worker.embeddings import Embedder, shown
-from engines.mlx_worker.generation import ContextTooLong, Generator
+from engines.mlx_worker.generation import ContextTooLong
 from engines.mlx_worker.grammar import GrammarCompiler
 from engines.mlx_worker.model.loading import Vocabulary
+from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.prompt.chat_template import PromptTokens
 from engines.mlx_worker.prompt.request_planner import Planning, RequestPlanner
 from engines.mlx_worker.prompt.tools import grammar_wanted
@@ -99,7 +100,7 @@ _ANSWERED = (
 
 
 def create_app(
-    owner: Generator,
+    owner: Owner,
     tokenizer: TokenizerWrapper,
     config: WorkerConfig,
     keepalive_s: float = KEEPALIVE_S,
@@ -129,7 +130,7 @@ class Endpoints:
 
     def __init__(
         self,
-        owner: Generator,
+        owner: Owner,
         tokenizer: TokenizerWrapper,
         config: WorkerConfig,
         keepalive_s: float,

@@ -81,7 +81,7 @@ def _no_store(model: LoadedModel, plan: CachePlan) -> str:
 
 
 class Owner:
-    """The owner thread; a ``Generator``. Its public methods are called on the event loop."""
+    """The owner thread. Its public methods are called on the event loop."""
 
     def __init__(
         self,

@@ -173,7 +173,6 @@ def joined_welcome(welcomes: Sequence[Welcome]) -> Welcome:
         hibernation=all(x.hibernation for x in welcomes),
         hibernation_reason=next((x.hibernation_reason for x in welcomes if not x.hibernation), ""),
         can_measure=all(x.can_measure for x in welcomes),
-        limits_tenants=False,  # each of them is asked by itself
         sees_images=all(x.sees_images for x in welcomes),
     )
 

@@ -24,10 +24,17 @@ NULL_BLOCK: Final = 0
 IN_USE: Final = -1
 
 
-class CachedBlocks(Protocol):
-    """The part of ``vllm.v1.core.block_pool.BlockPool`` that finds blocks by hash."""
+class BlockPool(Protocol):
+    """The members of ``vllm.v1.core.block_pool.BlockPool`` that the plug-in uses."""
+
+    blocks: Sequence[Any]
+    num_gpu_blocks: int
 
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any: ...
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Any) -> None: ...
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
+    def get_num_free_blocks(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Groups:
         ]
 
     def held_states(
-        self, pool: CachedBlocks, hashes: Sequence[bytes], boundaries: Iterable[int]
+        self, pool: BlockPool, hashes: Sequence[bytes], boundaries: Iterable[int]
     ) -> dict[int, list[int]]:
         """The first of ``boundaries`` whose whole state vLLM still has, with the state's block ids.
 
@@ -92,7 +99,7 @@ class Groups:
         return {}
 
     def states_to_keep(
-        self, pool: CachedBlocks, hashes: Sequence[bytes], num_prompt_blocks: int, step: int = 1
+        self, pool: BlockPool, hashes: Sequence[bytes], num_prompt_blocks: int, step: int = 1
     ) -> dict[int, list[int]]:
         """The newest state, and the newest within the prompt, by boundary.
 
@@ -106,7 +113,7 @@ class Groups:
         )
         return before | newest
 
-    def _held(self, pool: CachedBlocks, hashes: Sequence[bytes], boundary: int) -> list[int] | None:
+    def _held(self, pool: BlockPool, hashes: Sequence[bytes], boundary: int) -> list[int] | None:
         blocks: list[int] = []
         for group in self.states:
             for i in group.reach(boundary):

@@ -140,7 +140,6 @@ class RankHello(msgspec.Struct, frozen=True, tag="rank"):
     """The first message of a rank; sent again when its codec changes."""
 
     rank: int
-    codec: str  # id
     bytes_per_token: int  # in vLLM's blocks, on this rank
     packed_bytes_per_token: int  # in a blob; an estimate without states
     live_kv: KVSize = KVSize()  # of this rank; see ``engines.wire.Welcome``

@@ -127,7 +127,7 @@ class TierBytes:
     def _look_at_engines(self) -> None:
         members: dict[str, Member] = {}
         for name, engine in self._engines().items():
-            if (life := engine.welcome) is None or not life.limits_tenants:
+            if (life := engine.welcome) is None:
                 continue
             known = self._members.get(name)
             members[name] = known if known and known.life is life else Member(engine, life)

@@ -88,10 +88,6 @@ class Piece(NamedTuple):
     def is_state(self) -> bool:
         return self.key[:1] == STATE
 
-    @property
-    def is_page(self) -> bool:
-        return self.key[:1] == PAGE
-
 
 class ChainMaker:
     """Names the full chunks of the sessions of one model.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engines.host.work_line import QueueFull
 from engines.http import CacheOutcome
@@ -18,13 +18,15 @@ from engines.mlx_worker.generation import (
     Failed,
     Finished,
     Generation,
-    Generator,
     PrefillProgress,
     PromptAdmitted,
     Token,
 )
 from engines.mlx_worker.grammar import GrammarProcessor
 from engines.openai.requests import InvalidRequest
+
+if TYPE_CHECKING:
+    from engines.mlx_worker.owner import Owner
 
 
 @dataclass
@@ -74,7 +76,7 @@ class ReplyStream:
     Belongs to the event loop.
     """
 
-    def __init__(self, owner: Generator, plan: RequestPlan) -> None:
+    def __init__(self, owner: Owner, plan: RequestPlan) -> None:
         """Submit the plan's generations.
 
         Raises:

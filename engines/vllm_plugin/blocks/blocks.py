@@ -10,8 +10,9 @@ hash, and its entry no longer matches.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,31 @@ class Filling:
     blob: AnyBlob
     skip: int
     block_ids: list[int]
+
+
+class Stream(Protocol):
+    """Runs work in order, in parallel to the model's stream, which never waits for it."""
+
+    def mark(self) -> object:
+        """Remember the work that is queued so far on the current stream.
+
+        Called on the model's thread.
+        """
+
+    def enqueue_after(self, mark: object) -> AbstractContextManager[None]:
+        """Run the work that is queued inside the ``with`` block after the work before ``mark``."""
+
+    def after(self, mark: object) -> AbstractContextManager[None]:
+        """Enqueue like ``enqueue_after``, and wait at the end of the ``with`` block."""
+
+    def ask(self, work: Callable[[], None]) -> None:
+        """Queue launches and copies; call it inside ``enqueue_after``."""
+
+    def completion(self) -> Callable[[], None]:
+        """Return a function that waits until all work queued so far on this stream is done."""
+
+    def drain(self) -> None:
+        """Wait until this stream has no work left."""
 
 
 class Blocks(Protocol):

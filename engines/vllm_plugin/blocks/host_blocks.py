@@ -13,48 +13,24 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from engines.vllm_plugin.blocks.blocks import Filling, Packing
+from engines.vllm_plugin.blocks.blocks import Filling, Packing, Stream
 from kvstore.errors import Unusable
 from kvstore.shapes import KVLayout, KVPair, slice_tokens
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Blob
 from kvstore.workers import Task
 
+if TYPE_CHECKING:
+    from engines.vllm_plugin.blocks.paging import PagedCache
+
 logger = logging.getLogger("thermocline.vllm")
 
 # Small chunks are copied together, because each copy costs a call per layer.
 GROUP_TOKENS: Final = 128
 SPARE_BYTES: Final = 256 << 20
-
-
-class BlockAccess(Protocol):
-    """Reads and writes vLLM's blocks as runs of tokens (``paging.PagedCache``)."""
-
-    @property
-    def layout(self) -> KVLayout: ...
-
-    @property
-    def block_tokens(self) -> int: ...
-
-    def read(self, block_ids: Sequence[int]) -> list[KVPair]:
-        """A copy of the blocks as one run; K and V are (num_kv_heads, num_tokens, head_dim)."""
-
-    def write(self, block_ids: Sequence[int], run: Sequence[KVPair], first_block: int) -> None:
-        """Copy ``run`` from block ``first_block`` on into these blocks."""
-
-
-class DeviceStream(Protocol):
-    """Puts copies in order with the model's work on a device (``device.accelerator``)."""
-
-    def mark(self) -> object:
-        """Make a mark after the model's work queued so far."""
-
-    def after(self, mark: object) -> AbstractContextManager[None]:
-        """Run the copies of the ``with`` block after ``mark``; they are done when it ends."""
 
 
 # One run for all blobs of a group, side by side, and for each blob whether it was unpacked.
@@ -113,33 +89,33 @@ class HostBlocks:
 
     def __init__(
         self,
-        access: BlockAccess,
+        cache: PagedCache,
         store: ColdStore,
-        stream: DeviceStream,
+        stream: Stream,
         spare_bytes: int = SPARE_BYTES,
         why_host: str = "",
     ) -> None:
         self.why_host = why_host
-        self._access = access
+        self._cache = cache
         self._store = store
         self._stream = stream
         self._chunk_tokens = store.chunk_tokens
-        self._chunk_blocks = store.chunk_tokens // access.block_tokens
+        self._chunk_blocks = store.chunk_tokens // cache.block_tokens
         self._group_tokens = max(GROUP_TOKENS // self._chunk_tokens, 1) * self._chunk_tokens
         self._ahead = store.workers.num_threads + 1
         # One load uses the runs unpacked ahead, the next one, and one being copied into blocks.
-        self._runs = RunPool(access.layout, self._ahead + 2, spare_bytes)
+        self._runs = RunPool(cache.layout, self._ahead + 2, spare_bytes)
 
     @property
     def block_bytes(self) -> int:
-        return self._access.block_tokens * self._access.layout.bytes_per_token
+        return self._cache.block_tokens * self._cache.layout.bytes_per_token
 
     def mark(self) -> object:
         return self._stream.mark()
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:
         with self._stream.after(ready):
-            runs = [self._access.read(x.block_ids) for x in wanted]
+            runs = [self._cache.read(x.block_ids) for x in wanted]
         codec, pack = self._store.workers.codec, self._store.packer.pack_rows
         return [codec(pack, x.piece, run) for x, run in zip(wanted, runs, strict=True)]
 
@@ -150,7 +126,7 @@ class HostBlocks:
                 for first, fillings in _stretches(group, decoded):
                     block_ids = [x for filling in fillings for x in filling.block_ids]
                     at = first * self._chunk_blocks + fillings[0].skip
-                    self._access.write(block_ids, run, at)
+                    self._cache.write(block_ids, run, at)
                     filled.update(block_ids)
             self._runs.give(run)
         return filled
@@ -165,7 +141,7 @@ class HostBlocks:
         """
         ahead: deque[tuple[list[Filling], Task[Decoded]]] = deque()
         for group in _groups(
-            wanted, self._group_tokens // self._chunk_tokens, self._access.block_tokens
+            wanted, self._group_tokens // self._chunk_tokens, self._cache.block_tokens
         ):
             ahead.append((group, Task(self._store.workers, partial(self._decoded, group))))
             if len(ahead) > self._ahead:

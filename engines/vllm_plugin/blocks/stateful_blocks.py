@@ -10,36 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from engines.vllm_plugin.blocks.blocks import RestoredBlocks
-from engines.vllm_plugin.blocks.host_blocks import DeviceStream
+from engines.vllm_plugin.blocks.blocks import RestoredBlocks, Stream
 from engines.vllm_plugin.groups import IN_USE, NULL_BLOCK
 from kvstore.blobs.chain import Piece
 from kvstore.blobs.packer import AnyBlob
-from kvstore.blobs.state_tree import StateTree
 from kvstore.errors import ForeignCodec, Unusable
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.planner import BlobRead
 from kvstore.store.states import StateAt, TakenState, unpack_state
 
+if TYPE_CHECKING:
+    from engines.vllm_plugin.blocks.state_layers import StateBlocks
+
 logger = logging.getLogger("thermocline.vllm")
-
-
-class StateAccess(Protocol):
-    """Reads and writes states in vLLM's blocks (``state_layers.StateBlocks``)."""
-
-    def numbers(self, boundary: int) -> list[int]:
-        """Return the number in the session of each block of a state, in the order of their ids."""
-
-    def in_windows(self, boundary: int) -> list[bool]:
-        """Say of each block of a state, in the order of their ids, if it has rows of windows."""
-
-    def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
-        """Copy the state after ``boundary`` blocks from these blocks."""
-
-    def write(self, boundary: int, block_ids: Sequence[int], tree: StateTree) -> None:
-        """Copy the state after ``boundary`` blocks into these blocks. Raises ``Corrupt``."""
 
 
 class _StateBlock(NamedTuple):
@@ -59,7 +44,7 @@ class StatefulBlocks:
     """
 
     def __init__(
-        self, states: StateAccess, store: ColdStore, stream: DeviceStream, block_tokens: int
+        self, states: StateBlocks, store: ColdStore, stream: Stream, block_tokens: int
     ) -> None:
         self._states = states
         self._store = store

@@ -24,32 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.vllm_plugin.blocks.blocks import Stream
+
 STEP: Final = 256  # regions, and the parts of blobs in them, begin at multiples of this many bytes
-
-
-class Stream(Protocol):
-    """Runs work in order, in parallel to the model's stream, which never waits for it."""
-
-    def mark(self) -> object:
-        """Remember the work that is queued so far on the current stream.
-
-        Called on the model's thread.
-        """
-
-    def enqueue_after(self, mark: object) -> AbstractContextManager[None]:
-        """Run the work that is queued inside the ``with`` block after the work before ``mark``."""
-
-    def after(self, mark: object) -> AbstractContextManager[None]:
-        """Enqueue like ``enqueue_after``, and wait at the end of the ``with`` block."""
-
-    def ask(self, work: Callable[[], None]) -> None:
-        """Queue launches and copies; call it inside ``enqueue_after``."""
-
-    def completion(self) -> Callable[[], None]:
-        """Return a function that waits until all work queued so far on this stream is done."""
-
-    def drain(self) -> None:
-        """Wait until this stream has no work left."""
 
 
 class Accelerator(Protocol):

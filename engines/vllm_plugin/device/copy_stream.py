@@ -9,7 +9,8 @@ from typing import Final, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engines.vllm_plugin.device.accelerator import Region, StagingRing, Stream, rounded_up, sent
+from engines.vllm_plugin.blocks.blocks import Stream
+from engines.vllm_plugin.device.accelerator import Region, StagingRing, rounded_up, sent
 from engines.vllm_plugin.device.staging_layout import StagingLayout, TokenRun
 from kvstore.blobs.chain import Piece
 from kvstore.store.cold_store import ColdStore

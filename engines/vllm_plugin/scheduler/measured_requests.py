@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -24,6 +24,7 @@ from engines.vllm_plugin.messages import (
     RunForward,
 )
 from engines.vllm_plugin.plan import Given
+from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 
@@ -32,30 +33,12 @@ LOOK_EVERY_S: Final = 0.05
 MOST_S: Final = 600.0
 
 
-class ForwardHub(Protocol):
-    """The part of ``Hub`` that measurements use."""
-
-    @property
-    def num_fronts(self) -> int:
-        """The number of HTTP servers that are connected."""
-
-    def ask_front(self, order: RunForward) -> None:
-        """Order one of the HTTP servers to submit a request to vLLM."""
-
-    def send_to_ranks(self, news: ForwardDone | JointFindings) -> None:
-        """Send news of the measurement to every rank."""
-
-    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``work()`` on the event loop."""
-
-
 class Forwards:
     """The orders of the ranks. On the hub's event loop; any thread may call ``order_of``."""
 
-    def __init__(self, hub: ForwardHub, num_ranks: int, is_idle: Callable[[], bool]) -> None:
+    def __init__(self, hub: Hub, is_idle: Callable[[], bool]) -> None:
         """``is_idle``: no user's request runs or waits. Called on the hub's thread."""
         self._hub = hub
-        self._num_ranks = num_ranks
         self._is_idle = is_idle
         self._heard: dict[int, Forward] = {}  # the newest order, by rank
         self._last = 0  # number of the order that was carried out last
@@ -73,7 +56,7 @@ class Forwards:
             return
         self._heard[order.rank] = order
         wanted = {msgspec.structs.replace(x, rank=0) for x in self._heard.values()}
-        if len(self._heard) == self._num_ranks and len(wanted) == 1:
+        if len(self._heard) == self._hub.num_ranks and len(wanted) == 1:
             self._heard.clear()
             self._findings.clear()  # of a measurement before: figures come after its last order
             self._last = order.number
@@ -91,7 +74,7 @@ class Forwards:
         found = [self._findings[x] for x in sorted(self._findings)]
         if error := next((x.error for x in found if x.error), ""):
             self._hub.send_to_ranks(JointFindings((), error))
-        elif len(found) == self._num_ranks:
+        elif len(found) == self._hub.num_ranks:
             self._hub.send_to_ranks(JointFindings(worst_of([x.rows for x in found])))
 
     async def _carry_out(self, order: Forward) -> None:

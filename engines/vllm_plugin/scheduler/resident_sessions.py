@@ -22,27 +22,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from engines.vllm_plugin.groups import DENSE, Groups
+from engines.vllm_plugin.groups import DENSE, BlockPool, Groups
 from kvstore.blobs.chain import num_common
 from kvstore.session import SessionName, SessionRef
 
 MAX_SESSIONS: Final = 4096
 LOOKUPS: Final = 3  # tries for one block, if vLLM's thread disturbs them; a try takes microseconds
-
-
-class BlockPool(Protocol):
-    """The members of ``vllm.v1.core.block_pool.BlockPool`` that the plug-in uses."""
-
-    blocks: Sequence[Any]
-    num_gpu_blocks: int
-
-    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any: ...
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-    def free_blocks(self, ordered_blocks: Any) -> None: ...
-    def evict_blocks(self, block_ids: set[int]) -> None: ...
-    def get_num_free_blocks(self) -> int: ...
 
 
 @dataclass

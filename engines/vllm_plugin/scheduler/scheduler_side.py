@@ -14,7 +14,7 @@ import msgspec
 from engines.host.control_server import ControlServer
 from engines.vllm_plugin.chat_template import fill_in, sees_images, template_rules
 from engines.vllm_plugin.config import PluginSettings
-from engines.vllm_plugin.groups import Groups
+from engines.vllm_plugin.groups import BlockPool, Groups
 from engines.vllm_plugin.inventory import Inventory, wants_events
 from engines.vllm_plugin.measuring.request_runner import unmeasurable
 from engines.vllm_plugin.messages import (
@@ -30,7 +30,7 @@ from engines.vllm_plugin.messages import (
 from engines.vllm_plugin.scheduler.hub import Hub, SaveAcks
 from engines.vllm_plugin.scheduler.measured_requests import Forwards, MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
-from engines.vllm_plugin.scheduler.resident_sessions import BlockPool, ResidentSessions
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
 from engines.vllm_plugin.scheduler.shared_prefills import PrefillsInFlight
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
@@ -114,7 +114,7 @@ class SchedulerSide:
         self._resident = ResidentSessions()
         self._acks = SaveAcks(num_ranks)
         self._hub = Hub(settings.hub_path, num_ranks, self._receive)
-        self._forwards = Forwards(self._hub, num_ranks, lambda: not self.tracker.num_requests)
+        self._forwards = Forwards(self._hub, lambda: not self.tracker.num_requests)
         saves = TurnSaves(self._resident, blocks, num_ranks)
         self.tracker = RequestTracker(
             Restores(
@@ -148,7 +148,6 @@ class SchedulerSide:
             codec=CodecReport(name=""),
             hibernation=True,
             template=template_rules(vllm_config.model_config),
-            limits_tenants=True,
             can_measure=not unmeasurable(vllm_config, groups),
             sees_images=sees_images(vllm_config.model_config),
             fill_in=fill_in(vllm_config.model_config),

@@ -16,20 +16,12 @@ is no circle.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple
 
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks, TrackedRequest
 
 # Steps in a row in which the running request may get no tokens.
 MAX_STALLED: Final = 4
-
-
-@runtime_checkable
-class HoldsBack(Protocol):
-    """A connector that lets requests wait although vLLM could run them."""
-
-    @property
-    def num_held_back(self) -> int: ...
 
 
 class Awaited(NamedTuple):

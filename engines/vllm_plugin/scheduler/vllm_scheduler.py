@@ -17,7 +17,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from engines.vllm_plugin.grammar.backend import choose_compilers
-from engines.vllm_plugin.scheduler.shared_prefills import HoldsBack
 
 
 class SharedPrefillScheduler(Scheduler):
@@ -34,8 +33,8 @@ class SharedPrefillScheduler(Scheduler):
 
     def get_request_counts(self) -> tuple[int, int]:
         running, waiting = super().get_request_counts()
-        if self._divides and isinstance(self.connector, HoldsBack):
-            waiting -= self.connector.num_held_back
+        if self._divides:  # vLLM's own connectors hold none back
+            waiting -= getattr(self.connector, "num_held_back", 0)
         return running, waiting
 
 

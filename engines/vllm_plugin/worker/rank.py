@@ -10,12 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.config import CalibrationOrder
 from engines.vllm_plugin.messages import (
     Ask,
     ForwardDone,
@@ -54,6 +53,9 @@ from kvstore.errors import StoreClosed
 from kvstore.ledger.record import SessionRecord
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.restorer import Fetched
+
+if TYPE_CHECKING:
+    from engines.vllm_plugin.measuring.rank_measuring import RankMeasuring
 
 logger = logging.getLogger("thermocline.vllm")
 
@@ -121,19 +123,6 @@ class StagingArea:
             return len(self._wanted)
 
 
-class Measurement(Protocol):
-    """The rank's part in measuring the model (``RankMeasuring``)."""
-
-    def with_progress(self, report: CodecReport) -> CodecReport:
-        """Return the report with the progress and the end of the measurement filled in."""
-
-    def begin(self, *, order: CalibrationOrder | None = None) -> None:
-        """Begin a measurement, unless one runs already or measuring is impossible."""
-
-    def receive(self, news: ForwardDone | JointFindings) -> None:
-        """Receive the hub's news of the measurement."""
-
-
 class RankLink:
     """The connection to the hub: one thread receives messages, a few others carry them out."""
 
@@ -146,7 +135,7 @@ class RankLink:
         staging: StagingArea,
         why_host: Callable[[], str],
         codecs: ServedCodecs,
-        measurement: Measurement,
+        measuring: RankMeasuring,
     ) -> None:
         """Connect from now on.
 
@@ -162,7 +151,7 @@ class RankLink:
         self._staging = staging
         self._why_host = why_host
         self._codecs = codecs
-        self._measurement = measurement
+        self._measuring = measuring
         self._sending = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
@@ -253,7 +242,7 @@ class RankLink:
             case Ask():
                 self._verb_threads.submit(self._answer, message, connection)
             case ForwardDone() | JointFindings():
-                self._measurement.receive(message)
+                self._measuring.receive(message)
 
     def _send_on(self, connection: socket.socket | None, message: Message) -> None:
         """Send a message, but only if the connection of its question is still the current one.
@@ -311,15 +300,13 @@ class RankLink:
 
     def _report(self) -> CodecReport:
         report = msgspec.structs.replace(self._codecs.report, why_host=self._why_host())
-        return self._measurement.with_progress(report)
+        return self._measuring.with_progress(report)
 
     def adopt(self) -> None:
         """Make the store adopt the codecs that the model's profile allows now."""
         self._codecs.renew(self._store.adopt)
         packed = packed_bytes_per_token(self._store)
-        self._hello = msgspec.structs.replace(
-            self._hello, codec=self._codecs.codecs.rows.id, packed_bytes_per_token=packed
-        )
+        self._hello = msgspec.structs.replace(self._hello, packed_bytes_per_token=packed)
         self.send(self._hello)  # the hub uses it to estimate the bytes of a restore
 
     def _settle(self, verb: Verb | Look) -> bool:
@@ -337,7 +324,7 @@ class RankLink:
                 self.adopt()
                 return []
             case Measure(order):
-                self._measurement.begin(order=order)
+                self._measuring.begin(order=order)
                 return []
             case Demote(session, tier) if tier is not None:
                 self._store.demote(session, tier)

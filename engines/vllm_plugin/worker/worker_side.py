@@ -189,7 +189,6 @@ def open_worker_side(
         settings.hub_path,
         RankHello(
             rank,
-            codecs.codecs.rows.id,
             cache.layout.bytes_per_token,
             packed_bytes_per_token(store),
             *kv_sizes(cache.layout, states),

@@ -15,7 +15,6 @@ from openai import AsyncOpenAI
 
 from engines.config import EngineConfig
 from engines.mlx_worker.embeddings import Embedder
-from engines.mlx_worker.generation import Generator
 from engines.mlx_worker.http import create_app
 from engines.mlx_worker.owner import Owner
 from tests.integration.tiny_models import tiny_model
@@ -73,7 +72,7 @@ async def started_owner(max_batch: int, kind: str = "llama") -> AsyncIterator[Ow
 
 @asynccontextmanager
 async def staged(
-    owner: Generator, tokenizer: Any, keepalive_s: float = 5.0, embedder: Embedder | None = None
+    owner: Owner, tokenizer: Any, keepalive_s: float = 5.0, embedder: Embedder | None = None
 ) -> AsyncIterator[Stage]:
     config = worker_config(model_path="toy", served_model_name="toy", token=TOKEN)
     app = create_app(owner, tokenizer, config, keepalive_s, embedder)

@@ -104,18 +104,18 @@ def link_to(
     *,
     hello: RankHello | None = None,
     codecs: ServedCodecs | None = None,
-    measurement: Unmeasured | None = None,
+    measuring: Unmeasured | None = None,
 ) -> RankLink:
     """Connect a rank to the hub at ``path``."""
     return RankLink(
         path,
-        hello or RankHello(0, "raw.1", 1000, 1000),
+        hello or RankHello(0, 1000, 1000),
         store,
         BLOCK,
         StagingArea() if staging is None else staging,
         str,
         codecs or served(),
-        measurement or Unmeasured(),
+        measuring or Unmeasured(),
     )
 
 
@@ -151,7 +151,7 @@ class Engine:
         return open_store(ram_and_disk(folder / f"disk{i}"), **config)
 
     def _link(self, i: int, folder: Path) -> RankLink:
-        parts = {"hello": RankHello(i, "raw.1", 1000, 1000), "measurement": self.measurements[i]}
+        parts = {"hello": RankHello(i, 1000, 1000), "measuring": self.measurements[i]}
         return link_to(str(folder / "hub.sock"), self.stores[i], self.staging[i], **parts)
 
     def begin_save(self, session: str = "s") -> threading.Event:

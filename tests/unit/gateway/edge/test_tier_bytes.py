@@ -42,7 +42,7 @@ class TierOfEngine:
         """Begin another life."""
         self.tier = tier
         self.name: TierName = tier.name  # type: ignore[assignment]
-        self.welcome = msgspec.structs.replace(WELCOME, limits_tenants=True)
+        self.welcome = msgspec.structs.replace(WELCOME)
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
         await self.may_answer.wait()

@@ -59,7 +59,7 @@ def key_of(record: SessionRecord) -> bytes:
 
 def stored(record: SessionRecord) -> dict[bytes, Blob]:
     """The record and its pages, by key."""
-    pages = [x.key for x in OURS.pieces(record) if x.is_page]
+    pages = OURS.page_keys(record)
     return {key_of(record): OURS.pack(record)} | {x: OURS.pack_page(record, x) for x in pages}
 
 
@@ -123,7 +123,7 @@ def test_a_chain_that_grows_keeps_its_pages_and_sessions_share_them():
 def test_a_lost_page_costs_the_rest_of_the_chain_only(num_chunks, which, how, at):
     record = record_of(num_chunks, 2, [PAGE_CHUNKS // 2, PAGE_CHUNKS + 7, num_chunks])
     blobs = stored(record)
-    pages = [x.key for x in OURS.pieces(record) if x.is_page]
+    pages = OURS.page_keys(record)
     good = bytes(blobs[pages[which]])
     if how == "gone":
         del blobs[pages[which]]

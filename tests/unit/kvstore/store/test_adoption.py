@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
+from kvstore.blobs.chain import PAGE
 from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
@@ -35,7 +36,7 @@ def bytes_of(store: ColdStore, session_id: str = "s") -> int:
     """Bytes of the session's blobs, besides its record and pages."""
     record = store.record(ref(session_id))
     assert record is not None
-    keys = [x.key for x in store.ledger.records.pieces(record) if not x.is_page]
+    keys = [x.key for x in store.ledger.records.pieces(record) if x.key[:1] != PAGE]
     return sum(len(x or b"") for x in store.ledger.stack.find(0, keys))
 
 

@@ -47,7 +47,7 @@ class Rank(Peer):
     """A rank with nothing but the measuring thread's client."""
 
     def __init__(self, path: str, number: int) -> None:
-        super().__init__(path, RankHello(number, "raw.1", 1, 1))
+        super().__init__(path, RankHello(number, 1, 1))
         self.client = ForwardClient(number, lambda order: self.link.sendall(frame(order)))
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -65,7 +65,7 @@ class Rig:
     def __init__(self, path: str) -> None:
         self.idle = True
         self.hub = Hub(path, 2, self._receive)
-        self.forwards = Forwards(self.hub, 2, lambda: self.idle)
+        self.forwards = Forwards(self.hub, lambda: self.idle)
         self.hub.start()
         self.ranks = [Rank(path, i) for i in range(2)]
         self.front = Peer(path, FrontHello())

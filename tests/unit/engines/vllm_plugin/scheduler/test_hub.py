@@ -96,7 +96,7 @@ def hub_path(folder: Path) -> str:
 
 def test_ranks_may_come_before_the_hub(tmp_path):
     store, staging = open_store(), StagingArea()
-    link = link_to(hub_path(tmp_path), store, staging, hello=RankHello(0, "raw.1", 1, 1))
+    link = link_to(hub_path(tmp_path), store, staging, hello=RankHello(0, 1, 1))
     hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
     hub.start()
     until(lambda: hub.ready)
@@ -126,7 +126,7 @@ MANY = 2 * MAX_UNSENT_BYTES // MEGABYTE
 
 
 def test_a_rank_that_does_not_read_is_cut_off(hub, tmp_path):
-    with peer(tmp_path, RankHello(0, "raw.1", 1, 1)):
+    with peer(tmp_path, RankHello(0, 1, 1)):
         until(lambda: hub.ready)
         for ticket in range(MANY):
             hub.send(Stage(ticket, None, 0, bytes(MEGABYTE)))
@@ -183,12 +183,12 @@ def test_a_request_does_not_wait_for_a_rank_that_is_silent(tmp_path: Path) -> No
     hub = Hub(str(tmp_path / "hub.sock"), 2, lambda news: None)
     hub.start()
     store, staging = open_store(), StagingArea()
-    link = link_to(hub_path(tmp_path), store, staging, hello=RankHello(0, "raw.1", 1, 1))
+    link = link_to(hub_path(tmp_path), store, staging, hello=RankHello(0, 1, 1))
     save(store, ref(), CHAIN)
     tokens = tokens_of(24, 1)
     restores = Restores(hub, TokenBlocks(BLOCK), deadline_s=0.2, max_staged_bytes=200)
     first, second = (TrackedRequest(Request(tokens, name=x), ref()) for x in ("r1", "r2"))
-    with peer(tmp_path, RankHello(1, "raw.1", 1, 1)):
+    with peer(tmp_path, RankHello(1, 1, 1)):
         until(lambda: hub.ready)
         assert restores.match(first, 0, idle=True) == (None, False)
         assert restores.match(second, 0, idle=True) == (None, False)  # there is no room for it

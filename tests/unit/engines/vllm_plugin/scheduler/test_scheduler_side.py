@@ -66,7 +66,7 @@ class Bench:
         self.pool = Pool()
         self.side.bind(self.pool)
         self.store = open_store([RamTier(1_600_000)])  # room for two sessions
-        hello = RankHello(0, "raw.1", 1000, 1000, KVSize(1000), KVSize(500))
+        hello = RankHello(0, 1000, 1000, KVSize(1000), KVSize(500))
         self.link = link_to(settings.hub_path, self.store, hello=hello)
         if events:
             self.link.watch(RestingWatch(self.store, BLOCK, self.link.send))

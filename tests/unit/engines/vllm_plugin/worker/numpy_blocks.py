@@ -13,7 +13,7 @@ from tests.block_sessions import BLOCK, LAYOUT, rows_of
 
 
 class NumpyBlocks:
-    """Implements ``host_blocks.BlockAccess`` on arrays.
+    """Stands in for ``paging.PagedCache``, on arrays.
 
     ``pages[layer]`` are K and V, (num_blocks, num_kv_heads, block_tokens, head_dim).
     """

@@ -48,7 +48,7 @@ OTHER_IDS = [55, 56, 57, 58, 59]
 
 
 class NumpyStates:
-    """Implements ``stateful_blocks.StateAccess``: a recurrent layer, and one with a window."""
+    """Stands in for ``state_layers.StateBlocks``: a recurrent layer, and one with a window."""
 
     def __init__(self, window_blocks: int) -> None:
         self._window_blocks = window_blocks
