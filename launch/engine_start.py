@@ -14,7 +14,6 @@ import msgspec
 
 from engines.base import Engine, EngineError
 from engines.config import WorkerConfig
-from engines.pool.choice import Homes
 from engines.pool.listed_pool import (
     ListedPool,
     ListedReplica,
@@ -22,6 +21,7 @@ from engines.pool.listed_pool import (
     engine_token,
     list_token,
 )
+from engines.pool.replica_choice import Homes
 from engines.pool.replica_pool import MOVES_AT, MOVES_AT_ALONE
 from kvstore.config import StoreConfig
 from launch.errors import LaunchError, UsageError

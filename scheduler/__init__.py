@@ -1,5 +1,7 @@
 """Decides which sessions are hot and which sleep; pure logic: no HTTP, no arrays, no own clock.
 
+Engines evict by themselves as well, when they run out of memory; their reports say so.
+
 ``sessions`` is the front: it admits turns (``admission``), keeps rows (``table``, ``session``)
 true to the engine's reports (``follower``), looks for sessions to put to sleep (``sweeps``) and
 has the engine do it (``moves``). ``sweeps`` defines the order in which they go, over the queues of

@@ -12,5 +12,6 @@ control protocol; codec threads use numpy only. The way of a chat:
 7. ``batch/batches.py`` decodes, one token per sequence and step.
 8. ``generation.py`` carries the tokens back to the event loop.
 9. ``answer/reply.py`` and ``answer/reply_format.py`` make text, tool calls and chunks of them.
-10. ``sessions/hot_cache.py`` keeps the turn's KV hot at its end and saves it in the cold store.
+10. ``batch/request.py`` ends the turn, also a cancelled one.
+11. ``sessions/hot_cache.py`` keeps its KV hot and saves it in the cold store.
 """

@@ -27,8 +27,8 @@ import msgspec
 
 from engines.base import SAVE_S, Engine, EngineError, EngineUnavailable, SessionRef
 from engines.client.connection import HttpAddress, HttpExchange
-from engines.pool.choice import Homes
 from engines.pool.replica import Replica, ReplicaDeletions
+from engines.pool.replica_choice import Homes
 from engines.pool.replica_pool import MOVES_AT, ReplicaPool
 
 log = logging.getLogger("thermocline.engines")

@@ -39,8 +39,8 @@ from engines.client.control_link import NoticeQueue
 from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
 from engines.config import CalibrationOrder
 from engines.http import session_from
-from engines.pool.choice import Homes, ReplicaChoice
 from engines.pool.replica import Replica, difference, joined_report, joined_welcome
+from engines.pool.replica_choice import Homes, ReplicaChoice
 from kvstore.session import SessionName
 
 log = logging.getLogger("thermocline.engines")

@@ -130,7 +130,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def num_held_back(self) -> int:
-        """The number of requests that wait for a running one: see ``vllm_scheduler``."""
+        """The number of requests that wait for a running one: see ``scheduler.vllm_scheduler``."""
         return self._scheduler.tracker.num_held_back
 
     def get_external_cache_hit_sources(

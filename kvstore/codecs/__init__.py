@@ -1,4 +1,6 @@
-"""Codecs, which pack runs of KV into payloads and unpack them, and are chosen by name.
+"""Codecs, which pack runs of KV into payloads and unpack them, and are opened by name.
+
+Which of them serves a model is chosen by ``engines.calibration.gate``.
 
 A new preset needs a row in ``catalogue``, and a function or constant that makes it in the folder
 of its kind. ``presets`` opens a codec by its name; ``calibrated`` opens a learned one with its

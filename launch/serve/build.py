@@ -15,10 +15,10 @@ import msgspec
 from fastapi import FastAPI
 
 from engines.base import Engine, TierName
-from engines.pool.choice import Homes
 from engines.pool.hub_cache import HubCache
 from engines.pool.loading import Loading
 from engines.pool.on_demand import OnDemand
+from engines.pool.replica_choice import Homes
 from engines.pool.replica_pool import MOVES_AT, MOVES_AT_ALONE, ReplicaPool
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -9,6 +10,10 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import FILES, tree_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -18,6 +23,8 @@ FENCE = re.compile(r"^```.*?^```|`[^`\n]*`|<!--.*?-->", re.DOTALL | re.MULTILINE
 OUR_FILE = re.compile(
     r"`((?:gateway|scheduler|engines|kvstore|launch|tests|benchmarks|docs)/[\w./-]+\.(?:py|sh|md|toml))`"
 )
+# The name of a class in back quotes, perhaps with a method, or of a function with an underscore.
+OUR_NAME = re.compile(r"`([A-Z][A-Z]*[a-z]\w*|_[a-z]\w*)(?:\.\w+)?`")
 # References that a browser fetches by itself, without a click.
 FETCHED = re.compile(
     r"<(?:script|img|iframe)[^>]*\ssrc=\"?(https?:)?//|"
@@ -44,6 +51,15 @@ def test_files_that_are_named_exist():
     """A path may leave out its first folders where the page has said which are meant."""
     named = {(names(page), x) for page in PAGES for x in OUR_FILE.findall(page.read_text("utf-8"))}
     assert {x for x in named if not is_file(x[1])} == set()
+
+
+@pytest.mark.share("sources")
+def test_names_of_code_in_the_architecture_exist():
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    defined = {x.name for path in FILES for x in ast.walk(tree_of(path)) if isinstance(x, kinds)}
+    named = set(OUR_NAME.findall((ROOT / "docs" / "architecture.md").read_text("utf-8")))
+    assert len(named) > 10
+    assert named - defined == set()
 
 
 def test_lists_and_tables_have_an_empty_line_before_them():

@@ -25,7 +25,7 @@ from engines.host.work_line import QueueFull
 from engines.http import CACHE_HEADER, PROMPT_HEADER, TENANT_HEADER, patience_from
 from engines.openai.errors import InvalidRequest
 from engines.vllm_plugin.config import BadSettings, settings_from
-from engines.vllm_plugin.grammar.gate import ClientLeft, GrammarGate
+from engines.vllm_plugin.grammar.trial_gate import ClientLeft, GrammarGate
 from engines.vllm_plugin.identity import ANSWER_ID_PREFIX, TENANT
 from engines.vllm_plugin.measuring.request_runner import RequestRunner
 from engines.vllm_plugin.messages import (

@@ -27,8 +27,8 @@ from engines.host.grammar_trial import MAX_CPU_S
 from engines.openai.errors import InvalidRequest
 from engines.openai.schemas.keywords import with_enforceable_formats
 from engines.openai.schemas.vllm_check import passing
-from engines.vllm_plugin.grammar.gate import PROGRAM, ClientLeft, GrammarGate
 from engines.vllm_plugin.grammar.program import guided
+from engines.vllm_plugin.grammar.trial_gate import PROGRAM, ClientLeft, GrammarGate
 from engines.vllm_plugin.grammar.wanted import for_calls
 from engines.vllm_plugin.process.forced_calls import held_to_schema
 from tests.vllm.conftest import model_path

@@ -11,7 +11,6 @@ import pytest
 from aiohttp import web
 
 from engines.base import EngineError, EngineUnavailable, EngineUnreached, SessionRef
-from engines.pool.choice import Homes
 from engines.pool.listed_pool import (
     GONE_S,
     MAX_LISTING_BYTES,
@@ -22,6 +21,7 @@ from engines.pool.listed_pool import (
     read_listing,
 )
 from engines.pool.replica import MAX_OWED_OF_TENANT
+from engines.pool.replica_choice import Homes
 from engines.wire import SessionReport
 from tests.unit.engines.pool.test_replica_pool import Engine, ref
 from tests.waiting import eventually

@@ -21,8 +21,8 @@ from engines.base import (
     Upstream,
 )
 from engines.http import TENANT_HEADER, session_headers
-from engines.pool.choice import Homes, Ring
 from engines.pool.replica import MAX_OWED_OF_TENANT
+from engines.pool.replica_choice import Homes, Ring
 from engines.pool.replica_pool import ReplicaPool
 from engines.wire import EngineReport, Notice, SessionReport, TierStats, absent
 from tests.unit.gateway.in_process import WELCOME, Answered, RecordingEngine
