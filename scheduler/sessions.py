@@ -352,7 +352,7 @@ class SessionManager:
         """Protect a session from sleep and eviction, or stop that; None if it is unknown.
 
         Raises:
-            EngineError: the engine did not do it; ``EngineRefused`` at its limit of pins.
+            EngineError: the engine did not do it.
         """
         session = self._known(ref)
         if session is None:

@@ -56,8 +56,8 @@ ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 _MAX_TOKEN_ID = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
-_MAX_ANSWERS = 128
-_MAX_PARTS = 8192  # of all messages together
+MAX_ANSWERS = 128
+MAX_PARTS = 8192  # of all messages together
 # Set by the engine itself; a client's own template would be code that we run.
 _TEMPLATE_KEYS_OF_OURS = frozenset(
     {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict"}
@@ -209,9 +209,9 @@ class ChatRequest(Body, frozen=True, kw_only=True):
 
     def _check_parts(self) -> None:
         num_parts = sum(len(x.content) for x in self.messages if isinstance(x.content, list))
-        if num_parts > _MAX_PARTS:
+        if num_parts > MAX_PARTS:
             raise FieldError(
-                "messages", f"{num_parts} content parts, more than {_MAX_PARTS}: join them"
+                "messages", f"{num_parts} content parts, more than {MAX_PARTS}: join them"
             )
 
     def _check_tools(self) -> None:
@@ -260,8 +260,8 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
     def _check_prompt(self) -> None:
         if isinstance(self.prompt, list) and len({type(x) for x in self.prompt}) > 1:
             raise FieldError("prompt", "a prompt is a string, token ids, or a list of either")
-        if self.num_answers > _MAX_ANSWERS:
-            raise FieldError("prompt", f"prompts times n must be at most {_MAX_ANSWERS}")
+        if self.num_answers > MAX_ANSWERS:
+            raise FieldError("prompt", f"prompts times n must be at most {MAX_ANSWERS}")
         for prompt in self.prompts:
             if isinstance(prompt, list) and not all(0 <= x <= _MAX_TOKEN_ID for x in prompt):
                 raise FieldError("prompt", "a token id is negative or too large")

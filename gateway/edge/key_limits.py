@@ -173,28 +173,44 @@ def _refusal(why: str, wait_s: float, taken: Taken) -> RequestRefused:
 
 
 class Work(Enum):
-    """Names the bound of a route's work, and the part of the server that has it.
+    """Names the bound of a route's work, and the files that enforce it.
 
-    Each bound is enforced in that part. This is read by the tests and by the page of the routes.
+    This is read by the tests and by the page of the routes.
     """
 
     FIXED = "little work of fixed size, on the event loop"
-    TABLE = "at most 1,000 rows of the gateway's own tables, one tenant's"
+    TABLE = (
+        "at most 1,000 rows of the gateway's own tables, one tenant's (`MAX_ROWS` in"
+        " `gateway/sessions.py`)"
+    )
     STORED = (
-        "stored objects: counted in bytes and items before they are read, on a few threads that"
-        " tenants take in turns"
+        "stored objects: counted in bytes and items before they are read"
+        " (`gateway/stored/objects.py`), on a few threads that tenants take in turns"
+        " (`gateway/stored/stored.py`)"
     )
     RECALL = (
         "a turn, after the stored objects that it goes on from: these count in the budget of all"
-        " bodies before they are read"
+        " bodies before they are read (`gateway/openai/responses/history.py`,"
+        " `gateway/edge/bodies.py`)"
     )
-    TURN = "one place in the line of its tenant; the engine ends it when the client leaves"
+    TURN = (
+        "one place in the line of its tenant (`scheduler/admission.py`); the engine ends it when"
+        " the client leaves (`gateway/relay/turn_response.py`)"
+    )
     QUESTION = (
-        "counted in inputs and tokens before the engine begins; computed in slices, which tenants"
-        " take in turns; ends when the client leaves"
+        "counted in inputs and tokens before the engine begins (`engines/openai/requests.py`); one"
+        " place in a line of its tenant (`scheduler/admission.py`); computed in slices, which"
+        " requests take in turns (`engines/host/work_line.py`); ends when the client leaves"
+        " (`gateway/relay/question.py`)"
     )
-    VERB = "one verb to the engine about one session, with a deadline"
-    SNAPSHOT = "a snapshot that is made once a second at most for all readers of a tenant"
+    VERB = (
+        "one verb to the engine about one session, with a deadline"
+        " (`engines/client/control_link.py`)"
+    )
+    SNAPSHOT = (
+        "a snapshot that is made once a second at most for all readers of a tenant"
+        " (`gateway/watch/snapshots.py`)"
+    )
 
 
 class RouteCost(NamedTuple):
