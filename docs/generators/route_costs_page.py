@@ -110,8 +110,9 @@ def _bounds() -> list[tuple[str, str, str]]:
         ),
         (
             "fields of a chat",
-            f"{_longest('messages'):,} messages, {MAX_PARTS:,} parts in all, {_longest('tools')} tools,"
-            f" {_largest('n')} answers; of completions {MAX_ANSWERS} answers",
+            f"{_longest('messages'):,} messages, {MAX_PARTS:,} parts in all,"
+            f" {_longest('tools')} tools, {_largest('n')} answers;"
+            f" of completions {MAX_ANSWERS} answers",
             "engines/openai/requests.py",
         ),
         (
