@@ -14,7 +14,6 @@ pytest.importorskip("torch", reason="torch lives in vLLM's environment")
 import torch
 
 from engines.vllm_plugin.blocks.block_layout import SplitContent
-from engines.vllm_plugin.blocks.host_blocks import HostBlocks
 from engines.vllm_plugin.blocks.paging import paged_cache
 from engines.vllm_plugin.blocks.state_layers import (
     RecurrentLayers,
@@ -22,25 +21,18 @@ from engines.vllm_plugin.blocks.state_layers import (
     StatePart,
     WindowLayers,
 )
-from engines.vllm_plugin.blocks.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.groups import IN_USE, StateGroup
-from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.block_rows import RankBlocks
-from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
-from engines.vllm_plugin.worker.transfer import Transfer
+from engines.vllm_plugin.plan import Load
 from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
 from kvstore.errors import Corrupt
-from tests.block_sessions import BLOCK, fetch, hashes, open_store, ref, tokens_of
-from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
-from tests.unit.engines.vllm_plugin.worker.test_transfer import ended_loads
+from tests.block_sessions import BLOCK, fetch
+from tests.unit.engines.vllm_plugin.worker.rank_rig import CHAIN, Rank, ended_loads
 
 pytestmark = pytest.mark.vllm
 
-CHAIN = hashes(tokens_of(24))
-IDS = list(range(30, 54))
 GROUPS = (
     StateGroup(0, ("r",), 1, recurrent=True),
     StateGroup(2, ("w",), 3, recurrent=False),
@@ -61,7 +53,7 @@ def bits(tensors, block_ids: Sequence[int]) -> list[bytes]:
     return [x[list(block_ids)].contiguous().view(torch.uint8).numpy().tobytes() for x in tensors]
 
 
-class Rank:
+class StateRank(Rank):
     def __init__(self) -> None:
         self.tensors = recurrent_tensors()
         self.window = window_cache()
@@ -69,46 +61,28 @@ class Rank:
 
     def open(self, states: StateBlocks, **options: Any) -> None:
         kept = states.layout
-        self.store = open_store(
-            needs_state=True, windows=kept.windows, window_tokens=kept.window_tokens, **options
-        )
-        self.staging = StagingArea()
-        self.pages = NumpyBlocks()
-        self.pages.compute(CHAIN, IDS)
-        blocks = HostBlocks(self.pages, self.store, NoStream())
-        stateful = StatefulBlocks(states, self.store, NoStream(), BLOCK)
-        access = RankBlocks(blocks, stateful, self.store, BLOCK)
-        self.transfer = Transfer(access, self.staging)
-
-    def save(self, states: dict[int, list[int]]) -> None:
-        save = Save(1, ref(), CHAIN, IDS, states)
-        self.transfer.save(save, lambda *_: None)
-        assert self.store.wait_saved(ref(), 20)
+        options |= {"windows": kept.windows, "window_tokens": kept.window_tokens}
+        super().__init__((), states, needs_state=True, **options)
 
     def load(self, first: int, end: int, state_ids: list[int]) -> tuple[set[str], set[int]]:
-        self.staging.expect(7)
-        self.staging.put(7, StagedBlobs(fetch(self.store, CHAIN), CHAIN))
+        self.stage()
         self.transfer.load(Load(7, "r", first, list(range(1, 1 + end - first)), state_ids))
         loaded = ended_loads(self.transfer)
         return self.transfer.pop_failed(loaded), self.transfer.pop_bad_blocks()
-
-    def close(self) -> None:
-        self.transfer.close()
-        self.store.close()
 
     def window_rows(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         return [x for pair in self.window.read(block_ids) for x in pair]
 
 
 @pytest.fixture
-def rank() -> Iterator[Rank]:
-    rank = Rank()
+def rank() -> Iterator[StateRank]:
+    rank = StateRank()
     yield rank
     rank.close()
 
 
 def test_a_state_comes_back_into_other_blocks_bit_for_bit(rank):
-    rank.save({24: [11, 12, 13, 14]})
+    rank.save(states={24: [11, 12, 13, 14]})
     state, window = bits(rank.tensors, [11]), rank.window_rows([12, 13, 14])
     assert rank.load(0, 24, [61, 62, 63, 60]) == (set(), set())
     assert bits(rank.tensors, [61]) == state
@@ -117,7 +91,7 @@ def test_a_state_comes_back_into_other_blocks_bit_for_bit(rank):
 
 
 def test_blocks_in_use_are_not_written(rank):
-    rank.save({24: [11, 12, 13, 14]})
+    rank.save(states={24: [11, 12, 13, 14]})
     before = rank.window_rows(list(range(64)))
     assert rank.load(23, 24, [61, IN_USE, IN_USE, 62]) == (set(), set())
     after = rank.window_rows(list(range(64)))
@@ -133,12 +107,12 @@ def by_block(before, after, i: int):
 
 
 def test_a_state_without_a_block_to_go_to_fails(rank):
-    rank.save({24: [11, 12, 13, 14]})
+    rank.save(states={24: [11, 12, 13, 14]})
     assert rank.load(0, 24, [61, 0, 63, 60])[0] == {"r"}
 
 
 def test_a_failure_is_reported_with_its_load_only(rank):
-    rank.save({24: [11, 12, 13, 14]})
+    rank.save(states={24: [11, 12, 13, 14]})
     rank.transfer.load(Load(9, "other", 0, [1], []))  # nothing is staged for it
     loaded = ended_loads(rank.transfer)
     assert rank.transfer.pop_failed(set()) == set()
@@ -147,7 +121,7 @@ def test_a_failure_is_reported_with_its_load_only(rank):
 
 
 def test_the_state_of_another_shape_is_refused_and_dropped(rank):
-    rank.save({24: [11, 12, 13, 14]})
+    rank.save(states={24: [11, 12, 13, 14]})
     rank.tensors[1].resize_(64, 6)  # in place: the engine has this very tensor
     assert rank.load(0, 24, [61, 62, 63, 60])[0] == {"r"}
     assert fetch(rank.store, CHAIN).blobs == []
@@ -165,7 +139,7 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_is_written(cut):
     assert all(np.array_equal(a.array, b.array) for a, b in zip(before, after, strict=True))
 
 
-class PackedRank(Rank):
+class PackedRank(StateRank):
     """A rank whose states are packed: matrices in 8 bits, windows in 4."""
 
     def __init__(self, tensors: list | None = None, window=None) -> None:
@@ -200,7 +174,7 @@ PAGE = CONV.nbytes + MATRIX.nbytes + 40  # with some room at the end
 
 def test_a_packed_state_is_near_and_its_convolution_exact():
     rank = PackedRank()
-    rank.save({24: [11, 12, 13, 14]})
+    rank.save(states={24: [11, 12, 13, 14]})
     conv, matrix, window = rank.conv(11), rank.matrix(11), rank.window_rows([12, 13, 14])
     padding = rank.tensors[0][61, CONV.nbytes + MATRIX.nbytes :].clone()
     assert rank.load(0, 24, [61, 62, 63, 60]) == (set(), set())
@@ -215,10 +189,10 @@ def test_a_packed_state_is_near_and_its_convolution_exact():
 
 def test_a_recurrent_state_alone_comes_back():
     """Without windows, whose blocks say how many tokens a block has."""
-    rank = Rank()
+    rank = StateRank()
     rank.close()
     rank.open(StateBlocks(GROUPS[:1], [RecurrentLayers(rank.tensors)]))
-    rank.save({24: [11]})
+    rank.save(states={24: [11]})
     state = bits(rank.tensors, [11])
     assert rank.load(0, 24, [61]) == (set(), set())
     assert bits(rank.tensors, [61]) == state

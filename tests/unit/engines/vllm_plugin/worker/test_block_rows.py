@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from engines.vllm_plugin.blocks.blocks import RestoredBlocks
-from engines.vllm_plugin.blocks.host_blocks import HostBlocks
-from engines.vllm_plugin.blocks.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.block_rows import BlockRows, RankBlocks
-from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
-from engines.vllm_plugin.worker.transfer import Transfer
-from kvstore.blobs.chain import CHUNK, STATE, WINDOW
-from kvstore.blobs.format import codec_in
+from engines.vllm_plugin.worker.block_rows import BlockRows
+from kvstore.blobs.chain import STATE, WINDOW
 from kvstore.blobs.packer import StoreCodecs
-from kvstore.blobs.state_tree import StateArray, StateTree, WindowArray
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
 from kvstore.shapes import KVLayer, KVLayout
-from kvstore.tiers.base import Tier
 from tests.block_sessions import (
     BLOCK,
     PER_CHUNK,
     chain_of,
-    fetch,
     hashes,
-    open_store,
     ram_and_disk,
     ref,
     tokens_of,
 )
 from tests.kv_sessions import everything
-from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
-from tests.unit.engines.vllm_plugin.worker.test_transfer import CHAIN, ELSEWHERE, IDS, ended_loads
+from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NumpyBlocks
+from tests.unit.engines.vllm_plugin.worker.rank_rig import (
+    CHAIN,
+    ELSEWHERE,
+    IDS,
+    NumpyStates,
+    Rank,
+    ended_loads,
+)
 
 TQ3, TQ4 = codec_by_name("tq3"), codec_by_name("tq4")
 WINDOWS = KVLayout("float32", (KVLayer(2, 64, 64),))
@@ -47,108 +44,9 @@ STATE_IDS = [25, 26, 27, 28, 29]  # of the recurrent layer, and of the window
 OTHER_IDS = [55, 56, 57, 58, 59]
 
 
-class NumpyStates:
-    """Stands in for ``state_layers.StateBlocks``: a recurrent layer, and one with a window."""
-
-    def __init__(self, window_blocks: int) -> None:
-        self._window_blocks = window_blocks
-        random = np.random.default_rng(7)
-        self.recurrent = random.standard_normal((64, 5)).astype(np.float32)
-        self.windows = [random.standard_normal((64, 2, BLOCK, 64), np.float32) for _ in "kv"]
-
-    def numbers(self, boundary: int) -> list[int]:
-        return [boundary - 1, *range(max(boundary - self._window_blocks, 0), boundary)]
-
-    def in_windows(self, boundary: int) -> list[bool]:
-        return [i > 0 for i, _ in enumerate(self.numbers(boundary))]
-
-    def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
-        rows = [np.concatenate([x[i] for i in block_ids[1:]], axis=1) for x in self.windows]
-        recurrent = StateArray("float32", self.recurrent[block_ids[:1]].copy())
-        return [[recurrent], [WindowArray("float32", x[None], i) for i, x in enumerate(rows)]]
-
-    def write(self, boundary: int, block_ids: Sequence[int], tree: StateTree) -> None:
-        (recurrent,), windows = tree
-        self.recurrent[block_ids[0]] = recurrent.array[0]
-        for target, rows in zip(self.windows, windows, strict=True):
-            for n, i in enumerate(block_ids[1:]):
-                target[i] = rows.array[0][:, n * BLOCK : (n + 1) * BLOCK]
-
-    def bits(self, block_ids: Sequence[int]) -> list[bytes]:
-        rows = [x[i].tobytes() for x in self.windows for i in block_ids[1:]]
-        return [self.recurrent[block_ids[0]].tobytes(), *rows]
-
-
-class Rank:
-    """A worker side whose store packs with loss."""
-
-    def __init__(self, tiers: Sequence[Tier], **options: Any) -> None:
-        self.pages, self.tiers = NumpyBlocks(), tiers
-        window = options.get("window_tokens", 0) // BLOCK
-        self.states = NumpyStates(window) if window else None
-        self.store = open_store(tiers, **({"codecs": StoreCodecs(TQ3)} | options))
-        self.staging = StagingArea()
-        blocks, stateful = HostBlocks(self.pages, self.store, NoStream()), None
-        if self.states is not None:
-            stateful = StatefulBlocks(self.states, self.store, NoStream(), BLOCK)
-        self.access = RankBlocks(blocks, stateful, self.store, BLOCK)
-        self.transfer = Transfer(self.access, self.staging)
-        self.ended: list[tuple[int, bool]] = []  # job, and whether it was kept
-        self.pages.compute(CHAIN, IDS)
-
-    def save(
-        self,
-        ids: Sequence[int] = IDS,
-        chain: Sequence[bytes] = CHAIN,
-        states: dict[int, list[int]] | None = None,
-    ) -> None:
-        self.begin(Save(1, ref(), list(chain), list(ids[: len(chain)]), states or {}))
-        assert self.store.flush(120)  # the first one may compile loops
-
-    def begin(self, save: Save) -> None:
-        self.transfer.save(save, lambda save, kept: self.ended.append((save.job, kept)))
-
-    def restore(
-        self,
-        ids: Sequence[int],
-        chain: Sequence[bytes] = CHAIN,
-        first: int = 0,
-        state_ids: Sequence[int] = (),
-    ) -> int:
-        """Load the chain from block ``first`` on; the number of blocks that were stored."""
-        self.staging.expect(7)
-        fetched = fetch(self.store, chain, ref(), first // PER_CHUNK)
-        self.staging.put(7, StagedBlobs(fetched, list(chain)))
-        end = fetched.num_chunks * PER_CHUNK
-        self.transfer.load(Load(7, "r", first, list(ids[first:end]), list(state_ids)))
-        assert ended_loads(self.transfer) == {"r"} and not self.transfer.pop_bad_blocks()
-        return end
-
-    def codecs_in(self, tier: int, kind: bytes = CHUNK) -> list[str]:
-        """Codecs of the blobs of this kind in the RAM tier (0) or on disk (1)."""
-        return sorted(codec_in(blob).decode() for _, blob in self.tiers[tier].scan(kind))
-
-    def evict(self, *numbers: int) -> None:
-        """Lose these chunks in every tier."""
-        keys = [x.key for x in self.store.keys.chunks(chain_of(self.store, CHAIN))]
-        for tier in self.tiers:
-            tier.delete_many([keys[x] for x in numbers])
-
-    def evict_kinds(self, *kinds: bytes) -> None:
-        for tier in self.tiers:
-            tier.delete_many([key for kind in kinds for key, _ in tier.scan(kind)])
-
-    def counted(self, name: str) -> int:
-        return self.store.counters.as_dict().get(name, 0)
-
-    def close(self) -> None:
-        self.transfer.close()
-        self.store.close()
-
-
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Rank]:
-    rank = Rank(ram_and_disk(tmp_path))
+    rank = Rank(ram_and_disk(tmp_path), codecs=StoreCodecs(TQ3))
     yield rank
     rank.close()
 
@@ -216,7 +114,7 @@ def test_after_an_edit_in_the_middle_of_a_chunk_only_computed_chunks_are_packed(
 
 
 def test_exact_copies_are_saved_again(tmp_path):
-    rank = Rank(ram_and_disk(tmp_path), codec="raw", codecs=None)
+    rank = Rank(ram_and_disk(tmp_path), codec="raw")
     rank.save()
     rank.restore(ELSEWHERE)
     rank.evict(3, 4)  # and all that continues them
@@ -253,7 +151,7 @@ def broken(*args: object) -> Any:
 
 @pytest.mark.parametrize("fails", ["nothing", "reading", "packing", "no tier", "closed"])
 def test_blocks_are_released_once_whatever_fails(tmp_path, fails, caplog):
-    rank, released = Rank(ram_and_disk(tmp_path)), list[str]()
+    rank, released = Rank(ram_and_disk(tmp_path), codecs=StoreCodecs(TQ3)), list[str]()
     rows = held(rank, released)
     if fails == "reading":
         rank.pages.read = broken
@@ -305,9 +203,9 @@ def test_a_superseded_save_acknowledges_its_job_and_ends_with_the_newer_one(rank
 
 
 def with_states(folder: Path, window_blocks: int, **options: Any) -> Rank:
-    tokens = window_blocks * BLOCK
-    tiers = ram_and_disk(folder)
-    return Rank(tiers, needs_state=True, windows=WINDOWS, window_tokens=tokens, **options)
+    window = {"windows": WINDOWS, "window_tokens": window_blocks * BLOCK}
+    states = NumpyStates(window_blocks)
+    return Rank(ram_and_disk(folder), states, needs_state=True, **window, **options)
 
 
 @pytest.fixture
@@ -320,7 +218,7 @@ def stateful(tmp_path: Path) -> Iterator[Rank]:
 
 @pytest.mark.parametrize("window", [ODD, EVEN])
 def test_a_state_comes_back_with_its_windows_rows(tmp_path, window):
-    rank = with_states(tmp_path, window, codec="raw", codecs=None)
+    rank = with_states(tmp_path, window, codec="raw")
     own, other = STATE_IDS[: 1 + window], OTHER_IDS[: 1 + window]
     rank.save(states={24: own})
     before = rank.states.bits(own)
@@ -332,10 +230,9 @@ def test_a_state_comes_back_with_its_windows_rows(tmp_path, window):
 
 def test_a_load_that_ends_elsewhere_than_the_state_fails(tmp_path):
     """It happens when another rank has less: no more is offered than every rank has."""
-    rank = with_states(tmp_path, EVEN)
+    rank = with_states(tmp_path, EVEN, codecs=StoreCodecs(TQ3))
     rank.save(states={24: STATE_IDS})
-    rank.staging.expect(7)
-    rank.staging.put(7, StagedBlobs(fetch(rank.store, CHAIN), CHAIN))
+    rank.stage()
     before = rank.states.bits(OTHER_IDS)
     rank.transfer.load(Load(7, "r", 0, ELSEWHERE[:20], OTHER_IDS))
     loaded = ended_loads(rank.transfer)
