@@ -12,8 +12,7 @@ import pytest
 from engines.calibration.gate.profiles import save
 from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
-from engines.mlx_worker.cache.layout import CannotServe, probe
-from engines.mlx_worker.measuring.instrument import MlxInstrument
+from engines.mlx_worker.cache.layout import CannotServe
 from engines.wire import CodecReport
 from kvstore.blobs.chain import CHUNK, STATE, WINDOW
 from kvstore.blobs.format import codec_in
@@ -24,8 +23,8 @@ from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.session_codec import open_session_codec
+from tests.integration.calibration.surveys import instrument_of
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
-from tests.integration.tiny_models import tiny_model
 
 pytestmark = pytest.mark.mlx
 
@@ -34,8 +33,7 @@ ONE, TWO = session("one"), session("two")
 
 def calibrate_whole(data: Path, kind: str) -> tuple[Quality, ...]:
     """Measure presets of whole sessions of a model with states; returns the rows."""
-    loaded = tiny_model(kind)
-    instrument = MlxInstrument(loaded, probe(loaded.model))
+    instrument = instrument_of(kind)
     assert instrument.states is not None
     codecs = {name: open_session_codec(name, None, instrument.states) for name in WHOLE[kind]}
     case = Case("text", tuple(text(1, 256)), tuple(text(2, 40)))
@@ -52,8 +50,7 @@ def calibrate(data: Path, *presets: str, shares: Mapping[str, float] | None = No
     ``shares``: the time of a restore over that of a prefill, by preset, on a machine of the test's
     choice; all presets then keep the bound.
     """
-    loaded = tiny_model("llama")
-    instrument = MlxInstrument(loaded, probe(loaded.model))
+    instrument = instrument_of("llama")
     windows = [instrument.prefill(text(100 + i, 256)).run for i in range(3)]
     learnable = [x for x in presets if x in ("dense3", "max")]
     samples = Samples(instrument.layout, instrument.ropes, windows)

@@ -11,12 +11,11 @@ import pytest
 from benchmarks.families.latent import write_latent
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
 from kvstore.shapes import KVLayer
-from tests.integration.calibration.surveys import small_order, surveyed
+from tests.integration.calibration.surveys import instrument_of, small_order, surveyed
 from tests.integration.tiny_models import LATENTS, tiny_model, write_model
 
 pytestmark = pytest.mark.mlx
@@ -37,8 +36,7 @@ def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
     assert set(layout.layers) == {KEPT[kind]}
     config = StoreConfig(codec="dense3", max_kl=1e9, accept_loss=True)
     codec = ServedCodecs(config, layout, report.fingerprint, tmp_path).codecs.rows
-    loaded = tiny_model(kind)
-    run = MlxInstrument(loaded, probe(loaded.model), tmp_path).prefill([*range(64)]).run
+    run = instrument_of(kind, tmp_path).prefill([*range(64)]).run
     back = layout.empty(64)
     codec.decode(memoryview(codec.encode(run, layout, 0)), layout, 0, back)
     for pair, other in zip(run, back, strict=True):
@@ -59,8 +57,7 @@ def test_a_llama_with_latents_is_the_same_model(tmp_path: Path) -> None:
 
 
 def test_turned_channels_may_be_the_last_ones(tmp_path: Path) -> None:
-    loaded = tiny_model("deepseek_v2")
-    ropes = MlxInstrument(loaded, probe(loaded.model), tmp_path).ropes
+    ropes = instrument_of("deepseek_v2", tmp_path).ropes
     assert [x is not None and x.interleaved for x in ropes] == [True] * 3
     for rope in ropes:
         assert rope.frequencies[:24] == (0.0,) * 24  # pairs of 48 channels that are not turned

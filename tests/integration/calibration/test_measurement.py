@@ -13,11 +13,11 @@ from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.cases import Case
 from engines.calibration.measuring.measure import measure
 from engines.calibration.measuring.stopwatch import Stopwatch
-from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.session_codec import open_session_codec
-from tests.integration.tiny_models import VOCAB, tiny_model
+from tests.integration.calibration.surveys import instrument_of
+from tests.integration.tiny_models import VOCAB
 
 pytestmark = pytest.mark.mlx
 
@@ -26,8 +26,7 @@ TOKENS = [(37 * i * i + 11 * i + 3) % VOCAB for i in range(300)]
 
 @pytest.fixture(scope="module")
 def instrument() -> MlxInstrument:
-    loaded = tiny_model("llama")
-    return MlxInstrument(loaded, probe(loaded.model))
+    return instrument_of("llama")
 
 
 def case(num_prefix: int) -> Case:
@@ -114,8 +113,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_a_whole_session_is_measured(kind: str):
-    loaded = tiny_model(kind)
-    instrument = MlxInstrument(loaded, probe(loaded.model))
+    instrument = instrument_of(kind)
     assert instrument.states is not None
     codecs = {name: open_session_codec(name, None, instrument.states) for name in WHOLE[kind]}
     rows = {row.preset: row for row in measure(instrument, codecs, [case(256)])}
@@ -129,8 +127,7 @@ def test_a_whole_session_is_measured(kind: str):
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_a_session_that_is_put_back_says_the_same(kind: str):
-    loaded = tiny_model(kind)
-    instrument = MlxInstrument(loaded, probe(loaded.model))
+    instrument = instrument_of(kind)
     nothing, session = HeldSession((), 0), instrument.prefill(TOKENS[:200])
     whole = instrument.log_probs(nothing, TOKENS[:204])
     split = instrument.log_probs(session, TOKENS[200:204])

@@ -17,6 +17,7 @@ LLAMA3 = fields(
     "rope_type=llama3 factor=8.0 low_freq_factor=1.0 high_freq_factor=4.0",
     "original_max_position_embeddings=8192",
 )
+YARN = fields("rope_type=yarn factor=4.0 original_max_position_embeddings=4096")
 
 
 def layer_with(rope) -> SimpleNamespace:
@@ -27,44 +28,25 @@ def frequencies(base: float, dims: int) -> list[float]:
     return [base ** (-2 * i / dims) for i in range(dims // 2)]
 
 
-def test_halves() -> None:
-    rope = rope_of(layer_with(nn.RoPE(64, traditional=False, base=1e4)), 64)
-    assert not rope.interleaved
-    assert rope.frequencies == pytest.approx(frequencies(1e4, 64), rel=1e-4)
-
-
-def test_interleaved() -> None:
-    rope = rope_of(layer_with(nn.RoPE(64, traditional=True, base=5e5)), 64)
-    assert rope.interleaved
-    assert rope.frequencies == pytest.approx(frequencies(5e5, 64), rel=1e-3)
+@pytest.mark.parametrize(
+    ("base", "interleaved", "scale"), [(1e4, False, 1.0), (5e5, True, 1.0), (1e4, False, 0.25)]
+)
+def test_plain_ropes(base, interleaved, scale) -> None:
+    rope = rope_of(layer_with(nn.RoPE(64, traditional=interleaved, base=base, scale=scale)), 64)
+    assert rope.interleaved == interleaved
+    assert rope.frequencies == pytest.approx([x * scale for x in frequencies(base, 64)], rel=1e-3)
 
 
 def test_a_part_of_the_channels() -> None:
     assert rope_of(layer_with(nn.RoPE(32, traditional=False, base=1e4)), 128).num_channels == 32
 
 
-def test_linear_scaling() -> None:
-    rope = rope_of(layer_with(nn.RoPE(64, traditional=False, base=1e4, scale=0.25)), 64)
-    assert rope.frequencies == pytest.approx([x / 4 for x in frequencies(1e4, 64)], rel=1e-3)
-
-
-def test_llama_3_slows_only_what_is_slow() -> None:
-    module = initialize_rope(64, 5e5, False, LLAMA3, 131072)
-    rope = rope_of(layer_with(module), 64)
-    assert rope is not None
-    plain = frequencies(5e5, 64)
+@pytest.mark.parametrize(("base", "scaling", "slower"), [(5e5, LLAMA3, 8), (1e4, YARN, 4)])
+def test_only_what_is_slow_is_slowed(base, scaling, slower) -> None:
+    rope = rope_of(layer_with(initialize_rope(64, base, False, scaling, 131072)), 64)
+    plain = frequencies(base, 64)
     assert rope.frequencies[0] == pytest.approx(plain[0], rel=1e-3)
-    assert rope.frequencies[-1] == pytest.approx(plain[-1] / 8, rel=1e-2)
-
-
-def test_yarn_also_stretches() -> None:
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-    module = initialize_rope(64, 1e4, False, scaling, 16384)
-    rope = rope_of(layer_with(module), 64)
-    assert rope is not None
-    plain = frequencies(1e4, 64)
-    assert rope.frequencies[0] == pytest.approx(plain[0], rel=1e-3)
-    assert rope.frequencies[-1] == pytest.approx(plain[-1] / 4, rel=1e-2)
+    assert rope.frequencies[-1] == pytest.approx(plain[-1] / slower, rel=1e-2)
 
 
 def test_a_layer_whose_rotary_cannot_be_found() -> None:

@@ -14,6 +14,7 @@ from engines.calibration.instrument import HeldSession, Interrupted, LayerNotice
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from kvstore.shapes import slice_tokens
+from tests.integration.calibration.surveys import instrument_of
 from tests.integration.mlx_owner.harness import Engine, engine, read, session, text
 from tests.integration.tiny_models import tiny_model
 
@@ -29,8 +30,7 @@ def serving(it: Engine) -> MlxInstrument:
 
 
 async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
-    loaded = tiny_model("llama")
-    alone = MlxInstrument(loaded, probe(loaded.model))
+    alone = instrument_of("llama")
     prompt, rest = text(1, 300), text(2, 40)
     async with engine("llama", tmp_path, codec="auto", gate={}) as it:
         beside = serving(it)
@@ -53,8 +53,7 @@ async def test_it_finds_what_a_model_of_its_own_finds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", MAMBA])
 async def test_it_finds_whole_sessions_of_models_with_states(kind: str, tmp_path: Path) -> None:
-    loaded = tiny_model(kind)
-    alone = MlxInstrument(loaded, probe(loaded.model))
+    alone = instrument_of(kind)
     prompt, rest = text(1, 300), text(2, 40)
     async with engine(kind, tmp_path, codec="auto", gate={}) as it:
         beside = serving(it)
@@ -76,15 +75,10 @@ async def test_it_finds_whole_sessions_of_models_with_states(kind: str, tmp_path
 @pytest.mark.parametrize("kind", [LLAMA, "gemma3_text", "qwen3_next"])
 async def test_it_sees_what_a_model_of_its_own_sees(kind: str, tmp_path: Path) -> None:
     """Cut into other steps, so by other draws: the notices are alike, not the same."""
-    loaded = tiny_model(kind)
-    alone = MlxInstrument(loaded, probe(loaded.model))
+    alone = instrument_of(kind)
     tokens = text(1, 200)
     async with engine(kind, tmp_path, codec="auto", gate={}) as it:
-        beside, seen, own = (
-            serving(it),
-            list[LayerNotice | StateNotice](),
-            list[LayerNotice | StateNotice](),
-        )
+        beside, seen, own = serving(it), [], []
         run = await asyncio.to_thread(beside.observe, tokens, 150, seen.append)
         for pair, other in zip(run, alone.observe(tokens, 150, own.append), strict=True):
             np.testing.assert_allclose(pair[1], other[1], atol=1e-4)
