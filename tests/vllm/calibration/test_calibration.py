@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.fields import fields
+
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 from engines.config import REPORT, CalibrationOrder, CalibrationReport
-from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.wire import CodecReport, Measure, MeasurementEnd
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
@@ -27,7 +28,7 @@ from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.device import skip_without_device
 from tests.vllm.rig.engine import BLOCK, ROOT, RealEngine
 from tests.vllm.rig.instrument_facts import CONTEXT
-from tests.vllm.rig.measuring_front import MeasuringFront
+from tests.vllm.rig.measuring_front import MeasuringFront, measuring_engine
 from tests.vllm.rig.session_facts import EARLIER
 from tests.vllm.rig.tiny_hybrids import write_gated_delta, write_recurrent, write_windowed
 from tests.vllm.rig.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, write_tiny_model
@@ -96,15 +97,8 @@ class Measured:
         return msgspec.json.decode(path.read_bytes(), type=CalibrationReport)
 
     def order(self, **order: Any) -> CalibrationOrder:
-        usual = {
-            "presets": ("raw", "tq4", "dense3"),
-            "contexts": (256,),
-            "num_windows": 2,
-            "window_tokens": 256,
-            "num_scored": 32,
-            "depths": (),
-            "num_chains": 0,
-        }
+        usual = fields("num_windows=2 window_tokens=256 num_scored=32 depths=() num_chains=0")
+        usual |= {"presets": ("raw", "tq4", "dense3"), "contexts": (256,)}
         return CalibrationOrder(**(usual | order))
 
     @property
@@ -119,25 +113,16 @@ class Measured:
 
     def close(self) -> None:
         self._front.close()
-        self._engine.close()
 
 
 @contextmanager
 def measured(folder: Path, write: Callable[[Path], Path], **options: Any) -> Iterator[Measured]:
-    (folder / "model").mkdir()
-    (folder / "vllm").mkdir()
-    write_tokenizer(write(folder / "model"))
-    engine = RealEngine(
-        str(folder / "model"),
-        folder / "vllm",
-        StoreConfig(codec="raw", calibrate=False, ram_bytes=1 << 24, disk_bytes=0),
-        logits_processors=[LOGITS_PROCESSOR],
-        worker_extension_cls=WORKER_EXTENSION,
-        **({"max_model_len": 400} | options),
-    )
-    found = Measured(engine)
-    yield found
-    found.close()
+    store = StoreConfig(codec="raw", calibrate=False, ram_bytes=1 << 24, disk_bytes=0)
+    options = {"max_model_len": 400} | options
+    with measuring_engine(folder, write, store, **options) as engine:
+        found = Measured(engine)
+        yield found
+        found.close()
 
 
 @pytest.mark.parametrize(

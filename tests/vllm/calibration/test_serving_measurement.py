@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from engines.calibration.gate.profiles import profile_path
-from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
 from engines.wire import CodecReport
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.config import StoreConfig
-from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.engine import RealEngine
-from tests.vllm.rig.measuring_front import MeasuringFront
+from tests.vllm.rig.measuring_front import MeasuringFront, measuring_engine
 from tests.vllm.rig.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -26,23 +24,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 def engine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RealEngine]:
-    model, folder = tmp_path / "model", tmp_path / "vllm"
-    model.mkdir()
-    folder.mkdir()
-    write_tokenizer(write_tiny_model(model))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be one core for both
     store = StoreConfig(codec="auto", ram_bytes=1 << 28, disk_bytes=1 << 28)
-    engine = RealEngine(
-        str(model),
-        folder,
-        store,
-        logits_processors=[LOGITS_PROCESSOR],
-        worker_extension_cls=WORKER_EXTENSION,
-        tensor_parallel_size=request.param,
-        max_model_len=400,  # a quick measurement: of 256 tokens
-    )
-    yield engine
-    engine.close()
+    short = {"max_model_len": 400}  # a quick measurement: of 256 tokens
+    ranks = {"tensor_parallel_size": request.param}
+    with measuring_engine(tmp_path, write_tiny_model, store, **ranks, **short) as engine:
+        yield engine
 
 
 def codec_of(engine: RealEngine) -> CodecReport:

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from engines.calibration.gate.profiles import profile_path
-from engines.vllm_plugin.measuring.request_runner import LOGITS_PROCESSOR, WORKER_EXTENSION
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
-from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.engine import BLOCK, RealEngine
-from tests.vllm.rig.measuring_front import MeasuringFront
+from tests.vllm.rig.measuring_front import MeasuringFront, measuring_engine
 from tests.vllm.rig.tiny_hybrids import write_gated_delta, write_recurrent, write_windowed
 from tests.vllm.rig.tiny_model import HEAD_DIM
 
@@ -35,28 +33,11 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture(params=MODELS)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealEngine]:
-    model, folder = tmp_path / "model", tmp_path / "vllm"
-    model.mkdir()
-    folder.mkdir()
     write, options = MODELS[request.param]
-    write_tokenizer(write(model))
-    store = StoreConfig(
-        codec="auto",
-        calibrate=True,
-        learn_on=False,
-        ram_bytes=1 << 28,
-        disk_bytes=1 << 28,
-    )
-    engine = RealEngine(
-        str(model),
-        folder,
-        store,
-        logits_processors=[LOGITS_PROCESSOR],
-        worker_extension_cls=WORKER_EXTENSION,
-        **options,
-    )
-    yield engine
-    engine.close()
+    bytes = {"ram_bytes": 1 << 28, "disk_bytes": 1 << 28}
+    store = StoreConfig(codec="auto", calibrate=True, learn_on=False, **bytes)
+    with measuring_engine(tmp_path, write, store, **options) as engine:
+        yield engine
 
 
 def test_a_session_is_measured_whole(engine, sessions, capfd):

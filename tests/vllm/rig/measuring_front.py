@@ -7,13 +7,35 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from engines.vllm_plugin.measuring.request_runner import RequestRunner
+from engines.vllm_plugin.measuring.request_runner import (
+    LOGITS_PROCESSOR,
+    WORKER_EXTENSION,
+    RequestRunner,
+)
 from engines.vllm_plugin.messages import FrontHello, RunForward, decode_to_front, receive
 from engines.wire import frame
+from kvstore.config import StoreConfig
+from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.engine import RealEngine
+
+
+@contextmanager
+def measuring_engine(
+    folder: Path, write: Callable[[Path], Path], store: StoreConfig, **options: Any
+) -> Iterator[RealEngine]:
+    """An engine of the model that ``write`` makes, in a folder of a test."""
+    (folder / "model").mkdir()
+    (folder / "vllm").mkdir()
+    write_tokenizer(write(folder / "model"))
+    taking = {"logits_processors": [LOGITS_PROCESSOR], "worker_extension_cls": WORKER_EXTENSION}
+    engine = RealEngine(str(folder / "model"), folder / "vllm", store, **taking, **options)
+    yield engine
+    engine.close()
 
 
 class SteppedClient:

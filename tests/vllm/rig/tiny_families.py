@@ -18,7 +18,7 @@ def write_qwen2(folder: Path) -> Path:
     """Queries, keys and values have biases; a single head of keys serves all queries."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return _written(Qwen2ForCausalLM(Qwen2Config(**COMMON, num_key_value_heads=1)), folder)
+    return written(Qwen2ForCausalLM(Qwen2Config(**COMMON, num_key_value_heads=1)), folder)
 
 
 def write_qwen3(folder: Path) -> Path:
@@ -26,7 +26,7 @@ def write_qwen3(folder: Path) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=128, rope_theta=1e6)
-    return _written(Qwen3ForCausalLM(config), folder)
+    return written(Qwen3ForCausalLM(config), folder)
 
 
 def write_gpt_oss(folder: Path) -> Path:
@@ -42,7 +42,7 @@ def write_gpt_oss(folder: Path) -> Path:
         sliding_window=None,
         layer_types=["full_attention"] * LAYERS,
     )
-    return _written(GptOssForCausalLM(config), folder)
+    return written(GptOssForCausalLM(config), folder)
 
 
 def write_gemma2(folder: Path) -> Path:
@@ -57,7 +57,7 @@ def write_gemma2(folder: Path) -> Path:
         attn_logit_softcapping=3.0,
         layer_types=["full_attention"] * LAYERS,
     )
-    return _written(Gemma2ForCausalLM(config), folder)
+    return written(Gemma2ForCausalLM(config), folder)
 
 
 def write_int8(folder: Path) -> Path:
@@ -101,7 +101,7 @@ def write_latents(folder: Path) -> Path:
         moe_intermediate_size=MLP,
         first_k_dense_replace=LAYERS,
     )
-    return _written(DeepseekV2ForCausalLM(config), folder)
+    return written(DeepseekV2ForCausalLM(config), folder)
 
 
 FAMILIES: Final[Mapping[str, Callable[[Path], Path]]] = MappingProxyType(
@@ -109,17 +109,21 @@ FAMILIES: Final[Mapping[str, Callable[[Path], Path]]] = MappingProxyType(
 )
 
 
-def _written(model: Any, folder: Path) -> Path:
-    """Biases and the weights of norms are random as well, so that none can be left out unseen."""
+def written(model: Any, folder: Path, dtype: str = "float32", *, plain: bool = False) -> Path:
+    """Write the model with random weights: those of norms and biases, too, unless it is ``plain``.
+
+    None of them can then be left out unseen.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.float().named_parameters():
             if weight.ndim >= 2:
-                weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
+                width = weight[0].numel()  # a convolution's kernel counts too
+                weight.normal_(0, width**-0.5, generator=generator)
                 weight.mul_(4 if "lm_head" in name else 2 if "_proj" in name else 1)
-            else:
+            elif not plain:
                 weight.add_(torch.empty_like(weight).normal_(0, 0.3, generator=generator))
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from tests.vllm.rig.tiny_families import written
 from tests.vllm.rig.tiny_model import COMMON, HEAD_DIM, HIDDEN, KV_HEADS, MLP
 
 WINDOW = 100  # no multiple of a block
@@ -25,7 +25,7 @@ def write_recurrent(folder: Path) -> Path:
         conv_dim=HIDDEN,
         conv_L_cache=3,
     )
-    return _written(Lfm2ForCausalLM(config), folder)
+    return written(Lfm2ForCausalLM(config), folder, plain=True)
 
 
 def write_windowed(folder: Path) -> Path:
@@ -39,12 +39,11 @@ def write_windowed(folder: Path) -> Path:
         layer_types=["sliding_attention", "full_attention"] * 2,
         query_pre_attn_scalar=HEAD_DIM,
     )
-    return _written(Gemma3ForCausalLM(config), folder)
+    return written(Gemma3ForCausalLM(config), folder, plain=True)
 
 
 def write_gated_delta(folder: Path) -> Path:
     """Qwen3-Next in bf16, the one dtype of vLLM's CPU kernels for it: matrices of states."""
-    import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
@@ -62,18 +61,4 @@ def write_gated_delta(folder: Path) -> Path:
         mlp_only_layers=[1, 2, 3],
         partial_rotary_factor=0.25,
     )
-    return _written(Qwen3NextForCausalLM(config), folder, torch.bfloat16)
-
-
-def _written(model: Any, folder: Path, dtype: Any = None) -> Path:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.float().named_parameters():
-            if weight.ndim >= 2:
-                width = weight[0].numel()  # a convolution's kernel counts too
-                weight.normal_(0, width**-0.5, generator=generator)
-                weight.mul_(4 if "lm_head" in name else 2 if "_proj" in name else 1)
-    model.to(dtype or torch.float32).save_pretrained(folder)
-    return folder
+    return written(Qwen3NextForCausalLM(config), folder, "bfloat16", plain=True)
