@@ -63,20 +63,6 @@ def test_each_evicted_session_is_reported_once(rig: Rig):
 # ---- damage and outages
 
 
-def test_a_damaged_blob_costs_the_tokens_after_it_and_is_removed(rig, store, tiers):
-    rig.save(store, ref(), LONG)
-    chunks = sorted(name for name in blobs_of(tiers[0]) if name[:1] == b"c")
-    for tier in tiers:
-        assert damage(tier, lambda name: name == chunks[0]) == 1
-    back = rig.back(store, ref(), LONG)
-    assert back.num_tokens < 96 and back.num_tokens % 16 == 0
-    assert back.reason == "corrupt"
-    assert chunks[0] not in blobs_of(tiers[0]) and chunks[0] not in blobs_of(tiers[1])
-    assert store.stats().counters["corrupt"] == 2
-    rig.save(store, ref(), LONG)  # the next turn heals it
-    assert rig.back(store, ref(), LONG).num_tokens == 96
-
-
 def test_a_damaged_record_is_as_good_as_none_and_is_removed(rig: Rig, tmp_path: Path):
     first = rig.open([DiskTier(tmp_path / "cold", 64 * MIB)])
     rig.save(first, ref(), LONG)

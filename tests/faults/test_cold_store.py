@@ -181,19 +181,6 @@ def test_blobs_cut_at_every_length(kind, opened):
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 16
 
 
-def test_a_bad_copy_is_replaced_by_the_good_one_below(tmp_path, opened):
-    near, far = ram(), disk(tmp_path)
-    store = opened([near, far])
-    save(store, ref(), HISTORY)
-    keys = store.ledger.index.blob_keys(store.record(ref()))
-    near.replace(keys[3], b"noise")
-    _, restored = come_back(store, ref(), HISTORY)
-    assert (restored.num_tokens, restored.tier, restored.reason) == (WHOLE, "disk", None)
-    assert store.flush(200)
-    assert near.get_many([keys[3]]) == [bytes(x) for x in far.get_many([keys[3]])]
-    assert store.stats().counters["corrupt"] == 1
-
-
 def test_a_blob_under_another_blobs_name_is_refused(opened):
     tier = ram()
     store = opened([tier])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,9 @@ from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener, tiers_of_settings
 from kvstore.config import StoreConfig
 from kvstore.session import CHUNK_TOKENS, SessionRef
+from kvstore.shapes import KVRun
 from kvstore.store.cold_store import ColdStore
+from kvstore.store.restorer import Match, Restored
 from kvstore.tiers.base import Tier
 from tests.integration.tiny_models import tiny_model
 
@@ -198,6 +201,20 @@ class Around:
 
     def __getattr__(self, name: str) -> Any:
         return self._replaced.get(name) or getattr(self._store, name)
+
+
+def hold_restores(it: Engine) -> tuple[threading.Event, threading.Event]:
+    """Hold each restore, once it has read, until the second event; the first says it has."""
+    reading, go_on, store = threading.Event(), threading.Event(), it.store
+
+    def restore(match: Match, out: KVRun) -> Restored:
+        restored = store.restore(match, out=out)
+        reading.set()
+        assert go_on.wait(30)
+        return restored
+
+    surround(it, restore=restore)
+    return reading, go_on
 
 
 def surround(it: Engine, **replaced: Callable[..., Any]) -> None:

@@ -67,13 +67,15 @@ async def test_a_woken_session_whose_copies_are_gone_is_not_saved_again(tmp_path
     assert cached(again).startswith("miss")
 
 
-async def test_an_edit_in_the_middle_of_a_restored_chunk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wakes_by", ["turn", "prefetch"])
+async def test_an_edit_in_the_middle_of_a_restored_chunk(tmp_path, wakes_by) -> None:
     """The chunk with the edit is computed as a whole, so that it and what follows can be saved."""
     one = session("one")
     async with engine("llama", tmp_path, codec="tq4") as it:
         history = await asleep(it, one, text(1, 300))
-        await it.turn(history + NEW, one)
+        await (it.turn(history + NEW, one) if wakes_by == "turn" else it.verbs.prefetch(one))
         await it.settled()
+        assert hot(it, one).restored_tokens == 288
         edited = history[:200] + text(2, 150)
         answer = await it.turn(edited, one)
         await it.settled()
@@ -85,19 +87,6 @@ async def test_an_edit_in_the_middle_of_a_restored_chunk(tmp_path: Path) -> None
         await it.settled()
         assert cached(borrower) == "hot; tokens=160"
         assert hot(it, session("two")).restored_tokens == 160
-
-
-async def test_an_edit_after_a_prefetch_is_compared_by_the_chunk(tmp_path: Path) -> None:
-    one = session("one")
-    async with engine("llama", tmp_path, codec="tq4") as it:
-        history = await asleep(it, one, text(1, 300))
-        assert (await it.verbs.prefetch(one)).report is not None
-        assert hot(it, one).restored_tokens == 288
-        answer = await it.turn(history[:200] + text(2, 150), one)
-        await it.settled()
-        assert cached(answer) == "hot; tokens=192; reason=diverged"
-        record = it.store.record(one)
-        assert record is not None and record.num_tokens == 352
 
 
 async def test_another_codec_is_adopted_between_two_turns(tmp_path: Path) -> None:

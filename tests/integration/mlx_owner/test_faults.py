@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,14 @@ from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionRef
 from kvstore.shapes import KVRun
 from kvstore.store.restorer import Match, Restored
-from tests.integration.mlx_owner.harness import engine, session, surround, text, whole
+from tests.integration.mlx_owner.harness import (
+    engine,
+    hold_restores,
+    session,
+    surround,
+    text,
+    whole,
+)
 
 pytestmark = pytest.mark.mlx
 
@@ -129,19 +135,9 @@ async def test_a_prefetch_whose_kv_is_no_use_is_counted(tmp_path: Path):
 
 
 async def test_a_session_that_is_deleted_while_it_wakes_stays_deleted(tmp_path: Path):
-    reading, go_on = threading.Event(), threading.Event()
-
     async with engine("llama", tmp_path) as it:
-        store = it.store
-
-        def restore(match: Match, out: KVRun) -> Restored:
-            restored = store.restore(match, out=out)
-            reading.set()
-            assert go_on.wait(30)
-            return restored
-
         await it.asleep_after(text(1, 200), A)
-        surround(it, restore=restore)
+        reading, go_on = hold_restores(it)
         prefetch = asyncio.create_task(it.verbs.prefetch(A))
         assert await asyncio.to_thread(reading.wait, 30)
         assert (await it.verbs.forget(A)).report is None

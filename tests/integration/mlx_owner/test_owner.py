@@ -32,19 +32,6 @@ async def test_an_uneven_batch_answers_as_each_prompt_does_alone(kind: str):
     assert all(len(x.tokens) == 8 and x.finished == {0: "length"} for x in together)
 
 
-async def test_a_hot_session_is_continued_and_not_prefilled_again():
-    one = session("one")
-    async with engine("llama") as it:
-        first = await it.turn(text(1, 50), one)
-        longer = text(1, 50) + first.tokens + [5, 6, 7]
-        second = await it.turn(longer, one)
-        fresh = await it.turn(longer)
-    assert first.cache.source == "miss"
-    assert (second.cache.source, second.cache.cached_tokens) == ("hot", 58)
-    assert second.cache.reason is None
-    assert second.tokens == fresh.tokens
-
-
 async def test_an_edited_turn_reuses_what_it_still_shares():
     one = session("one")
     async with engine("llama") as it:
@@ -105,14 +92,6 @@ async def test_more_rows_than_the_batch_has_are_served_in_groups():
     assert sorted(answer.rows) == [0, 1, 2, 3, 4]
     assert len({tuple(x) for x in answer.rows.values()}) == 1
     assert set(answer.finished.values()) == {"length"}
-
-
-async def test_stop_sequences_end_a_row_and_their_tokens_are_delivered():
-    async with engine("llama") as it:
-        free = await it.turn(text(1, 50), max_tokens=12)
-        stopped = await it.turn(text(1, 50), max_tokens=12, stop=[tuple(free.tokens[3:6])])
-    assert stopped.tokens == free.tokens[:6]
-    assert stopped.finished == {0: "stop"}
 
 
 async def test_a_stopped_row_leaves_its_slot_and_the_others_go_on():

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 
 import pytest
 
 from kvstore.ledger.notices import StoreNotice
 from kvstore.session import SessionRef
-from kvstore.shapes import KVRun
-from kvstore.store.restorer import Match, Restored
-from tests.integration.mlx_owner.harness import engine, session, surround, text
+from tests.integration.mlx_owner.harness import engine, hold_restores, session, text
 
 pytestmark = pytest.mark.mlx
 
@@ -39,19 +36,11 @@ async def test_a_session_that_the_store_lost_is_reported_and_loses_its_pin(tmp_p
 
 @pytest.mark.parametrize("wakes_by", ["turn", "prefetch"])
 async def test_a_session_that_is_unpinned_while_it_comes_back_stays_unpinned(tmp_path, wakes_by):
-    one, reading, go_on = session("one"), threading.Event(), threading.Event()
+    one = session("one")
     async with engine("llama", tmp_path) as it:
         first = await it.asleep_after(text(1, 200), one)
-        store = it.store
-        store.pin(one, True)  # by an engine before this one
-
-        def restore(match: Match, out: KVRun) -> Restored:
-            restored = store.restore(match, out=out)
-            reading.set()
-            assert go_on.wait(30)
-            return restored
-
-        surround(it, restore=restore)
+        it.store.pin(one, True)  # by an engine before this one
+        reading, go_on = hold_restores(it)
         longer = [*text(1, 200), *first.tokens, 5]
         waking = it.turn(longer, one) if wakes_by == "turn" else it.verbs.prefetch(one)
         woken = asyncio.ensure_future(waking)
