@@ -201,36 +201,19 @@ def test_the_command_line_names_the_model_that_is_meant(fakes):
     assert (measured.returncode, "'one', 'two'" in measured.stderr) == (1, True)
 
 
-def test_the_list_of_models_says_who_serves_each(fakes):
+def test_lists_metrics_and_snapshots_name_each_model(fakes):
     chat(fakes, "two", "listed", "hello")
+    text = metrics(fakes)
+    assert 'thermocline_engine_ready{model="one"} 1.0' in text
+    assert text.count("# TYPE thermocline_engine_ready ") == 1
+    assert 'thermocline_model_loads_total{model="two",outcome="loaded"}' in text
+    assert 'thermocline_model_load_seconds_total{model="two"}' in text
+    for query, model in [("", "one"), ("?model=two", "two")]:
+        assert ask(fakes, f"/v1/snapshot{query}").content["server"]["model"] == model
     rows = {x["id"]: x for x in ask(fakes, "/v1/models")[2]["data"]}
     assert rows["two"]["engine"] == rows["deux"]["engine"] == "fake"
     assert rows["two"]["max_model_len"] > 0
     assert (rows["broken"]["engine"], rows["broken"]["max_model_len"]) == (None, None)
-
-
-def test_loads_are_counted(fakes):
-    chat(fakes, "two", "counted", "hello")
-    text = metrics(fakes)
-    assert 'thermocline_model_loads_total{model="two",outcome="loaded"}' in text
-    assert 'thermocline_model_load_seconds_total{model="two"}' in text
-
-
-def test_a_large_body_that_waits_for_a_model_keeps_no_other_out(fakes):
-    slowly = {"fake": "delay_s=1"}  # a second for each word
-    stream = {"model": "two", "metadata": slowly, "messages": [{"role": "user", "content": "hi"}]}
-    large = "word " * 100_000
-    with ThreadPoolExecutor(2) as pool:
-        slow = pool.submit(ask, fakes, "/v1/chat/completions", stream)
-        time.sleep(0.5)
-        waits = pool.submit(chat, fakes, "three", "large", large)
-        time.sleep(0.5)
-        began = time.monotonic()
-        chat(fakes, "one", "large", large)
-        took_s = time.monotonic() - began
-        assert slow.result()[0] == 200
-        assert waits.result()[0] in (200, 400)
-    assert took_s < 30  # and not for as long as others wait
 
 
 def test_verbs_load_a_model_where_they_need_it(fakes):
@@ -251,18 +234,6 @@ def test_a_verb_for_a_session_that_is_nowhere_loads_no_model(fakes, verb):
     status, _, answer = ask(fakes, f"/v1/sessions/nowhere/{verb}?model=three", {})
     assert (status, answer["error"]["code"]) == (404, "session_not_found")
     assert states(fakes)["three"] == "unloaded"
-
-
-def test_metrics_name_the_model(fakes):
-    text = metrics(fakes)
-    assert 'thermocline_engine_ready{model="one"} 1.0' in text
-    assert text.count("# TYPE thermocline_engine_ready ") == 1
-
-
-def test_a_snapshot_is_of_the_model_that_is_named(fakes):
-    for query, model in [("", "one"), ("?model=two", "two")]:
-        chat(fakes, model, "events", "hello")
-        assert ask(fakes, f"/v1/snapshot{query}").content["server"]["model"] == model
 
 
 TAKING_TURNS = """
