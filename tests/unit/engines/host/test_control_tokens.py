@@ -18,6 +18,7 @@ from tokenizers import (
 )
 
 from engines.host.control_tokens import ControlTokens, UnreadableText, panics_refused
+from tests.unit.engines.host.kinds_of_tokenizers import kind
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.mlx
@@ -87,25 +88,16 @@ FAMILIES = {
 }
 
 
+def copy_of(name: str) -> Tokenizer:
+    return Tokenizer.from_str(kind(name).to_str())
+
+
 def tokenizer_of(family: Family) -> Any:
+    raw = copy_of("metaspace first" if family.metaspace else "gpt2")
     if family.metaspace:
-        raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         raw.normalizer = normalizers.NFC()
-        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        raw.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-        alphabet, specials = list(map(chr, range(33, 127))), ["<unk>"]
-        specials += [f"<0x{i:02X}>" for i in range(256)]
-    else:
-        raw = Tokenizer(models.BPE())
-        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        raw.decoder = decoders.ByteLevel()
-        alphabet, specials = pre_tokenizers.ByteLevel.alphabet(), []
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=alphabet, special_tokens=specials, show_progress=False
-    )
-    raw.train_from_iterator([TEXT], trainer)
+        blanks = decoders.Replace("▁", " ")
+        raw.decoder = decoders.Sequence([blanks, decoders.ByteFallback(), decoders.Fuse()])
     controls = [x for x in family.controls if x not in family.added]
     flags = {"special": True, "normalized": False, "rstrip": family.strips}
     raw.add_special_tokens([AddedToken(x, **flags) for x in controls])
@@ -288,13 +280,8 @@ def word_piece() -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    raw = Tokenizer(models.BPE())
+    raw = copy_of("gpt2")
     raw.normalizer = normalizers.NFKC()
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    raw.train_from_iterator([TEXT], trainer)
     raw.add_special_tokens([AddedToken(x, normalized=True) for x in ("<s>", "</s>")])
     return raw
 
