@@ -66,15 +66,11 @@ def test_the_blocks_that_a_boundary_reaches_back_to(boundary, blocks):
     assert list(WINDOW.reach(boundary)) == blocks
 
 
-def test_a_load_fills_the_state_too(bench):
-    load = planned_load(bench, Request(PROMPT), 0)
-    assert (load.block_ids, load.state_ids) == (TABLES[1], [59, 77, 78, 79])
-
-
-def test_blocks_that_others_may_be_reading_are_left_alone(bench):
-    load = planned_load(bench, Request(PROMPT), 8)
-    assert (load.first_block, load.block_ids) == (8, TABLES[1][8:])
-    assert load.state_ids == [59, IN_USE, 78, 79]
+@pytest.mark.parametrize(("hit", "states"), [(0, [59, 77, 78, 79]), (8, [59, IN_USE, 78, 79])])
+def test_a_load_fills_the_state_too_but_no_block_that_others_may_be_reading(bench, hit, states):
+    load = planned_load(bench, Request(PROMPT), hit)
+    assert (load.first_block, load.block_ids) == (hit, TABLES[1][hit:])
+    assert load.state_ids == states
 
 
 def test_a_failed_request_gets_no_second_offer(bench):
@@ -106,14 +102,12 @@ def test_the_newest_state_is_saved_and_the_last_before_the_answer(bench):
     assert bench.pool.freed == [*newest, *tail, *before, *head]
 
 
-def test_of_older_states_the_newest_at_a_chunks_end_is_saved(bench):
-    save = ended(bench, [[0] * 5 + [55, 56], TABLES[1], list(range(70, 80))], len(PROMPT))
-    assert save.states == {6: [55, 73, 74, 75]}
-
-
-def test_without_a_state_the_blocks_are_saved(bench):
-    save = ended(bench, [[], TABLES[1], list(range(70, 80))], len(PROMPT))
-    assert (save.states, save.block_ids) == ({}, TABLES[1])
+@pytest.mark.parametrize(
+    ("recurrent", "states"), [([0] * 5 + [55, 56], {6: [55, 73, 74, 75]}), ([], {})]
+)
+def test_of_older_states_the_newest_at_a_chunks_end_is_saved(bench, recurrent, states):
+    save = ended(bench, [recurrent, TABLES[1], list(range(70, 80))], len(PROMPT))
+    assert (save.states, save.block_ids) == (states, TABLES[1])
 
 
 def test_dropping_a_session_drops_its_states(bench):
@@ -139,13 +133,9 @@ def test_a_session_is_hot_only_while_its_newest_state_is_there(bench, group, blo
     assert bench.hot.pop_cooled() == [("t", "s")]
 
 
-def test_a_session_is_as_hot_as_its_newest_state(bench):
-    ended(bench, [[0] * 6 + [56], TABLES[1], list(range(70, 80))], len(PROMPT))
-    assert bench.hot.num_resident(("t", "s")) == 7
+@pytest.mark.parametrize(("recurrent", "hot"), [([0] * 6 + [56], 7), ([], 0)])
+def test_a_session_is_as_hot_as_its_newest_state(bench, recurrent, hot):
+    ended(bench, [recurrent, TABLES[1], list(range(70, 80))], len(PROMPT))
+    assert bench.hot.num_resident(("t", "s")) == hot
     del bench.pool.found[1, Request(PROMPT).block_hashes[9]]  # vLLM goes on from before it
-    assert bench.hot.num_resident(("t", "s")) == 7
-
-
-def test_without_a_state_no_session_is_hot(bench):
-    ended(bench, [[], TABLES[1], list(range(70, 80))], len(PROMPT))
-    assert bench.hot.num_resident(("t", "s")) == 0
+    assert bench.hot.num_resident(("t", "s")) == hot
