@@ -40,6 +40,11 @@ def test_scores_and_sums_are_those_of_restored_rows(name, dim, first_token):
     norms = np.linalg.norm(restored.astype(np.float64), axis=2)  # of 1e30 squared, too
     size = np.linalg.norm(query, axis=2)[..., None] * norms[:, None]
     assert (np.abs(method.scores(query, packed) - right) <= 1e-6 + size / 256).all()
+    assert_sums_as_restored(method, packed, weights)
+
+
+def assert_sums_as_restored(method, packed, weights):
+    restored = method.restore(packed)
     right = np.einsum("hqt,htd->hqd", weights, restored)
     size = np.einsum("hqt,htd->hqd", weights, np.abs(restored))
     assert (np.abs(method.weighted_sum(weights, packed) - right) <= 1e-5 + size / 256).all()
@@ -51,11 +56,7 @@ def test_a_row_that_is_stored_unquantised_counts_once(name):
     rows = uneven((2, 30, 64))
     rows[0, 9] *= 1e5  # no gain reaches so far, and it has a part in the mean of its chunk
     packed = method.pack(rows, first_token=50)
-    weights = rng.random((2, 5, 30)).astype(np.float32)
-    restored = method.restore(packed)
-    right = np.einsum("hqt,htd->hqd", weights, restored)
-    size = np.einsum("hqt,htd->hqd", weights, np.abs(restored))
-    assert (np.abs(method.weighted_sum(weights, packed) - right) <= 1e-5 + size / 256).all()
+    assert_sums_as_restored(method, packed, rng.random((2, 5, 30)).astype(np.float32))
 
 
 def test_scores_of_wrong_shapes_and_of_other_methods_are_refused():

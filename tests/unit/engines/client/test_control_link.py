@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,6 +34,18 @@ from tests.waiting import eventually
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REPORT = absent(SessionRef("t", "s", b""))
+
+
+def answering(answer: Any, *notices: Notice) -> Peer:
+    """One that says ``notices``, and gives ``answer`` to the first request."""
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for notice in notices:
+            writer.write(frame(notice))
+        request = await read_request(reader)
+        writer.write(frame(ControlReply(request.number, answer)))
+
+    return peer
 
 
 @asynccontextmanager
@@ -91,11 +104,7 @@ async def test_no_answer_in_time(folder: Path) -> None:
 
 
 async def test_a_refused_verb(folder: Path) -> None:
-    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await read_request(reader)
-        writer.write(frame(ControlReply(request.number, Refused("not now"))))
-
-    async with linked(folder, peer) as link:
+    async with linked(folder, answering(Refused("not now"))) as link:
         await eventually(lambda: link.welcome)
         with pytest.raises(EngineRefused, match="not now"):
             await link.ask(GetStats(), 5.0)
@@ -154,30 +163,21 @@ async def test_an_engine_that_cannot_be_used_is_refused_with_a_reason(folder, ch
 
 
 async def test_too_many_notices_become_one_question(folder: Path) -> None:
-    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _ in range(MAX_NOTICES + 10):
-            writer.write(frame(Notice("saved", REPORT)))
-        await writer.drain()
-        request = await read_request(reader)
-        writer.write(frame(ControlReply(request.number, Sessions([]))))
-
-    async with linked(folder, peer) as link:
+    saved = [Notice("saved", REPORT)] * (MAX_NOTICES + 10)
+    async with linked(folder, answering(Sessions([]), *saved)) as link:
         await eventually(lambda: link.welcome)
         await link.ask(ListSessions(), 10.0)  # all notices came before this answer
         notices = link.notices.read()
         assert await anext(notices) is None
-        assert await anext(notices) == Notice("saved", REPORT)
+        assert await anext(notices) == saved[0]
 
 
 async def test_found_sessions_are_a_question_as_well(folder: Path) -> None:
-    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(frame(Notice("moved", REPORT, ALL_CHANGED)))
-        writer.write(frame(Notice("moved", REPORT, "budget")))
-
-    async with linked(folder, peer) as link:
+    found, moved = (Notice("moved", REPORT, x) for x in (ALL_CHANGED, "budget"))
+    async with linked(folder, answering(None, found, moved)) as link:
         notices = link.notices.read()
         assert [await anext(notices) for _ in range(2)] == [None, None]  # connected, found
-        assert await anext(notices) == Notice("moved", REPORT, "budget")
+        assert await anext(notices) == moved
 
 
 async def test_open_requests_end_with_the_link(folder: Path) -> None:

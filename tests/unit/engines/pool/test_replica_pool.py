@@ -307,16 +307,6 @@ async def test_replicas_that_end_together_are_waited_for():
         assert await turn == b"{}"
 
 
-async def test_a_replica_that_broke_a_connection_is_not_asked_again_for_want_of_others():
-    async with Rig(2) as rig:
-        one = rig.engines[rig.name(ref(1))]
-        (other,) = (x for x in rig.engines.values() if x is not one)
-        one.fails_with, other.takes_no_connection = EngineUnavailable("it broke"), True
-        with pytest.raises(EngineUnavailable):
-            await rig.turn(ref(1), 0.1)
-        assert one.num_turns == 1
-
-
 async def test_a_second_replica_that_breaks_its_connection_is_avoided_too():
     async with Rig() as rig:
         first = rig.name(ref(1))

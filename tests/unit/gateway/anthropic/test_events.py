@@ -149,14 +149,14 @@ def test_why_it_ended(choice: Any, tokens: int, reason: str, sequence: str | Non
     assert whole["content"] == [x.to_dict() for x in streamed.content]
 
 
-def test_a_forced_call_is_a_call():
-    body = stream(call(0, "{}", "f"), chunk({}, finish_reason="stop"))
-    assert accumulated(translated(body)).stop_reason == "tool_use"
-
-
-def test_a_call_that_a_stop_string_cut_short_is_not_to_be_run():
-    body = stream(call(0, '{"a', "f"), chunk({}, finish_reason="stop", stop_reason="b"))
-    assert accumulated(translated(body)).stop_reason == "stop_sequence"
+@pytest.mark.parametrize(
+    ("arguments", "stopped_by", "reason"), [("{}", None, "tool_use"), ('{"a', "b", "stop_sequence")]
+)
+def test_a_forced_call_is_to_be_run_unless_a_stop_string_cut_it_short(
+    arguments, stopped_by, reason
+):
+    ended = chunk({}, finish_reason="stop", stop_reason=stopped_by)
+    assert accumulated(translated(stream(call(0, arguments, "f"), ended))).stop_reason == reason
 
 
 def test_thoughts_that_are_not_to_be_shown():

@@ -68,14 +68,19 @@ def test_one_session_is_answered_as_with_restored_rows(num_tokens):
     assert spread(restored, attended) < (2e-3 if num_tokens > 100 else 1e-5)
 
 
-def test_a_batch_of_several_lengths_is_answered_as_each_alone():
-    live = live_model()
-    alone = [fed(live, length, seed) for seed, length in enumerate((300, 20, 150))]
+def assert_each_answered_as_alone(live, alone, attends):
     batch = [caches[0].merge(caches) for caches in (list(x) for x in zip(*alone, strict=True))]
     with attending(live.model):
+        assert [cache.attends for cache in batch[0].caches] == attends
         together = step(live, [5, 6, 7], batch)
         each = [step(live, [5 + i], caches)[0] for i, caches in enumerate(alone)]
     assert spread(mx.stack(each), together) < 1e-5
+
+
+def test_a_batch_of_several_lengths_is_answered_as_each_alone():
+    live = live_model()
+    alone = [fed(live, length, seed) for seed, length in enumerate((300, 20, 150))]
+    assert_each_answered_as_alone(live, alone, [True, True, True])
 
 
 def test_a_session_with_rows_that_cannot_be_packed_does_not_keep_others_from_attending():
@@ -88,12 +93,7 @@ def test_a_session_with_rows_that_cannot_be_packed_does_not_keep_others_from_att
         mx.eval(cache.state)
         cache.pack_old()
         assert cache.sides[0].num_kept
-    batch = [caches[0].merge(caches) for caches in (list(x) for x in zip(*alone, strict=True))]
-    with attending(live.model):
-        assert [cache.attends for cache in batch[0].caches] == [True, False, True]
-        together = step(live, [5, 6, 7], batch)
-        each = [step(live, [5 + i], caches)[0] for i, caches in enumerate(alone)]
-    assert spread(mx.stack(each), together) < 1e-5
+    assert_each_answered_as_alone(live, alone, [True, False, True])
 
 
 def test_steps_pack_and_attend_as_steps_that_restore():
