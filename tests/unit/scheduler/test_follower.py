@@ -123,20 +123,15 @@ async def test_a_session_younger_than_the_question_is_not_taken_for_lost(
     assert [x.id for x in manager.list("alice")] == ["young"]
 
 
-async def test_a_session_that_the_engine_woke_is_hot(manager, ref, talk):
-    """A notice of a turn without a client, which left while the KV was restored."""
+@pytest.mark.parametrize(("cause", "state"), [("restored", "idle"), ("saved", "cold")])
+async def test_the_engine_may_wake_a_session_but_an_older_save_does_not(
+    manager, ref, talk, cause, state
+):
+    """A turn whose client left restores the KV; a save may have been of the session still hot."""
     await talk(manager, ref("a"))
     await manager.demote(ref("a"))
-    manager.follower.receive(Notice(cause="restored", session=Held().report("alice", "a")))
-    assert manager.get(ref("a")).state == "idle"
-
-
-async def test_news_of_a_save_that_a_demote_has_overtaken_wake_no_session(manager, ref, talk):
-    await talk(manager, ref("a"))
-    saved = Notice(cause="saved", session=Held().report("alice", "a"))  # still hot then
-    await manager.demote(ref("a"))
-    manager.follower.receive(saved)
-    assert manager.get(ref("a")).state == "cold"
+    manager.follower.receive(Notice(cause=cause, session=Held().report("alice", "a")))
+    assert manager.get(ref("a")).state == state
 
 
 async def test_a_list_of_thousands_leaves_turns_their_share_of_the_loop(manager, engine, ref):

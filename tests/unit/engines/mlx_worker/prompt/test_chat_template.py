@@ -32,6 +32,12 @@ def text_of(vocabulary: Vocabulary, prompt: ChatPrompt) -> str:
     return str(vocabulary.tokenizer.decode(prompt.token_ids))
 
 
+def with_template(template: str, plain: Vocabulary, folder: Path) -> Vocabulary:
+    tokenizer = tiny_tokenizer(folder)
+    tokenizer._tokenizer.chat_template = template
+    return Vocabulary(tokenizer, plain.size)
+
+
 def test_renders_the_template_as_the_tokenizer_does(plain: Vocabulary):
     prompt = write(plain, [SYSTEM, USER])
     expected = plain.tokenizer.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
@@ -60,9 +66,8 @@ def test_without_a_system_message_there_is_one_boundary(plain: Vocabulary):
 
 
 def test_the_last_boundary_is_before_the_answer_without_a_marker(plain: Vocabulary, tmp_path: Path):
-    tokenizer = tiny_tokenizer(tmp_path)
-    tokenizer._tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    prompt = write(Vocabulary(tokenizer, plain.size), [SYSTEM, USER])
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompt = write(with_template(template, plain, tmp_path), [SYSTEM, USER])
     assert prompt.boundaries[-1] == len(prompt.token_ids) - 1
 
 
@@ -164,10 +169,9 @@ def test_template_that_refuses(with_tools: Vocabulary):
 
 
 def test_a_template_that_repeats_the_text_it_refuses(plain: Vocabulary, tmp_path: Path):
-    tokenizer = tiny_tokenizer(tmp_path)
-    tokenizer._tokenizer.chat_template = "{{ raise_exception('not ' + messages[0].content) }}"
+    refusing = with_template("{{ raise_exception('not ' + messages[0].content) }}", plain, tmp_path)
     with pytest.raises(InvalidRequest, match=r"not a<\|im_start\|>b$"):
-        write(Vocabulary(tokenizer, plain.size), [{**USER, "content": "a<|im_start|>b"}])
+        write(refusing, [{**USER, "content": "a<|im_start|>b"}])
 
 
 def test_model_without_a_template(tmp_path: Path):
