@@ -172,19 +172,14 @@ def test_cuda_sends_a_gb10_to_its_own_script(machine):
     refused(done, 1, "bash launch/gb10.sh MODEL")
 
 
-def test_gb10_serves_on_a_gb10(machine):
-    machine.says("nvidia-smi", "NVIDIA GB10")
+@pytest.mark.parametrize(("gpu", "warned"), [("NVIDIA GB10", False), ("NVIDIA H200", True)])
+def test_gb10_serves_on_a_gb10_and_warns_of_another_gpu(machine, gpu, warned):
+    machine.says("nvidia-smi", gpu)
     done = machine.run("gb10.sh", "org/m")
     assert "serve --profile gb10 --model org/m" in done.stdout
     assert "install vllm" in done.stdout
-    assert "warning" not in done.stderr
-
-
-def test_gb10_warns_of_another_gpu_and_goes_on(machine):
-    machine.says("nvidia-smi", "NVIDIA H200")
-    done = machine.run("gb10.sh", "org/m")
-    assert "warning: the GPU is NVIDIA H200, no GB10" in done.stderr
-    assert "serve --profile gb10" in done.stdout
+    assert ("warning: the GPU is NVIDIA H200, no GB10" in done.stderr) == warned
+    assert ("warning" in done.stderr) == warned
 
 
 @pytest.mark.parametrize("name", ["cuda.sh", "gb10.sh"])

@@ -141,7 +141,9 @@ async def test_concurrent_turns_of_one_session_are_quiet_only_together(manager, 
     assert manager.get(ref("a")).state == "idle"
 
 
-async def test_a_turn_that_the_engine_never_took_changes_nothing(manager, engine, ref, talk):
+async def test_neither_a_turn_nor_a_prefetch_that_the_engine_never_took_changes_anything(
+    manager, engine, ref, talk
+):
     await talk(manager, ref("a"))
     cold = await manager.demote(ref("a"))
     with pytest.raises(EngineUnavailable):
@@ -149,11 +151,6 @@ async def test_a_turn_that_the_engine_never_took_changes_nothing(manager, engine
             raise EngineUnavailable("gone")
     assert manager.get(ref("a")) == cold
     assert (cold.state, cold.bytes) == ("cold", 20)
-
-
-async def test_a_prefetch_that_fails_changes_nothing(manager, engine, ref, talk):
-    await talk(manager, ref("a"))
-    cold = await manager.demote(ref("a"))
     engine.down = True
     with pytest.raises(EngineUnavailable):
         await manager.prefetch(ref("a"))

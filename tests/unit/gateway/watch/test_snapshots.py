@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -13,10 +15,11 @@ from engines.http import CacheOutcome
 from engines.wire import KVSize
 from gateway.watch.live import Live
 from gateway.watch.metrics import Metrics
+from gateway.watch.requests import LiveRequest
 from gateway.watch.snapshots import LINGER_S, MAX_ROWS, Made
 from gateway.watch.tally import MAX_TENANTS as MAX_TALLIES
 from scheduler.config import SchedulerConfig
-from scheduler.session import Event
+from scheduler.session import Event, Session
 from scheduler.sessions import SessionManager
 from tests.clock import Clock
 from tests.reports import engine_report, session_report
@@ -43,6 +46,20 @@ class Watched:
         row.known = True
         table.end(row)
         table.take(row, report(tenant, id, tokens))
+
+    @contextmanager
+    def answering(
+        self, tenant: str, cache: CacheOutcome, prompt_tokens: int
+    ) -> Iterator[tuple[LiveRequest, Session]]:
+        """A turn of the session ``s`` that is being answered, from its begin to its end."""
+        ref = SessionRef(tenant, "s", b"")
+        with self.live.request(ref, "r", "chat", "curl") as it:
+            row = self.sessions.table.begin(ref)
+            it.admitted()
+            answered(it, cache, prompt_tokens)
+            row.known = True
+            yield it, row
+            self.sessions.table.end(row)
 
     def knows_sizes(self) -> None:
         """Have the engine report the size of its KV: 100 bytes a token, 50 of them in bf16."""
@@ -235,15 +252,10 @@ async def test_a_session_is_listed_with_its_first_answer_while_that_comes(watche
 
 async def test_a_snapshot_has_the_last_hour_and_its_moves(watched: Watched):
     watched.knows_sizes()
-    ref = SessionRef("alice", "s", b"")
-    with watched.live.request(ref, "r", "chat", "curl") as it:
-        row = watched.sessions.table.begin(ref)
-        it.admitted()
-        answered(it, CacheOutcome("miss", 0, "never-stored"), 400)
+    with watched.answering("alice", CacheOutcome("miss", 0, "never-stored"), 400) as (it, row):
         watched.clock.now += 20.0
         said(it)
-        row.known, row.tokens = True, 401
-        watched.sessions.table.end(row)
+        row.tokens = 401
     watched.clock.now += 15.0  # no reader has come so far
     watched.turn("secret", "bob")
     sent = await watched.seen("alice")
@@ -267,14 +279,9 @@ async def test_a_snapshot_has_the_last_hour_and_its_moves(watched: Watched):
 
 
 async def test_until_the_speed_of_prefill_is_known_tokens_are_shown_only(watched: Watched):
-    ref = SessionRef("alice", "s", b"")
     for cached in (0, 300):
-        with watched.live.request(ref, "r", "chat", "curl") as it:
-            row = watched.sessions.table.begin(ref)
-            it.admitted()
-            answered(it, CacheOutcome("hot", cached, None), 310)
-            row.known = True
-            watched.sessions.table.end(row)
+        with watched.answering("alice", CacheOutcome("hot", cached, None), 310):
+            pass
     sent = await watched.seen("alice")
     now, (shown,) = sent["now"], sent["sessions"]
     assert (now["saved_s_today"], now["saved_tokens_today"]) == (None, 300)
@@ -306,15 +313,9 @@ async def test_a_title_is_shown_to_its_tenant_and_goes_with_its_session(watched:
 
 def streamed(watched: Watched, tenant: str, cache: CacheOutcome, first_s: float) -> None:
     """One turn of a stream with 100 tokens of prompt, whose first token came after ``first_s``."""
-    ref = SessionRef(tenant, "s", b"")
-    with watched.live.request(ref, "r", "chat", "curl") as it:
-        row = watched.sessions.table.begin(ref)
-        it.admitted()
-        answered(it, cache, 100)
-        row.known = True
+    with watched.answering(tenant, cache, 100) as (it, _):
         watched.clock.now += first_s
         said(it)
-        watched.sessions.table.end(row)
 
 
 async def test_first_tokens_of_returns_are_shown_beside_those_of_first_turns(watched: Watched):
