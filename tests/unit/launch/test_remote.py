@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from launch.errors import LaunchError, UsageError
-from launch.remote.address import Address, reason_of, server_url
+from launch.remote.address import Address, server_url
 from launch.remote.gateway import Remote
 from tests.asking import http_ok, saying
 
@@ -72,12 +70,6 @@ def test_a_server_of_another_kind_is_spoken_of_in_plain_words(scheme, said, reas
     with saying(said) as address, pytest.raises(LaunchError) as caught:
         Remote(f"{scheme}://{address}").models()
     assert f" does not answer ({reason}); is" in str(caught.value)
-
-
-def test_a_failure_is_named_by_its_cause():
-    assert reason_of(TimeoutError()) == "timed out"
-    assert reason_of(socket.gaierror(socket.EAI_NONAME, "x")) == "no such host"
-    assert reason_of(socket.gaierror(socket.EAI_AGAIN, "x")).endswith("cannot be looked up now")
 
 
 @pytest.mark.parametrize(

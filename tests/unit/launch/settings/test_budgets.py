@@ -94,15 +94,6 @@ def test_the_disk_is_never_filled():
     assert values(GIB, 0, disk_free=7 << 20)["store.disk_bytes"] == 0  # too little for the tier
 
 
-def test_the_reason_is_given():
-    reasons = {
-        name: value.origin for name, value in default_budgets(32 * GIB, 2 * GIB, GIB).items()
-    }
-    assert reasons["engine.hot_bytes"] == (
-        "derived: 35% of 32 GiB of memory available, beside 2 GiB of weights"
-    )
-
-
 def test_weights_are_counted_from_the_files(tmp_path):
     (tmp_path / "model-1.safetensors").write_bytes(bytes(300))
     (tmp_path / "model-2.safetensors").write_bytes(bytes(200))

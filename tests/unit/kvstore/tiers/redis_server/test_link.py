@@ -41,7 +41,9 @@ def test_passwords_are_masked(url: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://:secret@host", "redis:/:secret@host", "redis://:secret@host:99999999"]
+    "url",
+    ["http://:secret@host", "redis:/:secret@host", "redis://:secret@host:99999999"]
+    + ["redis+cluster://:secret@", "redis+cluster://:secret@host/3"],
 )
 def test_a_bad_url_is_named_without_its_password(url: str) -> None:
     with pytest.raises(ValueError, match="redis_url") as caught:
