@@ -33,15 +33,9 @@ def test_an_address_is_understood_with_and_without_its_scheme(given, url):
 def test_text_that_is_no_address_is_refused(given):
     with pytest.raises(UsageError, match="is no address; write http://host:port"):
         server_url(given)
-
-
-def test_every_command_that_asks_a_server_understands_it():
-    with pytest.raises(LaunchError, match="http://127.0.0.1:1 does not answer"):
-        Remote("127.0.0.1:1").models()
-    with pytest.raises(UsageError, match="is no address"):
-        Remote("ftp://127.0.0.1:1")
-    with pytest.raises(LaunchError, match="Name another address with --url"):
-        Remote("unix:/no/such/socket").models()
+    if not given.startswith("unix:"):  # which is an address for this machine's own commands
+        with pytest.raises(UsageError, match="is no address"):
+            Remote(given)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +50,7 @@ def test_a_server_that_is_away_is_spoken_of_in_plain_words(address, reason):
     with pytest.raises(LaunchError) as caught:
         Remote(address).models()
     assert f" does not answer ({reason}); is `thermocline serve`" in str(caught.value)
+    assert "Name another address with --url" in str(caught.value)
 
 
 @pytest.mark.parametrize(
