@@ -55,10 +55,14 @@ def test_401_says_which_scheme() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"Internal Server Error", b"\xff\xfe", b"[1]", b'{"detail": "x"}']
+    ("status", "body"),
+    [
+        *((500, x) for x in (b"Internal Server Error", b"\xff\xfe", b"[1]", b'{"detail": "x"}')),
+        (401, b'{"error": {"message": "wrong token"}}'),
+    ],
 )
-def test_an_engines_odd_error_gets_our_shape(body: bytes) -> None:
-    failure = engine_failure(500, body)
+def test_an_engines_odd_error_and_a_401_of_its_own_get_our_shape(status, body):
+    failure = engine_failure(status, body)
     assert failure.status == 502
     assert set(json.loads(failure.json())["error"]) == KEYS
 
@@ -74,10 +78,6 @@ def test_an_engines_error_message_is_for_the_log_only(caplog: pytest.LogCaptureF
     failure = engine_failure(500, body)
     assert (failure.status, failure.code) == (502, "engine")
     assert "EngineCore" not in failure.message and "EngineCore died" in caplog.text
-
-
-def test_an_engines_401_is_not_the_clients() -> None:
-    assert engine_failure(401, b'{"error": {"message": "wrong token"}}').status == 502
 
 
 def test_an_engines_odd_fields_are_not_passed_on() -> None:

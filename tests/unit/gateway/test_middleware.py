@@ -70,12 +70,9 @@ async def test_the_version() -> None:
     assert (await App().get("/version")).json == {"version": version("thermocline")}
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8080", "[::1]:8080", "LOCALHOST:1"])
-async def test_loopback_names_are_known(host: str) -> None:
-    assert (await App().get("/livez", host=host)).status == 200
-
-
 async def test_other_names_are_refused_on_loopback_only() -> None:
+    for host in ("localhost", "127.0.0.1:8080", "[::1]:8080", "LOCALHOST:1"):
+        assert (await App().get("/livez", host=host)).status == 200
     assert (await App().get("/livez", host="evil.example")).status == 403
     assert (await App().get("/version", host="")).status == 400
     with_keys = App(host="0.0.0.0", api_keys=(generate_key("alice")[1],))

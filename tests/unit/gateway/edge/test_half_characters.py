@@ -10,7 +10,7 @@ import pytest
 from engines.openai.errors import InvalidRequest
 from gateway.edge.bodies import REPLACED_HEADER, parse_whole
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
-from tests.unit.gateway.test_images import PATHS, after_a_tool, heard, text_of
+from tests.unit.gateway.test_images import PATHS, after_a_tool, heard, text_of, text_part
 
 HALF, OTHER_HALF = "\ud83d", "\ude00"
 CUT = f"a{HALF} {OTHER_HALF}b\U0001f600{HALF}{HALF}"
@@ -20,20 +20,12 @@ MENDED = "a\ufffd \ufffdb\U0001f600\ufffd\ufffd"
 @pytest.mark.parametrize("path", PATHS)
 async def test_halves_in_a_result_are_replaced_and_counted_in_a_header(path: str) -> None:
     to = App()
-    reply = await to.post(path, after_a_tool(path, CUT))
-    assert text_of(heard(to)[-1]) == MENDED
-    assert reply.headers[REPLACED_HEADER] == "4"
+    for result in (CUT, [text_part(path, CUT)]):
+        reply = await to.post(path, after_a_tool(path, result))
+        assert text_of(heard(to)[-1]) == MENDED
+        assert reply.headers[REPLACED_HEADER] == "4"
     again = await to.post(path, after_a_tool(path, MENDED))
     assert text_of(heard(to)[-1]) == MENDED and REPLACED_HEADER not in again.headers
-
-
-@pytest.mark.parametrize("path", PATHS)
-async def test_halves_in_parts_of_a_result(path: str) -> None:
-    to = App()
-    kind = "input_text" if path.startswith("/v1/responses") else "text"
-    reply = await to.post(path, after_a_tool(path, [{"type": kind, "text": CUT}]))
-    assert text_of(heard(to)[-1]) == MENDED
-    assert reply.headers[REPLACED_HEADER] == "4"
 
 
 @pytest.mark.parametrize("path", PATHS)
