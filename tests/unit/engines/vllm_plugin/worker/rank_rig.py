@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks
-from engines.vllm_plugin.blocks.stateful_blocks import StateAccess, StatefulBlocks
+from engines.vllm_plugin.blocks.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.worker.block_rows import RankBlocks
 from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
@@ -74,7 +74,7 @@ class Rank:
     def __init__(
         self,
         tiers: Sequence[Tier] = (),
-        states: StateAccess | None = None,
+        states: Any = None,
         spare_bytes: int = SPARE_BYTES,
         **options: Any,
     ) -> None:
