@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks.fused import (
+    TRIED_TOKENS,
     FusedPacker,
     aligned,
     kernels_for,
@@ -129,7 +130,7 @@ def fused_rate(
     return proven_or_pipeline(fused, layout, _plausible(pipeline, layout), CODECS)
 
 
-def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KVRun:
+def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = TRIED_TOKENS) -> KVRun:
     """Returns a run, restored from a random payload, whose rows have sizes that kernels accept."""
     payload = np.random.default_rng(0).integers(0, 256, pipeline.nbytes(num_tokens), np.uint8)
     payload[:4] = 0  # no row is stored unquantised

@@ -32,7 +32,8 @@ from kvstore.shapes import DType, KVLayout, KVRun, Rope, angle_tables, slice_tok
 logger = logging.getLogger(__name__)
 LINE = 64  # bytes
 VECTOR = 16  # channels
-TRIED_AT = 9  # token at which kernels are compared with their pipeline
+# Kernels are compared with their pipeline at some token, on some more than a vector's lanes.
+TRIED_AT, TRIED_TOKENS = 9, 38
 # Takes a call that compiles, and makes it now or later.
 Compile: TypeAlias = Callable[[Callable[[], None]], object]
 _WITH_KERNELS: Final[ContextVar[bool]] = ContextVar("_WITH_KERNELS", default=True)
@@ -251,7 +252,7 @@ def _restores_alike(fused: FusedPacker, layout: KVLayout, payload: bytes, num_to
     return flat[0] == flat[1]
 
 
-def wave_run(layout: KVLayout, num_tokens: int = 70) -> KVRun:
+def wave_run(layout: KVLayout, num_tokens: int = TRIED_TOKENS) -> KVRun:
     """Makes a run with rows of many different values."""
     run = layout.empty(num_tokens)
     for number, array in enumerate(x for pair in run for x in pair):
