@@ -62,9 +62,15 @@ def key_headers(api_key: str) -> dict[str, str]:
 class Address:
     """One server, on behalf of one caller; see ``server_url``."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        """Raises ``UsageError`` for a malformed address, and for a key that no header can hold."""
+    def __init__(self, url: str, api_key: str = "", name: str = "") -> None:
+        """
+        Args:
+            name: of the server in messages; "" = its URL.
+
+        Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
+        """
         self.base = server_url(url)
+        self.name = name or self.base
         self.headers = key_headers(api_key)
 
     async def model(self, http: aiohttp.ClientSession, wanted: str = "") -> str:
@@ -87,7 +93,7 @@ class Address:
             return wanted
         if wanted or not names:
             there = f"there are: {', '.join(names[:20])}" if names else "it lists none"
-            raise UsageError(f"{self.base} serves no model {wanted!r}; {there} (--model)")
+            raise UsageError(f"{self.name} serves no model {wanted!r}; {there} (--model)")
         return str(names[0])
 
     async def get(self, http: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
@@ -112,12 +118,12 @@ class Address:
         except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:
             raise self.unreachable(error) from error
         if len(raw) >= _MOST_BYTES:
-            raise LaunchError(f"{self.base} gives an answer of more than {_MOST_BYTES >> 20} MiB")
+            raise LaunchError(f"{self.name} gives an answer of more than {_MOST_BYTES >> 20} MiB")
         return answer.status, content_of(raw)
 
     def unreachable(self, error: BaseException) -> LaunchError:
         return LaunchError(
-            f"{self.base} does not answer ({reason_of(error)}); is `thermocline serve` or another"
+            f"{self.name} does not answer ({reason_of(error)}); is `thermocline serve` or another"
             f" server running there? Name another address with --url"
         )
 
@@ -126,12 +132,12 @@ class Address:
         said = words_of(content)
         if status in (401, 403):
             return LaunchError(
-                f"{self.base} wants another API key ({status}: {said}); give it with --api-key or"
+                f"{self.name} wants another API key ({status}: {said}); give it with --api-key or"
                 " THERMOCLINE_API_KEY"
             )
         if status == 404:
-            return LaunchError(f"{self.base} is no OpenAI server ({status}: {said})")
-        return LaunchError(f"{self.base} refuses ({status}: {said})")
+            return LaunchError(f"{self.name} is no OpenAI server ({status}: {said})")
+        return LaunchError(f"{self.name} refuses ({status}: {said})")
 
 
 def reason_of(error: BaseException) -> str:

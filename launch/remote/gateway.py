@@ -37,8 +37,9 @@ class Remote:
         Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
         """
         self._socket = url.removeprefix("unix:") if url.startswith("unix:") else ""
-        self._address = Address("http://localhost" if self._socket else url, api_key)
-        self.base = self._address.base
+        name = url if self._socket else ""
+        self._address = Address("http://localhost" if self._socket else url, api_key, name)
+        self.name = self._address.name
         self._model = f"model={quote(model, safe='')}" if model else ""
 
     def models(self) -> list[dict[str, Any]]:
@@ -59,7 +60,7 @@ class Remote:
         rows = listed.get("data")
         if isinstance(rows, list) and all(isinstance(x, dict) and "idle_s" in x for x in rows):
             return listed
-        raise LaunchError(f"{self.base} is not a Thermocline gateway: it lists other sessions")
+        raise LaunchError(f"{self.name} is not a Thermocline gateway: it lists other sessions")
 
     def session(self, session_id: str) -> dict[str, Any]:
         return self._of_session("GET", session_id)
@@ -84,7 +85,7 @@ class Remote:
         try:
             return None if found is None else msgspec.convert(found, CodecReport)
         except msgspec.ValidationError as error:
-            raise LaunchError(f"{self.base} is of another version: {error}") from error
+            raise LaunchError(f"{self.name} is of another version: {error}") from error
 
     def measure(self) -> str:
         """Have the engine measure its codecs; says how far it is. It needs an admin key."""
@@ -119,7 +120,7 @@ class Remote:
     ) -> dict[str, Any]:
         status, content = self.ask(method, path, body)
         if not isinstance(content, dict):
-            raise LaunchError(f"{self.base} is not a Thermocline gateway: no JSON object")
+            raise LaunchError(f"{self.name} is not a Thermocline gateway: no JSON object")
         if status >= 400:
             raise LaunchError(f"{subject}{status}: {words_of(content, MOST_WORDS)}")
         return content
@@ -138,13 +139,13 @@ def ask_server(environ: Mapping[str, str]) -> str:
     try:
         status, content = remote.ask("GET", "/v1/sessions?limit=1")
         if status == 401:
-            return f"{remote.base} answers, and wants a key (THERMOCLINE_API_KEY)"
+            return f"{remote.name} answers, and wants a key (THERMOCLINE_API_KEY)"
         codec = msgspec.convert(content, _Answer).codec
     except (LaunchError, msgspec.ValidationError):  # no one answers, or a server of another kind
         return ""
     if codec is None:
-        return f"{remote.base} answers, and its engine is away"
+        return f"{remote.name} answers, and its engine is away"
     words = (
         "stores sessions exactly" if codec.name == EXACT else f"packs sessions with {codec.name}"
     )
-    return f"{remote.base} {words}: {codec.progress or codec.why}"
+    return f"{remote.name} {words}: {codec.progress or codec.why}"

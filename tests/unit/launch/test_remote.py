@@ -41,7 +41,7 @@ def test_text_that_is_no_address_is_refused(given):
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
-        ("127.0.0.1:1", "connection refused"),
+        ("http://127.0.0.1:1", "connection refused"),
         ("unix:/no/such/socket", "no such file or directory"),
         ("http://example..com", "no such host"),
     ],
@@ -49,7 +49,7 @@ def test_text_that_is_no_address_is_refused(given):
 def test_a_server_that_is_away_is_spoken_of_in_plain_words(address, reason):
     with pytest.raises(LaunchError) as caught:
         Remote(address).models()
-    assert f" does not answer ({reason}); is `thermocline serve`" in str(caught.value)
+    assert f"{address} does not answer ({reason}); is `thermocline serve`" in str(caught.value)
     assert "Name another address with --url" in str(caught.value)
 
 
