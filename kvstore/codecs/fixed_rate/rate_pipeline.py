@@ -109,9 +109,7 @@ class RatePayload:
         plain[: self._sinks_end] = reader.take("u1", self._sinks_end)
         for place, pipeline in zip(self.stacks, self.pipelines, strict=True):
             numbers, exact = pipeline.read_kept(reader, self.num_tokens)
-            width = pipeline.shape.width
-            values = np.concatenate(exact) if exact else np.empty(0, np.uint16)
-            kept.append(Kept(numbers, values.reshape(-1, width)))
+            kept.append(Kept(numbers, exact.reshape(-1, pipeline.shape.width)))
             plain[place.count_at : place.pairs_at] = 0
             part = reader.take("u1", place.end - place.pairs_at)
             plain[place.pairs_at : place.end] = part

@@ -144,7 +144,7 @@ class FusedPacker(ABC):
         turns = self.turns.of(self.pipeline.shape, first_token, num_tokens, dtype)
         self.unpack(readers, size, turns, addresses)
         for number, (places, exact) in enumerate(kept):
-            if exact:
+            if len(exact):
                 begin = first + number * size
                 rows = slice_tokens(out, begin, begin + size)
                 self.pipeline.put_kept(rows, places, exact, dtype)

@@ -15,8 +15,9 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from kvstore.codecs import floats
 from kvstore.codecs.reader import Reader, count_bytes
-from kvstore.codecs.stacks.stack_shape import StackShape, TokenColumns
+from kvstore.codecs.stacks.stack_shape import GainGroup, StackShape
 from kvstore.codecs.stacks.stage_protocols import Coder, Gain, Quantiser, Transform
 from kvstore.errors import Corrupt
 from kvstore.shapes import DType, KVRun, slice_tokens
@@ -153,41 +154,65 @@ class Pipeline:
         As a float, a NaN may lose some of its bits.
         """
         numbers = np.flatnonzero(kept)
-        places = self._places(numbers, kept.shape[1])
-        stored = [self.shape.stored(run, first, place, dtype).tobytes() for place in places]
-        return b"".join([count_bytes(len(numbers)), numbers.astype("<u4").tobytes(), *stored])
+        found, bits = self._columns_of(numbers, kept.shape[1])
+        for unit, part, tokens, places in found:
+            for vector, columns in self.shape.vectors_in(unit, part):
+                rows = run[vector.layer][vector.side][vector.head, first + tokens]
+                bits[places[:, columns]] = floats.to_stored(rows, dtype)
+        head = count_bytes(len(numbers)), numbers.astype("<u4").tobytes()
+        return b"".join([*head, bits.astype("<u2").tobytes()])
 
-    def read_kept(self, reader: Reader, num_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Returns the numbers of kept groups, int64 (kept,), and the bits of each.
+    def read_kept(self, reader: Reader, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of kept groups, int64 (kept,), and the bits of all, in their order.
 
-        The bits are uint16 (columns,).
+        The bits are uint16 (columns of all groups,).
 
         Raises:
             Corrupt: the payload is too short, or the numbers are not in order.
         """
-        most = self.shape.num_units * num_tokens * len(self.shape.gain_groups)
+        parts = self.shape.gain_groups
+        most = self.shape.num_units * num_tokens * len(parts)
         numbers = reader.take("<u4", reader.count(most)).astype(np.int64)
         if len(numbers) and (numbers.max() >= most or np.any(np.diff(numbers) <= 0)):
             raise Corrupt("kept rows are out of order or beyond the end")
-        places = self._places(numbers, num_tokens)
-        return numbers, [reader.take("<u2", x.columns.stop - x.columns.start) for x in places]
+        return numbers, reader.take("<u2", int(self._widths(numbers).sum()))
 
-    def put_kept(
-        self, out: KVRun, numbers: np.ndarray, exact: list[np.ndarray], dtype: DType
-    ) -> None:
-        """Writes to ``out``, of one payload's tokens, the groups that ``read_kept`` returned."""
-        places = self._places(numbers, out[0][0].shape[1])
-        for place, bits in zip(places, exact, strict=True):
-            self.shape.put_stored(out, 0, place, bits, dtype)
+    def put_kept(self, out: KVRun, numbers: np.ndarray, bits: np.ndarray, dtype: DType) -> None:
+        """Writes to ``out``, of one payload's tokens, the groups that ``read_kept`` returned.
 
-    def _places(self, numbers: np.ndarray, num_tokens: int) -> list[TokenColumns]:
-        parts = self.shape.gain_groups
+        Bit for bit, including infinities.
+        """
+        found, _ = self._columns_of(numbers, out[0][0].shape[1])
+        for unit, part, tokens, places in found:
+            for vector, columns in self.shape.vectors_in(unit, part):
+                target = out[vector.layer][vector.side]
+                target[vector.head, tokens] = floats.from_stored(bits[places[:, columns]], dtype)
+
+    def _columns_of(
+        self, numbers: np.ndarray, num_tokens: int
+    ) -> tuple[list[tuple[int, GainGroup, np.ndarray, np.ndarray]], np.ndarray]:
+        """Sorts kept groups by unit and gain group.
+
+        Returns for each pair the tokens, int64 (kept,), and where the values lie among those of all
+        kept groups, int64 (kept, columns); and room for these, uint16.
+        """
+        widths, found = self._widths(numbers), []
+        ends, parts = np.cumsum(widths), self.shape.gain_groups
         rows, part_numbers = np.divmod(numbers, len(parts))
         units, tokens = np.divmod(rows, max(num_tokens, 1))
-        chosen = [parts[number] for number in part_numbers]
-        columns = [slice(part.start, part.stop) for part in chosen]
-        each = zip(units.tolist(), tokens.tolist(), columns, strict=True)
-        return [TokenColumns(*place) for place in each]
+        kinds = units * len(parts) + part_numbers
+        for kind in np.unique(kinds).tolist():
+            chosen, part = kinds == kind, parts[kind % len(parts)]
+            width = part.stop - part.start
+            places = (ends[chosen] - width)[:, None] + np.arange(width)
+            found.append((kind // len(parts), part, tokens[chosen], places))
+        return found, np.empty(int(widths.sum()), np.uint16)
+
+    def _widths(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns how many columns each kept group has."""
+        widths = np.array([part.stop - part.start for part in self.shape.gain_groups], np.int64)
+        found: np.ndarray = widths[numbers % len(widths)]
+        return found
 
 
 def _least_squares(exact: np.ndarray, quantised: np.ndarray) -> np.ndarray:

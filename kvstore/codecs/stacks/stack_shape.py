@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -70,14 +70,6 @@ class GainGroup:
 
     start: int
     stop: int
-
-
-class TokenColumns(NamedTuple):
-    """Some columns of one token of a unit; they hold whole head vectors."""
-
-    unit: int
-    token: int
-    columns: slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,27 +130,11 @@ class StackShape:
             target = out[vector.layer][vector.side]
             target[vector.head, first:] = narrow[unit, :, start : start + vector.dim]
 
-    def stored(self, run: KVRun, first: int, place: TokenColumns, dtype: DType) -> np.ndarray:
-        """Returns the bits that store one place of ``run`` unquantised, uint16 (columns,)."""
-        rows = [
-            run[x.layer][x.side][x.head, first + place.token] for _, x in self._vectors_at(place)
-        ]
-        return np.concatenate([floats.to_stored(row, dtype) for row in rows])
-
-    def put_stored(
-        self, out: KVRun, first: int, place: TokenColumns, bits: np.ndarray, dtype: DType
-    ) -> None:
-        """Writes ``bits``, uint16 (columns,), to ``out``: bit for bit, including infinities."""
-        row = floats.from_stored(bits, dtype)
-        for at, vector in self._vectors_at(place):
-            target = out[vector.layer][vector.side][vector.head, first + place.token]
-            target[:] = row[at : at + vector.dim]
-
-    def _vectors_at(self, place: TokenColumns) -> Iterator[tuple[int, HeadVector]]:
-        """Yields each head vector with its first column among those of ``place``."""
-        for start, vector in zip(self.starts, self.units[place.unit], strict=True):
-            if place.columns.start <= start < place.columns.stop:
-                yield start - place.columns.start, vector
+    def vectors_in(self, unit: int, part: GainGroup) -> Iterator[tuple[HeadVector, slice]]:
+        """Yields a unit's head vectors in a gain group, and their columns among those of it."""
+        for start, vector in zip(self.starts, self.units[unit], strict=True):
+            if part.start <= start < part.stop:
+                yield vector, slice(start - part.start, start - part.start + vector.dim)
 
     def _vectors(self) -> Iterator[tuple[int, int, HeadVector]]:
         for number, unit in enumerate(self.units):
