@@ -43,12 +43,12 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 @functools.cache
 def processors(about: Path = Path("/proc/cpuinfo")) -> str:
-    """Name the processors that this process may use, such as "2 x AMD EPYC 9B14"."""
+    """Name the machine's processors, such as "2 x AMD EPYC 9B14": all, on whichever thread."""
     kind = platform.processor() or platform.machine()
     with suppress(OSError):  # no Linux
         found = re.search(r"^(?:model name|CPU part)\s*:\s*(.+)$", about.read_text(), re.MULTILINE)
         kind = found[1] if found else kind
-    return f"{usable_cores()} x {kind}"
+    return f"{os.cpu_count()} x {kind}"
 
 
 def lower_priority() -> None:

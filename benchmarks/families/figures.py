@@ -145,6 +145,7 @@ def sleep(of: Sleeper, codec: str, *, accept_loss: bool = False) -> dict[str, An
     config = StoreConfig(disk_bytes=0, **settings)
     layout, states = of.instrument.layout, of.plan.states
     codecs = ServedCodecs(config, layout, of.instrument.fingerprint, of.data, states=states)
+    codecs.compile_rest()
     windows = states.windows if states else None
     window_tokens = states.window_tokens if states else 0
     known = (of.plan.needs_state, windows, window_tokens)

@@ -108,11 +108,10 @@ class ForwardDone(msgspec.Struct, frozen=True, tag="forward-done"):
 class RankFindings(msgspec.Struct, frozen=True, tag="findings"):
     """The figures of a rank, to be joined with those of the others, or why it has given up.
 
-    Sent again until the joint figures arrive. ``measurement``: its number, the same on all ranks.
+    Sent again until the joint figures arrive.
     """
 
     rank: int
-    measurement: int
     rows: tuple[Quality, ...]
     error: str = ""
 
@@ -120,7 +119,6 @@ class RankFindings(msgspec.Struct, frozen=True, tag="findings"):
 class JointFindings(msgspec.Struct, frozen=True, tag="joint-findings"):
     """The joint figures of all ranks, the worst of each, or the reason why there are none."""
 
-    measurement: int
     rows: tuple[Quality, ...]
     error: str = ""
 

@@ -150,10 +150,9 @@ class Profiles:
         may have to be compiled), goes on, for the next return.
         """
         with self._lock:
-            found = {} if self._is_closed else {x: self._ask(x) for x in codec_ids}
-            asked, since = [*found.values()], [self._asked[x][1] for x in found]
-        left_s = max(since, default=0.0) + FETCH_S - self._monotonic()
-        done, _ = wait(asked, max(min(wait_s, left_s), 0.0))
+            found = [] if self._is_closed else [self._ask(x) for x in codec_ids]
+        left_s = max((since for _, since in found), default=0.0) + FETCH_S - self._monotonic()
+        done, _ = wait([future for future, _ in found], max(min(wait_s, left_s), 0.0))
         return any(not x.cancelled() and x.result() is not None for x in done)
 
     def is_refused(self, codec_id: str) -> bool:
@@ -164,16 +163,20 @@ class Profiles:
             return False
         return future.result() is False and self._monotonic() - since <= AGAIN_S
 
-    def _ask(self, codec_id: str) -> Future[bool | None]:
-        """Begin to fetch a profile, unless that was done lately. The caller holds the lock."""
+    def _ask(self, codec_id: str) -> tuple[Future[bool | None], float]:
+        """Begin to fetch a profile, unless that was done lately; return also when it was begun.
+
+        The caller holds the lock.
+        """
         now = self._monotonic()
         future, since = self._asked.get(codec_id, (None, 0.0))
         if future is None or (future.done() and (future.result() or now - since > AGAIN_S)):
-            future = self._fetching.submit(self._fetch, codec_id)
-            self._asked[codec_id] = future, now
+            future, since = self._fetching.submit(self._fetch, codec_id), now
+            self._asked.pop(codec_id, None)  # to the end
+            self._asked[codec_id] = future, since
             while len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
-        return future
+        return future, since
 
     def _fetch(self, codec_id: str) -> bool | None:
         """Return whether the codec can be read now; None if a tier was down."""

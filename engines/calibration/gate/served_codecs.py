@@ -76,8 +76,8 @@ class MeasuredModel(NamedTuple):
 class ServedCodecs:
     """Chooses codecs by the model's profile and has the store adopt them. Thread-safe.
 
-    At the start only what restores is compiled. What packs follows with ``compile_rest``, and until
-    then numpy packs, ten times slower.
+    At the start is compiled what restores, with the small loops by which it is proven. What packs
+    follows with ``compile_rest``, and until then numpy packs, ten times slower.
 
     Args:
         fingerprint: of the model, as its store names it.

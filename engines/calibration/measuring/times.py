@@ -64,7 +64,7 @@ def timed_again(
             for timed in again:
                 row = best[timed.preset, context]
                 # Where another machine had quiet, this one must have it, too.
-                most = row.waited or 0.0 if is_from_here(row) else QUIET
+                most = max(row.waited or 0.0, 0.0 if is_from_here(row) else QUIET)
                 if timed.waited is not None and timed.waited < most:
                     times = {x: getattr(timed, x) for x in OF_TIMES}
                     best[row.preset, context] = msgspec.structs.replace(row, **times)

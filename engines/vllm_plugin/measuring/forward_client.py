@@ -35,10 +35,6 @@ class ForwardClient:
             # The same on every rank, also if one of them gave up before the others.
             self._number += MOST_ORDERS - self._number % MOST_ORDERS
 
-    @property
-    def _measurement(self) -> int:
-        return self._number // MOST_ORDERS
-
     def next_number(self) -> int:
         """The number of the next order, the same on every rank."""
         self._number += 1
@@ -87,7 +83,7 @@ class ForwardClient:
             Interrupted: the engine ends.
             RuntimeError: a rank has given up.
         """
-        findings = RankFindings(self._rank, self._measurement, profile.rows)
+        findings = RankFindings(self._rank, profile.rows)
         with self._lock:
             while (joint := self._agreed()) is None:
                 self._send(findings)
@@ -100,13 +96,13 @@ class ForwardClient:
 
     def give_up(self, reason: str) -> None:
         """Inform the other ranks that this one stops measuring."""
-        self._send(RankFindings(self._rank, self._measurement, (), reason))
+        self._send(RankFindings(self._rank, (), reason))
 
     def receive(self, news: ForwardDone | JointFindings) -> None:
         """Note that a request is over, or the joint figures of all ranks."""
         with self._lock:
-            if isinstance(news, JointFindings):  # perhaps late, of a measurement before
-                self._joint = news if news.measurement == self._measurement else self._joint
+            if isinstance(news, JointFindings):
+                self._joint = news
             elif news.number == self._number:
                 self._done = news
             self._lock.notify_all()

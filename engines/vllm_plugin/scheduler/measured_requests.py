@@ -58,6 +58,7 @@ class Forwards:
         wanted = {msgspec.structs.replace(x, rank=0) for x in self._heard.values()}
         if len(self._heard) == self._hub.num_ranks and len(wanted) == 1:
             self._heard.clear()
+            self._findings.clear()  # of a measurement before: figures come after its last order
             self._last = order.number
             self._hub.spawn(partial(self._carry_out, wanted.pop()))
 
@@ -69,16 +70,12 @@ class Forwards:
 
     def receive_findings(self, findings: RankFindings) -> None:
         """Note a rank's figures; once all have come, or one rank has given up, inform all ranks."""
-        number = findings.measurement
-        if any(x.measurement > number for x in self._findings.values()):
-            return  # late
         self._findings[findings.rank] = findings
-        alike = {x: y for x, y in self._findings.items() if y.measurement == number}
-        self._findings, found = alike, [alike[x] for x in sorted(alike)]
+        found = [self._findings[x] for x in sorted(self._findings)]
         if error := next((x.error for x in found if x.error), ""):
-            self._hub.send_to_ranks(JointFindings(number, (), error))
+            self._hub.send_to_ranks(JointFindings((), error))
         elif len(found) == self._hub.num_ranks:
-            self._hub.send_to_ranks(JointFindings(number, worst_of([x.rows for x in found])))
+            self._hub.send_to_ranks(JointFindings(worst_of([x.rows for x in found])))
 
     async def _carry_out(self, order: Forward) -> None:
         while not (self._is_idle() and self._hub.num_fronts):

@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks.fused import (
-    TRIED_TOKENS,
+    TRIED_AT,
     FusedPacker,
     aligned,
     kernels_for,
@@ -130,13 +130,13 @@ def fused_rate(
     return proven_or_pipeline(fused, layout, _plausible(pipeline, layout), CODECS)
 
 
-def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = TRIED_TOKENS) -> KVRun:
+def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KVRun:
     """Returns a run, restored from a random payload, whose rows have sizes that kernels accept."""
     payload = np.random.default_rng(0).integers(0, 256, pipeline.nbytes(num_tokens), np.uint8)
     payload[:4] = 0  # no row is stored unquantised
     payload[4 : 4 + pipeline.gain.nbytes(num_tokens)] &= 0x77  # and none has a large gain
     run = layout.empty(num_tokens)
-    pipeline.decode([Reader(payload.data)], run, 0, 9, layout.dtype)
+    pipeline.decode([Reader(payload.data)], run, 0, TRIED_AT, layout.dtype)
     return run
 
 

@@ -18,8 +18,10 @@ import functools
 import hashlib
 import logging
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,8 +123,10 @@ class CompiledFunction:
         with COMPILATIONS.look(self._function.__name__.strip("_"), folder) as cached:
             try:
                 lazy.compile(self._signature)
-            except OSError as error:  # the cache takes no more: a full disk
-                logger.warning("compiled code cannot be kept in %s: %s", folder, error)
+            except (OSError, EOFError, pickle.UnpicklingError) as error:  # a full disk, a cut file
+                logger.warning("compiled code cannot be kept in %s: %r", folder, error)
+                with suppress(OSError):  # else the next start takes older code for this
+                    lazy._cache.flush()
                 lazy = njit(**options)(self._function)
                 lazy.compile(self._signature)
             cached.append(bool(lazy.stats.cache_hits))

@@ -45,6 +45,7 @@ from kvstore.shapes import DType, KVRun
 CODECS = "one-step codecs"  # in the log
 KERNELS: Final = "kvstore.codecs.kernels.units.unpack_loop"
 PACKING: Final = "kvstore.codecs.kernels.units.pack_loop"
+TRIED_TOKENS: Final = 11  # whole tiles of tokens and a part of one; the definition takes long
 ESCAPED: Final = -128  # the level of an escaped symbol, which no other symbol has
 KNOWN_BY: Final = 16  # known channels come in such groups
 
@@ -168,9 +169,8 @@ def fused_loop(
     columns = [(part.start, part.stop - part.start) for part in shape.gain_groups]
     groups = (np.array(columns, np.int64), gain.shares, np.ascontiguousarray(gain.centres))
     known = (coder, integers, outputs, *tables, _components(integers), groups)
-    return proven_or_pipeline(
-        FusedLoop(pipeline, turns, kernels, packing, *known), layout, wave_run(layout), CODECS
-    )
+    fused = FusedLoop(pipeline, turns, kernels, packing, *known)
+    return proven_or_pipeline(fused, layout, wave_run(layout, TRIED_TOKENS), CODECS)
 
 
 def _joined(

@@ -9,7 +9,7 @@ out of range) is *kept*: it is stored unquantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -154,8 +154,8 @@ class Pipeline:
         As a float, a NaN may lose some of its bits.
         """
         numbers = np.flatnonzero(kept)
-        found, bits = self._columns_of(numbers, kept.shape[1])
-        for unit, part, tokens, places in found:
+        bits = np.empty(int(self._widths(numbers).sum()), np.uint16)
+        for unit, part, tokens, places in self._places(numbers, kept.shape[1]):
             for vector, columns in self.shape.vectors_in(unit, part):
                 rows = run[vector.layer][vector.side][vector.head, first + tokens]
                 bits[places[:, columns]] = floats.to_stored(rows, dtype)
@@ -182,22 +182,20 @@ class Pipeline:
 
         Bit for bit, including infinities.
         """
-        found, _ = self._columns_of(numbers, out[0][0].shape[1])
-        for unit, part, tokens, places in found:
+        for unit, part, tokens, places in self._places(numbers, out[0][0].shape[1]):
             for vector, columns in self.shape.vectors_in(unit, part):
                 target = out[vector.layer][vector.side]
                 target[vector.head, tokens] = floats.from_stored(bits[places[:, columns]], dtype)
 
-    def _columns_of(
+    def _places(
         self, numbers: np.ndarray, num_tokens: int
-    ) -> tuple[list[tuple[int, GainGroup, np.ndarray, np.ndarray]], np.ndarray]:
-        """Sorts kept groups by unit and gain group.
+    ) -> Iterator[tuple[int, GainGroup, np.ndarray, np.ndarray]]:
+        """Yields each unit and gain group of which something is kept.
 
-        Returns for each pair the tokens, int64 (kept,), and where the values lie among those of all
-        kept groups, int64 (kept, columns); and room for these, uint16.
+        With it come the tokens, int64 (kept,), and where their values lie among those of all kept
+        groups, int64 (kept, columns).
         """
-        widths, found = self._widths(numbers), []
-        ends, parts = np.cumsum(widths), self.shape.gain_groups
+        ends, parts = np.cumsum(self._widths(numbers)), self.shape.gain_groups
         rows, part_numbers = np.divmod(numbers, len(parts))
         units, tokens = np.divmod(rows, max(num_tokens, 1))
         kinds = units * len(parts) + part_numbers
@@ -205,8 +203,7 @@ class Pipeline:
             chosen, part = kinds == kind, parts[kind % len(parts)]
             width = part.stop - part.start
             places = (ends[chosen] - width)[:, None] + np.arange(width)
-            found.append((kind // len(parts), part, tokens[chosen], places))
-        return found, np.empty(int(widths.sum()), np.uint16)
+            yield kind // len(parts), part, tokens[chosen], places
 
     def _widths(self, numbers: np.ndarray) -> np.ndarray:
         """Returns how many columns each kept group has."""

@@ -92,6 +92,13 @@ def test_no_request_waits_for_kernels_of_another_servers_codec(opening, monkeypa
     assert rig.profiles.fetch([id_of(1)], 60)  # for the next return
 
 
+def test_more_may_be_asked_for_at_once_than_are_remembered(monkeypatch):
+    rig = Rig()
+    monkeypatch.setattr(profiles, "MAX_ASKED", 2)
+    ids = [id_of(x) for x in range(4)]
+    assert rig.profiles.fetch(ids, 60)  # it is known of all that there are none
+
+
 def test_a_closed_one_fetches_nothing_and_raises_nothing():
     rig = Rig(1)
     rig.profiles.close()

@@ -74,6 +74,8 @@ def test_rows_that_another_machine_timed_are_timed_again():
 def test_a_busy_machine_does_not_replace_quiet_times_of_another():
     elsewhere = msgspec.structs.replace(row("tq3", 0.0), timed_on="64 x another")
     assert timed([elsewhere], *[0.9] * 2 * TRIES) == []
+    busy = msgspec.structs.replace(elsewhere, waited=0.95)  # there as well
+    assert timed([busy], *[0.9] * 2 * TRIES)[0].timed_on == processors()
 
 
 def test_the_least_disturbed_attempt_counts():

@@ -154,10 +154,14 @@ def test_kernels_that_are_wrong_give_way_to_the_pieces(caplog):
     def almost(planes, num_tokens, *others):
         fused.restoring.unpack(planes, num_tokens - 1, *others)
 
-    others = SimpleNamespace(**{**vars(fused.restoring), "unpack": almost})
-    wrong = dataclasses.replace(fused, restoring=others)
-    assert proven_or_pipeline(wrong, LAYOUT, run_of(LAYOUT, 70), "rates") is fused.pipeline
-    assert "the kernels of rates are wrong on this host" in caplog.text
+    def fails(*arguments):
+        raise TypeError("of the compiler")
+
+    for unpack in (almost, fails):
+        others = SimpleNamespace(**{**vars(fused.restoring), "unpack": unpack})
+        wrong = dataclasses.replace(fused, restoring=others)
+        assert proven_or_pipeline(wrong, LAYOUT, run_of(LAYOUT, 70), "rates") is fused.pipeline
+        assert "the kernels of rates are wrong on this host" in caplog.text
 
 
 def test_the_pieces_pack_until_packing_is_proven():

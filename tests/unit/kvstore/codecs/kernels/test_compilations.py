@@ -67,14 +67,19 @@ def test_compilations_for_which_no_request_waits_are_counted_apart(counted):
     assert (found["compilations"], found["background_compilations"]) == (2, 1)
 
 
-def test_a_cache_that_takes_no_more_ends_no_call(monkeypatch, caplog):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), EOFError()])
+def test_a_cache_that_fails_ends_no_call_and_leaves_nothing(monkeypatch, caplog, error):
+    flushed = []
+
     def full(*arguments):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("numba.core.caching.Cache.save_overload", full)
+    monkeypatch.setattr("numba.core.caching.Cache.flush", lambda cache: flushed.append(cache))
     values = np.zeros(1, np.int64)
     fresh(5)(values)
     assert values[0] and "cannot be kept" in caplog.text
+    assert len(flushed) == 1  # or the next start would take an older release's code for it
 
 
 def test_long_compilations_are_said_once(caplog):
