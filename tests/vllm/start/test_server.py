@@ -119,7 +119,7 @@ def test_an_abandoned_prefill_ends_with_its_step_and_is_gone_on_with(vllm_server
 def test_a_stop_lets_saves_end(vllm_server, faults):
     """The last test: the engine is gone afterwards, and its disk tier can be looked into."""
     vllm_server.wait_all_saved()  # saves of earlier tests would be slowed down as well
-    faults.delay_encoding(0.3)
+    faults.delay_encoding(0.1)  # vLLM gives its processes some seconds to end
     vllm_server.chat("last words", max_tokens=1)
     vllm_server.run(eventually(faults.is_encoding))
     vllm_server.run(vllm_server.server.stop(1.0))
