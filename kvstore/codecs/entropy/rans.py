@@ -25,7 +25,7 @@ from kvstore.codecs.entropy.tables import (
     SymbolTables,
     fit_tables,
 )
-from kvstore.codecs.loops.compiled import compiled_module
+from kvstore.codecs.loops.compiled import compiled_module, holds
 from kvstore.errors import Corrupt
 
 logger = logging.getLogger(__name__)
@@ -118,12 +118,13 @@ def agree(run_encoder: Encoder, run_decoder: Decoder) -> bool:
     known = symbols, TRIED_TOKENS, classes, tables
     stream = encode(*known, encode_reference)
     found = np.frombuffer(stream, np.uint8), classes, TRIED_TOKENS, tables.slots()
-    try:
-        same = encode(*known, run_encoder) == stream and np.array_equal(
-            decode(*found, run_decoder)[:, :TRIED_TOKENS], symbols[:, :TRIED_TOKENS]
-        )
-    except Exception:  # of a compiler, or a stream that it misreads
-        same = False
+
+    def are_alike() -> bool:
+        restored = decode(*found, run_decoder)[:, :TRIED_TOKENS]
+        exact = np.array_equal(restored, symbols[:, :TRIED_TOKENS])
+        return exact and encode(*known, run_encoder) == stream
+
+    same = holds(are_alike, "the functions of the entropy coder")
     if not same:
         logger.warning("the compiled entropy coder is wrong on this host: using numpy")
     return same

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Final
 
@@ -32,6 +33,18 @@ def compiled_module(name: str) -> ModuleType | None:
 @functools.cache
 def _report(reason: str) -> None:
     logger.info("codecs run in numpy, slower: %s (install thermocline[fast])", reason)
+
+
+def holds(comparison: Callable[[], bool], kernels: str) -> bool:
+    """Return whether compiled code passes a comparison with its definition.
+
+    Code that raises does not: numpy serves in its place, and the log has the error.
+    """
+    try:
+        return comparison()
+    except Exception:  # whichever a compiler, its cache or wrong code raises
+        logger.exception("%s fail on this host", kernels)
+        return False
 
 
 def compiled_stages() -> ModuleType | None:

@@ -23,7 +23,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.loops.compiled import compiled_module
+from kvstore.codecs.loops.compiled import compiled_module, holds
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
@@ -220,22 +220,13 @@ def proven_or_pipeline(
     A compiler must not be trusted with a cache. Packing is compared as well, see ``packing_later``.
     """
     payload = fused.pipeline.encode(run, 0, TRIED_AT, layout.dtype)
-    try:
-        same = _restores_alike(fused, layout, payload, run[0][0].shape[1])
-    except Exception:  # of a compiler
-        logger.exception("the kernels of %s fail on this host", codecs)
-        same = False
-    if not same:
+    kernels, num_tokens = f"the kernels of {codecs}", run[0][0].shape[1]
+    if not holds(lambda: _restores_alike(fused, layout, payload, num_tokens), kernels):
         logger.warning("the kernels of %s are wrong on this host: using the pipeline", codecs)
         return fused.pipeline
 
     def prove_packing() -> None:
-        try:
-            same = fused.pack(run, 0, TRIED_AT, layout.dtype) == payload
-        except Exception:  # of a compiler
-            logger.exception("the kernels of %s fail on this host", codecs)
-            same = False
-        if same:
+        if holds(lambda: fused.pack(run, 0, TRIED_AT, layout.dtype) == payload, kernels):
             fused.packing_is_proven.set()
         else:
             logger.warning("the kernels of %s pack wrongly on this host: numpy packs", codecs)
