@@ -29,7 +29,7 @@ from benchmarks.stacks.product_stack import MIB, write_json
 from engines.calibration.corpus import fit_texts, held_out_texts
 from engines.calibration.learn import TextReader, deal
 from engines.calibration.measuring.cases import Case, chain_cases, text_cases
-from engines.calibration.measuring.measure import measure
+from engines.calibration.measuring.measure import Judge
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
@@ -129,7 +129,8 @@ def main() -> None:
     codecs = {way.label: codec for way, codec, _ in found}
     costs = {way.label: cost for way, _, cost in found}
     contexts = tuple(map(int, args.contexts.split(",")))
-    judged: list[Quality] = measure(instrument, codecs, cases(instrument, contexts, args.scored))
+    judge = Judge(instrument, cases(instrument, contexts, args.scored))
+    judged: list[Quality] = judge.rows(codecs)
     rows = [{"label": x.preset, **msgspec.to_builtins(x), **costs[x.preset]} for x in judged]
     print("\n".join(table(rows)), flush=True)
     write_json(args.json, {"rows": rows})

@@ -84,7 +84,7 @@ def judge(
         ValueError: a text is too short, the model's cache cannot be packed, or it is no model.
     """
     from engines.calibration.measuring.cases import Case, chain_cases
-    from engines.calibration.measuring.measure import measure
+    from engines.calibration.measuring.measure import Judge
 
     if not tokens or min(map(len, tokens)) < context + num_scored:
         raise ValueError(f"texts of {context + num_scored} tokens or more are wanted")
@@ -98,7 +98,7 @@ def judge(
     instrument, say = _instrument_of(model), reporter("judge", progress)
     say("opening methods; one that is used for the first time is compiled")
     codecs = _codecs(instrument, names, profile)
-    return measure(instrument, codecs, cases, say)
+    return Judge(instrument, cases, say).rows(codecs)
 
 
 def _instrument_of(model: Any) -> Any:

@@ -193,7 +193,7 @@ def _slept(of: Sleeper, store: ColdStore, number: int) -> dict[str, Any]:
     record = store.record(ref)
     assert record is not None
     return {
-        "drift": drift(exact, packed, rest),
+        "drift": drift(exact, packed, rest[1:]),
         "right": [_answers(x, rest) for x in (exact, packed)],
         "hot_bytes": _hot_bytes(session),
         "cold_bytes": record.packed_bytes,

@@ -55,7 +55,7 @@ class Asleep:
             target.array[...] = array[None]
         woken = HeldSession(run or self.session.run, self.session.num_tokens, state)
         found = self.instrument.log_probs(woken, self.rest)
-        return float(np.mean(drift(self.exact, found, self.rest).kl))
+        return float(np.mean(drift(self.exact, found, self.rest[1:]).kl))
 
     def mixed(self, tokens: slice, keys: bool = True, values: bool = True) -> KVRun:
         """The exact rows, with those of ``tokens`` packed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -9,7 +10,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from kvstore.blobs.state_tree import StateTree
+from kvstore.blobs.state_tree import StateTree, arrays_of
 from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout
 
 
@@ -34,6 +35,11 @@ class HeldSession:
     num_tokens: int
     state: StateTree = None
     prompt: tuple[int, ...] = ()
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """K and V of each layer, then those of the state."""
+        return [*itertools.chain(*self.run), *(x.array for x in arrays_of(self.state))]
 
 
 NOTHING: Final = HeldSession((), 0)

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import psutil
@@ -34,27 +33,22 @@ FREE_SHARE: Final = 4  # at most a quarter of a disk's free space
 # What glibc's threshold grows to by itself, as soon as blocks of such a size were freed.
 _USUAL_BYTES: Final = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-LOOK_EVERY_S: Final = 1.0
+LOOK_EVERY_S = 1.0
 DISTURBED: Final = 0.3  # of a core: as much of it may be used by others, and it counts as idle
+NUM_CORES: Final = os.cpu_count() or 1
 
 
-class CoreTimes(NamedTuple):
-    """Seconds of all of a machine's cores at work, and of this process's share in them, until now.
+class OtherPrograms:
+    """Looks at the load of the machine, less that of this process. Belongs to one thread."""
 
-    Attributes:
-        at: the moment, by any clock of seconds.
-    """
+    def __init__(self) -> None:
+        self._own = psutil.Process()
+        self.cores_used()
 
-    at: float
-    all_s: float
-    own_s: float
-
-
-def core_times() -> CoreTimes:
-    """Read them of the system."""
-    now = psutil.cpu_times()
-    others = sum(getattr(now, x, 0.0) for x in ("nice", "irq", "softirq"))  # not on all systems
-    return CoreTimes(time.monotonic(), now.user + now.system + others, time.process_time())
+    def cores_used(self) -> float:
+        """The number of cores that they have used since the last call, on average."""
+        percent: float = psutil.cpu_percent() * NUM_CORES - self._own.cpu_percent()
+        return percent / 100
 
 
 class FewThreads:
@@ -63,13 +57,11 @@ class FewThreads:
     Its other threads are as old as the process, and as important. On a busy machine two of them
     wait for each other: an ``eigh`` took ten times the processor time. So there are others only for
     who asks for them, and as many as there are cores that others leave idle. mlx and torch have
-    BLAS of their own. Use it in a ``with`` block.
+    BLAS of their own. Use it in a ``with`` block, on one thread.
     """
 
     def __init__(
-        self,
-        read: Callable[[], CoreTimes] = core_times,
-        num_cores: int = os.cpu_count() or 1,
+        self, look: Callable[[], OtherPrograms] = OtherPrograms, num_cores: int = NUM_CORES
     ) -> None:
         """Change nothing yet; ``num_cores``: the machine's."""
         from threadpoolctl import ThreadpoolController  # engines have it, the gateway has not
@@ -77,11 +69,11 @@ class FewThreads:
         blas = ThreadpoolController().select(user_api="blas")
         self._own = [x for x in blas.lib_controllers if "numpy" in x.filepath]
         self._before = [x.num_threads for x in self._own]
-        self._read, self._num_cores = read, num_cores
-        self._known = read()
+        self._look, self._num_cores = look, num_cores
 
     def __enter__(self) -> FewThreads:
         self._set([1] * len(self._own))
+        self._others, self._looked_s = self._look(), time.monotonic()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -89,12 +81,10 @@ class FewThreads:
 
     def take_idle_cores(self) -> None:
         """Have it compute on as many cores as other programs have left since the last look."""
-        now, known = self._read(), self._known
-        if now.at - known.at < LOOK_EVERY_S:
+        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
-        self._known = now
-        others_s = (now.all_s - known.all_s) - (now.own_s - known.own_s)
-        idle = int(self._num_cores - others_s / (now.at - known.at) + DISTURBED)
+        self._looked_s = time.monotonic()
+        idle = int(self._num_cores - self._others.cores_used() + DISTURBED)
         self._set([max(1, min(idle, usable_cores(), x)) for x in self._before])
 
     def _set(self, num_threads: list[int]) -> None:
@@ -153,17 +143,11 @@ class Scratch:
         Raises ``OSError``.
         """
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # closed by __exit__
-        self._end = 0
 
     def __enter__(self) -> Scratch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def keep(self, arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
@@ -177,19 +161,18 @@ class Scratch:
         Raises:
             OSError: the disk is full.
         """
-        start, end, places = self._end, self._end, list[tuple[int, np.dtype, tuple[int, ...]]]()
+        start = end = self._file.seek(_next(self._file.tell(), mmap.ALLOCATIONGRANULARITY))
+        places = list[tuple[int, np.dtype, tuple[int, ...]]]()
         for array in arrays:
-            values = np.ascontiguousarray(array)
-            places.append((self._end - start, values.dtype, values.shape))
-            if values.size:
-                self._write(values.data.cast("B"))
-                end = self._end + values.nbytes
-                self._end = _next(end, ALIGNED)
-        self._end = _next(end, mmap.ALLOCATIONGRANULARITY)
+            at = self._file.seek(_next(self._file.tell(), ALIGNED))
+            places.append((at - start, array.dtype, array.shape))
+            if array.size:
+                self._file.write(np.ascontiguousarray(array).data)
+                end = self._file.tell()
+        self._file.flush()
         mapped: mmap.mmap | bytes = b""
         if end > start:
-            length = end - start
-            mapped = mmap.mmap(self._file.fileno(), length, mmap.MAP_PRIVATE, offset=start)
+            mapped = mmap.mmap(self._file.fileno(), end - start, mmap.MAP_PRIVATE, offset=start)
         return [
             np.frombuffer(mapped, dtype, size, at).reshape(shape)
             if (size := math.prod(shape))
@@ -199,20 +182,11 @@ class Scratch:
 
     def keep_stored(self, run: KVRun, dtype: DType) -> list[KVPair]:
         """Keep ``run`` in the 16 bits that lossy codecs see of it: fp16, else bf16 as uint16."""
+        arrays = (x for pair in run for x in pair)
         # Codecs see fp16 unchanged, so it keeps its dtype, as bf16 keeps its bits.
-        stored = to_stored if dtype != "float16" else _as_it_is
-        kept = iter(self.keep(stored(x, dtype) for pair in run for x in pair))
+        kept = iter(self.keep(x if dtype == "float16" else to_stored(x, dtype) for x in arrays))
         return list(zip(kept, kept, strict=True))
-
-    def _write(self, content: memoryview) -> None:
-        done = 0
-        while done < len(content):
-            done += os.pwrite(self._file.fileno(), content[done:], self._end + done)
 
 
 def _next(at: int, multiple_of: int) -> int:
     return -(-at // multiple_of) * multiple_of
-
-
-def _as_it_is(array: np.ndarray, dtype: DType) -> np.ndarray:
-    return array

@@ -25,7 +25,7 @@ from engines.calibration.gate.profiles import load, locked, make_folder, save
 from engines.calibration.gate.rules import is_doubtful
 from engines.calibration.instrument import Instrument
 from engines.calibration.instrument import Interrupted as Interrupted
-from engines.calibration.measuring.times import timed_again
+from engines.calibration.measuring.measure import timed_again
 from engines.calibration.orders import early_order, further_order
 from engines.calibration.scratch import (
     FewThreads,

@@ -17,7 +17,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from engines.calibration.corpus import Text
 from engines.calibration.measuring.trials import common_length
@@ -41,20 +41,16 @@ FACTS_SHARE: Final = 2  # at most one in so many tokens of a prefix is a fact's
 BEGINS: Final = (0.5, 0.05)
 
 
-class Part(NamedTuple):
-    """A piece of a question; ``is_answer``: it follows from the facts and from nothing else."""
-
-    text: str
-    is_answer: bool = False
-
-
 @dataclass(frozen=True)
 class Problem:
-    """Facts in their order, and a question with its right answers filled in."""
+    """Facts in their order, and a question with its right answers filled in.
+
+    Every second part of the question is an answer: it follows from the facts and from nothing else.
+    """
 
     kind: str
     facts: tuple[str, ...]
-    question: tuple[Part, ...]
+    question: tuple[str, ...]
 
 
 def problems(seed: int) -> Iterator[Problem]:
@@ -84,7 +80,8 @@ def _running_total(rng: random.Random, number: int) -> Problem:
     facts = [f"{name} had {totals[0]} coins at first."]
     for change in changes:
         facts.append(f"Then {name} {'found' if change > 0 else 'lost'} {abs(change)} coins.")
-    return Problem("arithmetic", tuple(facts), _listed(f"Coins of {name}, one by one: ", totals))
+    asked = _asked(f"Coins of {name}, one by one: ", [("", x) for x in totals], ", ")
+    return Problem("arithmetic", tuple(facts), asked)
 
 
 def _copied_registers(rng: random.Random, number: int) -> Problem:
@@ -97,33 +94,18 @@ def _copied_registers(rng: random.Random, number: int) -> Problem:
         f"Register {second} copies {first}.",
         f"Register {last} copies {second}.",
     )
-    question = (
-        Part(f"Register {last} copies "),
-        Part(second, is_answer=True),
-        Part(", which copies "),
-        Part(first, is_answer=True),
-        Part(", which holds "),
-        Part(str(value), is_answer=True),
-        Part("."),
-    )
-    return Problem("tracing", facts, question)
+    begin, then = f"Register {last} copies ", (", which copies ", first, ", which holds ")
+    return Problem("tracing", facts, (begin, second, *then, str(value), "."))
 
 
 def _table(rng: random.Random, number: int) -> Problem:
     """Keys and values; a few of the keys are asked for, in another order."""
     room = _of(_ROOMS, number)
-    codes = dict(
-        zip(
-            rng.sample(range(10, 100), NUM_LOCKERS),
-            rng.sample(range(1000, 10000), NUM_LOCKERS),
-            strict=True,
-        )
-    )
+    keys = rng.sample(range(10, 100), NUM_LOCKERS)
+    codes = dict(zip(keys, rng.sample(range(1000, 10000), NUM_LOCKERS), strict=True))
     facts = tuple(f"Locker {key} in the {room} opens with {code}." for key, code in codes.items())
-    question = [Part(f"Codes in the {room}: ")]
-    for key in rng.sample(list(codes), NUM_ASKED):
-        question += [Part(f"locker {key}: "), Part(str(codes[key]), is_answer=True), Part("; ")]
-    return Problem("table", facts, tuple(question))
+    asked = [(f"locker {key}: ", codes[key]) for key in rng.sample(list(codes), NUM_ASKED)]
+    return Problem("table", facts, _asked(f"Codes in the {room}: ", asked, "; "))
 
 
 def _count(rng: random.Random, number: int) -> Problem:
@@ -133,16 +115,16 @@ def _count(rng: random.Random, number: int) -> Problem:
     cups = [colour for colour, count in counts.items() for _ in range(count)]
     rng.shuffle(cups)
     facts = tuple(f"One {colour} cup is in the {room}." for colour in cups)
-    question = [Part(f"Cups in the {room}: ")]
-    for colour, count in counts.items():
-        question += [Part(f"{colour} "), Part(str(count), is_answer=True), Part(", ")]
-    return Problem("counting", facts, tuple(question))
+    asked = [(f"{colour} ", count) for colour, count in counts.items()]
+    return Problem("counting", facts, _asked(f"Cups in the {room}: ", asked, ", "))
 
 
-def _listed(begin: str, numbers: Sequence[int]) -> tuple[Part, ...]:
-    parts = [Part(begin)]
-    for number in numbers:
-        parts += [Part(str(number), is_answer=True), Part(", ")]
+def _asked(begin: str, answers: Iterable[tuple[str, object]], end: str) -> tuple[str, ...]:
+    """A question of several answers, each between some words and ``end``."""
+    parts = [begin]
+    for words, answer in answers:
+        parts[-1] += words
+        parts += [str(answer), end]
     return tuple(parts)
 
 
@@ -296,10 +278,11 @@ def _questions(
     """The tokens of all questions, and by kind the places of those that are answers."""
     text, spans = "\n\n", []
     for problem in chosen:
-        for part in (*problem.question, Part("\n")):
-            if part.is_answer:
-                spans.append((problem.kind, text, text + part.text))
-            text += part.text
+        for number, part in enumerate(problem.question):
+            if number % 2:
+                spans.append((problem.kind, text, text + part))
+            text += part
+        text += "\n"
     tokens = encode(text)
     begin = len(encode(""))
     answers: dict[str, tuple[int, ...]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.calibration.gate.rules import QUIET
-from engines.calibration.measuring.trials import Speed
+from engines.calibration.measuring.stopwatch import Speed
 from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.shapes import NUMPY_DTYPES, KVLayout, KVRun
 from kvstore.workers import processors
@@ -34,33 +34,14 @@ class Drift:
     delta_p: tuple[float, ...]  # probability of the text's token, packed less exact
 
 
-def drift(exact: np.ndarray, packed: np.ndarray, tokens: Sequence[int]) -> Drift:
-    """Compare log-probabilities after each token.
+def drift(exact: np.ndarray, packed: np.ndarray, following: Sequence[int]) -> Drift:
+    """Compare log-probabilities, fp32 (positions, vocabulary).
 
-    ``exact`` and ``packed``: fp32 (len(tokens), vocabulary). The last position has no next token to
-    judge by, so what goes by that token has one entry fewer.
+    ``following``: the token after each of the first positions; the others have none to judge by.
     """
-    return _drift(exact, packed, np.arange(len(tokens) - 1), np.asarray(tokens[1:]))
-
-
-def answer_drift(
-    exact: np.ndarray, packed: np.ndarray, tokens: Sequence[int], places: Sequence[int]
-) -> Drift:
-    """Compare the predictions of the tokens at ``places``, none of which is the first.
-
-    ``exact`` and ``packed``: fp32 (len(tokens), vocabulary), after each token.
-    """
-    before = np.asarray(places) - 1
-    following = np.asarray(tokens)[np.asarray(places)]
-    return _drift(exact[before], packed[before], np.arange(len(before)), following)
-
-
-def _drift(
-    exact: np.ndarray, packed: np.ndarray, judged: np.ndarray, following: np.ndarray
-) -> Drift:
-    """``following``: int (num_judged,), the token that comes after each position of ``judged``."""
     kl = np.array([_kl(x, y) for x, y in zip(exact, packed, strict=True)], np.float64)
-    before, after = (x[judged, following].astype(np.float64) for x in (exact, packed))
+    judged = np.arange(len(following)), np.asarray(following, int)
+    before, after = (x[judged].astype(np.float64) for x in (exact, packed))
     return Drift(
         kl=tuple(np.maximum(kl, 0).tolist()),
         same_top=tuple((exact.argmax(1) == packed.argmax(1)).tolist()),
@@ -84,16 +65,11 @@ def answers(log_probs: np.ndarray, tokens: Sequence[int], num_answer: int) -> bo
     return bool(np.array_equal(guesses, tokens[first:]))
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The loss of all rows of K, or of V, that went through a codec."""
+def row_loss(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> tuple[float, float]:
+    """The loss of K (``side`` 0) or V (1) of all layers that went through a codec.
 
-    cosine: float  # mean over rows
-    error: float  # sum of squared errors over the sum of squares
-
-
-def loss(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> Loss:
-    """The loss of K (``side`` 0) or V (1) of all layers."""
+    Returns the mean cosine of rows, and the sum of squared errors over the sum of squares.
+    """
     cosines, error, energy = [], 0.0, 0.0
     for a, b in zip(exact, packed, strict=True):
         x, y = widened(a[side], layout), widened(b[side], layout)
@@ -104,7 +80,7 @@ def loss(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> Loss:
         missed = x - y
         error += float(np.einsum("htd,htd->", missed, missed, dtype=np.float64))
         energy += float(squares.sum(dtype=np.float64))
-    return Loss(float(np.mean(cosines)), error / energy if energy else 0.0)
+    return float(np.mean(cosines)), error / energy if energy else 0.0
 
 
 def widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:
@@ -129,8 +105,8 @@ class CaseResult:
     # Of a text alone:
     moved: Drift | None = None
     bits: float = 0.0
-    cos: tuple[float, float] = (0.0, 0.0)  # of K and V
-    errors: tuple[float, float] = (0.0, 0.0)
+    cos: Sequence[float] = (0.0, 0.0)  # of K and of V, see ``row_loss``
+    errors: Sequence[float] = (0.0, 0.0)
 
 
 def quality_of(preset: str, results: Sequence[CaseResult]) -> Quality:

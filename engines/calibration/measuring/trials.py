@@ -10,16 +10,14 @@ the state goes through the codec ``SLEEPS`` times, a short turn apart, before it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import Final, TypeAlias
 
 from engines.calibration.instrument import NOTHING, HeldSession, Instrument
-from engines.calibration.measuring.stopwatch import Stopwatch
+from engines.calibration.measuring.stopwatch import Speed, Stopwatch
 from engines.calibration.scratch import Scratch
 from kvstore.blobs.format import HEADER_BYTES
 from kvstore.blobs.state_packer import (
@@ -31,7 +29,6 @@ from kvstore.blobs.state_packer import (
 from kvstore.blobs.state_tree import (
     StateArray,
     StateTree,
-    arrays_of,
     decode_state,
     encode_state,
     mapped,
@@ -50,27 +47,6 @@ SLEEPS: Final = 4
 TURN_TOKENS: Final = 16  # between two of them
 # Packs rows alone, or whole sessions of a model with states.
 AnyCodec: TypeAlias = Codec | SessionCodec
-
-
-class Speed(NamedTuple):
-    """The time that 1,000 tokens took.
-
-    Attributes:
-        seconds: of the wall clock, less those that were waited.
-        waited: the share that was, see ``Stopwatch``.
-    """
-
-    seconds: float
-    waited: float = 0.0
-
-    @classmethod
-    def of(cls, watch: Stopwatch, num_tokens: int) -> Speed:
-        """The speed of the work that ``watch`` has timed, on so many tokens."""
-        return cls(1000 * watch.seconds * (1 - watch.waited) / num_tokens, watch.waited)
-
-    def plus(self, other: Speed, share: float = 1.0) -> Speed:
-        """The speed of doing both, one after the other, ``other`` for a share of the tokens."""
-        return Speed(self.seconds + other.seconds * share, max(self.waited, other.waited))
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -97,7 +73,7 @@ class Exact:
     @property
     def nbytes(self) -> int:
         """The bytes of all arrays."""
-        return sum(_nbytes(x) for x in (self.session, self.first))
+        return sum(x.nbytes for x in (*self.session.arrays, *self.first.arrays))
 
     def kept(self, scratch: Scratch) -> Exact:
         """Return it with all arrays in a file."""
@@ -106,26 +82,13 @@ class Exact:
 
 
 def _kept(session: HeldSession, scratch: Scratch) -> HeldSession:
-    known: list[np.ndarray] = [x for pair in session.run for x in pair]
+    kept = iter(scratch.keep(session.arrays))
 
-    def seen(node: StateTree) -> StateTree:
-        if isinstance(node, StateArray):
-            known.append(node.array)
-        return node
-
-    mapped(session.state, seen)
-    kept = iter(scratch.keep(known))
-
-    def of(node: StateTree) -> StateTree:
+    def in_file(node: StateTree) -> StateTree:
         return replace(node, array=next(kept)) if isinstance(node, StateArray) else node
 
     run = [(next(kept), next(kept)) for _ in session.run]
-    return replace(session, run=run, state=mapped(session.state, of))
-
-
-def _nbytes(session: HeldSession) -> int:
-    rows = sum(k.nbytes + v.nbytes for k, v in session.run)
-    return rows + sum(x.nbytes for x in arrays_of(session.state))
+    return replace(session, run=run, state=mapped(session.state, in_file))
 
 
 @dataclass(frozen=True)
@@ -148,17 +111,6 @@ class Trip:
         return 8 * self.nbytes / self.num_elements
 
 
-def _in_batches(
-    chunks: Sequence[tuple[tuple[int, int], memoryview]],
-) -> list[Sequence[tuple[tuple[int, int], memoryview]]]:
-    """Return chunks as a store unpacks them: so many at a time, of as many tokens each."""
-    batches: list[Sequence[tuple[tuple[int, int], memoryview]]] = []
-    for _, alike in itertools.groupby(chunks, lambda x: x[0][1] - x[0][0]):
-        few = list(alike)
-        batches += [few[i : i + BATCH] for i in range(0, len(few), BATCH)]
-    return batches
-
-
 def least_context(states: StateLayout | None, state_step: int) -> int:
     """The tokens of the shortest prompt that can sleep as often as a session is judged by.
 
@@ -166,6 +118,17 @@ def least_context(states: StateLayout | None, state_step: int) -> int:
     """
     sleeps = SLEEPS if states is not None and states.has_matrices else 1
     return sleeps * state_step
+
+
+# The first token and the end of a chunk, and its payload.
+_Chunk: TypeAlias = tuple[tuple[int, int], memoryview]
+
+
+def _in_batches(chunks: Iterable[_Chunk]) -> Iterator[Sequence[_Chunk]]:
+    """Yield chunks as a store unpacks them: so many at a time, of as many tokens each."""
+    for _, alike in itertools.groupby(chunks, lambda x: x[0][1] - x[0][0]):
+        while few := list(itertools.islice(alike, BATCH)):
+            yield few
 
 
 class Trials:
@@ -207,7 +170,7 @@ class Trials:
         shared = shared if shared >= LEAST_SHARED else 0
         past = HeldSession(slice_tokens(last.session.run, 0, shared), shared)
         computed, watch = self._prefilled(tokens, past)
-        took = Speed.of(watch, len(tokens))
+        took = watch.speed(len(tokens))
         if not shared:
             return Exact(tokens, computed, prefill=took)
         known = last.prefill if shared == len(last.tokens) else None
@@ -222,7 +185,7 @@ class Trials:
         asleep = max(step, asleep // step * step)  # the position of the first sleep
         first, watch = self._prefilled(tokens[:asleep])
         whole = self._instrument.prefill(tokens, first)
-        return Exact(tokens, whole, first, Speed.of(watch, asleep))
+        return Exact(tokens, whole, first, watch.speed(asleep))
 
     def _prefilled(
         self, tokens: tuple[int, ...], past: HeldSession = NOTHING
@@ -231,7 +194,7 @@ class Trials:
         before_s = self._instrument.waited_s
         with self._stopwatch() as watch:
             computed = self._instrument.prefill(tokens, past)
-        watch.waited_besides(self._instrument.waited_s - before_s)
+        watch.waited_also(self._instrument.waited_s - before_s)
         return computed, watch
 
     @property
@@ -261,7 +224,7 @@ class Trials:
         with self._stopwatch() as watch:
             came = unpack_matrices(decode_state(memoryview(payload)), [codec.matrices.id])
             came = with_windows(came, parts[1].session.run) if len(parts) > 1 else came
-        restore = Speed.of(watch, session.num_tokens)
+        restore = watch.speed(session.num_tokens)
         for part in parts:
             restore = restore.plus(part.restore, part.session.num_tokens / session.num_tokens)
         return Trip(
@@ -289,21 +252,21 @@ class Trials:
             rows = slice_tokens(run, span[0] - start, span[1] - start)
             return memoryview(sinks.encode(codec, rows, layout, span[0]))
 
-        def unpack(chunks: Sequence[tuple[tuple[int, int], memoryview]]) -> None:
+        def unpack(chunks: Sequence[_Chunk]) -> None:
             first, end = chunks[0][0][0], chunks[-1][0][1]
             rows = slice_tokens(out, first - start, end - start)
             sinks.decode_chunks(codec, [x for _, x in chunks], layout, first, rows)
 
         with ThreadPoolExecutor(usable_cores()) as pool:
             payloads = list(pool.map(pack, spans))
-        batches = _in_batches(list(zip(spans, payloads, strict=True)))
+        batches = list(_in_batches(zip(spans, payloads, strict=True)))
         with ThreadPoolExecutor(self._num_threads) as pool, self._stopwatch() as watch:
             list(pool.map(unpack, batches))
         return Trip(
             HeldSession(out, num_tokens),
             sum(HEADER_BYTES + len(x) for x in payloads),
             layout.elements_per_token * num_tokens,
-            Speed.of(watch, num_tokens),
+            watch.speed(num_tokens),
         )
 
     def _slept_before(self, codec: SessionCodec, exact: Exact) -> HeldSession:

@@ -11,7 +11,7 @@ import pytest
 
 from engines.calibration.gate.profiles import save
 from engines.calibration.measuring.cases import Case
-from engines.calibration.measuring.measure import measure
+from engines.calibration.measuring.measure import Judge
 from engines.mlx_worker.cache.layout import CannotServe
 from engines.wire import CodecReport
 from kvstore.blobs.chain import CHUNK, STATE, WINDOW
@@ -38,7 +38,7 @@ def calibrate_whole(data: Path, kind: str) -> tuple[Quality, ...]:
     codecs = {name: open_session_codec(name, None, instrument.states) for name in WHOLE[kind]}
     case = Case("text", tuple(text(1, 256)), tuple(text(2, 40)))
     # Of a random model hardly any guess stays the same; here it is about KL.
-    found = measure(instrument, codecs, [case])
+    found = Judge(instrument, [case]).rows(codecs)
     rows = tuple(msgspec.structs.replace(x, top1=1.0) for x in found)
     save(Profile(instrument.fingerprint, instrument.layout, (), {}, rows), data)
     return rows
@@ -57,7 +57,7 @@ def calibrate(data: Path, *presets: str, shares: Mapping[str, float] | None = No
     profile = learn_profile(samples, instrument.fingerprint, learnable)
     codecs = {name: open_codec(name, profile) for name in presets}
     cases = [Case("text", tuple(text(7, 256)), tuple(text(8, 256)))]
-    rows = measure(instrument, codecs, cases)
+    rows = Judge(instrument, cases).rows(codecs)
     if shares is not None:
         good = {"kl": 0.001, "top1": 1.0, "prefill_s": 1.0}
         rows = [msgspec.structs.replace(x, restore_s=shares[x.preset], **good) for x in rows]

@@ -11,7 +11,7 @@ import pytest
 
 from engines.calibration.instrument import HeldSession
 from engines.calibration.measuring.cases import Case
-from engines.calibration.measuring.measure import measure
+from engines.calibration.measuring.measure import Judge
 from engines.calibration.measuring.stopwatch import Stopwatch
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from kvstore.codecs.presets import codec_by_name
@@ -42,7 +42,7 @@ def test_a_cache_that_is_put_back_says_the_same_as_one_long_prefill(instrument: 
 
 def test_fewer_bits_cost_more(instrument: MlxInstrument):
     codecs = {name: codec_by_name(name) for name in ("raw", "tq4", "tq3")}
-    rows = {row.preset: row for row in measure(instrument, codecs, [case(256)])}
+    rows = {row.preset: row for row in Judge(instrument, [case(256)]).rows(codecs)}
     raw, tq4, tq3 = (rows[name] for name in ("raw", "tq4", "tq3"))
     assert (raw.kl, raw.perplexity_change_pct, raw.top1) == (0, 0, 1)
     assert raw.cos_k == pytest.approx(1) and raw.cos_v == pytest.approx(1)
@@ -53,20 +53,20 @@ def test_fewer_bits_cost_more(instrument: MlxInstrument):
 
 
 def test_a_row_for_each_context(instrument: MlxInstrument):
-    rows = measure(instrument, {"tq3": codec_by_name("tq3")}, [case(128), case(256)])
+    rows = Judge(instrument, [case(128), case(256)]).rows({"tq3": codec_by_name("tq3")})
     assert [(row.context, len(row.texts)) for row in rows] == [(128, 1), (256, 1)]
 
 
 def test_a_needle_that_the_model_never_finds_is_not_counted(instrument: MlxInstrument):
     needle = Case("needle", tuple(TOKENS[:128]), tuple(TOKENS[128:140]), num_answer=5)
-    assert measure(instrument, {"tq3": codec_by_name("tq3")}, [needle]) == []
+    assert Judge(instrument, [needle]).rows({"tq3": codec_by_name("tq3")}) == []
 
 
 def test_a_needle_that_the_model_finds(instrument: MlxInstrument):
     asked = TOKENS[128:135]
     scores = instrument.log_probs(instrument.prefill(TOKENS[:128]), asked)
     found = Case("needle", tuple(TOKENS[:128]), (*asked, int(scores[-1].argmax())), num_answer=1)
-    (row,) = measure(instrument, {"raw": codec_by_name("raw")}, [found])
+    (row,) = Judge(instrument, [found]).rows({"raw": codec_by_name("raw")})
     assert (row.needle_found, row.needle_total) == (1, 1)
 
 
@@ -80,7 +80,7 @@ def chains(num_prefix: int, num_answers: int) -> Case:
 def test_chains_are_judged_at_their_answers_only(instrument: MlxInstrument):
     codecs = {name: codec_by_name(name) for name in ("raw", "q8", "tq4", "tq2")}
     cases = [case(256), chains(256, 9)]
-    rows = {row.preset: row for row in measure(instrument, codecs, cases)}
+    rows = {row.preset: row for row in Judge(instrument, cases).rows(codecs)}
     raw, q8, tq4, tq2 = (rows[name] for name in codecs)
     assert (raw.chain_kl, raw.chain_top1, raw.chain_delta_p, raw.delta_p) == (0, 1, 0, 0)
     for row in rows.values():
@@ -95,10 +95,12 @@ def test_restores_are_held_against_prefills(instrument: MlxInstrument):
     ticks = itertools.count()
     codecs = {name: codec_by_name(name) for name in ("raw", "tq4")}
     stopwatch = partial(Stopwatch, lambda: float(next(ticks)), dict)
-    rows = measure(instrument, codecs, [case(250)], stopwatch=stopwatch)
+    rows = Judge(instrument, [case(250)], stopwatch=stopwatch).rows(codecs)
     assert [(x.prefill_s, x.restore_s, x.restore_share) for x in rows] == [(4.0, 4.0, 1.0)] * 2
     # By the true clock, but however busy the machine is.
-    for row in measure(instrument, codecs, [case(250)], stopwatch=partial(Stopwatch, waits=dict)):
+    for row in Judge(instrument, [case(250)], stopwatch=partial(Stopwatch, waits=dict)).rows(
+        codecs
+    ):
         assert row.prefill_s is not None and row.restore_s is not None
         assert 0 < row.restore_s < 60 and 0 < row.prefill_s < 60
 
@@ -116,7 +118,7 @@ def test_a_whole_session_is_measured(kind: str):
     instrument = instrument_of(kind)
     assert instrument.states is not None
     codecs = {name: open_session_codec(name, None, instrument.states) for name in WHOLE[kind]}
-    rows = {row.preset: row for row in measure(instrument, codecs, [case(256)])}
+    rows = {row.preset: row for row in Judge(instrument, [case(256)]).rows(codecs)}
     assert [rows[x].codec_id for x in WHOLE[kind]] == [x.id for x in codecs.values()]
     kls = [rows[x].kl for x in WHOLE[kind]]
     assert kls[0] == 0 and min(kls[1:]) > 0

@@ -12,14 +12,13 @@ from engines.calibration.measuring.metrics import (
     WORST,
     CaseResult,
     Drift,
-    answer_drift,
     answers,
     drift,
     gaussian_gap_db,
-    loss,
     quality_of,
+    row_loss,
 )
-from engines.calibration.measuring.trials import Speed
+from engines.calibration.measuring.stopwatch import Speed
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayer, KVLayout
 
@@ -39,7 +38,7 @@ def text(name: str, moved: Drift, **figures: Any) -> CaseResult:
 
 def test_equal_distributions_have_no_drift() -> None:
     scores = logs([0.5, 0.3, 0.2], [0.1, 0.1, 0.8])
-    found = drift(scores, scores.copy(), [0, 2])
+    found = drift(scores, scores.copy(), [2])
     assert found.kl == (0, 0)
     assert found.same_top == (True, True)
     assert found.loss == (0,)
@@ -48,7 +47,7 @@ def test_equal_distributions_have_no_drift() -> None:
 def test_divergence_loss_and_top_token() -> None:
     exact = logs([0.5, 0.5, 1e-9], [0.9, 0.05, 0.05])
     packed = logs([0.25, 0.75, 1e-9], [0.9, 0.05, 0.05])
-    found = drift(exact, packed, [2, 0])
+    found = drift(exact, packed, [0])
     # 0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75)
     assert found.kl == pytest.approx([0.1438410, 0], abs=1e-6)
     assert found.same_top == (False, True)
@@ -57,10 +56,9 @@ def test_divergence_loss_and_top_token() -> None:
     assert found.delta_p == pytest.approx([-0.25], abs=1e-6)
 
 
-def test_of_chains_only_answers_are_judged() -> None:
-    exact = logs([0.5, 0.5], [0.9, 0.1], [0.2, 0.8], [0.5, 0.5])
-    packed = logs([0.1, 0.9], [0.4, 0.6], [0.2, 0.8], [0.9, 0.1])
-    found = answer_drift(exact, packed, [0, 1, 1, 0], [2, 3])
+def test_every_position_may_have_a_next_token() -> None:
+    exact, packed = logs([0.9, 0.1], [0.2, 0.8]), logs([0.4, 0.6], [0.2, 0.8])
+    found = drift(exact, packed, [1, 0])
     assert found.same_top == (False, True)
     assert found.kl == pytest.approx([0.9 * np.log(9 / 4) + 0.1 * np.log(1 / 6), 0], abs=1e-6)
     assert found.delta_p == pytest.approx([0.5, 0], abs=1e-6)  # of the tokens 1 and 0
@@ -68,9 +66,9 @@ def test_of_chains_only_answers_are_judged() -> None:
 
 def test_chains_have_figures_of_their_own() -> None:
     kept, halved = logs([0.5, 0.5], [0.5, 0.5]), logs([0.25, 0.75], [0.5, 0.5])
-    moved, same = (answer_drift(kept, x, [1, 0], [1]) for x in (halved, kept))
+    moved, same = (drift(kept[:1], x[:1], [0]) for x in (halved, kept))
     results = [
-        text("one", drift(kept, kept, [1, 0]), prefill=Speed(3.0), restore_s=0.5),
+        text("one", drift(kept, kept, [0]), prefill=Speed(3.0), restore_s=0.5),
         result(chains={"table": moved, "counting": same}, prefill=Speed(2.0), restore_s=0.2),
         result(chains={"counting": same}, restore_s=0.4),
         result(chains={"counting": same}),
@@ -94,7 +92,7 @@ def test_figures_that_were_not_measured_are_none() -> None:
 
 def test_perplexity_is_that_of_all_texts_as_one() -> None:
     halved, kept = logs([0.25, 0.75], [0.5, 0.5]), logs([0.5, 0.5], [0.5, 0.5])
-    moved, same = (drift(kept, x, [1, 0]) for x in (halved, kept))
+    moved, same = (drift(kept, x, [0]) for x in (halved, kept))
     found = quality_of("tq3", [text("one", moved), text("other", same)])
     assert found.perplexity_change_pct == pytest.approx(100 * (2**0.5 - 1), abs=1e-3)
     assert [x.perplexity_change_pct for x in found.texts] == pytest.approx([100, 0], abs=1e-3)
@@ -102,7 +100,7 @@ def test_perplexity_is_that_of_all_texts_as_one() -> None:
 
 def test_figures_that_are_no_numbers_are_the_worst_there_are() -> None:
     kept = logs([0.5, 0.5], [0.5, 0.5])
-    broken = drift(kept, np.full_like(kept, np.nan), [1, 0])
+    broken = drift(kept, np.full_like(kept, np.nan), [0])
     wrong = text("broken", broken, cos=(np.nan, 0.5), errors=(np.inf, 0.0))
     found = quality_of("lm3", [wrong, text("other", broken, cos=(0.5, np.inf))])
     assert (found.kl, found.perplexity_change_pct, found.error_k) == (WORST, WORST, WORST)
@@ -122,21 +120,21 @@ def test_cosines_take_each_row_by_itself() -> None:
     layout = KVLayout("float32", (KVLayer(1, 2, 2),))
     k = np.array([[[1, 0], [1000, 0]]], np.float32)
     turned = np.array([[[0, 1], [1000, 0]]], np.float32)
-    assert loss([(k, k)], [(turned, k)], layout, 0).cosine == pytest.approx(0.5)
-    assert loss([(k, k)], [(turned, k)], layout, 1).cosine == pytest.approx(1)
+    assert row_loss([(k, k)], [(turned, k)], layout, 0)[0] == pytest.approx(0.5)
+    assert row_loss([(k, k)], [(turned, k)], layout, 1)[0] == pytest.approx(1)
 
 
 def test_errors_are_relative_to_the_size() -> None:
     layout = KVLayout("float32", (KVLayer(1, 2, 2),))
     k = np.array([[[3, 4], [0, 5]]], np.float32)
-    assert loss([(k, k)], [(k * 2, k)], layout, 0).error == 1
-    assert loss([(k, k)], [(k * 2, k)], layout, 1).error == 0
+    assert row_loss([(k, k)], [(k * 2, k)], layout, 0)[1] == 1
+    assert row_loss([(k, k)], [(k * 2, k)], layout, 1)[1] == 0
 
 
 def test_rows_of_zeros_are_equal_to_themselves() -> None:
     layout = KVLayout("bfloat16", (KVLayer(1, 2, 2),))
     zeros = np.zeros((1, 3, 2), np.uint16)
-    assert loss([(zeros, zeros)], [(zeros, zeros)], layout, 0).cosine == 1
+    assert row_loss([(zeros, zeros)], [(zeros, zeros)], layout, 0)[0] == 1
 
 
 def test_white_noise_at_the_bound_has_no_gap() -> None:
@@ -147,7 +145,7 @@ def test_white_noise_at_the_bound_has_no_gap() -> None:
 
 def test_of_times_the_least_disturbed_count() -> None:
     even = logs([0.5, 0.5], [0.5, 0.5])
-    kept = drift(even, even, [1, 0])
+    kept = drift(even, even, [0])
     speeds = [Speed(3.0, 0.0), Speed(2.0, 0.05), Speed(0.1, 0.9)]
     found = quality_of("tq3", [text("x", kept, prefill=x, restore=x) for x in speeds])
     assert (found.prefill_s, found.restore_s, found.waited) == (2.0, 2.0, 0.05)

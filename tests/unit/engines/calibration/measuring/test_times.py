@@ -16,8 +16,8 @@ import pytest
 
 from engines.calibration.gate.rules import QUIET, is_doubtful
 from engines.calibration.instrument import NOTHING, HeldSession, Instrument
+from engines.calibration.measuring.measure import TRIES, timed_again
 from engines.calibration.measuring.stopwatch import Stopwatch, processor_waits
-from engines.calibration.measuring.times import TRIES, timed_again
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.quality import Quality
 from kvstore.workers import processors, usable_cores
