@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -51,44 +51,41 @@ class OwedDeletions:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._owed = _read(path) if path else deque[Owed]()
-        self._num_keys = sum(len(x.keys) for x in self._owed)
+        self._owed = deque[Owed]()
+        self._num_keys = 0
+        for owed in _read(path) if path else ():
+            self._append(owed)
 
     def __len__(self) -> int:
         return len(self._owed)
 
+    def __iter__(self) -> Iterator[Owed]:
+        return iter(self._owed)
+
     def add(self, owed: Owed) -> list[Owed]:
         """Remember a deletion; return those that are given up for it."""
+        dropped = self._append(owed)
+        self._write([owed], append=True)
+        return dropped
+
+    def _append(self, owed: Owed) -> list[Owed]:
         dropped: list[Owed] = []
         self._owed.append(owed)
         self._num_keys += len(owed.keys)
         while self._num_keys > MAX_KEYS and len(self._owed) > 1:
             dropped.append(self._owed.popleft())
             self._num_keys -= len(dropped[-1].keys)
-        self._write([owed], append=True)
         return dropped
 
-    def take(self) -> list[Owed]:
-        """Take all of them; the file keeps them until ``settle``."""
-        taken = list(self._owed)
-        self._owed.clear()
-        self._num_keys = 0
-        return taken
+    def remove(self, done: Sequence[Owed]) -> None:
+        """Forget deletions that were done."""
+        if done:
+            numbers = {*map(id, done)}
+            self._owed = deque(x for x in self._owed if id(x) not in numbers)
+            self._num_keys = sum(len(x.keys) for x in self._owed)
+            self._write(self._owed, append=False)
 
-    def put_back(self, owed: Sequence[Owed]) -> None:
-        """Return what was taken and could not be done, as the oldest."""
-        self._owed.extendleft(reversed(owed))
-        self._num_keys += sum(len(x.keys) for x in owed)
-
-    def all(self) -> list[Owed]:
-        """Return what is owed, also since earlier lives."""
-        return list(self._owed)
-
-    def settle(self) -> None:
-        """Write down which are owed now."""
-        self._write(self.all(), append=False)
-
-    def _write(self, owed: Sequence[Owed], *, append: bool) -> None:
+    def _write(self, owed: Iterable[Owed], *, append: bool) -> None:
         if self._path is None:
             return
         # A line that an earlier process left unfinished ends before the first one.
@@ -113,21 +110,14 @@ def _encoded(owed: Owed) -> bytes:
     return msgspec.json.encode([owed.at_s, owed.record_key.hex(), keys])
 
 
-def _read(path: Path) -> deque[Owed]:
-    found: deque[Owed] = deque()
-    num_keys = 0
+def _read(path: Path) -> Iterator[Owed]:
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(fd, "rb") as file:
             for line in file:
                 with contextlib.suppress(ValueError):  # also msgspec's errors
                     at_s, record, names = msgspec.json.decode(line, type=_Line)
-                    keys = [bytes.fromhex(x) for x in names]
-                    found.append(Owed(at_s, bytes.fromhex(record), keys))
-                    num_keys += len(keys)
-                while num_keys > MAX_KEYS and len(found) > 1:
-                    num_keys -= len(found.popleft().keys)
-    return found
+                    yield Owed(at_s, bytes.fromhex(record), [bytes.fromhex(x) for x in names])
 
 
 class Deletions:
@@ -138,9 +128,9 @@ class Deletions:
         self._index = index
         self._clock = clock
         self._owed = [OwedDeletions(stack.owed_file(level)) for level in range(len(stack))]
-        index.forgotten |= {x.record_key: x.at_s for owed in self._owed for x in owed.all()}
+        index.forgotten |= self._forgotten()
         for level, owed in enumerate(self._owed):
-            for x in owed.all():
+            for x in owed:
                 stack.hide(level, x.blob_keys)
         self._lock = threading.Lock()
         self._retrying = threading.Lock()
@@ -163,26 +153,18 @@ class Deletions:
         """
         with self._retrying:
             for level, owed in enumerate(self._owed):
-                if len(owed):
-                    self._retry(level, owed)
+                with self._lock:
+                    waiting = list(owed)
+                done = [x for x in waiting if self._is_done(level, x)]
+                for x in done:
+                    self._stack.show(level, x.keys)
+                with self._lock:
+                    owed.remove(done)
             with self._lock:
-                self._index.forgotten = {
-                    x.record_key: x.at_s for owed in self._owed for x in owed.all()
-                }
+                self._index.forgotten = self._forgotten()
 
-    def _retry(self, level: int, owed: OwedDeletions) -> None:
-        with self._lock:
-            taken = owed.take()
-        left = []
-        for x in taken:
-            if self._is_done(level, x):
-                self._stack.show(level, x.keys)
-            else:
-                left.append(x)
-        with self._lock:
-            owed.put_back(left)
-            if len(left) < len(taken):
-                owed.settle()
+    def _forgotten(self) -> dict[bytes, float]:
+        return {x.record_key: x.at_s for owed in self._owed for x in owed}
 
     def _is_done(self, level: int, owed: Owed) -> bool:
         """Delete what is owed; True if it is gone, or is another engine's or life's by now.

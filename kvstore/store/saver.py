@@ -7,9 +7,7 @@ evicted meanwhile, it is not saved, and the session's chain ends before it. So a
 a hundred times loses precision only once.
 
 The record is written last: a reader that finds it also finds the blobs that it names. The process
-may end at any moment: the session is then as it was after this turn or the one before. A power cut
-may lose the sessions that were being saved, because the disk tier overwrites replaced data before
-its last commit is certain to have reached the medium; lost sessions are computed anew.
+may end at any moment: the session is then as it was after this turn or the one before.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The store calls a tier from its own threads, and a tier may fail at any time:
 3. ``get_many`` reads; an absent blob is ``None``. The store verifies the others by checksum.
 4. ``touch`` and ``pin`` mark chains as in use; local tiers evict by themselves
    (``return_order``), and Redis as its server is set up.
-5. ``delete_many`` overwrites or removes forgotten blobs, as far as the medium allows.
+5. ``delete_many`` removes forgotten blobs.
 
 Data that leaves the process is sealed with the server's secret (``seal``): without
 the secret no data can be put there that is trusted.

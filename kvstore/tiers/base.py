@@ -145,7 +145,7 @@ class Tier(Protocol):
         """
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
-        """Remove blobs, their content too as far as the medium allows; return how many there were.
+        """Remove blobs; return how many there were.
 
         Raises:
             TierUnavailable: they may still exist.

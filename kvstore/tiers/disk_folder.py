@@ -52,7 +52,6 @@ class DiskFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.data_fd = -1
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.chmod(0o700)
@@ -107,7 +106,6 @@ class DiskFolder:
             except lmdb.Error as error:
                 self._discard(self._damage_of(error))
                 env = self._open(map_bytes)
-            self.data_fd = os.open(self.data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (lmdb.Error, OSError) as error:
             raise TierUnavailable(f"the disk tier cannot open {self.data}: {error}") from error
         return env
@@ -197,7 +195,6 @@ class DiskFolder:
     def start_over(self, env: lmdb.Environment, map_bytes: int, why: str) -> lmdb.Environment:
         """Close ``env``, delete its file, and open an empty one."""
         env.close()
-        self._close_data()
         self._discard(why)
         return self.open(map_bytes)
 
@@ -216,7 +213,6 @@ class DiskFolder:
                 return self.start_over(env, map_bytes, why="it cannot be shrunk")
             copy.chmod(0o600)
             env.close()
-            self._close_data()
             copy.replace(self.data)
             return self.open(map_bytes)
         except lmdb.Error as error:
@@ -240,15 +236,9 @@ class DiskFolder:
         Args:
             clean: the database was synced and closed without an error.
         """
-        self._close_data()
         if clean:
             with contextlib.suppress(OSError):  # a failure costs the next start a verification
                 closed = self.path / "closed"
                 closed.touch(mode=0o600)
                 closed.write_bytes(self._size_and_time())
         os.close(self._lock_fd)
-
-    def _close_data(self) -> None:
-        if self.data_fd >= 0:
-            os.close(self.data_fd)
-            self.data_fd = -1

@@ -17,9 +17,9 @@ start or while in use, the file is deleted and the tier continues empty. A mediu
 *under* the map cannot be turned into a miss: it arrives as SIGBUS and ends the engine, whose next
 start verifies the file.
 
-Readers never wait for writers. Forgotten and replaced blobs are overwritten in place, evicted ones
-are not: see ``lmdb_blobs``. The map is read through the page cache: it shows as shared, reclaimable
-memory of the process, not as its own.
+Readers never wait for writers. The map is read through the page cache: it shows as shared,
+reclaimable memory of the process, not as its own. Pages of deleted blobs keep their content until
+LMDB uses them again; where that matters, ``store.encrypt`` hides it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from kvstore.session import TenantLimits
 from kvstore.tiers.base import Blob
 from kvstore.tiers.disk_budget import batch_bytes, file_bytes_limit
 from kvstore.tiers.disk_folder import SPARE_MAP_BYTES, DiskFolder
-from kvstore.tiers.lmdb_blobs import CallGuard, FileExtent, LmdbBlobs, erase, is_want_of_room
+from kvstore.tiers.lmdb_blobs import CallGuard, LmdbBlobs, is_want_of_room
 from kvstore.tiers.ram_tier import IndexedTier
 from kvstore.tiers.return_order import ReturnOrder, Update, stated_size
 from kvstore.tiers.runs import links_before
 
-MAX_READS = 4
 MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
 
 
@@ -69,8 +68,6 @@ class DiskTier(IndexedTier[int]):
         self._stale: set[bytes] = set()  # keys in the file that the index has no more
         self._num_evictions = 0
         self._places: dict[bytes, bytes] = {}  # by the key of a blob to be written, the one before
-        self._erasing: frozenset[bytes] = frozenset()  # being overwritten before they are deleted
-        self._num_erasures = 0
         self._folder = DiskFolder(folder)
         try:
             self._open()
@@ -109,7 +106,6 @@ class DiskTier(IndexedTier[int]):
             with self._lock:  # pins stay
                 self._index.remove(self._index.keys(b""))
                 self._stale.clear()
-                self._num_erasures += 1
 
     def _load(self, limit: int) -> None:
         """Build the index, and bring the file inside the budget if that was lowered."""
@@ -135,21 +131,8 @@ class DiskTier(IndexedTier[int]):
     # Reading
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
-        """Return one blob per key, ``None`` for a miss.
-
-        Reads again if a blob was erased meanwhile, a few times at most; zeros that are returned
-        even then fail the store's checksum and are a miss.
-        """
-        with self._guard.call():
-            for _ in range(MAX_READS):
-                with self._lock:
-                    before, hidden = self._num_erasures, self._erasing
-                with self._env.begin(buffers=True) as txn:
-                    found = [None if x in hidden else self._blobs.read(txn, x) for x in keys]
-                with self._lock:
-                    if self._num_erasures == before:
-                        break
-            return list(found)
+        with self._guard.call(), self._env.begin(buffers=True) as txn:
+            return [self._blobs.read(txn, key) for key in keys]
 
     def lengths(self, keys: Sequence[bytes]) -> list[int | None]:
         with self._guard.call(), self._env.begin(buffers=True) as txn:
@@ -175,7 +158,7 @@ class DiskTier(IndexedTier[int]):
             with self._lock:
                 self._places = links_before(blobs, self._index.link_at(after))
                 update = self._index.add(self._sizes(blobs), owner, after)
-            self._write(update, blobs, [])
+            self._write(update, blobs)
         with self._lock:
             return sum(key in self._index for key in blobs)
 
@@ -183,31 +166,25 @@ class DiskTier(IndexedTier[int]):
         blobs = {key: memoryview(blob).cast("B")}
         self._mend()
         with self._guard.call(), self._writing:
-            remains, place = self._extents([key]), self._place_of(key)
+            place = self._place_of(key)
             with self._lock:
                 nbytes = self._sizes(blobs)[key]
                 self._places = {key: self._index.link_at(after) if after else place}
                 update = self._index.replace(key, nbytes, owner, after)
             # The replaced blob counts as spared: it goes in the same commit, and was not evicted.
-            return self._write(update, blobs, remains) and bool(update.added)
+            return self._write(update, blobs) and bool(update.added)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
         self._mend()
         with self._guard.call(), self._writing:
+            keys = list(dict.fromkeys(keys))
             with self._lock:
-                keys = list(dict.fromkeys(keys))
                 present = [key for key in keys if key in self._index]
                 doomed = [*self._index.doomed(present), *self._stale.intersection(keys)]
-                self._erasing = frozenset(doomed)
-                self._num_erasures += 1
-            try:
-                if doomed:
-                    self._erase(self._extents(doomed))
-                    self._commit(doomed, {})
-                with self._lock:
-                    self._index.remove(doomed)
-            finally:
-                self._erasing = frozenset()
+            if doomed:
+                self._commit(doomed, {})
+            with self._lock:
+                self._index.remove(doomed)
             return len(present)
 
     def _place_of(self, key: bytes) -> bytes:
@@ -219,16 +196,11 @@ class DiskTier(IndexedTier[int]):
     def _sizes(self, blobs: Mapping[bytes, memoryview]) -> dict[bytes, int]:
         return {key: self._blobs.nbytes(len(blob)) for key, blob in blobs.items()}
 
-    def _write(
-        self, update: Update, blobs: Mapping[bytes, memoryview], remains: list[FileExtent]
-    ) -> bool:
+    def _write(self, update: Update, blobs: Mapping[bytes, memoryview]) -> bool:
         """Carry out an update of the index, batch by batch; False if something was refused.
 
         What could not be written leaves the index; what could not be deleted goes with a later
         commit.
-
-        Args:
-            remains: extents of an evicted blob, to be overwritten once it is deleted; emptied.
 
         Raises:
             lmdb.Error: any error except lack of space.
@@ -237,7 +209,7 @@ class DiskTier(IndexedTier[int]):
         try:
             while pending or evicted:
                 batch = _first_batch(pending, blobs, self._batch_bytes)
-                self._commit_batch(evicted, batch, blobs, remains)
+                self._commit_batch(evicted, batch, blobs)
                 del pending[: len(batch)]
         except lmdb.Error as error:
             kept = {*pending}.intersection(evicted)  # the blob to be replaced is still there
@@ -256,7 +228,6 @@ class DiskTier(IndexedTier[int]):
         evicted: list[bytes],
         batch: Mapping[bytes, memoryview],
         spare: Mapping[bytes, memoryview],
-        remains: list[FileExtent],
     ) -> None:
         """Delete the evicted blobs and write a batch; if the file is too full, evict more.
 
@@ -265,13 +236,13 @@ class DiskTier(IndexedTier[int]):
             spare: keys that must not be evicted for ``batch``.
         """
         try:
-            self._commit_and_erase(evicted, batch, spare, remains)
+            self._commit_evicted(evicted, batch, spare)
             return
         except lmdb.MapFullError:
             nbytes = sum(self._sizes(batch).values())
         for attempt in range(1, MAX_EVICT_RETRIES + 1):
             if evicted:
-                self._commit_and_erase(evicted, {}, spare, remains)
+                self._commit_evicted(evicted, {}, spare)
             self._force_commit()
             try:
                 self._commit([], batch)
@@ -282,22 +253,16 @@ class DiskTier(IndexedTier[int]):
             with self._lock:
                 evicted += self._index.evict(nbytes, spare)
 
-    def _commit_and_erase(
+    def _commit_evicted(
         self,
         evicted: list[bytes],
         batch: Mapping[bytes, memoryview],
         spare: Mapping[bytes, memoryview],
-        remains: list[FileExtent],
     ) -> None:
         self._commit(evicted, batch)
         with self._lock:
             self._num_evictions += sum(key not in spare for key in evicted)
-            self._num_erasures += bool(
-                remains
-            )  # after the commit: a read that starts now finds the new blob
         evicted.clear()
-        self._erase(remains)
-        remains.clear()
 
     def _commit(self, gone: Iterable[bytes], new: Mapping[bytes, memoryview]) -> None:
         """Delete and write, all in one."""
@@ -313,26 +278,13 @@ class DiskTier(IndexedTier[int]):
         with self._env.begin(write=True, buffers=True) as txn:
             self._blobs.force_commit(txn)
 
-    def _extents(self, keys: Iterable[bytes]) -> list[FileExtent]:
-        with self._env.begin(buffers=True) as txn:
-            return [extent for key in keys for extent in self._blobs.extents(txn, key)]
-
-    def _erase(self, extents: Iterable[FileExtent]) -> None:
-        """Overwrite blobs with zeros; a failure is only counted, and the blob still deleted."""
-        for extent in extents:
-            try:
-                if not erase(extent, self._folder.data_fd):
-                    self._guard.count(OSError("cannot find a forgotten blob to overwrite it"))
-            except OSError as error:
-                self._guard.count(error)
-
     # Recency
 
     def _apply_limits(self, limits: TenantLimits) -> None:
         with self._guard.call(), self._writing:
             with self._lock:
                 update = Update([], self._index.limit(limits))
-            self._write(update, {}, [])
+            self._write(update, {})
 
     # Life
 

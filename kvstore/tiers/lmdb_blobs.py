@@ -8,27 +8,13 @@ sizes the file grew to 1.2 times its live bytes under steady eviction, with frag
 1.08, and fragments are also read faster (measured, 512 MB, blobs of 2 KB to 3 MB).
 
 **Every fragment owns two pages or more.** LMDB keeps values below half a page inside the pages of
-its tree, which it copies on every write without erasing old copies; and it recycles the buffers of
-*single* pages uncleared, so that remains of a one-page value turn up in the gaps of later pages.
-Short fragments are padded past both limits: a blob's bytes exist exactly once in the file, sizes
-are exact, and ``erase`` finds all of them.
-
-**Erasing.** LMDB never overwrites: deleting only puts pages on a free list, and they keep their
-content until reused. Cold KV can be turned back into the prompt it came from, so ``forget`` must do
-better. ``erase`` writes zeros over the fragments at their place in the file. LMDB does not report
-that place, but each run of value pages begins with a 16-byte header holding its page number; the
-bytes found there in the file must have the value's checksum before anything is overwritten. A blob
-erased but not yet deleted (a kill in between) fails its checksum and is a miss. ``erase`` cannot
-reach old copies inside an SSD or a copy-on-write file system, nor free pages with blobs that were
-evicted, or whose commit was cut short by a kill, until LMDB uses those pages again.
+its tree; short fragments are padded past that, so that their sizes in the file are exact.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
-import os
 import struct
 import threading
 import time
@@ -53,7 +39,6 @@ MAX_BLOB_BYTES = 1 << 32
 _ENTRY = struct.Struct("<Qd")  # blob length, when it was written; then the key before it
 _CHECKSUM = struct.Struct("<I")  # crc32c of key and entry
 _FRAGMENT_NUMBER = struct.Struct(">H")  # big-endian: fragments of a blob are neighbours in the tree
-_PAGE_NUMBER = struct.Struct("=Q")
 _NO_KEY = b"\0"  # the store's keys are longer
 log = logging.getLogger(__name__)
 # EIO: LMDB's error for a write that a full file system cut short.
@@ -67,14 +52,6 @@ class BlobEntry(NamedTuple):
     length: int
     after: bytes
     written_s: float  # by the clock of the machine: a hint in which order to evict
-
-
-class FileExtent(NamedTuple):
-    """The bytes of data.mdb that hold one fragment."""
-
-    offset: int
-    nbytes: int
-    crc: int  # crc32c of the bytes that should be found there
 
 
 class LmdbBlobs:
@@ -165,7 +142,7 @@ class LmdbBlobs:
         txn.put(key, _pack(key, BlobEntry(len(blob), after, time.time())), db=self._index)
 
     def delete(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bool:
-        """Delete a blob, without erasing its bytes; False if its key is absent."""
+        """Delete a blob; False if its key is absent."""
         entry = self.entry(txn, key)
         if entry is None:
             return False
@@ -179,21 +156,6 @@ class LmdbBlobs:
         txn.put(_NO_KEY, b"", db=self._index)
         txn.delete(_NO_KEY, db=self._index)
 
-    def extents(self, txn: lmdb.Transaction[memoryview], key: bytes) -> list[FileExtent]:
-        """Return the places of a blob's fragments in the file.
-
-        They are valid until the second commit after the one that deletes the blob.
-        """
-        entry = self.entry(txn, key)
-        views = self._views(txn, key, entry.length) if entry is not None else ()
-        return [self._extent(view) for view in views if view]
-
-    def _extent(self, view: memoryview) -> FileExtent:
-        address = np.frombuffer(view, np.uint8).ctypes.data
-        (page,) = _PAGE_NUMBER.unpack(ctypes.string_at(address - HEADER_BYTES, _PAGE_NUMBER.size))
-        offset = page * self.page_bytes + HEADER_BYTES
-        return FileExtent(offset, len(view), crc32c(view))
-
     def _views(
         self, txn: lmdb.Transaction[memoryview], key: bytes, length: int
     ) -> Iterator[memoryview]:
@@ -202,22 +164,6 @@ class LmdbBlobs:
             view = txn.get(key + _FRAGMENT_NUMBER.pack(number), db=self._fragments)
             if view is not None:
                 yield view[: min(self.fragment_payload, length - number * self.fragment_payload)]
-
-
-def erase(extent: FileExtent, data_fd: int) -> bool:
-    """Overwrite a fragment with zeros in the file; False if not found or not fully overwritten.
-
-    The caller is the only writer, so the page cannot get a new owner meanwhile.
-
-    Raises:
-        OSError: the file system refused the read or the write.
-    """
-    if extent.offset >= 1 << 63:
-        return False
-    there = os.pread(data_fd, extent.nbytes, extent.offset)
-    if len(there) != extent.nbytes or crc32c(there) != extent.crc:
-        return False
-    return os.pwrite(data_fd, bytes(extent.nbytes), extent.offset) == extent.nbytes
 
 
 def _pack(key: bytes, entry: BlobEntry) -> bytes:

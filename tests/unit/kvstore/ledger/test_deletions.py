@@ -16,7 +16,7 @@ ONE = Owed(1.5, b"r" + bytes(32), [b"r" + bytes(32), b"\xff\x00"])
 TWO, THREE = Owed(2.0, b"r2", [b"c\n"]), Owed(3.0, b"r3", [])
 
 
-def test_the_next_life_finds_them_in_order(tmp_path: Path):
+def test_the_next_life_finds_what_is_not_done_in_order(tmp_path: Path):
     path = tmp_path / "owed"
     owed = OwedDeletions(path)
     assert not path.exists()
@@ -24,24 +24,11 @@ def test_the_next_life_finds_them_in_order(tmp_path: Path):
     owed.add(TWO)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = OwedDeletions(path)
-    assert len(again) == 2
-    assert again.take() == [ONE, TWO]
+    assert [*again] == [ONE, TWO]
     again.add(THREE)
-    again.put_back([TWO])
-    again.settle()
-    assert OwedDeletions(path).all() == [TWO, THREE]
-
-
-def test_what_could_not_be_done_comes_first_again(tmp_path: Path):
-    owed = OwedDeletions(tmp_path / "owed")
-    owed.add(ONE)
-    owed.add(TWO)
-    taken = owed.take()
-    assert OwedDeletions(tmp_path / "owed").all() == [ONE, TWO]  # until it is settled
-    owed.add(THREE)
-    owed.put_back(taken[1:])
-    owed.settle()
-    assert OwedDeletions(tmp_path / "owed").all() == [TWO, THREE]
+    first = next(iter(again))
+    again.remove([first])
+    assert [*again] == [*OwedDeletions(path)] == [TWO, THREE]
 
 
 def test_what_cannot_be_read_is_ignored(tmp_path: Path):
@@ -51,13 +38,13 @@ def test_what_cannot_be_read_is_ignored(tmp_path: Path):
     whole = path.read_bytes()
     path.write_bytes(b'["no hex"]\n[7]\n\xff\n[1,"zz",[]]' + whole + whole[: len(whole) // 2])
     torn = OwedDeletions(path)
-    assert torn.all() == [ONE]
+    assert [*torn] == [ONE]
     torn.add(TWO)
-    assert OwedDeletions(path).all() == [ONE, TWO]
+    assert [*OwedDeletions(path)] == [ONE, TWO]
     path.unlink()
     path.symlink_to(tmp_path / "other")
     (tmp_path / "other").write_bytes(whole)
-    assert OwedDeletions(path).all() == []
+    assert not OwedDeletions(path)
 
 
 def test_the_oldest_are_dropped_where_there_are_too_many(tmp_path: Path):
@@ -65,8 +52,8 @@ def test_the_oldest_are_dropped_where_there_are_too_many(tmp_path: Path):
     third = [b"k"] * (MAX_KEYS // 3)
     for number in range(5):
         owed.add(Owed(float(number), b"r", third))
-    assert [x.at_s for x in owed.take()] == [2.0, 3.0, 4.0]
-    assert [x.at_s for x in OwedDeletions(path).all()] == [2.0, 3.0, 4.0]
+    assert [x.at_s for x in owed] == [2.0, 3.0, 4.0]
+    assert [x.at_s for x in OwedDeletions(path)] == [2.0, 3.0, 4.0]
 
 
 @pytest.mark.timeout(15)  # seconds for what takes a tenth of one, and minutes if sets are copied
@@ -88,9 +75,9 @@ def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path, caplog):
         owed = OwedDeletions(path)
         owed.add(ONE)
         owed.add(TWO)
-        assert owed.take() == [ONE, TWO]
+        assert [*owed] == [ONE, TWO]
     assert len(caplog.records) == 2
     folder.mkdir()
     later = OwedDeletions(folder / "owed")
     later.add(ONE)
-    assert OwedDeletions(folder / "owed").all() == [ONE]
+    assert [*OwedDeletions(folder / "owed")] == [ONE]
