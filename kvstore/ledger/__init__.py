@@ -9,6 +9,6 @@ When a session's turn ends:
 
 Between turns ``ledger``, which holds all of these, moves, pins and forgets sessions. ``deletions``
 are repeated until each tier has answered, and ``notices`` report sessions that expired or were
-evicted. On a return ``reading`` finds a good copy of each blob and promotes it, and
+evicted. On a return ``stack`` finds a good copy of each blob, ``ledger`` promotes it, and
 ``profiles`` fetches what a codec of another server learned.
 """

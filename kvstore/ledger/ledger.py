@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final
 
 from msgspec.structs import replace
 
+from kvstore.blobs.chain import CHUNK, chunk_before, stretches
 from kvstore.blobs.packer import Packer, StoreCodecs
 from kvstore.codecs.loops.compilations import COMPILATIONS
 from kvstore.config import StoreConfig
@@ -20,7 +21,6 @@ from kvstore.ledger.deletions import Deletions
 from kvstore.ledger.index import Claims, SessionIndex
 from kvstore.ledger.notices import Notices, StoreNotice
 from kvstore.ledger.profiles import Profiles
-from kvstore.ledger.reading import CopyReader, Promotion
 from kvstore.ledger.record import Records, SessionRecord
 from kvstore.ledger.repacking import Repacker
 from kvstore.ledger.stack import TierStack
@@ -28,7 +28,7 @@ from kvstore.ledger.writing import Committer, WriteBehind
 from kvstore.likeness import Likeness
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import Counters, StoreStats
-from kvstore.tiers.base import Tier
+from kvstore.tiers.base import Blob, Tier
 from kvstore.workers import Periodic, Workers
 
 LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the second one
@@ -91,11 +91,9 @@ class Ledger:
         self.committer = Committer(self.stack, self._slower, self.index)
         for record in self.index.all():
             self.stack.pin(self.index.key(record), record.pinned)
-        copies = CopyReader(self.stack, self.counters)
         fingerprint = packer.fingerprint
-        self.profiles = Profiles(self.stack, copies, fingerprint, self._read_too, monotonic)
+        self.profiles = Profiles(self.stack, fingerprint, self._read_too, monotonic)
         self.profiles.keep(packer.codecs)
-        self.promotion = Promotion(self.stack, self.index, self.claims, self.counters)
         self.notices = Notices(self.stack, self.index.restorable)
         self.deletions = Deletions(self.stack, self.index, clock)
         self.repacker = Repacker(
@@ -237,6 +235,79 @@ class Ledger:
             self.deletions.everywhere(key, keys)
         self.index.remove(key)
         return bool(copies)
+
+    # ---- after a restore
+
+    def restored(
+        self,
+        record_key: bytes | None,
+        keys: Sequence[bytes],
+        slow: Sequence[tuple[bytes, Blob]],
+    ) -> None:
+        """Put the blobs of a restore into the fastest tier, and mark them as used.
+
+        Args:
+            record_key: of the returning session; None if the prompt was of no known session.
+            keys: of all blobs that were read, in their order.
+            slow: those of them that were read from a slower tier.
+        """
+        self._touch(record_key, keys)  # before they grow: the order learns how much was held
+        wanted = dict(self._wanted(record_key, slow))
+        if not wanted:
+            return
+        record = None if record_key is None else self.index.get(record_key)
+        self._promote(keys, wanted, record)
+        # Meanwhile the session may have been saved, or forgotten.
+        gone = wanted.keys() - {key for key, _ in self._wanted(record_key, [*wanted.items()])}
+        if record_key is not None and self.index.get(record_key) is None:
+            gone.add(record_key)
+        self.stack.delete(0, [*gone])
+
+    def _promote(
+        self, keys: Sequence[bytes], blobs: Mapping[bytes, Blob], record: SessionRecord | None
+    ) -> None:
+        """Put blobs into the fastest tier, each after the chunk before it in their chain.
+
+        Args:
+            keys: of all blobs that were read.
+        """
+        chain = keys if record is None else self.index.blob_keys(record)
+        if not blobs.keys() <= set(chain):  # the prompt continued as another session does
+            chain = keys
+        tenant = record.tenant if record else ""
+        for stretch in stretches(chain, blobs):
+            items = [(key, blobs[key]) for key in stretch]
+            if self.stack.put(0, items, tenant, chunk_before(chain, stretch[0])):
+                self.counters.add("promoted_blobs", len(items))
+        if record is not None and record.pinned:  # with its record they are evicted last
+            blob, end = self.records.pack(record), self.stack.last_held(0, chain)
+            self.stack.replace(0, self.index.key(record), blob, tenant, end)
+
+    def _wanted(
+        self, record_key: bytes | None, blobs: Sequence[tuple[bytes, Blob]]
+    ) -> list[tuple[bytes, Blob]]:
+        """Leave out blobs that no session uses or used: they may be of a forgotten session.
+
+        Also leave out states that a save in progress may be about to delete.
+        """
+        gone = set(self.index.unused(key for key, _ in blobs))
+        if record_key is not None:
+            record = self.index.get(record_key)
+            if record is None:
+                return []
+            gone -= set(self.index.owned(record))
+            if self.claims.is_claimed(record_key):
+                gone |= {key for key, _ in blobs if key[:1] != CHUNK}
+        return [(key, blob) for key, blob in blobs if key not in gone]
+
+    def _touch(self, record_key: bytes | None, keys: Sequence[bytes]) -> None:
+        record = None if record_key is None else self.index.get(record_key)
+        if record_key is None or record is None:
+            self.stack.touch(keys)
+            return
+        chain = self.index.blob_keys(record)
+        self.stack.touch([record_key, *dict.fromkeys((*keys, *chain))])
+        self.index.use(record_key)
 
     # ---- codecs
 

@@ -22,8 +22,7 @@ from kvstore.blobs.chain import profile_key
 from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.profile import Profile, profile_in
 from kvstore.errors import Corrupt, ForeignCodec, Mismatch, UnknownCodec
-from kvstore.ledger.reading import CopyReader, GoodCopy
-from kvstore.ledger.stack import TierStack
+from kvstore.ledger.stack import GoodCopy, TierStack
 from kvstore.session import TIERS
 from kvstore.tiers.base import Blob
 
@@ -60,13 +59,11 @@ class Profiles:
     def __init__(
         self,
         stack: TierStack,
-        copies: CopyReader,
         fingerprint: str,
         read_too: Callable[[Sequence[StoreCodecs]], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stack = stack
-        self._copies = copies
         self._fingerprint = fingerprint
         self._read_too = read_too
         self._monotonic = monotonic
@@ -184,7 +181,7 @@ class Profiles:
         lengths = ((i, self._stack.lengths(i, [key])[0]) for i in self._levels)
         levels = [i for i, n in lengths if n is None or n <= MAX_PROFILE_BYTES]
         try:
-            found = self._copies.read(key, levels, functools.partial(self._use, codec_id))
+            found = self._stack.good_copy(key, levels, functools.partial(self._use, codec_id))
         except Exception:  # the outermost frame of this thread: a bad profile is a miss
             _log.exception("a profile could not be used")
             return False

@@ -6,21 +6,32 @@ may hold the same blob, and the fastest copy is the one to read.
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.blobs.chain import CHUNK
-from kvstore.errors import TierUnavailable
-from kvstore.session import NO_LIMITS, TIERS, TenantLimits, TierName
+from kvstore.errors import ForeignCodec, RefusedCodec, TierUnavailable, Unusable
+from kvstore.session import NO_LIMITS, TIERS, MissReason, TenantLimits, TierName
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class GoodCopy(NamedTuple, Generic[T]):
+    """The copy that was accepted, the level of its tier, and the result of using it."""
+
+    blob: Blob
+    level: int
+    value: T
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,55 @@ class TierStack:
             for j, yes in zip(missing, held, strict=True):
                 levels[j] = i if yes else None
         return Located(levels, down)
+
+    def good_copy(
+        self,
+        key: bytes,
+        levels: Iterable[int],
+        use: Callable[[Blob], T],
+        *,
+        read: Callable[[int], Blob | None] | None = None,
+        is_unused: Callable[[bytes], bool] = lambda key: False,
+    ) -> GoodCopy[T] | MissReason:
+        """Give ``use`` one copy of a blob after another until it accepts one; mend bad copies.
+
+        Args:
+            levels: tiers to read, in this order.
+            use: verifies the copy, and may unpack it; raises ``Unusable`` to reject it.
+            read: replaces the reading of a tier, if a copy was read before; raises
+                ``TierUnavailable`` as ``get`` does.
+            is_unused: no session needs the blob by now, so that it is removed and not mended.
+
+        Returns:
+            The good copy, or why there is none.
+        """
+        reason: MissReason = "evicted"
+        read = read or (lambda level: self.get(level, [key])[0])
+        bad: list[int] = []
+        good: GoodCopy[T] | None = None
+        for level in levels:
+            try:
+                blob = read(level)
+                if blob is not None:
+                    good = GoodCopy(blob, level, use(blob))
+                    break
+            except TierUnavailable:
+                reason = "unavailable" if reason == "evicted" else reason
+            except ForeignCodec as error:  # held, for those that can read it
+                reason = "fingerprint"
+                if isinstance(error, RefusedCodec) and level not in self.shared:
+                    bad.append(level)  # else no readable copy would be stored
+            except Unusable as error:
+                reason = "corrupt"
+                self._counters.add("corrupt")
+                _log.warning("a bad blob in %s: %s", self._names[level], error)
+                bad.append(level)
+        for level in bad:
+            # In its place, since a tier would give up all that continues a chunk that is deleted.
+            is_mended = good is not None and self.replace(level, key, good.blob)
+            if not is_mended or is_unused(key):  # its session may be forgotten by now
+                self.delete(level, [key])
+        return good or reason
 
     def put(
         self,

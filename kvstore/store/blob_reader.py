@@ -18,7 +18,7 @@ from typing import Final, TypeAlias, TypeVar
 
 from kvstore.errors import TierUnavailable, Unusable
 from kvstore.ledger.ledger import Ledger
-from kvstore.ledger.reading import CopyReader, GoodCopy
+from kvstore.ledger.stack import GoodCopy
 from kvstore.session import MissReason
 from kvstore.store.planner import BlobRead
 from kvstore.tiers.base import Blob
@@ -47,7 +47,7 @@ class BlobReader:
         self._stack = ledger.stack
         self._workers = ledger.workers
         self._monotonic = ledger.monotonic
-        self._copies = CopyReader(ledger.stack, ledger.counters, ledger.index.unused)
+        self._index = ledger.index
 
     def read(
         self, reads: Sequence[BlobRead], use: Use[T], deadline_s: float
@@ -133,7 +133,7 @@ class BlobReader:
     ) -> GoodCopy[T] | MissReason:
         """Use the planned tier's copy, else the first good copy of any other tier."""
 
-        def asked(level: int) -> Blob | None:
+        def copy_in(level: int) -> Blob | None:
             if level != read.level:
                 reading = self._workers.read(self._stack.get, level, [read.key])
                 found = self._in_time(reading, give_up_at)
@@ -145,7 +145,13 @@ class BlobReader:
             return answer
 
         levels = (read.level, *(i for i in range(len(self._stack)) if i != read.level))
-        return self._copies.read(read.key, levels, lambda blob: use([(read, blob)])[0], asked)
+        return self._stack.good_copy(
+            read.key,
+            levels,
+            lambda blob: use([(read, blob)])[0],
+            read=copy_in,
+            is_unused=lambda key: bool(self._index.unused([key])),
+        )
 
     # ---- all of them
 

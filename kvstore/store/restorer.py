@@ -15,7 +15,7 @@ from kvstore.blobs.packer import Packer
 from kvstore.blobs.state_tree import StateTree
 from kvstore.errors import ForeignCodec, RefusedCodec, StoreClosed, Unusable
 from kvstore.ledger.ledger import Ledger
-from kvstore.ledger.reading import GoodCopy
+from kvstore.ledger.stack import GoodCopy
 from kvstore.session import MissReason, TierName
 from kvstore.shapes import KVRun, slice_tokens
 from kvstore.store.blob_reader import BlobReader, Use
@@ -213,8 +213,8 @@ class Restorer:
         if good:
             reads = match.reads[: len(good)]
             slow = [(x.key, y.blob) for x, y in zip(reads, good, strict=True) if y.level]
-            used = self._ledger.promotion.used
-            self._ledger.workers.later(used, match.record_key, [x.key for x in reads], slow)
+            keys = [x.key for x in reads]
+            self._ledger.workers.later(self._ledger.restored, match.record_key, keys, slow)
         return good, reason
 
     def _verified(self, pairs: Sequence[tuple[BlobRead, Blob]]) -> list[VerifiedBlob]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.errors import Corrupt, ForeignCodec, RefusedCodec, Unusable
-from kvstore.ledger.reading import CopyReader
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
@@ -23,7 +22,6 @@ def test_what_only_another_engine_can_read_is_left_to_it(server: RedisServer):
     key, near = b"c" + bytes(32), RamTier(1 << 30)
     tier = RedisTier(server.url, deadline_s=10.0)
     stack = TierStack([near, tier], Counters())
-    reader = CopyReader(stack, Counters())
 
     def refused(by: type[Unusable]) -> Callable[[Blob], bytes]:
         def use(blob: Blob) -> bytes:
@@ -33,11 +31,11 @@ def test_what_only_another_engine_can_read_is_left_to_it(server: RedisServer):
 
     for level in (0, 1):
         stack.put(level, [(key, b"segments")])
-    assert reader.read(key, [0, 1], refused(ForeignCodec)) == "fingerprint"
+    assert stack.good_copy(key, [0, 1], refused(ForeignCodec)) == "fingerprint"
     assert near.get_many([key]) == [b"segments"]
-    assert reader.read(key, [0, 1], refused(RefusedCodec)) == "fingerprint"
+    assert stack.good_copy(key, [0, 1], refused(RefusedCodec)) == "fingerprint"
     assert near.get_many([key]) == [None]
     assert tier.get_many([key]) == [b"segments"]
-    assert reader.read(key, [1], refused(Corrupt)) == "corrupt"
+    assert stack.good_copy(key, [1], refused(Corrupt)) == "corrupt"
     assert tier.get_many([key]) == [None]
     tier.close()

@@ -16,7 +16,6 @@ from kvstore.codecs.presets import open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.ledger import profiles
 from kvstore.ledger.profiles import MOST, Profiles
-from kvstore.ledger.reading import CopyReader
 from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
 from tests.clock import Clock
@@ -52,8 +51,7 @@ class Rig:
             item = profile_key(MODEL, id_of(seed)), learned(seed).to_bytes()
             assert self.tier.put_many([item]) == 1
         stack = TierStack([self.tier, RenamedRam(nbytes)], Counters())
-        copies = CopyReader(stack, Counters())
-        self.profiles = Profiles(stack, copies, MODEL, self.readable.append, self.clock)
+        self.profiles = Profiles(stack, MODEL, self.readable.append, self.clock)
         self.profiles.opened = codecs_of
 
 

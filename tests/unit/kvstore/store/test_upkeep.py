@@ -146,7 +146,7 @@ def test_a_restore_that_ends_after_forget_brings_nothing_back(store, by_content)
     store.demote(ref(), "disk")
     keys = [b"c" + x for x in chain_of(store, ref(), HISTORY)]
     slow = list(zip(keys, store.ledger.stack.find(1, keys), strict=True))
-    use = store.ledger.promotion.used
+    use = store.ledger.restored
     store.forget(ref())
     # For another session with the same beginning, or for this one.
     use(None if by_content else store.ledger.index.key_of(ref()), keys, slow)
@@ -166,6 +166,6 @@ def test_what_is_brought_near_follows_the_chunk_before_it(store, tiers):
     keys = [b"c" + x for x in chain_of(store, ref(), HISTORY)]
     slow = list(zip(keys, store.ledger.stack.find(1, keys), strict=True))
     tiers[0].delete_many(keys[8:9])  # and all after it
-    store.ledger.promotion.used(store.ledger.index.key_of(ref()), keys, [slow[2], *slow[8:]])
+    store.ledger.restored(store.ledger.index.key_of(ref()), keys, [slow[2], *slow[8:]])
     order = tiers[0]._index
     assert [x for x in order.evict(order.nbytes) if x in keys] == keys[::-1]
