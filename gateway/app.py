@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from engines.http import CACHE_HEADER, SESSION_HEADER
 from engines.pool.loading import Loading
@@ -59,7 +58,7 @@ def create_app(
     headroom: Headroom | None = None,
     rates: Rates | None = None,
     shared_sessions: SharedSessions | None = None,
-) -> Starlette:
+) -> FastAPI:
     """Build the app around parts that ``launch`` has made.
 
     Its lifespan starts and stops the engines. Without ``stored`` nothing is stored, and
@@ -83,40 +82,44 @@ def create_app(
         shared_sessions=shared_sessions,
     )
     limits.rates.on_change = metrics.limits_shared
-    middleware = [
-        Middleware(
-            RequestMiddleware,
-            config=config,
-            metrics=metrics,
-            bodies=gateway.bodies,
-            open_to_all=tenants.open_to_all,
-            count=partial(count, gateway),
-        )
-    ]
-    if config.allowed_origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=config.allowed_origins,
-                allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", SESSION_HEADER, CACHE_HEADER, STORED_HEADER],
-            )
-        )
-    app = Starlette(
-        routes=[route for module in ROUTES for route in module.router],
-        middleware=middleware,
-        exception_handlers=dict.fromkeys(FORESEEN, respond),
+    # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
+    app = FastAPI(
+        title="Thermocline",
         lifespan=partial(_running, gateway, headroom),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
     )
-    app.router.redirect_slashes = False
     app.state.gateway = gateway
+    app.state.routes = []
+    for routes in ROUTES:
+        app.include_router(routes.router)
+        app.state.routes += routes.router.routes
+    for kind in FORESEEN:
+        app.add_exception_handler(kind, respond)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", SESSION_HEADER, CACHE_HEADER, STORED_HEADER],
+        )
+    app.add_middleware(
+        RequestMiddleware,
+        config=config,
+        metrics=metrics,
+        bodies=gateway.bodies,
+        open_to_all=tenants.open_to_all,
+        count=partial(count, gateway),
+    )
     return app
 
 
 @asynccontextmanager
 async def _running(
-    gateway: Gateway, headroom: Headroom | None, app: Starlette
+    gateway: Gateway, headroom: Headroom | None, app: FastAPI
 ) -> AsyncIterator[None]:
     housekeeping = []
     for model in gateway.models:

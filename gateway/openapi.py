@@ -12,19 +12,20 @@ import re
 from collections.abc import Iterable
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from engines.openai.messages import Json
 from gateway.dashboard.routes import PAGE_HEADERS
 from gateway.openai.stored_objects import MAX_ROWS
-from gateway.request.routing import DescribedRoute, Routes, json_response
+from gateway.request.routing import json_response, new_router
 from gateway.sessions import MAX_ROWS as MAX_SESSIONS
 
-router = Routes()
+router = new_router()
 _OTHER_GOOD = {("POST", "/admin/keys"): 201} | {
     ("POST", f"/admin/{x}"): 202
     for x in ("measure", "models/load", "models/unload", "models/download")
@@ -101,7 +102,7 @@ _POLICY: Final = "; ".join(
 @router.get("/openapi.json")
 async def openapi(request: Request) -> Response:
     """Describe every path of this server as OpenAPI 3.1."""
-    return json_response(document(request.app.routes))
+    return json_response(document(request.app.state.routes))
 
 
 @router.get("/docs")
@@ -110,14 +111,15 @@ async def docs(request: Request) -> Response:
     return HTMLResponse(_PAGE, headers={**PAGE_HEADERS, "content-security-policy": _POLICY})
 
 
-def document(routes: Iterable[DescribedRoute]) -> Json:
+def document(routes: Iterable[Any]) -> Json:
     """Describe ``routes``."""
     paths: dict[str, Json] = {}
     bodies: set[type[msgspec.Struct]] = set()
     for route in routes:
-        bodies |= {route.body} if route.body else set()
+        assert isinstance(route, APIRoute)
+        bodies |= {route.openapi_extra["body"]} if route.openapi_extra else set()
         path = _PATH_NAME.sub(r"{\1}", route.path)
-        for method in route.methods or ():
+        for method in sorted((route.methods or set()) - {"HEAD"}):
             paths.setdefault(path, {})[method.lower()] = _operation(route, path, method)
     _, schemas = msgspec.json.schema_components(bodies, ref_template=_REFS)
     return {
@@ -132,7 +134,7 @@ def document(routes: Iterable[DescribedRoute]) -> Json:
     }
 
 
-def _operation(route: DescribedRoute, path: str, method: str) -> Json:
+def _operation(route: APIRoute, path: str, method: str) -> Json:
     words = (route.endpoint.__doc__ or route.name.replace("_", " ")).strip().partition("\n")[0]
     operation: Json = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
@@ -140,8 +142,8 @@ def _operation(route: DescribedRoute, path: str, method: str) -> Json:
         "parameters": list(_parameters(path, method)),
         "responses": _answers(path, method),
     }
-    if route.body:
-        schema = {"$ref": _REFS.format(name=route.body.__name__)}
+    if route.openapi_extra:
+        schema = {"$ref": _REFS.format(name=route.openapi_extra["body"].__name__)}
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},

@@ -14,7 +14,7 @@ import socket
 from types import FrameType
 
 import uvicorn
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from gateway.config import GatewayConfig
 from gateway.edge.connections import Connections, most_connections, open_files_limit
@@ -26,7 +26,7 @@ log = logging.getLogger("thermocline.gateway")
 CLOSE_CONNECTIONS_S = 5
 
 
-def server_of(app: Starlette, config: GatewayConfig) -> DrainingServer:
+def server_of(app: FastAPI, config: GatewayConfig) -> DrainingServer:
     """Make the server; nothing runs yet."""
     gateway: Gateway = app.state.gateway
     places = Connections(

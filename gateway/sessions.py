@@ -27,14 +27,14 @@ from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.request.body import read_json_body
 from gateway.request.callers import admin_of, caller_of, gateway_of, model_asked
-from gateway.request.routing import Routes, json_response, limit_of
+from gateway.request.routing import json_response, limit_of, new_router, takes
 from gateway.shared.session_rows import SessionRow
 from gateway.shared.shared_sessions import Elsewhere
 from gateway.stored.table import StoreFailed
 from scheduler.session import SAVING, Kind, SessionView
 from scheduler.sessions import CONVERSATIONS, ListCursor, Overloaded
 
-router = Routes()
+router = new_router()
 MAX_ROWS = 1000  # of one list: some milliseconds of work, for which all other requests wait
 _ONE = "/v1/sessions/{session_id:path}"  # ids may have slashes
 
@@ -77,7 +77,7 @@ async def list_sessions(request: Request) -> Response:
     return json_response(listed)
 
 
-@router.post(_ONE + "/demote", body=DemoteTo)
+@router.post(_ONE + "/demote", openapi_extra=takes(DemoteTo))
 async def demote(request: Request) -> Response:
     """Put a session to sleep now; a tier in the body also moves its cold copy down.
 

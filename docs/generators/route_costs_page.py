@@ -57,7 +57,7 @@ def route_costs_page() -> str:
     """Write the page. A route's function names its cost."""
     rows = []
     for module in ROUTES:
-        for route in module.router:
+        for route in module.router.routes:
             cost = ROUTE_COSTS[route.endpoint.__name__]
             requests = f"{cost.requests:g}" if cost.requests else ""
             methods = ", ".join(sorted(route.methods))

@@ -16,10 +16,10 @@ from gateway.admin.routes import answer, for_admin
 from gateway.edge.connections import most_connections, open_files_limit
 from gateway.gateway import Gateway
 from gateway.models import ServedModel
-from gateway.request.routing import Routes
+from gateway.request.routing import new_router
 from kvstore.likeness import WORDS
 
-router = Routes()
+router = new_router()
 COMFORTABLE_CONNECTIONS = 512
 
 

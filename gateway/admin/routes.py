@@ -22,9 +22,9 @@ from gateway.gateway import Gateway
 from gateway.keys import BadKeyLine, KeyFacts, Limits, generate_key, key_facts
 from gateway.request.body import read_json_body
 from gateway.request.callers import admin_of, caller_of, gateway_of, model_asked
-from gateway.request.routing import Routes, json_response
+from gateway.request.routing import json_response, new_router, takes
 
-router = Routes()
+router = new_router()
 log = logging.getLogger("thermocline.admin")
 T = TypeVar("T")
 USUAL_LINES = 200
@@ -67,7 +67,7 @@ async def list_keys(request: Request) -> Response:
     return answer({"object": "list", "data": [_shown(x, where) for x, where in facts]})
 
 
-@router.post("/admin/keys", body=NewKey)
+@router.post("/admin/keys", openapi_extra=takes(NewKey))
 async def make_key(request: Request) -> Response:
     """Make an API key; this answer is the only one that shows it."""
     gateway = for_admin(request)

@@ -27,9 +27,9 @@ from gateway.gateway import Gateway
 from gateway.models import ServedModel
 from gateway.request.body import read_json_body
 from gateway.request.callers import admin_of, gateway_of
-from gateway.request.routing import Routes
+from gateway.request.routing import new_router, takes
 
-router = Routes()
+router = new_router()
 
 
 class ModelBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,7 +59,7 @@ async def show_cached(request: Request) -> Response:
     return answer({"object": "list", "data": rows, **about})
 
 
-@router.post("/admin/models/load", body=ModelBody)
+@router.post("/admin/models/load", openapi_extra=takes(ModelBody))
 async def load_model(request: Request) -> Response:
     """Begin to load a model that is loaded on demand."""
     caller = admin_of(request)
@@ -69,7 +69,7 @@ async def load_model(request: Request) -> Response:
     return answer(_row(gateway, model), 202)
 
 
-@router.post("/admin/models/unload", body=ModelBody)
+@router.post("/admin/models/unload", openapi_extra=takes(ModelBody))
 async def unload_model(request: Request) -> Response:
     """Begin to unload a model that is loaded on demand, or take its load out of the line.
 
@@ -92,7 +92,7 @@ async def unload_model(request: Request) -> Response:
     return answer(_row(gateway, model), 202)
 
 
-@router.post("/admin/models/download", body=ModelBody)
+@router.post("/admin/models/download", openapi_extra=takes(ModelBody))
 async def download_model(request: Request) -> Response:
     """Begin to download a model from the hub; the list shows how far it is."""
     gateway = for_admin(request)

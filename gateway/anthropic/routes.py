@@ -23,10 +23,10 @@ from gateway.relay.answer import AnswerFormat
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.request.body import ParsedBody, body_for_engine
 from gateway.request.callers import caller_of, gateway_of
-from gateway.request.routing import Routes, json_response
+from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import Operation, Translate, accept, served_name
 
-router = Routes()
+router = new_router()
 
 # Of any date: what they once made possible is always so here.
 KNOWN_BETAS = (
@@ -79,7 +79,7 @@ def num_unknown(betas: str) -> int:
     return sum(not name.startswith(KNOWN_BETAS) for name in names)
 
 
-@router.post(ANTHROPIC_PATH, body=MessagesRequest)
+@router.post(ANTHROPIC_PATH, openapi_extra=takes(MessagesRequest))
 async def messages(request: Request) -> Response:
     """Answer with a message, or the events of one."""
     unknown = num_unknown(request.headers.get("anthropic-beta", ""))
@@ -117,7 +117,7 @@ def chat_of(asked: Json, image_support: ImageSupport = NO_IMAGES) -> Json:
     return chat
 
 
-@router.post(f"{ANTHROPIC_PATH}/count_tokens", body=CountRequest)
+@router.post(f"{ANTHROPIC_PATH}/count_tokens", openapi_extra=takes(CountRequest))
 async def count_tokens(request: Request) -> Response:
     """Answer with the number of tokens; nothing is computed or kept."""
     model, question = await _question(request)  # what was parsed is gone while the engine works

@@ -24,7 +24,7 @@ from starlette.responses import RedirectResponse, Response
 from engines.openai.requests import InvalidRequest
 from gateway.clients.needs import Server
 from gateway.clients.table import CLIENTS, connection
-from gateway.request.routing import Routes, json_response
+from gateway.request.routing import json_response, new_router
 
 FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"
@@ -38,7 +38,7 @@ _KINDS: Final = {
     ".svg": "image/svg+xml",
     ".LICENSE": "text/plain; charset=utf-8",
 }
-router = Routes()
+router = new_router()
 POLICY: Final = "; ".join(
     (
         "default-src 'self'",

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.request.callers import caller_of, gateway_of, model_asked, sees_all
-from gateway.request.routing import Routes, limit_of
+from gateway.request.routing import limit_of, new_router
 from gateway.watch.snapshots import MAX_ROWS
 
 USUAL_ROWS = 500
 PACKED_FROM = 16 << 10  # bytes
-router = Routes()
+router = new_router()
 
 
 @router.get("/v1/snapshot")

@@ -33,12 +33,12 @@ from gateway.openai.chat_fields import ChatCalls, custom_input, for_engine, meta
 from gateway.openai.stored_chats import keep_completion, rows_of
 from gateway.relay.answer import AnswerFormat, NotStored, TranslatedStream
 from gateway.request.body import ParsedBody
-from gateway.request.routing import Routes
+from gateway.request.routing import new_router, takes
 from gateway.turns import Operation, Translate, Translated, accept, as_it_is
 from gateway.watch.metrics import Usage
 
 _encode = msgspec.json.Encoder().encode
-router = Routes()
+router = new_router()
 
 
 class ChatAnswer(AnswerFormat):
@@ -298,11 +298,11 @@ TEXT = Operation(
 )
 
 
-@router.post(CHAT.path, body=ChatRequest)
+@router.post(CHAT.path, openapi_extra=takes(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     return await accept(request, CHAT)
 
 
-@router.post(TEXT.path, body=CompletionRequest)
+@router.post(TEXT.path, openapi_extra=takes(CompletionRequest))
 async def completions(request: Request) -> Response:
     return await accept(request, TEXT)

@@ -22,12 +22,12 @@ from gateway.openai.responses.output import new_id
 from gateway.openai.stored_objects import Metadata, MetadataChange, StoredKind, shown_list
 from gateway.request.body import parsed
 from gateway.request.callers import caller_of, gateway_of
-from gateway.request.routing import Routes, json_response
+from gateway.request.routing import json_response, new_router, takes
 from gateway.stored.forms import Entry, Item, stored_form
 from gateway.stored.objects import MAX_ITEMS, ObjectList, Objects, Outgrown
 from gateway.stored.table import Steps
 
-router = Routes()
+router = new_router()
 _ALL = "/v1/conversations"
 _ONE = _ALL + "/{conversation_id}"
 _ITEM = _ONE + "/items/{item_id}"
@@ -48,7 +48,7 @@ class AddedItems(msgspec.Struct, frozen=True):
     items: NewItems
 
 
-@router.post(_ALL, body=NewConversation)
+@router.post(_ALL, openapi_extra=takes(NewConversation))
 async def create_conversation(request: Request) -> Response:
     """Make a conversation, with items perhaps."""
     tenant, stored = caller_of(request).name, gateway_of(request).stored
@@ -67,7 +67,7 @@ async def show_conversation(request: Request) -> Response:
     return await CONVERSATION.show(request)
 
 
-@router.post(_ONE, body=MetadataChange)
+@router.post(_ONE, openapi_extra=takes(MetadataChange))
 async def update_conversation(request: Request) -> Response:
     """Replace a conversation's metadata."""
     return await CONVERSATION.label(request)
@@ -79,7 +79,7 @@ async def delete_conversation(request: Request) -> Response:
     return await CONVERSATION.delete(request)
 
 
-@router.post(_ONE + "/items", body=AddedItems)
+@router.post(_ONE + "/items", openapi_extra=takes(AddedItems))
 async def add_items(request: Request) -> Response:
     """Add items after the others; answers with those that were added."""
     caller_of(request)

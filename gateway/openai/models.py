@@ -43,10 +43,10 @@ from gateway.relay.question import answer_to
 from gateway.relay.turn_response import IGNORED_HEADER
 from gateway.request.body import body_for_engine
 from gateway.request.callers import caller_of, gateway_of, sees_all
-from gateway.request.routing import Routes, json_response
+from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import served_name
 
-router = Routes()
+router = new_router()
 _OPERATION = "embeddings"  # OpenTelemetry's name
 _EMBEDDINGS_TAKE = ("input", "encoding_format", "dimensions")
 # Fields that reach an engine; a client's own chat template would be code that we run.
@@ -105,7 +105,7 @@ def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool)
     }
 
 
-@router.post(EMBEDDINGS_PATH, body=EmbeddingsRequest)
+@router.post(EMBEDDINGS_PATH, openapi_extra=takes(EmbeddingsRequest))
 async def embeddings(request: Request) -> Response:
     """Embed texts, or token ids, with the served model."""
     model, answer, ignored = await _answer(request)
@@ -160,7 +160,7 @@ def _validate_tokenize(raw: Json, image_support: ImageSupport) -> ChatRequest | 
     return validate_tokenize(raw, image_support)
 
 
-@router.post(DETOKENIZE_PATH, body=Detokenize)
+@router.post(DETOKENIZE_PATH, openapi_extra=takes(Detokenize))
 async def detokenize(request: Request) -> Response:
     return await _ask(request, DETOKENIZE_PATH, validate_detokenize)
 

@@ -15,13 +15,13 @@ from engines.openai.messages import Json
 from gateway.edge.request_state import state_of
 from gateway.openai.stored_objects import MetadataChange, StoredKind, query_of, shown_list
 from gateway.request.callers import caller_of, gateway_of
-from gateway.request.routing import Routes
+from gateway.request.routing import new_router, takes
 from gateway.stored.forms import Entry, Item, Label, label_of, stored_form
 from gateway.stored.objects import ObjectList, Objects
 from gateway.stored.stored import Stored
 from gateway.stored.table import Steps
 
-router = Routes()
+router = new_router()
 _ALL = "/v1/chat/completions"
 _ONE = _ALL + "/{completion_id}"
 MAX_LABELS = 16  # as many as a metadata has
@@ -77,7 +77,7 @@ async def show_completion(request: Request) -> Response:
     return await COMPLETION.show(request)
 
 
-@router.post(_ONE, body=MetadataChange)
+@router.post(_ONE, openapi_extra=takes(MetadataChange))
 async def update_completion(request: Request) -> Response:
     """Replace a stored completion's metadata."""
     return await COMPLETION.label(request)

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from engines.base import Engine, TierName
 from engines.pool.hub_cache import HubCache
@@ -73,7 +73,7 @@ class BuiltEngine:
 class BuiltServer:
     """An app with all its parts, ready to start; nothing runs yet."""
 
-    app: Starlette
+    app: FastAPI
     engines: Sequence[BuiltEngine]
     tenants: Tenants
 

@@ -36,7 +36,7 @@ def test_the_control_plane_stays_light():
 
 
 def test_help_needs_neither_the_server_nor_the_http_client():
-    assert not loaded_by("launch.cli.main") & {"uvicorn", "aiohttp", "numpy"}
+    assert not loaded_by("launch.cli.main") & {"fastapi", "aiohttp", "numpy"}
 
 
 def test_what_the_command_line_does_compiles_nothing(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from starlette.routing import Route
 
 from docs.generators.route_costs_page import VERBS
 from engines import wire
@@ -20,7 +21,8 @@ def routes() -> dict[str, set[str]]:
     """The methods of each route's function, by its name."""
     found: dict[str, set[str]] = {}
     for module in ROUTES:
-        for route in module.router:
+        for route in module.router.routes:
+            assert isinstance(route, Route)
             found.setdefault(route.endpoint.__name__, set()).update(route.methods or ())
     return found
 

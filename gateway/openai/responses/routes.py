@@ -44,10 +44,10 @@ from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.request.body import ParsedBody, body_for_engine, read_json_body
 from gateway.request.callers import caller_of, gateway_of
-from gateway.request.routing import Routes, json_response
+from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import Operation, Translate, Translated, accept
 
-router = Routes()
+router = new_router()
 _ONE = "/v1/responses/{response_id}"
 _REPLAYED = 4  # times that a response is in its events: begun, in progress, in pieces, whole
 RESPONSES = StoredKind("response", "Response with id", "response")
@@ -109,7 +109,7 @@ DIALECT = Dialect(ResponseFields.__struct_fields__, renames=RENAMED)
 RESPONSE = Operation(validate, _recall, _check_early, _failed, dialect=DIALECT)
 
 
-@router.post("/v1/responses", body=ResponseFields)
+@router.post("/v1/responses", openapi_extra=takes(ResponseFields))
 async def create_response(request: Request) -> Response:
     return await accept(request, RESPONSE)
 
@@ -203,7 +203,7 @@ def _part_events(index: int, item: Json) -> Iterator[Json]:
         yield {"type": "response.content_part.done", **where, "part": part}
 
 
-@router.post("/v1/responses/input_tokens", body=ResponseFields)
+@router.post("/v1/responses/input_tokens", openapi_extra=takes(ResponseFields))
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a request's whole input; nothing is answered or stored."""
     model, question = await _question(request)  # what was parsed is gone while the engine works
