@@ -157,8 +157,7 @@ def plan(
         bool, typer.Option("--machines", help="A GB10, GPUs and Macs instead of this machine.")
     ] = False,
     weights: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes of the weights; default: counted."),
+        str | None, typer.Option(metavar="SIZE", help="Bytes of the weights; default: counted.")
     ] = None,
     bits: Annotated[
         float | None,

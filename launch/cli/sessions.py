@@ -41,8 +41,7 @@ Url = Annotated[
     ),
 ]
 Key = Annotated[
-    str,
-    typer.Option("--api-key", envvar="THERMOCLINE_API_KEY", help="If the server needs one."),
+    str, typer.Option("--api-key", envvar="THERMOCLINE_API_KEY", help="If the server needs one.")
 ]
 OfModel = Annotated[str, typer.Option("--model", help="Of several that are served, this one.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Session ids.")]
@@ -64,11 +63,7 @@ def list_sessions(
 
 @app.command()
 def show(
-    ids: Ids,
-    url: Url = "",
-    api_key: Key = "",
-    model: OfModel = "",
-    as_json: Json = False,
+    ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "", as_json: Json = False
 ) -> None:
     """One session, or several."""
     remote = _remote(url, api_key, model)
@@ -94,11 +89,7 @@ def demote(
 
 def _add_verb(verb: str, words: str) -> None:
     def carry_out(
-        ids: Ids,
-        url: Url = "",
-        api_key: Key = "",
-        model: OfModel = "",
-        as_json: Json = False,
+        ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "", as_json: Json = False
     ) -> None:
         _act(verb, ids, _remote(url, api_key, model), as_json)
 
@@ -182,8 +173,7 @@ def chat(
         int, typer.Option(min=0, help="Of an answer; 0 = the server's own.")
     ] = 512,
     temperature: Annotated[
-        float,
-        typer.Option(min=0, max=2, help="0 = always the likeliest token."),
+        float, typer.Option(min=0, max=2, help="0 = always the likeliest token.")
     ] = 0.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="The answers, and nothing else.")] = False,
 ) -> None:

@@ -41,9 +41,7 @@ class _Names(NamedTuple):
 
 
 _V1: Final = _Names(
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_inactive_file", "total_active_file"),
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 )
 _V2: Final = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 

@@ -194,10 +194,7 @@ def _checked(effective: EffectiveSettings) -> Model:
 
 
 def _built_engine(
-    effective: EffectiveSettings,
-    model: Model,
-    environ: Mapping[str, str],
-    stack: ExitStack,
+    effective: EffectiveSettings, model: Model, environ: Mapping[str, str], stack: ExitStack
 ) -> BuiltEngine:
     """Make the engine of a model; for replicas, make one that routes to all of them."""
     settings = effective.settings

@@ -34,10 +34,7 @@ SERVER_LOCK = "server.lock"  # holds the process id of the server that has it
 
 
 def check_tiers(
-    config: StoreConfig,
-    *,
-    vllm_ranks: int = 0,
-    in_use_wait_s: float = IN_USE_WAIT_S,
+    config: StoreConfig, *, vllm_ranks: int = 0, in_use_wait_s: float = IN_USE_WAIT_S
 ) -> None:
     """Check that every tier can be opened. Waits while another process is leaving a disk folder.
 

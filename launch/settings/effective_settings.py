@@ -118,12 +118,7 @@ def effective_settings(
         weights = _weights_at_once(alone, places)
     else:
         weights = _weights(chosen.engine, kind, widens)
-    fitted |= default_budgets(
-        available,
-        weights,
-        free_disk(where.data),
-        gpu_bytes=on_gpu,
-    )
+    fitted |= default_budgets(available, weights, free_disk(where.data), gpu_bytes=on_gpu)
     effective = EffectiveSettings(
         resolve([fitted, *layers]),
         where,
