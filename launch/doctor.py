@@ -44,8 +44,7 @@ from launch.model.sample import find_gguf
 from launch.model.sample import folder_in as sample_folder
 from launch.plan.cold_size import expected_choice, first_measurement, in_words
 from launch.plan.fit import with_capacity
-from launch.plan.hot_budget import served_cache
-from launch.plan.serve_checks import check_served
+from launch.plan.served_model import check_served, served_cache
 from launch.remote.gateway import ask_server
 from launch.serve.port import take_port
 from launch.serve.redis_likeness import differences_from_redis

@@ -18,6 +18,7 @@ import typer
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
 from launch.cli.connect import connect
+from launch.cli.plan import plan
 from launch.cli.sessions import Url, chat, top
 from launch.errors import LaunchError, UsageError
 from launch.machine.server_address import VARIABLE
@@ -138,50 +139,7 @@ def show_config(
     )
 
 
-@app.command()
-def plan(
-    context: typer.Context,
-    named: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
-    ] = None,
-    model: options.Models = None,
-    sessions: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Say what budgets so many sessions of --context take."),
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option("--context", metavar="N,N", help="Tokens per session, such as 2048,8192."),
-    ] = None,
-    machines: Annotated[
-        bool, typer.Option("--machines", help="A GB10, GPUs and Macs instead of this machine.")
-    ] = False,
-    weights: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Bytes of the weights; default: counted.")
-    ] = None,
-    bits: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            max=32,
-            help="Count the weights as quantised to so many bits; default: as they are.",
-        ),
-    ] = None,
-    hot: options.Hot = None,
-    ram: options.Ram = None,
-    disk: options.Disk = None,
-    codec: options.Codec = None,
-    profile: options.Profile = None,
-    config: options.Config = None,
-    assignments: options.Assignments = None,
-    as_json: options.Json = False,
-) -> None:
-    """Say beforehand how many sessions fit, from config.json alone."""
-    from launch.cli.plan import PlanOptions, run_plan
-
-    given = PlanOptions(named, sessions, lengths, machines, weights, bits, as_json)
-    run_plan(context, given, os.environ)
+app.command()(plan)
 
 
 @app.command()

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kvstore.session import TIERS
 from launch.cli import options
 from launch.errors import UsageError
-from launch.plan.capacity_plan import CapacityPlan, ColdPlan, ContextPlan, plan_of
-from launch.plan.machines import MachinePlan, machine_plans
-from launch.plan.weights import weights_at
 from launch.printing import print_json, print_table, say
-from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import parse_bytes, show_bytes
+
+if TYPE_CHECKING:
+    from launch.plan.capacity_plan import CapacityPlan, ColdPlan, ContextPlan
+    from launch.plan.machines import MachinePlan
+    from launch.settings.effective_settings import EffectiveSettings
 
 SERVED: Final = ("tokens", "tier", "codec", "bytes", "states", "vs live", "sessions")
 MACHINES: Final = (
@@ -30,27 +31,138 @@ RATIOS: Final = ("KV vs bf16", "all vs bf16")
 LABELS: Final = {"hot": "awake at once"} | {x: f"asleep {y.place}" for x, y in TIERS.items()}
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The command line of ``thermocline plan``, but for settings."""
+def plan(
+    context: typer.Context,
+    named: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
+    ] = None,
+    model: options.Models = None,
+    sessions: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Say what budgets so many sessions of --context take."),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option("--context", metavar="N,N", help="Tokens per session, such as 2048,8192."),
+    ] = None,
+    machines: Annotated[
+        bool, typer.Option("--machines", help="A GB10, GPUs and Macs instead of this machine.")
+    ] = False,
+    weights: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes of the weights; default: counted.")
+    ] = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=32,
+            help="Count the weights as quantised to so many bits; default: as they are.",
+        ),
+    ] = None,
+    hot: options.Hot = None,
+    ram: options.Ram = None,
+    disk: options.Disk = None,
+    codec: options.Codec = None,
+    profile: options.Profile = None,
+    config: options.Config = None,
+    assignments: options.Assignments = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say beforehand how many sessions fit, from config.json alone."""
+    from launch.plan.served_model import weights_at
 
-    model: str | None
-    sessions: int | None
-    lengths: str | None
-    machines: bool
-    weights: str | None
-    bits: float | None
-    as_json: bool
+    if named and model:
+        raise UsageError("name the model once, as an argument or with --model")
+    context.params["model"] = [named] if named else model
+    if machines and sessions is not None:
+        raise UsageError("--sessions counts for this machine; leave it out with --machines")
+    if sessions is not None:
+        context.params["session_context"] = _one_length(lengths)
+    if weights and bits:
+        raise UsageError("--weights says what the weights take; leave --bits out")
+    try:
+        nbytes = parse_bytes(weights) if weights else None
+    except ValueError as error:
+        raise UsageError(f"--weights: {error}") from None
+    if machines:
+        _plan_machines(options.chosen(context, os.environ), lengths, nbytes, bits, as_json)
+        return
+    if nbytes or bits:
+        asked = options.chosen(context, os.environ, as_profiled=True)
+        if asked.engines:
+            raise UsageError("--weights and --bits count for one model; name it with --model")
+        nbytes = weights_at(asked, bits) if bits else nbytes
+    fitted = options.fitted(context, os.environ, as_profiled=True, planned_weights=nbytes)
+    _plan_here(fitted, lengths, as_json)
 
 
-Bars = Sequence[tuple[str, dict[str, int]]]  # a name, and sessions by tier
+def _one_length(lengths: str | None) -> int:
+    try:
+        return int(lengths or "")
+    except ValueError:
+        raise UsageError(
+            "--sessions wants one length of session beside it, such as --context 8192"
+        ) from None
 
 
-def alive(alive: int, num_tokens: int, instead: int) -> str:
-    """Say in one sentence how many sessions stay alive, and how many would without sleep."""
-    return (
-        f"alive: {alive:,} sessions of {num_tokens:,} tokens instead of {instead:,} without sleep"
+def _plan_here(effective: EffectiveSettings, lengths: str | None, as_json: bool) -> None:
+    from launch.plan.capacity_plan import plan_of
+
+    several = {x.entry.name: plan_of(x.effective, lengths) for x in effective.engines}
+    found = several or {"": plan_of(effective, lengths)}
+    if as_json:
+        print_json(several or found[""])
+        return
+    if not any(x.refused for x in found.values()):
+        for line in effective.capacity:
+            say(line)
+    loads = {x.entry.name: x.entry.load for x in effective.engines}
+    for name, plan in found.items():
+        if name:
+            say(f"{name} ({loads[name]}), with its part of this machine:")
+        print_plan(plan)
+
+
+def _plan_machines(
+    effective: EffectiveSettings,
+    lengths: str | None,
+    weights: int | None,
+    bits: float | None,
+    as_json: bool,
+) -> None:
+    """Print what several machines would keep of a model's sessions."""
+    from launch.plan.machines import machine_plans
+
+    if effective.engines:
+        raise UsageError("--machines counts for one model; name it with --model")
+    try:
+        contexts = [int(x) for x in lengths.split(",")] if lengths else None
+    except ValueError as error:
+        raise UsageError(f"--context: {error}") from None
+    if contexts is not None and min(contexts) < 1:
+        raise UsageError("--context: a session has one token or more")
+    rows = machine_plans(effective, contexts, weights, bits)
+    if as_json:
+        print_json(rows)
+        return
+    name = Path(effective.settings.engine.model or "the sample model").name
+    say(f"{name}: sessions that other machines would keep alive (counted, not measured)")
+    estimated = ", estimated from config.json" if rows[0].weights_estimated else ""
+    say(f"weights: {show_bytes(rows[0].weights_bytes)}{estimated}")
+    print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:9])
+    say(
+        "alive: sessions that come back, awake or asleep. without sleep: those that the same memory"
+        "\nholds live in bf16. reserve: beside weights and KV, for the system and for work."
     )
+
+
+def _machine(row: MachinePlan) -> list[str]:
+    if row.refused:
+        return [row.machine, str(row.context), *[""] * 7, row.refused]
+    sizes = [show_bytes(row.reserve_bytes), show_bytes(row.kv_bytes)]
+    counts = [f"{x:,}" for x in (row.alive, row.hot_only, row.hot, row.ram, row.disk)]
+    return [row.machine, str(row.context), *counts[:2], *sizes, *counts[2:], row.codec]
 
 
 def print_plan(plan: CapacityPlan) -> None:
@@ -58,7 +170,10 @@ def print_plan(plan: CapacityPlan) -> None:
         say(plan.refused)
         return
     for x in plan.contexts:
-        say(alive(x.alive, x.context, x.without_sleep))
+        say(
+            f"alive: {x.alive:,} sessions of {x.context:,} tokens instead of {x.without_sleep:,}"
+            " without sleep"
+        )
     say(
         f"{plan.model} ({plan.model_type}): {plan.growing_layers} growing layers,"
         f" {show_bytes(plan.live_bytes_per_token)} per token live in {plan.dtype}"
@@ -75,15 +190,18 @@ def print_plan(plan: CapacityPlan) -> None:
             f" {show_bytes(memory.kv)} KV"
         )
     say("budgets: " + ", ".join(f"{k} {show_bytes(v)}" for k, v in plan.budgets.items()))
-    say(_usable(plan))
+    usable = f"usable context: {plan.usable_context} of {plan.wanted_context} tokens"
+    if plan.usable_context < plan.wanted_context:
+        usable += f"; all of them need --hot {-(-plan.wanted_hot_bytes >> 20)}MiB"
+    say(usable)
     for note in plan.notes:
         say(f"note: {note}")
     say()
-    tiers = [tier for tier in plan.budgets if tier != "hot"]
     _print_filled(SERVED, [x for context in plan.contexts for x in _served(context)], SERVED[2:])
     say()
-    print_bars(bars_of(plan))
+    _print_bars(plan.contexts)
     say("\nwhat each codec would take:")
+    tiers = [tier for tier in plan.budgets if tier != "hot"]
     columns = ("tokens", "kept", "KL", "bytes", "states", *RATIOS, "per GiB", "hot", *tiers)
     rows = [row for context in plan.contexts for row in _rows(context, tiers)]
     _print_filled(columns, rows, [x for x in columns if x != "kept"])
@@ -102,61 +220,20 @@ def _print_filled(
     )
 
 
-def bars_of(plan: CapacityPlan) -> Bars:
-    """The bars of a plan: one group for each length of session."""
-    return [
+def _print_bars(contexts: Sequence[ContextPlan]) -> None:
+    """Print sessions as bars, all to one scale: a tier with few of them is a sliver."""
+    counts = [
         (
             f"{x.context} tokens",
-            {"hot": x.hot_sessions, **{tier.tier: tier.sessions for tier in x.served}},
+            [("hot", x.hot_sessions), *((y.tier, y.sessions) for y in x.served)],
         )
-        for x in plan.contexts
+        for x in contexts
     ]
-
-
-def print_bars(bars: Bars) -> None:
-    """Print sessions as bars, all to one scale: a tier with few of them is a sliver."""
-    most = max((count for _, counts in bars for count in counts.values()), default=0)
-    for name, counts in bars:
-        for number, (tier, count) in enumerate(counts.items()):
-            bar = BAR * max(1 if count else 0, round(BAR_WIDTH * count / max(1, most)))
+    most = max([1, *(count for _, tiers in counts for _, count in tiers)])
+    for name, tiers in counts:
+        for number, (tier, count) in enumerate(tiers):
+            bar = BAR * max(1 if count else 0, round(BAR_WIDTH * count / most))
             say(f"{name if number == 0 else '':<14} {LABELS[tier]:<17} {bar} {count}")
-
-
-def print_machines(model: str, rows: Sequence[MachinePlan]) -> None:
-    """Print what several machines would keep of a model's sessions."""
-    say(f"{model}: sessions that other machines would keep alive (counted, not measured)")
-    if rows:
-        estimated = ", estimated from config.json" if rows[0].weights_estimated else ""
-        say(f"weights: {show_bytes(rows[0].weights_bytes)}{estimated}")
-    print_table(MACHINES, [_machine(row) for row in rows], right=MACHINES[1:9])
-    say(
-        "alive: sessions that come back, awake or asleep. without sleep: those that the same memory"
-        "\nholds live in bf16. reserve: beside weights and KV, for the system and for work."
-    )
-
-
-def _machine(row: MachinePlan) -> list[str]:
-    if row.refused:
-        return [row.machine, str(row.context), *("" for _ in range(7)), row.refused]
-    counts = [f"{x:,}" for x in (row.hot, row.ram, row.disk)]
-    return [
-        row.machine,
-        str(row.context),
-        f"{row.alive:,}",
-        f"{row.hot_only:,}",
-        show_bytes(row.reserve_bytes),
-        show_bytes(row.kv_bytes),
-        *counts,
-        row.codec,
-    ]
-
-
-def _usable(plan: CapacityPlan) -> str:
-    words = f"usable context: {plan.usable_context} of {plan.wanted_context} tokens"
-    if plan.usable_context == plan.wanted_context:
-        return words
-    mib = -(-plan.wanted_hot_bytes >> 20)
-    return f"{words}; all of them need --hot {mib}MiB"
 
 
 def _served(context: ContextPlan) -> list[list[str]]:
@@ -173,13 +250,13 @@ def _served(context: ContextPlan) -> list[list[str]]:
 def _rows(context: ContextPlan, tiers: list[str]) -> list[list[str]]:
     nbytes = context.hot_bytes_per_session
     live = ["live", "", show_bytes(nbytes), "", "", "", str((1 << 30) // max(1, nbytes))]
-    first = [str(context.context), *live, str(context.hot_sessions), *("" for _ in tiers)]
+    first = [str(context.context), *live, str(context.hot_sessions), *[""] * len(tiers)]
     return [first, *(_cold_row(cold, tiers) for cold in context.cold)]
 
 
 def _cold_row(cold: ColdPlan, tiers: list[str]) -> list[str]:
     if cold.refused:
-        return ["", cold.codec, "", "refused", *("" for _ in range(5 + len(tiers)))]
+        return ["", cold.codec, "", "refused", *[""] * (5 + len(tiers))]
     return [
         "",
         cold.codec,
@@ -192,85 +269,3 @@ def _cold_row(cold: ColdPlan, tiers: list[str]) -> list[str]:
         "",
         *(str(cold.sessions[tier]) for tier in tiers),
     ]
-
-
-def run_plan(context: typer.Context, given: PlanOptions, environ: Mapping[str, str]) -> None:
-    """Print the plan. Raises ``UsageError``, ``LaunchError``."""
-    if given.model and context.params["model"]:
-        raise UsageError("name the model once, as an argument or with --model")
-    context.params["model"] = [given.model] if given.model else context.params["model"]
-    if given.machines and given.sessions is not None:
-        raise UsageError("--sessions counts for this machine; leave it out with --machines")
-    if given.sessions is not None:
-        context.params["session_context"] = _one_length(given.lengths)
-    if given.weights and given.bits:
-        raise UsageError("--weights says what the weights take; leave --bits out")
-    if given.machines:
-        _print_machines(options.chosen(context, environ), given)
-    else:
-        weights = _planned_weights(context, given, environ)
-        _print_plan(
-            options.fitted(context, environ, as_profiled=True, planned_weights=weights), given
-        )
-
-
-def _planned_weights(
-    context: typer.Context, given: PlanOptions, environ: Mapping[str, str]
-) -> int | None:
-    """Bytes of weights that the options ask to be counted; None = those that are here."""
-    if not (given.weights or given.bits):
-        return None
-    effective = options.chosen(context, environ, as_profiled=True)
-    if effective.engines:
-        raise UsageError("--weights and --bits count for one model; name it with --model")
-    return weights_at(effective, given.bits) if given.bits else _bytes_of(given.weights or "")
-
-
-def _bytes_of(weights: str) -> int:
-    try:
-        return parse_bytes(weights)
-    except ValueError as error:
-        raise UsageError(f"--weights: {error}") from None
-
-
-def _one_length(lengths: str | None) -> int:
-    try:
-        return int(lengths or "")
-    except ValueError:
-        raise UsageError(
-            "--sessions wants one length of session beside it, such as --context 8192"
-        ) from None
-
-
-def _print_plan(effective: EffectiveSettings, given: PlanOptions) -> None:
-    several = {x.entry.name: plan_of(x.effective, given.lengths) for x in effective.engines}
-    found = several or {"": plan_of(effective, given.lengths)}
-    if given.as_json:
-        print_json(several or found[""])
-    else:
-        if not any(x.refused for x in found.values()):
-            for line in effective.capacity:
-                say(line)
-        loads = {x.entry.name: x.entry.load for x in effective.engines}
-        for name, plan in found.items():
-            if name:
-                say(f"{name} ({loads[name]}), with its part of this machine:")
-            print_plan(plan)
-
-
-def _print_machines(effective: EffectiveSettings, given: PlanOptions) -> None:
-    if effective.engines:
-        raise UsageError("--machines counts for one model; name it with --model")
-    weights = _bytes_of(given.weights) if given.weights else None
-    try:
-        lengths = [int(x) for x in given.lengths.split(",")] if given.lengths else None
-    except ValueError as error:
-        raise UsageError(f"--context: {error}") from None
-    if lengths is not None and min(lengths) < 1:
-        raise UsageError("--context: a session has one token or more")
-    rows = machine_plans(effective, lengths, weights, given.bits)
-    name = Path(effective.settings.engine.model or "the sample model").name
-    if given.as_json:
-        print_json(rows)
-    else:
-        print_machines(name, rows)

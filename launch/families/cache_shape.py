@@ -148,6 +148,10 @@ class Config:
             raise NotUnderstood(f"its config.json has {name} = {value!r}, a number is needed")
         return value
 
+    def several(self, *names: str) -> list[int]:
+        """Positive integers, in the order of ``names``. Raises ``NotUnderstood``."""
+        return [self.integer(name) for name in names]
+
     def count(self, name: str) -> int:
         """A number that may be 0; raises ``NotUnderstood`` if it is absent or anything else."""
         return 0 if self._content.get(name) == 0 else self.integer(name)

@@ -44,14 +44,11 @@ def between(growing: tuple[KVLayer, ...], state: RecurrentState, num_states: int
 
 def delta_net_state(config: Config) -> RecurrentState:
     """A gated delta net: a short convolution's inputs, and a matrix for each head."""
-    key_dim, value_dim = (
-        config.integer("linear_key_head_dim"),
-        config.integer("linear_value_head_dim"),
-    )
-    num_keys, num_values = (config.integer(f"linear_num_{side}_heads") for side in ("key", "value"))
-    channels = 2 * key_dim * num_keys + value_dim * num_values
+    keys, values = config.several("linear_num_key_heads", "linear_num_value_heads")
+    key_dim, value_dim = config.several("linear_key_head_dim", "linear_value_head_dim")
+    channels = 2 * key_dim * keys + value_dim * values
     convolution = channels * (config.integer("linear_conv_kernel_dim") - 1)
-    return RecurrentState(convolution, num_values * key_dim * value_dim, key_dim)
+    return RecurrentState(convolution, values * key_dim * value_dim, key_dim)
 
 
 def qwen_next(config: Config) -> CacheShape:
@@ -80,31 +77,31 @@ def olmo_hybrid(config: Config) -> CacheShape:
 
 def mamba(config: Config) -> CacheShape:
     """The first Mamba: no layer grows."""
-    width = config.integer("intermediate_size")
-    state = RecurrentState(
-        width * (config.integer("conv_kernel") - 1 + config.integer("state_size"))
-    )
+    width, kernel, size = config.several("intermediate_size", "conv_kernel", "state_size")
+    state = RecurrentState(width * (kernel - 1 + size))
     return between((), state, config.integer("num_hidden_layers"))
 
 
 def mamba2_state(
-    heads: int, dim: int, size: int, groups: int, kernel: int, width: int
+    config: Config, heads: str, dim: str, size: str, groups: str, kernel: str, width: str = ""
 ) -> RecurrentState:
-    """Mamba 2: ``width`` + 2 x ``groups`` x ``size`` channels, and a matrix for each head."""
-    return RecurrentState((width + 2 * groups * size) * (kernel - 1), heads * dim * size, size)
+    """Mamba 2: ``width`` + 2 x ``groups`` x ``size`` channels, and a matrix for each head.
+
+    Names of fields; without ``width`` that of all heads is meant.
+    """
+    num_heads, head_dim, num_groups = config.several(heads, dim, groups)
+    rows, taps = config.several(size, kernel)
+    inner = config.integer(width) if width else num_heads * head_dim
+    channels = inner + 2 * num_groups * rows
+    return RecurrentState(channels * (taps - 1), num_heads * head_dim * rows, rows)
 
 
 def mamba2(config: Config) -> CacheShape:
-    heads, dim = config.integer("num_heads"), config.integer("head_dim")
-    state = mamba2_state(
-        heads,
-        dim,
-        config.integer("state_size"),
-        config.integer("n_groups"),
-        config.integer("conv_kernel"),
-        config.integer("intermediate_size"),
-    )
-    return between((), state, config.integer("num_hidden_layers"))
+    names = ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "intermediate_size")
+    return between((), mamba2_state(config, *names), config.integer("num_hidden_layers"))
+
+
+_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 
 
 def granite_hybrid(config: Config) -> CacheShape:
@@ -112,26 +109,15 @@ def granite_hybrid(config: Config) -> CacheShape:
     types = config.layer_types([])
     full = (kv_layer(config, SHARED_WIDTH),) * types.count("attention")
     num_states = types.count("mamba")
-    return between(full, _mamba_fields(config) if num_states else RecurrentState(0), num_states)
+    state = mamba2_state(config, *_MAMBA) if num_states else RecurrentState(0)
+    return between(full, state, num_states)
 
 
 def falcon_h1(config: Config) -> CacheShape:
     """Attention and Mamba 2 beside each other in every layer."""
     num_layers = config.integer("num_hidden_layers")
-    state = _mamba_fields(config, config.integer("mamba_d_ssm"))
+    state = mamba2_state(config, *_MAMBA, "mamba_d_ssm")
     return between((kv_layer(config, STATED),) * num_layers, state, num_layers)
-
-
-def _mamba_fields(config: Config, width: int | None = None) -> RecurrentState:
-    heads, dim = config.integer("mamba_n_heads"), config.integer("mamba_d_head")
-    return mamba2_state(
-        heads,
-        dim,
-        config.integer("mamba_d_state"),
-        config.integer("mamba_n_groups"),
-        config.integer("mamba_d_conv"),
-        width or heads * dim,
-    )
 
 
 def nemotron_h(config: Config) -> CacheShape:
@@ -144,10 +130,8 @@ def nemotron_h(config: Config) -> CacheShape:
     num_full = pattern.count("*") if pattern else types.count("attention")
     if not num_states + num_full:
         raise NotUnderstood("its config.json has neither hybrid_override_pattern nor layer types")
-    heads, dim = config.integer("mamba_num_heads"), config.integer("mamba_head_dim")
-    size, groups = config.integer("ssm_state_size"), config.integer("n_groups")
-    state = mamba2_state(heads, dim, size, groups, config.integer("conv_kernel"), heads * dim)
-    return between((kv_layer(config),) * num_full, state, num_states)
+    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+    return between((kv_layer(config),) * num_full, mamba2_state(config, *names), num_states)
 
 
 def jamba(config: Config) -> CacheShape:
@@ -210,10 +194,9 @@ def kimi_linear(config: Config) -> CacheShape:
     linear = config.section("linear_attn_config")
     num_layers = config.integer("num_hidden_layers")
     num_states = sum(0 < x <= num_layers for x in linear.integers("kda_layers"))
-    heads, dim = linear.integer("num_heads"), linear.integer("head_dim")
-    return latent_and_delta(
-        config, heads, dim, linear.integer("short_conv_kernel_size", 4), num_states
-    )
+    heads, dim = linear.several("num_heads", "head_dim")
+    kernel = linear.integer("short_conv_kernel_size", 4)
+    return latent_and_delta(config, heads, dim, kernel, num_states)
 
 
 def latent_and_delta(
@@ -253,8 +236,7 @@ def bailing_hybrid(config: Config) -> CacheShape:
 
 def bailing_v3(config: Config) -> CacheShape:
     """Delta attention with states, and latents every ``layer_group_size`` layers."""
-    heads, dim = config.integer("num_attention_heads"), config.integer("head_dim")
-    kernel = config.integer("short_conv_kernel_size")
+    heads, dim, kernel = config.several("num_attention_heads", "head_dim", "short_conv_kernel_size")
     num_states = config.integer("num_hidden_layers") - _num_global(config)
     return latent_and_delta(config, heads, dim, kernel, num_states)
 

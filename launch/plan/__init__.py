@@ -1,7 +1,7 @@
 """Predicts what a model's sessions take, which codec will serve it, and how many sessions fit.
 
-``launch/families`` turns config.json into a shape of caches; from that ``hot_budget.py`` counts
+``launch/families`` turns config.json into a shape of caches; from that ``served_model.py`` counts
 live KV and ``cold_size.py`` packed KV; ``capacity_plan.py`` puts them together for
-``thermocline plan``. ``needs.py`` counts sessions of one length; by it ``fit.py`` chooses
-budgets for as many as are wished, and ``machines.py`` looks at other machines.
+``thermocline plan``. By it ``fit.py`` chooses budgets for as many sessions as are wished, and
+``machines.py`` looks at other machines.
 """

@@ -19,17 +19,23 @@ from kvstore.codecs.session_codec import SessionCodec, open_session_codec
 from kvstore.codecs.stacks.fused import for_sizes_alone
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
-from kvstore.session import CHUNK_TOKENS, STATES_PER_SESSION, TierName
-from kvstore.shapes import DType, KVLayout, StateLayout
+from kvstore.session import CHUNK_TOKENS, STATES_PER_SESSION
+from kvstore.shapes import DType, KVLayout
 from launch.calibrate.profile_notes import find_profile
 from launch.errors import LaunchError, UsageError
 from launch.families.cache_shape import CacheShape, NotUnderstood
 from launch.families.weights import estimated_weights
 from launch.model.find import Model, find_model
 from launch.plan.cold_size import chunk_of, cold_size, expected_choice, first_measurement
-from launch.plan.hot_budget import HotBudget, hot_budget_of, served_cache, served_dtype
-from launch.plan.serve_checks import check_family, check_hot_codec
-from launch.plan.weights import too_large_here
+from launch.plan.served_model import (
+    HotBudget,
+    check_family,
+    check_hot_codec,
+    hot_budget_of,
+    served_cache,
+    served_dtype,
+    too_large_here,
+)
 from launch.settings.budgets import weights_bytes
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes
@@ -140,19 +146,18 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
         shape = served_cache(effective, content)
     except NotUnderstood as error:
         raise LaunchError(f"{model.name} cannot be planned: {error}") from error
-    choice, note = _choice(effective, shape, served_dtype(effective, content))
-    plan = make_plan(
-        settings.engine.served_model_name or model.name,
-        content,
+    dtype = served_dtype(effective, content)
+    choice, note = _choice(effective, shape, dtype)
+    sessions = SessionSizes(
         hot_budget_of(effective, content, shape),
-        served_dtype(effective, content),
-        lengths,
+        dtype,
         settings.store,
         find_profile(effective),
         choice,
         chunk_of(effective),
         shares_memory=not effective.hot_on_gpu,
     )
+    plan = make_plan(settings.engine.served_model_name or model.name, content, sessions, lengths)
     if effective.planned_weights is not None:
         note = [*note, f"weights of {show_bytes(effective.planned_weights)}, as asked for"]
     elif model.folder is not None and weights_bytes(model.folder, widened=False) is None:
@@ -226,41 +231,22 @@ def _lengths(text: str | None, longest: int | None) -> list[int]:
 
 
 def make_plan(
-    name: str,
-    content: Mapping[str, Any],
-    hot: HotBudget,
-    dtype: DType,
-    contexts: Sequence[int],
-    store: StoreConfig,
-    profile: Profile | None = None,
-    choice: Choice | None = None,
-    chunk: int = CHUNK_TOKENS,
-    *,
-    shares_memory: bool = True,
+    name: str, content: Mapping[str, Any], sessions: SessionSizes, contexts: Sequence[int]
 ) -> CapacityPlan:
     """The plan of a model for each length of session in ``contexts`` (tokens).
 
     Args:
         name: of the model, as clients call it.
         content: its config.json.
-        hot: the budget for live KV, and the cache's shape.
-        dtype: of the live cache.
-        store: the budgets of the tiers.
-        profile: what was measured of the model; None = nothing.
-        choice: the codec that will serve; None = none may.
-        chunk: tokens of a chunk.
-        shares_memory: live KV and sleepers in memory are in the same memory.
     """
+    hot = sessions.hot
     shape, itemsize = hot.shape, hot.itemsize
     longest = max((w.longest for w in shape.windows), default=0)
-    planner = _Planner(
-        hot, dtype, store, profile, choice, shape.states(dtype), chunk, shares_memory
-    )
     return CapacityPlan(
         model=name,
         model_type=str(content.get("model_type")),
         engine="",
-        dtype=dtype,
+        dtype=sessions.dtype,
         growing_layers=len(shape.growing),
         window_layers=len(shape.windows),
         state_layers=shape.num_states,
@@ -270,13 +256,13 @@ def make_plan(
         usable_context=hot.longest_context(),
         wanted_context=hot.wanted_context,
         wanted_hot_bytes=hot.running_bytes(hot.wanted_context),
-        budgets={"hot": hot.hot_bytes} | {str(x): n for x, n in planner.cold_budgets.items()},
-        contexts=[planner.context(n) for n in contexts],
-        notes=_notes(hot, store),
+        budgets={"hot": hot.hot_bytes, **sessions.cold_budgets},
+        contexts=[sessions.plan(n) for n in contexts],
+        notes=_notes(hot),
     )
 
 
-def _notes(hot: HotBudget, store: StoreConfig) -> list[str]:
+def _notes(hot: HotBudget) -> list[str]:
     shape = hot.shape
     notes = list(shape.notes)
     if refusal := hot.refusal():
@@ -292,78 +278,62 @@ def _notes(hot: HotBudget, store: StoreConfig) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Planner:
-    """The sizes of one model's sessions, of any length."""
+class SessionSizes:
+    """The bytes of one model's sessions, of any length, and how many fit into the budgets."""
 
     hot: HotBudget
-    dtype: DType
-    store: StoreConfig
-    profile: Profile | None
-    choice: Choice | None
-    states: StateLayout | None  # that the engine packs
-    chunk: int
-    shares_memory: bool
+    dtype: DType  # of the live cache
+    store: StoreConfig  # the budgets of the tiers
+    profile: Profile | None = None  # what was measured of the model
+    choice: Choice | None = None  # the codec that will serve; None = none may
+    chunk: int = CHUNK_TOKENS
+    shares_memory: bool = True  # live KV and sleepers in memory are in the same memory
 
     @property
-    def cold_budgets(self) -> dict[TierName, int]:
+    def cold_budgets(self) -> dict[str, int]:
         """Bytes by tier; those in Redis are bounded by its server alone."""
         return {"ram": self.store.ram_bytes, "disk": self.store.disk_bytes}
 
-    def context(self, num_tokens: int) -> ContextPlan:
+    def plan(self, num_tokens: int) -> ContextPlan:
         """The plan of sessions of so many tokens."""
-        store = self.store
+        store, learned = self.store, self.profile.learned if self.profile else ()
         # Beside the presets: the codec in the settings, and those that learned this model.
-        named = [] if store.codec == AUTO else [store.codec]
-        learned = [
-            x for x in (self.profile.learned if self.profile else ()) if family_of(x) in CODECS
-        ]
+        names = [*READY, *([] if store.codec == AUTO else [store.codec])]
+        names += [x for x in learned if family_of(x) in CODECS]
+        awake = self.hot.hot_bytes + (store.ram_bytes if self.shares_memory else 0)
         return ContextPlan(
             context=num_tokens,
             hot_bytes_per_session=self.hot.idle_bytes(num_tokens),
             hot_sessions=self.hot.sessions(num_tokens),
-            without_sleep=replace(
-                self.hot,
-                hot_bytes=self.hot.hot_bytes + (store.ram_bytes if self.shares_memory else 0),
-            ).sessions(num_tokens),
-            served=[x for tier in self.cold_budgets if (x := self._tier(tier, num_tokens))],
-            cold=[self._cold(x, num_tokens) for x in dict.fromkeys([*READY, *named, *learned])],
+            without_sleep=replace(self.hot, hot_bytes=awake).sessions(num_tokens),
+            served=self._served(num_tokens),
+            cold=[self._cold(x, num_tokens) for x in dict.fromkeys(names)],
         )
 
-    def _tier(self, tier: TierName, num_tokens: int) -> TierPlan | None:
-        if self.choice is None:
-            return None
-        cold = self._cold(self.choice.name, num_tokens)
-        if cold.refused:
-            return None
-        return TierPlan(
-            tier=tier,
-            codec=self.choice.name,
-            bytes_per_session=cold.bytes_per_session,
-            state_bytes=cold.state_bytes,
-            times_smaller_than_live=round(
-                self.hot.idle_bytes(num_tokens) / cold.bytes_per_session, 2
-            ),
-            sessions=cold.sessions[tier],
-        )
+    def _served(self, num_tokens: int) -> list[TierPlan]:
+        if self.choice is None or (cold := self._cold(self.choice.name, num_tokens)).refused:
+            return []
+        smaller = round(self.hot.idle_bytes(num_tokens) / cold.bytes_per_session, 2)
+        size = (cold.bytes_per_session, cold.state_bytes, smaller)
+        return [TierPlan(x, self.choice.name, *size, cold.sessions[x]) for x in self.cold_budgets]
 
     def _cold(self, name: str, num_tokens: int) -> ColdPlan:
-        shape = self.hot.shape
+        shape, states = self.hot.shape, self.hot.shape.states(self.dtype)
         try:
             with for_sizes_alone():
                 codec: Codec | SessionCodec = open_codec(first_part(name), self.profile)
-                if self.states is not None:
-                    has_windows = self.states.windows is not None
-                    name = for_session(name, has_windows, self.states.has_matrices)
-                    codec = open_session_codec(name, self.profile, self.states)
+                if states is not None:
+                    name = for_session(name, states.windows is not None, states.has_matrices)
+                    codec = open_session_codec(name, self.profile, states)
             size = cold_size(shape, codec, self.dtype, num_tokens, self.chunk)
         except UnknownCodec as error:
             return ColdPlan(name, refused=str(error))
-        rows = [x for x in (self.profile.rows if self.profile else ()) if x.codec_id == codec.id]
+        measured = self.profile.rows if self.profile else ()
         live = shape.elements_per_token * BF16_BYTES
         packed = size.row_bytes_per_token
         return ColdPlan(
             codec=name,
-            kl=max((x.kl for x in rows), default=None),
+            kl=max((x.kl for x in measured if x.codec_id == codec.id), default=None),
             bytes_per_session=size.total,
             state_bytes=size.states,
             kv_bytes_per_token=round(packed, 2),

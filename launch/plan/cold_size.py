@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,12 +21,12 @@ from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.stacks.fused import for_sizes_alone
 from kvstore.errors import UnknownCodec
 from kvstore.session import CHUNK_TOKENS, STATES_PER_SESSION, chunk_of_blocks
-from kvstore.shapes import DType, KVLayout, StateLayout, StoredModel
+from kvstore.shapes import DType, KVLayout, StoredModel
 from kvstore.tiers.ram_tier import ENTRY_BYTES
 from launch.calibrate.profile_notes import find_profile
 from launch.families.cache_shape import CacheShape, NotUnderstood
 from launch.model.find import find_model
-from launch.plan.hot_budget import served_cache, served_dtype
+from launch.plan.served_model import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 
 RECORD_BYTES = 256  # of a session record besides its chain: names, digests, numbers
@@ -70,21 +71,22 @@ def cold_size(
     session = codec if isinstance(codec, SessionCodec) else None
     codec = codec.kv if isinstance(codec, SessionCodec) else codec
     codec.check(layout)
-    packer, size = Packer(codec, StoredModel("", "", layout)), chunk
-    num_chunks = num_tokens // size
-    rows = [packer.rows_nbytes(min(i, 1) * size, size) for i in range(num_chunks)]
-    rows = rows if shape.growing else []
+    num_chunks = num_tokens // chunk
+    rows: list[int] = []
+    if shape.growing:
+        packer = Packer(codec, StoredModel("", "", layout))
+        rows = [packer.rows_nbytes(min(i, 1) * chunk, chunk) for i in range(num_chunks)]
     states: list[int] = []
     if shape.needs_state and num_chunks:
-        end = num_chunks * size
+        end = num_chunks * chunk
         state = HEADER_BYTES + shape.kept_state_bytes(session, dtype, end)
-        states = [state] * STATES_PER_SESSION + _window_chunks(shape, session, dtype, end, size)
-    packed = codec.packed_nbytes(layout, size, size) if shape.growing else 0
+        states = [state] * STATES_PER_SESSION + _window_chunks(shape, session, dtype, end, chunk)
+    packed = codec.packed_nbytes(layout, chunk, chunk) if shape.growing else 0
     return ColdSize(
         rows=sum(rows) + len(rows) * PLACE_BYTES,
         states=sum(states) + len(states) * PLACE_BYTES,
         record=HEADER_BYTES + RECORD_BYTES + NAME_BYTES * num_chunks + PLACE_BYTES,
-        row_bytes_per_token=packed / size,
+        row_bytes_per_token=packed / chunk,
     )
 
 
@@ -151,27 +153,18 @@ def first_measurement(effective: EffectiveSettings) -> Outlook:
     store = effective.settings.store
     if not store.calibrate:
         return Outlook(False, BY_HAND)
-    model = find_model(effective.settings.engine.model, effective.folders.cache)
-    longest = effective.settings.engine.max_context
+    content = find_model(effective.settings.engine.model, effective.folders.cache).config()
+    longest = effective.settings.engine.max_context or stated_context(content)
     try:
-        order = first_order(
-            store, longest or stated_context(model.config()) or UNSTATED_CONTEXT, ""
-        )
+        order = first_order(store, longest or UNSTATED_CONTEXT, "")
     except TooShort as error:
         return Outlook(False, f"it will not be measured: {error}; {BY_HAND}")
-    tokens = tokens_to_compute(order, _states(effective))
-    presets, thousands = ", ".join(order.presets), round(tokens / 1000)
+    states = None
+    with suppress(NotUnderstood):
+        states = served_cache(effective, content).states(served_dtype(effective, content))
+    presets, thousands = ", ".join(order.presets), round(tokens_to_compute(order, states) / 1000)
     return Outlook(
         True,
         f"the engine measures it in idle moments of its first start ({presets}), about as long as"
         f" it takes to prefill {thousands} prompts of 1,000 tokens",
     )
-
-
-def _states(effective: EffectiveSettings) -> StateLayout | None:
-    """Look up what the model keeps besides rows of every token; None = nothing, or unknown."""
-    content = find_model(effective.settings.engine.model, effective.folders.cache).config()
-    try:
-        return served_cache(effective, content).states(served_dtype(effective, content))
-    except NotUnderstood:
-        return None

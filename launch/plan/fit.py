@@ -1,28 +1,92 @@
-"""Turns a number of sessions into budgets within this machine's, or says how many would fit."""
+"""Turns a number of sessions into budgets within this machine's, or says how many would fit.
+
+``Needs`` is what sessions of one length take: awake, and asleep in each tier. Where the model was
+not measured yet, they are counted with the preset that most models get, and ``Asleep.planned`` says
+so.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from launch.errors import UsageError
+from kvstore.codecs.names import USUAL
+from kvstore.errors import CodecRefused, UnknownCodec
+from kvstore.tiers.disk_budget import file_bytes_limit
+from launch.errors import LaunchError, UsageError
+from launch.families.cache_shape import NotUnderstood
 from launch.machine.resources import free_disk
-from launch.plan.needs import MIB, Needs, index_bytes, needs_of
-from launch.plan.weights import too_large_here
-from launch.settings.budgets import DISK_SHARE
+from launch.model.find import find_model
+from launch.plan.capacity_plan import ColdPlan, plan_of
+from launch.plan.cold_size import chunk_of, expected_choice, first_measurement
+from launch.plan.served_model import OURS, hot_budget_of, served_cache, too_large_here
+from launch.settings.budgets import DERIVED, DISK_SHARE
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.fields import Value
-from launch.settings.schema import Resolved, laid_over
+from launch.settings.schema import laid_over
 from launch.settings.units import show_bytes
 
-ENGINES = ("mlx", "vllm")  # whose memory is ours to share out, and whose sessions can be counted
-_DERIVED = "derived:"  # how the origin of a budget begins that was not set
 HOT_SHARE = 0.5  # of the memory for KV: sleepers leave live KV as much, where it is needed
 # Above high water sessions are put to sleep, so that "so many hot" needs somewhat more than these.
 HEADROOM = 1.2
+MARGIN = 1.02  # blobs of other sizes than planned, sessions that are being written
+MIB = 1 << 20
+_MAP_STEP = 1 << 16
+# Of a session in the store's list: itself, and a name and a key for each of its chunks.
+_INDEX_SESSION_BYTES = 1536
+_INDEX_BLOB_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """A sleeping session, the same in every tier."""
+
+    codec: str
+    nbytes: int
+    planned: bool  # the model was not measured yet
+    until_then: int = 0  # bytes while it is not, in the codec that serves meanwhile
+
+    def of(self, meanwhile: bool) -> int:
+        """The bytes: as planned, or as long as the model was not measured."""
+        return self.until_then if meanwhile and self.planned else self.nbytes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The bytes that sessions of ``context`` tokens take."""
+
+    context: int
+    running_bytes: int  # of one while it alone is answered
+    idle_bytes: int  # of one that is hot between its turns
+    asleep: Asleep
+
+    def hot_bytes(self, num_sessions: int) -> int:
+        """The budget in which so many sessions are hot while one of them is answered."""
+        return self.running_bytes + max(0, num_sessions - 1) * self.idle_bytes
+
+    def cold_bytes(self, tier: str, num_sessions: int, *, meanwhile: bool = False) -> int:
+        """The budget of a tier in which so many sessions sleep, in whole MiB."""
+        nbytes = int((num_sessions + 1) * self.asleep.of(meanwhile) * MARGIN)
+        if tier == "disk":  # its budget is the size of a file, which is never quite full
+            nbytes = file_bytes_limit(nbytes) + 2 * _MAP_STEP
+        return _up(nbytes)
+
+    def num_hot(self, hot_bytes: int) -> int:
+        """The number of sessions that are hot within ``hot_bytes`` while one is answered."""
+        left = hot_bytes - self.running_bytes
+        return 0 if left < 0 else 1 + left // self.idle_bytes
+
+    def num_asleep(self, tier: str, budget: int, *, meanwhile: bool = False) -> int:
+        """The number of sessions for which ``cold_bytes`` stays within ``budget``."""
+        most = budget // max(1, self.asleep.of(meanwhile))
+        counts = range(1, most + 1)
+        return bisect_right(
+            counts, budget, key=lambda count: self.cold_bytes(tier, count, meanwhile=meanwhile)
+        )
 
 
 def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
@@ -37,7 +101,7 @@ def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
     wish = effective.settings.capacity
     if not wish.sessions:
         return effective
-    if effective.engine_kind not in ENGINES:
+    if effective.engine_kind not in OURS:
         raise UsageError(
             "capacity.sessions (--sessions) needs an engine that is started here, mlx or vllm, not"
             f" {effective.engine_kind}; give budgets in bytes instead (--hot, --ram, --disk)"
@@ -54,31 +118,21 @@ def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
             f" would: {ways}"
         )
     budgets = choose_budgets(needs, space, wish.sessions)
-    return dataclasses.replace(
-        effective,
-        resolved=_resolved(effective, space, budgets),
-        capacity=tuple(_words(effective, needs, budgets)),
-    )
-
-
-def _resolved(effective: EffectiveSettings, space: Space, budgets: Budgets) -> Resolved:
-    wish = effective.settings.capacity
     chosen = {
         "engine.hot_bytes": budgets.hot if space.given_hot is None else None,
         "store.ram_bytes": budgets.ram if space.given_ram is None else None,
         "store.disk_bytes": budgets.disk if space.given_disk is None else None,
-        "store.index_bytes": _index_bytes(effective),
     }
+    listed = index_bytes(effective, wish.sessions, wish.context)
+    if listed > effective.settings.store.index_bytes:  # its default has too little room
+        chosen["store.index_bytes"] = listed
     why = f"capacity: {wish.sessions} sessions of {wish.context} tokens"
     layer = {name: Value(value, why) for name, value in chosen.items() if value is not None}
-    return laid_over(effective.resolved, layer)
-
-
-def _index_bytes(effective: EffectiveSettings) -> int | None:
-    """Room in the list of sessions, where its default has too little; None = it has enough."""
-    settings, wish = effective.settings, effective.settings.capacity
-    listed = index_bytes(effective, wish.sessions, wish.context)
-    return listed if listed > settings.store.index_bytes else None
+    return dataclasses.replace(
+        effective,
+        resolved=laid_over(effective.resolved, layer),
+        capacity=tuple(_words(effective, needs, budgets)),
+    )
 
 
 def _words(effective: EffectiveSettings, needs: Needs, budgets: Budgets) -> list[str]:
@@ -90,8 +144,8 @@ def _words(effective: EffectiveSettings, needs: Needs, budgets: Budgets) -> list
     one = f"{show_bytes(planned.nbytes)} asleep ({planned.codec}{note})"
     held = ", ".join(
         f"{tier} {show_bytes(nbytes)} ({_share(budgets.num_held.get(tier, 0), num)} asleep)"
-        for tier, nbytes in (("ram", budgets.ram), ("disk", budgets.disk))
-        if nbytes
+        for tier in ("ram", "disk")
+        if (nbytes := budgets.of(tier))
     )
     lines = [
         f"{num} sessions of {context} tokens: {show_bytes(needs.idle_bytes)} each awake, {one}",
@@ -151,7 +205,7 @@ def space_of(effective: EffectiveSettings) -> Space:
 
 
 def _given(effective: EffectiveSettings, name: str, value: int) -> int | None:
-    return None if effective.resolved.origin(name).startswith(_DERIVED) else value
+    return None if effective.resolved.origin(name).startswith(DERIVED) else value
 
 
 def _held(folder: Path) -> int:
@@ -169,6 +223,10 @@ class Budgets:
     num_hot: int  # at once, while one of them is answered
     num_held: dict[str, int]  # asleep, by tier
     num_at_first: int = 0  # that come back as long as the model was not measured
+
+    def of(self, tier: str) -> int:
+        """The bytes of a tier."""
+        return {"ram": self.ram, "disk": self.disk}[tier]
 
     @property
     def most(self) -> int:
@@ -216,7 +274,7 @@ def refusal(needs: Needs, space: Space, num_sessions: int) -> str:
         return ""
     parts = [
         f"{show_bytes(needs.cold_bytes(tier, num_sessions))} of {tier} ({needs.asleep.codec};"
-        f" {show_bytes(_budget(found, tier))} may be used)"
+        f" {show_bytes(found.of(tier))} may be used)"
         for tier in found.num_held
     ]
     return "asleep they take " + " or ".join(parts or ["a tier, and there is none"])
@@ -226,20 +284,20 @@ def what_would(
     needs_at: Callable[[int], Needs], space: Space, num_sessions: int, context: int
 ) -> list[str]:
     """List what this machine could do instead, nearest to the wish first."""
-    found = choose_budgets(needs_at(context), space, num_sessions)
+    needs = needs_at(context)
+    found = choose_budgets(needs, space, num_sessions)
     ways = []
-    if found.hot >= needs_at(context).running_bytes and found.most:
+    if found.hot >= needs.running_bytes and found.most:
         ways.append(f"--sessions {found.most} --context {context}")
-    shorter = _longest(needs_at, space, num_sessions, context)
-    if shorter:
+    if shorter := _longest(needs_at, space, num_sessions, context):
         ways.append(f"--sessions {num_sessions} --context {shorter}")
-    if found.hot < needs_at(context).running_bytes:
-        ways.append(f"--hot {_size(needs_at(context).running_bytes)}, where that is free")
+    on_disk = f"--disk {_size(needs.cold_bytes('disk', num_sessions))}"
+    if found.hot < needs.running_bytes:
+        ways.append(f"--hot {_size(needs.running_bytes)}, where that is free")
     elif space.given_disk is not None and space.given_disk < space.disk:
-        ways.append(f"--disk {_size(needs_at(context).cold_bytes('disk', num_sessions))}")
+        ways.append(on_disk)
     else:
-        wanted = needs_at(context).cold_bytes("disk", num_sessions)
-        ways.append(f"--disk {_size(wanted)} in a folder with room for it (store.disk_path)")
+        ways.append(f"{on_disk} in a folder with room for it (store.disk_path)")
     return ways
 
 
@@ -247,16 +305,10 @@ def _longest(
     needs_at: Callable[[int], Needs], space: Space, num_sessions: int, context: int
 ) -> int:
     """The most tokens, in steps of 64, that so many sessions may have; 0 = not even the fewest."""
-    low, high = 0, context // 64
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = not refusal(needs_at(middle * 64), space, num_sessions)
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low * 64
-
-
-def _budget(found: Budgets, tier: str) -> int:
-    return {"ram": found.ram, "disk": found.disk}[tier]
+    steps = range(64, context + 1, 64)
+    return 64 * bisect_left(
+        steps, True, key=lambda tokens: bool(refusal(needs_at(tokens), space, num_sessions))
+    )
 
 
 def _size(nbytes: int) -> str:
@@ -269,3 +321,48 @@ def _whole(nbytes: int) -> int:
 
 def _up(nbytes: int) -> int:
     return -(-nbytes // MIB) * MIB
+
+
+def needs_of(effective: EffectiveSettings, context: int) -> Needs:
+    """Count what sessions of ``context`` tokens take with these settings.
+
+    Raises:
+        UsageError: the model takes no such context, or the settings cannot be served.
+        LaunchError: the model's cache is not understood.
+    """
+    longest = effective.settings.engine.max_context
+    if 0 < longest < context:
+        raise UsageError(
+            f"sessions of {context} tokens are wanted, and engine.max_context = {longest} allows"
+            " less; raise it, or lower capacity.context (--context)"
+        )
+    (plan,) = plan_of(effective, str(context)).contexts
+    content = find_model(effective.settings.engine.model, effective.folders.cache).config()
+    hot = hot_budget_of(effective, content, served_cache(effective, content))
+    cold = {x.codec: x for x in plan.cold if not x.refused}
+    return Needs(
+        context, hot.running_bytes(context), hot.idle_bytes(context), _asleep(effective, cold)
+    )
+
+
+def _asleep(effective: EffectiveSettings, cold: dict[str, ColdPlan]) -> Asleep:
+    try:
+        choice = expected_choice(effective)
+    except (CodecRefused, UnknownCodec, NotUnderstood) as error:
+        raise UsageError(f"store.codec cannot serve this model: {error}") from error
+    planned = first_measurement(effective).will_be and USUAL in cold
+    # A codec of whole sessions is listed with its half for states.
+    names = [x for x in cold if x == choice.name or x.partition("+")[0] == choice.name]
+    if not names:
+        raise LaunchError(f"nothing is known of what codec {choice.name} takes of this model")
+    now = cold[names[0]].bytes_per_session
+    if choice.unmeasured and planned:
+        return Asleep(USUAL, cold[USUAL].bytes_per_session, planned=True, until_then=now)
+    return Asleep(choice.name, now, planned=False)
+
+
+def index_bytes(effective: EffectiveSettings, num_sessions: int, context: int) -> int:
+    """Bytes of the store's list of so many sessions."""
+    num_blobs = context // chunk_of(effective) + 4
+    each = _INDEX_SESSION_BYTES + _INDEX_BLOB_BYTES * num_blobs
+    return num_sessions * each

@@ -23,10 +23,8 @@ from launch.families.table import cache_shape
 from launch.families.weights import estimated_weights
 from launch.model.find import find_model
 from launch.plan.cold_size import cold_size
-from launch.plan.fit import Budgets, Space, choose_budgets
-from launch.plan.hot_budget import HotBudget
-from launch.plan.needs import Asleep, Needs
-from launch.plan.weights import known_weights, too_large
+from launch.plan.fit import Asleep, Needs, Space, choose_budgets
+from launch.plan.served_model import HotBudget, known_weights, too_large
 from launch.settings.budgets import DISK_SHARE, default_budgets
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes
@@ -87,15 +85,6 @@ class MachinePlan(msgspec.Struct, frozen=True):
         return max(self.hot, self.ram, self.disk)
 
 
-class OnMachine(NamedTuple):
-    """A machine and sessions of one length: their bytes, and budgets for many of them."""
-
-    needs: Needs
-    budgets: Budgets
-    space: Space
-    hot_only: int  # sessions, if live KV had all memory, and nothing slept
-
-
 class OtherBudgets(NamedTuple):
     """Budgets of the command line, in bytes; None = as ours is by default.
 
@@ -128,12 +117,14 @@ def machine_plans(
             f"{model.name} is here without weights, and what they take cannot be estimated from its"
             " config.json: say it, for instance --weights 18GiB"
         )
-    lengths = [min(x, model.longest) for x in contexts or [min(8192, model.longest)]]
-    return [
-        _row(effective, model, machine, length)
-        for machine in MACHINES
-        for length in dict.fromkeys(lengths)
-    ]
+    given = OtherBudgets(
+        *(
+            x if _is_asked(effective, name) else None
+            for name, x in effective.settings.budgets.items()
+        )
+    )
+    lengths = dict.fromkeys(min(x, model.longest) for x in contexts or [8192])
+    return [_row(effective, model, x, given, length) for x in MACHINES for length in lengths]
 
 
 class _Weighed(NamedTuple):
@@ -160,8 +151,13 @@ def _weighed(
 
 
 def _row(
-    effective: EffectiveSettings, model: _Weighed, machine: Machine, context: int
+    effective: EffectiveSettings,
+    model: _Weighed,
+    machine: Machine,
+    given: OtherBudgets,
+    context: int,
 ) -> MachinePlan:
+    """Count what a machine gives a model; where it cannot serve that, say why."""
     row = MachinePlan(
         machine.name,
         machine.engine,
@@ -169,51 +165,35 @@ def _row(
         weights_bytes=model.weights,
         weights_estimated=model.is_estimated,
     )
-    found = _counted(effective, model, machine, context)
-    if isinstance(found, str):
-        return msgspec.structs.replace(row, refused=found)
-    budgets, space = found.budgets, found.space
+    available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
+    try:
+        shape = cache_shape(model.content, machine.engine)
+        refused = too_large(model.weights, gpu or available)
+        refused = refused or _too_much(given, available, gpu, model.weights)
+    except NotUnderstood as error:
+        refused = str(error)
+    if refused:
+        return msgspec.structs.replace(row, refused=refused)
+    space = _space(given, available, gpu, model.weights, int(machine.disk_gb * GB * DISK_FREE))
+    hot = HotBudget(shape, BF16_BYTES, space.hot, model.longest, machine.engine == "mlx")
+    if not hot.sessions(context):
+        reason = f"{context:,} tokens do not fit beside the weights"
+        return msgspec.structs.replace(row, refused=reason)
+    asleep = _asleep(effective, shape, context)
+    needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)
+    budgets = choose_budgets(needs, space, MANY)
+    live = space.hot if gpu else space.shared
     return msgspec.structs.replace(
         row,
         kv_bytes=space.shared,
-        reserve_bytes=_reserve(machine, model, space),
-        hot_only=found.hot_only,
+        reserve_bytes=(machine.gpu_gb or machine.memory_gb) * GB - model.weights - live,
+        hot_only=hot.sessions(context),
         hot=budgets.num_hot,
         ram=budgets.num_held.get("ram", 0),
         disk=budgets.num_held.get("disk", 0),
-        codec=found.needs.asleep.codec,
+        codec=asleep.codec,
         disk_bytes=space.disk if space.given_disk is None else space.given_disk,
     )
-
-
-def _counted(
-    effective: EffectiveSettings, model: _Weighed, machine: Machine, context: int
-) -> OnMachine | str:
-    """Count what a machine gives a model; a sentence says why it cannot."""
-    try:
-        shape = cache_shape(model.content, machine.engine)
-    except NotUnderstood as error:
-        return str(error)
-    available, gpu = int(machine.memory_gb * GB * FREE), int(machine.gpu_gb * GB * FREE)
-    if refused := too_large(model.weights, _room(machine)):
-        return refused
-    given = _given(effective)
-    if refused := _too_much(given, available, gpu, model.weights):
-        return refused
-    disk = int(machine.disk_gb * GB * DISK_FREE)
-    space = _space(given, available, gpu, model.weights, disk)
-    hot = HotBudget(shape, BF16_BYTES, space.hot, model.longest, machine.engine == "mlx")
-    if not hot.sessions(context):
-        return f"{context:,} tokens do not fit beside the weights"
-    codec, nbytes = _asleep(effective, shape, context)
-    asleep = Asleep(codec, nbytes, planned=True)
-    needs = Needs(context, hot.running_bytes(context), hot.idle_bytes(context), asleep)
-    return OnMachine(needs, choose_budgets(needs, space, MANY), space, hot.sessions(context))
-
-
-def _given(effective: EffectiveSettings) -> OtherBudgets:
-    named = effective.settings.budgets.items()
-    return OtherBudgets(*(x if _is_asked(effective, name) else None for name, x in named))
 
 
 def _is_asked(effective: EffectiveSettings, name: str) -> bool:
@@ -232,16 +212,6 @@ def _too_much(given: OtherBudgets, available: int, gpu: int, weights: int) -> st
         if nbytes > free:
             return f"{flag} would take {show_bytes(nbytes)}, and {show_bytes(free)} are free"
     return ""
-
-
-def _room(machine: Machine) -> int:
-    """Return the bytes in which the weights have to be, beside the system."""
-    return int((machine.gpu_gb or machine.memory_gb) * GB * FREE)
-
-
-def _reserve(machine: Machine, model: _Weighed, space: Space) -> int:
-    live = space.hot if machine.gpu_gb else space.shared
-    return (machine.gpu_gb or machine.memory_gb) * GB - model.weights - live
 
 
 def _space(given: OtherBudgets, available: int, gpu: int, weights: int, disk_free: int) -> Space:
@@ -264,15 +234,15 @@ def _space(given: OtherBudgets, available: int, gpu: int, weights: int, disk_fre
     )
 
 
-def _asleep(effective: EffectiveSettings, shape: CacheShape, context: int) -> tuple[str, int]:
-    """The codec, and the bytes of a sleeping session with it."""
+def _asleep(effective: EffectiveSettings, shape: CacheShape, context: int) -> Asleep:
     named = effective.settings.store.codec
     is_asked = _is_asked(effective, "store.codec") and named != AUTO
     refused = f"--codec {named} cannot be counted" if is_asked else "its sessions cannot sleep"
     for name in (named,) if is_asked else (USUAL, EXACT):
         try:
             codec = open_codec(name, find_profile(effective))
-            return name, cold_size(shape, codec, "bfloat16", context).total
+            nbytes = cold_size(shape, codec, "bfloat16", context).total
+            return Asleep(name, nbytes, planned=True)
         except UnknownCodec as error:
             last = error
     raise LaunchError(f"{refused}: {last}") from last

@@ -37,8 +37,7 @@ from launch.machine.blas import Blas
 from launch.machine.folders import server_folder
 from launch.machine.resources import machine_memory
 from launch.model.find import Model, find_model
-from launch.plan.hot_budget import served_cache
-from launch.plan.serve_checks import check_served
+from launch.plan.served_model import check_served, served_cache
 from launch.serve.keys import key_lines, secret_of, secret_path
 from launch.serve.preflight import check_codecs, check_memory, check_tiers
 from launch.serve.sharing import rates, shared_sessions, stored_objects

@@ -10,8 +10,8 @@ from kvstore.shapes import NUMPY_DTYPES, KVLayer
 from launch.cli.plan import print_plan
 from launch.families.cache_shape import CacheShape
 from launch.families.table import cache_shape
-from launch.plan.capacity_plan import CapacityPlan, make_plan
-from launch.plan.hot_budget import HotBudget
+from launch.plan.capacity_plan import CapacityPlan, SessionSizes, make_plan
+from launch.plan.served_model import HotBudget
 from tests.unit.launch.plan.published import DEEPSEEK_V3, LLAMA_8B, QWEN35_35B
 from tests.unit.launch.plan.test_families import GEMMA3_4B
 
@@ -26,7 +26,7 @@ def plan_of(
 ) -> CapacityPlan:
     itemsize = NUMPY_DTYPES[dtype].itemsize
     hot = HotBudget(cache_shape(config), itemsize, 8 * GIB, 1 << 17, pays_for_work=False)
-    return make_plan("m", config, hot, dtype, contexts, store, choice=choice)
+    return make_plan("m", config, SessionSizes(hot, dtype, store, choice=choice), contexts)
 
 
 def test_budgets_are_divided_by_the_bytes_of_a_session():

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from launch.cli.options import layers
 from launch.plan.capacity_plan import plan_of
-from launch.plan.fit import Space, choose_budgets, refusal, what_would
-from launch.plan.needs import MIB, Asleep, Needs, needs_of
+from launch.plan.fit import MIB, Asleep, Needs, Space, choose_budgets, needs_of, refusal, what_would
 from launch.settings.effective_settings import effective_settings
 from launch.settings.units import show_bytes
 

@@ -13,7 +13,7 @@ from kvstore.shapes import KVLayer
 from launch.families.cache_shape import CacheShape, ModelRefused, Window
 from launch.families.table import cache_shape
 from launch.machine.resources import has_matrix_tiles
-from launch.plan.hot_budget import HotBudget, hot_budget_of, live_dtype, served_cache
+from launch.plan.served_model import HotBudget, hot_budget_of, live_dtype, served_cache
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
 from launch.settings.fields import Value
 from tests.unit.launch.plan.published import DEEPSEEK_V3

@@ -11,7 +11,7 @@ from launch.doctor import examine
 from launch.errors import UsageError
 from launch.model.find import Model, find_model
 from launch.plan.capacity_plan import plan_of
-from launch.plan.serve_checks import check_hot_codec, check_served
+from launch.plan.served_model import check_hot_codec, check_served
 from launch.serve.build import build
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
 from launch.settings.fields import Value
