@@ -1,8 +1,8 @@
 """Turns a number of sessions into budgets within this machine's, or says how many would fit.
 
-``Needs`` is what sessions of one length take: awake, and asleep in each tier. Where the model was
-not measured yet, they are counted with the preset that most models get, and ``Asleep.planned`` says
-so.
+``Needs`` holds the bytes of sessions of one length: awake, and asleep in each tier. Where the model
+was not measured yet, they are counted with the preset that most models get, and ``Asleep.planned``
+says so.
 """
 
 from __future__ import annotations
