@@ -32,9 +32,9 @@ contract-vllm033:
 	.venv-vllm033/bin/python -m pytest -o addopts=--import-mode=importlib tests/vllm
 
 bench: install
-	$(BIN)/python benchmarks/restore_ttft.py
-	$(BIN)/python benchmarks/capacity.py
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python -m benchmarks.restore_ttft
+	$(BIN)/python -m benchmarks.capacity
+	$(BIN)/python -m benchmarks.overhead
 
 # Writes the pages of docs/reference from the code; a test fails while they are stale.
 reference: install

@@ -42,10 +42,12 @@ import psutil
 from matplotlib.figure import Figure
 from mlx_lm.utils import load
 
+from benchmarks.program import options_of
 from benchmarks.stacks.light_model import light_model
 from benchmarks.stacks.lmcache_stack import LmcacheVllm, python_with_lmcache
-from benchmarks.stacks.product_stack import WORD_TOKENS, Client, Reply, Stack, client_of, rss_mib
-from benchmarks.stacks.product_stack import prose as words
+from benchmarks.stacks.processes import cpu_s, rss_mib, tree
+from benchmarks.stacks.product_stack import Client, Reply, Stack, client_of
+from benchmarks.stacks.product_stack import words_of as prose
 from benchmarks.stacks.vllm_stack import START_S, PlainVllm, python_with_vllm, with_plugin
 from launch.machine.folders import default_cache_dir
 from launch.model.sample import sample_model
@@ -75,10 +77,6 @@ PROFILES: Final = {
     "agentx": Profile(43, 12_000, 142_000, 10, subagents=0.44),
     "webui": Profile(4, 5_400, 6_200, 24, tasks=3),
 }
-
-
-def prose(seed: str | int, tokens: float) -> str:
-    return words(seed, max(4, int(tokens / WORD_TOKENS)))
 
 
 @dataclass
@@ -193,29 +191,23 @@ class Processes:
     """The processes of a server: the gateway's, if there is one, and the engine's."""
 
     def __init__(self, server: Stack | PlainVllm | LmcacheVllm) -> None:
-        self._gateway: psutil.Process | None = None
+        self._gateways: list[psutil.Process] = []
         if isinstance(server, Stack):
-            self._gateway, self._engine = server.gateway, server.engine
+            self._gateways, self._engine = [server.gateway], server.engine
         else:
             self._engine = (server.vllm if isinstance(server, LmcacheVllm) else server).process
 
-    def _engines(self) -> list[psutil.Process]:
-        return [self._engine, *self._engine.children(recursive=True)]
-
     def cpu_ms(self) -> np.ndarray:
         """Processor time of the gateway and of the engine, children included."""
-        gateway = [self._gateway] if self._gateway is not None else []
-        times = [[sum(x.cpu_times()[:2]) for x in found] for found in (gateway, self._engines())]
-        return np.array([1000 * sum(x) for x in times])
+        return 1000 * np.array([cpu_s(self._gateways), cpu_s(tree(self._engine))])
 
     def mib(self) -> tuple[float, float]:
         """Memory of the gateway and of the engine."""
-        gateway = rss_mib(self._gateway) if self._gateway is not None else 0.0
-        return gateway, sum(rss_mib(x) for x in self._engines())
+        return rss_mib(*self._gateways), rss_mib(*tree(self._engine))
 
     def written_kib(self) -> float:
         """What the engine has written."""
-        return float(sum(x.io_counters().write_chars for x in self._engines()) / 1024)
+        return float(sum(x.io_counters().write_chars for x in tree(self._engine)) / 1024)
 
 
 async def traffic(args: argparse.Namespace, kind: str) -> tuple[Run, dict[str, float]]:
@@ -402,21 +394,14 @@ def draw(rows: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["turns", "traffic", "together"])
-    parser.add_argument("--engine", choices=["mlx", "vllm"], default="mlx")
-    parser.add_argument("--shared", type=int, default=4000, help="tokens, for together")
-    parser.add_argument("--profile", choices=PROFILES, default="agentx")
-    parser.add_argument("--sessions", type=int, default=20)
-    parser.add_argument("--hot-for", type=int, default=3)
-    parser.add_argument("--think-s", type=float, default=2.0)
-    parser.add_argument("--scale", type=int, default=1, help="divides all lengths")
-    parser.add_argument("--sample", action="store_true", help="the sample model, a sixteenth")
-    runs = ("cold", "kill", "none", *PEERS)
-    parser.add_argument("--runs", choices=runs, nargs="+", default=["cold"])
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--rounds", type=int, default=6)
-    args = parser.parse_args()
+    options = options_of(
+        __doc__,
+        "--engine mlx|vllm --shared 4000 --profile agentx|swe|webui"
+        " --sessions 20 --hot-for 3 --think-s 2.0 --scale 1 --sample --rounds 6"
+        f" --runs cold ... --lengths {' '.join(map(str, LENGTHS))}",
+    )
+    options.add_argument("what", choices=["turns", "traffic", "together"])
+    args = options.parse_args()
     if args.what == "turns":
         asyncio.run(turns(args))
     elif args.what == "together":

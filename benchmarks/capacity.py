@@ -4,11 +4,12 @@
         [--room 24] [--rounds 1] [--plain] [--json OUT]
 
 Every session has a first turn of about ``--tokens`` tokens; then all come back ``--rounds`` times,
-in the same order, which is the worst one for a least-recently-used cache. The RAM tier, which is
-the only one, is for ``--room`` sessions of that size, by what one of them takes in a first server.
-Printed for each round: how many came back (half of the first prompt or more was reused), what was
-reused of what could be, and the median time to first token; then the engine's memory as the
-operating system counts it. ``--plain``: the same on vLLM without us, with the same pool.
+in the same order, which is the worst one for a least-recently-used cache. Live KV of ``--hot-for``
+sessions fits. The RAM tier, which is the only one, is for ``--room`` sessions of that size (0:
+all), by what one of them takes in a first server. Printed for each round: how many came back (half
+of the first prompt or more was reused), what was reused of what could be, and the median time to
+first token; then the engine's memory as the operating system counts it. ``--plain``: the same on
+vLLM without us, with the same pool. Minutes on two cores.
 """
 
 from __future__ import annotations
@@ -18,17 +19,9 @@ import asyncio
 import statistics
 from typing import Any
 
-from benchmarks.stacks.product_stack import (
-    MIB,
-    WORD_TOKENS,
-    Client,
-    Reply,
-    Stack,
-    client_of,
-    prose,
-    rss_mib,
-    write_json,
-)
+from benchmarks.program import arguments, write_json
+from benchmarks.stacks.processes import rss_mib
+from benchmarks.stacks.product_stack import MIB, Client, Reply, Stack, client_of, words_of
 from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, PlainVllm, with_plugin
 
 TURN_TOKENS = 128  # for a session beside its first message
@@ -38,8 +31,8 @@ History = list[dict[str, str]]
 
 
 async def first_turn(client: Client, i: int, tokens: int) -> tuple[History, Reply]:
-    words = prose(i, int(tokens / WORD_TOKENS))
-    messages = [{"role": "user", "content": f"Notes {i}: {words}\nOne word, please."}]
+    text = f"Notes {i}: {words_of(i, tokens)}\nOne word, please."
+    messages = [{"role": "user", "content": text}]
     reply = await client.chat(messages, session=f"s{i}")
     assert reply.ok, reply
     return [*messages, {"role": "assistant", "content": reply.text}], reply
@@ -59,17 +52,20 @@ def figures(firsts: list[tuple[History, Reply]], returns: list[Reply]) -> dict[s
 
 async def cycle(server: Stack | PlainVllm, args: argparse.Namespace) -> dict[str, Any]:
     """Play all rounds on one server."""
+
+    def engine_mib() -> float:
+        return rss_mib(server.engine) if isinstance(server, Stack) else 0.0
+
     async with client_of(server) as client:
         await client.chat([{"role": "user", "content": "Hello"}], session="warm")
-        before = rss_mib(server.engine) if isinstance(server, Stack) else 0.0
+        before = peak = engine_mib()
         firsts = [await first_turn(client, i, args.tokens) for i in range(args.sessions)]
-        question, peak, rounds = {"role": "user", "content": "And another one?"}, before, []
+        question, rounds = {"role": "user", "content": "And another one?"}, []
         for number in range(args.rounds):
             returns = []
             for i, (history, _) in enumerate(firsts):
                 returns.append(await client.chat([*history, question], session=f"s{i}"))
-                if isinstance(server, Stack):
-                    peak = max(peak, rss_mib(server.engine))
+                peak = max(peak, engine_mib())
             rounds.append(figures(firsts, returns))
             print(f"  round {number + 1}: {rounds[-1]}", flush=True)
     first_s = statistics.median(x.ttft_s for _, x in firsts)
@@ -77,53 +73,43 @@ async def cycle(server: Stack | PlainVllm, args: argparse.Namespace) -> dict[str
     return {"first_ttft_median_s": round(first_s, 3), "rounds": rounds, **grew}
 
 
-def product(args: argparse.Namespace, ram_bytes: int) -> Stack:
-    hot_bytes = int(args.hot_for * (args.tokens + TURN_TOKENS) * BYTES_PER_TOKEN)
-    if args.engine == "vllm":
-        context = args.tokens + 4 * TURN_TOKENS
-        return with_plugin(hot_bytes, args.codec, ram_bytes, max_context=context)
-    settings = {
-        "engine": {"kind": "mlx", "hot_bytes": hot_bytes},
-        "store": {"ram_bytes": ram_bytes, "disk_bytes": 0, "codec": args.codec},
-        "scheduler": {"idle_after_s": 3600.0},
-    }
-    return Stack(settings)
-
-
-async def bytes_of_one(server: Stack, args: argparse.Namespace) -> int:
-    """Return the packed bytes of one session."""
-    async with client_of(server) as client:
-        await first_turn(client, 0, args.tokens)
-        await client.post("/v1/sessions/s0/demote")
-        return int((await client.until("s0", "cold"))["cold_bytes"])
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    with product(args, PROBE_BYTES) as server:
-        one = asyncio.run(bytes_of_one(server, args))
+    hot_bytes = int(args.hot_for * (args.tokens + TURN_TOKENS) * BYTES_PER_TOKEN)
+    context = args.tokens + 4 * TURN_TOKENS
+
+    def product(ram_bytes: int) -> Stack:
+        if args.engine == "vllm":
+            return with_plugin(hot_bytes, args.codec, ram_bytes, max_context=context)
+        settings = {
+            "engine": {"kind": "mlx", "hot_bytes": hot_bytes},
+            "store": {"ram_bytes": ram_bytes, "disk_bytes": 0, "codec": args.codec},
+            "scheduler": {"idle_after_s": 3600.0},
+        }
+        return Stack(settings)
+
+    async def bytes_of_one(server: Stack) -> int:
+        async with client_of(server) as client:
+            await first_turn(client, 0, args.tokens)
+            return int((await client.sleep("s0"))["cold_bytes"])
+
+    with product(PROBE_BYTES) as server:
+        one = asyncio.run(bytes_of_one(server))
     result: dict[str, Any] = {**vars(args), "session_kib": round(one / 1024, 1)}
-    with product(args, args.room * one) as server:
+    room = args.room or args.sessions + 1  # and the first request's
+    with product(room * one) as server:
         result["thermocline"] = asyncio.run(cycle(server, args))
     if args.plain:
-        pool = int(args.hot_for * (args.tokens + TURN_TOKENS) * BYTES_PER_TOKEN)
-        with PlainVllm(pool, max_context=args.tokens + 4 * TURN_TOKENS) as plain:
+        with PlainVllm(hot_bytes, max_context=context) as plain:
             result["plain_vllm"] = asyncio.run(cycle(plain, args))
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=["mlx", "vllm"], default="mlx")
-    parser.add_argument("--sessions", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--hot-for", type=float, default=3, help="sessions whose KV fits unpacked")
-    parser.add_argument("--room", type=int, default=0, help="sessions that fit packed; 0 = all")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--codec", default="tq3")
-    parser.add_argument("--plain", action="store_true", help="plain vLLM afterwards, too")
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
-    args.room = args.room or args.sessions + 1  # and the first request's
+    args = arguments(
+        __doc__,
+        "--engine mlx|vllm --sessions 24 --tokens 1000 --hot-for 3.0 --room 0 --rounds 1"
+        " --codec tq3 --plain",
+    )
     write_json(args.json, measure(args))
 
 

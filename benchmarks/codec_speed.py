@@ -1,57 +1,47 @@
-"""Rows per second of a codec beside memcpy of the same bf16 bytes, in one process.
+"""GB/s of a codec beside memcpy of the same bf16 bytes, in one process.
 
     python -m benchmarks.codec_speed [--codec tq3] [--dims 64 128 256] [--seconds 3] [--json OUT]
-    python -m benchmarks.codec_speed --learn FOLDER [--codec balanced] [--dims 64 128] ...
+    python -m benchmarks.codec_speed --profile FILE --codec dense3 balanced max
 
 *kernel* is two long arrays; *chunk* is 128 tokens of all layers of a small model with that head
-dimension, payload and all: four of the store's chunks. *seed* is the obvious numpy (normalise,
-search the nearest of eight levels, pack bits). Learned presets know a model: KV of the sample
-model, which mlx computes once (minutes), is joined and cut to heads of each dimension, and each
-preset learns from it once (minutes for ``max``); FOLDER keeps both. The chunks of a held-out text,
-all but the first, are repeated at their own places. The candidates take turns on data that is cold
-in the cache, and the best round of each counts, in processor time of each thread: on a shared
-machine only ratios within one run mean anything.
+dimension, payload and all: four of the store's chunks. Learned presets know a model: they take its
+profile (``thermocline calibrate`` writes one), and pack KV that the sample model computes of a
+held-out text (a minute); its chunks, all but the first, are repeated at their own places. The
+candidates take turns on data that is cold in the cache, and the best round of each counts, in
+processor time of each thread: on a shared machine only ratios within one run mean anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.density import model_run
+from benchmarks.families.fast_blas import begin_with_blas
+from benchmarks.program import arguments, write_json
 from kvstore.codecs.base import Codec
-from kvstore.codecs.calibrated import learn_profile
-from kvstore.codecs.floats import round_to_bf16, widen
-from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.names import CALIBRATED
+from kvstore.codecs.floats import round_to_bf16
 from kvstore.codecs.presets import codec_by_name, open_codec, warm
-from kvstore.codecs.profile import Profile, load_profile
+from kvstore.codecs.profile import load_profile
 from kvstore.codecs.rows.backend import ArrayKernel, best_kernel
 from kvstore.codecs.rows.payload import plan_payload
 from kvstore.codecs.rows.row_codec import RowCodec
-from kvstore.shapes import KVLayer, KVLayout, KVRun, Rope, angle_tables, slice_tokens
+from kvstore.shapes import KVLayer, KVLayout, KVRun, slice_tokens
 
 # KV heads and layers by head dimension: of SmolLM2-135M, H2O-Danube-1.8B, Phi-3-mini, a part of
 # MPT-30B, Qwen2.5-1.5B, DeepSeek-V2-Lite's keys, Gemma-3-1B and DeepSeek-V2-Lite's latents.
 MODELS = {64: (3, 30), 80: (8, 24), 96: (32, 32), 112: (8, 24), 128: (2, 28)}
 MODELS |= {192: (16, 27), 256: (1, 26), 576: (1, 27)}
-# Heads and layers that are made of the sample model's channels, with about as many in a layer.
-MADE = {64: (3, 30), 80: (2, 30), 96: (2, 30), 112: (2, 20), 128: (2, 20), 192: (1, 30)}
-MADE |= {256: (1, 20)}
-NUM_TEXTS, TEXT_TOKENS, HELD_OUT_TOKENS = 4, 1024, 1408
-ROPE_BASE = 1e5
+HELD_OUT_TOKENS = 1408
 CHUNK_TOKENS = 128
 PAST_SINKS = 1 << 20
 WORKING_SET_BYTES = 200 << 20  # far beyond any last-level cache share
-SEED_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -60,15 +50,13 @@ class Rate:
     dim: int
     threads: int
     what: str
-    mrows_per_s: float
+    gb_per_s: float
     x_memcpy: float
-    x_seed: float | None
 
 
 @dataclass
 class Candidate:
     what: str
-    num_rows: int  # of one call
     work: Callable[[int], None]  # on slice number
     best_s: float = field(default=float("inf"))
 
@@ -82,10 +70,6 @@ class Candidate:
             list(pool.map(self.work, slices))
         spent = (time.process_time() - begun) / num_threads
         self.best_s = min(self.best_s, spent / len(slices))
-
-    @property
-    def rate(self) -> float:
-        return self.num_rows / self.best_s / 1e6
 
 
 def aligned(shape: tuple[int, ...]) -> np.ndarray:
@@ -103,96 +87,6 @@ def uneven_rows(num_rows: int, dim: int) -> np.ndarray:
     rows = aligned((num_rows, dim))
     rows[:] = np.resize(round_to_bf16(sample.astype(np.float32)), rows.shape)
     return rows
-
-
-def captured(path: Path) -> tuple[np.ndarray, ...]:
-    """KV of the sample model, and how errors in each head matter; computed unless in the file.
-
-    Texts are uint16 (texts, layers, 2, heads, tokens, dim), the first is held out and longer.
-    """
-    if not path.exists():
-        import mlx.core as mx
-        import mlx_lm
-
-        import thermocline.mlx
-        from engines.calibration.corpus import fit_texts, held_out_texts
-        from launch.machine.folders import default_cache_dir
-        from launch.model.sample import sample_model
-
-        model, tokenizer, *_ = mlx_lm.load(str(sample_model(default_cache_dir(os.environ))))
-        model.set_dtype(mx.float32)
-        encoded = (tokenizer.encode(x.content)[:TEXT_TOKENS] for x in fit_texts())
-        texts = [x for x in encoded if len(x) == TEXT_TOKENS][:NUM_TEXTS]
-        samples = thermocline.mlx.capture(model, texts, progress=True)
-        held_out = max((tokenizer.encode(x.content) for x in held_out_texts()), key=len)
-        run = thermocline.mlx.instrument(model).prefill(held_out[:HELD_OUT_TOKENS]).run
-        stacked = [round_to_bf16(np.array(x, np.float32)) for x in (run, *samples.texts)]
-        assert samples.metrics is not None
-        np.savez(path, held=stacked[0], texts=stacked[1:], metrics=samples.metrics)
-    with np.load(path) as found:
-        return tuple(found[name] for name in ("held", "texts", "metrics"))
-
-
-def rope_of(dim: int) -> Rope:
-    """The turns of a head's keys, as the sample model has them for 64 channels."""
-    return Rope(tuple((ROPE_BASE ** (-np.arange(0, dim, 2) / dim)).tolist()))
-
-
-def turned(keys: np.ndarray, direction: int) -> np.ndarray:
-    """Keys, fp32 (..., tokens, dim), turned by their positions, or back."""
-    cos, sin = angle_tables(rope_of(keys.shape[-1]), 0, keys.shape[-2])
-    first, second = np.split(keys, 2, axis=-1)
-    sin = direction * sin
-    return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
-
-
-def made_of(kv: np.ndarray, dim: int) -> np.ndarray:
-    """The same channels as heads of another dimension; keys are turned as such heads' are."""
-    num_heads, num_layers = MADE[dim]
-    values = widen(kv, "bfloat16")
-    values[:, 0] = turned(values[:, 0], -1)
-    channels = values.transpose(1, 0, 2, 4, 3).reshape(2, -1, kv.shape[3])
-    chosen = channels[:, : num_layers * num_heads * dim]
-    heads = chosen.reshape(2, num_layers, num_heads, dim, -1).transpose(1, 0, 2, 4, 3)
-    heads = np.ascontiguousarray(heads)
-    heads[:, 0] = turned(heads[:, 0], 1)
-    return round_to_bf16(heads)
-
-
-def metrics_of(metrics: np.ndarray, dim: int) -> list[np.ndarray]:
-    """The metrics of heads of another dimension: layer by layer, K then V."""
-    num_heads, num_layers = MADE[dim]
-    sides = metrics.reshape(-1, 2, *MADE[64][:1], *metrics.shape[1:])
-    found = []
-    for first in range(0, num_layers * num_heads, num_heads):
-        for side in range(2):
-            own = sides[:, side].reshape(-1, *metrics.shape[1:])
-            found += [_block(own, dim * number, dim) for number in range(first, first + num_heads)]
-    return found
-
-
-def _block(metrics: np.ndarray, first: int, dim: int) -> np.ndarray:
-    """Some channels of the matrix whose diagonal has all ``metrics``."""
-    block = np.zeros((dim, dim), np.float32)
-    size = metrics.shape[1]
-    for number in range(first // size, (first + dim - 1) // size + 1):
-        low, high = max(first, number * size), min(first + dim, (number + 1) * size)
-        own = slice(low - first, high - first), slice(low - number * size, high - number * size)
-        block[own[0], own[0]] = metrics[number][own[1], own[1]]
-    return block
-
-
-def learned(folder: Path, name: str, dim: int, known: tuple[np.ndarray, ...]) -> Profile:
-    """What a preset learned from heads of that dimension; learned unless in the folder."""
-    path = folder / f"{name}-{dim}.profile"
-    if not path.exists():
-        num_heads, num_layers = MADE[dim]
-        layout = KVLayout("bfloat16", (KVLayer(num_heads, dim, dim),) * num_layers)
-        texts = [[(k, v) for k, v in made_of(text, dim)] for text in known[1][:NUM_TEXTS]]
-        ropes = (rope_of(dim),) * num_layers
-        samples = Samples(layout, ropes, texts, metrics_of(known[2], dim))
-        learn_profile(samples, "made", [name]).save(path)
-    return load_profile(path)
 
 
 class Slices:
@@ -270,129 +164,55 @@ class Slices:
         return 8 * sum(map(len, self.payloads)) / (self.count * self.num_rows * self.dim)
 
 
-def seed_encode(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    x = widen(rows, "bfloat16")
-    norms = np.linalg.norm(x, axis=1, keepdims=True)
-    z = x * np.sqrt(x.shape[1]) / np.maximum(norms, 1e-12)
-    codes = np.searchsorted(SEED_BOUNDS, z).astype(np.uint8)
-    bits = (codes[:, :, None] >> np.arange(3, dtype=np.uint8)) & 1
-    return np.packbits(bits.reshape(len(rows), -1), axis=1, bitorder="little"), norms
-
-
-def seed_decode(packed: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    bits = np.unpackbits(packed, axis=1, bitorder="little").reshape(len(packed), -1, 3)
-    z = SEED_LEVELS[(bits * np.array([1, 2, 4], np.uint8)).sum(-1)]
-    return round_to_bf16((z * norms / np.sqrt(z.shape[1])).astype(np.float32))
-
-
-SEED_LEVELS = np.array([-2.152, -1.344, -0.756, -0.245, 0.245, 0.756, 1.344, 2.152])
-SEED_BOUNDS = (SEED_LEVELS[1:] + SEED_LEVELS[:-1]) / 2
-
-
-def candidates(slices: Slices) -> list[Candidate]:
-    rows = slices.num_rows
-    kernels = [
-        Candidate("encode, kernel", rows, slices.encode),
-        Candidate("decode, kernel", rows, slices.decode),
-    ]
-    return [
-        Candidate("memcpy", rows, slices.copy),
-        *(kernels if slices.kernel else []),
-        Candidate("encode, chunk", rows, slices.encode_chunk),
-        Candidate("decode, chunk", rows, slices.decode_chunk),
-    ]
-
-
-def seed_candidates(slices: Slices) -> list[Candidate]:
-    sample = slices.source[:SEED_ROWS]
-    encoded = seed_encode(sample)
-    return [
-        Candidate("seed encode", SEED_ROWS, lambda _: void(seed_encode(sample))),
-        Candidate("seed decode", SEED_ROWS, lambda _: void(seed_decode(*encoded))),
-    ]
-
-
-def void(_: object) -> None:
-    """A candidate returns nothing."""
-
-
 def measure(slices: Slices, threads: int, seconds: float) -> Iterator[Rate]:
     """All candidates take turns until the time is up; each turn takes the next slices."""
-    fast, seed = candidates(slices), seed_candidates(slices)
+    works = {"memcpy": slices.copy}
+    if slices.kernel:
+        works |= {"encode, kernel": slices.encode, "decode, kernel": slices.decode}
+    works |= {"encode, chunk": slices.encode_chunk, "decode, chunk": slices.decode_chunk}
+    found = [Candidate(what, work) for what, work in works.items()]
     deadline, number = time.perf_counter() + seconds, 0
-    with ThreadPoolExecutor(threads) as executor:
-        pool = executor if threads > 1 else None
+    with ThreadPoolExecutor(threads) as pool:
         while time.perf_counter() < deadline:
-            turn = range(number, number + 2 * threads)
-            for candidate in fast:
-                candidate.run(turn, pool)
+            for candidate in found:
+                turn = range(number, number + 2 * threads)
+                candidate.run(turn, pool if threads > 1 else None)
             number = (number + 2 * threads) % slices.count
-            for candidate in seed:
-                candidate.run(range(1), None)
-    per_verb = {c.what.removeprefix("seed "): c.rate for c in seed}
-    for c in (*fast, *seed):
-        seed_rate = per_verb.get(c.what.split(",")[0])
-        x_seed = c.rate / seed_rate if seed_rate else None
-        name = slices.codec.id.partition(".")[0]
-        yield Rate(name, slices.dim, threads, c.what, c.rate, c.rate / fast[0].rate, x_seed)
-
-
-def show(rates: list[Rate]) -> None:
-    print(
-        f"{'codec':8} {'D':>4} {'threads':>7}  {'':16}"
-        f"{'Mrow/s':>8}{'GB/s bf16':>11}{'x memcpy':>10}{'x seed':>8}"
-    )
-    for r in rates:
-        gb_per_s = r.mrows_per_s * r.dim * 2 / 1e3
-        x_seed = f"{r.x_seed:8.0f}" if r.x_seed else ""
-        print(
-            f"{r.codec:8} {r.dim:4} {r.threads:7}  {r.what:16}{r.mrows_per_s:8.2f}{gb_per_s:11.2f}"
-            f"{r.x_memcpy:10.3f}{x_seed}"
-        )
-
-
-def show_scaling(rates: list[Rate]) -> None:
-    single = {(r.codec, r.dim, r.what): r.mrows_per_s for r in rates if r.threads == 1}
-    for r in rates:
-        if r.threads > 1 and not r.what.startswith("seed"):
-            scaling = r.mrows_per_s / single[r.codec, r.dim, r.what]
-            print(f"{r.codec}, D={r.dim}: {r.what} on {r.threads} threads is {scaling:.2f} of one")
+    name, nbytes = slices.codec.id.partition(".")[0], 2 * slices.num_rows * slices.dim
+    for x in found:
+        rate, ratio = nbytes / x.best_s / 1e9, found[0].best_s / x.best_s
+        yield Rate(name, slices.dim, threads, x.what, round(rate, 3), round(ratio, 3))
 
 
 def all_slices(args: argparse.Namespace) -> Iterator[Slices]:
     """One after another: each takes gigabytes."""
-    if args.learn is None:
-        for name in args.codec or ["tq3"]:
-            for dim in args.dims or sorted(MODELS):
+    if args.profile is None:
+        for name in args.codec:
+            for dim in args.dims:
                 num_heads, num_layers = MODELS[dim]
                 layers = (KVLayer(num_heads, dim, dim),) * num_layers
                 yield Slices(codec_by_name(name), KVLayout("bfloat16", layers))
         return
-    known = captured(args.learn / "kv.npz")
-    for dim in args.dims or sorted(MADE):
-        for name in args.codec or CALIBRATED:
-            profile = learned(args.learn, name, dim, known)
-            yield Slices(open_codec(name, profile), profile.layout, made_of(known[0], dim))
+    begin_with_blas("benchmarks.codec_speed")
+    profile = load_profile(args.profile)
+    layout, run = model_run(None, HELD_OUT_TOKENS)
+    for name in args.codec:
+        yield Slices(open_codec(name, profile), layout, np.array(run))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--codec", nargs="+")
-    parser.add_argument("--dims", type=int, nargs="+", choices=MODELS)
-    parser.add_argument("--learn", type=Path, help="keep KV of the sample model and profiles there")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=3.0, help="per dimension and thread count")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    dims = " ".join(map(str, MODELS))
+    args = arguments(
+        __doc__, f"--codec tq3 ... --dims {dims} --profile PATH --threads 1 2 --seconds 3.0"
+    )
     rates: list[Rate] = []
     for slices in all_slices(args):
         print(f"{slices.codec.id}, {slices.dim} wide: {slices.bits:.3f} bits", flush=True)
         for threads in args.threads:
-            rates += measure(slices, threads, args.seconds)
-    show(rates)
-    show_scaling(rates)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(rate) for rate in rates], indent=2) + "\n")
+            for rate in measure(slices, threads, args.seconds):
+                rates.append(rate)
+                print(*asdict(rate).values(), sep="  ", flush=True)
+    write_json(args.json, [asdict(rate) for rate in rates])
 
 
 if __name__ == "__main__":

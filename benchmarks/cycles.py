@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stacks.product_stack import MIB, WORD_TOKENS, Stack, client_of, prose, write_json
+from benchmarks.program import arguments, write_json
+from benchmarks.stacks.product_stack import MIB, Stack, client_of, words_of
 from kvstore.config import StoreConfig
 from kvstore.tiers.registry import open_tiers
 
@@ -40,15 +41,14 @@ async def cycle(stack: Stack, messages: list[dict[str, str]], count: int) -> lis
             reply = await client.chat(messages, session=NAME, max_tokens=12)
             texts.append(reply.text)
             await client.until(NAME, "idle")
-            await client.post(f"/v1/sessions/{NAME}/demote")
-            await client.until(NAME, "cold")
+            await client.sleep(NAME)
             if i % 20 == 0:
                 print(f"  cycle {i}: {reply.cache} {reply.text!r}", flush=True)
     return texts
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    text = f"{prose('cycles', int(args.tokens / WORD_TOKENS))}\nWhat is the capital of France?"
+    text = f"{words_of('cycles', args.tokens)}\nWhat is the capital of France?"
     messages = [{"role": "user", "content": text}]
     settings = {"store": {"codec": args.codec, "ram_bytes": 256 * MIB}}
     with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
@@ -71,12 +71,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=500)
-    parser.add_argument("--codec", default="tq3")
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(__doc__, "--cycles 100 --tokens 500 --codec tq3")
     write_json(args.json, measure(args))
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from benchmarks.dashboard import NAMES
 from benchmarks.stacks.product_stack import MIB, Stack, prose
 from tests.redis_server import RedisServer, find_binary
 
 MODEL = "SmolLM2-135M-Instruct"
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SYSTEM = "You help a small team with its warehouse. " + prose("system", 110)
 SETTINGS: dict[str, dict[str, Any]] = {
     "engine": {"hot_bytes": 384 * MIB},
@@ -206,7 +206,7 @@ def main() -> None:
         if args.data:
             settings["store"] |= {"codec": "auto", "accept_loss": False}
         server = stack.enter_context(Stack(settings, folder=args.data))
-        path = next(filter(None, map(shutil.which, NAMES)), None)
+        path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
         playwright = stack.enter_context(sync_playwright())
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         photograph(chromium, server, args, slowest)

@@ -3,8 +3,7 @@
 Every byte counts: blob headers, exact first tokens, escaped rows, the session's record and its
 pages, the keys, and the tier's own overhead per blob. Tokens after the last full chunk are not
 stored and not counted. *Own* is the preset's own ratio: for these rows after the first four tokens,
-without headers. A session of few tokens cannot reach it; the share that it is to reach is in the
-last column.
+without headers. A session of few tokens cannot reach it.
 
     python -m benchmarks.density [--codec tq3 dense3] [--json OUT]
     python -m benchmarks.density --profile FILE [--model FOLDER] [--codec dense3 balanced max]
@@ -16,8 +15,6 @@ Nothing fails here: it measures.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -27,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.families.fast_blas import begin_with_blas
+from benchmarks.program import arguments, table, write_json
 from kvstore.blobs.chain import CHUNK, PAGE, RECORD, Piece, as_tokens
 from kvstore.codecs.base import NUM_SINKS, Codec
-from kvstore.codecs.names import CALIBRATED
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.profile import load_profile
 from kvstore.config import StoreConfig
@@ -62,7 +59,6 @@ class Row:
     own_ratio: float
     ratio_ram: float
     ratio_disk: float
-    wanted_share: float | None
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -174,46 +170,34 @@ def measure(name: str, layout: KVLayout, codec: Codec, run: KVRun) -> list[Row]:
             own_ratio=own_ratio(layout, codec, run, stored[n]),
             ratio_ram=bf16 * stored[n] / x.ram,
             ratio_disk=bf16 * stored[n] / x.disk,
-            wanted_share=SHARES.get(n),
         )
         for n, x in weighed.items()
     ]
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    print(f"{'layout':26} {'codec':18} {'tokens':>6} {'bf16 MiB':>9} {'own':>6}", end=" ")
-    print(f"{'ram':>6} {'disk':>6} {'of own: ram':>12} {'disk':>6} {'wanted':>7}")
-    for x in rows:
-        in_ram, on_disk = x.shares
-        wanted = "" if x.wanted_share is None else f"{x.wanted_share:7.0%}"
-        print(f"{x.layout:26} {x.codec:18} {x.num_tokens:6} {x.bf16_bytes / 2**20:9.1f}", end=" ")
-        print(f"{x.own_ratio:6.2f} {x.ratio_ram:6.2f} {x.ratio_disk:6.2f}", end=" ")
-        print(f"{in_ram:12.1%} {on_disk:6.1%} {wanted}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--codec", nargs="+", help="default: tq3; with a profile, all it has")
-    parser.add_argument("--profile", type=Path, help="of the model whose rows are packed")
-    parser.add_argument("--model", type=Path, help="its folder; default: the sample model")
-    parser.add_argument("--json", type=Path, help="write the rows here, too")
-    arguments = parser.parse_args()
+    args = arguments(__doc__, "--codec tq3 ... --profile PATH --model PATH")
     rows: list[Row] = []
-    if arguments.profile is None:
+    if args.profile is None:
         for name, layout in LAYOUTS.items():
             run = synthetic_run(layout, max(NUM_TOKENS))
-            for codec in arguments.codec or ["tq3"]:
+            for codec in args.codec:
                 rows += measure(name, layout, codec_by_name(codec), run)
     else:
         begin_with_blas("benchmarks.density")
-        profile = load_profile(arguments.profile)
-        layout, run = model_run(arguments.model, max(SHARES))  # a CPU prefills these in a minute
-        known = [name for name in CALIBRATED if name in profile.learned]
-        for codec in arguments.codec or ["tq3", *known]:
+        profile = load_profile(args.profile)
+        layout, run = model_run(args.model, max(SHARES))  # a CPU prefills these in a minute
+        for codec in args.codec:
             rows += measure("the model's own rows", layout, open_codec(codec, profile), run)
-    print_table(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(x) for x in rows], indent=2) + "\n")
+    head = ("rows", "codec", "tokens", "own ratio", "in RAM", "on disk", "of own: RAM", "disk")
+    cells = [
+        [x.layout, x.codec, x.num_tokens]
+        + [f"{ratio:.2f}x" for ratio in (x.own_ratio, x.ratio_ram, x.ratio_disk)]
+        + [f"{share:.1%}" for share in x.shares]
+        for x in rows
+    ]
+    write_json(args.json, [asdict(x) for x in rows])
+    print(*table(head, cells), sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ long.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import random
@@ -37,7 +36,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.fuzz_codecs import WINDOWS, Target, codec_targets
-from benchmarks.stacks.product_stack import write_json
+from benchmarks.program import arguments, write_json
 from engines.vllm_plugin import messages as vllm_messages
 from engines.wire import (
     ControlReply,
@@ -220,14 +219,7 @@ def fuzzed(name: str, count: int, seconds: float, seed: int) -> Findings:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=200_000, help="mutations for each reader")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="at most, for each reader")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="readers whose names hold this")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(__doc__, "--count 200000 --seconds 3600.0 --seed 0 --only '' --jobs 1")
     chosen = [x for x in names() if args.only in x]
     results: dict[str, dict[str, Any]] = {}
     context = multiprocessing.get_context("spawn")

@@ -17,6 +17,7 @@ import statistics
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
+from benchmarks.program import arguments, write_json
 from benchmarks.stacks.product_stack import (
     MIB,
     WORD_TOKENS,
@@ -25,7 +26,6 @@ from benchmarks.stacks.product_stack import (
     Stack,
     client_of,
     prose,
-    write_json,
 )
 
 PLAIN = "plain"
@@ -124,17 +124,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--codec", default="tq3")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a session's first message")
-    parser.add_argument("--users", type=int, default=4, help="who are answered at once")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--answer", type=int, default=32, help="tokens of an answer")
-    parser.add_argument("--hot-mib", type=int, default=512, help="engine.hot_bytes of both servers")
-    parser.add_argument("--enough", type=int, default=3, help="sessions that sleep, then it counts")
-    parser.add_argument("--sessions", type=int, default=200, help="at most")
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "--codec tq3 --tokens 1024 --users 4 --rounds 5 --answer 32 --hot-mib 512"
+        " --enough 3 --sessions 200",
+    )
     write_json(args.json, asyncio.run(measure(args)))
 
 

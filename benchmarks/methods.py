@@ -12,49 +12,63 @@ over a copy of the same KV, products of one query with packed keys over products
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final
 
 import thermocline
 import thermocline.mlx
 from benchmarks.families.fast_blas import begin_with_blas
-from benchmarks.markdown import replace_table, table
+from benchmarks.program import arguments, replace_table, table, write_json
 from engines.calibration.corpus import Text, fit_texts, held_out_texts
 from kvstore.codecs.names import family_of, is_learned, split_names
 from kvstore.shapes import KVRun, slice_tokens
+from launch.machine.folders import default_cache_dir
+from launch.model.sample import sample_model
 
 CHUNK_TOKENS: Final = 128
 LEARN_TOKENS: Final = 1024
 NUM_SCORED: Final = 192
 SPEED_TOKENS: Final = 1024
 ENOUGH_S: Final = 1.0  # after so long, the best round so far counts
-NAMES: Final = (
-    *(
-        "q8",
-        "fp8",
-        "safe",
-        "tq8",
-        "tq7",
-        "tq6",
-        "tq5",
-        "tq4",
-        "tq3",
-        "tq2",
-        "tq1",
-        "tqprod",
-        "base11",
-    ),
-    *("dense3", "balanced", "max", "ratequant", "spectral", "kvquant", "commvq", "kivi", "gear"),
-    *("playground", "polar", "qjl", "rabitq", "rabitq:clusters=16"),
-    *("rabitq:clusters=16,unbiased=0", "rabitq:bits=3,clusters=16", "rvq", "vecinfer"),
-    *("vecinfer:bits=1", "manthan", "lm3"),
-)
+NAMES: Final = [
+    "q8",
+    "fp8",
+    "safe",
+    "tq8",
+    "tq7",
+    "tq6",
+    "tq5",
+    "tq4",
+    "tq3",
+    "tq2",
+    "tq1",
+    "tqprod",
+    "base11",
+    "dense3",
+    "balanced",
+    "max",
+    "ratequant",
+    "spectral",
+    "kvquant",
+    "commvq",
+    "kivi",
+    "gear",
+    "playground",
+    "polar",
+    "qjl",
+    "rabitq",
+    "rabitq:clusters=16",
+    "rabitq:clusters=16,unbiased=0",
+    "rabitq:bits=3,clusters=16",
+    "rvq",
+    "vecinfer",
+    "vecinfer:bits=1",
+    "manthan",
+    "lm3",
+]
 HEAD: Final = (
     *("method", "source", "bits", "KL", "perplexity", "top 1", "chains"),
     *("pack / copy", "restore / copy"),
@@ -90,75 +104,56 @@ class Row:
 
 
 def main() -> None:
-    arguments = _arguments()
+    args = arguments(
+        __doc__,
+        f"--only {','.join(NAMES)} --context 2048 --texts 2 --learn 8 --model PATH --write PATH",
+    )
     begin_with_blas("benchmarks.methods")
     import mlx.core as mx
     import mlx_lm
 
-    model, tokenizer, *_ = mlx_lm.load(str(arguments.model))
+    folder = args.model or sample_model(default_cache_dir(os.environ))
+    model, tokenizer, *_ = mlx_lm.load(str(folder))
     model.set_dtype(mx.float32)
 
     def tokens(texts: Sequence[Text], length: int, most: int) -> list[list[int]]:
         found = (tokenizer.encode(text.content[: 8 * length])[:length] for text in texts)
         return [x for x in found if len(x) == length][:most]
 
-    begun = time.monotonic()
-    names = split_names(arguments.only) if arguments.only else NAMES
-    held_out = tokens(held_out_texts(), arguments.context + NUM_SCORED, arguments.texts)
-    learned = [name for name in names if is_learned(name)]
+    names = split_names(args.only)
+    held_out = tokens(held_out_texts(), args.context + NUM_SCORED, args.texts)
     profile = None
-    if learned:
-        texts = tokens(fit_texts(), LEARN_TOKENS, arguments.learn)
+    if learned := [name for name in names if is_learned(name)]:
+        texts = tokens(fit_texts(), LEARN_TOKENS, args.learn)
         profile = thermocline.learn(thermocline.mlx.capture(model, texts), *learned)
-    print(f"{time.monotonic() - begun:5.0f} s: learned", flush=True)
     qualities = thermocline.judge(
         model,
         names,
         held_out,
-        context=arguments.context,
+        context=args.context,
         num_scored=NUM_SCORED,
         profile=profile,
         encode=tokenizer.encode,
     )
-    print(f"{time.monotonic() - begun:5.0f} s: judged", flush=True)
     run = thermocline.mlx.instrument(model).prefill(held_out[0][:SPEED_TOKENS]).run
-    rows = []
-    for name, quality in zip(names, qualities, strict=True):
-        rows.append(_row(name, quality, profile if is_learned(name) else None, run))
-        print(*rows[-1].cells(), flush=True)
+    rows = [
+        _row(name, quality, profile if is_learned(name) else None, run)
+        for name, quality in zip(names, qualities, strict=True)
+    ]
     text = "\n".join(
         [
             *table(HEAD, [x.cells() for x in rows]),
             "",
-            f"SmolLM2-135M-Instruct in float32, {len(held_out)} held-out texts of"
-            f" {arguments.context} tokens with {NUM_SCORED} scored tokens each, and reasoning"
-            f" chains hidden in each. Methods that learn a model learned it from"
-            f" {arguments.learn} other texts of {LEARN_TOKENS} tokens.",
+            f"SmolLM2-135M-Instruct in float32, {len(held_out)} held-out texts of {args.context}"
+            f" tokens with {NUM_SCORED} scored tokens each, and reasoning chains hidden in each."
+            f" Methods that learn a model learned it from {args.learn} other texts of"
+            f" {LEARN_TOKENS} tokens.",
         ]
     )
+    write_json(args.json, [asdict(x) for x in rows])
     print("", text, sep="\n")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(x) for x in rows], indent=1) + "\n")
-    if arguments.write:
-        replace_table(arguments.write, text)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", help="names, divided by commas; default: all")
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--texts", type=int, default=2)
-    parser.add_argument("--learn", type=int, default=8)
-    parser.add_argument("--model", type=Path, help="default: the sample model")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--write", type=Path, help="the page whose table is replaced")
-    arguments = parser.parse_args()
-    if arguments.model is None:
-        from launch.machine.folders import default_cache_dir
-        from launch.model.sample import sample_model
-
-        arguments.model = sample_model(default_cache_dir(os.environ))
-    return arguments
+    if args.write:
+        replace_table(args.write, text)
 
 
 def _row(
@@ -185,17 +180,12 @@ def _row(
 
 
 def _best(work: Callable[[], object]) -> float:
-    return min(_rounds(work))
-
-
-def _rounds(work: Callable[[], object]) -> Iterator[float]:
-    begun = time.perf_counter()
-    for _ in range(20):
-        before = time.perf_counter()
+    """Seconds of the quickest of the rounds that a second holds."""
+    best, begun = float("inf"), time.perf_counter()
+    while (before := time.perf_counter()) - begun < ENOUGH_S:
         work()
-        yield time.perf_counter() - before
-        if time.perf_counter() - begun > ENOUGH_S:
-            return
+        best = min(best, time.perf_counter() - before)
+    return best
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""What the cold store costs when nothing is ever reused: throughput with it on against off.
+"""What the cold store costs when nothing is ever reused: throughput with it over without.
 
-    python benchmarks/overhead.py [--rounds 4] [--users 4] [--json OUT]
+    python -m benchmarks.overhead [--engine vllm] [--rounds 6] [--users 4] [--json OUT]
 
-Two stacks run side by side and take turns, so that both see the same noise. Each round is
-``--users`` fresh conversations at once; the figure is the ratio of the summed round times.
+Two servers stand side by side and take turns, so that both see the same noise. On mlx one stores
+sessions and the other does not; on vLLM a plain one is asked directly, and one with the plug-in
+through our gateway. Each round is ``--users`` users who ask ``--requests`` new prompts each, one
+after another, and ends when the last save is done. The figure is the ratio of the summed round
+times; on a machine that others use, that of the processors' time of all processes is steadier.
+Some minutes.
 """
 
 from __future__ import annotations
@@ -12,75 +16,87 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from benchmarks.stacks.product_stack import WORD_TOKENS, Client, Stack, client_of, prose, write_json
+from benchmarks.program import arguments, write_json
+from benchmarks.stacks.processes import cpu_s, gauges, tree
+from benchmarks.stacks.product_stack import MIB, Client, Stack, client_of, words_of
+from benchmarks.stacks.vllm_stack import PlainVllm, with_plugin
+
+MAX_CONTEXT = 2048
+SAVE_QUEUE = "thermocline_engine_save_queue_bytes "
 
 
-async def one_round(client: Client, label: str, args: argparse.Namespace) -> float:
-    start = time.perf_counter()
-    words = int(args.tokens / WORD_TOKENS)
-    replies = await asyncio.gather(
-        *(
-            client.chat(
-                [{"role": "user", "content": f"{label}-{i} {prose(f'{label}-{i}', words)}"}],
-                max_tokens=args.answer,
-            )
-            for i in range(args.users)
-        )
-    )
-    assert all(x.status == 200 and not x.error for x in replies), replies
-    return time.perf_counter() - start
+class Side:
+    """One of both servers: seconds of each round, and the processors' time of all."""
+
+    def __init__(self, server: Stack | PlainVllm, client: Client) -> None:
+        self._server, self._client = server, client
+        self.process = server.gateway if isinstance(server, Stack) else server.process
+        self.seconds: list[float] = []
+        self.cpu_s = 0.0
+
+    async def round(self, label: str, args: argparse.Namespace) -> None:
+        before, start = cpu_s(tree(self.process)), time.perf_counter()
+        await asyncio.gather(*(self._user(f"{label}-{i}", args) for i in range(args.users)))
+        if isinstance(self._server, Stack):
+            while await asyncio.to_thread(gauges, self._server, SAVE_QUEUE):
+                await asyncio.sleep(0.05)
+        self.seconds.append(time.perf_counter() - start)
+        self.cpu_s += cpu_s(tree(self.process)) - before
+
+    async def _user(self, label: str, args: argparse.Namespace) -> None:
+        for i in range(args.requests):
+            text = f"{label}-{i} {words_of(f'{label}-{i}', args.tokens)}"
+            message = {"role": "user", "content": text}
+            reply = await self._client.chat([message], max_tokens=args.answer, ignore_eos=True)
+            assert reply.ok and not reply.cached_tokens // 64, reply  # the chat template's, at most
 
 
-async def alternate(
-    a: Client, b: Client, args: argparse.Namespace, run: Callable[..., Awaitable[float]]
-) -> list[tuple[float, float]]:
-    """Round times of ``a`` and ``b``."""
-    pairs: list[tuple[float, float]] = []
-    await run(a, "warm", args), await run(b, "warm", args)
-    for i in range(args.rounds):
-        # Alternate who goes first: a drift of the machine then cancels out.
-        first, second = (a, b) if i % 2 == 0 else (b, a)
-        x = await run(first, f"r{i}", args)
-        y = await run(second, f"r{i}", args)
-        pairs.append((x, y) if i % 2 == 0 else (y, x))
-        print(f"  off {pairs[-1][0]:.2f} s, on {pairs[-1][1]:.2f} s", flush=True)
-    return pairs
-
-
-def figures(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    ratios = [x / y for x, y in pairs]
-    return {
-        "throughput_on_over_off": round(sum(x for x, _ in pairs) / sum(y for _, y in pairs), 4),
-        "median_of_rounds": round(statistics.median(ratios), 4),
-        "seconds_off": [round(x, 2) for x, _ in pairs],
-        "seconds_on": [round(y, 2) for _, y in pairs],
-    }
+def servers(args: argparse.Namespace) -> tuple[Stack | PlainVllm, Stack]:
+    """Not started yet: without the cold store, and with it."""
+    if args.engine == "vllm":
+        pool = args.pool_mib * MIB
+        plain = PlainVllm(pool, MAX_CONTEXT, dtype=args.dtype)
+        return plain, with_plugin(pool, args.codec, max_context=MAX_CONTEXT, dtype=args.dtype)
+    off = {"store": {"ram_bytes": 0, "disk_bytes": 0}}
+    return Stack(off), Stack({"store": {"codec": args.codec}})
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    off = {"store": {"ram_bytes": 0, "disk_bytes": 0}}
-    on = {"store": {"codec": args.codec}}
-    with Stack(off) as without, Stack(on) as with_store:
-        async with AsyncExitStack() as exits:
-            a = await exits.enter_async_context(client_of(without))
-            b = await exits.enter_async_context(client_of(with_store))
-            pairs = await alternate(a, b, args, one_round)
-    return {"codec": args.codec, "rounds": args.rounds, **figures(pairs)}
+    async with AsyncExitStack() as exits:
+        sides = []
+        for server in servers(args):
+            exits.enter_context(server)
+            client = await exits.enter_async_context(client_of(server))
+            sides.append(Side(server, client))
+        off, on = sides
+        for i in range(-1, args.rounds):  # the first one warms up
+            # Who goes first alternates: a drift of the machine then cancels out.
+            for side in (on, off) if i % 2 else (off, on):
+                await side.round(f"r{i}", args)
+            if i < 0:
+                for side in (off, on):
+                    side.seconds, side.cpu_s = [], 0.0
+            else:
+                print(f"  off {off.seconds[-1]:.2f} s, on {on.seconds[-1]:.2f} s", flush=True)
+    ratios = [x / y for x, y in zip(off.seconds, on.seconds, strict=True)]
+    return {
+        **{key: getattr(args, key) for key in ("engine", "codec", "dtype")},
+        "throughput_on_over_off": round(sum(off.seconds) / sum(on.seconds), 4),
+        "median_of_rounds": round(statistics.median(ratios), 4),
+        "cpu_off_over_on": round(off.cpu_s / on.cpu_s, 4),
+        "seconds": {"off": off.seconds, "on": on.seconds},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--users", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--answer", type=int, default=24)
-    parser.add_argument("--codec", default="tq3")
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "--engine mlx|vllm --rounds 6 --users 4 --requests 1 --tokens 300 --answer 24"
+        " --codec tq3 --dtype float32|bfloat16 --pool-mib 512",
+    )
     write_json(args.json, asyncio.run(measure(args)))
 
 

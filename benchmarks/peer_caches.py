@@ -12,21 +12,18 @@ optimum-quanto, hqq and kvpress.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
 import os
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 
-from benchmarks.markdown import replace_table, table
+from benchmarks.program import arguments, replace_table, table, write_json
 from engines.calibration.corpus import held_out_texts
 from launch.machine.folders import default_cache_dir
 from launch.model.sample import sample_model
@@ -107,12 +104,7 @@ def loss(model: Any, fill: Fill, texts: list[torch.Tensor]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--texts", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--write", type=Path, help="the page whose table is replaced")
-    args = parser.parse_args()
+    args = arguments(__doc__, "--context 2048 --texts 2 --write PATH")
     folder = str(sample_model(default_cache_dir(os.environ)))
     torch.set_grad_enabled(False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -122,28 +114,17 @@ def main() -> None:
     texts = [torch.tensor([x]) for x in ids if len(x) == length][: args.texts]
     rows, cells = [], []
     for name, (bits, make) in CACHES.items():
-        found = loss(model, make(), texts)
-        rows.append({"cache": name, "bits": bits, **found})
-        cells.append(
-            [
-                name,
-                f"{bits:.2f}",
-                f"{found['kl']:.4f}",
-                f"{found['perplexity_pct']:+.2f} %",
-                f"{found['top1']:.1%}",
-            ]
-        )
+        x = loss(model, make(), texts)
+        rows.append({"cache": name, "bits": bits, **x})
+        cells.append([name, f"{bits:.2f}", f"{x['kl']:.4f}", f"{x['perplexity_pct']:+.2f} %"])
+        cells[-1].append(f"{x['top1']:.1%}")
         print(*cells[-1], flush=True)
-    text = "\n".join(
-        [
-            *table(HEAD, cells),
-            "",
-            f"SmolLM2-135M-Instruct in float32, {len(texts)} held-out texts of {args.context}"
-            f" tokens, {NUM_SCORED} scored tokens each.",
-        ]
+    about = (
+        f"SmolLM2-135M-Instruct in float32, {len(texts)} held-out texts of {args.context} tokens,"
+        f" {NUM_SCORED} scored tokens each."
     )
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    text = "\n".join([*table(HEAD, cells), "", about])
+    write_json(args.json, rows)
     if args.write:
         replace_table(args.write, text)
 

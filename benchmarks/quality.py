@@ -21,8 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.drawing import check_path, draw
-from benchmarks.markdown import table
+from benchmarks.program import arguments, table
 from engines.calibration.gate.choice import choose
 from engines.config import CalibrationReport
 from kvstore.codecs.profile import load_profile
@@ -36,6 +35,7 @@ from launch.machine.installation import find_python
 from launch.printing import write_json
 from launch.settings.effective_settings import effective_settings
 
+LEAST_KL = 1e-5  # smaller ones are rounding errors
 HEAD = (
     *("preset", "tokens", "bits", "ratio", "KL", "perplexity", "delta p", "top 1", "needles"),
     *("KL of chains", "top 1 of chains", "restore / prefill", "cos K / V"),
@@ -43,33 +43,53 @@ HEAD = (
 
 
 def main() -> None:
-    arguments = _arguments()
+    engines = "vllm|mlx" if find_python("") else "mlx|vllm"
+    args = arguments(
+        __doc__,
+        f"--engine {engines} --model '' --python '' --dtype '' --presets all --contexts"
+        f" {USUAL_CONTEXTS} --folder PATH --markdown PATH --plot PATH",
+    )
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
-        report = _measured(arguments, arguments.folder or Path(temporary))
+        report = _measured(args, args.folder or Path(temporary))
         choice = _choice(Path(report.profile))
     RowPrinter().print_report(report)
-    text = markdown(report, time.monotonic() - started)
-    print("", text, choice, sep="\n")
-    if arguments.markdown:
-        arguments.markdown.write_text(f"{text}\n{choice}\n")
-    if arguments.json:
-        write_json(report, arguments.json)
-    if arguments.plot:
-        draw(report, arguments.plot)
+    text = f"{markdown(report, time.monotonic() - started)}\n{choice}\n"
+    print("", text, sep="\n")
+    if args.markdown:
+        args.markdown.write_text(text)
+    if args.json:
+        write_json(report, args.json)
+    if args.plot:
+        draw(report.rows, args.plot)
 
 
-def _measured(arguments: argparse.Namespace, folder: Path) -> CalibrationReport:
-    assignments = [f"data_dir={folder}", f"engine.kind={arguments.engine}"]
-    assignments += [f"engine.dtype={arguments.dtype}"] if arguments.dtype else []
-    assignments += [f"engine.vllm.python={arguments.python}"] if arguments.python else []
-    flags = {"--model": arguments.model} if arguments.model else {}
-    wishes = CalibrateOptions((), (), arguments.presets, arguments.contexts)
+def draw(rows: Sequence[Quality], path: Path) -> None:
+    """Draw KL over bits, a line for each context."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots()
+    for context in sorted({x.context for x in rows}):
+        shown = [x for x in rows if x.context == context]
+        points = [(x.bits_per_element, max(x.kl, LEAST_KL)) for x in shown]
+        axes.scatter(*zip(*points, strict=True), label=f"{context} tokens")
+        for row, point in zip(shown, points, strict=True):
+            axes.annotate(row.preset, point, (5, 0), textcoords="offset points", fontsize=7.5)
+    axes.set(xlabel="bits a value, everything counted", ylabel="KL, nats", yscale="log")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _measured(args: argparse.Namespace, folder: Path) -> CalibrationReport:
+    assignments = [f"data_dir={folder}", f"engine.kind={args.engine}"]
+    assignments += [f"engine.dtype={args.dtype}"] if args.dtype else []
+    assignments += [f"engine.vllm.python={args.python}"] if args.python else []
+    flags = {"--model": args.model} if args.model else {}
+    wishes = CalibrateOptions((), (), args.presets, args.contexts)
+    found = layers(os.environ, assignments=assignments, flags=flags)
     try:
-        settings = effective_settings(
-            layers(os.environ, assignments=assignments, flags=flags), os.environ
-        )
-        return calibrate(settings, wishes, os.environ)
+        return calibrate(effective_settings(found, os.environ), wishes, os.environ)
     except (LaunchError, UsageError) as error:
         raise SystemExit(f"error: {error}") from error
 
@@ -78,25 +98,6 @@ def _choice(path: Path) -> str:
     """What ``auto`` chooses by the profile in this file, and why."""
     profile = load_profile(path)
     return f"auto: {choose(AUTO, StoreConfig(), profile.layout, profile).why}"
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    engine = "vllm" if find_python("") else "mlx"
-    parser.add_argument("--engine", choices=("vllm", "mlx"), default=engine)
-    parser.add_argument("--model", help="default: the sample model")
-    parser.add_argument("--python", help="interpreter of vLLM's environment")
-    parser.add_argument("--dtype", help="of the model; default: engine.dtype's")
-    parser.add_argument("--folder", type=Path, help="keep the profile there")
-    parser.add_argument("--presets", default="all", help="names, or: ours, usual, all")
-    parser.add_argument("--contexts", help=f"default: {USUAL_CONTEXTS}")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
-    if arguments.plot:
-        check_path(arguments.plot)
-    return arguments
 
 
 def markdown(report: CalibrationReport, seconds: float) -> str:

@@ -12,7 +12,6 @@ error, as any engine's does; its client asks again, and that is counted.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -27,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.program import arguments, write_json
 from benchmarks.stacks.lifeline import Lifeline
 from benchmarks.stacks.product_stack import (
     MIB,
@@ -37,7 +37,6 @@ from benchmarks.stacks.product_stack import (
     client_of,
     free_port,
     prose,
-    write_json,
 )
 from launch.machine.folders import folders
 from launch.model.sample import sample_model
@@ -329,11 +328,7 @@ def measure(num_sessions: int, num_tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(__doc__, "--sessions 12 --tokens 300")
     write_json(args.json, measure(args.sessions, args.tokens))
 
 

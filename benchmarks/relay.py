@@ -24,6 +24,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.program import arguments
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
 
 TARGET_US_PER_CHUNK = 15.0
@@ -156,15 +157,10 @@ def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--readers", type=int, default=16)
-    parser.add_argument("--chunks", type=int, default=200)
-    parser.add_argument("--answers", type=int, default=5, help="per reader and busy round")
-    parser.add_argument("--pause-s", type=float, default=0.005, help="of the paced rounds")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ttft-rounds", type=int, default=200)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "--readers 16 --chunks 200 --answers 5 --pause-s 0.005 --rounds 5 --ttft-rounds 200",
+    )
     with tempfile.TemporaryDirectory() as folder, FakeStack(Path(folder)) as stack:
         figures = asyncio.run(measure(stack, args))
     text = json.dumps(figures, indent=2)

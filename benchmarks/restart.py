@@ -1,6 +1,10 @@
-"""Stop everything, start again: which sessions come back from disk, and which after ``kill -9``?
+"""A restart of the server: are sessions still there, and do returns reuse them?
 
-python benchmarks/restart.py [--sessions 4] [--tokens 600] [--json OUT]
+    python -m benchmarks.restart [--sessions 4] [--tokens 600] [--json OUT]
+
+After SIGTERM of the server, after kill -9 of its gateway, and of the engine alone. Each session has
+a turn before and after: printed is how much of its prompt, without the ``--new-tokens`` of the new
+message, was reused at least, and how many turns failed. A few minutes.
 """
 
 from __future__ import annotations
@@ -9,94 +13,62 @@ import argparse
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stacks.product_stack import (
-    MIB,
-    WORD_TOKENS,
-    Client,
-    Stack,
-    client_of,
-    prose,
-    write_json,
-)
+from benchmarks.program import arguments, write_json
+from benchmarks.stacks.product_stack import MIB, Stack, client_of, words_of
 
 History = list[dict[str, str]]
 
 
-async def talk(client: Client, histories: dict[str, History], text: str) -> list[dict[str, Any]]:
+async def talk(
+    stack: Stack, histories: dict[str, History], text: str, new_tokens: int
+) -> dict[str, Any]:
     """One more turn of every session."""
-    rows = []
-    for name, history in histories.items():
-        before = sum(len(x["content"]) for x in history)
-        history.append({"role": "user", "content": text})
-        reply = await client.chat(history, session=name)
-        history.append({"role": "assistant", "content": reply.text})
-        rows.append(
-            {
-                "session": name,
-                "failed": reply.status != 200 or reply.error is not None,
-                "cache": reply.cache,
-                "cached": reply.cached_tokens,
-                "prompt": reply.prompt_tokens,
-                "old_characters": before,
-            }
-        )
-    return rows
-
-
-def share(rows: list[dict[str, Any]], new_tokens: int) -> float:
-    return round(min(float(x["cached"] / max(1, x["prompt"] - new_tokens)) for x in rows), 4)
-
-
-async def with_stack(stack: Stack, histories: dict[str, History], text: str) -> list[Any]:
+    failed, shares = 0, []
     async with client_of(stack) as client:
-        return await talk(client, histories, text)
+        for name, history in histories.items():
+            history.append({"role": "user", "content": text})
+            reply = await client.chat(history, session=name)
+            history.append({"role": "assistant", "content": reply.text})
+            failed += not reply.ok
+            shares.append(reply.cached_tokens / max(1, reply.prompt_tokens - new_tokens))
+    return {"failed": failed, "reused_share_min": round(min(shares), 4)}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    words = int(args.tokens / WORD_TOKENS)
     histories: dict[str, History] = {
-        f"s{i}": [{"role": "system", "content": f"Notes {i}: {prose(i, words)}"}]
+        f"s{i}": [{"role": "system", "content": f"Notes {i}: {words_of(i, args.tokens)}"}]
         for i in range(args.sessions)
     }
     settings = {"store": {"ram_bytes": 512 * MIB}, "scheduler": {"idle_after_s": 3600.0}}
     result: dict[str, Any] = {"sessions": args.sessions}
     with tempfile.TemporaryDirectory(prefix="thermocline-") as folder:
-        stack = Stack(settings, folder=Path(folder)).start()
-        asyncio.run(with_stack(stack, histories, "One word, please."))
+        stack = Stack(settings, folder=Path(folder))
+
+        def kill() -> None:
+            stack.kill()
+            stack.start()
+
+        events: dict[str, Callable[[], object]] = {
+            "first": stack.start,
+            "after_stop": lambda: (stack.stop(), stack.start()),
+            "after_gateway_kill": kill,
+            "after_engine_kill": stack.kill_engine,
+        }
+        for number, (name, event) in enumerate(events.items()):
+            event()
+            text = f"And word number {number}, please?"
+            result[name] = asyncio.run(talk(stack, histories, text, args.new_tokens))
+            time.sleep(args.settle_s)
         result["exit_code"] = stack.stop()
-        stack.start()
-        rows = asyncio.run(with_stack(stack, histories, "And another one?"))
-        result["after_stop"] = {"reused_share_min": share(rows, args.new_tokens), "rows": rows}
-        time.sleep(args.settle_s)
-        stack.kill()
-        stack.start()
-        rows = asyncio.run(with_stack(stack, histories, "And a third one?"))
-        result["after_gateway_kill"] = {
-            "failed": sum(x["failed"] for x in rows),
-            "reused_share_min": share(rows, args.new_tokens),
-        }
-        time.sleep(args.settle_s)
-        stack.kill_engine()
-        rows = asyncio.run(with_stack(stack, histories, "And a fourth one?"))
-        result["after_engine_kill"] = {
-            "failed": sum(x["failed"] for x in rows),
-            "reused_share_min": share(rows, args.new_tokens),
-        }
-        stack.stop()
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=600)
-    parser.add_argument("--new-tokens", type=int, default=12)
-    parser.add_argument("--settle-s", type=float, default=3.0, help="before a kill")
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(__doc__, "--sessions 4 --tokens 600 --new-tokens 12 --settle-s 3.0")
     write_json(args.json, measure(args))
 
 

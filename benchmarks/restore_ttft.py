@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.program import arguments, write_json
 from benchmarks.stacks.product_stack import (
     MIB,
     WORD_TOKENS,
@@ -38,7 +39,6 @@ from benchmarks.stacks.product_stack import (
     Stack,
     client_of,
     prose,
-    write_json,
 )
 from benchmarks.stacks.vllm_stack import with_plugin
 
@@ -156,15 +156,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", default="mlx", choices=["mlx", "vllm"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 6144])
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--codec", default="tq3")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--folder", default="", help="data/ in it holds a profile of the model")
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "--engine mlx|vllm --tokens 2048 6144 --rounds 4 --codec tq3"
+        " --dtype float32|bfloat16 --folder ''",
+    )
     write_json(args.json, asyncio.run(measure(args)))
 
 

@@ -10,20 +10,17 @@ token more, without the first tokens that every method keeps in 16 bits. Losses 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 import thermocline
-from benchmarks.markdown import replace_table, table
+from benchmarks.program import options_of, replace_table, table, write_json
 
 TOKENS: Final = 1024
 FIRST: Final = 128  # tokens that are left out of cosines
@@ -316,18 +313,14 @@ CLAIMS: Final[tuple[Callable[[], list[Claim]], ...]] = (
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure all claims, and print them as a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--write", type=Path, help="the page whose table is replaced")
-    arguments = parser.parse_args(words)
+    args = options_of(__doc__, "--write PATH").parse_args(words)
     os.environ.setdefault("NUMBA_NUM_THREADS", "1")
     claims = [claim for measure in CLAIMS for claim in measure()]
     text = "\n".join(table(HEAD, [[*asdict(x).values()] for x in claims])).replace("---:", "---")
+    write_json(args.json, [asdict(x) for x in claims])
     print(text)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(x) for x in claims], indent=1) + "\n")
-    if arguments.write:
-        replace_table(arguments.write, text)
+    if args.write:
+        replace_table(args.write, text)
 
 
 if __name__ == "__main__":

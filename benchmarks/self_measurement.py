@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.program import arguments, write_json
 from benchmarks.stacks.product_stack import (
     MIB,
     WORD_TOKENS,
@@ -36,7 +37,6 @@ from benchmarks.stacks.product_stack import (
     Stack,
     client_of,
     prose,
-    write_json,
 )
 
 SAMPLE_EVERY_S = 0.25
@@ -286,20 +286,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", default="mlx", choices=("mlx", "vllm"))
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--users", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--answer", type=int, default=16)
-    parser.add_argument("--most-s", type=float, default=3600.0, help="for the verdict")
-    parser.add_argument("--last", default="balanced", choices=("balanced", "max"), help=LAST)
-    parser.add_argument("--skip-idle", action="store_true", help="no idle server")
-    parser.add_argument("--skip-traffic", action="store_true", help="no first start beside users")
-    parser.add_argument("--skip-users", action="store_true", help="no servers that take turns")
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "--engine mlx|vllm --rounds 4 --users 4 --turns 3 --tokens 100 --answer 16"
+        " --most-s 3600.0 --last balanced|max --skip-idle --skip-traffic --skip-users",
+    )
     write_json(args.json, measure(args))
 
 

@@ -16,7 +16,6 @@ requests a minute asks both gateways at once.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import tempfile
@@ -30,6 +29,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from benchmarks.program import arguments, write_json
 from benchmarks.stacks.attached_vllm import Elsewhere, started
 from benchmarks.stacks.product_stack import (
     MIB,
@@ -39,7 +39,6 @@ from benchmarks.stacks.product_stack import (
     Stack,
     client_of,
     prose,
-    write_json,
 )
 from benchmarks.stacks.vllm_stack import python_with_vllm
 from gateway.keys import generate_key
@@ -343,11 +342,7 @@ def measure(num_sessions: int, num_tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=150)
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(__doc__, "--sessions 200 --tokens 150")
     write_json(args.json, measure(args.sessions, args.tokens))
 
 

@@ -10,7 +10,6 @@ signal.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Any, Final, TypeAlias
 
 import psutil
 
+from benchmarks.program import arguments
 from benchmarks.stacks.product_stack import Client, Stack, client_of, prose
 
 ROOT: Final = Path(__file__).parents[1]
@@ -139,9 +139,7 @@ def figures(found: Functions) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    args = parser.parse_args()
+    args = arguments(__doc__, "")
     result = asyncio.run(measure())
     for name, each in result.items():
         print(

@@ -17,8 +17,6 @@ one that packs other bytes than the host, with 1.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import threading
@@ -26,12 +24,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from benchmarks.program import arguments, write_json
 from engines.vllm_plugin.blocks.block_layout import SplitContent
 from engines.vllm_plugin.blocks.blocks import Filling, Packing
 from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache
@@ -277,14 +275,11 @@ def report(figures: list[Figure]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--codec", default="tq3")
-    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = arguments(
+        __doc__,
+        f"--codec tq3 --dims 64 128 256 --layers {LAYERS} --chunk-tokens {CHUNK_TOKENS}"
+        " --seconds 2.0",
+    )
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured", file=sys.stderr)
         return NO_DEVICE
@@ -305,14 +300,13 @@ def main() -> int:
     report(figures)
     for name, times in beside.items():
         print(f"decode step as {name}: p50 {times['p50_ms']:.3f} ms, p99 {times['p99_ms']:.3f} ms")
-    if options.json:
-        found = {
-            "device": torch.cuda.get_device_name(device),
-            "right": right,
-            "figures": [asdict(x) for x in figures],
-            "decode_step": beside,
-        }
-        options.json.write_text(json.dumps(found, indent=2))
+    found = {
+        "device": torch.cuda.get_device_name(device),
+        "right": right,
+        "figures": [asdict(x) for x in figures],
+        "decode_step": beside,
+    }
+    write_json(options.json, found)
     return 0 if right else 1
 
 

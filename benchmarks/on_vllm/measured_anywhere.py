@@ -15,7 +15,6 @@ same, and so should be the answer.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import re
@@ -26,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.families.windowed import write_windowed
+from benchmarks.program import arguments, write_json
 from benchmarks.stacks.attached_vllm import started
-from benchmarks.stacks.product_stack import MIB, Client, Stack, client_of, prose, write_json
+from benchmarks.stacks.product_stack import MIB, Client, Stack, client_of, prose
 from benchmarks.stacks.vllm_stack import START_S, python_with_vllm
 from launch.machine.folders import default_cache_dir
 from launch.model.sample import sample_model
@@ -169,10 +169,7 @@ CASES = {"windows": windows, "ranks": ranks, "attached": attached, "killed": kil
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(__doc__, f"--cases {','.join(CASES)}")
     results = {}
     for name in args.cases.split(","):
         results[name] = CASES[name]()

@@ -47,9 +47,10 @@ from typing import Any, Final
 import aiohttp
 from tokenizers import Tokenizer
 
-from benchmarks.soak import gauges_mib
+from benchmarks.program import arguments, write_json
 from benchmarks.stacks.lmcache_stack import LMCACHE, LmcacheVllm, python_with_lmcache
-from benchmarks.stacks.product_stack import MIB, Stack, prose, write_json
+from benchmarks.stacks.processes import gauges
+from benchmarks.stacks.product_stack import MIB, Stack, prose
 from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
 from engines.config import CPU_BLOCK_TOKENS
 from launch.model.sample import sample_model
@@ -293,7 +294,7 @@ def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[P
 
 
 def ram_tier_bytes(stack: Stack) -> float:
-    return gauges_mib(stack, ('thermocline_tier_bytes{tier="ram"} ',)) * MIB
+    return gauges(stack, 'thermocline_tier_bytes{tier="ram"} ')
 
 
 def table(rows: list[Row]) -> str:
@@ -336,17 +337,11 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=480, help="of a first turn, on average")
-    parser.add_argument("--in-turn", type=int, default=12)
-    parser.add_argument("--ram-mib", type=int, default=48)
-    parser.add_argument("--pool-for", type=float, default=2.0, help="sessions that vLLM can hold")
-    parser.add_argument("--codecs", nargs="+", default=["tq3"])
-    parser.add_argument("--probed", type=int, default=6, help="conversations, for quality")
-    parser.add_argument("--positions", type=int, default=24, help="of each of those")
-    parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "--sessions 24 --tokens 480 --in-turn 12 --ram-mib 48 --pool-for 2.0"
+        " --codecs tq3 ... --probed 6 --positions 24",
+    )
     write_json(args.json, compare(args))
 
 

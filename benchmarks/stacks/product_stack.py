@@ -34,8 +34,8 @@ silver travel kitchen morning village science painter history island captain oce
 question answer teacher machine yellow quiet storm planet bottle animal story number color street
 castle dinner friend voice corner coffee library journey
 """.split()  # noqa: SIM905 - prose reads better as prose
-WORD_TOKENS = 1.02  # of these words, with the sample model's tokenizer
 MIB = 1 << 20
+WORD_TOKENS = 1.02  # of these words, with the sample model's tokenizer
 ENGINES = ("engines.mlx_worker", "engines.vllm_plugin", "engines.fake_worker")  # as they are run
 # A stack does not wait for its model to be measured: its codec is named, and serves as it is.
 UNMEASURED = {"codec": "tq3", "accept_loss": True, "calibrate": False}
@@ -53,6 +53,7 @@ class Reply:
     cached_tokens: int = 0
     completion_tokens: int = 0
     error: dict[str, Any] | None = None
+    times: list[float] = field(default_factory=list)  # of pieces of text, by ``perf_counter``
     # With the field return_token_ids, which vLLM knows.
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -66,6 +67,11 @@ def prose(seed: int | str, num_words: int) -> str:
     """English words in random order: no two seeds share a prefix worth reusing."""
     rng = random.Random(seed)
     return " ".join(rng.choice(WORDS) for _ in range(num_words))
+
+
+def words_of(seed: int | str, tokens: float) -> str:
+    """Prose of about so many tokens."""
+    return prose(seed, max(4, int(tokens / WORD_TOKENS)))
 
 
 def free_port() -> int:
@@ -245,8 +251,10 @@ class Client:
         messages: list[dict[str, str]],
         session: str = "",
         max_tokens: int = 8,
+        into: Reply | None = None,
         **fields: Any,
     ) -> Reply:
+        """Ask, streamed; ``into`` is filled meanwhile."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -257,14 +265,12 @@ class Client:
             **fields,
         }
         headers = {**self._headers, **({"X-Session-ID": session} if session else {})}
-        start = time.perf_counter()
+        start, reply = time.perf_counter(), into or Reply(0)
         url = f"{self._url}/v1/chat/completions"
         async with self._http.post(url, json=body, headers=headers) as answer:
-            reply = Reply(
-                status=answer.status,
-                cache=answer.headers.get("x-thermocline-cache", ""),
-                session=answer.headers.get("x-thermocline-session", ""),
-            )
+            reply.status = answer.status
+            reply.cache = answer.headers.get("x-thermocline-cache", "")
+            reply.session = answer.headers.get("x-thermocline-session", "")
             if answer.status != 200:
                 reply.error = (await answer.json()).get("error")
                 return reply
@@ -290,24 +296,34 @@ class Client:
         for choice in event.get("choices", []):
             reply.token_ids += choice.get("token_ids") or []
             text = choice["delta"].get("content") or ""
+            reply.times += [time.perf_counter()] if text else []
             # An answer may be empty: then its end comes first.
             if (text or choice["finish_reason"]) and reply.ttft_s != reply.ttft_s:
                 reply.ttft_s = time.perf_counter() - start
             reply.text += text
 
-    async def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with self._http.post(
-            self._url + path, json=body or {}, headers=self._headers
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        """Return the status and the answer. ``body``: bytes as they are, others as JSON."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        headers = {**self._headers, "content-type": "application/json"}
+        async with self._http.request(
+            method, self._url + path, data=data or None, headers=headers
         ) as answer:
-            return await answer.json()  # type: ignore[no-any-return]
+            return answer.status, await answer.read()
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return json.loads((await self.ask("POST", path, body or {}))[1])  # type: ignore[no-any-return]
 
     async def get(self, path: str) -> dict[str, Any]:
-        async with self._http.get(self._url + path, headers=self._headers) as answer:
-            return await answer.json()  # type: ignore[no-any-return]
+        return json.loads((await self.ask("GET", path))[1])  # type: ignore[no-any-return]
 
     async def delete(self, path: str) -> dict[str, Any]:
-        async with self._http.delete(self._url + path, headers=self._headers) as answer:
-            return await answer.json()  # type: ignore[no-any-return]
+        return json.loads((await self.ask("DELETE", path))[1])  # type: ignore[no-any-return]
+
+    async def sleep(self, session: str, state: str = "cold") -> dict[str, Any]:
+        """Put a session to sleep, and wait until it is."""
+        await self.post(f"/v1/sessions/{session}/demote")
+        return await self.until(session, state)
 
     async def until(self, session: str, state: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """Wait until the session is in ``state``."""
@@ -336,19 +352,3 @@ def _is_engine(process: psutil.Process) -> bool:
     except psutil.Error:  # it ended meanwhile
         return False
     return words[1:2] == ["-m"] and words[2] in ENGINES
-
-
-def rss_mib(process: psutil.Process) -> float:
-    """Memory of its own: the disk tier's mapped file is page cache, and Linux counts it apart."""
-    status = Path(f"/proc/{process.pid}/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) / 1024
-    return float(process.memory_info().rss / MIB)
-
-
-def write_json(path: str, result: dict[str, Any] | list[Any]) -> None:
-    print(json.dumps(result, indent=2))
-    if path:
-        Path(path).write_text(json.dumps(result, indent=2) + "\n")

@@ -1,127 +1,171 @@
 """Simulated users: how fast any OpenAI server answers, and how many sessions it keeps.
 
-python -m benchmarks.users URL --preset users
+    python -m benchmarks.users URL --preset users
+
+Works against any server. Where it says what it reused (x-thermocline-cache, or cached_tokens in
+usage) times are grouped by that. Prompts are new in each run, so that nothing is reused by chance.
+``--preset``: who asks what; chat has ``--users`` at once with ``--turns`` turns in each of
+``--rounds`` conversations, a pause of ``--think`` before returns, and ``--system-words`` of a text
+in front that all share. ``--words`` of a message are 60, with ``--find-capacity`` 300. The exit
+code is 1 if there were errors, and 130 after Ctrl-C, which still prints what is known.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
-import typer
+import aiohttp
 
-from launch.cli.sessions import Key
+from benchmarks.program import options_of
+from benchmarks.users.capacity import BY_TIME, Found, Search
+from benchmarks.users.figures import Report, Run, Target, report_of
+from benchmarks.users.workload import PRESETS, Habits, workload_of
 from launch.errors import LaunchError, UsageError
-from launch.printing import say
+from launch.printing import check_output, print_table, say, write_json
+from launch.remote.address import Address
+from launch.settings.units import parse_duration
 
-if TYPE_CHECKING:
-    from benchmarks.users.target import Target
+INTERRUPTED: Final = 130  # the exit code of a program that Ctrl-C ended
+_TIMES: Final = ("first token p50", "p90", "p99", "between tokens p50", "p90")
+PHASES: Final = ("phase", "users", "requests", "errors", "tok/s", "per user", *_TIMES)
+SOURCES: Final = ("prompt's KV", "requests", "prompt tokens", "reused", *_TIMES)
+ROUNDS: Final = ("sessions", "came back", "first token, new", "first token, back", "from")
+_MEANINGS: Final = {
+    "new": "first turns, of which nothing could be known",
+    "miss": "returns of which nothing was reused",
+    "cached": "reused; the server does not say from where",
+    "unknown": "the server does not say what it reused",
+}
+_JUDGES: Final = {
+    "header": "x-thermocline-cache",
+    "usage": "usage.cached_tokens",
+    BY_TIME: "time to first token (the server does not say what it reused)",
+}
 
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
+
+def played(play: Callable[[aiohttp.ClientSession], Awaitable[object]]) -> bool:
+    """Run ``play``; False if it was interrupted."""
+
+    async def run() -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            await play(http)
+
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        say("interrupted; this is what is known so far", error=True)
+        return False
+    return True
 
 
-def bench(
-    url: Annotated[
-        str,
-        typer.Argument(
-            metavar="URL", envvar="THERMOCLINE_URL", help="Any server that speaks OpenAI's chat."
-        ),
-    ] = "",
-    preset: Annotated[
-        str, typer.Option(help="Who asks what: chat, agents, users, stress or seeds (both).")
-    ] = "chat",
-    find_capacity: Annotated[
-        bool, typer.Option("--find-capacity", help="How many sessions until returns are lost?")
-    ] = False,
-    users: Annotated[int, typer.Option(help="Of chat and agents: users at once.")] = 4,
-    turns: Annotated[int, typer.Option(help="Of chat and agents: turns of a conversation.")] = 3,
-    rounds: Annotated[int, typer.Option(help="Of chat: conversations of a user.")] = 1,
-    think: Annotated[str, typer.Option(metavar="TIME", help="A pause before each return.")] = "0s",
-    words: Annotated[
-        int | None, typer.Option(help="Of a message [60; with --find-capacity 300].")
-    ] = None,
-    answer: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 32,
-    system_words: Annotated[int, typer.Option(help="Of a text in front that all share.")] = 0,
-    first_sessions: Annotated[
-        int, typer.Option(help="Of --find-capacity: open so many at first.")
-    ] = 4,
-    max_sessions: Annotated[int, typer.Option(help="Of --find-capacity: stop there.")] = 256,
-    model: Annotated[str, typer.Option(help="Default: the first that the server lists.")] = "",
-    api_key: Key = "",
-    timeout: Annotated[str, typer.Option(metavar="TIME", help="Of one request.")] = "10m",
-    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write all figures.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Draw it; .svg and .pdf work, too.")
-    ] = None,
-) -> None:
-    """Measure an OpenAI server: first tokens, throughput, what returning sessions cost.
+def play_workload(target: Target, args: Namespace) -> int:
+    habits = Habits(
+        args.words or 60, args.answer, args.turns, parse_duration(args.think), args.system_words
+    )
+    begun: dict[str, None] = {}
 
-    Works against any server. Where it says what it reused (x-thermocline-cache,
-    or cached_tokens in usage) times are grouped by that. Prompts are new in each
-    run, so that nothing is reused by chance. The exit code is 1 if there were
-    errors, and 130 after Ctrl-C, which still prints what is known.
-    """
-    from benchmarks.drawing import check_outputs
-    from benchmarks.users.program import draw_report, print_report, run_workload
-    from benchmarks.users.target import Target
-    from benchmarks.users.workload import Habits, workload_of
-    from launch.printing import write_json
-    from launch.remote.address import Address
+    def show(phase: str) -> None:
+        if phase not in begun:
+            say(f"  {phase}", error=True)
+        begun[phase] = None
 
-    check_outputs(json, plot)
-    target = Target(Address(url, api_key), model, _seconds("--timeout", timeout))
-    if find_capacity:
-        _find_capacity(target, words or 300, (first_sessions, max_sessions), json, plot)
-        return
-    habits = Habits(words or 60, answer, turns, _seconds("--think", think), system_words)
-    report = run_workload(target, workload_of(preset, habits, users, rounds))
+    run = Run(target, workload_of(args.preset, habits, args.users, args.rounds), show)
+    report = report_of(run, finished=played(run.play))
     print_report(report)
-    if json is not None:
-        write_json(report, json)
-    if plot is not None and report.requests:
-        draw_report(report, plot)
-    if not report.finished:
-        raise typer.Exit(INTERRUPTED)
-    raise typer.Exit(1 if report.num_errors else 0)
+    if args.json:
+        write_json(report, args.json)
+    return int(report.num_errors > 0) if report.finished else INTERRUPTED
 
 
-def _find_capacity(
-    target: Target, words: int, sessions: tuple[int, int], json: Path | None, plot: Path | None
-) -> None:
-    from benchmarks.users.program import draw_found, print_found, run_search
-    from launch.printing import write_json
-
-    first, most = sessions
+def find_capacity(target: Target, args: Namespace) -> int:
+    sessions, words = (args.first_sessions, args.max_sessions), args.words or 300
     if min(sessions) < 1 or max(sessions) > 100_000 or not 8 <= words <= 200_000:
         raise UsageError("--first-sessions and --max-sessions: 1 to 100000; --words: 8 to 200000")
-    found = run_search(target, words=words, most=most, start=first)
-    print_found(found)
-    if json is not None:
-        write_json(found, json)
-    if plot is not None and found.rounds:
-        draw_found(found, plot)
-    if not found.finished:
-        raise typer.Exit(INTERRUPTED)
+    search = Search(target, words=words, most=args.max_sessions, start=args.first_sessions)
+    finished = played(search.run)
+    print_found(search.found)
+    if args.json:
+        write_json(search.found, args.json)
+    return 0 if finished else INTERRUPTED
 
 
-def _seconds(option: str, text: str) -> float:
-    from launch.settings.units import parse_duration
+def print_report(report: Report) -> None:
+    done = len(report.requests)
+    state = "" if report.finished else f", interrupted after {done} of {report.planned_requests}"
+    say(f"{report.workload} against {report.model} at {report.url}: {done} requests{state}\n")
+    phases = [
+        [
+            *(x.name, str(x.users), str(x.requests), str(x.errors)),
+            *(f"{x.tokens_per_s:.1f}", f"{x.tokens_per_s_user:.1f}"),
+            *map(_seconds, (x.ttft_s.p50, x.ttft_s.p90, x.ttft_s.p99, x.itl_s.p50, x.itl_s.p90)),
+        ]
+        for x in report.phases
+    ]
+    print_table(PHASES, phases, right=PHASES[1:])
+    sources = [
+        [
+            *(x.source, str(x.requests), str(x.prompt_tokens)),
+            "" if x.reused_share is None else f"{x.reused_share:.1%}",
+            *map(_seconds, (x.ttft_s.p50, x.ttft_s.p90, x.ttft_s.p99, x.itl_s.p50, x.itl_s.p90)),
+        ]
+        for x in report.sources
+    ]
+    say()
+    print_table(SOURCES, sources, right=SOURCES[1:])
+    for row in report.sources:
+        if meaning := _MEANINGS.get(row.source):
+            say(f"{row.source}: {meaning}")
+    say(f"\nerrors: {report.num_errors}")
+    for words, count in report.errors.items():
+        say(f"  {count} x {words}")
 
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
+
+def print_found(found: Found) -> None:
+    say(f"sessions of {found.prompt_tokens} tokens and more that {found.url} keeps,")
+    say(f"judged by {_JUDGES.get(found.judged_by, 'nothing yet')}:")
+    rows = [
+        [
+            *(str(x.opened), str(x.kept), _seconds(x.first_ttft_s), _seconds(x.return_ttft_s)),
+            ", ".join(f"{count} {source}" for source, count in sorted(x.sources.items())),
+        ]
+        for x in found.rounds
+    ]
+    print_table(ROUNDS, rows, right=ROUNDS[:4], empty="nothing was measured")
+    most = " or more: none was lost" if found.at_least else ""
+    say(f"capacity: {found.capacity} sessions{most}")
 
 
-def main() -> None:
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def main(words: Sequence[str] | None = None) -> int:
     """Run the command; what is wrong with it is said in one sentence."""
+    options = options_of(
+        __doc__,
+        f"--preset {'|'.join(PRESETS)} --users 4 --turns 3 --rounds 1 --think 0s --words 0"
+        " --answer 32 --system-words 0 --find-capacity --first-sessions 4 --max-sessions 256"
+        " --model '' --api-key '' --timeout 10m",
+    )
+    options.add_argument("url", nargs="?", default=os.environ.get("THERMOCLINE_URL", ""))
+    args = options.parse_args(words)
     try:
-        typer.run(bench)
-    except LaunchError as error:
+        if args.json:
+            check_output("--json", args.json)
+        timeout_s = parse_duration(args.timeout)
+        target = Target(Address(args.url, args.api_key), args.model, timeout_s)
+        return find_capacity(target, args) if args.find_capacity else play_workload(target, args)
+    except (LaunchError, ValueError) as error:
         say(f"error: {error}", error=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        return 1 if isinstance(error, LaunchError) and not isinstance(error, UsageError) else 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

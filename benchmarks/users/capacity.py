@@ -15,8 +15,8 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from benchmarks.users.target import Target
-from benchmarks.users.workload import prose
+from benchmarks.stacks.product_stack import prose
+from benchmarks.users.figures import Target
 from launch.errors import LaunchError
 from launch.remote.turn import Message, RemoteTurn, take_turn
 

@@ -6,21 +6,31 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 import msgspec
 import numpy as np
 
-from benchmarks.users.target import Target
-from benchmarks.users.workload import Conversation, Phase, Step, Workload, prose
+from benchmarks.stacks.product_stack import prose
+from benchmarks.users.workload import Conversation, Phase, Step, Workload
 from launch.errors import LaunchError
+from launch.remote.address import Address
 from launch.remote.turn import MISS, Message, RemoteTurn, take_turn
 
 HOPELESS: Final = 8  # requests that all failed: the run ends
 NEW: Final = "new"  # first turns, of which nothing could be known
 LOST: Final = "miss"  # returns of which nothing was reused
 MOST_ERRORS: Final = 20  # different ones that are reported
+ORDER: Final = ("hot", "cold-ram", "cold-disk", "cold-redis", "cached", NEW, LOST)
+
+
+class Target(NamedTuple):
+    """A server that is measured."""
+
+    address: Address
+    model: str = ""  # "" = the first that it lists
+    timeout_s: float = 600.0  # of one request
 
 
 class Result(msgspec.Struct):
@@ -36,9 +46,13 @@ class Result(msgspec.Struct):
 
     @property
     def ok(self) -> bool:
-        if self.expected_error:
-            return 400 <= self.turn.status < 500
-        return self.turn.ok
+        return 400 <= self.turn.status < 500 if self.expected_error else self.turn.ok
+
+    @property
+    def source(self) -> str:
+        """The group of a turn: where its KV came from; a miss of a first turn is no loss."""
+        lost = LOST if self.step else NEW
+        return lost if self.turn.source == MISS else self.turn.source
 
 
 class Hopeless(LaunchError):
@@ -52,7 +66,7 @@ class Run:
         self,
         target: Target,
         workload: Workload,
-        on_result: Callable[[Result], None] = lambda result: None,
+        on_result: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.model = target.model
         self.results: list[Result] = []
@@ -70,67 +84,56 @@ class Run:
         for phase in self.workload.phases:
             began = time.perf_counter()
             try:
-                await self._play(http, phase)
+                async with asyncio.TaskGroup() as group:
+                    for number, talks in enumerate(phase.users):
+                        group.create_task(self._user(http, phase, number, talks))
+            except* Hopeless as errors:
+                raise errors.exceptions[0] from None
             finally:
                 self.walls[phase.name] = time.perf_counter() - began
 
-    async def _play(self, http: aiohttp.ClientSession, phase: Phase) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number, conversations in enumerate(phase.users):
-                    group.create_task(self._user(http, phase, number, conversations))
-        except* Hopeless as errors:
-            raise errors.exceptions[0] from None
-
     async def _user(
-        self,
-        http: aiohttp.ClientSession,
-        phase: Phase,
-        number: int,
-        conversations: tuple[Conversation, ...],
+        self, http: aiohttp.ClientSession, phase: Phase, number: int, talks: Sequence[Conversation]
     ) -> None:
-        for conversation in conversations:
+        for talk in talks:
             messages: list[Message] = []
-            if conversation.system:
-                messages.append({"role": "system", "content": conversation.system})
-            for index, step in enumerate(conversation.steps):
+            if talk.system:
+                messages.append({"role": "system", "content": talk.system})
+            for index, step in enumerate(talk.steps):
                 await asyncio.sleep(step.think_s)
-                result = await self._ask(http, phase, number, conversation, index, messages)
+                started = time.perf_counter() - self._began
+                turn = await self._turn(http, talk.name, index, step, messages)
+                wrong = bool(step.wrong)
+                result = Result(phase.name, number, talk.name, index, wrong, started, turn)
+                self.results.append(result)
+                self._on_result(phase.name)
+                self._check_hope()
                 if not result.ok:  # its answer is missing: the conversation cannot go on
                     break
 
-    async def _ask(
+    async def _turn(
         self,
         http: aiohttp.ClientSession,
-        phase: Phase,
-        number: int,
-        conversation: Conversation,
+        talk: str,
         index: int,
+        step: Step,
         messages: list[Message],
-    ) -> Result:
-        step = conversation.steps[index]
-        name = f"bench-{self._tag}-{conversation.name}"
-        said = {"role": "user", "content": prose(f"{name} {index}", step.words)}
-        started = time.perf_counter() - self._began
+    ) -> RemoteTurn:
+        name = f"bench-{self._tag}-{talk}"
+        messages.append({"role": "user", "content": prose(f"{name} {index}", step.words)})
         turn = await take_turn(
             http,
             self.target.address,
             self.model,
-            [*messages, said],
+            messages,
             session=name,
             max_tokens=step.answer_tokens,
-            fields={"temperature": 0.0} | _mistake(step),
+            fields={"temperature": 0.0, **_MISTAKES.get(step.wrong, {})},
             timeout_s=self.target.timeout_s,
         )
-        messages += [said, {"role": "assistant", "content": turn.text}]
+        messages.append({"role": "assistant", "content": turn.text})
         turn.text = ""
-        result = Result(
-            phase.name, number, conversation.name, index, bool(step.wrong), started, turn
-        )
-        self.results.append(result)
-        self._on_result(result)
-        self._check_hope()
-        return result
+        return turn
 
     def _check_hope(self) -> None:
         if len(self.results) == HOPELESS and not any(x.ok for x in self.results):
@@ -139,12 +142,10 @@ class Run:
             raise Hopeless(f"the first {HOPELESS} requests all failed{status}: {first.error}")
 
 
-def _mistake(step: Step) -> dict[str, Any]:
-    if step.wrong == "roles":
-        return {"messages": [{"role": "nobody", "content": 7}]}
-    if step.wrong == "model":
-        return {"model": "no-such-model", "max_tokens": -1}
-    return {}
+_MISTAKES: Final[dict[str, dict[str, Any]]] = {
+    "roles": {"messages": [{"role": "someone", "content": 7}]},
+    "model": {"model": "no-such-model", "max_tokens": -1},
+}
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -201,60 +202,45 @@ class Report(msgspec.Struct, frozen=True):
 
 def report_of(run: Run, *, finished: bool) -> Report:
     """Sum up the results of a run so far."""
-    results, workload = run.results, run.workload
-    errors = Counter(_words(x) for x in results if not x.ok)
+    results = run.results
+    good = [x for x in results if x.turn.ok]
     names = dict.fromkeys(x.phase for x in results)
-    by_source: dict[str, list[Result]] = {}
-    for result in results:
-        if result.turn.ok:
-            by_source.setdefault(label(result), []).append(result)
+    sources = sorted(
+        {x.source for x in good}, key=lambda x: (ORDER.index(x) if x in ORDER else len(ORDER), x)
+    )
     return Report(
         run.target.address.base,
         run.model,
-        workload.name,
+        run.workload.name,
         finished,
-        workload.num_steps,
-        [
-            _phase(name, [x for x in results if x.phase == name], run.walls.get(name, 0))
-            for name in names
-        ],
-        [_source(name, by_source[name]) for name in sorted(by_source, key=_order)],
-        dict(errors.most_common(MOST_ERRORS)),
+        run.workload.num_steps,
+        [_phase(x, [y for y in results if y.phase == x], run.walls.get(x, 0)) for x in names],
+        [_source(x, [y for y in good if y.source == x]) for x in sources],
+        dict(Counter(_words(x) for x in results if not x.ok).most_common(MOST_ERRORS)),
         list(results),
     )
 
 
-def label(result: Result) -> str:
-    """The group of a turn: its source, where a miss of a first turn is no loss."""
-    if result.turn.source == MISS:
-        return LOST if result.step else NEW
-    return result.turn.source
-
-
-def percentiles(values: Iterable[float]) -> Percentiles:
+def percentiles(values: Iterable[float | None]) -> Percentiles:
     """The value that so many per cent of all stay within."""
-    measured = list(values)
-    if not measured:
-        return Percentiles()
-    return Percentiles(*np.percentile(measured, (50, 90, 99)).round(4).tolist())
+    known = [x for x in values if x is not None]
+    return Percentiles(*np.percentile(known, (50, 90, 99)).round(4).tolist() if known else ())
 
 
 def _phase(name: str, results: Sequence[Result], wall_s: float) -> PhaseFigures:
     users = len({x.user for x in results})
     tokens = sum(x.turn.answer_tokens for x in results)
     speed = tokens / wall_s if wall_s else 0.0
-    good = [x for x in results if x.turn.ok]
     return PhaseFigures(
-        name=name,
-        users=users,
-        requests=len(results),
-        errors=sum(not x.ok for x in results),
-        wall_s=round(wall_s, 3),
-        answer_tokens=tokens,
-        tokens_per_s=round(speed, 2),
-        tokens_per_s_user=round(speed / max(1, users), 2),
-        ttft_s=_ttft(good),
-        itl_s=_itl(good),
+        name,
+        users,
+        len(results),
+        sum(not x.ok for x in results),
+        round(wall_s, 3),
+        tokens,
+        round(speed, 2),
+        round(speed / max(1, users), 2),
+        *_times([x for x in results if x.turn.ok]),
     )
 
 
@@ -262,20 +248,14 @@ def _source(name: str, results: Sequence[Result]) -> SourceFigures:
     prompt = sum(x.turn.prompt_tokens for x in results)
     reported = [x.turn.cached_tokens for x in results if x.turn.cached_tokens is not None]
     share = round(sum(reported) / prompt, 4) if reported and prompt else None
-    return SourceFigures(name, len(results), prompt, share, _ttft(results), _itl(results))
+    return SourceFigures(name, len(results), prompt, share, *_times(results))
 
 
-def _ttft(results: Iterable[Result]) -> Percentiles:
-    return percentiles(x.turn.ttft_s for x in results if x.turn.ttft_s is not None)
-
-
-def _itl(results: Iterable[Result]) -> Percentiles:
-    return percentiles(gap for x in results for gap in x.turn.gaps_s)
-
-
-def _order(source: str) -> tuple[int, str]:
-    known = ("hot", "cold-ram", "cold-disk", "cold-redis", "cached", NEW, LOST)
-    return (known.index(source) if source in known else len(known), source)
+def _times(results: Iterable[Result]) -> tuple[Percentiles, Percentiles]:
+    """Times to the first token, and between two chunks."""
+    turns = [x.turn for x in results]
+    gaps = (gap for x in turns for gap in x.gaps_s)
+    return percentiles(x.ttft_s for x in turns), percentiles(gaps)
 
 
 def _words(result: Result) -> str:

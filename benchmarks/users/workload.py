@@ -6,31 +6,19 @@ requests of seven kinds.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from benchmarks.stacks.product_stack import prose
 from launch.errors import UsageError
 
 MOST_STEPS: Final = 100_000
 MOST_USERS: Final = 1000
 MOST_WORDS: Final = 200_000
-_WORDS: Final = """
-river stone market winter garden engine letter bridge summer harbour window forest music doctor
-silver travel kitchen morning village science painter history island captain ocean mountain paper
-question answer teacher machine yellow quiet storm planet bottle animal story number color street
-castle dinner friend voice corner coffee library journey
-""".split()  # noqa: SIM905 - prose reads better as prose
 Wrong = Literal["", "roles", "model"]
 USERS: Final = (1, 3, 6, 11, 16, 20, 25)
 STRESS_REQUESTS: Final = 67
-
-
-def prose(seed: str, num_words: int) -> str:
-    """English words in an order that no other seed has: prompts share nothing by chance."""
-    rng = random.Random(seed)
-    return " ".join(rng.choice(_WORDS) for _ in range(num_words))
 
 
 @dataclass(frozen=True)
@@ -84,10 +72,8 @@ class Workload:
         return sum(1 for _ in self.steps())
 
     def steps(self) -> Iterator[Step]:
-        for phase in self.phases:
-            for conversations in phase.users:
-                for conversation in conversations:
-                    yield from conversation.steps
+        talks = (talk for phase in self.phases for user in phase.users for talk in user)
+        return (step for talk in talks for step in talk.steps)
 
 
 @dataclass(frozen=True)
@@ -119,103 +105,59 @@ def workload_of(preset: str, habits: Habits, num_users: int, rounds: int = 1) ->
         raise UsageError(f"there is no preset {preset!r}; there are: {', '.join(PRESETS)}")
     if num_users < 1 or habits.turns < 1 or rounds < 1:
         raise UsageError("--users, --turns and --rounds: one or more")
-    return PRESETS[preset](habits, num_users, rounds)
+    return Workload(preset, PRESETS[preset](habits, num_users, rounds))
 
 
-def chat(habits: Habits, num_users: int, rounds: int) -> Workload:
+def chat(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
     """Users who chat, pause and go on."""
-    users = tuple(
+    users = (
         tuple(habits.conversation(f"chat-{user}-{i}") for i in range(rounds))
         for user in range(num_users)
     )
-    return Workload("chat", (Phase("chat", users),))
+    return (Phase("chat", tuple(users)),)
 
 
-def users(habits: Habits, num_users: int, rounds: int) -> Workload:
+def users(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
     """Ever more users at once, each with one short conversation: throughput against users."""
-    return Workload("users", tuple(_crowd(habits, count) for count in USERS))
+    return tuple(
+        Phase(
+            "1 user" if count == 1 else f"{count} users",
+            tuple((habits.conversation(f"users-{count}-{i}", turns=2),) for i in range(count)),
+        )
+        for count in USERS
+    )
 
 
-def _crowd(habits: Habits, count: int) -> Phase:
-    talks = (habits.conversation(f"users-{count}-{user}", turns=2) for user in range(count))
-    return Phase(crowd_name(count), tuple((talk,) for talk in talks))
-
-
-def crowd_name(count: int) -> str:
-    """The name of a phase that differs from others in its number of users only."""
-    return "1 user" if count == 1 else f"{count} users"
-
-
-def stress(habits: Habits, num_users: int, rounds: int) -> Workload:
+def stress(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
     """67 requests of seven kinds, the last with mistakes that a server has to survive."""
     words, answer = habits.words, habits.answer_tokens
     short, usual, long = Step(words, answer), Step(words, 2 * answer), Step(20 * words, answer)
     hasty = Step(8, max(1, answer // 4))
-    phases = (
+    mixed = (long if i % 4 == 0 else short for i in range(8))
+    error = [Step(1, 1, wrong="roles"), short, Step(1, 1, wrong="model"), short]
+    return (
         Phase("sustained load", (_apart("sustained", [usual] * 20),)),
         Phase("concurrent burst", tuple(_apart(f"burst-{i}", [short]) for i in range(8))),
         Phase("long context", (_apart("long", [long] * 5),)),
         Phase("rapid fire", (_apart("rapid", [hasty] * 10),)),
-        Phase("multi-turn", tuple((_talk(f"multi-{i}", [short] * 4),) for i in range(3))),
-        Phase(
-            "mixed", tuple(_apart(f"mixed-{i}", [long if i % 4 == 0 else short]) for i in range(8))
-        ),
-        Phase(
-            "error recovery",
-            (_apart("error", [_wrong("roles"), short, _wrong("model"), short]),),
-        ),
+        Phase("multi-turn", tuple((Conversation(f"multi-{i}", (short,) * 4),) for i in range(3))),
+        Phase("mixed", tuple(_apart(f"mixed-{i}", [x]) for i, x in enumerate(mixed))),
+        Phase("error recovery", (_apart("error", error),)),
     )
-    return Workload("stress", phases)
-
-
-def _wrong(how: str) -> Step:
-    return Step(1, 1, wrong="roles" if how == "roles" else "model")
-
-
-def _talk(name: str, steps: list[Step]) -> Conversation:
-    return Conversation(name, tuple(steps))
 
 
 def _apart(name: str, steps: list[Step]) -> tuple[Conversation, ...]:
     """Each step in a conversation of its own."""
-    return tuple(_talk(f"{name}-{i}", [step]) for i, step in enumerate(steps))
+    return tuple(Conversation(f"{name}-{i}", (step,)) for i, step in enumerate(steps))
 
 
-def agents(habits: Habits, num_users: int, rounds: int) -> Workload:
-    """Coding agents: a long text of tools in front, many quick turns with tools' results, helpers.
-
-    Each user is an agent with two helpers, who begin later, with less in front.
-    """
-    turns = max(4, habits.turns)
-    tools = prose("tools", max(habits.system_words, 20 * habits.words))
-    found: list[tuple[Conversation, ...]] = []
-    for user in range(num_users):
-        main = [
-            Step(habits.words if i % 4 else 3 * habits.words, habits.answer_tokens, habits.think_s)
-            for i in range(turns)
-        ]
-        found.append((Conversation(f"agent-{user}", tuple(main), tools),))
-        for helper in range(2):
-            first = Step(habits.words, habits.answer_tokens, think_s=(helper + 1) * 1.0)
-            rest = [replace(first, think_s=habits.think_s)] * (turns // 2 - 1)
-            lead = prose(f"helper {helper}", 5 * habits.words)
-            name = f"agent-{user}-helper-{helper}"
-            found.append((Conversation(name, (first, *rest), lead),))
-    return Workload("agents", (Phase("agents", tuple(found)),))
-
-
-def seeds(habits: Habits, num_users: int, rounds: int) -> Workload:
+def seeds(habits: Habits, num_users: int, rounds: int) -> tuple[Phase, ...]:
     """Join both tables of the first prototypes in one run."""
-    phases = (
-        *users(habits, num_users, rounds).phases,
-        *stress(habits, num_users, rounds).phases,
-    )
-    return Workload("seeds", phases)
+    return (*users(habits, num_users, rounds), *stress(habits, num_users, rounds))
 
 
-PRESETS: Final[Mapping[str, Callable[[Habits, int, int], Workload]]] = {
+PRESETS: Final[Mapping[str, Callable[[Habits, int, int], tuple[Phase, ...]]]] = {
     "chat": chat,
-    "agents": agents,
     "users": users,
     "stress": stress,
     "seeds": seeds,

@@ -10,22 +10,18 @@ from typing import Any
 
 import aiohttp
 import pytest
-import typer
 from aiohttp import web
-from typer.testing import CliRunner
 
 from benchmarks.stacks.fake_stack import FakeStack
-from benchmarks.users.__main__ import bench as bench_command
+from benchmarks.users.__main__ import main
 from benchmarks.users.capacity import Search
-from benchmarks.users.target import Target
+from benchmarks.users.figures import Target
 from benchmarks.users.workload import STRESS_REQUESTS
 from gateway.keys import generate_key
 from launch.remote.address import Address
 from launch.remote.turn import take_turn
 
 KEY, LINE = generate_key("alice")
-APP = typer.Typer()
-APP.command()(bench_command)
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +31,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
         yield running
 
 
-def bench(stack: FakeStack, *arguments: str) -> Any:
-    return CliRunner().invoke(APP, [stack.url, "--api-key", KEY, *arguments])
+def bench(stack: FakeStack, *arguments: str) -> int:
+    return main([stack.url, "--api-key", KEY, *arguments])
 
 
-def test_the_stress_table_is_whole_and_without_errors(stack, tmp_path):
-    file, picture = tmp_path / "b.json", tmp_path / "b.png"
-    ran = bench(stack, "--preset", "stress", "--json", str(file), "--plot", str(picture))
-    assert ran.exit_code == 0, ran.output
+def test_the_stress_table_is_whole_and_without_errors(stack, tmp_path, capsys):
+    file = tmp_path / "b.json"
+    assert bench(stack, "--preset", "stress", "--json", str(file)) == 0
     report = json.loads(file.read_text())
     assert len(report["requests"]) == STRESS_REQUESTS
     assert len(report["phases"]) == 7
@@ -53,15 +48,13 @@ def test_the_stress_table_is_whole_and_without_errors(stack, tmp_path):
     assert set(sources) == {"hot", "new"}  # returns of the multi-turn chats, and all others
     assert sources["hot"]["requests"] == 9
     assert sources["hot"]["reused_share"] > 0.5
-    assert "errors: 0" in ran.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "errors: 0" in capsys.readouterr().out
 
 
 def test_capacity_is_judged_by_the_header(stack, tmp_path):
     file = tmp_path / "c.json"
     arguments = ("--find-capacity", "--words", "20", "--max-sessions", "6", "--json", str(file))
-    ran = bench(stack, *arguments, "--plot", str(tmp_path / "c.svg"))
-    assert ran.exit_code == 0, ran.output
+    assert bench(stack, *arguments) == 0
     found = json.loads(file.read_text())
     assert (found["capacity"], found["at_least"], found["judged_by"]) == (6, True, "header")
     assert [x["opened"] for x in found["rounds"]] == [4, 6]

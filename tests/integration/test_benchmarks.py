@@ -17,7 +17,6 @@ PLAIN = {
 }
 RARELY = {
     "fuzz": "--count 200 --only tq3",
-    "idle_connections": "--idle 50 --seconds 1",
 }
 OF_THE_SAMPLE_MODEL = {
     "capacity": "--sessions 5 --tokens 200 --hot-for 4 --room 2",

@@ -45,7 +45,7 @@ def test_latents_are_measured_and_packed(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_llama_with_latents_is_the_same_model(tmp_path: Path) -> None:
-    """The sample model is measured so (``benchmarks.families.figures``)."""
+    """The sample model is measured so (``benchmarks.families.latent``)."""
     plain = tiny_model("llama")
     write_model("llama", tmp_path)
     latent = load_model(str(write_latent(tmp_path, tmp_path / "latent")), "float32")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.users.figures import Percentiles, Result, Run, label, percentiles, report_of
-from benchmarks.users.target import Target
-from benchmarks.users.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, prose, workload_of
+from benchmarks.stacks.product_stack import prose
+from benchmarks.users.figures import Percentiles, Result, Run, Target, percentiles, report_of
+from benchmarks.users.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, workload_of
 from launch.errors import UsageError
 from launch.remote.address import Address
 from launch.remote.turn import RemoteTurn
@@ -29,9 +29,9 @@ def test_percentiles_of_known_values():
 
 
 def test_a_miss_of_a_first_turn_is_no_loss():
-    assert label(result("miss", step=0)) == "new"
-    assert label(result("miss", step=1)) == "miss"
-    assert label(result("cold-disk")) == "cold-disk"
+    assert result("miss", step=0).source == "new"
+    assert result("miss", step=1).source == "miss"
+    assert result("cold-disk").source == "cold-disk"
 
 
 def test_a_report_counts_shares_speed_and_errors():
