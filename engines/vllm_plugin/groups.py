@@ -14,27 +14,14 @@ their fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
 # The id of vLLM's ``null_block``: "no block" in tables of groups that do not keep all tokens.
 NULL_BLOCK: Final = 0
 # Marks, in a list of a state's blocks, one that is already filled and that other requests may read.
 IN_USE: Final = -1
-
-
-class BlockPool(Protocol):
-    """The members of ``vllm.v1.core.block_pool.BlockPool`` that the plug-in uses."""
-
-    blocks: Sequence[Any]
-    num_gpu_blocks: int
-
-    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any: ...
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-    def free_blocks(self, ordered_blocks: Any) -> None: ...
-    def evict_blocks(self, block_ids: set[int]) -> None: ...
-    def get_num_free_blocks(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -84,44 +71,6 @@ class Groups:
             for group in self.states
             for i in group.reach(boundary)
         ]
-
-    def held_states(
-        self, pool: BlockPool, hashes: Sequence[bytes], boundaries: Iterable[int]
-    ) -> dict[int, list[int]]:
-        """The first of ``boundaries`` whose whole state vLLM still has, with the state's block ids.
-
-        {} if vLLM has none of them. ``hashes``: those of the session's blocks, from its beginning.
-        """
-        for boundary in boundaries:
-            blocks = self._held(pool, hashes, boundary)
-            if blocks is not None:
-                return {boundary: blocks}
-        return {}
-
-    def states_to_keep(
-        self, pool: BlockPool, hashes: Sequence[bytes], num_prompt_blocks: int, step: int = 1
-    ) -> dict[int, list[int]]:
-        """The newest state, and the newest within the prompt, by boundary.
-
-        Both are at multiples of ``step`` blocks, as the two numbers of blocks are. A chat template
-        may change the answer in the next turn's prompt. That turn then continues
-        from the second of these states.
-        """
-        newest, before = (
-            self.held_states(pool, hashes, range(n, 0, -step))
-            for n in (len(hashes), num_prompt_blocks)
-        )
-        return before | newest
-
-    def _held(self, pool: BlockPool, hashes: Sequence[bytes], boundary: int) -> list[int] | None:
-        blocks: list[int] = []
-        for group in self.states:
-            for i in group.reach(boundary):
-                found = pool.get_cached_block(hashes[i], [group.id])
-                if not found:
-                    return None
-                blocks.append(found[0].block_id)
-        return blocks
 
 
 DENSE: Final = Groups(0, ())

@@ -23,8 +23,9 @@ from engines.vllm_plugin.messages import (
     RankFindings,
     RunForward,
 )
-from engines.vllm_plugin.plan import Given
+from engines.vllm_plugin.plan import Given, WantedBlocks
 from engines.vllm_plugin.scheduler.hub import Hub
+from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 
@@ -98,14 +99,20 @@ class MeasuredRequests:
     """The measuring requests that vLLM knows, by their ids. All methods run on vLLM's thread."""
 
     def __init__(
-        self, order_of: Callable[[str], Forward | None], saves: TurnSaves, blocks: TokenBlocks
+        self,
+        order_of: Callable[[str], Forward | None],
+        resident: ResidentSessions,
+        saves: TurnSaves,
+        blocks: TokenBlocks,
     ) -> None:
         """``order_of`` returns the order of a ticket; None for a ticket that we did not issue."""
         self._order_of = order_of
+        self._resident = resident
         self._saves = saves
         self._blocks = blocks
         self._orders: dict[str, Forward] = {}
         self._given: list[Given] = []
+        self._wanted: list[WantedBlocks] = []
 
     def add(self, request: Any) -> bool:
         """Note a new request; False if it is an ordinary one."""
@@ -136,10 +143,27 @@ class MeasuredRequests:
             ids = list(tables[groups.full][:boundary])
             self._given.append(Given(request.request_id, order.number, ids, state_ids))
 
-    def pop_given(self) -> list[Given]:
-        """The blocks to fill in the next step."""
-        given, self._given = self._given, []
-        return given
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
+        """Hold the blocks to read until every rank has read them."""
+        order = self._orders.pop(request.request_id, None)
+        if order is None or order.wanted_from < 0:
+            return
+        size, num_tokens = self._blocks.block_tokens, len(order.tokens)
+        ids = list(
+            tables[self._blocks.groups.full][order.wanted_from // size : -(-num_tokens // size)]
+        )
+        boundary = num_tokens // size
+        hashes = self._blocks.computed_hashes(request, boundary)
+        places = [boundary] if len(hashes) == boundary else []
+        state = self._resident.newest_state(hashes, places).get(boundary, [])
+        job = self._saves.hold([*ids, *state])
+        self._wanted.append(WantedBlocks(job, order.number, ids, boundary, state))
+
+    def pop_planned(self) -> tuple[list[Given], list[WantedBlocks]]:
+        """The blocks to fill and those to read in the next step."""
+        planned = self._given, self._wanted
+        self._given, self._wanted = [], []
+        return planned
 
     def alone_in(self, scheduled: Collection[str]) -> int:
         """The number of the order, if its request is the only one in a step; else 0.
@@ -148,14 +172,3 @@ class MeasuredRequests:
         """
         orders = [self._orders[x] for x in scheduled if x in self._orders]
         return orders[0].number if len(orders) == len(scheduled) == 1 else 0
-
-    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
-        """Hold the blocks to read until every rank has read them."""
-        order = self._orders.pop(request.request_id, None)
-        if order is None or order.wanted_from < 0:
-            return
-        block_tokens = self._blocks.block_tokens
-        first, last = order.wanted_from // block_tokens, -(-len(order.tokens) // block_tokens)
-        ids = tables[self._blocks.groups.full][first:last]
-        boundary = len(order.tokens) // block_tokens
-        self._saves.hold_wanted(request, order.number, ids, boundary)

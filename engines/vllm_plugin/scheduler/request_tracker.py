@@ -124,9 +124,9 @@ class RequestTracker:
         for request_id, num_computed_tokens in admitted:
             self._report(request_id, num_computed_tokens)
         wait_s = 0.0 if self._num_running else IDLE_WAIT_S
-        saves, loads = self._saves.pop_planned(), self._restores.pop_planned()
-        given, wanted = self._measured.pop_given(), self._saves.pop_wanted()
+        given, wanted = self._measured.pop_planned()
         alone = self._measured.alone_in(scheduled)
+        saves, loads = self._saves.pop_planned(), self._restores.pop_planned()
         return StepWork(saves, loads, given, wanted, alone, wait_s)
 
     def _report(self, request_id: str, num_computed_tokens: int) -> None:

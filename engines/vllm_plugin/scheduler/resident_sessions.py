@@ -19,17 +19,30 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from engines.vllm_plugin.groups import DENSE, BlockPool, Groups
+from engines.vllm_plugin.groups import DENSE, Groups
 from kvstore.blobs.chain import num_common
 from kvstore.session import SessionName, SessionRef
 
 MAX_SESSIONS: Final = 4096
 LOOKUPS: Final = 3  # tries for one block, if vLLM's thread disturbs them; a try takes microseconds
+
+
+class BlockPool(Protocol):
+    """The members of ``vllm.v1.core.block_pool.BlockPool`` that the plug-in uses."""
+
+    blocks: Sequence[Any]
+    num_gpu_blocks: int
+
+    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> Any: ...
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Any) -> None: ...
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
+    def get_num_free_blocks(self) -> int: ...
 
 
 @dataclass
@@ -43,6 +56,9 @@ class ResidentSession:
     num_saves: int = 0  # planned, and not yet copied out by every rank
     dropping: bool = False  # its blocks leave the prefix cache in vLLM's next step
     reported_hot: bool = False  # in the last report to the gateway
+
+
+_UNKNOWN: Final = ResidentSession()
 
 
 class ResidentSessions:
@@ -78,13 +94,10 @@ class ResidentSessions:
             self._sessions.move_to_end(session.name)
             self._forget_oldest()
 
-    def end(
-        self, session: SessionRef, hashes: Sequence[bytes], boundary: int | None = None
-    ) -> None:
-        """Note that a turn is over and that the session now consists of these blocks.
+    def end(self, session: SessionRef, hashes: Sequence[bytes]) -> None:
+        """Note that a turn is over, and that the session now consists of these blocks.
 
-        ``hashes``: empty = the blocks have not changed. ``boundary``: if layers have states, the
-        number of blocks before the newest state, 0 if there is none.
+        ``hashes``: empty = the blocks have not changed.
         """
         with self._lock:
             entry = self._sessions.get(session.name)
@@ -93,8 +106,10 @@ class ResidentSessions:
             entry.num_requests -= 1
             entry.last_used_s = self._monotonic()
             if hashes:
-                entry.hashes = list(hashes)
-                entry.boundary = len(hashes) if boundary is None else boundary
+                entry.hashes, entry.boundary = list(hashes), len(hashes)
+                if self._groups.states:
+                    newest = self.newest_state(hashes, range(len(hashes), 0, -1))
+                    entry.boundary = max(newest, default=0)
                 entry.reported_hot = True
 
     def count_save(self, session: SessionRef, change: int) -> None:
@@ -114,39 +129,36 @@ class ResidentSessions:
 
     # ---- looking
 
+    def _known(self, name: SessionName) -> ResidentSession:
+        return self._sessions.get(name, _UNKNOWN)
+
     def names(self) -> list[SessionName]:
         with self._lock:
             return list(self._sessions)
 
     def is_busy(self, name: SessionName) -> bool:
         """True while a request of the session is being served."""
-        with self._lock:
-            entry = self._sessions.get(name)
-            return entry is not None and entry.num_requests > 0
+        return self._known(name).num_requests > 0
 
     def is_saving(self, name: SessionName) -> bool:
         """True while a rank has not yet copied out a planned save of the session."""
-        with self._lock:
-            entry = self._sessions.get(name)
-            return entry is not None and entry.num_saves > 0
+        return self._known(name).num_saves > 0
 
     def idle_s(self, name: SessionName) -> float | None:
         """Seconds since the session was last used; None if it is not known."""
-        with self._lock:
-            entry = self._sessions.get(name)
-            return None if entry is None else max(0.0, self._monotonic() - entry.last_used_s)
+        entry = self._sessions.get(name)
+        return None if entry is None else max(0.0, self._monotonic() - entry.last_used_s)
 
     def num_resident(self, name: SessionName) -> int:
         """The number of blocks that vLLM can continue from; 0 unless it still holds all of them."""
         with self._lock:
-            entry = self._sessions.get(name)
-            return 0 if entry is None else self._resident(entry)
+            return self._resident(self._known(name))
 
     def chain(self, session: SessionRef) -> list[bytes]:
         """The hashes of the session's blocks, whether cached or not; [] if it is being dropped."""
         with self._lock:
-            entry = self._sessions.get(session.name)
-            return [] if entry is None or entry.dropping else list(entry.hashes)
+            entry = self._known(session.name)
+            return [] if entry.dropping else list(entry.hashes)
 
     def pop_cooled(self) -> list[SessionName]:
         """Quiet sessions that were reported as hot and no longer are; each is returned once."""
@@ -156,14 +168,6 @@ class ResidentSessions:
             for _, entry in cooled:
                 entry.reported_hot = False
         return [name for name, _ in cooled]
-
-    def _resident(self, entry: ResidentSession) -> int:
-        end = entry.boundary
-        if entry.dropping or not end:
-            return 0
-        last = [(entry.hashes[end - 1], self._groups.full)]
-        state = [(entry.hashes[i], x.id) for x in self._groups.states for i in x.reach(end)]
-        return 0 if any(self._cached(*x) is None for x in last + state) else end
 
     def num_idle_blocks(self) -> int:
         """The number of blocks of quiet sessions.
@@ -177,6 +181,53 @@ class ResidentSessions:
     def num_used_blocks(self) -> int:
         """The number of blocks that running requests and saves hold."""
         return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+
+    # ---- vLLM's table
+
+    def cached_ids(self, hashes: Sequence[bytes]) -> list[int]:
+        """The ids of a chain's blocks, up to the first one that vLLM has reused."""
+        block_ids: list[int] = []
+        for block_hash in hashes:
+            block = self._cached(block_hash, self._groups.full)
+            if block is None:
+                break
+            block_ids.append(block.block_id)
+        return block_ids
+
+    def newest_state(
+        self, hashes: Sequence[bytes], boundaries: Iterable[int]
+    ) -> dict[int, list[int]]:
+        """The first of ``boundaries`` whose whole state vLLM still has, with the state's block ids.
+
+        {} if vLLM has none of them, or no layer has states. ``hashes``: those of the session's
+        blocks, from its beginning.
+        """
+        for boundary in boundaries if self._groups.states else ():
+            blocks = self._state(hashes, boundary)
+            if blocks is not None:
+                return {boundary: [x.block_id for x in blocks]}
+        return {}
+
+    def _state(self, hashes: Sequence[bytes], boundary: int) -> list[Any] | None:
+        groups = self._groups.states
+        blocks = [self._cached(hashes[i], x.id) for x in groups for i in x.reach(boundary)]
+        return None if None in blocks else blocks
+
+    def _resident(self, entry: ResidentSession) -> int:
+        end = entry.boundary
+        if entry.dropping or not end:
+            return 0
+        if self._cached(entry.hashes[end - 1], self._groups.full) is None:
+            return 0
+        return 0 if self._state(entry.hashes, end) is None else end
+
+    def _cached(self, block_hash: bytes, group: int) -> Any:
+        for _ in range(LOOKUPS):
+            # If a hash has several blocks, the lookup iterates over them; vLLM may change them.
+            with suppress(RuntimeError, StopIteration):
+                found = self.pool.get_cached_block(block_hash, [group])
+                return found[0] if found else None
+        return None
 
     # ---- dropping
 
@@ -213,14 +264,6 @@ class ResidentSessions:
                 entry.dropping = False
         blocks = [x for h in hashes for g in self._groups.ids if (x := self._cached(h, g))]
         self.pool.evict_blocks({x.block_id for x in blocks if x.ref_cnt == 0})
-
-    def _cached(self, block_hash: bytes, group: int) -> Any:
-        for _ in range(LOOKUPS):
-            # If a hash has several blocks, the lookup iterates over them; vLLM may change them.
-            with suppress(RuntimeError, StopIteration):
-                found = self.pool.get_cached_block(block_hash, [group])
-                return found[0] if found else None
-        return None
 
 
 def _num_kept(chain: Sequence[bytes], kept: Sequence[Sequence[bytes]]) -> int:

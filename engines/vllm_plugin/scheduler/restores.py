@@ -130,7 +130,7 @@ class Restores:
 
     def release(self, tracked: TrackedRequest) -> None:
         """Release the request's room, and its staged blobs unless they are being loaded."""
-        if tracked.restore is not None and not tracked.restore.loading:
+        if tracked.restore is not None and not self.is_loading(tracked.request.request_id):
             self._ranks.send(Release(tracked.restore.ticket))
         tracked.restore, tracked.waits_since = None, None
         self._budget.release(tracked.request.request_id)
@@ -139,7 +139,8 @@ class Restores:
         self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Plan the load into blocks that vLLM has set aside; ``tables``: block ids by group."""
-        if tracked.restore is None or tracked.restore.loading:
+        request_id = tracked.request.request_id
+        if tracked.restore is None or self.is_loading(request_id):
             return
         if not num_external_tokens:
             self.release(tracked)
@@ -147,12 +148,11 @@ class Restores:
         restore, staged = tracked.restore, tracked.restore.staged
         assert staged is not None, "vLLM loads only what was offered"
         first = staged.end_block - num_external_tokens // self._blocks.block_tokens
-        groups, request_id = self._blocks.groups, tracked.request.request_id
+        groups = self._blocks.groups
         ids = list(tables[groups.full][first : staged.end_block])
         state = groups.state_blocks(tables, staged.end_block, first)
         self._planned.append(Load(restore.ticket, request_id, first, ids, state))
-        restore.loading = set(ids)
-        self._loading[request_id] = restore.loading
+        self._loading[request_id] = set(ids)
         tracked.restored_tokens, tracked.tier = num_external_tokens, staged.tier
 
     def pop_planned(self) -> list[Load]:

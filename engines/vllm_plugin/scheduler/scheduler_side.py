@@ -14,7 +14,7 @@ import msgspec
 from engines.host.control_server import ControlServer
 from engines.vllm_plugin.chat_template import fill_in, sees_images, template_rules
 from engines.vllm_plugin.config import PluginSettings
-from engines.vllm_plugin.groups import BlockPool, Groups
+from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.inventory import Inventory, wants_events
 from engines.vllm_plugin.measuring.request_runner import unmeasurable
 from engines.vllm_plugin.messages import (
@@ -30,7 +30,7 @@ from engines.vllm_plugin.messages import (
 from engines.vllm_plugin.scheduler.hub import Hub, SaveAcks
 from engines.vllm_plugin.scheduler.measured_requests import Forwards, MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
-from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
+from engines.vllm_plugin.scheduler.resident_sessions import BlockPool, ResidentSessions
 from engines.vllm_plugin.scheduler.restores import Restores
 from engines.vllm_plugin.scheduler.shared_prefills import PrefillsInFlight
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
@@ -126,7 +126,7 @@ class SchedulerSide:
             PrefillsInFlight(blocks, int(vllm_config.scheduler_config.max_num_batched_tokens)),
             saves,
             self._resident,
-            MeasuredRequests(self._forwards.order_of, saves, blocks),
+            MeasuredRequests(self._forwards.order_of, self._resident, saves, blocks),
             on_admitted=self._hub.admitted,
             on_turn_end=self._turn_ended,
             counters=counters,

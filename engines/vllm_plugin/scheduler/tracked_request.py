@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from engines.http import COLD_SOURCES, CacheOutcome, CacheSource
@@ -85,7 +85,6 @@ class Restore:
     first_block: int
     asked_at: float  # monotonic
     staged: Staged | None = None
-    loading: set[int] = field(default_factory=set)  # block ids
 
 
 class Restoring(enum.Enum):

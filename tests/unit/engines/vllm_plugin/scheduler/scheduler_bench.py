@@ -99,7 +99,7 @@ class Request:
 
     def __init__(self, tokens: list[int], name: str = "r1", session: str = "s", **fields: Any):
         self.request_id = name
-        self.num_tokens = len(tokens)
+        self.num_tokens = self.num_prompt_tokens = len(tokens)
         self.all_token_ids = tokens
         self.mm_features: list[Any] = []
         self.prompt_embeds = None
@@ -159,7 +159,7 @@ def new_bench(
         PrefillsInFlight(blocks, STEP),
         saves,
         hot,
-        MeasuredRequests(orders.get, saves, blocks),
+        MeasuredRequests(orders.get, hot, saves, blocks),
         on_admitted=lambda news: admitted.append((news.answer_id, news.cache)),
         on_turn_end=ended.append,
         counters=counters,
