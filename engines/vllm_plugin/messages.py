@@ -105,22 +105,16 @@ class ForwardDone(msgspec.Struct, frozen=True, tag="forward-done"):
     error: str = ""
 
 
-class RankFindings(msgspec.Struct, frozen=True, tag="findings"):
-    """The figures of a rank, to be joined with those of the others, or why it has given up.
+class Findings(msgspec.Struct, frozen=True, tag="findings"):
+    """The figures of one rank, or the joint ones: the worst of each.
 
-    Sent again until the joint figures arrive.
+    A rank sends its own again until it gets the joint ones. ``error``: why there are none: a rank
+    has given up.
     """
 
-    rank: int
     rows: tuple[Quality, ...]
     error: str = ""
-
-
-class JointFindings(msgspec.Struct, frozen=True, tag="joint-findings"):
-    """The joint figures of all ranks, the worst of each, or the reason why there are none."""
-
-    rows: tuple[Quality, ...]
-    error: str = ""
+    rank: int = -1  # -1: the joint ones
 
 
 class RunForward(msgspec.Struct, frozen=True, tag="run-forward"):
@@ -217,10 +211,10 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     """Order to make an idle engine run a step, since there is news for readers of KV events."""
 
 
-ToRank: TypeAlias = Stage | Release | Ask | ForwardDone | JointFindings
+ToRank: TypeAlias = Stage | Release | Ask | ForwardDone | Findings
 ToFront: TypeAlias = RequestAdmitted | RunForward | Wake
 RankNews: TypeAlias = RankSaved | RankLost | RankRests
-PeerNews: TypeAlias = RankNews | Forward | ForwardDone | RankFindings
+PeerNews: TypeAlias = RankNews | Forward | ForwardDone | Findings
 FromPeer: TypeAlias = RankHello | Staged | RankAnswer | PeerNews | FrontHello
 Message: TypeAlias = ToRank | FromPeer | ToFront
 

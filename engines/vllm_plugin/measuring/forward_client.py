@@ -9,7 +9,7 @@ from typing import Final
 
 from engines.calibration.agreement import with_figures_of
 from engines.calibration.self_measurement import Interrupted
-from engines.vllm_plugin.messages import Forward, ForwardDone, JointFindings, RankFindings
+from engines.vllm_plugin.messages import Findings, Forward, ForwardDone
 from kvstore.codecs.profile import Profile
 
 REPEAT_S: Final = 2.0
@@ -19,13 +19,13 @@ MOST_ORDERS: Final = 1 << 32  # more than a measurement ever needs
 class ForwardClient:
     """Orders requests, one after the other. Other threads call ``receive`` and ``close``."""
 
-    def __init__(self, rank: int, send: Callable[[Forward | RankFindings], None]) -> None:
+    def __init__(self, rank: int, send: Callable[[Forward | Findings], None]) -> None:
         self._rank = rank
         self._send = send
         self._lock = threading.Condition()
         self._number = 0
         self._done: ForwardDone | None = None
-        self._joint: JointFindings | None = None
+        self._joint: Findings | None = None
         self._closed = False
 
     def begin(self) -> None:
@@ -83,25 +83,25 @@ class ForwardClient:
             Interrupted: the engine ends.
             RuntimeError: a rank has given up.
         """
-        findings = RankFindings(self._rank, profile.rows)
+        findings = Findings(profile.rows, rank=self._rank)
         with self._lock:
             while (joint := self._agreed()) is None:
                 self._send(findings)
                 self._lock.wait_for(self._agreed, REPEAT_S)
         return replace(profile, rows=with_figures_of(profile.rows, joint.rows))
 
-    def _agreed(self) -> JointFindings | None:
+    def _agreed(self) -> Findings | None:
         self._check()
         return self._joint
 
     def give_up(self, reason: str) -> None:
         """Inform the other ranks that this one stops measuring."""
-        self._send(RankFindings(self._rank, (), reason))
+        self._send(Findings((), reason, self._rank))
 
-    def receive(self, news: ForwardDone | JointFindings) -> None:
+    def receive(self, news: ForwardDone | Findings) -> None:
         """Note that a request is over, or the joint figures of all ranks."""
         with self._lock:
-            if isinstance(news, JointFindings):
+            if isinstance(news, Findings):
                 self._joint = news
             elif news.number == self._number:
                 self._done = news

@@ -17,7 +17,7 @@ from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.serving_instrument import EngineKV, ServingInstrument
-from engines.vllm_plugin.messages import ForwardDone, JointFindings
+from engines.vllm_plugin.messages import Findings, ForwardDone
 from engines.vllm_plugin.plan import StepWork
 from engines.wire import CodecReport
 
@@ -118,7 +118,7 @@ class RankMeasuring:
         """Fill the blocks of the step that are to get the prepared KV."""
         EXCHANGE.fill(step, self._cache, self._states)
 
-    def receive(self, news: ForwardDone | JointFindings) -> None:
+    def receive(self, news: ForwardDone | Findings) -> None:
         """Pass the hub's news on to the thread that waits for it. On the link's thread."""
         self._client.receive(news)
 

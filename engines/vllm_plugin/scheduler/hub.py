@@ -25,11 +25,8 @@ import msgspec
 from engines.host.control_server import private_socket, send_bounded
 from engines.vllm_plugin.messages import (
     Ask,
-    ForwardDone,
     FrontHello,
-    JointFindings,
     Look,
-    Message,
     PeerNews,
     RankAnswer,
     RankHello,
@@ -40,6 +37,8 @@ from engines.vllm_plugin.messages import (
     RunForward,
     Stage,
     Staged,
+    ToFront,
+    ToRank,
     Wake,
     decode_from_peer,
 )
@@ -84,27 +83,6 @@ class SaveAcks:
         return False
 
 
-class RankCall:
-    """One question to every rank. A long list of sessions comes in several messages."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.complete: asyncio.Future[list[RankAnswer]] = asyncio.get_running_loop().create_future()
-        self._num_ranks = num_ranks
-        self._pages: dict[object, list[RankSession]] = {}  # by rank, until its last message
-        self._answers: list[RankAnswer] = []
-
-    def receive(self, answer: RankAnswer, rank: object) -> None:
-        """Add a message; ``rank`` is any object that distinguishes the senders."""
-        sessions = self._pages.setdefault(rank, [])
-        sessions.extend(answer.sessions)
-        if answer.more:
-            return
-        del self._pages[rank]
-        self._answers.append(msgspec.structs.replace(answer, sessions=sessions))
-        if len(self._answers) == self._num_ranks and not self.complete.done():
-            self.complete.set_result(self._answers)
-
-
 class Hub:
     """Sends to all ranks and collects their answers; asks them for the control verbs.
 
@@ -124,7 +102,8 @@ class Hub:
         self._front_came = asyncio.Event()
         self._partial: dict[int, list[Staged]] = {}  # answers to a ticket that is still wanted
         self._numbers = itertools.count(1)
-        self._calls: dict[int, RankCall] = {}  # those that callers still wait for
+        # Messages to callers that still wait, each with its sender; by the question's number.
+        self._calls: dict[int, asyncio.Queue[tuple[object, RankAnswer]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
         self._loop = asyncio.new_event_loop()
@@ -196,14 +175,17 @@ class Hub:
         """The bytes of a stored token, on all ranks together."""
         return sum(x.packed_bytes_per_token for x in self._hellos.values())
 
-    def send(self, message: Stage | Release) -> None:
-        """Send the message to every rank; answers are kept until its ticket is released."""
+    def send(self, message: ToRank | ToFront) -> None:
+        """Send a message: to every rank; a report to all HTTP servers, or an order to one of them.
+
+        The answers to a ``Stage`` are kept until its ticket is released.
+        """
         with self._lock:
-            if isinstance(message, Release):
-                self._partial.pop(message.ticket, None)
-            else:
+            if isinstance(message, Stage):
                 self._partial[message.ticket] = []
-        self.call_soon(self._broadcast, message)
+            elif isinstance(message, Release):
+                self._partial.pop(message.ticket, None)
+        self.call_soon(self._send, message)
 
     def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
         """The joint answer of all ranks to a ``Stage``; it is returned only once.
@@ -219,18 +201,6 @@ class Hub:
         shortest = min(answers, key=lambda x: x.end_block)
         tier = max((x.tier for x in answers), key=_TIERS.index)
         return Staged(ticket, shortest.end_block, tier, shortest.reason)
-
-    def admitted(self, news: RequestAdmitted) -> None:
-        """Inform the HTTP servers that a request has begun to run."""
-        self.call_soon(self._send_to_fronts, news)
-
-    def send_to_ranks(self, news: ForwardDone | JointFindings) -> None:
-        """Send news of a measurement to every rank."""
-        self.call_soon(self._broadcast, news)
-
-    def ask_front(self, order: RunForward | Wake) -> None:
-        """Order one of the HTTP servers to submit a request to vLLM, or to wake its engine."""
-        self.call_soon(self._send_to_one_front, order)
 
     def call_soon(self, call: Callable[..., object], *args: object) -> None:
         """Run ``call`` on the event loop."""
@@ -278,31 +248,39 @@ class Hub:
         """
         if not self.ready:
             raise ConnectionError("not every worker of the engine is connected")
-        number, call = next(self._numbers), RankCall(self.num_ranks)
-        self._calls[number] = call
+        number = next(self._numbers)
+        self._calls[number] = asyncio.Queue()
         try:
             async with asyncio.timeout(deadline_s):
-                self._broadcast(Ask(number, verb))
-                answers = await call.complete
+                self._send(Ask(number, verb))
+                answers = await self._answers(self._calls[number])
         finally:
             del self._calls[number]
         if failed := next((x.error for x in answers if x.error), ""):
             raise ConnectionError(f"a worker of the engine could not do it: {failed}")
         return answers
 
-    def _broadcast(self, message: Message) -> None:
-        body = frame(message)
-        for writer in self._ranks.values():
-            send_bounded(writer, body)
+    async def _answers(
+        self, messages: asyncio.Queue[tuple[object, RankAnswer]]
+    ) -> list[RankAnswer]:
+        """Wait for every rank's answer; a long list of sessions comes in several messages."""
+        answers: list[RankAnswer] = []
+        sessions: dict[object, list[RankSession]] = {}  # by rank
+        while len(answers) < self.num_ranks:
+            rank, answer = await messages.get()
+            sessions.setdefault(rank, []).extend(answer.sessions)
+            if not answer.more:
+                answers.append(msgspec.structs.replace(answer, sessions=sessions[rank]))
+        return answers
 
-    def _send_to_fronts(self, message: RequestAdmitted) -> None:
+    def _send(self, message: ToRank | ToFront) -> None:
+        receivers = list(self._ranks.values())
+        if isinstance(message, RequestAdmitted | RunForward | Wake):
+            fronts = list(self._fronts)
+            receivers = fronts if isinstance(message, RequestAdmitted) else fronts[:1]
         body = frame(message)
-        for writer in self._fronts:
+        for writer in receivers:
             send_bounded(writer, body)
-
-    def _send_to_one_front(self, message: RunForward | Wake) -> None:
-        if (writer := next(iter(self._fronts), None)) is not None:
-            send_bounded(writer, frame(message))
 
     async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -332,7 +310,7 @@ class Hub:
                         self._lock.notify_all()
             case RankAnswer() as answer:
                 if (call := self._calls.get(answer.number)) is not None:
-                    call.receive(answer, writer)
+                    call.put_nowait((writer, answer))
             case FrontHello():
                 self._fronts.add(writer)
                 self._front_came.set()

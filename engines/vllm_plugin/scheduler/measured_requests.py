@@ -16,13 +16,7 @@ import msgspec
 
 from engines.calibration.agreement import worst_of
 from engines.vllm_plugin.identity import ticket_of
-from engines.vllm_plugin.messages import (
-    Forward,
-    ForwardDone,
-    JointFindings,
-    RankFindings,
-    RunForward,
-)
+from engines.vllm_plugin.messages import Findings, Forward, ForwardDone, RunForward
 from engines.vllm_plugin.plan import Given, WantedBlocks
 from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
@@ -43,7 +37,7 @@ class Forwards:
         self._is_idle = is_idle
         self._heard: dict[int, Forward] = {}  # the newest order, by rank
         self._last = 0  # number of the order that was carried out last
-        self._findings: dict[int, RankFindings] = {}  # by rank
+        self._findings: dict[int, Findings] = {}  # by rank
         self._open: dict[str, Forward] = {}
         self._done: dict[int, asyncio.Future[str]] = {}
 
@@ -51,8 +45,20 @@ class Forwards:
         """The order that a request with this ticket carries out; None if the ticket is unknown."""
         return self._open.get(ticket)
 
-    def receive(self, order: Forward) -> None:
-        """Note a rank's order of a request; submit it to vLLM when all ranks have ordered it."""
+    def receive(self, news: Forward | ForwardDone | Findings) -> None:
+        """Note a rank's order or figures, or that an HTTP server has the answer to a request."""
+        match news:
+            case Forward():
+                self._note_order(news)
+            case ForwardDone():
+                waiting = self._done.get(news.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(news.error)
+            case Findings():
+                self._note_findings(news)
+
+    def _note_order(self, order: Forward) -> None:
+        """Have the order carried out when all ranks have sent it."""
         if order.number <= self._last:
             return
         self._heard[order.rank] = order
@@ -63,20 +69,14 @@ class Forwards:
             self._last = order.number
             self._hub.spawn(partial(self._carry_out, wanted.pop()))
 
-    def receive_done(self, done: ForwardDone) -> None:
-        """Note that an HTTP server has the answer to a measuring request."""
-        waiting = self._done.get(done.number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(done.error)
-
-    def receive_findings(self, findings: RankFindings) -> None:
-        """Note a rank's figures; once all have come, or one rank has given up, inform all ranks."""
+    def _note_findings(self, findings: Findings) -> None:
+        """Inform all ranks once all figures have come, or one rank has given up."""
         self._findings[findings.rank] = findings
         found = [self._findings[x] for x in sorted(self._findings)]
         if error := next((x.error for x in found if x.error), ""):
-            self._hub.send_to_ranks(JointFindings((), error))
+            self._hub.send(Findings((), error))
         elif len(found) == self._hub.num_ranks:
-            self._hub.send_to_ranks(JointFindings(worst_of([x.rows for x in found])))
+            self._hub.send(Findings(worst_of([x.rows for x in found])))
 
     async def _carry_out(self, order: Forward) -> None:
         while not (self._is_idle() and self._hub.num_fronts):
@@ -86,13 +86,13 @@ class Forwards:
         self._done[order.number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(MOST_S):
-                self._hub.ask_front(RunForward(ticket, order))
+                self._hub.send(RunForward(ticket, order))
                 error = await self._done[order.number]
         except TimeoutError:
             error = f"no answer came within {MOST_S:.0f} s"
         finally:
             del self._open[ticket], self._done[order.number]
-        self._hub.send_to_ranks(ForwardDone(order.number, error))
+        self._hub.send(ForwardDone(order.number, error))
 
 
 class MeasuredRequests:

@@ -12,16 +12,14 @@ from typing import Any, Final, Literal
 import msgspec
 
 from engines.host.control_server import ControlServer
-from engines.vllm_plugin.chat_template import fill_in, sees_images, template_rules
 from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.inventory import Inventory, wants_events
-from engines.vllm_plugin.measuring.request_runner import unmeasurable
 from engines.vllm_plugin.messages import (
+    Findings,
     Forward,
     ForwardDone,
     PeerNews,
-    RankFindings,
     RankLost,
     RankRests,
     RankSaved,
@@ -36,9 +34,9 @@ from engines.vllm_plugin.scheduler.shared_prefills import PrefillsInFlight
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
+from engines.vllm_plugin.scheduler.welcome import welcome_of
 from engines.wire import (
     ALL_CHANGED,
-    CodecReport,
     EngineReport,
     Notice,
     SessionRef,
@@ -127,7 +125,7 @@ class SchedulerSide:
             saves,
             self._resident,
             MeasuredRequests(self._forwards.order_of, self._resident, saves, blocks),
-            on_admitted=self._hub.admitted,
+            on_admitted=self._hub.send,
             on_turn_end=self._turn_ended,
             counters=counters,
         )
@@ -140,18 +138,7 @@ class SchedulerSide:
             requests=self.tracker.progress,
             is_reported=self._is_reported,
         )
-        self._welcome = Welcome(
-            engine="vllm",
-            engine_version=version,
-            model=settings.served_model_name or str(vllm_config.model_config.model),
-            max_context=int(vllm_config.model_config.max_model_len),
-            codec=CodecReport(name=""),
-            hibernation=True,
-            template=template_rules(vllm_config.model_config),
-            can_measure=not unmeasurable(vllm_config, groups),
-            sees_images=sees_images(vllm_config.model_config),
-            fill_in=fill_in(vllm_config.model_config),
-        )
+        self._welcome = welcome_of(settings, vllm_config, groups, version)
         self._control = ControlServer(settings.token, self._welcomed, self._verbs)
         control = self._control.serve(settings.control_address)
         if settings.wait_for_front:
@@ -191,7 +178,7 @@ class SchedulerSide:
         while True:
             await asyncio.sleep(WAKE_S)
             if self._has_events:
-                self._hub.ask_front(Wake())
+                self._hub.send(Wake())
 
     def bind(self, pool: BlockPool) -> None:
         """Set vLLM's block pool, before the first request."""
@@ -236,12 +223,8 @@ class SchedulerSide:
                 self._hub.spawn(partial(self._notify, "saved", news.session))
             case RankRests() if self.inventory is not None:
                 self.inventory.update(news)
-            case Forward():
+            case Forward() | ForwardDone() | Findings():
                 self._forwards.receive(news)
-            case RankFindings():
-                self._forwards.receive_findings(news)
-            case ForwardDone():
-                self._forwards.receive_done(news)
 
     async def _notify(self, cause: Literal["turn", "saved"], session: SessionRef) -> None:
         report = await self._look(session)

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -38,7 +38,6 @@ from engines.wire import (
     TenantUses,
     TierStats,
     Unpin,
-    Verb,
 )
 from kvstore.session import TIER_NAMES, SessionName, SessionRef, TenantLimits, TierName
 from kvstore.stats import Counters, Repacking, StoreStats
@@ -53,6 +52,7 @@ HAND_OVER_S: Final = 20.0  # for one that must; vLLM passes it to the workers in
 REPORTED_S: Final = 1.0
 POLL_S: Final = 0.01
 _ORDER: Final[list[TierName | None]] = [*TIER_NAMES, None]
+AboutSession: TypeAlias = Demote | Prefetch | Pin | Unpin | Look
 _ONE_FOR_ALL_RANKS: Final = frozenset({"saves", "saves_skipped", "saves_failed"})
 
 
@@ -122,12 +122,12 @@ class VllmVerbs:
         found = _merged(answers).get(name)
         kept = self._why_kept(name, found, handed_over and all(x.settled for x in answers))
         if kept or found is None:
-            return Done(self._report(name, found), kept)
+            return self._done(session, found, kept)
         await self._until(lambda: self._is_reported(name), REPORTED_S)
         self._resident.ask_to_drop(name)
         if tier is not None and tier != found.tier:
-            found = await self._find(Demote(session, tier), MOVE_S, name)
-        return Done(self._report(name, found))
+            found = await self._find(Demote(session, tier))
+        return self._done(session, found)
 
     async def _until_handed_over(self, name: SessionName, within_s: float) -> bool:
         """Wait for the ranks to begin the session's planned saves; False after ``within_s``."""
@@ -156,40 +156,35 @@ class VllmVerbs:
 
     async def prefetch(self, session: SessionRef) -> Done:
         """Bring the blobs to the fastest tier; vLLM fills blocks only for a running request."""
-        return await self._done(Prefetch(session), session)
+        return self._done(session, await self._find(Prefetch(session)))
 
     async def pin(self, session: SessionRef, pinned: bool) -> Done:
         """Pin or unpin the session on all ranks, or on none.
 
         A rank may not have the session.
         """
-        name = session.name
-        await self._until_handed_over(name, SETTLE_S)
-        if not pinned:
-            return await self._done(Unpin(session), session)
-        answers = await self._hub.ask(Pin(session), MOVE_S)
-        found = _merged(answers).get(name)
+        await self._until_handed_over(session.name, SETTLE_S)
+        found = await self._find(Pin(session)) if pinned else None
         if found is None or not found.pinned:
-            found = await self._find(Unpin(session), MOVE_S, name)
-        return Done(self._report(name, found))
+            found = await self._find(Unpin(session))
+        return self._done(session, found)
 
     async def forget(self, session: SessionRef) -> Done:
         """Delete the session everywhere and return its last report.
 
         Raises ``TimeoutError``: a save of it is still under way, and would bring it back.
         """
-        name = session.name
-        if not await self._until_handed_over(name, HAND_OVER_S):
+        if not await self._until_handed_over(session.name, HAND_OVER_S):
             raise TimeoutError("the session's last turn is still being saved")
-        before = await self._find(Look(session), LOOK_S, name)
-        report = self._report(name, before)
+        last = self._done(session, await self._find(Look(session), LOOK_S))
         await self._hub.ask(Forget(session), MOVE_S)
-        self._resident.ask_to_drop(name)
-        return Done(report)
+        self._resident.ask_to_drop(session.name)
+        return last
 
-    async def _done(self, verb: Verb, session: SessionRef) -> Done:
-        name = session.name
-        return Done(self._report(name, await self._find(verb, MOVE_S, name)))
+    def _done(
+        self, session: SessionRef, found: RankSession | None, kept: KeptReason | None = None
+    ) -> Done:
+        return Done(self._report(session.name, found), kept)
 
     async def sessions(self) -> list[SessionReport]:
         """The reports of all sessions that have a cold copy or live blocks."""
@@ -200,8 +195,7 @@ class VllmVerbs:
 
     async def look(self, session: SessionRef) -> SessionReport | None:
         """The session's report; None if it has no live blocks, no cold copy and no request."""
-        name = session.name
-        return self._report(name, await self._find(Look(session), LOOK_S, name))
+        return self._report(session.name, await self._find(Look(session), LOOK_S))
 
     async def stats(self) -> EngineReport:
         """The sums of counters, queues and tiers over all ranks."""
@@ -239,10 +233,9 @@ class VllmVerbs:
             counters[name] = max(x.counters.get(name, 0) for x in stores)
         return counters | self._counters.as_dict()
 
-    async def _find(
-        self, verb: Verb | Look, deadline_s: float, name: SessionName
-    ) -> RankSession | None:
-        return _merged(await self._hub.ask(verb, deadline_s)).get(name)
+    async def _find(self, verb: AboutSession, deadline_s: float = MOVE_S) -> RankSession | None:
+        """Have the ranks carry out the verb; return the session as it is then on all of them."""
+        return _merged(await self._hub.ask(verb, deadline_s)).get(verb.session.name)
 
     def _report(self, name: SessionName, cold: RankSession | None) -> SessionReport | None:
         resident = self._resident.num_resident(name)

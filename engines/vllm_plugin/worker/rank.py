@@ -17,8 +17,8 @@ import msgspec
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.vllm_plugin.messages import (
     Ask,
+    Findings,
     ForwardDone,
-    JointFindings,
     Look,
     Message,
     RankAnswer,
@@ -241,7 +241,7 @@ class RankLink:
                 self._staging.take(message.ticket)
             case Ask():
                 self._verb_threads.submit(self._answer, message, connection)
-            case ForwardDone() | JointFindings():
+            case ForwardDone() | Findings():
                 self._measuring.receive(message)
 
     def _send_on(self, connection: socket.socket | None, message: Message) -> None:

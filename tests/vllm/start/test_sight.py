@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 from transformers import Qwen2_5_VLConfig
 from vllm.config import ModelConfig
 
-from engines.vllm_plugin.chat_template import sees_images
+from engines.vllm_plugin.scheduler.welcome import sees_images
 from tests.vllm.conftest import model_path
 
 

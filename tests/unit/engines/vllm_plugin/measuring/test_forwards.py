@@ -13,10 +13,9 @@ import pytest
 from engines.calibration.self_measurement import Interrupted
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.messages import (
+    Findings,
     ForwardDone,
     FrontHello,
-    JointFindings,
-    RankFindings,
     RankHello,
     RunForward,
     decode_to_front,
@@ -57,28 +56,20 @@ class Rank(Peer):
                 message = decode_to_rank(receive(self.link))
             except (OSError, EOFError):
                 return
-            assert isinstance(message, ForwardDone | JointFindings)
+            assert isinstance(message, ForwardDone | Findings)
             self.client.receive(message)
 
 
 class Rig:
     def __init__(self, path: str) -> None:
         self.idle = True
-        self.hub = Hub(path, 2, self._receive)
+        self.hub = Hub(path, 2, lambda news: self.forwards.receive(news))
         self.forwards = Forwards(self.hub, lambda: self.idle)
         self.hub.start()
         self.ranks = [Rank(path, i) for i in range(2)]
         self.front = Peer(path, FrontHello())
         self.pool = ThreadPoolExecutor(2)
         until(lambda: self.hub.ready and self.hub.num_fronts)
-
-    def _receive(self, news: object) -> None:
-        if isinstance(news, ForwardDone):
-            self.forwards.receive_done(news)
-        elif isinstance(news, RankFindings):
-            self.forwards.receive_findings(news)
-        else:
-            self.forwards.receive(news)
 
     def order(self, rank: int, tokens: list[int]):
         client = self.ranks[rank].client

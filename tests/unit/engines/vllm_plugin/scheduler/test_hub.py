@@ -137,7 +137,7 @@ def test_an_http_server_that_does_not_read_is_cut_off(hub, tmp_path):
     with peer(tmp_path, FrontHello()):
         until(lambda: hub.num_fronts == 1)
         for _ in range(MANY):
-            hub.admitted(RequestAdmitted("x" * MEGABYTE, "hot"))
+            hub.send(RequestAdmitted("x" * MEGABYTE, "hot"))
         until(lambda: not hub.num_fronts)
 
 

@@ -1,0 +1,69 @@
+"""Finds out what the gateway learns of an engine when it connects, such as the chats it accepts."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+from engines.host.template_rules import fill_in_of, rules_of
+from engines.vllm_plugin.config import PluginSettings
+from engines.vllm_plugin.groups import Groups
+from engines.vllm_plugin.measuring.request_runner import unmeasurable
+from engines.wire import CodecReport, FillIn, TemplateRules, Welcome
+
+logger = logging.getLogger("thermocline.vllm")
+
+
+def welcome_of(settings: PluginSettings, vllm_config: Any, groups: Groups, version: str) -> Welcome:
+    """The greeting without what the workers know: the codec and the sizes of KV."""
+    model = vllm_config.model_config
+    rules, fill_in = _known_of_tokenizer(model)
+    return Welcome(
+        engine="vllm",
+        engine_version=version,
+        model=settings.served_model_name or str(model.model),
+        max_context=int(model.max_model_len),
+        codec=CodecReport(name=""),
+        hibernation=True,
+        template=rules,
+        can_measure=not unmeasurable(vllm_config, groups),
+        sees_images=sees_images(model),
+        fill_in=fill_in,
+    )
+
+
+def sees_images(model_config: Any) -> bool:
+    """Say whether the model accepts images and vLLM's configuration allows them."""
+    if not getattr(model_config, "supports_multimodal_inputs", False):
+        return False
+    try:
+        from vllm.multimodal import MULTIMODAL_REGISTRY  # the rest runs without vLLM
+
+        kinds = MULTIMODAL_REGISTRY.get_processing_info(model_config).supported_mm_limits
+        limit = model_config.get_multimodal_config().get_limit_per_prompt("image")
+    except Exception as error:  # a third-party model must not end the engine
+        logger.warning("whether the model sees images is not known: %s", error)
+        return False
+    return "image" in kinds and limit > 0
+
+
+def _known_of_tokenizer(model_config: Any) -> tuple[TemplateRules, FillIn | None]:
+    """The order of roles that the chat template accepts, and the marks for fill-in-the-middle.
+
+    EngineCore has loaded the model's own tokenizer in any case. Only vLLM's server knows a template
+    that was set by ``--chat-template``. In that case, and where there is no template, every order
+    of roles is assumed to be accepted.
+    """
+    rules, fill_in = TemplateRules(), None
+    try:
+        from vllm.tokenizers import cached_tokenizer_from_config  # the rest runs without vLLM
+
+        tokenizer = cached_tokenizer_from_config(model_config)
+        fill_in = fill_in_of(tokenizer.get_vocab()) if tokenizer else None
+        apply = getattr(tokenizer, "apply_chat_template", None)
+        if apply is not None and getattr(tokenizer, "chat_template", None):
+            rules = rules_of(partial(apply, tokenize=False, add_generation_prompt=False))
+    except Exception as error:  # a third-party tokenizer must not end the engine
+        logger.warning("the tokenizer does not show all about its chats: %s", error)
+    return rules, fill_in
