@@ -47,6 +47,10 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return str(Path(self.runtime_dir) / HUB_SOCKET)
 
     @property
+    def data_folder(self) -> Path:
+        return Path(self.data_path or self.disk_path)
+
+    @property
     def control_address(self) -> str:
         return self.control or f"unix:{Path(self.runtime_dir) / CONTROL_SOCKET}"
 

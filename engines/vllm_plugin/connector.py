@@ -11,6 +11,7 @@ vLLM makes one instance in EngineCore, for its scheduler, and one in every worke
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,12 +34,14 @@ from engines.vllm_plugin.blocks.blocks import Blocks
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.config import BadSettings, settings_from
 from engines.vllm_plugin.device.device_check import blocks_for
+from engines.vllm_plugin.measuring.exchange import EXCHANGE
 from engines.vllm_plugin.plan import StepWork
 from engines.vllm_plugin.process.processes import die_with_parent
 from engines.vllm_plugin.process.server import record_refusal, runtime_folder
 from engines.vllm_plugin.reports import ColdMetrics, ColdStats, KVEvents, StatsFeed, source_of
 from engines.vllm_plugin.scheduler.scheduler_side import SchedulerSide
 from engines.vllm_plugin.support import Unsupported, check, check_version
+from engines.vllm_plugin.worker.transfer import Ended
 from engines.vllm_plugin.worker.worker_side import WorkerSide, open_worker_side
 from kvstore.errors import CodecRefused, TierInUse, UnknownCodec
 from kvstore.store.cold_store import ColdStore
@@ -60,14 +63,13 @@ class BlockAcks(KVConnectorWorkerMetadata):
     ``skipped``: the jobs among them that at least one rank did not begin.
     """
 
-    ranks: dict[int, int] = field(default_factory=dict)
+    ranks: Counter[int] = field(default_factory=Counter)
     skipped: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> BlockAcks:
         """Add the counts of another rank."""
         assert isinstance(other, BlockAcks)
-        for job, count in other.ranks.items():
-            self.ranks[job] = self.ranks.get(job, 0) + count
+        self.ranks += other.ranks
         self.skipped |= other.skipped
         return self
 
@@ -92,6 +94,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats: StatsFeed | None = None
         self._events: KVEvents | None = None  # where vLLM reports KV events
         self._worker: WorkerSide | None = None
+        self._ended = Ended()  # in the worker's present step
         if role is KVConnectorRole.SCHEDULER:
             with record_refusal(self._folder, OSError, ValueError):  # sockets that cannot be opened
                 self._scheduler_side = SchedulerSide(
@@ -217,8 +220,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM calls this before the model runs. It calls ``start_load_kv`` that early only if it
         # waits for loads within the step.
         if self._worker is not None:
-            assert isinstance(connector_metadata, StepPlan)
-            self._worker.begin_step(connector_metadata.step)
+            EXCHANGE.begin_step(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -242,28 +244,22 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Do nothing: sessions are saved when their turn ends, not layer by layer."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, (self._worker.pop_loaded() or None) if self._worker else None
+    # At the end of a step vLLM calls these three, in this order.
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = super().get_transfer_results(finished_req_ids)
-        failed = set[str]()
-        if self._worker is not None:
-            failed = self._worker.transfer.pop_failed(results.finished_recving)
+        self._ended = self._worker.pop_ended() if self._worker is not None else Ended()
+        loads = self._ended.loads
         # With one group vLLM keeps the blocks before the first bad one. With several groups it
         # accepts no list of bad blocks, so the whole load is reported as failed.
-        results.failed_recving = failed if self._groups.states else set()
-        return results
+        failed = {x for x, bad in loads.items() if bad} if self._groups.states else set[str]()
+        return KVConnectorTransferResults(finished_recving={*loads}, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        bad = self._worker.transfer.pop_bad_blocks() if self._worker else set()
-        return set() if self._groups.states else bad
+        return set() if self._groups.states else set[int]().union(*self._ended.loads.values())
 
     def build_connector_worker_meta(self) -> BlockAcks | None:
-        acks = self._worker.transfer.pop_acks() if self._worker else {}
-        if not acks or self._worker is None:
-            return None
-        return BlockAcks(acks, self._worker.transfer.pop_skipped(acks))
+        jobs = self._ended.jobs
+        return BlockAcks(Counter({*jobs}), {x for x in jobs if jobs[x]}) if jobs else None
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -202,15 +202,14 @@ def test_a_session_sleeps_and_wakes_through_the_worker_half(rigs):
     transfer = Transfer(RankBlocks(blocks, None, rig.store, rig.shape.block), staging)
     transfer.save(Save(1, ref(), hashes, ids), lambda *_: saved.set())
     assert saved.wait(60)
-    assert transfer.pop_acks() == {1: 1}
+    assert transfer.pop_ended().jobs == {1: False}
     for cache in rig.caches.values():
         cache.fill_(EMPTY)
     staging.expect(7)
     chain = rig.store.maker.of_blocks(hashes, rig.shape.block)
     staging.put(7, StagedBlobs(rig.store.fetch(rig.store.match(ref(), chain)), hashes))
     transfer.load(Load(7, "request", 0, target))
-    transfer.wait_for_news(60)
-    assert (transfer.pop_loaded(), transfer.pop_bad_blocks()) == ({"request"}, set())
+    assert transfer.pop_ended(60).loads == {"request": set()}
     transfer.close()
     found = [bits(x)[target] for x in rig.caches.values()]
     first = (0, slice(None), slice(0, 4))  # only the first tokens are exact

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from engines.vllm_plugin.blocks.state_layers import StateBlocks
     from engines.vllm_plugin.measuring.layer_views import LayerViews
 
-
 logger = logging.getLogger("thermocline.vllm")
+T = TypeVar("T")
 
 
 class FoundRows(NamedTuple):
@@ -51,8 +52,14 @@ class Exchange:
         self._expects_rows = False  # the next logits are the prompt's
         self._views: LayerViews | None = None  # for the steps to observe
         self._armed: LayerViews | None = None
+        self._cache: PagedCache | None = None
+        self._states: StateBlocks | None = None
         self.model: nn.Module | None = None
         self.sees_rows = False  # the logits of prompts can be noted
+
+    def bind(self, cache: PagedCache, states: StateBlocks | None = None) -> None:
+        """Set the blocks of the rank, before its first step."""
+        self._cache, self._states = cache, states
 
     # ---- on the measuring thread
 
@@ -122,33 +129,41 @@ class Exchange:
             views = self._views if is_alone else None
         self._see(views)
 
-    def fill(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> None:
-        """Write the given KV into the blocks of this step that are to get it."""
-        for x in step.given:
-            try:
-                self._fill(x, cache, states)
-            except Exception:  # on vLLM's thread: a failed measurement must not end the engine
-                logger.exception("a measurement could not fill its blocks")
+    def fill(self, given: Sequence[Given]) -> None:
+        """Write the given KV into the blocks of a step that are to get it."""
+        self._each(self._fill, given, "a measurement could not fill its blocks")
 
-    def _fill(self, given: Given, cache: PagedCache, states: StateBlocks | None) -> None:
-        with self._lock:
-            if given.number == self._number and self._given:
-                cache.write(given.block_ids, self._given, 0)
-                if states is not None:
-                    if NULL_BLOCK in given.state_ids:
-                        raise RuntimeError("vLLM has set no block aside for a state")
-                    states.write(len(given.block_ids), given.state_ids, self._given_state)
-                self._was_given = True
-
-    def read(self, step: StepWork, cache: PagedCache, states: StateBlocks | None) -> list[int]:
-        """Read the wanted blocks of this step; return the jobs that are done."""
+    def read(self, wanted: Sequence[WantedBlocks]) -> None:
+        """End the observation of a step, and read the wanted blocks."""
         self._see(None)
-        for x in step.wanted:
+        self._each(self._read, wanted, "a measurement could not read its blocks")
+
+    def _each(self, work: Callable[[T], None], items: Sequence[T], failed: str) -> None:
+        for x in items:
             try:
-                self._read(x, cache, states)
-            except Exception:  # as in ``fill``; the caller gets no rows, and gives up
-                logger.exception("a measurement could not read its blocks")
-        return [x.job for x in step.wanted]
+                with self._lock:
+                    work(x)
+            except Exception:  # on vLLM's thread: a failed measurement must not end the engine
+                logger.exception(failed)
+
+    def _fill(self, given: Given) -> None:
+        assert self._cache is not None
+        if given.number == self._number and self._given:
+            self._cache.write(given.block_ids, self._given, 0)
+            if self._states is not None:
+                if NULL_BLOCK in given.state_ids:
+                    raise RuntimeError("vLLM has set no block aside for a state")
+                self._states.write(len(given.block_ids), given.state_ids, self._given_state)
+            self._was_given = True
+
+    def _read(self, wanted: WantedBlocks) -> None:
+        assert self._cache is not None
+        if wanted.number == self._number:
+            state: StateTree = None
+            if self._states is not None and wanted.state_ids:
+                state = self._states.read(wanted.boundary, wanted.state_ids)
+            self._found = FoundRows(self._cache.read(wanted.block_ids), state)
+            self._lock.notify_all()
 
     def _see(self, views: LayerViews | None) -> None:
         """Observe layers with ``views`` until the next call; None observes none."""
@@ -157,15 +172,6 @@ class Exchange:
         if views is not None:
             views.arm()
         self._armed = views
-
-    def _read(self, wanted: WantedBlocks, cache: PagedCache, states: StateBlocks | None) -> None:
-        with self._lock:
-            if wanted.number == self._number:
-                state: StateTree = None
-                if states is not None and wanted.state_ids:
-                    state = states.read(wanted.boundary, wanted.state_ids)
-                self._found = FoundRows(cache.read(wanted.block_ids), state)
-                self._lock.notify_all()
 
     def expect_rows(self, number: int) -> None:
         """Note that the next logits belong to this order's prompt: see ``model_access``."""

@@ -1,89 +1,67 @@
-"""Measures the served model in one rank: begins and ends a measurement, and joins in its steps."""
+"""Measures the served model in one rank: begins and ends a measurement, and shows how far it is."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from engines.calibration.measuring.trials import least_context
+from engines.calibration.orders import first_order
 from engines.calibration.self_measurement import OpenQuestions, SelfMeasurement
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.blocks.paging import PagedCache
 from engines.vllm_plugin.blocks.state_layers import StateBlocks
+from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.exchange import EXCHANGE
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
-from engines.vllm_plugin.measuring.serving_instrument import EngineKV, ServingInstrument
-from engines.vllm_plugin.messages import Findings, ForwardDone
-from engines.vllm_plugin.plan import StepWork
+from engines.vllm_plugin.measuring.request_runner import unmeasurable
+from engines.vllm_plugin.measuring.serving_instrument import ServingInstrument
+from engines.vllm_plugin.messages import Findings, Forward, ForwardDone
 from engines.wire import CodecReport
 
 
-class Prepared(NamedTuple):
-    """The way in which a rank's share of the model is measured.
-
-    ``order``: makes that of a model's first start. ``within``: fills the rank's paths into another.
-    ``adopt``: see ``SelfMeasurement``.
-    """
-
-    order: Callable[[], CalibrationOrder]
-    within: Callable[[CalibrationOrder], CalibrationOrder]
-    groups: Groups
-    fingerprint: str
-    adopt: Callable[[], None]
-
-
-def longest_prompt(vllm_config: Any) -> int:
-    """The most tokens of one request: bounded by the model's context and the pool of blocks."""
-    cache = vllm_config.cache_config
-    longest = int(vllm_config.model_config.max_model_len)
-    pool = (cache.num_gpu_blocks or 0) * cache.block_size
-    return min(longest, pool) if pool else longest
-
-
 class RankMeasuring:
-    """One rank's part in measuring requests. Methods with a ``step`` run on vLLM's thread."""
+    """One rank's measurements. Methods may be called from any thread."""
 
     def __init__(
         self,
+        settings: PluginSettings,
         vllm_config: Any,
+        rank: int,
         cache: PagedCache,
         states: StateBlocks | None,
-        client: ForwardClient,
-        token: str,
+        groups: Groups,
+        fingerprint: str,
+        *,
+        send: Callable[[Forward | Findings], None],
+        adopt: Callable[[], None],
     ) -> None:
-        """``token``: the secret of the engine's settings."""
+        """``send``: sends to the hub. ``adopt``: see ``SelfMeasurement``."""
+        self._settings = settings
         self._config = vllm_config
+        self._rank = rank
         self._cache = cache
         self._states = states
-        self._client = client
+        self._groups = groups
+        self._fingerprint = fingerprint
+        self._client = ForwardClient(rank, send)
+        self._adopt = adopt
         self._measurement: SelfMeasurement | None = None
-        self._prepared: Prepared | None = None
         # The same on every rank, and unknown to clients.
-        self._salt = hashlib.sha256(f"measuring {token}".encode()).hexdigest()
-
-    def prepare(self, prepared: Prepared) -> None:
-        """Set how this model is measured from now on."""
-        self._prepared = prepared
+        self._salt = hashlib.sha256(f"measuring {settings.token}".encode()).hexdigest()
+        EXCHANGE.bind(cache, states)
 
     def open_instrument(self) -> ServingInstrument:
         """Open the instrument for the thread that calls. Raises what ``ServingInstrument`` does."""
-        assert self._prepared is not None
-        groups, states = self._prepared.groups, self._states
-        kv = EngineKV(
-            self._cache.layout,
-            groups.layers,
-            self._cache.block_tokens,
-            states.layout if states is not None else None,
-            tuple(x for y in groups.states if not y.recurrent for x in y.layers),
-            self._cache.has_latents,
-        )
         tokenizer = cached_tokenizer_from_config(self._config.model_config)
-        known = (self._prepared.fingerprint, tokenizer, self._salt)
-        return ServingInstrument(self._client, EXCHANGE, kv, *known)
+        kept = self._cache, self._states, self._groups
+        known = self._fingerprint, tokenizer, self._salt
+        return ServingInstrument(self._client, EXCHANGE, *kept, *known)
 
     def begin(
         self, open_questions: OpenQuestions | None = None, order: CalibrationOrder | None = None
@@ -93,51 +71,54 @@ class RankMeasuring:
         Without ``open_questions`` the model is measured again. ``order``: see
         ``engines.wire.Measure``.
         """
-        if self._prepared is None or self.is_running:
+        if unmeasurable(self._config, self._groups) or self.is_running:
             return
         # They agree once, on the same presets, and do not continue to learn.
         several = self._config.parallel_config.world_size > 1
         if self._measurement is not None:
             self._measurement.close()
         self._client.begin()
+        paths = self._settings.runtime_dir, str(self._settings.data_folder), self._rank
         self._measurement = SelfMeasurement(
-            self._prepared.order() if order is None else self._prepared.within(order),
+            self._first_order() if order is None else order.within(*paths),
             self.open_instrument,
-            self._prepared.adopt,
+            self._adopt,
             engine=f"vllm {vllm.__version__}",
             stages=order is None and not several,
             open_questions=open_questions,
             partners=self._client if several else None,
         )
 
-    def begin_step(self, step: StepWork) -> None:
-        """Start to observe layers in the step, if the order needs it."""
-        EXCHANGE.begin_step(step)
-
-    def fill(self, step: StepWork) -> None:
-        """Fill the blocks of the step that are to get the prepared KV."""
-        EXCHANGE.fill(step, self._cache, self._states)
+    def _first_order(self) -> CalibrationOrder:
+        config, block_tokens = self._config.cache_config, self._cache.block_tokens
+        longest = int(self._config.model_config.max_model_len)
+        pool = (config.num_gpu_blocks or 0) * config.block_size
+        # A state can be stored only after whole blocks, which may be hundreds of tokens long.
+        layout = self._states.layout if self._states is not None else None
+        return first_order(
+            self._settings.store,
+            min(longest, pool) if pool else longest,
+            str(self._settings.data_folder),
+            least_context(layout, block_tokens),
+            block_tokens if layout is not None else 1,
+        )
 
     def receive(self, news: ForwardDone | Findings) -> None:
-        """Pass the hub's news on to the thread that waits for it. On the link's thread."""
+        """Pass the hub's news on to the thread that waits for it."""
         self._client.receive(news)
 
     def with_progress(self, report: CodecReport) -> CodecReport:
         """Return the report with the progress and the end of the measurement filled in."""
         return self._measurement.with_progress(report) if self._measurement is not None else report
 
-    def read(self, step: StepWork) -> list[int]:
-        """Read the wanted blocks of the step; return the jobs that are done."""
-        return EXCHANGE.read(step, self._cache, self._states)
-
     @property
     def is_running(self) -> bool:
-        """True while a measurement runs. Any thread."""
+        """True while a measurement runs."""
         return self._measurement is not None and self._measurement.is_running
 
     @property
     def has_verdict(self) -> bool:
-        """False only while a measurement runs that has no verdict yet. Any thread."""
+        """False only while a measurement runs that has no verdict yet."""
         return self._measurement is None or self._measurement.has_verdict or not self.is_running
 
     def close(self) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from torch import nn
 
 from engines.calibration.instrument import NOTHING, HeldSession, Note, NotObservable
+from engines.vllm_plugin.blocks.paging import PagedCache
+from engines.vllm_plugin.blocks.state_layers import StateBlocks
+from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.exchange import Exchange, FoundRows
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
@@ -27,26 +30,6 @@ NO_SCORES: Final = "vLLM shows no scores of prompts: several heads, or --kv-shar
 MOST_UNSEEN: Final = 3  # texts in a row; after them none is looked back on
 
 
-@dataclass(frozen=True)
-class EngineKV:
-    """The parts that the engine keeps of a session.
-
-    Attributes:
-        layout: the layout of the layers that keep all tokens.
-        layer_names: vLLM's name of each of these layers.
-        states: the layout of the other layers' states; None if there are no such layers.
-        window_names: vLLM's names of the layers of ``states.windows``.
-        has_latents: see ``PagedCache``; the keys of such layers contain no rotated part.
-    """
-
-    layout: KVLayout
-    layer_names: tuple[str, ...]
-    block_tokens: int
-    states: StateLayout | None = None
-    window_names: tuple[str, ...] = ()
-    has_latents: bool = False
-
-
 class ServingInstrument:
     """Measures by requests to vLLM. Belongs to the measuring thread."""
 
@@ -54,7 +37,9 @@ class ServingInstrument:
         self,
         client: ForwardClient,
         exchange: Exchange,
-        kv: EngineKV,
+        cache: PagedCache,
+        states: StateBlocks | None,
+        groups: Groups,
         fingerprint: str,
         tokenizer: Any,
         salt: str,
@@ -66,7 +51,9 @@ class ServingInstrument:
         """
         self._client = client
         self._exchange = exchange
-        self._kv = kv
+        self._cache = cache
+        self._states = states.layout if states is not None else None
+        self._groups = groups
         self._fingerprint = fingerprint
         self._tokenizer = tokenizer
         self._salt = salt
@@ -76,7 +63,7 @@ class ServingInstrument:
 
     @property
     def layout(self) -> KVLayout:
-        return self._kv.layout
+        return self._cache.layout
 
     @property
     def fingerprint(self) -> str:
@@ -84,21 +71,22 @@ class ServingInstrument:
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
-        if self._kv.has_latents:
-            dims = [x.value_dim for x in self._kv.layout.layers]
-            return ropes_of_latents(self._model, self._kv.layer_names, dims)
-        return self._ropes_of(self._kv.layer_names, self._kv.layout)
+        if self._cache.has_latents:
+            dims = [x.value_dim for x in self._cache.layout.layers]
+            return ropes_of_latents(self._model, self._groups.layers, dims)
+        return self._ropes_of(self._groups.layers, self._cache.layout)
 
     @property
     def states(self) -> StateLayout | None:
-        return self._kv.states
+        return self._states
 
     def window_ropes(self) -> tuple[Rope | None, ...]:
-        windows = self._kv.states.windows if self._kv.states is not None else None
-        return self._ropes_of(self._kv.window_names, windows) if windows is not None else ()
+        windows = self._states.windows if self._states is not None else None
+        names = [x for y in self._groups.states if not y.recurrent for x in y.layers]
+        return self._ropes_of(names, windows) if windows is not None else ()
 
     def _ropes_of(self, names: Sequence[str], layout: KVLayout) -> tuple[Rope | None, ...]:
-        find = ropes_of if self._kv.states is None else ropes_if_found
+        find = ropes_of if self._states is None else ropes_if_found
         return find(self._model, names, [x.head_dim for x in layout.layers])
 
     @property
@@ -116,7 +104,7 @@ class ServingInstrument:
         return list(self._tokenizer.encode(text))
 
     def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
-        if self._kv.states is not None:
+        if self._states is not None:
             return self._whole(tokens, past)
         run = self.rows(tokens, past.run)
         return HeldSession(run, len(tokens), prompt=tuple(tokens))
@@ -126,8 +114,8 @@ class ServingInstrument:
 
         Of a model with states vLLM goes on from whole blocks only, so a step takes one at least.
         """
-        step = STEP_TOKENS if self._kv.states is None else self._step_tokens
-        run = self._kv.layout.empty(len(tokens))
+        step = STEP_TOKENS if self._states is None else self._step_tokens
+        run = self._cache.layout.empty(len(tokens))
         done = past[0][0].shape[1] if past else 0
         _copy(past, run, 0)
         while done < len(tokens):
@@ -145,14 +133,14 @@ class ServingInstrument:
 
         No notices are given for a text if other requests ran in that step.
         """
-        if self._kv.has_latents:
+        if self._cache.has_latents:
             raise NotObservable("this model keeps latents in the place of keys and values")
         # Begin with a whole block: vLLM computes a partly known block again.
-        block = self._kv.block_tokens
+        block = self._cache.block_tokens
         first = max(first // block, -(-(len(tokens) - STEP_TOKENS) // block)) * block
         if not 0 < first < len(tokens):
             return self.rows(tokens)
-        views = LayerViews(self._model, self._kv.layer_names, len(tokens) - first, sum(tokens))
+        views = LayerViews(self._model, self._groups.layers, len(tokens) - first, sum(tokens))
         run = self.rows(tokens[:first])
         self._exchange.watch(views)
         try:
@@ -178,8 +166,8 @@ class ServingInstrument:
         tokens before is given, not taken from vLLM's cache, and a step that other requests share is
         repeated, ``MOST_TRIES`` times at most.
         """
-        skipped = first % self._kv.block_tokens
-        if self._kv.states is not None:
+        skipped = first % self._cache.block_tokens
+        if self._states is not None:
             rows: KVRun = self._found(tokens, first).rows
         else:
             for number in range(1, MOST_TRIES + 1):
@@ -215,15 +203,15 @@ class ServingInstrument:
 
     @property
     def state_step(self) -> int:
-        return self._kv.block_tokens
+        return self._cache.block_tokens
 
     def _whole(self, tokens: Sequence[int], past: HeldSession) -> HeldSession:
         """Compute the session of the whole blocks of ``tokens``: states exist only after those.
 
         Without ``past``, blocks in vLLM's own cache are not computed again.
         """
-        whole = len(tokens) // self._kv.block_tokens * self._kv.block_tokens
-        run, session = self._kv.layout.empty(whole), past
+        whole = len(tokens) // self._cache.block_tokens * self._cache.block_tokens
+        run, session = self._cache.layout.empty(whole), past
         _copy(session.run, run, 0)
         while session.num_tokens < whole:
             done = session.num_tokens
@@ -240,7 +228,7 @@ class ServingInstrument:
     @property
     def _step_tokens(self) -> int:
         """The tokens prefilled in one step, in whole blocks."""
-        return max(1, STEP_TOKENS // self._kv.block_tokens) * self._kv.block_tokens
+        return max(1, STEP_TOKENS // self._cache.block_tokens) * self._cache.block_tokens
 
     def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         """Log-probabilities after each of ``tokens``: fp32 (num_tokens, vocabulary).
@@ -248,8 +236,8 @@ class ServingInstrument:
         The whole blocks of ``session`` are given to vLLM; its prompt's tokens after them are
         computed again.
         """
-        given = session.num_tokens // self._kv.block_tokens * self._kv.block_tokens
-        with_states = self._kv.states is not None
+        given = session.num_tokens // self._cache.block_tokens * self._cache.block_tokens
+        with_states = self._states is not None
         prompt = session.prompt if with_states else session.prompt[: session.num_tokens]
         held = HeldSession(slice_tokens(session.run, 0, given), given, session.state)
         if not self._exchange.sees_rows:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass, field
 
 from engines.vllm_plugin.blocks.blocks import Filling
 from engines.vllm_plugin.inventory import event_note
@@ -31,38 +31,44 @@ logger = logging.getLogger("thermocline.vllm")
 OnEnded = Callable[[Save, bool], None]  # the bool: True if the store has the session now
 
 
-class Transfer:
-    """The saves and loads of one rank.
+@dataclass
+class Ended:
+    """What has ended since the step before.
 
-    ``save``, ``load`` and ``take_*`` are called on the worker's own thread, once per step.
+    Attributes:
+        loads: the blocks that could not be filled, by request.
+        jobs: the jobs that need their blocks no longer; True: a save that was skipped.
     """
+
+    loads: dict[str, set[int]] = field(default_factory=dict)
+    jobs: dict[int, bool] = field(default_factory=dict)
+
+
+class Transfer:
+    """The saves and loads of one rank. The worker's own thread calls all methods."""
 
     def __init__(self, access: RankBlocks, staging: StagingArea) -> None:
         self._access = access
         self._store = access.store
         self._staging = staging
-        self._lock = threading.Lock()
-        self._settled = threading.Condition(self._lock)
+        self._settled = threading.Condition()
         self._under_way = 0  # loads, and saves that still need their blocks
-        self._acks: dict[int, int] = {}
-        self._skipped: set[int] = set()  # those of ``_acks`` that were not begun
-        self._loaded: set[str] = set()
-        self._failed: set[str] = set()
-        self._bad_blocks: set[int] = set()
+        self._ended = Ended()
         self._loaders = ThreadPoolExecutor(2, "thermocline-load", initializer=unbind_thread)
 
     @property
-    def why_host(self) -> str:
-        """See ``Blocks``."""
-        return self._access.blocks.why_host
-
-    @property
     def is_settled(self) -> bool:
-        """True if no save and no load is under way."""
-        with self._lock:
-            if self._under_way:
-                return False
-        return self._store.is_saved
+        """True if no save and no load is under way. Any thread."""
+        return not self._under_way and self._store.is_saved
+
+    def pop_ended(self, within_s: float = 0.0) -> Ended:
+        """Return what has ended, each once; wait up to ``within_s`` for it while work runs."""
+        with self._settled:
+            self._settled.wait_for(
+                lambda: self._ended.loads or self._ended.jobs or not self._under_way, within_s
+            )
+            ended, self._ended = self._ended, Ended()
+            return ended
 
     # ---- saving
 
@@ -71,54 +77,55 @@ class Transfer:
 
         ``on_ended`` is called once, perhaps on another thread.
         """
-        store, size = self._store, self._access.block_tokens
+        store, size, blocks = self._store, self._access.block_tokens, self._access.blocks
         chunk_blocks = store.chunk_tokens // size
-        with self._lock:
-            self._under_way += 1
-        state_blocks = sum(map(len, save.states.values()))
+        self._begin()
         is_begun = store.save(
             save.session,
             store.maker.of_blocks(save.hashes, size),
-            BlockRows(
-                save, self._access, self._access.blocks.mark(), partial(self._release, save.job)
-            ),
+            BlockRows(save, self._access, blocks.mark(), lambda: self._end(job=save.job)),
             states=sorted(x // chunk_blocks for x in save.states),
-            state_bytes=state_blocks * self._access.blocks.block_bytes,
+            state_bytes=sum(map(len, save.states.values())) * blocks.block_bytes,
             note=event_note(save.hashes, save.ids, chunk_blocks),
             on_done=lambda record: on_ended(save, record is not None),
             always=save.waits,
         )
         if not is_begun:
-            if not save.waits:  # else it was refused for another reason, and would be again
-                with self._lock:
-                    self._skipped.add(save.job)
+            # One that was to wait was refused for another reason, and would be again.
+            with self._settled:
+                self._ended.jobs[save.job] = not save.waits
             on_ended(save, False)
 
-    def _release(self, job: int) -> None:
+    def note_read(self, jobs: Iterable[int]) -> None:
+        """Note that other code has read the blocks of these jobs, which are no saves."""
         with self._settled:
-            self._acks[job] = 1
-            self._under_way -= 1
-            self._settled.notify_all()
+            self._ended.jobs.update(dict.fromkeys(jobs, False))
 
-    def copied(self, job: int) -> None:
-        """Note that the blocks of a job other than a save were read. On the worker's thread."""
+    def _begin(self) -> None:
         with self._settled:
-            self._acks[job] = 1
+            self._under_way += 1
+
+    def _end(self, *, job: int = 0, request_id: str = "", bad: Collection[int] = ()) -> None:
+        """Note the end of a save, or of a load with the blocks that could not be filled."""
+        with self._settled:
+            if job:
+                self._ended.jobs[job] = False
+            else:
+                self._ended.loads[request_id] = {*bad}
+            self._under_way -= 1
             self._settled.notify_all()
 
     # ---- loading
 
     def load(self, load: Load) -> None:
         """Begin a load."""
-        with self._lock:
-            self._under_way += 1
+        self._begin()
         self._loaders.submit(self._load, load, self._access.blocks.mark())
 
-    def filled(self, request_ids: Iterable[str]) -> None:
-        """Note that other code has filled the blocks of these requests. On the worker's thread."""
+    def note_filled(self, request_ids: Iterable[str]) -> None:
+        """Note that other code has filled the blocks of these requests."""
         with self._settled:
-            self._loaded.update(request_ids)
-            self._settled.notify_all()
+            self._ended.loads.update((x, set()) for x in request_ids)
 
     def _load(self, load: Load, ready: object) -> None:
         bad = {*load.block_ids, *load.state_ids}
@@ -130,14 +137,7 @@ class Transfer:
             logger.exception("a restore failed")
         if bad:
             logger.warning("%d blocks could not be restored and are computed again", len(bad))
-        # All under one lock: failed blocks must be reported no later than the end of the load.
-        with self._settled:
-            self._bad_blocks |= bad
-            if bad:
-                self._failed.add(load.request_id)
-            self._loaded.add(load.request_id)
-            self._under_way -= 1
-            self._settled.notify_all()
+        self._end(request_id=load.request_id, bad=bad)
 
     def _fill(self, load: Load, staged: StagedBlobs, ready: object) -> set[int]:
         """Fill the blocks of a load; return the ids of those filled."""
@@ -167,47 +167,6 @@ class Transfer:
                 ids = load.block_ids[first - load.first_block : last - load.first_block]
                 fillings.append(Filling(read.piece, blob, first - begin, ids))
         return fillings
-
-    # ---- vLLM's calls in each step
-
-    def wait_for_news(self, within_s: float) -> None:
-        """Wait for a load or an acknowledgement to take, while work runs, up to ``within_s``."""
-        with self._settled:
-            self._settled.wait_for(
-                lambda: self._loaded or self._acks or not self._under_way, within_s
-            )
-
-    def pop_loaded(self) -> set[str]:
-        """Return the ids of the requests whose load is over, each once."""
-        with self._lock:
-            loaded, self._loaded = self._loaded, set()
-            return loaded
-
-    def pop_bad_blocks(self) -> set[int]:
-        """Return the ids of the blocks that could not be filled, each once."""
-        with self._lock:
-            bad, self._bad_blocks = self._bad_blocks, set()
-            return bad
-
-    def pop_failed(self, loaded: set[str]) -> set[str]:
-        """The requests among ``loaded``, just taken, that have a bad block."""
-        with self._lock:
-            failed = self._failed & loaded
-            self._failed -= failed
-            return failed
-
-    def pop_acks(self) -> dict[int, int]:
-        """Return the jobs whose blocks are no longer needed, each with a count of one rank."""
-        with self._lock:
-            acks, self._acks = self._acks, {}
-            return acks
-
-    def pop_skipped(self, acks: Iterable[int]) -> set[int]:
-        """The jobs among ``acks``, just taken, that were skipped."""
-        with self._lock:
-            skipped = self._skipped.intersection(acks)
-            self._skipped -= skipped
-            return skipped
 
     def close(self) -> None:
         """Finish the loads that have begun and the saves that still need their blocks."""

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -16,8 +15,6 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.calibration.measuring.trials import least_context
-from engines.calibration.orders import first_order
 from engines.config import vllm_rank_folder
 from engines.vllm_plugin.blocks.block_layout import (
     BlockLayout,
@@ -40,8 +37,8 @@ from engines.vllm_plugin.config import PluginSettings
 from engines.vllm_plugin.device.accelerator import stream_of
 from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.inventory import wants_events
-from engines.vllm_plugin.measuring.forward_client import ForwardClient
-from engines.vllm_plugin.measuring.rank_measuring import Prepared, RankMeasuring, longest_prompt
+from engines.vllm_plugin.measuring.exchange import EXCHANGE
+from engines.vllm_plugin.measuring.rank_measuring import RankMeasuring
 from engines.vllm_plugin.measuring.request_runner import unmeasurable
 from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
@@ -51,7 +48,7 @@ from engines.vllm_plugin.worker.block_rows import RankBlocks
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.worker.resting_watch import RestingWatch
-from engines.vllm_plugin.worker.transfer import Transfer
+from engines.vllm_plugin.worker.transfer import Ended, Transfer
 from engines.wire import BF16_BYTES, KVSize
 from kvstore.config import StoreConfig
 from kvstore.ledger.notices import StoreNotice
@@ -80,11 +77,11 @@ class WorkerSide:
         transfer: Transfer,
         link: RankLink,
         store: ColdStore,
-        measuring: RankMeasuring | None = None,
+        measuring: RankMeasuring,
         resting: RestingWatch | None = None,
     ) -> None:
         """``resting``: reports the store's blocks, if vLLM reports KV events."""
-        self.transfer = transfer
+        self._transfer = transfer
         self._link = link
         self._store = store
         self.measuring = measuring
@@ -94,42 +91,33 @@ class WorkerSide:
         store.listen(self._store_changed)
         store.pack_when(self._is_quiet)
 
-    def begin_step(self, step: StepWork) -> None:
-        """Start to observe the step, if a measurement needs it; called before the model runs."""
-        if self.measuring is not None:
-            self.measuring.begin_step(step)
-
     def start_loads(self, step: StepWork) -> None:
         """Begin the step's loads."""
         self._wait_s = step.wait_s
         self._stepped_at = time.monotonic()
-        if self.measuring is not None:
-            self.measuring.fill(step)
-            self.transfer.filled(x.request_id for x in step.given)
+        EXCHANGE.fill(step.given)
+        self._transfer.note_filled(x.request_id for x in step.given)
         for load in step.loads:
-            self.transfer.load(load)
+            self._transfer.load(load)
 
     def start_saves(self, step: StepWork) -> None:
         """Begin the step's saves, after the model has run."""
         for save in step.saves:
-            self.transfer.save(save, self._saved)
-        if self.measuring is not None:
-            for job in self.measuring.read(step):
-                self.transfer.copied(job)
+            self._transfer.save(save, self._saved)
+        EXCHANGE.read(step.wanted)
+        self._transfer.note_read(x.job for x in step.wanted)
 
-    def pop_loaded(self) -> set[str]:
-        """Return the ids of requests whose load is over; vLLM's first call at the end of a step.
+    def pop_ended(self) -> Ended:
+        """Return what has ended by the end of a step.
 
         If the model has no work, this waits for news for a moment.
         """
-        self.transfer.wait_for_news(self._wait_s)
-        return self.transfer.pop_loaded()
+        return self._transfer.pop_ended(self._wait_s)
 
     def close(self) -> None:
         """End the saves first: they need the store, and the link to report how they ended."""
-        if self.measuring is not None:
-            self.measuring.close()
-        self.transfer.close()
+        self.measuring.close()
+        self._transfer.close()
         if self._resting is not None:
             self._resting.close()
         self._link.close()
@@ -139,7 +127,7 @@ class WorkerSide:
         """True if vLLM has run no step for a moment, and no copy is under way. Any thread."""
         if time.monotonic() - self._stepped_at < QUIET_S or self._link.num_staging:
             return False
-        return self.transfer.is_settled and (self.measuring is None or self.measuring.has_verdict)
+        return self._transfer.is_settled and self.measuring.has_verdict
 
     def _store_changed(self, notice: StoreNotice) -> None:
         if self._resting is not None:
@@ -171,11 +159,11 @@ def open_worker_side(
     cache = attention_cache(vllm_config, caches, groups.layers)
     states = state_blocks(vllm_config, kv_cache_config, caches, groups)
     layout = states.layout if states is not None else None
-    data = Path(settings.data_path or settings.disk_path)
     why = unmeasurable(vllm_config, groups)
     identity = fingerprint(vllm_config, rank, Path(settings.disk_path), groups)
-    config = rank_share(settings.store, vllm_config.parallel_config.world_size)
-    codecs = ServedCodecs(config, cache.layout, identity, data, why, layout)
+    num_ranks = int(vllm_config.parallel_config.world_size)
+    config = rank_share(settings.store, num_ranks)
+    codecs = ServedCodecs(config, cache.layout, identity, settings.data_folder, why, layout)
     store = _open_store(settings, config, rank, cache, layout, codecs, identity)
     blocks = choose_blocks(cache, store, config.save_queue_bytes // SPARE_SHARE)
     stateful = None
@@ -183,34 +171,32 @@ def open_worker_side(
         stateful = StatefulBlocks(states, store, stream_of(cache.device), cache.block_tokens)
     staging = StagingArea()
     transfer = Transfer(RankBlocks(blocks, stateful, store, cache.block_tokens), staging)
-    client = ForwardClient(rank, lambda order: link.send(order))
-    measuring = RankMeasuring(vllm_config, cache, states, client, settings.token)
+    measuring = RankMeasuring(
+        settings,
+        vllm_config,
+        rank,
+        cache,
+        states,
+        groups,
+        identity,
+        send=lambda message: link.send(message),
+        adopt=lambda: link.adopt(),
+    )
+    sizes = cache.layout.bytes_per_token, packed_bytes_per_token(store)
     link = RankLink(
         settings.hub_path,
-        RankHello(
-            rank,
-            cache.layout.bytes_per_token,
-            packed_bytes_per_token(store),
-            *kv_sizes(cache.layout, states),
-        ),
+        RankHello(rank, *sizes, *kv_sizes(cache.layout, states)),
         store,
         cache.block_tokens,
         staging,
-        lambda: transfer.why_host,
+        lambda: blocks.why_host,
         codecs,
         measuring,
     )
-    if not why:
-        # A state can be stored only after whole blocks, which may be hundreds of tokens long.
-        least = least_context(layout, cache.block_tokens)
-        step = cache.block_tokens if layout is not None else 1
-        longest = longest_prompt(vllm_config)
-        order = partial(first_order, settings.store, longest, str(data), least, step)
-        paths = settings.runtime_dir, str(data), rank
-        measuring.prepare(Prepared(order, lambda x: x.within(*paths), groups, identity, link.adopt))
     # Several ranks do not continue to learn.
-    is_alone = vllm_config.parallel_config.world_size == 1
-    if config.calibrate and (codecs.has_open_questions if is_alone else codecs.report.unmeasured):
+    if config.calibrate and (
+        codecs.has_open_questions if num_ranks == 1 else codecs.report.unmeasured
+    ):
         measuring.begin(codecs)
     resting = None
     if rank == 0 and wants_events(vllm_config):
@@ -218,10 +204,9 @@ def open_worker_side(
         link.watch(resting)
         resting.begin()
     codecs.compile_rest()
-    worker = WorkerSide(transfer, link, store, measuring, resting)
     ways = type(cache.views[0][0]).__name__, type(blocks).__name__
     logger.info("rank %d: %s, %s", rank, *ways)
-    return worker
+    return WorkerSide(transfer, link, store, measuring, resting)
 
 
 def _open_store(

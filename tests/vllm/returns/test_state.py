@@ -29,7 +29,7 @@ from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.states import matrix_codec
 from kvstore.errors import Corrupt
 from tests.block_sessions import BLOCK, fetch
-from tests.unit.engines.vllm_plugin.worker.rank_rig import CHAIN, Rank, ended_loads
+from tests.unit.engines.vllm_plugin.worker.rank_rig import CHAIN, Rank
 
 pytestmark = pytest.mark.vllm
 
@@ -67,8 +67,7 @@ class StateRank(Rank):
     def load(self, first: int, end: int, state_ids: list[int]) -> tuple[set[str], set[int]]:
         self.stage()
         self.transfer.load(Load(7, "r", first, list(range(1, 1 + end - first)), state_ids))
-        loaded = ended_loads(self.transfer)
-        return self.transfer.pop_failed(loaded), self.transfer.pop_bad_blocks()
+        return self.ended_load()
 
     def window_rows(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         return [x for pair in self.window.read(block_ids) for x in pair]
@@ -84,7 +83,7 @@ def rank() -> Iterator[StateRank]:
 def test_a_state_comes_back_into_other_blocks_bit_for_bit(rank):
     rank.save(states={24: [11, 12, 13, 14]})
     state, window = bits(rank.tensors, [11]), rank.window_rows([12, 13, 14])
-    assert rank.load(0, 24, [61, 62, 63, 60]) == (set(), set())
+    assert rank.load(0, 24, [61, 62, 63, 60]) == ({"r"}, set())
     assert bits(rank.tensors, [61]) == state
     assert all(map(np.array_equal, rank.window_rows([62, 63, 60]), window))
     assert rank.pages.holds(CHAIN, 0, list(range(1, 25)))
@@ -93,7 +92,7 @@ def test_a_state_comes_back_into_other_blocks_bit_for_bit(rank):
 def test_blocks_in_use_are_not_written(rank):
     rank.save(states={24: [11, 12, 13, 14]})
     before = rank.window_rows(list(range(64)))
-    assert rank.load(23, 24, [61, IN_USE, IN_USE, 62]) == (set(), set())
+    assert rank.load(23, 24, [61, IN_USE, IN_USE, 62]) == ({"r"}, set())
     after = rank.window_rows(list(range(64)))
     changed = [
         i for i in range(64) if any(not np.array_equal(*x) for x in by_block(before, after, i))
@@ -108,16 +107,14 @@ def by_block(before, after, i: int):
 
 def test_a_state_without_a_block_to_go_to_fails(rank):
     rank.save(states={24: [11, 12, 13, 14]})
-    assert rank.load(0, 24, [61, 0, 63, 60])[0] == {"r"}
+    assert rank.load(0, 24, [61, 0, 63, 60]) == ({"r"}, {61, 0, 63, 60})
 
 
 def test_a_failure_is_reported_with_its_load_only(rank):
     rank.save(states={24: [11, 12, 13, 14]})
     rank.transfer.load(Load(9, "other", 0, [1], []))  # nothing is staged for it
-    loaded = ended_loads(rank.transfer)
-    assert rank.transfer.pop_failed(set()) == set()
-    assert rank.transfer.pop_failed(loaded) == {"other"}
-    assert rank.transfer.pop_failed({"other"}) == set()
+    assert rank.ended_load() == ({"other"}, {1})
+    assert not rank.transfer.pop_ended().loads
 
 
 def test_the_state_of_another_shape_is_refused_and_dropped(rank):
@@ -177,7 +174,7 @@ def test_a_packed_state_is_near_and_its_convolution_exact():
     rank.save(states={24: [11, 12, 13, 14]})
     conv, matrix, window = rank.conv(11), rank.matrix(11), rank.window_rows([12, 13, 14])
     padding = rank.tensors[0][61, CONV.nbytes + MATRIX.nbytes :].clone()
-    assert rank.load(0, 24, [61, 62, 63, 60]) == (set(), set())
+    assert rank.load(0, 24, [61, 62, 63, 60]) == ({"r"}, set())
     assert rank.conv(61) == conv
     errors = np.abs(rank.matrix(61) - matrix)
     assert 0 < errors.max() <= np.abs(matrix).max() / 127
@@ -194,6 +191,6 @@ def test_a_recurrent_state_alone_comes_back():
     rank.open(StateBlocks(GROUPS[:1], [RecurrentLayers(rank.tensors)]))
     rank.save(states={24: [11]})
     state = bits(rank.tensors, [11])
-    assert rank.load(0, 24, [61]) == (set(), set())
+    assert rank.load(0, 24, [61]) == ({"r"}, set())
     assert bits(rank.tensors, [61]) == state
     rank.close()

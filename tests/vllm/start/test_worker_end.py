@@ -11,6 +11,7 @@ from engines.vllm_plugin.messages import RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.worker.worker_side import WorkerSide
 from tests.block_sessions import ref
+from tests.unit.engines.vllm_plugin.hub_engine import Unmeasured
 from tests.unit.engines.vllm_plugin.worker.test_rank import CHAIN, IDS, Rank
 from tests.waiting import until
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.vllm
 
 
 def worker_of(rank: Rank) -> WorkerSide:
-    return WorkerSide(rank.transfer, rank.link, rank.store)
+    return WorkerSide(rank.transfer, rank.link, rank.store, Unmeasured())
 
 
 def test_a_save_under_way_is_reported_and_reaches_the_disk(tmp_path: Path) -> None:

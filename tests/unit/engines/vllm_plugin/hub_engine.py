@@ -71,6 +71,8 @@ def verbs_of(hub: Hub, hot: ResidentSessions) -> VllmVerbs:
 class Unmeasured:
     """A rank that measures nothing."""
 
+    has_verdict = True
+
     def __init__(self) -> None:
         self.begun: list[CalibrationOrder | None] = []
         self.progress = ""
@@ -83,6 +85,9 @@ class Unmeasured:
 
     def receive(self, news: object) -> None:
         """The news is dropped."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class HeldRows(Rows):

@@ -32,8 +32,9 @@ RUN: KVRun = [(np.array([[[8.0], [9.0]]], np.float32),) * 2]
 
 def test_blocks_get_the_given_rows():
     exchange, cache = Exchange(), Cache()
+    exchange.bind(cache)  # type: ignore[arg-type]
     exchange.open(1, RUN, num_rows=1)
-    exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), cache, None)
+    exchange.fill([Given("r", 1, [4, 3])])
     assert cache.blocks == {4: 8.0, 3: 9.0}
     exchange.note_rows(np.zeros((1, 5), np.float32))
     assert exchange.scores().shape == (1, 5)
@@ -41,9 +42,10 @@ def test_blocks_get_the_given_rows():
 
 def test_scores_after_other_kv_are_none():
     exchange, cache = Exchange(), Cache()
+    exchange.bind(cache)  # type: ignore[arg-type]
     exchange.open(2, RUN)
     # Of an order that was given up.
-    exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), cache, None)
+    exchange.fill([Given("r", 1, [4, 3])])
     assert cache.blocks == {3: 3.0, 4: 4.0}
     exchange.note_rows(np.zeros((1, 5), np.float32))
     with pytest.raises(RuntimeError, match="did not take"):
@@ -72,7 +74,7 @@ def test_layers_are_seen_in_the_orders_own_step_alone():
         exchange.begin_step(StepWork(alone=other))
         assert views.armed == 0, "other requests compute there"
     exchange.begin_step(StepWork(alone=5))
-    exchange.read(StepWork(), Cache(), None)
+    exchange.read([])
     assert (views.armed, views.disarmed) == (1, 1)
     exchange.watch(None)
     exchange.begin_step(StepWork(alone=5))
@@ -93,11 +95,11 @@ def test_it_is_known_whether_an_order_had_its_step_alone():
     assert not exchange.was_alone
 
 
-def test_wanted_blocks_are_read_and_every_job_is_acknowledged():
+def test_the_blocks_that_the_order_wants_are_read():
     exchange, cache = Exchange(), Cache()
+    exchange.bind(cache)  # type: ignore[arg-type]
     exchange.open(2)
-    step = StepWork(wanted=[WantedBlocks(10, 1, [3]), WantedBlocks(11, 2, [4])])
-    assert exchange.read(step, cache, None) == [10, 11]
+    exchange.read([WantedBlocks(10, 1, [3]), WantedBlocks(11, 2, [4])])
     assert exchange.found(0.0).rows[0][0].ravel() == [4.0]
     with pytest.raises(TimeoutError):
         exchange.found(0.0)
@@ -112,9 +114,10 @@ def test_a_failure_ends_the_measurement_and_nothing_else():
             raise TypeError("no such array")
 
     exchange = Exchange()
+    exchange.bind(Broken())  # type: ignore[arg-type]
     exchange.open(1, RUN)
-    exchange.fill(StepWork(given=[Given("r", 1, [4, 3])]), Broken(), None)
-    assert exchange.read(StepWork(wanted=[WantedBlocks(10, 1, [3])]), Broken(), None) == [10]
+    exchange.fill([Given("r", 1, [4, 3])])
+    exchange.read([WantedBlocks(10, 1, [3])])
     with pytest.raises(TimeoutError):
         exchange.found(0.0)
     with pytest.raises(RuntimeError, match="did not take"):

@@ -111,7 +111,13 @@ class Rank:
 
     def load(self, first: int, ids: list[int], ticket: int = 7) -> tuple[set[str], set[int]]:
         self.transfer.load(Load(ticket, "r", first, ids))
-        return ended_loads(self.transfer), self.transfer.pop_bad_blocks()
+        return self.ended_load()
+
+    def ended_load(self) -> tuple[set[str], set[int]]:
+        """The requests that are reported as loaded next, and their blocks that were not filled."""
+        loads: dict[str, set[int]] = {}
+        until(lambda: loads.update(self.transfer.pop_ended().loads) or bool(loads))
+        return {*loads}, set().union(*loads.values())
 
     def restore(
         self,
@@ -123,7 +129,7 @@ class Rank:
         """Load the chain from block ``first`` on; the number of blocks that were stored."""
         end = self.stage(chain, first).num_chunks * PER_CHUNK
         self.transfer.load(Load(7, "r", first, list(ids[first:end]), list(state_ids)))
-        assert ended_loads(self.transfer) == {"r"} and not self.transfer.pop_bad_blocks()
+        assert self.ended_load() == ({"r"}, set())
         return end
 
     def codecs_in(self, tier: int, kind: bytes = CHUNK) -> list[str]:
@@ -146,10 +152,3 @@ class Rank:
     def close(self) -> None:
         self.transfer.close()
         self.store.close()
-
-
-def ended_loads(transfer: Transfer) -> set[str]:
-    """The requests that are reported as loaded next."""
-    loaded: set[str] = set()
-    until(lambda: loaded.update(transfer.pop_loaded()) or bool(loaded))
-    return loaded

@@ -34,7 +34,6 @@ from tests.unit.engines.vllm_plugin.worker.rank_rig import (
     IDS,
     NumpyStates,
     Rank,
-    ended_loads,
 )
 
 TQ3, TQ4 = codec_by_name("tq3"), codec_by_name("tq4")
@@ -190,11 +189,10 @@ def test_a_superseded_save_acknowledges_its_job_and_ends_with_the_newer_one(rank
     rank.begin(Save(1, ref("other"), CHAIN, IDS))
     rank.begin(Save(2, ref(), CHAIN[:8], IDS[:8]))
     rank.begin(Save(3, ref(), CHAIN, IDS))
-    assert rank.transfer.pop_acks() == {2: 1}
-    assert rank.transfer.pop_skipped([2]) == set()
+    assert rank.transfer.pop_ended().jobs == {2: False}
     gate.set()
     assert rank.store.wait_all_saved(200)
-    assert rank.transfer.pop_acks() == {1: 1, 3: 1}
+    assert rank.transfer.pop_ended().jobs == {1: False, 3: False}
     assert rank.ended == [(1, True), (2, True), (3, True)]
     assert rank.transfer.is_settled
 
@@ -235,9 +233,7 @@ def test_a_load_that_ends_elsewhere_than_the_state_fails(tmp_path):
     rank.stage()
     before = rank.states.bits(OTHER_IDS)
     rank.transfer.load(Load(7, "r", 0, ELSEWHERE[:20], OTHER_IDS))
-    loaded = ended_loads(rank.transfer)
-    assert rank.transfer.pop_failed(loaded) == {"r"}
-    assert rank.transfer.pop_bad_blocks() == {*OTHER_IDS}
+    assert rank.ended_load() == ({"r"}, {*OTHER_IDS})
     assert rank.states.bits(OTHER_IDS) == before
     rank.close()
 

@@ -42,7 +42,7 @@ bounded = pytest.mark.parametrize("rank", [1], indirect=True, ids=["one save at 
 
 def test_a_saved_session_comes_back_into_other_blocks(rank):
     rank.save()
-    assert rank.transfer.pop_acks() == {1: 1}
+    assert rank.transfer.pop_ended().jobs == {1: False}
     assert rank.ended == [(1, True)]
     assert rank.store.record(ref()).num_tokens == 24 * BLOCK
     rank.stage()
@@ -127,14 +127,12 @@ def test_a_save_too_many_is_skipped_but_acknowledged(rank):
     rank.begin(Save(1, ref("a"), CHAIN, IDS))
     assert entered.wait(10)
     rank.begin(Save(2, ref("b"), CHAIN, IDS))
-    assert rank.transfer.pop_acks() == {2: 1}
-    assert rank.transfer.pop_skipped([1, 2]) == {2}
-    assert rank.transfer.pop_skipped([1, 2]) == set()
+    assert rank.transfer.pop_ended().jobs == {2: True}
     rank.begin(Save(3, ref("b"), CHAIN, IDS, waits=True))
-    assert rank.transfer.pop_acks() == {}
+    assert rank.transfer.pop_ended().jobs == {}
     gate.set()
     until(lambda: rank.ended == [(2, False), (1, True), (3, True)])
-    assert rank.transfer.pop_acks() == {1: 1, 3: 1}
+    assert rank.transfer.pop_ended().jobs == {1: False, 3: False}
     assert rank.store.counters.as_dict()["saves_skipped"] == 1
 
 
@@ -186,7 +184,7 @@ def test_a_save_that_no_tier_takes_is_reported_as_failed():
     rank = Rank([RamTier(10)])
     rank.save()
     assert rank.ended == [(1, False)]
-    assert rank.transfer.pop_acks() == {1: 1}
+    assert rank.transfer.pop_ended().jobs == {1: False}
     counters = rank.store.counters.as_dict()
     assert (counters.get("saves", 0), counters["saves_failed"]) == (0, 1)
     rank.close()
@@ -197,8 +195,7 @@ def test_a_save_that_a_store_always_refuses_is_not_made_up_for_again_and_again(r
     rank.begin(Save(1, ref(), CHAIN, IDS))
     rank.begin(Save(2, ref(), CHAIN, IDS, waits=True))
     assert rank.ended == [(1, False), (2, False)]
-    assert rank.transfer.pop_acks() == {1: 1, 2: 1}
-    assert rank.transfer.pop_skipped([1, 2]) == {1}
+    assert rank.transfer.pop_ended().jobs == {1: True, 2: False}
     assert rank.transfer.is_settled
 
 
@@ -214,20 +211,17 @@ def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
 
 
 def test_news_end_the_wait_for_them(rank):
-    rank.transfer.wait_for_news(60)  # nothing is under way, so nothing can come
+    assert rank.transfer.pop_ended(60).jobs == {}  # nothing is under way, so nothing can come
     gate, _ = rank.pages.hold_reads()
     rank.begin(Save(1, ref(), CHAIN, IDS))
-    rank.transfer.wait_for_news(0.01)
-    assert rank.transfer.pop_acks() == {}
+    assert rank.transfer.pop_ended(0.01).jobs == {}
     gate.set()
-    rank.transfer.wait_for_news(60)
-    assert rank.transfer.pop_acks() == {1: 1}
+    assert rank.transfer.pop_ended(60).jobs == {1: False}
     rank.store.wait_saved(ref(), 10)
     rank.stage()
     rank.transfer.load(Load(7, "r", 0, ELSEWHERE))
-    rank.transfer.wait_for_news(60)
-    assert (rank.transfer.pop_loaded(), rank.transfer.pop_loaded()) == ({"r"}, set())
-    rank.transfer.wait_for_news(60)
+    assert rank.transfer.pop_ended(60).loads == {"r": set()}
+    assert rank.transfer.pop_ended(60).loads == {}
 
 
 @pytest.mark.parametrize("numbers", [[0], [1], [0, 2, 3], [5]])
