@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -33,23 +33,6 @@ _BITS: Mapping[int, tuple[torch.dtype, str]] = {
 LEAST_MATRIX_ROWS: Final = 8  # convolutions are narrower
 OTHER_STATE: Final = "a state whose arrays have another shape or dtype than the engine's"
 Arrays: TypeAlias = list[StateArray]
-
-
-class StateLayers(Protocol):
-    """Reads and writes the blocks of one group's layers."""
-
-    @property
-    def has_matrices(self) -> bool:
-        """True if the layers keep matrices that a codec may pack."""
-
-    def read(self, block_ids: Sequence[int]) -> Arrays:
-        """Copy the contents of these blocks, one array or more per layer."""
-
-    def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
-        """Copy arrays, shaped as in ``read``, into these blocks; skip blocks that are ``IN_USE``.
-
-        Raises ``Corrupt`` before it writes: shapes or dtypes differ from the engine's.
-        """
 
 
 @dataclass(frozen=True)
@@ -93,6 +76,7 @@ class RecurrentLayers:
 
     @property
     def has_matrices(self) -> bool:
+        """True if the layers keep matrices that a codec may pack."""
         return any(x.is_matrix for x in self._parts)
 
     @property
@@ -103,6 +87,7 @@ class RecurrentLayers:
         return sum(x[0].nbytes for x in self._tensors)
 
     def read(self, block_ids: Sequence[int]) -> Arrays:
+        """Copy the contents of these blocks, one array or more per layer."""
         return [x for tensor in self._tensors for x in self._read(tensor, block_ids)]
 
     def _read(self, tensor: Tensor, block_ids: Sequence[int]) -> Iterator[StateArray]:
@@ -117,6 +102,10 @@ class RecurrentLayers:
             at += part.nbytes
 
     def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
+        """Copy arrays, shaped as in ``read``, into these blocks; skip blocks that are ``IN_USE``.
+
+        Raises ``Corrupt`` before it writes: shapes or dtypes differ from the engine's.
+        """
         count = len(block_ids)
         contents = self._joined(arrays, count) if self._parts else self._whole(arrays, count)
         taken = [i for i, x in enumerate(block_ids) if x != IN_USE]
@@ -149,16 +138,15 @@ class RecurrentLayers:
 
 
 class WindowLayers:
-    """Layers with a sliding window: K and V, in the order of the tokens."""
+    """Layers with a sliding window: K and V, in the order of the tokens.
+
+    ``read`` and ``write`` are those of ``RecurrentLayers``.
+    """
 
     def __init__(self, cache: PagedCache, first_number: int = 0) -> None:
         """``first_number``: the number of window arrays in the groups before this one."""
         self._cache = cache
         self._first_number = first_number
-
-    @property
-    def has_matrices(self) -> bool:
-        return False
 
     @property
     def layout(self) -> KVLayout:
@@ -187,6 +175,9 @@ class WindowLayers:
         for i, block in enumerate(block_ids):
             if block != IN_USE:
                 cache.write([block], run, i)
+
+
+StateLayers: TypeAlias = RecurrentLayers | WindowLayers
 
 
 class StateBlocks:
@@ -222,7 +213,7 @@ class StateBlocks:
             if isinstance(x, WindowLayers):
                 per_token = x.layout.elements_per_token * itemsize or x.layout.bytes_per_token
                 windows.append((per_token, group.num_blocks * x.block_tokens))
-            elif isinstance(x, RecurrentLayers):
+            else:
                 fixed += x.nbytes
         return KVSize(0, tuple(windows), fixed)
 
@@ -231,27 +222,26 @@ class StateBlocks:
         """Tokens of a block of layers with windows; 0 if there are none."""
         return next((x.block_tokens for x in self._layers if isinstance(x, WindowLayers)), 0)
 
-    def shares(self, boundary: int, block_ids: Sequence[int]) -> list[list[int]]:
+    def places(self, boundary: int) -> list[tuple[int, bool]]:
+        """The number in the session of each block of a state, and if it has rows of windows.
+
+        In the order of their ids.
+        """
+        return [(i, not x.recurrent) for x in self._groups for i in x.reach(boundary)]
+
+    def _shares(self, boundary: int, block_ids: Sequence[int]) -> list[list[int]]:
         """The block ids of the state after ``boundary`` blocks, by group."""
         ids = iter(block_ids)
         return [list(islice(ids, len(x.reach(boundary)))) for x in self._groups]
 
-    def numbers(self, boundary: int) -> list[int]:
-        """Return the number in the session of each block of a state, in the order of their ids."""
-        return [i for x in self._groups for i in x.reach(boundary)]
-
-    def in_windows(self, boundary: int) -> list[bool]:
-        """Say of each block of a state, in the order of their ids, if it has rows of windows."""
-        return [not x.recurrent for x in self._groups for _ in x.reach(boundary)]
-
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
         """Copy the state after ``boundary`` blocks from these blocks."""
-        shares = self.shares(boundary, block_ids)
+        shares = self._shares(boundary, block_ids)
         return [list(x.read(ids)) for x, ids in zip(self._layers, shares, strict=True)]
 
     def write(self, boundary: int, block_ids: Sequence[int], tree: StateTree) -> None:
         """Copy the state after ``boundary`` blocks into these blocks. Raises ``Corrupt``."""
-        shares = self.shares(boundary, block_ids)
+        shares = self._shares(boundary, block_ids)
         if not isinstance(tree, list) or len(tree) != len(shares):
             raise Corrupt("a state of another model's layers")
         for layers, ids, leaves in zip(self._layers, shares, tree, strict=True):

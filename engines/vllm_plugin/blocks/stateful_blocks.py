@@ -132,8 +132,9 @@ class StatefulBlocks:
     ) -> list[_StateBlock]:
         """List the blocks of a state, with the hashes that they have in the session."""
         apart = self._store.model.windows is not None
-        numbers, in_windows = self._states.numbers(boundary), self._states.in_windows(boundary)
         return [
             _StateBlock(block_id, number, hashes[number], apart and of_window)
-            for block_id, number, of_window in zip(block_ids, numbers, in_windows, strict=True)
+            for block_id, (number, of_window) in zip(
+                block_ids, self._states.places(boundary), strict=True
+            )
         ]

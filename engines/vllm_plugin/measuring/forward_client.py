@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from engines.calibration.agreement import with_figures_of
 from engines.calibration.self_measurement import Interrupted
@@ -14,6 +14,7 @@ from kvstore.codecs.profile import Profile
 
 REPEAT_S: Final = 2.0
 MOST_ORDERS: Final = 1 << 32  # more than a measurement ever needs
+T = TypeVar("T")
 
 
 class ForwardClient:
@@ -59,22 +60,24 @@ class ForwardClient:
         order = Forward(self._rank, number, tuple(tokens), salt, given, wanted_from, scored)
         with self._lock:
             self._done = None
-            while (done := self._over()) is None:
-                self._send(order)
-                self._lock.wait_for(self._over, REPEAT_S)
+            done = self._answer_to(order, lambda: self._done)
         if done.error:
             raise RuntimeError(done.error)
 
-    def _over(self) -> ForwardDone | None:
-        """The news of the request's end; None if it has not come yet."""
-        self._check()
-        return self._done
+    def _answer_to(self, message: Forward | Findings, answer: Callable[[], T | None]) -> T:
+        """Send a message again and again until ``answer`` returns one."""
 
-    def _check(self) -> None:
-        if self._closed:
-            raise Interrupted
-        if self._joint is not None and self._joint.error:
-            raise RuntimeError(f"another rank has given up: {self._joint.error}")
+        def come() -> T | None:
+            if self._closed:
+                raise Interrupted
+            if self._joint is not None and self._joint.error:
+                raise RuntimeError(f"another rank has given up: {self._joint.error}")
+            return answer()
+
+        while (found := come()) is None:
+            self._send(message)
+            self._lock.wait_for(come, REPEAT_S)
+        return found
 
     def agree(self, profile: Profile) -> Profile:
         """Return the same profile with the joint figures of all ranks.
@@ -83,16 +86,9 @@ class ForwardClient:
             Interrupted: the engine ends.
             RuntimeError: a rank has given up.
         """
-        findings = Findings(profile.rows, rank=self._rank)
         with self._lock:
-            while (joint := self._agreed()) is None:
-                self._send(findings)
-                self._lock.wait_for(self._agreed, REPEAT_S)
+            joint = self._answer_to(Findings(profile.rows, rank=self._rank), lambda: self._joint)
         return replace(profile, rows=with_figures_of(profile.rows, joint.rows))
-
-    def _agreed(self) -> Findings | None:
-        self._check()
-        return self._joint
 
     def give_up(self, reason: str) -> None:
         """Inform the other ranks that this one stops measuring."""

@@ -19,55 +19,36 @@ from kvstore.shapes import Rope
 
 
 def ropes_of(
-    model: nn.Module, layer_names: Sequence[str], head_dims: Sequence[int]
+    model: nn.Module,
+    layer_names: Sequence[str],
+    head_dims: Sequence[int],
+    *,
+    of_latents: bool = False,
+    must_be_found: bool = True,
 ) -> tuple[Rope | None, ...]:
     """The rotation of each layer of the cache; None for a layer that does not rotate its keys.
 
-    ``head_dims``: channels of each layer's keys. Raises ``ValueError``: a layer rotates its keys in
-    an unknown way.
+    A rotation that is not found costs bits, not correctness: the gate measures the resulting error.
+
+    Args:
+        head_dims: channels of each layer's rotated keys.
+        of_latents: these keys lie beside latents, in the place of values.
+        must_be_found: False = None also for a layer whose rotation is not found.
+
+    Raises:
+        ValueError: a layer rotates its keys in an unknown way.
     """
-    read = functools.cache(_read)  # layers share their modules
-    modules = [_rotary_of(model, name) for name in layer_names]
-    return tuple(read(x, dim) for x, dim in zip(modules, head_dims, strict=True))
-
-
-def ropes_if_found(
-    model: nn.Module, layer_names: Sequence[str], head_dims: Sequence[int]
-) -> tuple[Rope | None, ...]:
-    """Do the same as ``ropes_of``, but return None for a layer whose rotation is not found.
-
-    That costs bits, not correctness: the gate measures the resulting error.
-    """
-
-    def one(name: str, dim: int) -> Rope | None:
-        try:
-            return ropes_of(model, [name], [dim])[0]
-        except ValueError:
-            return None
-
-    return tuple(map(one, layer_names, head_dims))
-
-
-def ropes_of_latents(
-    model: nn.Module, layer_names: Sequence[str], dims: Sequence[int]
-) -> tuple[Rope | None, ...]:
-    """Return the rotation of the keys beside each layer's latents; None where it is not found.
-
-    ``dims``: channels of those keys, which lie in the place of values.
-    """
-
-    @functools.cache  # layers share their modules
-    def read(module: nn.Module, dim: int) -> Rope | None:
-        rope = _read(module, dim, heads=True)
-        return None if rope is None else msgspec.structs.replace(rope, side="values")
+    read = functools.cache(functools.partial(_read, of_latents))  # layers share their modules
 
     def one(name: str, dim: int) -> Rope | None:
         try:
             return read(_rotary_of(model, name), dim)
         except ValueError:
+            if must_be_found:
+                raise
             return None
 
-    return tuple(map(one, layer_names, dims))
+    return tuple(one(*x) for x in zip(layer_names, head_dims, strict=True))
 
 
 def _rotary_of(model: nn.Module, layer_name: str) -> nn.Module:
@@ -79,10 +60,13 @@ def _rotary_of(model: nn.Module, layer_name: str) -> nn.Module:
     return module
 
 
-def _read(module: nn.Module, dim: int, heads: bool = False) -> Rope | None:
+def _read(of_latents: bool, module: nn.Module, dim: int) -> Rope | None:
     table = getattr(module, "cos_sin_cache", None)  # a row for each position
     known = () if table is None else (len(table),)
-    return read_rope(lambda position: _turned(module, dim, position, heads), *known)
+    rope = read_rope(lambda position: _turned(module, dim, position, of_latents), *known)
+    if rope is None or not of_latents:
+        return rope
+    return msgspec.structs.replace(rope, side="values")
 
 
 def _turned(module: nn.Module, dim: int, position: int, heads: bool) -> np.ndarray:

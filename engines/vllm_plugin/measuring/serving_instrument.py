@@ -18,7 +18,7 @@ from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.measuring.exchange import Exchange, FoundRows
 from engines.vllm_plugin.measuring.forward_client import ForwardClient
 from engines.vllm_plugin.measuring.layer_views import LayerViews
-from engines.vllm_plugin.measuring.ropes import ropes_if_found, ropes_of, ropes_of_latents
+from engines.vllm_plugin.measuring.ropes import ropes_of
 from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout, slice_tokens
 
 logger = logging.getLogger("thermocline.vllm")
@@ -73,7 +73,8 @@ class ServingInstrument:
     def ropes(self) -> tuple[Rope | None, ...]:
         if self._cache.has_latents:
             dims = [x.value_dim for x in self._cache.layout.layers]
-            return ropes_of_latents(self._model, self._groups.layers, dims)
+            known = self._model, self._groups.layers, dims
+            return ropes_of(*known, of_latents=True, must_be_found=False)
         return self._ropes_of(self._groups.layers, self._cache.layout)
 
     @property
@@ -86,8 +87,8 @@ class ServingInstrument:
         return self._ropes_of(names, windows) if windows is not None else ()
 
     def _ropes_of(self, names: Sequence[str], layout: KVLayout) -> tuple[Rope | None, ...]:
-        find = ropes_of if self._states is None else ropes_if_found
-        return find(self._model, names, [x.head_dim for x in layout.layers])
+        dims = [x.head_dim for x in layout.layers]
+        return ropes_of(self._model, names, dims, must_be_found=self._states is None)
 
     @property
     def waited_s(self) -> float:
@@ -166,40 +167,52 @@ class ServingInstrument:
         tokens before is given, not taken from vLLM's cache, and a step that other requests share is
         repeated, ``MOST_TRIES`` times at most.
         """
-        skipped = first % self._cache.block_tokens
         if self._states is not None:
-            rows: KVRun = self._found(tokens, first).rows
-        else:
-            for number in range(1, MOST_TRIES + 1):
-                began = time.perf_counter()
-                rows = self._found_after(slice_tokens(run, 0, first - skipped), tokens, first)
-                if self._exchange.was_alone:
-                    break
-                if number < MOST_TRIES:
-                    self._lost_s += time.perf_counter() - began
+            return self._found(tokens, first).rows
+        skipped = first % self._cache.block_tokens
+        whole = first - skipped
+        past = HeldSession(slice_tokens(run, 0, whole), whole)
+        for number in range(1, MOST_TRIES + 1):
+            began = time.perf_counter()
+            rows = self._found(tokens, first, past).rows
+            if self._exchange.was_alone:
+                break
+            if number < MOST_TRIES:
+                self._lost_s += time.perf_counter() - began
         return slice_tokens(rows, skipped, skipped + len(tokens) - first)
-
-    def _found_after(self, given: KVRun, tokens: Sequence[int], first: int) -> KVRun:
-        """The KV of ``tokens`` from the block of token ``first`` on, after given whole blocks."""
-        number, num_given = self._client.next_number(), given[0][0].shape[1]
-        self._exchange.open(number, _as_copied(given) if num_given else ())
-        salt = self._new_salt(number)
-        self._client.order(number, tokens, salt, given=num_given, wanted_from=first)
-        return self._exchange.found(READ_S).rows
 
     def _found(
         self, tokens: Sequence[int], first: int, past: HeldSession | None = None
     ) -> FoundRows:
-        """The KV of ``tokens`` from number ``first`` on, and the state after them."""
-        number = self._client.next_number()
-        if past is None:
-            self._exchange.open(number)
-            self._client.order(number, tokens, self._salt, wanted_from=first)
-        else:
-            self._exchange.open(number, _as_copied(past.run), past.state)
-            salt, given = self._new_salt(number), past.num_tokens
-            self._client.order(number, tokens, salt, given=given, wanted_from=first)
+        """The KV of ``tokens`` from the block of number ``first`` on, and the state after them."""
+        self._order(tokens, past, wanted_from=first)
         return self._exchange.found(READ_S)
+
+    def _order(
+        self,
+        tokens: Sequence[int],
+        past: HeldSession | None,
+        *,
+        wanted_from: int = -1,
+        num_rows: int = 0,
+    ) -> None:
+        """Have vLLM compute ``tokens``.
+
+        Args:
+            past: whole blocks that it is given; None = it takes what is in its own cache.
+            wanted_from: see ``messages.Forward``.
+            num_rows: the number of tokens whose scores are noted.
+        """
+        number, salt, given = self._client.next_number(), self._salt, 0
+        if past is None:
+            self._exchange.open(number, num_rows=num_rows)
+        else:
+            run = _as_copied(past.run) if past.num_tokens else ()
+            self._exchange.open(number, run, past.state, num_rows)
+            # Its own: no other request may hit blocks filled with unpacked KV.
+            salt, given = f"{salt}.{number}", past.num_tokens
+        wants = {"given": given, "wanted_from": wanted_from}
+        self._client.order(number, tokens, salt, **wants, scored=num_rows > 0)
 
     @property
     def state_step(self) -> int:
@@ -254,18 +267,10 @@ class ServingInstrument:
         self, given: HeldSession, prompt: Sequence[int], tokens: Sequence[int]
     ) -> np.ndarray:
         """Score the tokens as a part of the prompt, in one step."""
-        number = self._client.next_number()
-        num_rows = len(prompt) + len(tokens) - given.num_tokens
-        self._exchange.open(number, _as_copied(given.run), given.state, num_rows)
         # One token more: after a prompt's last token vLLM samples, and gives no scores.
         whole = [*prompt, *tokens, tokens[-1]]
-        salt = self._new_salt(number)
-        self._client.order(number, whole, salt, given=given.num_tokens, scored=True)
+        self._order(whole, given, num_rows=len(whole) - 1 - given.num_tokens)
         return self._exchange.scores()[-len(tokens) :]
-
-    def _new_salt(self, number: int) -> str:
-        """Make a salt for one order: no other request may hit blocks filled with unpacked KV."""
-        return f"{self._salt}.{number}"
 
 
 def _as_copied(run: KVRun) -> list[KVPair]:

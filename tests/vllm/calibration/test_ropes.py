@@ -9,7 +9,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from engines.vllm_plugin.measuring.ropes import ropes_of_latents
+from engines.vllm_plugin.measuring.ropes import ropes_of
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.model_transforms import UnRope
 from kvstore.shapes import KVLayer, KVLayout
@@ -17,6 +17,7 @@ from kvstore.shapes import KVLayer, KVLayout
 pytestmark = pytest.mark.vllm
 
 DIM, TOKENS = 64, 300
+BESIDE = {"of_latents": True, "must_be_found": False}
 YARN = {
     "rope_type": "deepseek_yarn",
     "rope_theta": 10000.0,
@@ -38,7 +39,7 @@ def test_keys_beside_latents_are_equal_once_they_are_rotated_back(parameters, ha
         )
         model = nn.Module()
         model.layer = layer
-        (rope,) = ropes_of_latents(model, ["layer.attn"], [DIM])
+        (rope,) = ropes_of(model, ["layer.attn"], [DIM], **BESIDE)
         key = torch.randn(1, 1, DIM, generator=torch.Generator().manual_seed(1))
         keys = key.expand(TOKENS, 1, DIM).contiguous()
         _, rotated = layer.rotary_emb(torch.arange(TOKENS), keys.clone(), keys.clone())
@@ -53,4 +54,4 @@ def test_keys_beside_latents_are_equal_once_they_are_rotated_back(parameters, ha
 def test_a_model_without_a_rotation_has_none() -> None:
     model = nn.Module()
     model.layer = nn.Linear(2, 2)
-    assert ropes_of_latents(model, ["layer.attn"], [DIM]) == (None,)
+    assert ropes_of(model, ["layer.attn"], [DIM], **BESIDE) == (None,)

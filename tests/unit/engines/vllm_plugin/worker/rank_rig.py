@@ -45,11 +45,9 @@ class NumpyStates:
         self.recurrent = random.standard_normal((64, 5)).astype(np.float32)
         self.windows = [random.standard_normal((64, 2, BLOCK, 64), np.float32) for _ in "kv"]
 
-    def numbers(self, boundary: int) -> list[int]:
-        return [boundary - 1, *range(max(boundary - self._window_blocks, 0), boundary)]
-
-    def in_windows(self, boundary: int) -> list[bool]:
-        return [i > 0 for i, _ in enumerate(self.numbers(boundary))]
+    def places(self, boundary: int) -> list[tuple[int, bool]]:
+        window = range(max(boundary - self._window_blocks, 0), boundary)
+        return [(boundary - 1, False), *((i, True) for i in window)]
 
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
         rows = [np.concatenate([x[i] for i in block_ids[1:]], axis=1) for x in self.windows]
