@@ -32,9 +32,8 @@ from engines.vllm_plugin.device.device_check import (  # noqa: E402
 from engines.vllm_plugin.device.kernels.triton_rows import TritonRows  # noqa: E402
 from engines.vllm_plugin.device.kv_views import view_groups  # noqa: E402
 from engines.vllm_plugin.plan import Load, Save  # noqa: E402
-from engines.vllm_plugin.worker.block_rows import RankBlocks  # noqa: E402
 from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea  # noqa: E402
-from engines.vllm_plugin.worker.transfer import Transfer  # noqa: E402
+from engines.vllm_plugin.worker.transfer import RankBlocks, Transfer  # noqa: E402
 from kvstore.codecs.base import NUM_SINKS  # noqa: E402
 from kvstore.codecs.presets import codec_by_name  # noqa: E402
 from kvstore.codecs.rows.sinks import squeezes  # noqa: E402

@@ -44,11 +44,10 @@ from engines.vllm_plugin.messages import RankHello, RankLost, RankSaved
 from engines.vllm_plugin.plan import Save, StepWork
 from engines.vllm_plugin.process.processes import unbound_threads
 from engines.vllm_plugin.support import layer_specs
-from engines.vllm_plugin.worker.block_rows import RankBlocks
 from engines.vllm_plugin.worker.fingerprint import fingerprint
 from engines.vllm_plugin.worker.rank import RankLink, StagingArea, packed_bytes_per_token
 from engines.vllm_plugin.worker.resting_watch import RestingWatch
-from engines.vllm_plugin.worker.transfer import Ended, Transfer
+from engines.vllm_plugin.worker.transfer import Ended, RankBlocks, Transfer
 from engines.wire import BF16_BYTES, KVSize
 from kvstore.config import StoreConfig
 from kvstore.ledger.notices import StoreNotice

@@ -10,9 +10,8 @@ import numpy as np
 from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, HostBlocks
 from engines.vllm_plugin.blocks.stateful_blocks import StatefulBlocks
 from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.block_rows import RankBlocks
 from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
-from engines.vllm_plugin.worker.transfer import Transfer
+from engines.vllm_plugin.worker.transfer import RankBlocks, Transfer
 from kvstore.blobs.chain import CHUNK
 from kvstore.blobs.format import codec_in
 from kvstore.blobs.state_tree import StateArray, StateTree, WindowArray

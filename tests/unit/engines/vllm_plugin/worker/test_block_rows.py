@@ -10,7 +10,7 @@ import pytest
 
 from engines.vllm_plugin.blocks.blocks import RestoredBlocks
 from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.block_rows import BlockRows
+from engines.vllm_plugin.worker.transfer import BlockRows
 from kvstore.blobs.chain import STATE, WINDOW
 from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.presets import codec_by_name

@@ -22,9 +22,8 @@ from engines.vllm_plugin.messages import (
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
-from engines.vllm_plugin.worker.block_rows import RankBlocks
 from engines.vllm_plugin.worker.rank import StagingArea, packed_bytes_per_token
-from engines.vllm_plugin.worker.transfer import Transfer
+from engines.vllm_plugin.worker.transfer import RankBlocks, Transfer
 from engines.wire import MAX_FRAME_BYTES
 from kvstore.codecs.profile import Profile
 from tests.block_sessions import (
