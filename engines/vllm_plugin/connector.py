@@ -96,15 +96,13 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._ended = Ended()  # in the worker's present step
         if role is KVConnectorRole.SCHEDULER:
+            given = self._settings, vllm_config, self._groups, vllm.__version__
             with record_refusal(self._folder, OSError, ValueError):  # sockets that cannot be opened
-                self._scheduler_side = SchedulerSide(
-                    self._settings, vllm_config, self._groups, vllm.__version__
-                )
-            self._stats = StatsFeed(self._scheduler_side.report, self._scheduler_side.spawn)
-            inventory = self._scheduler_side.inventory
-            if inventory is not None:
+                side = self._scheduler_side = SchedulerSide(*given)
+            self._stats = StatsFeed(side.verbs.stats, side.hub.spawn)
+            if side.inventory is not None:
                 block_tokens = int(vllm_config.cache_config.block_size)
-                self._events = KVEvents(inventory, block_tokens, self._groups, kv_cache_config)
+                self._events = KVEvents(side.inventory, block_tokens, self._groups, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -198,18 +196,10 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- in a worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        rank = int(self._vllm_config.parallel_config.rank)
+        configs = self._settings, self._vllm_config, self._kv_cache_config
         foreseen = (UnknownLayout, CodecRefused, UnknownCodec, TierInUse, ValueError, ImportError)
         with record_refusal(self._folder, *foreseen):
-            self._worker = open_worker_side(
-                self._settings,
-                self._vllm_config,
-                self._kv_cache_config,
-                rank,
-                kv_caches,
-                self._groups,
-                self._blocks_for,
-            )
+            self._worker = open_worker_side(*configs, kv_caches, self._groups, self._blocks_for)
 
     def _blocks_for(self, cache: PagedCache, store: ColdStore, spare_bytes: int) -> Blocks:
         """Choose the code that copies blocks. No setting changes it; tests override this method."""
@@ -265,7 +255,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
         if self._scheduler_side is not None:
-            self._scheduler_side.close()
+            self._scheduler_side.hub.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

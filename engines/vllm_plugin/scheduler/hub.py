@@ -67,7 +67,6 @@ class SaveAcks:
         self._open: dict[int, _Tally] = {}  # by job, the oldest first
 
     def __len__(self) -> int:
-        """The number of saves that at least one rank has not reported yet."""
         return len(self._open)
 
     def completes(self, saved: RankSaved) -> bool:
@@ -86,8 +85,7 @@ class SaveAcks:
 class Hub:
     """Sends to all ranks and collects their answers; asks them for the control verbs.
 
-    Methods under "from any thread" may be called from any thread; all others run on the hub's own
-    event loop.
+    Methods run on the hub's own event loop, unless they are under "from any thread".
     """
 
     def __init__(self, path: str, num_ranks: int, on_news: Callable[[PeerNews], None]) -> None:

@@ -135,22 +135,17 @@ class RequestTracker:
             return
         tracked.reported = True
         self._num_running += 1
-        self._count(tracked, num_computed_tokens)
+        outcome, num_tokens = tracked.outcome(num_computed_tokens), tracked.request.num_tokens
+        # Counted under the same names as by the mlx engine.
+        self._counters.add("prompts")
+        self._counters.add("prompt_tokens", num_tokens)
+        self._counters.add("cached_tokens", num_computed_tokens)
+        self._counters.add(f"source.{outcome.source}")
+        if outcome.reason:
+            self._counters.add(f"misses.{outcome.reason}")
         answer_id = answer_id_of(request_id)
         if answer_id is not None:
-            cache = tracked.cache_header(num_computed_tokens)
-            news = RequestAdmitted(answer_id, cache, tracked.request.num_tokens)
-            self._on_admitted(news)
-
-    def _count(self, tracked: TrackedRequest, num_computed_tokens: int) -> None:
-        """Count the prompt under the same names as the mlx engine."""
-        source, reason = tracked.outcome(num_computed_tokens)
-        self._counters.add("prompts")
-        self._counters.add("prompt_tokens", tracked.request.num_tokens)
-        self._counters.add("cached_tokens", num_computed_tokens)
-        self._counters.add(f"source.{source}")
-        if reason:
-            self._counters.add(f"misses.{reason}")
+            self._on_admitted(RequestAdmitted(answer_id, outcome.header(), num_tokens))
 
     def absorb(
         self,
@@ -166,17 +161,12 @@ class RequestTracker:
         blocks. ``acks`` and ``skipped``: see ``TurnSaves.acknowledge``.
         """
         for request_id in self._restores.failed_loads(bad_block_ids, failed):
-            self._fail(request_id)
+            self._counters.add("loads_failed")
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.restoring, tracked.reason = Restoring.FAILED, "corrupt"
         for request_id in loaded:
             self._end_load(request_id)
         self._saves.acknowledge(acks, skipped)
-
-    def _fail(self, request_id: str) -> None:
-        self._counters.add("loads_failed")
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            tracked.restoring = Restoring.FAILED
-            tracked.reason = "corrupt"
 
     def _end_load(self, request_id: str) -> None:
         self._restores.end_load(request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Literal
@@ -37,7 +37,6 @@ from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.vllm_plugin.scheduler.welcome import welcome_of
 from engines.wire import (
     ALL_CHANGED,
-    EngineReport,
     Notice,
     SessionRef,
     SessionReport,
@@ -95,7 +94,7 @@ class EvictionWatch:
 class SchedulerSide:
     """The parts of the plug-in that run in EngineCore.
 
-    ``tracker`` belongs to vLLM's thread; all other parts run on the hub's thread.
+    ``tracker`` belongs to vLLM's thread; all other parts run on the thread of ``hub``.
     """
 
     def __init__(
@@ -111,12 +110,12 @@ class SchedulerSide:
         counters = Counters()
         self._resident = ResidentSessions()
         self._acks = SaveAcks(num_ranks)
-        self._hub = Hub(settings.hub_path, num_ranks, self._receive)
-        self._forwards = Forwards(self._hub, lambda: not self.tracker.num_requests)
+        self.hub = Hub(settings.hub_path, num_ranks, self._receive)
+        self._forwards = Forwards(self.hub, lambda: not self.tracker.num_requests)
         saves = TurnSaves(self._resident, blocks, num_ranks)
         self.tracker = RequestTracker(
             Restores(
-                self._hub,
+                self.hub,
                 blocks,
                 deadline_s=settings.store.restore_deadline_s,
                 max_staged_bytes=settings.store.save_queue_bytes,
@@ -125,12 +124,12 @@ class SchedulerSide:
             saves,
             self._resident,
             MeasuredRequests(self._forwards.order_of, self._resident, saves, blocks),
-            on_admitted=self._hub.send,
-            on_turn_end=self._turn_ended,
+            on_admitted=self.hub.send,
+            on_turn_end=lambda x: self.hub.spawn(partial(self._notify, "turn", x)),
             counters=counters,
         )
-        self._verbs = VllmVerbs(
-            self._hub,
+        self.verbs = VllmVerbs(
+            self.hub,
             self._resident,
             block_tokens=blocks.block_tokens,
             counters=counters,
@@ -139,21 +138,16 @@ class SchedulerSide:
             is_reported=self._is_reported,
         )
         self._welcome = welcome_of(settings, vllm_config, groups, version)
-        self._control = ControlServer(settings.token, self._welcomed, self._verbs)
+        self._control = ControlServer(settings.token, self._welcomed, self.verbs)
         control = self._control.serve(settings.control_address)
         if settings.wait_for_front:
-            self._hub.start()
-            self._hub.start_after_front(control)
+            self.hub.start()
+            self.hub.start_after_front(control)
         else:
-            self._hub.start(control)
-        self._hub.spawn(EvictionWatch(self._resident, self._look, self._control.publish).run)
+            self.hub.start(control)
+        self.hub.spawn(EvictionWatch(self._resident, self._look, self._control.publish).run)
         if reports:
-            self._hub.spawn(self._wake_idle_engine)
-
-    @property
-    def ready(self) -> bool:
-        """True if every rank is connected."""
-        return self._hub.ready
+            self.hub.spawn(self._wake_idle_engine)
 
     @property
     def has_work(self) -> bool:
@@ -169,7 +163,7 @@ class SchedulerSide:
 
     def _is_reported(self, name: SessionName) -> bool:
         """True if the session was reported, or no HTTP server can wake the engine to report it."""
-        if self.inventory is None or not self._hub.num_fronts:
+        if self.inventory is None or not self.hub.num_fronts:
             return True
         return self.inventory.is_reported(name)
 
@@ -178,22 +172,11 @@ class SchedulerSide:
         while True:
             await asyncio.sleep(WAKE_S)
             if self._has_events:
-                self._hub.send(Wake())
+                self.hub.send(Wake())
 
     def bind(self, pool: BlockPool) -> None:
         """Set vLLM's block pool, before the first request."""
         self._resident.bind(pool, self._groups)
-
-    async def report(self) -> EngineReport:
-        """The engine's report. On the hub's event loop: see ``spawn``. Raises like ``Hub.ask``."""
-        return await self._verbs.stats()
-
-    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``work()`` on the hub's event loop without waiting for it."""
-        self._hub.spawn(work)
-
-    def close(self) -> None:
-        self._hub.close()
 
     async def _welcomed(self) -> Welcome:
         """The greeting to the gateway, with the codec that the workers chose.
@@ -202,25 +185,22 @@ class SchedulerSide:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(WORKERS_S):
-                while not self._hub.ready:
+                while not self.hub.ready:
                     await asyncio.sleep(POLL_S)
         try:
-            codec = await self._verbs.codec()
+            codec = await self.verbs.codec()
         except (ConnectionError, TimeoutError):  # a worker is missing; its next report will show it
             return self._welcome
-        live, bf16 = self._hub.kv_sizes
+        live, bf16 = self.hub.kv_sizes
         return msgspec.structs.replace(self._welcome, codec=codec, live_kv=live, bf16_kv=bf16)
-
-    def _turn_ended(self, session: SessionRef) -> None:
-        self._hub.spawn(partial(self._notify, "turn", session))
 
     def _receive(self, news: PeerNews) -> None:
         """Process messages of peers that are no answers. On the hub's event loop."""
         match news:
             case RankLost():
-                self._hub.spawn(partial(self._report_lost, news))
+                self.hub.spawn(partial(self._report_lost, news))
             case RankSaved() if self._acks.completes(news):
-                self._hub.spawn(partial(self._notify, "saved", news.session))
+                self.hub.spawn(partial(self._notify, "saved", news.session))
             case RankRests() if self.inventory is not None:
                 self.inventory.update(news)
             case Forward() | ForwardDone() | Findings():
@@ -238,14 +218,10 @@ class SchedulerSide:
         has an answer, so that it learns of the change in the end.
         """
         try:
-            return await self._verbs.look(session)
+            return await self.verbs.look(session)
         except OSError:
-            self._have_all_listed(session)
+            self._control.publish(Notice("moved", absent(session), ALL_CHANGED))
             raise
-
-    def _have_all_listed(self, session: SessionRef) -> None:
-        """Make the gateway ask for all sessions; ``session`` is one of those that changed."""
-        self._control.publish(Notice("moved", absent(session), ALL_CHANGED))
 
     async def _report_lost(self, news: RankLost) -> None:
         """Report to the gateway that a session is lost, if that is still true, or its new tier.

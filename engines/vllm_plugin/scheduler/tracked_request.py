@@ -48,10 +48,12 @@ class TokenBlocks:
         return self.in_chunks(min(num_full, len(request.block_hashes)))
 
     def computed_hashes(self, request: Any, num_blocks: int) -> list[bytes]:
-        """The hashes of the fully computed blocks, from the first on; at most ``num_blocks``."""
-        num_full = min(
-            num_final_tokens(request) // self.block_tokens, len(request.block_hashes), num_blocks
-        )
+        """The hashes of the fully computed blocks, from the first on; at most ``num_blocks``.
+
+        Tokens of a step in flight do not count.
+        """
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        num_full = min(min(computed, request.num_tokens) // self.block_tokens, num_blocks)
         return [bytes(x) for x in request.block_hashes[: max(num_full, 0)]]
 
     def computed_ids(self, request: Any, num_full: int) -> bytes:
@@ -68,13 +70,6 @@ class TokenBlocks:
             return b""
         ids = request.all_token_ids[:end]
         return struct.pack(f"<{len(ids)}I", *ids)
-
-
-def num_final_tokens(request: Any) -> int:
-    """The number of tokens whose KV is in vLLM's blocks; a step in flight does not count."""
-    computed: int = request.num_computed_tokens - request.num_in_flight_tokens
-    known: int = request.num_tokens
-    return min(computed, known)
 
 
 @dataclass
@@ -117,14 +112,17 @@ class TrackedRequest:
         """The tokens that came from the store; 0 if these were not right."""
         return 0 if self.restoring is Restoring.FAILED else self.restored_tokens
 
-    def outcome(self, num_computed_tokens: int) -> tuple[CacheSource, MissReason | None]:
-        """The source of the prompt's KV, and the reason why no more of it was found."""
+    def outcome(self, num_computed_tokens: int) -> CacheOutcome:
+        """The source of the prompt's KV, and the reason why no more of it was found.
+
+        In the same form as from all our engines.
+        """
         source: CacheSource = "hot" if num_computed_tokens else "miss"
         if self.num_restored and self.tier:
             source = COLD_SOURCES[self.tier]
         # Even for a hot prompt a search for its last few tokens fails; that reason is not reported.
         is_news = source != "hot" or self.reason not in UNKNOWN_REASONS
-        return source, self.reason if is_news else None
+        return CacheOutcome(source, num_computed_tokens, self.reason if is_news else None)
 
     def progress(self, session: SessionRef) -> RequestProgress:
         """The tokens of the prompt that vLLM has, including reused ones, and of the answer."""
@@ -136,8 +134,3 @@ class TrackedRequest:
             min(prompt, int(self.request.num_computed_tokens)),
             int(self.request.num_output_tokens),
         )
-
-    def cache_header(self, num_computed_tokens: int) -> str:
-        """The value of the cache header, in the same form as from all our engines."""
-        source, reason = self.outcome(num_computed_tokens)
-        return CacheOutcome(source, num_computed_tokens, reason).header()

@@ -87,40 +87,35 @@ class StagingArea:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wanted: set[int] = set()
-        self._fetched: dict[int, StagedBlobs] = {}
+        self._staged: dict[int, StagedBlobs | None] = {}  # None: wanted, and not read yet
 
     def expect(self, ticket: int) -> None:
         """Note that blobs for this ticket are wanted from now on."""
         with self._lock:
-            self._wanted.add(ticket)
+            self._staged[ticket] = None
 
     def clear(self) -> None:
         """Drop all tickets and blobs."""
         with self._lock:
-            self._wanted.clear()
-            self._fetched.clear()
+            self._staged.clear()
 
-    def put(self, ticket: int, fetched: StagedBlobs) -> None:
+    def put(self, ticket: int, blobs: StagedBlobs) -> None:
         """Keep the blobs read for this ticket, unless the ticket was given up."""
         with self._lock:
-            if ticket in self._wanted:
-                self._fetched[ticket] = fetched
+            if ticket in self._staged:
+                self._staged[ticket] = blobs
 
     def take(self, ticket: int) -> StagedBlobs | None:
         """Return the blobs read for this ticket; None if there are none. Ends the ticket."""
         with self._lock:
-            self._wanted.discard(ticket)
-            return self._fetched.pop(ticket, None)
+            return self._staged.pop(ticket, None)
 
     def is_wanted(self, ticket: int) -> bool:
-        with self._lock:
-            return ticket in self._wanted
+        return ticket in self._staged
 
     def __len__(self) -> int:
         """The number of tickets that are wanted."""
-        with self._lock:
-            return len(self._wanted)
+        return len(self._staged)
 
 
 class RankLink:
@@ -189,13 +184,11 @@ class RankLink:
         self._stagers.shutdown(wait=False, cancel_futures=True)
         self._verb_threads.shutdown(wait=False, cancel_futures=True)
 
-    def session(self, record: SessionRecord) -> RankSession:
-        """The report of a stored session."""
-        tier = self._store.tier_of(record)
+    def _session(self, record: SessionRecord) -> RankSession:
         return RankSession(
             record.tenant,
             record.id,
-            tier,
+            self._store.tier_of(record),
             record.num_tokens,
             record.packed_bytes,
             record.last_used_s,
@@ -278,22 +271,26 @@ class RankLink:
         return self._store.chunk_tokens // self._block_tokens
 
     def _answer(self, message: Ask, connection: socket.socket) -> None:
+        verb = message.verb
         try:
-            settled = self._settle(message.verb)
-            records = self._execute(message.verb)
-            if self._resting is not None and isinstance(message.verb, _CHANGES):
-                self._resting.look_at(message.verb.session)  # before the caller continues
-            stats = self._store.stats() if isinstance(message.verb, GetStats) else None
-            codec = self._report() if isinstance(message.verb, _ABOUT_CODECS) else None
-            found = [self.session(x) for x in records]
-            answer = RankAnswer(message.number, found, stats, codec, settled=settled)
-            if isinstance(message.verb, LimitTenants):
-                tenants = self._store.limit_tenants(message.verb.tiers)
-                answer = msgspec.structs.replace(answer, tenants=tenants)
+            is_settled = True
+            if isinstance(verb, Look) and verb.settled:  # it waits; others do not
+                is_settled = self._store.wait_saved(verb.session, SETTLE_S)
+            records = self._execute(verb)
+            if self._resting is not None and isinstance(verb, _CHANGES):
+                self._resting.look_at(verb.session)  # before the caller continues
+            answer = RankAnswer(
+                message.number,
+                [self._session(x) for x in records],
+                self._store.stats() if isinstance(verb, GetStats) else None,
+                self._report() if isinstance(verb, _ABOUT_CODECS) else None,
+                self._store.limit_tenants(verb.tiers) if isinstance(verb, LimitTenants) else {},
+                settled=is_settled,
+            )
         except StoreClosed:
             return
         except Exception as error:  # top level of this thread: the caller must get an answer
-            logger.exception("%s failed", type(message.verb).__name__)
+            logger.exception("%s failed", type(verb).__name__)
             answer = RankAnswer(message.number, [], error=f"{type(error).__name__}: {error}")
         for page in pages(answer):
             self._send_on(connection, page)
@@ -308,12 +305,6 @@ class RankLink:
         packed = packed_bytes_per_token(self._store)
         self._hello = msgspec.structs.replace(self._hello, packed_bytes_per_token=packed)
         self.send(self._hello)  # the hub uses it to estimate the bytes of a restore
-
-    def _settle(self, verb: Verb | Look) -> bool:
-        """Wait for saves under way if the verb asks for that; False if they are not done yet."""
-        if not isinstance(verb, Look) or not verb.settled:
-            return True
-        return self._store.wait_saved(verb.session, SETTLE_S)
 
     def _execute(self, verb: Verb | Look) -> list[SessionRecord]:
         """Carry out a verb, and return the records that the answer is about."""

@@ -144,7 +144,6 @@ def open_worker_side(
     settings: PluginSettings,
     vllm_config: Any,
     kv_cache_config: Any,
-    rank: int,
     caches: Mapping[str, torch.Tensor],
     groups: Groups,
     choose_blocks: ChooseBlocks,
@@ -155,6 +154,7 @@ def open_worker_side(
         UnknownLayout, CodecRefused, UnknownCodec, TierInUse: with a sentence that names the fix.
         ValueError, ImportError: see ``open_tiers``.
     """
+    rank = int(vllm_config.parallel_config.rank)
     cache = attention_cache(vllm_config, caches, groups.layers)
     states = state_blocks(vllm_config, kv_cache_config, caches, groups)
     layout = states.layout if states is not None else None

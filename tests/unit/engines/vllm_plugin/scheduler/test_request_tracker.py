@@ -112,7 +112,7 @@ HEADERS = [
 
 @pytest.mark.parametrize(("reason", "tokens", "expected"), HEADERS)
 def test_the_cache_header(reason, tokens, expected):
-    assert TrackedRequest(None, None, reason=reason).cache_header(tokens) == expected
+    assert TrackedRequest(None, None, reason=reason).outcome(tokens).header() == expected
 
 
 def test_it_says_how_far_the_requests_of_sessions_are(bench):

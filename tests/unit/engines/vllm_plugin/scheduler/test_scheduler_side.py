@@ -71,7 +71,7 @@ class Bench:
         if events:
             self.link.watch(RestingWatch(self.store, BLOCK, self.link.send))
         self.store.listen(lambda left: self.link.send(RankLost(*left)))
-        until(lambda: self.side.ready)
+        until(lambda: self.side.hub.ready)
         self.gateway = socket.socket(socket.AF_UNIX)
         self.gateway.settimeout(30)
         self.gateway.connect(settings.control_address.removeprefix("unix:"))
@@ -88,7 +88,7 @@ class Bench:
         self.gateway.close()
         self.link.close()
         self.store.close()
-        self.side.close()
+        self.side.hub.close()
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_session_that_was_saved_anew_meanwhile_is_not_lost(bench: Bench) -> No
 
 def test_the_gateway_lists_all_again_where_the_ranks_do_not_say_what_changed(bench: Bench) -> None:
     bench.link.close()
-    until(lambda: not bench.side.ready)
+    until(lambda: not bench.side.hub.ready)
     news = (RankLost(ref("b"), "packed", is_gone=False), RankLost(ref("c")))
     with socket.socket(socket.AF_UNIX) as rank:  # says what it has to say, and answers nothing
         rank.connect(bench.hub_path)
