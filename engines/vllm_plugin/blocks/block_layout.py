@@ -67,35 +67,21 @@ class StridedView:
     """K or V that strides can describe: a view of the cache's tensor."""
 
     def __init__(self, view: Tensor) -> None:
-        self._view = view
-        self._bits = _host_bits(view)
-
-    @property
-    def view(self) -> Tensor:
-        """(num_blocks, num_kv_heads, block_tokens, head_dim)"""
-        return self._view
+        """``view``: (num_blocks, num_kv_heads, block_tokens, head_dim)."""
+        self.view = view
+        is_on_host = view.device.type == "cpu"
+        self.bits = view.view(_BITS[view.element_size()]).numpy() if is_on_host else None
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        _, heads, tokens, dim = self._view.shape
+        _, heads, tokens, dim = self.view.shape
         return heads, tokens, dim
 
     def read(self, index: Tensor) -> Tensor:
-        return self._view.index_select(0, index)
+        return self.view.index_select(0, index)
 
     def write(self, index: Tensor, blocks: Tensor) -> None:
-        self._view.index_copy_(0, index, blocks)
-
-    @property
-    def bits(self) -> np.ndarray | None:
-        return self._bits
-
-
-def _host_bits(view: Tensor) -> np.ndarray | None:
-    if view.device.type != "cpu":
-        return None
-    bits: np.ndarray = view.view(_BITS[view.element_size()]).numpy()
-    return bits
+        self.view.index_copy_(0, index, blocks)
 
 
 class PermutedView:
@@ -107,6 +93,8 @@ class PermutedView:
             the number ``order[i]``, counted token by token.
         dim: head_dim.
     """
+
+    bits = None
 
     def __init__(self, flat: Tensor, order: Tensor, dim: int) -> None:
         self._flat = flat
@@ -125,10 +113,6 @@ class PermutedView:
     def write(self, index: Tensor, blocks: Tensor) -> None:
         flat = blocks.reshape(len(index), -1, len(self._order))
         self._flat.index_copy_(0, index, flat[..., self._order])
-
-    @property
-    def bits(self) -> np.ndarray | None:
-        return None
 
 
 class SplitContent:

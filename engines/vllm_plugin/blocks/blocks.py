@@ -43,10 +43,7 @@ class Stream(Protocol):
     """Runs work in order, in parallel to the model's stream, which never waits for it."""
 
     def mark(self) -> object:
-        """Remember the work that is queued so far on the current stream.
-
-        Called on the model's thread.
-        """
+        """Remember the work queued so far on the current stream. On the model's thread."""
 
     def enqueue_after(self, mark: object) -> AbstractContextManager[None]:
         """Run the work that is queued inside the ``with`` block after the work before ``mark``."""
@@ -96,7 +93,7 @@ class Blocks(Protocol):
 
 
 class RestoredBlocks:
-    """The blocks that were filled from a lossy copy, by id. Thread-safe."""
+    """The blocks that were filled from a lossy copy. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

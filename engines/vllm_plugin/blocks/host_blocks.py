@@ -55,18 +55,13 @@ class RunPool:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._spare: list[list[KVPair]] = []
-        self._nbytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the runs that are kept now."""
-        return self._nbytes
+        self.nbytes = 0  # of the runs that are kept now
 
     def take(self, num_tokens: int) -> list[KVPair]:
         """Return a run of ``num_tokens`` for the caller's exclusive use; its rows are undefined."""
         with self._lock:
             run = self._spare.pop() if self._spare else []
-            self._nbytes -= _nbytes_of(run)
+            self.nbytes -= _nbytes_of(run)
         fits = bool(run) and run[0][0].shape[1] == num_tokens
         return run if fits else self._layout.empty(num_tokens)
 
@@ -74,9 +69,13 @@ class RunPool:
         """Return a run that is no longer read; it is kept if there is room."""
         nbytes = _nbytes_of(run)
         with self._lock:
-            if len(self._spare) < self._most and self._nbytes + nbytes <= self._most_bytes:
+            if len(self._spare) < self._most and self.nbytes + nbytes <= self._most_bytes:
                 self._spare.append(run)
-                self._nbytes += nbytes
+                self.nbytes += nbytes
+
+
+def _nbytes_of(run: Sequence[KVPair]) -> int:
+    return sum(array.nbytes for pair in run for array in pair)
 
 
 class HostBlocks:
@@ -140,9 +139,8 @@ class HostBlocks:
         An unpacked session takes many times the memory of its staged blobs.
         """
         ahead: deque[tuple[list[Filling], Task[Decoded]]] = deque()
-        for group in _groups(
-            wanted, self._group_tokens // self._chunk_tokens, self._cache.block_tokens
-        ):
+        most = self._group_tokens // self._chunk_tokens
+        for group in _groups(wanted, most, self._cache.block_tokens):
             ahead.append((group, Task(self._store.workers, partial(self._decoded, group))))
             if len(ahead) > self._ahead:
                 yield self._first(ahead)
@@ -181,10 +179,6 @@ class HostBlocks:
             self._store.discard(filling.piece.key)
             return False
         return True
-
-
-def _nbytes_of(run: Sequence[KVPair]) -> int:
-    return sum(array.nbytes for pair in run for array in pair)
 
 
 def _groups(wanted: Sequence[Filling], most: int, block_tokens: int) -> Iterator[list[Filling]]:

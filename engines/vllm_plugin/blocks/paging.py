@@ -46,7 +46,7 @@ class PagedCache:
         """
         if self.copies is not None:
             run = self.layout.empty(len(block_ids) * self.block_tokens)
-            self.copies.read(block_ids, _arrays(run))
+            self.copies.read(block_ids, [x for pair in run for x in pair])
             return run
         index = self._index(block_ids)
         return [(_rows(k.read(index)), _rows(v.read(index))) for k, v in self.views]
@@ -54,20 +54,18 @@ class PagedCache:
     def write(self, block_ids: Sequence[int], run: Sequence[KVPair], first_block: int) -> None:
         """Copy ``run``, shaped as in ``read``, from block ``first_block`` on into these blocks."""
         if self.copies is not None:
-            self.copies.write(block_ids, _arrays(run), first_block)
+            self.copies.write(block_ids, [x for pair in run for x in pair], first_block)
             return
         index = self._index(block_ids)
         for views, rows in zip(self.views, run, strict=True):
             for view, array in zip(views, rows, strict=True):
-                view.write(index, self._blocks(array, view, first_block, len(block_ids)))
+                heads, tokens, dim = view.shape
+                blocks = _as_torch(array, self.dtype).view(heads, -1, tokens, dim)
+                wanted = blocks[:, first_block : first_block + len(block_ids)]
+                view.write(index, wanted.transpose(0, 1).to(self.device))
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(block_ids, dtype=torch.long, device=self.device)
-
-    def _blocks(self, array: np.ndarray, view: KVView, first_block: int, count: int) -> Tensor:
-        heads, tokens, dim = view.shape
-        blocks = _as_torch(array, self.dtype).view(heads, -1, tokens, dim)
-        return blocks[:, first_block : first_block + count].transpose(0, 1).to(self.device)
 
 
 def paged_cache(
@@ -95,10 +93,6 @@ def paged_cache(
     copies = BlockCopies(bits) if bits and len(bits) == len(found) else None
     block_tokens = int(first.shape[2])
     return PagedCache(views, layout, block_tokens, first.device, first.dtype, copies, has_latents)
-
-
-def _arrays(run: Sequence[KVPair]) -> list[np.ndarray]:
-    return [array for pair in run for array in pair]
 
 
 def _rows(blocks: Tensor) -> np.ndarray:

@@ -143,6 +143,8 @@ class WindowLayers:
     ``read`` and ``write`` are those of ``RecurrentLayers``.
     """
 
+    has_matrices = False
+
     def __init__(self, cache: PagedCache, first_number: int = 0) -> None:
         """``first_number``: the number of window arrays in the groups before this one."""
         self._cache = cache
@@ -157,11 +159,7 @@ class WindowLayers:
         return self._cache.block_tokens
 
     def read(self, block_ids: Sequence[int]) -> Arrays:
-        run = self._cache.read(block_ids)
-        return self._named([x for pair in run for x in pair])
-
-    def _named(self, rows: Sequence[np.ndarray]) -> Arrays:
-        dtype = self._cache.layout.dtype
+        dtype, rows = self._cache.layout.dtype, [x for y in self._cache.read(block_ids) for x in y]
         return [WindowArray(dtype, x[None], i) for i, x in enumerate(rows, self._first_number)]
 
     def write(self, block_ids: Sequence[int], arrays: Arrays) -> None:
@@ -201,9 +199,7 @@ class StateBlocks:
         return StateLayout(
             windows=KVLayout(windows[0][1].dtype, kept) if equal else None,
             window_tokens=tokens * self.block_tokens if equal else 0,
-            has_matrices=any(
-                isinstance(x, RecurrentLayers) and x.has_matrices for x in self._layers
-            ),
+            has_matrices=any(x.has_matrices for x in self._layers),
         )
 
     def kv_size(self, itemsize: int = 0) -> KVSize:
@@ -245,12 +241,8 @@ class StateBlocks:
         if not isinstance(tree, list) or len(tree) != len(shares):
             raise Corrupt("a state of another model's layers")
         for layers, ids, leaves in zip(self._layers, shares, tree, strict=True):
-            layers.write(ids, _arrays(leaves))
-
-
-def _arrays(leaves: StateTree) -> Arrays:
-    leaves = leaves if isinstance(leaves, list) else []
-    return [x for x in leaves if isinstance(x, StateArray)]
+            arrays = leaves if isinstance(leaves, list) else []
+            layers.write(ids, [x for x in arrays if isinstance(x, StateArray)])
 
 
 def check_arrays(arrays: Sequence[StateArray], wanted: Sequence[StateArray]) -> None:

@@ -65,17 +65,16 @@ class StatefulBlocks:
     ) -> bool:
         """True if the state at ``boundary``, or these rows of its windows, came from a lossy copy.
 
-        Args:
-            hashes: of the session's blocks, from its beginning.
+        ``hashes``: those of the session's blocks, from its beginning.
         """
         size = self._block_tokens
         first, end = piece.first_token // size, -(-piece.end_token // size)
         found = [
-            (x.id, x.hash)
+            x
             for x in self._blocks(boundary, block_ids, hashes)
             if x.is_window == piece.is_window and (piece.is_state or first <= x.number < end)
         ]
-        return self._restored.has_any([x for x, _ in found], [x for _, x in found])
+        return self._restored.has_any([x.id for x in found], [x.hash for x in found])
 
     def fill(
         self,
@@ -132,9 +131,5 @@ class StatefulBlocks:
     ) -> list[_StateBlock]:
         """List the blocks of a state, with the hashes that they have in the session."""
         apart = self._store.model.windows is not None
-        return [
-            _StateBlock(block_id, number, hashes[number], apart and of_window)
-            for block_id, (number, of_window) in zip(
-                block_ids, self._states.places(boundary), strict=True
-            )
-        ]
+        found = zip(block_ids, self._states.places(boundary), strict=True)
+        return [_StateBlock(x, i, hashes[i], apart and of_window) for x, (i, of_window) in found]

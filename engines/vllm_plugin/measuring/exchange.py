@@ -45,7 +45,7 @@ class Exchange:
         self._given: KVRun = ()
         self._given_state: StateTree = None
         self._was_given = False
-        self._was_alone = False
+        self.was_alone = False  # the model computed nothing else in the order's step
         self._found: FoundRows | None = None
         self._scores: list[np.ndarray] = []
         self._num_rows = 0  # of the prompt's logits that have not come yet
@@ -74,7 +74,7 @@ class Exchange:
         """
         with self._lock:
             self._number, self._given, self._given_state = number, given, state
-            self._was_given = self._was_alone = False
+            self._was_given = self.was_alone = False
             self._found, self._scores = None, []
             self._num_rows, self._expects_rows = num_rows, False
 
@@ -105,11 +105,6 @@ class Exchange:
                 raise RuntimeError("the scores of a measurement did not come one after the other")
         return np.concatenate(scores)
 
-    @property
-    def was_alone(self) -> bool:
-        """True if the model computed nothing else in the order's step."""
-        return self._was_alone
-
     def _check_given(self) -> None:
         if self._given and not self._was_given:
             raise RuntimeError("vLLM did not take the KV that it was given")
@@ -125,7 +120,7 @@ class Exchange:
         """Start to observe the layers, if a step computes only the order and views are set."""
         with self._lock:
             is_alone = step.alone == self._number
-            self._was_alone = self._was_alone or is_alone
+            self.was_alone = self.was_alone or is_alone
             views = self._views if is_alone else None
         self._see(views)
 

@@ -46,7 +46,7 @@ class LayerPlace:
 
 @dataclass
 class SeenLayer:
-    """Holds the observations of one layer in one step; on the model's device.
+    """The observations of one layer in one step; on the model's device.
 
     Attributes:
         sizes: fp32 (tokens,), the size of the residual stream.
