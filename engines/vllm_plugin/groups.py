@@ -26,17 +26,13 @@ IN_USE: Final = -1
 
 @dataclass(frozen=True)
 class StateGroup:
-    """A group whose layers keep only the last ``num_blocks`` blocks.
-
-    ``form`` describes the shapes and dtypes of a recurrent layer's state. Engines exchange states
-    only if their ``form`` is the same.
-    """
+    """A group whose layers keep only the last ``num_blocks`` blocks."""
 
     id: int
     layers: tuple[str, ...]
     num_blocks: int
     recurrent: bool
-    form: str = ""
+    form: str = ""  # the shapes and dtypes of a recurrent layer's state
 
     def reach(self, boundary: int) -> range:
         """The numbers of the blocks that form the state at ``boundary``."""
@@ -45,18 +41,14 @@ class StateGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """The group that keeps all tokens, and those that do not.
+    """The group that keeps all tokens, and those that do not."""
 
-    ``full``: id of the group that keeps all tokens; ``layers``: the names of its layers.
-    """
-
-    full: int
-    layers: tuple[str, ...]
+    full: int  # id of the group that keeps all tokens
+    layers: tuple[str, ...]  # its layers' names
     states: tuple[StateGroup, ...] = ()
 
     @property
     def ids(self) -> list[int]:
-        """Ids of all groups."""
         return [self.full, *(x.id for x in self.states)]
 
     def state_blocks(

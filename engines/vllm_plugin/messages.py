@@ -39,16 +39,12 @@ class RankSession(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """Order to read and verify the stored blobs of these blocks, and keep them for a load.
-
-    ``hashes``: those of the prompt's blocks from the first on, joined. ``first_block``: the number
-    of the first block to read. A ``Release`` drops the blobs instead.
-    """
+    """Order to read and verify the stored blobs of a prompt's blocks, and keep them for a load."""
 
     ticket: int
     session: SessionRef | None
-    first_block: int
-    hashes: bytes
+    first_block: int  # the number of the first block to read
+    hashes: bytes  # of the prompt's blocks from the first on, joined
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -58,10 +54,10 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Question what is stored of one session. ``settled``: wait for the saves under way first."""
+    """Question what is stored of one session."""
 
     session: SessionRef
-    settled: bool = False
+    settled: bool = False  # wait for the saves under way first
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -99,31 +95,27 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
 
 
 class ForwardDone(msgspec.Struct, frozen=True, tag="forward-done"):
-    """News that the measuring request has ended. ``error``: why it failed; "" if it did not."""
+    """News that the measuring request has ended."""
 
     number: int
-    error: str = ""
+    error: str = ""  # why it failed
 
 
 class Findings(msgspec.Struct, frozen=True, tag="findings"):
     """The figures of one rank, or the joint ones: the worst of each.
 
-    A rank sends its own again until it gets the joint ones. ``error``: why there are none: a rank
-    has given up.
+    A rank sends its own again until it gets the joint ones.
     """
 
     rows: tuple[Quality, ...]
-    error: str = ""
+    error: str = ""  # why there are none: a rank has given up
     rank: int = -1  # -1: the joint ones
 
 
 class RunForward(msgspec.Struct, frozen=True, tag="run-forward"):
-    """Order to an HTTP server to submit the request to vLLM.
+    """Order to an HTTP server to submit the request to vLLM."""
 
-    ``ticket``: the secret that proves that a request carries out the order.
-    """
-
-    ticket: str
+    ticket: str  # the secret that proves that a request carries out the order
     order: Forward
 
 
@@ -179,17 +171,13 @@ class RankLost(msgspec.Struct, frozen=True, tag="lost"):
 
 
 class RankRests(msgspec.Struct, frozen=True, tag="rests"):
-    """News of the tiers that hold a session's packed blocks, for readers of KV events; of rank 0.
-
-    ``hashes``: those of its blocks, joined; empty if the session is gone. ``ids``: those of their
-    tokens. ``ram``, ``storage``: how many of the first blocks memory and slower tiers hold.
-    """
+    """News of rank 0: the tiers that hold a session's packed blocks, for readers of KV events."""
 
     session: SessionRef
-    hashes: bytes = b""
-    ids: bytes = b""
-    ram: int = 0
-    storage: int = 0
+    hashes: bytes = b""  # of its blocks, joined; empty if the session is gone
+    ids: bytes = b""  # of their tokens
+    ram: int = 0  # the number of its first blocks in memory
+    storage: int = 0  # in slower tiers
 
 
 # ---- front <-> hub
@@ -200,10 +188,10 @@ class FrontHello(msgspec.Struct, frozen=True, tag="front"):
 
 
 class RequestAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """News that a request has begun to run; ``cache`` is the value of its cache header."""
+    """News that a request has begun to run."""
 
     answer_id: str
-    cache: str
+    cache: str  # the value of its cache header
     prompt_tokens: int = 0
 
 

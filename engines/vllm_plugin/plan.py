@@ -1,7 +1,7 @@
 """The saves and loads that the scheduler side orders from the workers, step by step.
 
-Nothing here imports vLLM, so that both sides can be tested without it. The connector sends the
-orders to the workers (``connector.StepPlan``).
+The connector sends them (``connector.StepPlan``). Block ids are those of vLLM's tables; a state's
+are those of all groups that do not keep all tokens, joined (``groups``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Save:
     All its blocks are held until every worker has acknowledged it.
 
     Attributes:
-        hashes: the hashes of the blocks of the session's full chunks, from its beginning.
-        states: the ids of each held state's blocks, by the number of blocks before it (``groups``).
+        hashes: those of the blocks of the session's full chunks, from its beginning.
+        states: the ids of each held state's blocks, by the number of blocks before it.
         waits: the save is never skipped, even if many saves wait already.
         ids: the ids of the blocks' tokens, if KV events are reported (``inventory.event_note``).
     """
@@ -34,7 +34,7 @@ class Save:
 
     @property
     def held_ids(self) -> list[int]:
-        """Ids of all blocks that are held; a state follows the blocks before its boundary."""
+        """Ids of all held blocks; a state follows the blocks before its boundary."""
         ids = []
         for end, block_id in enumerate(self.block_ids, 1):
             ids += [block_id, *self.states.get(end, ())]
@@ -43,22 +43,16 @@ class Save:
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a prompt's blocks from ``first_block`` on, from the blobs staged for ``ticket``.
-
-    Attributes:
-        block_ids: vLLM's blocks to fill.
-        state_ids: the blocks to fill with the state after them (``groups``).
-    """
+    """The load of a prompt's blocks from ``first_block`` on, from a ticket's staged blobs."""
 
     ticket: int
     request_id: str
     first_block: int
     block_ids: list[int]
-    state_ids: list[int] = field(default_factory=list)
+    state_ids: list[int] = field(default_factory=list)  # of the state after them
 
     @property
     def end_block(self) -> int:
-        """The number of the block after the last one."""
         return self.first_block + len(self.block_ids)
 
 
@@ -69,36 +63,27 @@ class Given:
     request_id: str
     number: int  # of the order
     block_ids: list[int]
-    state_ids: list[int] = field(default_factory=list)  # the state's after them (``groups``)
+    state_ids: list[int] = field(default_factory=list)  # of the state after them
 
 
 @dataclass(frozen=True)
 class WantedBlocks:
-    """The blocks whose KV a measurement reads. They are held until every rank has read them.
-
-    Attributes:
-        boundary: the number of blocks before the state.
-        state_ids: the state's blocks; [] if there is none, or vLLM did not keep it.
-    """
+    """The blocks whose KV a measurement reads. They are held until every rank has read them."""
 
     job: int
     number: int  # of the order
     block_ids: list[int]
-    boundary: int = 0
-    state_ids: list[int] = field(default_factory=list)
+    boundary: int = 0  # the number of blocks before the state
+    state_ids: list[int] = field(default_factory=list)  # []: none, or vLLM did not keep it
 
 
 @dataclass
 class StepWork:
-    """The work of all ranks in one step of vLLM.
-
-    ``alone``: the number of the measurement's order, if the model computes nothing else in the
-    step.
-    """
+    """The work of all ranks in one step of vLLM."""
 
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     wanted: list[WantedBlocks] = field(default_factory=list)
-    alone: int = 0
+    alone: int = 0  # number of the measurement's order, if the model computes nothing else
     wait_s: float = 0.0  # how long a worker may wait for transfers, if the model has no work

@@ -70,7 +70,7 @@ class SaveAcks:
         return len(self._open)
 
     def completes(self, saved: RankSaved) -> bool:
-        """Note the answer of one rank; True if it was the last one and all ranks kept the save."""
+        """Note one rank's answer; True if it was the last one and all ranks kept the save."""
         tally = self._open.setdefault(saved.job, _Tally())
         tally.num_ended += 1
         tally.is_kept &= saved.kept
@@ -83,7 +83,7 @@ class SaveAcks:
 
 
 class Hub:
-    """Sends to all ranks and collects their answers; asks them for the control verbs.
+    """Sends to all ranks and collects their answers.
 
     Methods run on the hub's own event loop, unless they are under "from any thread".
     """
@@ -165,7 +165,7 @@ class Hub:
 
     @property
     def num_fronts(self) -> int:
-        """The number of HTTP servers that are connected."""
+        """The number of connected HTTP servers."""
         return len(self._fronts)
 
     @property

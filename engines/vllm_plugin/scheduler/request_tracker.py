@@ -157,8 +157,8 @@ class RequestTracker:
     ) -> None:
         """Process the workers' reports at the end of a step.
 
-        ``failed``: requests whose load failed, for models where vLLM accepts no list of failed
-        blocks. ``acks`` and ``skipped``: see ``TurnSaves.acknowledge``.
+        ``failed``: requests whose load failed, where vLLM accepts no list of failed blocks.
+        ``acks`` and ``skipped``: see ``TurnSaves.acknowledge``.
         """
         for request_id in self._restores.failed_loads(bad_block_ids, failed):
             self._counters.add("loads_failed")

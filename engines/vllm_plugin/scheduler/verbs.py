@@ -77,8 +77,7 @@ class VllmVerbs:
         Args:
             num_requests: the numbers of running and of waiting requests.
             requests: the progress of the running requests.
-            is_reported: says whether the session's tiers were reported to the readers of KV events;
-                True if there are no readers.
+            is_reported: True if readers of KV events know the session's tiers, or there are none.
         """
         self._hub = hub
         self._resident = resident
@@ -106,7 +105,7 @@ class VllmVerbs:
         return TenantUses({name: _summed([x.tenants[name] for x in answers]) for name in known})
 
     async def codec(self) -> CodecReport:
-        """The codec in use: one for the whole engine."""
+        """The codec in use."""
         return _codec([x.codec for x in await self._hub.ask(GetStats(), LOOK_S)])
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
@@ -187,7 +186,7 @@ class VllmVerbs:
         return Done(self._report(session.name, found), kept)
 
     async def sessions(self) -> list[SessionReport]:
-        """The reports of all sessions that have a cold copy or live blocks."""
+        """All sessions that have a cold copy or live blocks."""
         cold = _merged(await self._hub.ask(ListSessions(), LOOK_S))
         names = dict.fromkeys([*cold, *self._resident.names()])
         reports = [self._report(name, cold.get(name)) for name in names]
