@@ -92,7 +92,7 @@ def _socket_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove_sockets(folder: Path) -> None:
-    """Remove the sockets that a killed engine did not remove, vLLM's own among them."""
+    """Remove the sockets of a killed engine, vLLM's own among them."""
     for path in folder.iterdir():
         if path.is_socket():
             path.unlink()

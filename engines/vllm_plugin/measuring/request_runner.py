@@ -47,17 +47,14 @@ class RequestRunner:
     async def run(self, run: RunForward) -> ForwardDone:
         """Run the request, wait for its end and report it."""
         try:
-            await self._show_model()
+            if not self._shown:
+                await self._client.collective_rpc(SHOW_MODEL)
+                self._shown = True
             await self._generate(run)
         except Exception as error:  # the top level of a task: the caller must get the error
             logger.exception("a measuring request failed")
             return ForwardDone(run.order.number, f"{type(error).__name__}: {error}")
         return ForwardDone(run.order.number)
-
-    async def _show_model(self) -> None:
-        if not self._shown:
-            await self._client.collective_rpc(SHOW_MODEL)
-            self._shown = True
 
     async def _generate(self, run: RunForward) -> None:
         from vllm import SamplingParams

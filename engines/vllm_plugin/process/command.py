@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from engines.config import CPU_BLOCK_TOKENS, SPARE_PLACE, EngineConfig, VllmConfig, WorkerConfig
+from engines.config import CPU_BLOCK_TOKENS, SPARE_PLACE, VllmConfig, WorkerConfig
 from engines.vllm_environment.environment import import_path
 from engines.vllm_environment.model_files import (
     model_folder,
@@ -43,10 +43,7 @@ SMALL_FILES: Final = ("config.json", "tokenizer_config.json", TEMPLATE_FILE)
 
 def is_cpu_build() -> bool:
     """True if this environment has the CPU build of vLLM."""
-    try:
-        return bool(version(CPU_PACKAGE))
-    except PackageNotFoundError:
-        return "+cpu" in _installed("vllm")
+    return bool(_installed(CPU_PACKAGE)) or "+cpu" in _installed("vllm")
 
 
 def _installed(package: str) -> str:
@@ -103,6 +100,7 @@ def refusal(worker: WorkerConfig, *, cpu: bool) -> str:
 def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str]:
     """The command that starts vLLM's server; ``settings_path``: the plug-in's settings file."""
     engine, own = worker.engine, worker.engine.vllm
+    longest = engine.max_context or LONG_PREFILL_TOKENS
     argv = [
         *(sys.executable, "-m", SERVER),
         *model_arguments(worker.model_path, engine.dtype, own, cpu=cpu),
@@ -110,7 +108,8 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--uds", str(Path(worker.runtime_dir) / HTTP_SOCKET)),
         *("--kv-cache-memory-bytes", str(engine.hot_bytes // own.tensor_parallel)),
         *("--max-num-seqs", str(engine.max_batch + SPARE_PLACE)),
-        *("--long-prefill-token-threshold", str(_long_prefill(engine))),
+        # vLLM refuses one beyond the context.
+        *("--long-prefill-token-threshold", str(min(LONG_PREFILL_TOKENS, longest))),
         "--long-prefill-token-threshold-adaptive",
         # auto: bounded by the pool of blocks; vLLM would not start with a larger value.
         *("--max-model-len", str(engine.max_context or "auto")),
@@ -129,11 +128,6 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
     return [*argv, *chat_arguments(worker), *own.args]
 
 
-def _long_prefill(engine: EngineConfig) -> int:
-    """Return the threshold; vLLM refuses one beyond the context."""
-    return min(LONG_PREFILL_TOKENS, engine.max_context or LONG_PREFILL_TOKENS)
-
-
 def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) -> list[str]:
     """The arguments that, with ``own.args``, affect the KV that an engine computes.
 
@@ -141,11 +135,11 @@ def model_arguments(model_path: str, dtype: str, own: VllmConfig, *, cpu: bool) 
     """
     argv = [
         *("--model", model_path),
-        *("--dtype", _dtype(dtype, cpu)),
+        # Most CPUs multiply float32 several times faster than bfloat16.
+        *("--dtype", "float32" if dtype == "auto" and cpu else dtype),
         *("--tensor-parallel-size", str(own.tensor_parallel)),
         "--enable-prefix-caching",
-        # The hashes must be the same for any version of Python, since sessions move between
-        # engines.
+        # The same hashes by any version of Python: sessions move between engines.
         *("--prefix-caching-hash-algo", "sha256_cbor"),
     ]
     if block_tokens := own.block_tokens or (CPU_BLOCK_TOKENS if cpu else 0):
@@ -158,37 +152,28 @@ def default_environment(
 ) -> dict[str, str]:
     """Variables for the child's environment that the user's own variables override.
 
-    With any connector vLLM reserves one more core per rank, which ours does not need: on a machine
-    of four cores it would take one of the model's three threads. One core per rank is reserved, as
-    without a connector, unless only one core would then be left for the model.
-
-    Where no model is compiled, a few small functions of vLLM are, by the first request for
-    log-probabilities. What is compiled is kept, but headers would be prepared for it again at each
-    start, which takes a quarter of a minute and half a gigabyte.
-
-    By default vLLM's CPU build binds each rank to a memory node of its own, and ends if there are
-    fewer nodes than ranks. In that case the ranks share the cores, unbound.
-
     Args:
         cpu: vLLM is the CPU build.
         memory_nodes: the number of memory nodes that this process may use.
     """
     ranks = worker.engine.vllm.tensor_parallel
     env = {
+        # With any connector vLLM reserves one more core per rank, which ours does not need. One is
+        # reserved, as without a connector, unless only one would then be left for the model.
         "VLLM_CPU_NUM_OF_RESERVED_CPU": str(ranks if cores > 2 * ranks else 0),
         "VLLM_XGRAMMAR_CACHE_MB": str(GRAMMAR_CACHE_MIB),
     }
     if _is_eager(worker.engine.vllm, cpu):
+        # Where no model is compiled, a few small functions are, by the first request for
+        # log-probabilities. They are kept, but headers would be prepared for them again at each
+        # start, which takes a quarter of a minute and half a gigabyte.
         env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+    # vLLM's CPU build binds each rank to a memory node of its own, and ends if there are fewer
+    # nodes than ranks. In that case the ranks share the cores, unbound.
     if cpu and ranks > max(1, memory_nodes):
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     return env
-
-
-def _dtype(given: str, cpu: bool) -> str:
-    """The dtype to ask for; most CPUs multiply float32 several times faster than bfloat16."""
-    return "float32" if given == "auto" and cpu else given
 
 
 def environment(worker: WorkerConfig, inherited: str, sockets: str = "") -> dict[str, str]:

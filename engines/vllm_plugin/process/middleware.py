@@ -113,11 +113,9 @@ class AdmissionReports:
 
     def __init__(self) -> None:
         self._waiting: dict[str, asyncio.Future[RequestAdmitted]] = {}
-        self._listening: asyncio.Task[None] | None = None
-        self._measuring: asyncio.Task[None] | None = None
-        self._waking: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # the loop itself keeps only weak references
         self._client: Any = None
-        self._runner: RequestRunner | None = None
+        self._runner: RequestRunner  # made by ``start``
         self.connected = False  # if False, it is unknown which requests run
 
     def start(self, hub_path: str, client: Any, delay_s: float = 0.0) -> None:
@@ -125,11 +123,14 @@ class AdmissionReports:
 
         ``client``: vLLM's engine client, for measuring requests.
         """
-        if self._listening is None:
+        if not self._tasks:
             self._client = client
             self._runner = RequestRunner(client)
-            listening = self._listen(hub_path, delay_s)
-            self._listening = asyncio.create_task(listening, name="cold-reports")
+            self._begin(self._listen(hub_path, delay_s))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks = [x for x in self._tasks if not x.done()]
+        self._tasks.append(asyncio.create_task(work))
 
     def expect(self, answer_id: str) -> asyncio.Future[RequestAdmitted]:
         """Return a future for the report of a request; it is set when the request begins to run."""
@@ -162,25 +163,23 @@ class AdmissionReports:
             writer.close()
 
     def _receive(self, body: bytes, writer: asyncio.StreamWriter) -> None:
-        message = decode_to_front(body)
-        if isinstance(message, Wake):
-            self._waking = asyncio.create_task(self._wake(), name="waking")
-            return
-        if isinstance(message, RunForward):
-            self._measuring = asyncio.create_task(self._run(message, writer), name="measuring")
-            return
-        report = self._waiting.get(message.answer_id)
-        if report is not None and not report.done():
-            report.set_result(message)
+        match decode_to_front(body):
+            case Wake():
+                self._begin(self._wake())
+            case RunForward() as order:
+                self._begin(self._run(order, writer))
+            case RequestAdmitted() as news:
+                report = self._waiting.get(news.answer_id)
+                if report is not None and not report.done():
+                    report.set_result(news)
 
     async def _wake(self) -> None:
         """Make an idle engine check for work: any call to it has that effect."""
         with suppress(Exception):  # top level of a task; the engine's next step reports as well
             await self._client.is_sleeping()
 
-    async def _run(self, message: RunForward, writer: asyncio.StreamWriter) -> None:
-        assert self._runner is not None, "it was made before anything could be heard"
-        writer.write(frame(await self._runner.run(message)))
+    async def _run(self, order: RunForward, writer: asyncio.StreamWriter) -> None:
+        writer.write(frame(await self._runner.run(order)))
 
 
 class CacheHeaderMiddleware:

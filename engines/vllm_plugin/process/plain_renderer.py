@@ -17,7 +17,7 @@ import copy
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -66,19 +66,17 @@ class _Plain(BaseRenderer):
         return ""
 
     def render_messages(self, messages: list[Any], params: Any) -> Any:
-        marked, by = self._marked(messages, params)
-        conversation, prompt = super().render_messages(marked, by)
-        return self._controls.unmarked(conversation), self._as_chat(prompt)
+        return self._unmarked(*super().render_messages(*self._marked(messages, params)))
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> Any:
-        marked, by = self._marked(messages, params)
-        conversation, prompt = await super().render_messages_async(marked, by)
-        return self._controls.unmarked(conversation), self._as_chat(prompt)
+        rendered = await super().render_messages_async(*self._marked(messages, params))
+        return self._unmarked(*rendered)
 
-    def _as_chat(self, prompt: Any) -> Any:
+    def _unmarked(self, conversation: Any, prompt: Any) -> Any:
         """Have the text of a chat looked at once more when it is encoded; other prompts are not."""
-        text = prompt.get("prompt")
-        return {**prompt, "prompt": self._controls.as_chat(text)} if text else prompt
+        if text := prompt.get("prompt"):
+            prompt = {**prompt, "prompt": self._controls.as_chat(text)}
+        return self._controls.unmarked(conversation), prompt
 
     def _marked(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         given = [_opened(x) for x in messages]
@@ -135,9 +133,7 @@ class _Plain(BaseRenderer):
         def whole(text: str) -> list[int]:
             return list(tokenizer(text, **options)["input_ids"])
 
-        encode: Callable[[str], list[int]] = whole
-        if by_parts:
-            encode = partial(self.segments.encode, key=key)
+        encode = partial(self.segments.encode, key=key) if by_parts else whole
         marked = self._controls.has_marks(text)
         ids = self._controls.encode(text, encode) if marked else encode(text)
         return self._build_tokens_prompt(ids, {**prompt, "prompt": self._controls.unmarked(text)})

@@ -44,15 +44,15 @@ def unbind_thread() -> None:
 @contextmanager
 def unbound_threads() -> Iterator[None]:
     """Unbind the calling thread for a while; threads started meanwhile stay unbound for good."""
-    if sys.platform == "linux":
-        bound = os.sched_getaffinity(0)
-        unbind_thread()
-        try:
-            yield
-        finally:
-            os.sched_setaffinity(0, bound)
-    else:
+    if sys.platform != "linux":
         yield
+        return
+    bound = os.sched_getaffinity(0)
+    unbind_thread()
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
 
 
 def die_with_parent() -> None:
