@@ -42,15 +42,12 @@ def wants_events(vllm_config: Any) -> bool:
 
 @dataclass(frozen=True)
 class BlocksStored:
-    """Consecutive blocks that are in a medium now.
-
-    ``ids``: those of all their tokens. ``parent``: the hash of the block before them.
-    """
+    """Consecutive blocks that are in a medium now."""
 
     medium: str
     hashes: Sequence[bytes]
-    parent: bytes | None
-    ids: Sequence[int]
+    parent: bytes | None  # the hash of the block before them
+    ids: Sequence[int]  # of all their tokens
 
 
 @dataclass(frozen=True)
@@ -81,14 +78,10 @@ _NOTHING: Final = _Chain()
 
 
 class Inventory:
-    """Thread-safe: a rank reports to it on the hub's event loop, and vLLM's thread takes events.
-
-    Args:
-        max_blocks: for all sessions. Above it, the sessions that have not changed for the longest
-            time are reported as removed.
-    """
+    """Thread-safe: a rank reports to it on the hub's event loop, and vLLM's thread takes events."""
 
     def __init__(self, block_tokens: int, *, max_blocks: int = MAX_BLOCKS) -> None:
+        """Above ``max_blocks`` the longest unchanged sessions are reported as removed."""
         self._block_tokens = block_tokens
         self._max_blocks = max_blocks
         self._lock = threading.Lock()

@@ -113,14 +113,9 @@ class LayerViews:
     def __init__(
         self, model: nn.Module, names: Sequence[str], num_tokens: int, seed: int = 0
     ) -> None:
-        """Find the layers' modules.
+        """Find the modules of the attention layers with these names, for steps of ``num_tokens``.
 
-        Args:
-            names: vLLM's names of the attention layers.
-            num_tokens: the number of tokens of the steps to observe.
-            seed: the seed of the random draws.
-
-        Raises ``NotObservable``: a layer has an unknown structure.
+        ``seed``: of the random draws. Raises ``NotObservable``: a layer has an unknown structure.
         """
         self._places = [_place(model, name) for name in names]
         self._seen = [SeenLayer() for _ in names]
@@ -150,7 +145,7 @@ class LayerViews:
         self._handles.clear()
 
     def outputs(self, number: int) -> np.ndarray:
-        """Return the output of a layer's attention, fp32 (query heads, tokens, value dim)."""
+        """The output of a layer's attention, fp32 (query heads, tokens, value dim); for tests."""
         output = self._seen[number].output
         assert output is not None
         return _by_head(output, self._places[number].attention.num_heads)
@@ -257,9 +252,7 @@ def projection_weights(projection: RowParallelLinear) -> torch.Tensor:
 
 def _gates(output: torch.Tensor | None, projected: torch.Tensor) -> torch.Tensor | None:
     """Return the factors between the attention's outputs and the projection's inputs, if any."""
-    if output is None or projected.shape != output.shape:
-        return None
-    if torch.equal(output, projected):
+    if output is None or projected.shape != output.shape or torch.equal(output, projected):
         return None
     large = output.abs() > SMALLEST_OUTPUT
     ones = torch.ones_like(output)
@@ -273,7 +266,4 @@ def _by_head(rows: torch.Tensor, num_heads: int) -> np.ndarray:
 
 
 def _array(values: Any) -> np.ndarray | None:
-    if values is None:
-        return None
-    found: np.ndarray = torch.as_tensor(values).detach().float().cpu().numpy()
-    return found
+    return None if values is None else np.asarray(torch.as_tensor(values).detach().float().cpu())

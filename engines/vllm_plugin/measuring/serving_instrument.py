@@ -33,6 +33,8 @@ MOST_UNSEEN: Final = 3  # texts in a row; after them none is looked back on
 class ServingInstrument:
     """Measures by requests to vLLM. Belongs to the measuring thread."""
 
+    sees_states = False
+
     def __init__(
         self,
         client: ForwardClient,
@@ -52,47 +54,35 @@ class ServingInstrument:
         self._client = client
         self._exchange = exchange
         self._cache = cache
-        self._states = states.layout if states is not None else None
         self._groups = groups
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
+        self.layout: KVLayout = cache.layout
+        self.states: StateLayout | None = states.layout if states is not None else None
+        self.state_step: int = cache.block_tokens
+        self.waited_s = 0.0  # for steps that were done again
         self._tokenizer = tokenizer
         self._salt = salt
+        # The tokens prefilled in one step, in whole blocks.
+        self._whole_step = max(1, STEP_TOKENS // self.state_step) * self.state_step
         self._num_unseen = 0  # texts in a row
-        self._lost_s = 0.0  # in steps that were done again
         self.rows([0])
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._cache.layout
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
         if self._cache.has_latents:
-            dims = [x.value_dim for x in self._cache.layout.layers]
+            dims = [x.value_dim for x in self.layout.layers]
             known = self._model, self._groups.layers, dims
             return ropes_of(*known, of_latents=True, must_be_found=False)
-        return self._ropes_of(self._groups.layers, self._cache.layout)
-
-    @property
-    def states(self) -> StateLayout | None:
-        return self._states
+        return self._ropes_of(self._groups.layers, self.layout)
 
     def window_ropes(self) -> tuple[Rope | None, ...]:
-        windows = self._states.windows if self._states is not None else None
+        windows = self.states.windows if self.states is not None else None
         names = [x for y in self._groups.states if not y.recurrent for x in y.layers]
         return self._ropes_of(names, windows) if windows is not None else ()
 
     def _ropes_of(self, names: Sequence[str], layout: KVLayout) -> tuple[Rope | None, ...]:
         dims = [x.head_dim for x in layout.layers]
-        return ropes_of(self._model, names, dims, must_be_found=self._states is None)
-
-    @property
-    def waited_s(self) -> float:
-        return self._lost_s
+        return ropes_of(self._model, names, dims, must_be_found=self.states is None)
 
     @property
     def _model(self) -> nn.Module:
@@ -105,7 +95,7 @@ class ServingInstrument:
         return list(self._tokenizer.encode(text))
 
     def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
-        if self._states is not None:
+        if self.states is not None:
             return self._whole(tokens, past)
         run = self.rows(tokens, past.run)
         return HeldSession(run, len(tokens), prompt=tuple(tokens))
@@ -115,8 +105,8 @@ class ServingInstrument:
 
         Of a model with states vLLM goes on from whole blocks only, so a step takes one at least.
         """
-        step = STEP_TOKENS if self._states is None else self._step_tokens
-        run = self._cache.layout.empty(len(tokens))
+        step = STEP_TOKENS if self.states is None else self._whole_step
+        run = self.layout.empty(len(tokens))
         done = past[0][0].shape[1] if past else 0
         _copy(past, run, 0)
         while done < len(tokens):
@@ -124,10 +114,6 @@ class ServingInstrument:
             _copy(self._computed(tokens[:end], done, run), run, done)
             done = end
         return run
-
-    @property
-    def sees_states(self) -> bool:
-        return False
 
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
         """Return the KV of ``tokens``; the last whole blocks, or more, are a step of their own.
@@ -167,7 +153,7 @@ class ServingInstrument:
         tokens before is given, not taken from vLLM's cache, and a step that other requests share is
         repeated, ``MOST_TRIES`` times at most.
         """
-        if self._states is not None:
+        if self.states is not None:
             return self._found(tokens, first).rows
         skipped = first % self._cache.block_tokens
         whole = first - skipped
@@ -178,7 +164,7 @@ class ServingInstrument:
             if self._exchange.was_alone:
                 break
             if number < MOST_TRIES:
-                self._lost_s += time.perf_counter() - began
+                self.waited_s += time.perf_counter() - began
         return slice_tokens(rows, skipped, skipped + len(tokens) - first)
 
     def _found(
@@ -214,21 +200,17 @@ class ServingInstrument:
         wants = {"given": given, "wanted_from": wanted_from}
         self._client.order(number, tokens, salt, **wants, scored=num_rows > 0)
 
-    @property
-    def state_step(self) -> int:
-        return self._cache.block_tokens
-
     def _whole(self, tokens: Sequence[int], past: HeldSession) -> HeldSession:
         """Compute the session of the whole blocks of ``tokens``: states exist only after those.
 
         Without ``past``, blocks in vLLM's own cache are not computed again.
         """
         whole = len(tokens) // self._cache.block_tokens * self._cache.block_tokens
-        run, session = self._cache.layout.empty(whole), past
+        run, session = self.layout.empty(whole), past
         _copy(session.run, run, 0)
         while session.num_tokens < whole:
             done = session.num_tokens
-            end = min(done + self._step_tokens, whole)
+            end = min(done + self._whole_step, whole)
             # One token more: vLLM keeps a state only where the same prompt could continue from it.
             prompt = [*tokens[:end], (*tokens, tokens[-1])[end]]
             found = self._found(prompt, done, session if past.num_tokens else None)
@@ -238,11 +220,6 @@ class ServingInstrument:
             session = HeldSession(slice_tokens(run, 0, end), end, found.state)
         return replace(session, prompt=tuple(tokens))
 
-    @property
-    def _step_tokens(self) -> int:
-        """The tokens prefilled in one step, in whole blocks."""
-        return max(1, STEP_TOKENS // self._cache.block_tokens) * self._cache.block_tokens
-
     def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         """Log-probabilities after each of ``tokens``: fp32 (num_tokens, vocabulary).
 
@@ -250,7 +227,7 @@ class ServingInstrument:
         computed again.
         """
         given = session.num_tokens // self._cache.block_tokens * self._cache.block_tokens
-        with_states = self._states is not None
+        with_states = self.states is not None
         prompt = session.prompt if with_states else session.prompt[: session.num_tokens]
         held = HeldSession(slice_tokens(session.run, 0, given), given, session.state)
         if not self._exchange.sees_rows:

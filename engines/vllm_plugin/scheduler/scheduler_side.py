@@ -131,10 +131,9 @@ class SchedulerSide:
         self.verbs = VllmVerbs(
             self.hub,
             self._resident,
-            block_tokens=blocks.block_tokens,
+            self.tracker,
+            block_tokens=block_tokens,
             counters=counters,
-            num_requests=lambda: (self.tracker.num_running, self.tracker.num_waiting),
-            requests=self.tracker.progress,
             is_reported=self._is_reported,
         )
         self._welcome = welcome_of(settings, vllm_config, groups, version)

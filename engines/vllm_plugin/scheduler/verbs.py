@@ -18,6 +18,7 @@ import msgspec
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
 from engines.vllm_plugin.scheduler.hub import Hub
+from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.wire import (
     Adopt,
@@ -33,7 +34,6 @@ from engines.wire import (
     Measure,
     Pin,
     Prefetch,
-    RequestProgress,
     SessionReport,
     TenantUses,
     TierStats,
@@ -66,25 +66,18 @@ class VllmVerbs:
         self,
         hub: Hub,
         resident: ResidentSessions,
+        tracker: RequestTracker,
         *,
         block_tokens: int,
         counters: Counters,
-        num_requests: Callable[[], tuple[int, int]],
-        requests: Callable[[], list[RequestProgress]],
         is_reported: Callable[[SessionName], bool],
     ) -> None:
-        """
-        Args:
-            num_requests: the numbers of running and of waiting requests.
-            requests: the progress of the running requests.
-            is_reported: True if readers of KV events know the session's tiers, or there are none.
-        """
+        """``is_reported``: all readers of KV events, if any, know the session's tiers."""
         self._hub = hub
         self._resident = resident
         self._block_tokens = block_tokens
         self._counters = counters
-        self._num_requests = num_requests
-        self._requests = requests
+        self._tracker = tracker
         self._is_reported = is_reported
 
     async def adopt(self) -> CodecReport:
@@ -203,19 +196,18 @@ class VllmVerbs:
         block_bytes = self._block_tokens * self._hub.bytes_per_token
         pool = self._resident.pool
         idle, used = self._resident.num_idle_blocks(), self._resident.num_used_blocks()
-        num_running, num_waiting = self._num_requests()
         return EngineReport(
             hot_bytes=min(used + idle, pool.num_gpu_blocks) * block_bytes,
             idle_hot_bytes=idle * block_bytes,
             hot_capacity_bytes=pool.num_gpu_blocks * block_bytes,
             active_bytes=0,  # weights and activations are in other processes
-            num_running=num_running,
-            num_waiting=num_waiting,
+            num_running=self._tracker.num_running,
+            num_waiting=self._tracker.num_waiting,
             save_queue_bytes=sum(x.save_queue_bytes for x in stores),
             tiers=_tiers(stores),
             counters=self._all_counters(stores),
             codec=_codec([x.codec for x in answers]),
-            requests=self._requests(),
+            requests=self._tracker.progress(),
             repacking=_repacking([x.repacking for x in stores]),
             differs=tuple(sorted({kind for x in stores for kind in x.differs})),
         )

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -63,9 +64,9 @@ async def welcomed() -> Welcome:
 
 def verbs_of(hub: Hub, hot: ResidentSessions) -> VllmVerbs:
     """The verbs of an engine that runs no requests."""
-    requests = {"num_requests": lambda: (0, 0), "requests": list}
+    tracker: Any = SimpleNamespace(num_running=0, num_waiting=0, progress=list)
     known = {"counters": Counters(), "is_reported": lambda name: True}
-    return VllmVerbs(hub, hot, block_tokens=BLOCK, **requests, **known)
+    return VllmVerbs(hub, hot, tracker, block_tokens=BLOCK, **known)
 
 
 class Unmeasured:
