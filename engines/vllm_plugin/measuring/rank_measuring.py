@@ -32,7 +32,6 @@ class RankMeasuring:
         self,
         settings: PluginSettings,
         vllm_config: Any,
-        rank: int,
         cache: PagedCache,
         states: StateBlocks | None,
         groups: Groups,
@@ -44,12 +43,12 @@ class RankMeasuring:
         """``send``: sends to the hub. ``adopt``: see ``SelfMeasurement``."""
         self._settings = settings
         self._config = vllm_config
-        self._rank = rank
+        self._rank = int(vllm_config.parallel_config.rank)
         self._cache = cache
         self._states = states
         self._groups = groups
         self._fingerprint = fingerprint
-        self._client = ForwardClient(rank, send)
+        self._client = ForwardClient(self._rank, send)
         self._adopt = adopt
         self._measurement: SelfMeasurement | None = None
         # The same on every rank, and unknown to clients.

@@ -173,7 +173,6 @@ def open_worker_side(
     measuring = RankMeasuring(
         settings,
         vllm_config,
-        rank,
         cache,
         states,
         groups,
