@@ -90,7 +90,7 @@ class StatsFeed:
         spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``spawn`` runs a coroutine function on another thread, without waiting for it."""
+        """``spawn`` runs a coroutine function on another thread."""
         self._report = report
         self._spawn = spawn
         self._monotonic = monotonic

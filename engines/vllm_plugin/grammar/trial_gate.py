@@ -98,8 +98,7 @@ class GrammarGate:
 
     async def _verdict(self, tenant: str, wanted: WantedGrammar) -> Verdict:
         assert self._trials is not None
-        digest = hashlib.blake2b(f"{wanted.kind} {wanted.text}".encode()).digest()
-        key = tenant, digest
+        key = tenant, hashlib.blake2b(f"{wanted.kind} {wanted.text}".encode()).digest()
         verdict = self._known.get(key)
         if verdict is None:
             async with self._line.turn():

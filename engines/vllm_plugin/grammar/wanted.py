@@ -95,9 +95,8 @@ def _of_field(name: str, value: Any) -> list[WantedGrammar]:
     """Read a field of vLLM's own ``structured_outputs``."""
     param = f"structured_outputs.{name}"
     if name == "json" and isinstance(value, dict | str):
-        return [
-            WantedGrammar("json", value if isinstance(value, str) else json.dumps(value), param)
-        ]
+        text = value if isinstance(value, str) else json.dumps(value)
+        return [WantedGrammar("json", text, param)]
     if name == "choice" and isinstance(value, list):
         choices = " | ".join(json.dumps(str(x)) for x in value)
         return [WantedGrammar("grammar", f"root ::= {choices}", param)]

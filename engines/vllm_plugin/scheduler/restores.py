@@ -77,9 +77,7 @@ class Restores:
             tracked.reason = "deadline"  # a rank has fallen silent since it came
             return self._offer(tracked, first)
         restore = tracked.restore or self._stage(tracked, first, request.block_hashes[:last])
-        if restore is None:
-            return None, False
-        if not self._has_answer(tracked, restore, idle):
+        if restore is None or not self._has_answer(tracked, restore, idle):
             return None, False
         return self._offer(tracked, first)
 
@@ -156,7 +154,7 @@ class Restores:
         tracked.restored_tokens, tracked.tier = num_external_tokens, staged.tier
 
     def pop_planned(self) -> list[Load]:
-        """Return the loads planned since the last step, and allow one wait in the next step."""
+        """The loads planned since the last step; allows one wait in the next one."""
         loads, self._planned = self._planned, []
         self._has_waited = False
         return loads

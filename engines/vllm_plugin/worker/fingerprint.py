@@ -42,8 +42,8 @@ def fingerprint(
 ) -> str:
     """The hex digest of everything but the tokens that determines KV.
 
-    Engines may exchange KV if their fingerprints are equal. ``remembered``: the folder for digests
-    of large files, shared by all ranks; None = digests are not kept.
+    ``remembered``: the folder for digests of large files, shared by all ranks; None = they are not
+    kept.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     digest = blake2b(digest_size=32)

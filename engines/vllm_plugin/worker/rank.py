@@ -132,13 +132,7 @@ class RankLink:
         codecs: ServedCodecs,
         measuring: RankMeasuring,
     ) -> None:
-        """Connect from now on.
-
-        Args:
-            block_tokens: of vLLM's blocks.
-            staging: of blobs that a load will ask for.
-            why_host: returns why the host packs; see ``Blocks``.
-        """
+        """Connect from now on. ``why_host`` returns why the host packs: see ``Blocks``."""
         self._path = path
         self._hello = hello
         self._store = store
@@ -158,7 +152,7 @@ class RankLink:
         self._thread.start()
 
     def watch(self, resting: RestingWatch) -> None:
-        """Report sessions that verbs change to ``resting``, and all after a new connection."""
+        """Report to ``resting`` which sessions verbs change, and each new connection."""
         self._resting = resting
         resting.start_over()
 

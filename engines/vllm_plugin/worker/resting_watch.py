@@ -60,7 +60,6 @@ class RestingWatch:
         self._periodic = Periodic(self.look, LOOK_S, "thermocline-resting")
 
     def close(self) -> None:
-        """Stop looking."""
         if self._periodic is not None:
             self._periodic.close()
 

@@ -119,7 +119,7 @@ OnEnded = Callable[[Save, bool], None]  # the bool: True if the store has the se
 
 @dataclass
 class Ended:
-    """What has ended since the step before.
+    """The loads and jobs that have ended since the step before.
 
     Attributes:
         loads: the blocks that could not be filled, by request.

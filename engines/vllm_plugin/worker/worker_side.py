@@ -19,7 +19,6 @@ from engines.config import vllm_rank_folder
 from engines.vllm_plugin.blocks.block_layout import (
     BlockLayout,
     UnknownLayout,
-    WriteBlock,
     probe,
     probe_latents,
 )
@@ -271,26 +270,19 @@ def layout_of(vllm_config: Any, name: str, cache: torch.Tensor) -> BlockLayout:
     if layer is None:
         raise UnknownLayout(f"layer {name} is no attention layer that can be probed")
     slots = torch.arange(cache.shape[2], device=cache.device)
-    if isinstance(layer, MLAAttention):
-        return probe_latents(cache, int(layer.kv_lora_rank), latent_writer(layer, slots))
 
     def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, keys, values, block, slots)
 
-    return probe(cache, write)
-
-
-def latent_writer(layer: Any, slots: torch.Tensor) -> WriteBlock:
-    """Return the backend's function that writes a block of latents and rotary keys."""
-
-    def write(latents: torch.Tensor, rotary: torch.Tensor, block: torch.Tensor) -> None:
-        scale = torch.ones((), dtype=torch.float32, device=block.device)
+    def write_latents(latents: torch.Tensor, rotary: torch.Tensor, block: torch.Tensor) -> None:
         # The kernel takes blocks of rows, without an axis for heads.
-        layer.impl.do_kv_cache_update(
-            latents[:, 0], rotary, block[:, 0], slots, layer.kv_cache_dtype, scale
-        )
+        scale = torch.ones((), dtype=torch.float32, device=block.device)
+        rows = latents[:, 0], rotary, block[:, 0]
+        layer.impl.do_kv_cache_update(*rows, slots, layer.kv_cache_dtype, scale)
 
-    return write
+    if isinstance(layer, MLAAttention):
+        return probe_latents(cache, int(layer.kv_lora_rank), write_latents)
+    return probe(cache, write)
 
 
 def attention_cache(
@@ -322,10 +314,8 @@ def state_blocks(
     for group in groups.states:
         if group.recurrent:
             spec = layer_specs(kv_cache_config.kv_cache_groups[group.id].kv_cache_spec)[0]
-            parts = [
-                StatePart(dtype, tuple(shape))
-                for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True)
-            ]
+            found = zip(spec.dtypes, map(tuple, spec.shapes), strict=True)
+            parts = [StatePart(dtype, shape) for dtype, shape in found]
             own = [x for name, x in caches.items() if name in group.layers]
             layers.append(RecurrentLayers(own, parts))
         else:
