@@ -35,20 +35,12 @@ SMALLEST_OUTPUT: Final = 1e-20  # a factor cannot be derived from a smaller outp
 MOST_ERROR: Final = 1e-2
 
 
-@dataclass(frozen=True)
-class LayerPlace:
-    """The modules of one layer: the input of ``block`` is the residual stream."""
-
-    block: nn.Module
-    attention: Attention
-    projection: RowParallelLinear
-
-
 @dataclass
 class SeenLayer:
-    """The observations of one layer in one step; on the model's device.
+    """The modules of one layer, and the observations in one step, on the model's device.
 
     Attributes:
+        block: the module whose input is the residual stream.
         sizes: fp32 (tokens,), the size of the residual stream.
         queries: (tokens, query heads * dim), after norms and RoPE; ``keys`` alike.
         output: the output of the attention, (tokens, query heads * value dim).
@@ -57,6 +49,9 @@ class SeenLayer:
             heads * value dim).
     """
 
+    block: nn.Module
+    attention: Attention
+    projection: RowParallelLinear
     sizes: torch.Tensor | None = None
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
@@ -103,6 +98,49 @@ class SeenLayer:
             found *= gates
         self.cotangents = found
 
+    def read_queries(self, pair: KVPair) -> np.ndarray:
+        """The queries, fp32 (query heads, tokens, dim). ``pair``: K and V of the observed prompt.
+
+        Raises ``NotObservable``: another step was observed, or none.
+        """
+        if self.sizes is None or self.queries is None or self.keys is None:
+            raise NotObservable(
+                "vLLM ran the step as a graph, or other requests beside it, and showed no queries"
+            )
+        own = _by_head(self.keys, self.attention.num_kv_heads)
+        stored = pair[0][:, -own.shape[1] :]
+        if np.abs(own - stored).max() > MOST_ERROR * np.abs(stored).max():
+            raise NotObservable("another request was seen than the one that was measured")
+        return _by_head(self.queries, self.attention.num_heads)
+
+    def read_cotangents(self) -> np.ndarray:
+        """The ``cotangents``, fp32 (draws, query heads, tokens, value dim).
+
+        Raises ``NotObservable``: none were drawn.
+        """
+        if self.cotangents is None:
+            raise NotObservable("the output projection of a layer was not seen")
+        found, layer = self.cotangents, self.attention
+        by_head = found.reshape(*found.shape[:2], layer.num_heads, layer.head_size_v)
+        return np.ascontiguousarray(by_head.transpose(1, 2).cpu().numpy())
+
+    def read_outputs(self) -> np.ndarray:
+        """The ``output``, fp32 (query heads, tokens, value dim); for tests."""
+        assert self.output is not None
+        return _by_head(self.output, self.attention.num_heads)
+
+    @property
+    def kind(self) -> attention.Attention:
+        """The way in which the layer attends."""
+        impl: Any = self.attention.impl
+        return attention.Attention(
+            float(impl.scale),
+            int(self.attention.sliding_window or 0),
+            float(getattr(impl, "logits_soft_cap", None) or 0.0),
+            _array(getattr(impl, "sinks", None)),
+            _array(getattr(impl, "alibi_slopes", None)),
+        )
+
 
 class LayerViews:
     """Observes steps with a given number of tokens; vLLM may add padding to them for its graphs.
@@ -117,8 +155,7 @@ class LayerViews:
 
         ``seed``: of the random draws. Raises ``NotObservable``: a layer has an unknown structure.
         """
-        self._places = [_place(model, name) for name in names]
-        self._seen = [SeenLayer() for _ in names]
+        self.layers = [_layer(model, name) for name in names]
         self._num_tokens = num_tokens
         self._seed = seed
         self._handles: list[RemovableHandle] = []
@@ -128,14 +165,14 @@ class LayerViews:
         run_eagerly()
         if self._handles:
             return
-        for number, (place, seen) in enumerate(zip(self._places, self._seen, strict=True)):
-            block = partial(seen.see_block, self._num_tokens)
-            attended = partial(seen.see_attention, self._num_tokens)
-            projected = partial(seen.see_projection, self._num_tokens, self._seed + number)
+        for number, layer in enumerate(self.layers):
+            block = partial(layer.see_block, self._num_tokens)
+            attended = partial(layer.see_attention, self._num_tokens)
+            projected = partial(layer.see_projection, self._num_tokens, self._seed + number)
             self._handles += [
-                place.block.register_forward_pre_hook(block, with_kwargs=True),
-                place.attention.register_forward_hook(attended, with_kwargs=True),
-                place.projection.register_forward_pre_hook(projected),
+                layer.block.register_forward_pre_hook(block, with_kwargs=True),
+                layer.attention.register_forward_hook(attended, with_kwargs=True),
+                layer.projection.register_forward_pre_hook(projected),
             ]
 
     def disarm(self) -> None:
@@ -144,33 +181,15 @@ class LayerViews:
             handle.remove()
         self._handles.clear()
 
-    def outputs(self, number: int) -> np.ndarray:
-        """The output of a layer's attention, fp32 (query heads, tokens, value dim); for tests."""
-        output = self._seen[number].output
-        assert output is not None
-        return _by_head(output, self._places[number].attention.num_heads)
-
-    def cotangents(self, number: int) -> np.ndarray:
-        """The ``cotangents`` of a layer, fp32 (draws, query heads, tokens, value dim).
-
-        Raises ``NotObservable``: none were drawn.
-        """
-        found, layer = self._seen[number].cotangents, self._places[number].attention
-        if found is None:
-            raise NotObservable("the output projection of a layer was not seen")
-        by_head = found.reshape(*found.shape[:2], layer.num_heads, layer.head_size_v)
-        return np.ascontiguousarray(by_head.transpose(1, 2).cpu().numpy())
-
     def notices(self, run: KVRun, layout: KVLayout, first: int) -> Iterator[LayerNotice]:
         """Yield for each layer the effect of errors in the K and V of the first tokens of ``run``.
 
         ``run`` ends with the observed tokens. Raises ``NotObservable``: no such step was observed.
         """
-        for number, (place, seen) in enumerate(zip(self._places, self._seen, strict=True)):
+        for number, layer in enumerate(self.layers):
             pair = (widened(run[number][0], layout), widened(run[number][1], layout))
-            queries = _queries(place, seen, pair)
-            given = queries, *pair, self.cotangents(number)
-            found = attention.gradients(_how(place), *given, first)
+            given = layer.read_queries(pair), *pair, layer.read_cotangents()
+            found = attention.gradients(layer.kind, *given, first)
             yield LayerNotice(False, number, run[number], found)
 
 
@@ -187,7 +206,7 @@ def run_eagerly() -> None:
         context.cudagraph_runtime_mode = CUDAGraphMode.NONE
 
 
-def _place(model: nn.Module, name: str) -> LayerPlace:
+def _layer(model: nn.Module, name: str) -> SeenLayer:
     layer = model.get_submodule(name)
     path = name.split(".")
     parents = [".".join(path[:end]) for end in range(len(path) - 1, 0, -1)]
@@ -207,34 +226,7 @@ def _place(model: nn.Module, name: str) -> LayerPlace:
     ]
     if len(projections) != 1 or not blocks:
         raise NotObservable(f"the output projection of {name} is not to be found")
-    return LayerPlace(model.get_submodule(blocks[0]), layer, projections[0])
-
-
-def _queries(place: LayerPlace, seen: SeenLayer, pair: KVPair) -> np.ndarray:
-    """The queries of a layer, fp32 (query heads, tokens, dim).
-
-    Raises ``NotObservable``: another step was observed, or none.
-    """
-    if seen.sizes is None or seen.queries is None or seen.keys is None:
-        raise NotObservable(
-            "vLLM ran the step as a graph, or other requests beside it, and showed no queries"
-        )
-    own = _by_head(seen.keys, place.attention.num_kv_heads)
-    stored = pair[0][:, -own.shape[1] :]
-    if np.abs(own - stored).max() > MOST_ERROR * np.abs(stored).max():
-        raise NotObservable("another request was seen than the one that was measured")
-    return _by_head(seen.queries, place.attention.num_heads)
-
-
-def _how(place: LayerPlace) -> attention.Attention:
-    impl: Any = place.attention.impl
-    return attention.Attention(
-        float(impl.scale),
-        int(place.attention.sliding_window or 0),
-        float(getattr(impl, "logits_soft_cap", None) or 0.0),
-        _array(getattr(impl, "sinks", None)),
-        _array(getattr(impl, "alibi_slopes", None)),
-    )
+    return SeenLayer(model.get_submodule(blocks[0]), layer, projections[0])
 
 
 def projection_weights(projection: RowParallelLinear) -> torch.Tensor:

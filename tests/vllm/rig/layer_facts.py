@@ -45,7 +45,7 @@ def look(instrument: Any) -> dict[str, object]:
     past = slice_tokens(run, 0, PAST)
     before, slopes = seen(past), []
     for notice in found:
-        cotangents = before.cotangents(notice.layer)[0]
+        cotangents = before.layers[notice.layer].read_cotangents()[0]
         for side in (0, 1):
             gradient = notice.gradients[side][0]
             array = fp32(past[notice.layer][side], dtype)
@@ -54,7 +54,7 @@ def look(instrument: Any) -> dict[str, object]:
                 narrowed(array + sign * step * gradient, dtype, array.shape) for sign in (1, -1)
             ]
             ends = [seen(_with(past, notice.layer, side, x)) for x in moved]
-            outputs = [x.outputs(notice.layer) for x in ends]
+            outputs = [x.layers[notice.layer].read_outputs() for x in ends]
             change = float((cotangents * (outputs[0] - outputs[1])).sum())
             # What the run holds of a change that was rounded to its dtype.
             done = fp32(moved[0], dtype) - fp32(moved[1], dtype)
