@@ -35,6 +35,7 @@ SPARE_BYTES: Final = 256 << 20
 
 # One run for all blobs of a group, side by side, and for each blob whether it was unpacked.
 Decoded: TypeAlias = tuple[list[KVPair], list[bool]]
+Ahead: TypeAlias = tuple[list[Filling], Task[Decoded]]
 
 
 class RunPool:
@@ -138,7 +139,7 @@ class HostBlocks:
 
         An unpacked session takes many times the memory of its staged blobs.
         """
-        ahead: deque[tuple[list[Filling], Task[Decoded]]] = deque()
+        ahead: deque[Ahead] = deque()
         most = self._group_tokens // self._chunk_tokens
         for group in _groups(wanted, most, self._cache.block_tokens):
             ahead.append((group, Task(self._store.workers, partial(self._decoded, group))))
@@ -147,9 +148,7 @@ class HostBlocks:
         while ahead:
             yield self._first(ahead)
 
-    def _first(
-        self, ahead: deque[tuple[list[Filling], Task[Decoded]]]
-    ) -> tuple[list[Filling], Decoded]:
+    def _first(self, ahead: deque[Ahead]) -> tuple[list[Filling], Decoded]:
         """The next unpacked group.
 
         While it is not done, this thread unpacks groups that the codec threads have not begun: an

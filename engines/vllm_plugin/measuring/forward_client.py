@@ -95,7 +95,7 @@ class ForwardClient:
         self._send(Findings((), reason, self._rank))
 
     def receive(self, news: ForwardDone | Findings) -> None:
-        """Note that a request is over, or the joint figures of all ranks."""
+        """Note the end of a request, or the joint figures of all ranks."""
         with self._lock:
             if isinstance(news, Findings):
                 self._joint = news

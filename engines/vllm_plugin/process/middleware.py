@@ -226,7 +226,7 @@ class CacheHeaderMiddleware:
             await self._serve(marked, receive, answer, patience_s)
         finally:
             self._reports.forget(answer_id)
-            await answer.end()
+            await answer.stop_waiting()
 
     async def _serve(
         self, scope: Scope, receive: Receive, answer: _HeldAnswer, patience_s: float | None
@@ -278,7 +278,7 @@ class _HeldAnswer:
                 self._waiting = asyncio.create_task(self._show_life())
             return
         self._begun = True
-        await self._stop_waiting()
+        await self.stop_waiting()
         if self._head is not None and self._head["status"] == 200:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LATE_S):  # not wait_for: it can lose a cancellation
@@ -286,15 +286,12 @@ class _HeldAnswer:
         await self._send_head()
         await self.send_past(message)
 
-    async def end(self) -> None:
-        await self._stop_waiting()
-
     async def withhold(self) -> bool:
         """Send no part of the answer from now on; False if a part was sent or is being sent."""
         if self._begun:
             return False
         self._withheld = True
-        await self._stop_waiting()
+        await self.stop_waiting()
         return True
 
     async def _show_life(self) -> None:
@@ -319,7 +316,7 @@ class _HeldAnswer:
                 headers.append((PROMPT_HEADER.encode(), b"%d" % news.prompt_tokens))
             await self.send_past({**head, "headers": headers})
 
-    async def _stop_waiting(self) -> None:
+    async def stop_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return

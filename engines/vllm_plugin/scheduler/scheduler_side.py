@@ -35,14 +35,7 @@ from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from engines.vllm_plugin.scheduler.turn_saves import TurnSaves
 from engines.vllm_plugin.scheduler.verbs import VllmVerbs
 from engines.vllm_plugin.scheduler.welcome import welcome_of
-from engines.wire import (
-    ALL_CHANGED,
-    Notice,
-    SessionRef,
-    SessionReport,
-    Welcome,
-    absent,
-)
+from engines.wire import ALL_CHANGED, Notice, SessionRef, SessionReport, Welcome, absent
 from kvstore.session import SessionName
 from kvstore.stats import Counters
 

@@ -80,10 +80,9 @@ class PrefillsInFlight:
         hash of a block covers all tokens before it, the tenant's salt and the adapter.
         """
         other = self._computing_next(tracked, num_computed_tokens)
-        if other is not None:
+        if other is not None and not self._is_stalled(tracked, other):
             awaited = self._awaited(tracked.request, other)
-            is_stalled = self._is_stalled(tracked, other)
-            if self._is_near(awaited, num_computed_tokens) and not is_stalled:
+            if self._is_near(awaited, num_computed_tokens):
                 self._held_back[tracked.request.request_id] = awaited
                 return True
         self._held_back.pop(tracked.request.request_id, None)

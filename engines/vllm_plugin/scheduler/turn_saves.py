@@ -43,12 +43,7 @@ class TurnSaves:
         self._postponed: dict[SessionName, SessionRef] = {}  # the oldest first
 
     def end_turn(
-        self,
-        request: Any,
-        session: SessionRef,
-        tables: Sequence[Sequence[int]],
-        *,
-        filled: bool,
+        self, request: Any, session: SessionRef, tables: Sequence[Sequence[int]], *, filled: bool
     ) -> None:
         """Plan the save of all full chunks, and record the session's present blocks.
 

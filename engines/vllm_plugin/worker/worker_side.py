@@ -16,12 +16,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from engines.calibration.gate.served_codecs import ServedCodecs
 from engines.config import vllm_rank_folder
-from engines.vllm_plugin.blocks.block_layout import (
-    BlockLayout,
-    UnknownLayout,
-    probe,
-    probe_latents,
-)
+from engines.vllm_plugin.blocks.block_layout import BlockLayout, UnknownLayout, probe, probe_latents
 from engines.vllm_plugin.blocks.blocks import Blocks
 from engines.vllm_plugin.blocks.paging import PagedCache, paged_cache
 from engines.vllm_plugin.blocks.state_layers import (
