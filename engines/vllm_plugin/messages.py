@@ -15,24 +15,20 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from engines.wire import MAX_FRAME_BYTES, PAGE_BYTES, CodecReport, KVSize, Verb, WireError
+from engines.wire import (
+    MAX_FRAME_BYTES,
+    PAGE_BYTES,
+    CodecReport,
+    KVSize,
+    SessionReport,
+    Verb,
+    WireError,
+)
 from kvstore.codecs.quality import Quality
 from kvstore.session import MissReason, SessionRef, TierName
 from kvstore.stats import StoreStats
 
 ID_BYTES: Final = 4  # of a token's id among ``RankRests.ids``, little-endian
-
-
-class RankSession(msgspec.Struct, frozen=True):
-    """A session in the store of one rank."""
-
-    tenant: str
-    id: str
-    tier: TierName | None
-    tokens: int
-    cold_bytes: int
-    last_used_s: float
-    pinned: bool
 
 
 # ---- hub -> rank
@@ -145,7 +141,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     """The answer to ``Ask``; a long list of sessions is split into several answers."""
 
     number: int
-    sessions: list[RankSession]
+    sessions: list[SessionReport]  # without what vLLM itself holds of them
     stats: StoreStats | None = None
     codec: CodecReport | None = None  # in answers to ``GetStats``, ``Adopt`` and ``Measure``
     tenants: dict[TierName, dict[str, int]] = {}  # in answers to ``LimitTenants``

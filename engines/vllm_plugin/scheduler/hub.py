@@ -31,7 +31,6 @@ from engines.vllm_plugin.messages import (
     RankAnswer,
     RankHello,
     RankSaved,
-    RankSession,
     Release,
     RequestAdmitted,
     RunForward,
@@ -42,7 +41,7 @@ from engines.vllm_plugin.messages import (
     Wake,
     decode_from_peer,
 )
-from engines.wire import KVSize, Verb, WireError, frame, read_body
+from engines.wire import KVSize, SessionReport, Verb, WireError, frame, read_body
 from kvstore.session import TIER_NAMES, TierName
 
 # A rank that lost its connection never reports a save; the oldest such saves are forgotten.
@@ -263,7 +262,7 @@ class Hub:
     ) -> list[RankAnswer]:
         """Wait for every rank's answer; a long list of sessions comes in several messages."""
         answers: list[RankAnswer] = []
-        sessions: dict[object, list[RankSession]] = {}  # by rank
+        sessions: dict[object, list[SessionReport]] = {}  # by rank
         while len(answers) < self.num_ranks:
             rank, answer = await messages.get()
             sessions.setdefault(rank, []).extend(answer.sessions)

@@ -8,7 +8,6 @@ tokens counts.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
@@ -16,7 +15,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from engines.config import CalibrationOrder
-from engines.vllm_plugin.messages import Look, RankAnswer, RankSession
+from engines.vllm_plugin.messages import Look, RankAnswer
 from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
@@ -38,6 +37,7 @@ from engines.wire import (
     TenantUses,
     TierStats,
     Unpin,
+    absent,
 )
 from kvstore.session import TIER_NAMES, SessionName, SessionRef, TenantLimits, TierName
 from kvstore.stats import Counters, Repacking, StoreStats
@@ -134,7 +134,7 @@ class VllmVerbs:
         return False
 
     def _why_kept(
-        self, name: SessionName, found: RankSession | None, settled: bool
+        self, name: SessionName, found: SessionReport | None, settled: bool
     ) -> KeptReason | None:
         if self._resident.is_busy(name):
             return "busy"
@@ -174,7 +174,7 @@ class VllmVerbs:
         return last
 
     def _done(
-        self, session: SessionRef, found: RankSession | None, kept: KeptReason | None = None
+        self, session: SessionRef, found: SessionReport | None, kept: KeptReason | None = None
     ) -> Done:
         return Done(self._report(session.name, found), kept)
 
@@ -224,30 +224,24 @@ class VllmVerbs:
             counters[name] = max(x.counters.get(name, 0) for x in stores)
         return counters | self._counters.as_dict()
 
-    async def _find(self, verb: AboutSession, deadline_s: float = MOVE_S) -> RankSession | None:
+    async def _find(self, verb: AboutSession, deadline_s: float = MOVE_S) -> SessionReport | None:
         """Have the ranks carry out the verb; return the session as it is then on all of them."""
         return _merged(await self._hub.ask(verb, deadline_s)).get(verb.session.name)
 
-    def _report(self, name: SessionName, cold: RankSession | None) -> SessionReport | None:
-        resident = self._resident.num_resident(name)
-        idle_s = self._resident.idle_s(name)
-        if cold is None and not resident and not self._resident.is_busy(name):
+    def _report(self, name: SessionName, cold: SessionReport | None) -> SessionReport | None:
+        """Add what vLLM itself holds of a session; None if there is nothing of it anywhere."""
+        resident, is_busy = self._resident.num_resident(name), self._resident.is_busy(name)
+        if cold is None and not resident and not is_busy:
             return None
-        tokens = resident * self._block_tokens
-        if idle_s is None:
-            idle_s = max(0.0, time.time() - cold.last_used_s) if cold else 0.0
-        return SessionReport(
-            tenant=name[0],
-            id=name[1],
+        cold = cold or absent(SessionRef(*name, b""))
+        idle_s, tokens = self._resident.idle_s(name), resident * self._block_tokens
+        return msgspec.structs.replace(
+            cold,
             hot=resident > 0,
-            tier=cold.tier if cold else None,
-            tokens=max(tokens, cold.tokens if cold else 0),
+            tokens=max(tokens, cold.tokens),
             hot_bytes=tokens * self._hub.bytes_per_token,
-            cold_bytes=cold.cold_bytes if cold else 0,
-            idle_s=idle_s,
-            pinned=cold.pinned if cold else False,
-            busy=self._resident.is_busy(name),
-            cold_tokens=cold.tokens if cold else 0,
+            idle_s=cold.idle_s if idle_s is None else idle_s,
+            busy=is_busy,
         )
 
 
@@ -273,24 +267,24 @@ def _codec(ranks: list[CodecReport | None]) -> CodecReport:
     return msgspec.structs.replace(found, why_host=why_host, progress=progress)
 
 
-def _merged(answers: list[RankAnswer]) -> dict[SessionName, RankSession]:
+def _merged(answers: list[RankAnswer]) -> dict[SessionName, SessionReport]:
     """The sessions that every rank has; sizes add up, and the slowest tier counts."""
     ranks = [{(x.tenant, x.id): x for x in answer.sessions} for answer in answers]
     names = set(ranks[0]).intersection(*ranks[1:]) if ranks else set()
     return {name: _joint([rank[name] for rank in ranks]) for name in sorted(names)}
 
 
-def _joint(shares: list[RankSession]) -> RankSession:
+def _joint(shares: list[SessionReport]) -> SessionReport:
     """Join the ranks' shares of a session into one."""
-    first = shares[0]
-    return RankSession(
-        first.tenant,
-        first.id,
-        max((x.tier for x in shares), key=_ORDER.index),
-        min(x.tokens for x in shares),
-        sum(x.cold_bytes for x in shares),
-        max(x.last_used_s for x in shares),
-        all(x.pinned for x in shares),
+    tokens = min(x.tokens for x in shares)
+    return msgspec.structs.replace(
+        shares[0],
+        tier=max((x.tier for x in shares), key=_ORDER.index),
+        tokens=tokens,
+        cold_tokens=tokens,
+        cold_bytes=sum(x.cold_bytes for x in shares),
+        idle_s=min(x.idle_s for x in shares),
+        pinned=all(x.pinned for x in shares),
     )
 
 

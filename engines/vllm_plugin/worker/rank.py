@@ -23,7 +23,6 @@ from engines.vllm_plugin.messages import (
     Message,
     RankAnswer,
     RankHello,
-    RankSession,
     Release,
     Stage,
     Staged,
@@ -44,13 +43,16 @@ from engines.wire import (
     Measure,
     Pin,
     Prefetch,
+    SessionReport,
     Unpin,
     Verb,
+    absent,
     frame,
 )
 from kvstore.blobs.chain import split
 from kvstore.errors import StoreClosed
 from kvstore.ledger.record import SessionRecord
+from kvstore.session import SessionRef
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.restorer import Fetched
 
@@ -178,15 +180,15 @@ class RankLink:
         self._stagers.shutdown(wait=False, cancel_futures=True)
         self._verb_threads.shutdown(wait=False, cancel_futures=True)
 
-    def _session(self, record: SessionRecord) -> RankSession:
-        return RankSession(
-            record.tenant,
-            record.id,
-            self._store.tier_of(record),
-            record.num_tokens,
-            record.packed_bytes,
-            record.last_used_s,
-            record.pinned,
+    def _session(self, record: SessionRecord) -> SessionReport:
+        return msgspec.structs.replace(
+            absent(SessionRef(record.tenant, record.id, b"")),
+            tier=self._store.tier_of(record),
+            tokens=record.num_tokens,
+            cold_tokens=record.num_tokens,
+            cold_bytes=record.packed_bytes,
+            idle_s=max(0.0, time.time() - record.last_used_s),
+            pinned=record.pinned,
         )
 
     def _run(self) -> None:
