@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -52,30 +51,23 @@ T = TypeVar("T")
 _TIERS: Final[list[TierName | None]] = [None, *TIER_NAMES]
 
 
-@dataclass
-class _Tally:
-    num_ended: int = 0
-    is_kept: bool = True  # by every rank so far
-
-
 class SaveAcks:
     """The saves that at least one rank has not reported yet; bounded. On the hub's event loop."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._open: dict[int, _Tally] = {}  # by job, the oldest first
+        self._open: dict[int, list[bool]] = {}  # kept by each rank? By job, the oldest first
 
     def __len__(self) -> int:
         return len(self._open)
 
     def completes(self, saved: RankSaved) -> bool:
         """Note one rank's answer; True if it was the last one and all ranks kept the save."""
-        tally = self._open.setdefault(saved.job, _Tally())
-        tally.num_ended += 1
-        tally.is_kept &= saved.kept
-        if tally.num_ended >= self._num_ranks:
+        kept = self._open.setdefault(saved.job, [])
+        kept.append(saved.kept)
+        if len(kept) >= self._num_ranks:
             del self._open[saved.job]
-            return tally.is_kept
+            return all(kept)
         if len(self._open) > MAX_OPEN:
             del self._open[next(iter(self._open))]
         return False

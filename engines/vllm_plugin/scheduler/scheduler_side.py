@@ -78,10 +78,8 @@ class EvictionWatch:
     async def _notify(self, name: SessionName) -> None:
         session = SessionRef(*name, b"")
         report = await self._look(session)
-        if report is not None:
-            self._publish(Notice("dropped", report))
-        else:
-            self._publish(Notice("lost", absent(session)))
+        cause: Literal["dropped", "lost"] = "dropped" if report is not None else "lost"
+        self._publish(Notice(cause, report or absent(session)))
 
 
 class SchedulerSide:
