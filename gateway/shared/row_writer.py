@@ -15,6 +15,7 @@ from gateway.shared.names import SharedNames
 from gateway.shared.redis_client import AsyncRedis, Command
 from gateway.shared.session_rows import KEPT_S, SessionRow, opened_row, removing, writing
 from kvstore.errors import TierUnavailable
+from kvstore.session import TIERS
 from scheduler.session import Observer, Step
 
 log = logging.getLogger("thermocline.sessions")
@@ -32,8 +33,11 @@ class _Changes(Observer):
         self._writer = writer
 
     def transition(self, ref: SessionRef, step: Step) -> None:
-        if step.after in (*QUIET, "gone"):
-            self._writer.note(OwnSession(self._number, ref.tenant, ref.id))
+        key = OwnSession(self._number, ref.tenant, ref.id)
+        if step.why == "missing" and step.left in TIERS:
+            self._writer.leave(key)
+        elif step.after in (*QUIET, "gone"):
+            self._writer.note(key)
 
     def row_changed(self, ref: SessionRef) -> None:
         self._writer.note_if_begun(OwnSession(self._number, ref.tenant, ref.id))
@@ -69,6 +73,10 @@ class RowWriter:
         if len(self._changed) >= MAX_CHANGED:
             del self._changed[next(iter(self._changed))]
         self._changed[key] = session.last_used
+
+    def leave(self, key: OwnSession) -> None:
+        """Leave the row of a session as it is: its engine lost it, and Redis may have a copy."""
+        self._changed.pop(key, None)
 
     def note_if_begun(self, key: OwnSession) -> None:
         """Do the same if the session began here, and not for all that an engine lists."""

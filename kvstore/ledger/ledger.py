@@ -137,7 +137,8 @@ class Ledger:
     def tier_of(self, record: SessionRecord) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone.
 
-        A report of every session asks. Where all lies in tiers of this machine, which evict chains
+        What is nowhere else is taken to be in a shared tier that does not answer. A report of
+        every session asks. Where all lies in tiers of this machine, which evict chains
         from their ends, the chain is not gone through.
         """
         local = self.stack.local
@@ -149,6 +150,8 @@ class Ledger:
                 return self.stack.name(local[held.index(most)]) if most else None
         located = self.stack.locate(self.records.needed_keys(record))
         levels = [x for x in located.levels[: located.num_leading] if x is not None]
+        if located.down and self.stack.shared and len(levels) < len(located.levels):
+            levels += self.stack.shared  # it does not answer, and may have the rest
         return self.stack.name(max(levels)) if levels else None
 
     def resting_here(self) -> list[SessionRecord]:

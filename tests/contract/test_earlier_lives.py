@@ -85,6 +85,21 @@ def test_one_that_was_saved_again_stays_as_it_is_now(rig: Rig, server: RedisServ
     store.close()
 
 
+def test_one_that_rests_in_redis_alone_is_not_taken_for_lost_while_that_is_away(
+    rig: Rig, server: RedisServer, tmp_path: Path
+):
+    lived(rig, server, tmp_path, "a")
+    store = rig.open(tiers_of(server, tmp_path))
+    record = store.record(ref("a"))
+    server.stop()
+    assert store.tier_of(record) == "redis"
+    server.cont()
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+    until(lambda: store.tier_of(record) is None)
+    store.close()
+
+
 def test_one_that_was_forgotten_while_redis_was_away_stays_forgotten(rig, server, tmp_path):
     lived(rig, server, tmp_path, "a", "b")
     server.stop()

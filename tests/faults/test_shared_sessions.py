@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import pytest
 import redis as redis_py
 
-from engines.base import EngineUnavailable
+from engines.base import EngineUnavailable, Notice
+from engines.wire import absent
 from gateway.shared.deletions import KEPT_S
 from gateway.shared.session_rows import MICROS, SessionRow, writing
 from kvstore.errors import TierUnavailable
@@ -325,9 +326,28 @@ async def test_a_session_that_left_this_server_keeps_the_row_of_another(make: Ma
     assert a.own() == []
     await a.write()
     assert (await a.shared.elsewhere("alice", "moved")).rows == before
-    b.engine.held.clear()
-    await b.sessions.follower.ask()
+    b.sessions.follower.receive(Notice("lost", absent(b.ref("moved")), "budget"))
     await b.write()
+    assert await a.listed() == []
+
+
+async def test_what_an_engine_took_along_is_listed_and_can_be_deleted(make: Make):
+    """It had no disk: of the copies only those in Redis are left, and it lists none of them."""
+    a, b = await make(), await make()
+    await a.turn("saved")
+    await a.turn("not-saved")
+    a.engine.held["alice", "not-saved"].tier = None
+    await a.sessions.follower.ask()
+    a.engine.held.clear()
+    await a.sessions.follower.ask()
+    await a.write()
+    assert a.own() == []
+    assert await a.listed() == await b.listed() == ["saved"]
+    a.engine.held["alice", "saved"] = b.engine.held["alice", "saved"] = Held(
+        hot=False, tier="redis"
+    )
+    assert await b.delete("saved")
+    assert not b.engine.held
     assert await a.listed() == []
 
 
