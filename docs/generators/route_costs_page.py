@@ -141,7 +141,7 @@ def _bounds() -> list[tuple[str, str, str]]:
         (
             "live KV on mlx",
             f"`engine.hot_bytes` with all others; {at_once}",
-            "engines/mlx_worker/batch/memory_budget.py",
+            "engines/mlx_worker/batch/admission.py",
         ),
         (
             "live KV on vLLM",

@@ -223,7 +223,7 @@ async def _welcome(
     can_measure: bool,
 ) -> Welcome:
     facts = owner.facts
-    live, bf16 = owner.kv_sizes()
+    live, bf16 = owner.plan.kv_sizes()
     return Welcome(
         engine="mlx",
         engine_version=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",

@@ -53,7 +53,7 @@ class SessionReports:
         """``measuring`` adds what is to be said of a measurement of the model."""
         self._owner = owner
         self._measuring = measuring
-        self._hot = owner.parts.hot_cache.sessions
+        self._hot = owner.batching.hot_cache.sessions
         self._store = owner.store
 
     def session(self, session: SessionRef) -> SessionReport | None:
@@ -74,7 +74,7 @@ class SessionReports:
         if hot is None and record is None and not busy_tokens:
             return None
         cold_tokens = record.num_tokens if record else 0
-        running_bytes = self._owner.sequence_bytes(busy_tokens) if busy_tokens else 0
+        running_bytes = self._owner.plan.cost.row_bytes(busy_tokens) if busy_tokens else 0
         return SessionReport(
             tenant=key[0],
             id=key[1],
@@ -101,14 +101,14 @@ class SessionReports:
 
     def engine(self) -> EngineReport:
         """The report on the engine: memory in use, queues, tiers, counts since the start."""
-        parts, store = self._owner.parts, self._store.stats() if self._store else None
+        parts, store = self._owner.batching, self._store.stats() if self._store else None
         active = mx.get_active_memory()
         return EngineReport(
             hot_bytes=max(0, active - self._owner.weight_bytes - self._measured_bytes()),
             idle_hot_bytes=self._hot.nbytes,
-            hot_capacity_bytes=self._owner.hot_capacity_bytes,
+            hot_capacity_bytes=self._owner.batching.budget.hot_bytes,
             active_bytes=active,
-            num_running=len(parts.batches) + parts.prefiller.num_admitted,
+            num_running=len(parts.batches) + len(parts.prefiller.admitted),
             num_waiting=self._owner.num_waiting,
             save_queue_bytes=store.save_queue_bytes if store else 0,
             tiers=store.tiers if store else [],
@@ -121,7 +121,7 @@ class SessionReports:
 
     def _requests(self) -> list[RequestProgress]:
         """The progress of all requests of sessions, as far as it can be seen from this thread."""
-        parts = self._owner.parts
+        parts = self._owner.batching
         found = []
         for request in parts.requests.all():
             if request.key is None or request.is_waiting:
@@ -147,7 +147,7 @@ class SessionReports:
         stored = store.counters if store else {}
         return {
             **{name: count for name, count in stored.items() if not name.startswith("misses.")},
-            **self._owner.parts.counters,
+            **self._owner.batching.counters,
         }
 
 
@@ -205,8 +205,8 @@ class MlxVerbs:
         self._owner = owner
         self._begin_to_measure = begin_to_measure
         self._reports = reports
-        self._hot_cache = owner.parts.hot_cache
-        self._hot = owner.parts.hot_cache.sessions
+        self._hot_cache = owner.batching.hot_cache
+        self._hot = owner.batching.hot_cache.sessions
 
     async def report(self, session: SessionRef) -> SessionReport | None:
         return await asyncio.to_thread(self._reports.session, session)
@@ -284,7 +284,7 @@ class MlxVerbs:
         def done() -> None:
             loop.call_soon_threadsafe(woken.set)
 
-        if await self._owner.call(lambda: self._owner.parts.admission.prefetch(session, done)):
+        if await self._owner.call(lambda: self._owner.batching.admission.prefetch(session, done)):
             await asyncio.wait([asyncio.ensure_future(woken.wait())], timeout=WAKE_WAIT_S)
         return Done(await self.report(session))
 
@@ -319,9 +319,9 @@ class MlxVerbs:
     async def forget(self, session: SessionRef) -> Done:
         """Remove a session from memory and every tier. A running turn goes on and is not kept."""
         key = session.name
-        await self._owner.call(lambda: self._owner.parts.loop.forget(key))
+        await self._owner.call(lambda: self._owner.batching.forget(key))
         if store := self._owner.store:
             await asyncio.to_thread(store.forget, session)
             # A prefetch may have begun meanwhile, and read what the store had not removed yet.
-            await self._owner.call(lambda: self._owner.parts.loop.forget(key))
+            await self._owner.call(lambda: self._owner.batching.forget(key))
         return Done(await self.report(session))

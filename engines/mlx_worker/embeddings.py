@@ -13,7 +13,7 @@ import asyncio
 import json
 import time
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar
@@ -26,9 +26,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engines.host.work_line import QueueFull, WorkLine
 from engines.mlx_worker.batch.prefill import ChunkSizer
+from engines.mlx_worker.generation import ModelFacts
+from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.owner import Owner
-from engines.openai.errors import InvalidRequest
-from engines.openai.requests import EmbeddingsRequest
+from engines.mlx_worker.prompt.request_planner import Planning
+from engines.openai.errors import InvalidRequest, context_too_long
+from engines.openai.requests import MAX_EMBEDDED_TOKENS, EmbeddingsRequest
 
 MAX_VALUES: Final = 4 << 20  # of one answer; as JSON a value has some 20 bytes
 Vector: TypeAlias = npt.NDArray[np.float32]
@@ -38,9 +41,76 @@ _MODES: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "first",
 }
+Piece: TypeAlias = list[str | list[int]]  # of the inputs
+PIECE_CHARS: Final = 1 << 16  # of texts that are tokenized together, some 50 ms
 T = TypeVar("T")
 MAX_WAITING: Final = 64  # requests
 LOOK_AGAIN_S: Final = 0.05
+
+
+async def tokens_of(
+    asked: EmbeddingsRequest, planning: Planning, vocabulary: Vocabulary, facts: ModelFacts
+) -> list[list[int]]:
+    """Tokenize what is to be embedded, with the tokens that the tokenizer adds by itself.
+
+    It ends with the piece that exceeds a bound.
+
+    Raises:
+        InvalidRequest: more tokens than may be embedded at once, a text that the context cannot
+            hold or that has no tokens, or an id outside the vocabulary.
+    """
+    check_texts(asked, vocabulary.max_token_chars, facts.max_context)
+    encode = vocabulary.tokenizer.encode
+    texts: list[list[int]] = []
+    num_tokens = 0
+    for piece in pieces(asked.inputs):
+        work = partial(_encoded, encode, piece)
+        for text in await planning.do(work, sum(map(len, piece))):
+            num_tokens += len(text)
+            if num_tokens > MAX_EMBEDDED_TOKENS:
+                raise _too_many_tokens()
+            _check_input(text, facts)
+            texts.append(text)
+    return texts
+
+
+def _encoded(encode: Callable[[str], Any], piece: Piece) -> list[list[int]]:
+    return [x if isinstance(x, list) else list(encode(x)) for x in piece]
+
+
+def check_texts(asked: EmbeddingsRequest, max_token_chars: int, max_context: int) -> None:
+    """Refuse what cannot fit, before anything is tokenized. Raises ``InvalidRequest``."""
+    least = [len(x) if isinstance(x, list) else len(x) // max_token_chars for x in asked.inputs]
+    if sum(least) > MAX_EMBEDDED_TOKENS:
+        raise _too_many_tokens()
+    if max(least) >= max_context:
+        raise context_too_long(max_context, max(least), "input", at_least=True)
+
+
+def pieces(inputs: Sequence[str | list[int]]) -> Iterator[Piece]:
+    """Cut a list of inputs into pieces of about ``PIECE_CHARS``; no input is cut."""
+    piece: Piece = []
+    size = 0
+    for one in inputs:
+        if piece and size + len(one) > PIECE_CHARS:
+            yield piece
+            piece, size = [], 0
+        piece.append(one)
+        size += len(one)
+    yield piece
+
+
+def _check_input(text: Sequence[int], facts: ModelFacts) -> None:
+    if not text:  # some texts are none to some tokenizers
+        raise InvalidRequest("input: a text has no tokens", "input")
+    if len(text) >= facts.max_context:
+        raise context_too_long(facts.max_context, len(text), "input")
+    if max(text) >= facts.vocab_size:
+        raise InvalidRequest("input: a token id is none of this model's", "input")
+
+
+def _too_many_tokens() -> InvalidRequest:
+    return InvalidRequest(f"input: more than {MAX_EMBEDDED_TOKENS} tokens in all", "input")
 
 
 def cut(vector: Vector, dimensions: int | None) -> Vector:
@@ -213,13 +283,13 @@ class Embedder:
         states.feed(part, last=last)
         took_s = self._clock() - begin
         self._sizes.took(len(part), took_s)
-        return took_s if self._owner.parts.loop.is_working else 0.0
+        return took_s if self._owner.batching.is_working else 0.0
 
     async def _room_for(self, num_tokens: int) -> None:
-        nbytes = self._owner.sequence_bytes(num_tokens)
+        nbytes = self._owner.plan.cost.row_bytes(num_tokens)
         try:
             async with asyncio.timeout(self._wait_s):
-                while await self._on_owner(lambda: self._owner.parts.loop.lacks(nbytes)):
+                while await self._on_owner(lambda: self._owner.batching.lacks(nbytes)):
                     await asyncio.sleep(LOOK_AGAIN_S)
         except TimeoutError:
             raise QueueFull("no memory was free for a long text; try again later") from None

@@ -1,8 +1,8 @@
 """Requests of the HTTP side to the owner thread, and the events that come back.
 
 The HTTP side turns a request into a ``Generation`` and reads ``Event``s from the
-``EventQueue`` that ``Owner.submit`` returns. Nothing here imports mlx: samplers and logits
-processors are opaque callables that the owner thread calls.
+``EventQueue`` that ``Owner.submit`` returns. Samplers and logits processors are opaque callables
+that the owner thread calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from engines.http import CacheOutcome
-from engines.openai.usual_sampling import UsualSampling
+from engines.mlx_worker.model.loading import UsualSampling
 from kvstore.session import SessionRef
 
 # (1, vocab) log-probabilities -> (1,) token. Called on the owner thread only.

@@ -52,7 +52,7 @@ from engines.mlx_worker.answer.reply_format import (
     chunks,
     collected,
 )
-from engines.mlx_worker.embeddings import Embedder, shown
+from engines.mlx_worker.embeddings import Embedder, shown, tokens_of
 from engines.mlx_worker.generation import ContextTooLong
 from engines.mlx_worker.grammar import GrammarCompiler
 from engines.mlx_worker.model.loading import Vocabulary
@@ -198,8 +198,8 @@ class Endpoints:
             raise HTTPException(404)
         self._embedder.check()
         asked = await self._parsed(read_embeddings, await read_body(request, MAX_BODY_BYTES))
-        tokens_of = partial(self._planning.tokens_of, asked, self._vocabulary, self._owner.facts)
-        texts = await while_client_stays(request.receive, tokens_of)
+        known = self._planning, self._vocabulary, self._owner.facts
+        texts = await while_client_stays(request.receive, partial(tokens_of, asked, *known))
         embed = partial(self._embedder.embed, asked, texts)
         vectors = await while_client_stays(request.receive, embed)
         num_tokens = sum(map(len, texts))

@@ -24,7 +24,7 @@ import mlx.core as mx
 from engines.config import EngineConfig
 from engines.host.work_line import QueueFull, QueueLimit
 from engines.kv_budget import longest_context, too_little
-from engines.mlx_worker.batch.batch_loop import EngineParts, ThreadContext, assemble
+from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.cache.packed.attention import attending
@@ -42,7 +42,6 @@ from engines.mlx_worker.sessions.cold_sessions import ColdSessions
 from engines.mlx_worker.sessions.hot_cache import Cause
 from engines.mlx_worker.sessions.store_opening import OpenedStore
 from engines.openai.errors import context_too_long
-from engines.wire import KVSize
 from kvstore.session import SessionRef
 from kvstore.store.cold_store import ColdStore
 
@@ -72,14 +71,6 @@ _M_MMAP_THRESHOLD: Final = -3
 _M_MMAP_MAX: Final = -4
 
 
-def _look() -> None:
-    """Do nothing: as a command it only makes the owner thread look for work."""
-
-
-def _no_store(model: LoadedModel, plan: CachePlan) -> str:
-    return "it is switched off"
-
-
 class Owner:
     """The owner thread. Its public methods are called on the event loop."""
 
@@ -88,10 +79,16 @@ class Owner:
         load: Callable[[], LoadedModel],
         config: EngineConfig,
         name: str,
-        open_store: OpenStore = _no_store,
+        open_store: OpenStore = lambda model, plan: "it is switched off",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``load`` runs on the owner thread; ``name`` is the model's name for clients."""
+        """``load`` runs on the owner thread; ``name`` is the model's name for clients.
+
+        Attributes:
+            loaded: any thread may use its tokenizer, the owner thread the rest.
+            plan: the caches of the loaded model.
+            is_closing: nothing new is accepted.
+        """
         self._load = load
         self._config = config
         self._name = name
@@ -99,10 +96,10 @@ class Owner:
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Work for moments in which no request needs the thread.
-        self.idle_steps = IdleSteps(wake=lambda: self.post(_look))
+        self.idle_steps = IdleSteps(wake=lambda: self.post(lambda: None))
         self._limit = QueueLimit(WAITING_PER_SLOT * config.max_batch)
         self._listeners: list[Listener] = []
-        self._closing = False  # nothing new is accepted
+        self.is_closing = False
         self._until_closed = ExitStack()  # what is undone when the thread ends
         self._leaving = False  # the thread ends after this round
         self._started: Future[None] = Future()
@@ -122,52 +119,19 @@ class Owner:
         await asyncio.wrap_future(self._started)
 
     @property
-    def is_closing(self) -> bool:
-        """True once nothing new is accepted. Any thread."""
-        return self._closing
-
-    @property
-    def facts(self) -> ModelFacts:
-        """The properties of the loaded model."""
-        return self._facts
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The loaded model; any thread may use its tokenizer, the owner thread the rest."""
-        return self._loaded
-
-    @property
-    def plan(self) -> CachePlan:
-        """The caches of the loaded model."""
-        return self._plan
-
-    @property
     def store(self) -> ColdStore | None:
         """The cold store; None if sessions of this model do not hibernate."""
-        return self.parts.cold.store if self.parts.cold else None
+        return self.batching.cold.store if self.batching.cold else None
 
     @property
     def is_quiet(self) -> bool:
         """True if this engine was unused for a moment. Any thread."""
         return self.idle_steps.alone_s >= QUIET_S and not self._limit.num_waiting
 
-    def sequence_bytes(self, num_tokens: int) -> int:
-        """The bytes that a running sequence of ``num_tokens`` tokens may take."""
-        return self._plan.cost.row_bytes(num_tokens)
-
-    def kv_sizes(self) -> tuple[KVSize, KVSize | None]:
-        """The bytes of a session at rest, live and in bf16; see ``CachePlan``."""
-        return self._plan.kv_sizes()
-
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot or for memory."""
         return self._limit.num_waiting
-
-    @property
-    def hot_capacity_bytes(self) -> int:
-        """Bytes of live KV that are allowed."""
-        return self.parts.budget.hot_bytes
 
     def submit(self, generation: Generation) -> EventQueue:
         """Start a generation; its events can be read at once.
@@ -176,26 +140,26 @@ class Owner:
             ContextTooLong: the prompt fills the context.
             QueueFull: too many requests wait already, or the engine is shutting down.
         """
-        if self._closing:
+        if self.is_closing:
             raise QueueFull("the engine is shutting down")
-        room = self._facts.max_context - len(generation.prompt)
+        room = self.facts.max_context - len(generation.prompt)
         if room < 1:
-            most, number = self._facts.max_context, len(generation.prompt)
+            most, number = self.facts.max_context, len(generation.prompt)
             raise ContextTooLong(context_too_long(most, number, "messages").message)
         self._limit.enter()
         events = EventQueue(
             len(generation.sampling),
-            lambda index: self.post(lambda: self.parts.loop.stop(request, index)),
+            lambda index: self.post(lambda: self.batching.stop(request, index)),
         )
         request = Request(generation, events)
         max_tokens = min(generation.max_tokens, room)
         tasks = split_request(request, max_tokens, self._num_at_once(generation))
-        self.post(lambda: self.parts.loop.arrive(request, tasks))
+        self.post(lambda: self.batching.arrive(request, tasks))
         return events
 
     def _num_at_once(self, generation: Generation) -> int:
         """The number of answers to this prompt that fit into the budget together."""
-        each = self.sequence_bytes(len(generation.prompt))
+        each = self.plan.cost.row_bytes(len(generation.prompt))
         return max(1, min(self._config.max_batch, self._config.hot_bytes // each // 2))
 
     def listen(self, listener: Listener) -> None:
@@ -217,7 +181,7 @@ class Owner:
 
     async def close(self) -> None:
         """End all requests, keep what they computed, and end the thread. The store stays open."""
-        self._closing = True
+        self.is_closing = True
         self.idle_steps.close()
         if self._thread.is_alive():
             self.post(self._leave)
@@ -252,7 +216,7 @@ class Owner:
             while not self._leaving:
                 self._round()
         finally:
-            self._closing = True
+            self.is_closing = True
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self.ended.set)
             self._close()
@@ -260,23 +224,23 @@ class Owner:
     def _round(self) -> None:
         try:
             self._run_commands()
-            self.parts.loop.step()
-            if not self.parts.loop.is_idle:
+            self.batching.step()
+            if not self.batching.is_idle:
                 self.idle_steps.note_others()
-            if self.held and self.held.nbytes and self.parts.loop.lacks(self.held.nbytes):
+            if self.held and self.held.nbytes and self.batching.lacks(self.held.nbytes):
                 self.held.drop()
             if self._is_free:
                 self.idle_steps.do_one()
         except Exception as error:  # a defect of ours: fail what runs, stay alive
             logger.exception("a round of the engine failed")
-            self.parts.loop.fail_all(error)
+            self.batching.fail_all(error)
         self._events.flush()
 
     def _run_commands(self) -> None:
         """Run the commands that came in; wait for one when there is nothing to compute."""
-        timeout = LOOK_AGAIN_S if self.parts.loop.is_waiting else None
+        timeout = LOOK_AGAIN_S if self.batching.is_waiting else None
         try:
-            may_wait = not (self.parts.loop.is_working or self._is_free)
+            may_wait = not (self.batching.is_working or self._is_free)
             command = self._commands.get(may_wait, timeout)
             while True:
                 command()
@@ -289,61 +253,72 @@ class Owner:
         """True if an idle step waits and may be done: no request has come since."""
         if not self.idle_steps.is_waiting or self._leaving:
             return False
-        return self._commands.empty() and self.parts.loop.is_idle
+        return self._commands.empty() and self.batching.is_idle
 
     def _leave(self) -> None:
         self._leaving = True  # in every case
         self.idle_steps.close()
-        self.parts.loop.stop_all()
+        self.batching.stop_all()
 
     def _close(self) -> None:
         self.idle_steps.close()
         if self.held is not None:
             self.held.drop()
-        if self.parts.cold is not None:
-            self.parts.cold.close()
-        self.parts.batches.close()
+        if self.batching.cold is not None:
+            self.batching.cold.close()
+        self.batching.batches.close()
         self._until_closed.close()
         # A stream that outlives its thread can abort the process at exit.
         mx.clear_streams()
 
     def _open(self) -> None:
         return_large_blocks()
-        self._loaded = self._load()
-        model = self._loaded.model
-        self._plan = probe(model)
+        self.loaded = self._load()
+        model = self.loaded.model
+        self.plan = probe(model)
         if self._config.hot_codec:
-            live, self._plan = with_packed_caches(model, self._plan, self._config)
-            if self._plan.layout is not None and live.attends_better(self._plan.layout):
+            live, self.plan = with_packed_caches(model, self.plan, self._config)
+            if self.plan.layout is not None and live.attends_better(self.plan.layout):
                 self._until_closed.enter_context(attending(model))
             model = live
-            self._loaded = replace(self._loaded, model=model)
+            self.loaded = replace(self.loaded, model=model)
         max_context = self._affordable_context()
         mx.set_cache_limit(min(MLX_POOL_BYTES, self._config.hot_bytes // 4))
-        opened = self._open_store(self._loaded, self._plan)
-        cold = None if isinstance(opened, str) else ColdSessions(opened.store, model, self._plan)
-        self.codecs = None if isinstance(opened, str) else opened.codecs
-        self._facts = ModelFacts(
+        opened = self._open_store(self.loaded, self.plan)
+        cold, self.codecs = None, None
+        if not isinstance(opened, str):
+            cold = ColdSessions(opened.store, model, self.plan, self.post)
+            self.codecs = opened.codecs
+        self.facts = ModelFacts(
             name=self._name,
             max_context=max_context,
-            vocab_size=self._loaded.vocab_size,
+            vocab_size=self.loaded.vocab_size,
             hibernation=cold is not None,
             hibernation_reason=opened if isinstance(opened, str) else "",
-            usual_sampling=self._loaded.usual_sampling,
+            usual_sampling=self.loaded.usual_sampling,
         )
         # What a measurement has live, if this model can be measured.
-        layout = self._plan.layout
+        layout = self.plan.layout
         self.held = HeldPrefix(model, layout) if layout else None
-        thread = ThreadContext(self._events, self._limit, self.post, self.notify, self._clock)
-        self.parts: EngineParts = assemble(model, self._plan, cold, self._config, thread)
+        self.batching = BatchLoop(
+            model,
+            self.plan,
+            cold,
+            self._config,
+            events=self._events,
+            limit=self._limit,
+            post=self.post,
+            notify=self.notify,
+            clock=self._clock,
+        )
         mx.clear_cache()
         self.weight_bytes = mx.get_active_memory()
 
     def _affordable_context(self) -> int:
-        wanted = min(self._config.max_context or self._loaded.max_context, self._loaded.max_context)
-        if reason := too_little(self._plan.cost, self._config.hot_bytes, wanted):
+        wanted = min(self._config.max_context or self.loaded.max_context, self.loaded.max_context)
+        if reason := too_little(self.plan.cost, self._config.hot_bytes, wanted):
             raise ValueError(reason)
-        affordable = longest_context(self._plan.cost, self._config.hot_bytes, wanted)
+        affordable = longest_context(self.plan.cost, self._config.hot_bytes, wanted)
         if affordable < wanted:
             logger.warning("hot_bytes allow a context of %d of %d tokens", affordable, wanted)
         return affordable

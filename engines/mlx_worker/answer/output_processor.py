@@ -134,32 +134,16 @@ class Delta:
         return bool(self.reasoning or self.content or self.calls or self.scores)
 
 
-@dataclass(frozen=True)
-class Markers:
-    """The view of a tokenizer that ``make_text_state_machine`` takes, tool calls optional."""
+class _WithoutTools:
+    """A tokenizer as ``make_text_state_machine`` sees it, but without markers of tool calls."""
 
-    has_tool_calling: bool
-    has_thinking: bool
-    think_start: str | None
-    think_end: str | None
-    tool_call_start: str | None
-    tool_call_end: str | None
-    structural_markers: tuple[str, ...]
-    response_transitions: dict[str, Any]
+    has_tool_calling = False
 
-    @classmethod
-    def of(cls, tokenizer: TokenizerWrapper, tools: bool) -> Markers:
-        """The tokenizer's own markers; ``tools`` = those of tool calls, too."""
-        return cls(
-            has_tool_calling=tools and tokenizer.has_tool_calling,
-            has_thinking=tokenizer.has_thinking,
-            think_start=tokenizer.think_start,
-            think_end=tokenizer.think_end,
-            tool_call_start=tokenizer.tool_call_start,
-            tool_call_end=tokenizer.tool_call_end,
-            structural_markers=tuple(tokenizer.structural_markers),
-            response_transitions=tokenizer.response_transitions,
-        )
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 class Sections:
@@ -195,7 +179,7 @@ def chat_sections(vocabulary: Vocabulary, marked_tools: bool, thinking: bool) ->
         thinking: the prompt has opened a block of reasoning.
     """
     tokenizer = vocabulary.tokenizer
-    machine = _make_text_machine(Markers.of(tokenizer, marked_tools))
+    machine = _make_text_machine(tokenizer if marked_tools else _WithoutTools(tokenizer))
     first = "reasoning" if thinking else "normal"
     return Sections(machine, tokenizer.response_initial_state or first)
 
@@ -235,7 +219,7 @@ class AnswerText:
         return self._new_text()
 
     def _new_text(self) -> str:
-        text = self._detokenizer.last_segment
+        text: str = self._detokenizer.last_segment
         shown = text[self._owed :]
         self._owed -= len(text) - len(shown)
         self.num_chars += len(shown)

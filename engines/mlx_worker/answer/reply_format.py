@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.responses import Response
@@ -140,28 +140,6 @@ class CollectedChoice:
         self.scores += delta.scores
 
 
-class ReplyFormat(Protocol):
-    """Writes the reply to one request."""
-
-    num_choices: int
-    include_usage: bool  # a stream ends with a chunk of token counts
-
-    def openings(self) -> Sequence[JsonObject]:
-        """The chunks before the first token."""
-
-    def chunk(self, choice: int, delta: Delta) -> JsonObject:
-        """The chunk that adds ``delta`` to a choice."""
-
-    def last_chunk(self, choice: int, reason: ShownReason, stop: str | None) -> JsonObject:
-        """The chunk that ends a choice; ``stop`` is the stop string that did."""
-
-    def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        """The chunk of token counts."""
-
-    def whole(self, choices: Sequence[CollectedChoice], usage: JsonObject) -> JsonObject:
-        """The reply in one piece."""
-
-
 async def chunks(form: ReplyFormat, reply: ReplyStream) -> AsyncIterator[bytes]:
     """Yield the events of a streamed reply. Raises as ``ReplyStream.events`` does.
 
@@ -201,76 +179,82 @@ async def collected(form: ReplyFormat, reply: ReplyStream) -> JsonObject:
 class _Envelope:
     """The fields that all chunks of one reply share."""
 
-    def __init__(self, served: AnsweringModel, id_: str, kind: str, usage_wanted: bool) -> None:
+    def __init__(
+        self,
+        served: AnsweringModel,
+        request: ChatRequest | CompletionRequest,
+        id_: str,
+        kind: str,
+        num_choices: int,
+    ) -> None:
+        self.num_choices = num_choices
+        self.include_usage = request.include_usage  # a stream ends with a chunk of token counts
+        self._vocabulary = served.vocabulary
         self._fixed: JsonObject = {
-            "id": id_,
+            "id": f"{id_}-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
             "model": served.model,
             "system_fingerprint": served.fingerprint,
         }
+
+    def usage_chunk(self, usage: JsonObject) -> JsonObject:
+        """The chunk of token counts."""
+        return self._whole([], usage)
+
+    def _chunk(self, choice: JsonObject) -> JsonObject:
         # Asked for usage, a client expects the key in every chunk.
-        self._no_usage: JsonObject = {"usage": None} if usage_wanted else {}
+        no_usage = {"usage": None} if self.include_usage else {}
+        return {**self._fixed, "choices": [choice], **no_usage}
 
-    def chunk(self, *choices: JsonObject) -> JsonObject:
-        return {**self._fixed, "choices": list(choices), **self._no_usage}
-
-    def last(self, choices: Sequence[JsonObject], usage: JsonObject) -> JsonObject:
+    def _whole(self, choices: Sequence[JsonObject], usage: JsonObject) -> JsonObject:
         return {**self._fixed, "choices": list(choices), "usage": usage}
 
 
-class ChatFormat:
+class ChatFormat(_Envelope):
     """Writes replies of /v1/chat/completions."""
 
     def __init__(self, served: AnsweringModel, request: ChatRequest) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        id_ = f"chatcmpl-{uuid.uuid4().hex}"
-        self._envelope = _Envelope(served, id_, kind, request.include_usage)
-        self._vocabulary = served.vocabulary
+        super().__init__(served, request, "chatcmpl", kind, request.num_choices)
         self._logprobs = bool(request.logprobs)
-        self.num_choices = request.num_choices
-        self.include_usage = request.include_usage
 
-    def openings(self) -> Sequence[JsonObject]:
+    def openings(self) -> list[JsonObject]:
+        """The chunks before the first token."""
         first = {"role": "assistant", "content": "", "refusal": None}
-        return [self._chunk(i, first) for i in range(self.num_choices)]
+        return [self._chunk(self._delta(i, first)) for i in range(self.num_choices)]
 
     def chunk(self, choice: int, delta: Delta) -> JsonObject:
+        """The chunk that adds ``delta`` to a choice."""
         said: JsonObject = {}
         if delta.reasoning:
             said["reasoning_content"] = delta.reasoning
         if delta.content or not (delta.reasoning or delta.calls):
             said["content"] = delta.content
         if delta.calls:
-            said["tool_calls"] = [
-                {"index": i, **call} for i, call in sorted(merged_calls(delta.calls).items())
-            ]
-        return self._chunk(choice, said, scores=delta.scores)
+            calls = sorted(merged_calls(delta.calls).items())
+            said["tool_calls"] = [{"index": i, **call} for i, call in calls]
+        logprobs = chat_logprobs(delta.scores, self._vocabulary) if delta.scores else None
+        return self._chunk(self._delta(choice, said, logprobs))
 
     def last_chunk(self, choice: int, reason: ShownReason, stop: str | None) -> JsonObject:
-        chunk = self._chunk(choice, {}, reason=reason)
-        chunk["choices"][0]["stop_reason"] = stop  # vLLM's field
-        return chunk
-
-    def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        return self._envelope.last([], usage)
+        """The chunk that ends a choice; ``stop`` is the stop string that did, as at vLLM."""
+        return self._chunk({**self._delta(choice, {}, reason=reason), "stop_reason": stop})
 
     def whole(self, choices: Sequence[CollectedChoice], usage: JsonObject) -> JsonObject:
-        return self._envelope.last([self._choice(i, x) for i, x in enumerate(choices)], usage)
+        """The reply in one piece."""
+        return self._whole([self._message(i, x) for i, x in enumerate(choices)], usage)
 
-    def _chunk(
+    def _delta(
         self,
         choice: int,
         said: JsonObject,
+        logprobs: JsonObject | None = None,
         reason: ShownReason | None = None,
-        scores: Sequence[ScoredToken] = (),
     ) -> JsonObject:
-        logprobs = chat_logprobs(scores, self._vocabulary) if scores else None
-        return self._envelope.chunk(
-            {"index": choice, "delta": said, "logprobs": logprobs, "finish_reason": reason}
-        )
+        return {"index": choice, "delta": said, "logprobs": logprobs, "finish_reason": reason}
 
-    def _choice(self, index: int, whole: CollectedChoice) -> JsonObject:
+    def _message(self, index: int, whole: CollectedChoice) -> JsonObject:
         calls = [call for _, call in sorted(merged_calls(whole.calls).items())]
         message: JsonObject = {
             "role": "assistant",
@@ -281,11 +265,10 @@ class ChatFormat:
             message["reasoning_content"] = whole.reasoning
         if calls:
             message["tool_calls"] = calls
-        logprobs = chat_logprobs(whole.scores, self._vocabulary) if self._logprobs else None
         return {
             "index": index,
             "message": message,
-            "logprobs": logprobs,
+            "logprobs": chat_logprobs(whole.scores, self._vocabulary) if self._logprobs else None,
             "finish_reason": whole.reason,
             "stop_reason": whole.stop,
         }
@@ -303,57 +286,48 @@ def merged_calls(deltas: Sequence[CallDelta]) -> dict[int, JsonObject]:
     return calls
 
 
-class CompletionFormat:
+class CompletionFormat(_Envelope):
     """Writes replies of /v1/completions; ``prompts`` are the texts to echo, one per prompt."""
 
     def __init__(
         self, served: AnsweringModel, request: CompletionRequest, prompts: Sequence[str]
     ) -> None:
-        id_ = f"cmpl-{uuid.uuid4().hex}"
-        self._envelope = _Envelope(served, id_, "text_completion", request.include_usage)
-        self._vocabulary = served.vocabulary
+        num_choices = len(request.prompts) * request.num_choices
+        super().__init__(served, request, "cmpl", "text_completion", num_choices)
         self._logprobs = request.logprobs is not None
         self._echoes = [x for x in prompts for _ in range(request.num_choices)]
-        self.num_choices = len(request.prompts) * request.num_choices
-        self.include_usage = request.include_usage
 
-    def openings(self) -> Sequence[JsonObject]:
-        return [self._envelope.chunk(self._choice(i, x)) for i, x in enumerate(self._echoes)]
+    def openings(self) -> list[JsonObject]:
+        """The chunks before the first token."""
+        return [self._chunk(self._choice(i, x)) for i, x in enumerate(self._echoes)]
 
     def chunk(self, choice: int, delta: Delta) -> JsonObject:
-        return self._envelope.chunk(self._choice(choice, delta.content, delta.scores))
+        """The chunk that adds ``delta`` to a choice."""
+        scores = delta.scores if self._logprobs and delta.scores else None
+        return self._chunk(self._choice(choice, delta.content, scores))
 
     def last_chunk(self, choice: int, reason: ShownReason, stop: str | None) -> JsonObject:
-        return self._envelope.chunk(
-            {**self._choice(choice, "", reason=reason), "stop_reason": stop}
-        )
-
-    def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        return self._envelope.last([], usage)
+        """The chunk that ends a choice; ``stop`` is the stop string that did, as at vLLM."""
+        return self._chunk({**self._choice(choice, "", reason=reason), "stop_reason": stop})
 
     def whole(self, choices: Sequence[CollectedChoice], usage: JsonObject) -> JsonObject:
-        echoes = self._echoes or [""] * len(choices)
-        shown = [
-            {
-                **self._choice(i, echo + x.content, x.scores, x.reason, whole=True),
-                "stop_reason": x.stop,
-            }
-            for i, (echo, x) in enumerate(zip(echoes, choices, strict=True))
-        ]
-        return self._envelope.last(shown, usage)
+        """The reply in one piece."""
+        echoes, shown = self._echoes or [""] * len(choices), []
+        for i, (echo, x) in enumerate(zip(echoes, choices, strict=True)):
+            scores = x.scores if self._logprobs else None
+            choice = self._choice(i, echo + x.content, scores, x.reason)
+            shown.append({**choice, "stop_reason": x.stop})
+        return self._whole(shown, usage)
 
     def _choice(
         self,
         index: int,
         text: str,
-        scores: Sequence[ScoredToken] = (),
+        scores: Sequence[ScoredToken] | None = None,
         reason: ShownReason | None = None,
-        whole: bool = False,
     ) -> JsonObject:
-        wanted = self._logprobs and (whole or bool(scores))
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": text_logprobs(scores, self._vocabulary) if wanted else None,
-            "finish_reason": reason,
-        }
+        logprobs = None if scores is None else text_logprobs(scores, self._vocabulary)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+ReplyFormat: TypeAlias = ChatFormat | CompletionFormat

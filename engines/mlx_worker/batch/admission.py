@@ -1,28 +1,107 @@
 """Lets waiting requests into the batch, first come, first served, as places and memory allow.
 
-No sequence enters before the memory is there for it: see ``MemoryBudget``. What a prompt starts
-from is the business of ``prefix_reuse``, feeding it that of ``prefill``.
+The rule is ``MemoryBudget``'s: is there memory for one more? Everything that was admitted is
+charged as if it decoded already, in the bucket it will be in: sequences x longest. To this are
+added the copy that is made while a sequence joins or leaves a batch, the KV of idle sessions, and
+the states that running requests keep. If the sum is over the budget, idle sessions go; if that is
+not enough, the newcomer waits; if running sequences outgrow the budget, the youngest is sent back:
+it goes into the queue, and its KV becomes an idle session like any other.
+
+What a prompt starts from is the business of ``prefix_reuse``, feeding it that of ``prefill``.
+Cold sessions become hot before their next turn when the gateway asks for it.
 Shares between tenants are the gateway's: it sends no more turns than there are places.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
+from engines.config import SPARE_PLACE, EngineConfig
 from engines.host.work_line import QueueLimit
 from engines.http import CacheOutcome
-from engines.mlx_worker.batch.memory_budget import MemoryBudget
+from engines.kv_budget import KVCost, batch_bytes, passing_bytes
+from engines.mlx_worker.batch.batches import Batches
 from engines.mlx_worker.batch.prefill import Prefiller
-from engines.mlx_worker.batch.prefix_reuse import Prefetches, PrefillFollowers, PrefixReuse
+from engines.mlx_worker.batch.prefix_reuse import PrefillFollowers, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request
 from engines.mlx_worker.generation import EventBuffer, PromptAdmitted
-from engines.mlx_worker.sessions.hot_cache import HotCache
+from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, ColdSessions
+from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
+from engines.mlx_worker.sessions.hot_sessions import HotSession, HotSessions
+from kvstore.blobs.state_tree import state_nbytes
 from kvstore.session import SessionName, SessionRef
+from kvstore.store.restorer import Restored
 
 # How long a prompt that could run alone waits for saves to release memory.
 SAVE_WAIT_S = 10.0
+
+
+class MemoryBudget:
+    """Compares the memory in use with the budget; drops nothing itself."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cost: KVCost,
+        batches: Batches,
+        prefiller: Prefiller,
+        hot: HotSessions,
+    ) -> None:
+        self.hot_bytes = config.hot_bytes  # may change while requests run
+        self.cost = cost
+        self._places = config.max_batch + SPARE_PLACE
+        self._batches = batches
+        self._prefiller = prefiller
+        self._hot = hot
+
+    @property
+    def has_place(self) -> bool:
+        """True if one more sequence may run."""
+        waiting = sum(len(task.sequences) for task in self._prefiller.admitted)
+        return len(self._batches) + waiting < self._places
+
+    def missing_for(self, task: PrefillTask) -> int:
+        """Bytes that must be freed before the task may enter.
+
+        The hot KV of its own session does not count: the task starts from it.
+        """
+        own = self._hot.get(task.request.key) if task.request.key else None
+        missing = self._missing([*self._prefiller.admitted, task])
+        return missing - (own.nbytes if own else 0)
+
+    def missing(self) -> int:
+        """Bytes by which running and idle KV exceeds the budget; negative = to spare."""
+        return self._missing(self._prefiller.admitted)
+
+    def _missing(self, tasks: Iterable[PrefillTask]) -> int:
+        shapes = self._shapes(tasks)
+        running = batch_bytes(self.cost, shapes) + passing_bytes(self.cost, shapes)
+        return running + self._hot.nbytes + self._state_bytes() - self.hot_bytes
+
+    def _state_bytes(self) -> int:
+        requests = {x.request for x in self._batches.sequences}
+        requests |= {task.request for task in self._prefiller.admitted}
+        return sum(state_nbytes(x.tree) for request in requests for x in request.taken_states)
+
+    def _shapes(self, tasks: Iterable[PrefillTask]) -> list[tuple[int, int]]:
+        """(sequences, longest) of each bucket, once ``tasks`` are in."""
+        shapes = [(len(x.sequences), x.longest) for x in self._batches.buckets]
+        for task in tasks:
+            index = self._batches.index_of(len(task.tokens))
+            num_sequences, longest = shapes[index]
+            shapes[index] = (num_sequences + len(task.sequences), max(longest, len(task.tokens)))
+        return shapes
+
+
+@dataclass
+class _Prefetch:
+    """One that is under way."""
+
+    joined: list[PrefillTask] = field(default_factory=list)  # turns that wait for it
+    forgotten: bool = False  # the session was deleted meanwhile: what comes is not wanted
 
 
 class Admission:
@@ -31,24 +110,27 @@ class Admission:
     def __init__(
         self,
         prefixes: PrefixReuse,
-        prefetches: Prefetches,
         prefiller: Prefiller,
+        batches: Batches,
         budget: MemoryBudget,
         hot_cache: HotCache,
+        cold: ColdSessions | None,
         limit: QueueLimit,
         events: EventBuffer,
         clock: Callable[[], float],
     ) -> None:
         self._prefixes = prefixes
-        self._prefetches = prefetches
         self._prefiller = prefiller
+        self._batches = batches
         self._shared = PrefillFollowers()
         self._budget = budget
         self._hot_cache = hot_cache
+        self._cold = cold
         self._limit = limit
         self._events = events
         self._clock = clock
         self._queue: deque[PrefillTask] = deque()
+        self._prefetches: dict[SessionName | None, _Prefetch] = {}
         self._blocked_since_s: float | None = None
         self.counters: Counter[str] = Counter()
 
@@ -60,14 +142,15 @@ class Admission:
     @property
     def tasks(self) -> list[PrefillTask]:
         """All that do not decode yet, wherever they are."""
-        return [*self._queue, *self._prefetches.joined, *self._prefiller.admitted]
+        joined = [task for x in self._prefetches.values() for task in x.joined]
+        return [*self._queue, *joined, *self._prefiller.admitted]
 
     # ---- the queue
 
     def enqueue(self, task: PrefillTask) -> None:
         """Let a task wait for its turn, or for the prefetch of its session."""
-        if not self._prefetches.join(task):
-            self._queue.append(task)
+        prefetch = self._prefetches.get(task.request.key)
+        (self._queue if prefetch is None else prefetch.joined).append(task)
 
     def requeue(self, task: PrefillTask) -> None:
         """Put back what ran already; it is next."""
@@ -83,7 +166,9 @@ class Admission:
             if task is self._queue[0]:
                 self._blocked_since_s = None
             self._queue.remove(task)
-        self._prefetches.remove(task)
+        for prefetch in self._prefetches.values():
+            if task in prefetch.joined:
+                prefetch.joined.remove(task)
         self._prefixes.cancel(task)
         self._prefiller.remove(task)
         self._shared.leave(task, usable=not failed)
@@ -108,11 +193,10 @@ class Admission:
             self._prefixes.find(task, partial(self._start, task))
 
     def _has_memory(self, task: PrefillTask) -> bool:
-        own = task.request.key
-        missing = self._budget.missing_for(task, own)
+        own, missing = task.request.key, self._budget.missing_for(task)
         if missing <= 0 or self._hot_cache.make_room(missing, own):
             return True
-        if self._prefiller.num_admitted or self._budget.num_running:
+        if self._prefiller.admitted or len(self._batches):
             return False
         # Nothing else runs: it fits once everything idle is gone, which only waits for saves.
         now = self._clock()
@@ -157,14 +241,36 @@ class Admission:
 
     def prefetch(self, session: SessionRef, done: Callable[[], None]) -> bool:
         """Make a session hot; then ``done`` is called on this thread. False: nothing to do."""
-
-        def go_on(joined: list[PrefillTask]) -> None:
-            for task in joined:
-                self.enqueue(task)
-            done()
-
-        return self._prefetches.begin(session, go_on)
+        key, hot = session.name, self._hot_cache.sessions
+        if self._cold is None or key in self._prefetches or hot.get(key) or hot.is_busy(key):
+            return False
+        self._prefetches[key] = _Prefetch()
+        self._cold.load(session, partial(self._fetched, session, done))
+        return True
 
     def forget(self, key: SessionName) -> None:
         """Discard the KV that a prefetch of this session restores."""
-        self._prefetches.forget(key)
+        if (prefetch := self._prefetches.get(key)) is not None:
+            prefetch.forgotten = True
+
+    def _fetched(self, session: SessionRef, done: Callable[[], None], found: ColdPrefix) -> None:
+        prefetch = self._prefetches.pop(session.name)
+        try:
+            if found.restored is not None and not prefetch.forgotten:
+                self._keep(session, found.restored, found)
+        finally:  # in every case the turns that waited for it go on
+            for task in prefetch.joined:
+                self.enqueue(task)
+            done()
+
+    def _keep(self, session: SessionRef, restored: Restored, found: ColdPrefix) -> None:
+        count, cold = restored.num_tokens, self._cold
+        missing = self._budget.missing() + self._budget.cost.row_bytes(count)
+        if cold is None or (missing > 0 and not self._hot_cache.make_room(missing, None)):
+            return
+        if (caches := cold.rebuild(found)) is not None:
+            chain = found.chain[: count // cold.store.chunk_tokens]
+            hot = HotSession(session, caches, count, chain=chain)
+            hot.restored_tokens = restored.lossy_tokens
+            self._hot_cache.keep(hot, saved=resolved(True))
+            self._hot_cache.note_restored(session)

@@ -8,21 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
-from engines.config import SPARE_PLACE, EngineConfig
+from engines.config import EngineConfig
 from engines.host.work_line import QueueLimit
-from engines.mlx_worker.batch.admission import Admission
+from engines.mlx_worker.batch.admission import Admission, MemoryBudget
 from engines.mlx_worker.batch.batches import Batches, LengthBucket, StepOutput
-from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.prefill import Prefiller
-from engines.mlx_worker.batch.prefix_reuse import Post, Prefetches, PrefixReuse
+from engines.mlx_worker.batch.prefix_reuse import PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request, RunningRequests, Sequence
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, PrefillProgress
-from engines.mlx_worker.sessions.cold_sessions import ColdSessions
+from engines.mlx_worker.sessions.cold_sessions import ColdSessions, Post
 from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
 from engines.mlx_worker.sessions.hot_sessions import HotSessions
 from kvstore.session import SessionName
@@ -32,35 +30,68 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLoop:
-    """Continuous batching. Belongs to the owner thread."""
+    """Continuous batching, and the parts that it is made of. Belongs to the owner thread."""
 
     def __init__(
         self,
-        admission: Admission,
-        prefiller: Prefiller,
-        batches: Batches,
-        budget: MemoryBudget,
-        hot_cache: HotCache,
-        requests: RunningRequests,
+        model: Any,
+        plan: CachePlan,
+        cold: ColdSessions | None,
+        config: EngineConfig,
+        *,
+        events: EventBuffer,
+        limit: QueueLimit,
+        post: Post,
+        notify: Notify,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._admission = admission
-        self._prefiller = prefiller
-        self._batches = batches
-        self._budget = budget
-        self._hot_cache = hot_cache
-        self._requests = requests
+        """Make the loop for one model.
+
+        Args:
+            limit: counts the requests that wait.
+            post: runs a command on the owner thread, between two rounds.
+            clock: in seconds; only differences count.
+        """
+        self.cold = cold
+        self.hot_cache = HotCache(HotSessions(clock), cold, notify, lambda: post(_look))
+        state_step = cold.store.chunk_tokens if plan.needs_state and cold is not None else 0
+        self.prefiller = Prefiller(model, config.prefill_step, state_step)
+        # The last place may go to a task of several answers.
+        self.batches = Batches(model, 2 * config.max_batch, state_step)
+        self.budget = MemoryBudget(
+            config, plan.cost, self.batches, self.prefiller, self.hot_cache.sessions
+        )
+        self.admission = Admission(
+            PrefixReuse(self.hot_cache, cold),
+            self.prefiller,
+            self.batches,
+            self.budget,
+            self.hot_cache,
+            cold,
+            limit,
+            events,
+            clock,
+        )
+        self.requests = RunningRequests(self.hot_cache, events, notify)
         self._entries = itertools.count()
-        self.counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """All counts since the start. Any thread."""
+        counted = [self._counters, self.admission.counters, self.requests.counters]
+        counted += [self.hot_cache.counters, *([self.cold.counters] if self.cold else [])]
+        return {name: count for x in counted for name, count in dict(x).items()}
 
     @property
     def is_working(self) -> bool:
         """True if there is something to compute right now."""
-        return bool(len(self._batches) or self._prefiller.num_ready)
+        return bool(len(self.batches) or self.prefiller.ready)
 
     @property
     def is_waiting(self) -> bool:
         """True if a request waits for a slot or for memory."""
-        return self._admission.num_waiting > 0
+        return self.admission.num_waiting > 0
 
     @property
     def is_idle(self) -> bool:
@@ -68,8 +99,8 @@ class BatchLoop:
         return not (
             self.is_working
             or self.is_waiting
-            or self._prefiller.num_admitted
-            or self._hot_cache.is_saving
+            or self.prefiller.admitted
+            or self.hot_cache.is_saving
         )
 
     def lacks(self, nbytes: int) -> bool:
@@ -77,20 +108,20 @@ class BatchLoop:
 
         False while nothing runs or waits.
         """
-        runs = self.is_working or self._prefiller.num_admitted
-        return self.is_waiting or bool(runs and self._budget.missing() + nbytes > 0)
+        runs = self.is_working or self.prefiller.admitted
+        return self.is_waiting or bool(runs and self.budget.missing() + nbytes > 0)
 
     def arrive(self, request: Request, tasks: list[PrefillTask]) -> None:
         """Take a request in; ``tasks`` bring its sequences into a batch."""
-        self._requests.begin(request)
+        self.requests.begin(request)
         for task in tasks:
-            self._admission.enqueue(task)
+            self.admission.enqueue(task)
 
     # ---- one round of work
 
     def step(self) -> None:
         """Do one round: at most one token per running sequence and one chunk of one prompt."""
-        self._admission.admit()
+        self.admission.admit()
         self._send_back()
         self._decode()
         self._rebucket()
@@ -103,44 +134,44 @@ class BatchLoop:
         becomes an idle session, which sleeps, and is restored or computed again. One per round at
         most, and none while a save is about to release memory.
         """
-        missing = self._budget.missing()
-        if missing <= 0 or self._hot_cache.make_room(missing, None) or self._hot_cache.is_saving:
+        missing = self.budget.missing()
+        if missing <= 0 or self.hot_cache.make_room(missing, None) or self.hot_cache.is_saving:
             return
-        num_running = len(self._batches)
-        if not num_running or num_running + self._prefiller.num_ready < 2:
+        num_running = len(self.batches)
+        if not num_running or num_running + len(self.prefiller.ready) < 2:
             return
-        self.counters["sent_back"] += 1
-        sequence = max(self._batches.sequences, key=lambda x: x.entered)
-        (detached,) = self._batches.detach([sequence])
+        self._counters["sent_back"] += 1
+        sequence = max(self.batches.sequences, key=lambda x: x.entered)
+        (detached,) = self.batches.detach([sequence])
         if (output := detached.step()) is not None:
             self._take(output)
         if sequence in sequence.request.sequences:  # else that token was its last
             tokens = sequence.tokens
-            self._requests.keep(sequence, detached.caches, len(tokens) - 1)
-            self._admission.requeue(PrefillTask(sequence.request, [sequence], tokens))
+            self.requests.keep(sequence, detached.caches, len(tokens) - 1)
+            self.admission.requeue(PrefillTask(sequence.request, [sequence], tokens))
 
     def _decode(self) -> None:
         """Decode one token for every running sequence."""
         began = time.perf_counter()
-        for bucket in self._batches.buckets:
+        for bucket in self.batches.buckets:
             if bucket.sequences:
                 self._step_bucket(bucket)
-        self._prefiller.step_s = time.perf_counter() - began
+        self.prefiller.step_s = time.perf_counter() - began
 
     def _rebucket(self) -> None:
         """Move sequences that became too long for their bucket into the next one."""
-        for detached in self._batches.detach_outgrown():
+        for detached in self.batches.detach_outgrown():
             if (output := detached.step()) is not None:
                 self._take(output)
             if detached.sequence in detached.sequence.request.sequences:
-                self._batches.insert(detached.sequence, detached.caches)
+                self.batches.insert(detached.sequence, detached.caches)
 
     def _prefill(self) -> None:
         """Feed one chunk of one prompt; its sequences join the batch after the last chunk."""
-        if (task := self._prefiller.next()) is not None:
+        if (task := self.prefiller.next()) is not None:
             self._feed_chunk(task)
-        for task in [x for x in self._prefiller.ready if x.num_cached >= x.target]:
-            self._prefiller.remove(task)
+        for task in [x for x in self.prefiller.ready if x.num_cached >= x.target]:
+            self.prefiller.remove(task)
             self._join_batch(task)
 
     def _step_bucket(self, bucket: LengthBucket) -> None:
@@ -164,15 +195,15 @@ class BatchLoop:
         if sequence.guard.fault is not None and sequence.guard.is_faulty_within(num_sampled):
             self.fail(request, sequence.guard.fault)
             return
-        self.counters["generated_tokens"] += 1
-        self._requests.send(request, output.event())
+        self._counters["generated_tokens"] += 1
+        self.requests.send(request, output.event())
         if output.finish is not None:
-            self._requests.finish(sequence, output.finish, output.caches, output.num_cached)
+            self.requests.finish(sequence, output.finish, output.caches, output.num_cached)
 
     def _feed_chunk(self, task: PrefillTask) -> None:
         """Feed one chunk; an error in it fails the request."""
         try:
-            self._prefiller.feed(task, busy=len(self._batches) > 0)
+            self.prefiller.feed(task, busy=len(self.batches) > 0)
         except Exception as error:  # the model, mlx: anything. Only this prompt is lost.
             logger.exception("a prefill failed")
             self.fail(task.request, error)
@@ -180,126 +211,62 @@ class BatchLoop:
         if task.num_cached in task.state_positions:
             state = kv_arrays.state_tree(task.caches)
             task.request.states.append(StateAt(task.num_cached, state))
-        self._requests.send(task.request, PrefillProgress(task.num_cached, len(task.tokens)))
-        self._admission.fed(task)
+        self.requests.send(task.request, PrefillProgress(task.num_cached, len(task.tokens)))
+        self.admission.fed(task)
 
     def _join_batch(self, task: PrefillTask) -> None:
         task.request.num_fed = len(task.tokens)  # the first decode step feeds the last one
         copies = [deepcopy(task.caches) for _ in task.sequences[1:]]
         for sequence, caches in zip(task.sequences, [task.caches, *copies], strict=True):
             sequence.entered = next(self._entries)
-            self._batches.insert(sequence, caches)
+            self.batches.insert(sequence, caches)
 
     # ---- ends that come from outside
 
     def stop(self, request: Request, index: int | None) -> None:
         """End one sequence, or all (None); their slots are free when this returns."""
         sequences = [x for x in request.sequences if index is None or x.index == index]
-        for x in self._batches.detach(sequences):
-            self._requests.finish(x.sequence, "cancelled", x.caches, x.num_cached)
-        for task in self._admission.tasks:
+        for x in self.batches.detach(sequences):
+            self.requests.finish(x.sequence, "cancelled", x.caches, x.num_cached)
+        for task in self.admission.tasks:
             self._withdraw(task, sequences)
 
     def stop_all(self) -> None:
         """End every request, and keep what was computed."""
-        for request in self._requests.all():
+        for request in self.requests.all():
             self.stop(request, None)
 
     def forget(self, key: SessionName) -> None:
         """Keep no KV of this session, neither idle nor of requests that run now."""
-        self._requests.forget(key)
-        self._admission.forget(key)
-        self._hot_cache.forget(key)
+        self.requests.forget(key)
+        self.admission.forget(key)
+        self.hot_cache.forget(key)
 
     def fail(self, request: Request, error: Exception) -> None:
         """End the whole request and keep nothing of it."""
-        self._batches.detach(request.sequences)
-        for task in self._admission.tasks:
+        self.batches.detach(request.sequences)
+        for task in self.admission.tasks:
             if task.request is request:
-                self._admission.remove(task, failed=True)
-        self._requests.fail(request, error)
+                self.admission.remove(task, failed=True)
+        self.requests.fail(request, error)
 
     def fail_all(self, error: Exception) -> None:
         """End everything after a defect of our own: nothing that runs can be trusted."""
-        for bucket in self._batches.buckets:
+        for bucket in self.batches.buckets:
             bucket.reset()
-        for request in self._requests.all():
+        for request in self.requests.all():
             self.fail(request, error)
 
     def _withdraw(self, task: PrefillTask, sequences: list[Sequence]) -> None:
         leaving = task.drop(sequences)
         if leaving and not task.sequences:
-            self._admission.remove(task)
+            self.admission.remove(task)
         for sequence in leaving:
             # Sequences that go on need these caches.
             caches = [] if task.sequences else task.caches
             unchanged = task.saved if task.num_cached == task.num_reused else None
-            self._requests.finish(sequence, "cancelled", caches, task.num_cached, unchanged)
+            self.requests.finish(sequence, "cancelled", caches, task.num_cached, unchanged)
 
 
-@dataclass(frozen=True)
-class ThreadContext:
-    """The owner thread's ways in and out, for the parts that live on it."""
-
-    events: EventBuffer
-    limit: QueueLimit
-    post: Post
-    notify: Notify
-    clock: Callable[[], float]
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """The parts that others than the owner thread's loop ask for something."""
-
-    loop: BatchLoop
-    budget: MemoryBudget
-    admission: Admission
-    requests: RunningRequests
-    prefiller: Prefiller
-    batches: Batches
-    hot_cache: HotCache
-    cold: ColdSessions | None
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """All counts since the start. Any thread."""
-        cold = dict(self.cold.counters) if self.cold else {}
-        return {
-            **dict(self.admission.counters),
-            **cold,
-            **dict(self.requests.counters),
-            **dict(self.loop.counters),
-            **dict(self.hot_cache.counters),
-        }
-
-
-def assemble(
-    model: Any,
-    plan: CachePlan,
-    cold: ColdSessions | None,
-    config: EngineConfig,
-    thread: ThreadContext,
-) -> EngineParts:
-    """Make the parts for one model. Call it on the owner thread."""
-    hot = HotSessions(thread.clock)
-    hot_cache = HotCache(hot, cold, thread.notify, nudge=lambda: thread.post(lambda: None))
-    state_step = cold.store.chunk_tokens if plan.needs_state and cold is not None else 0
-    prefiller = Prefiller(model, config.prefill_step, state_step)
-    # The last place may go to a task of several answers.
-    batches = Batches(model, 2 * config.max_batch, state_step)
-    places = config.max_batch + SPARE_PLACE
-    budget = MemoryBudget(config.hot_bytes, places, plan.cost, batches, prefiller, hot)
-    admission = Admission(
-        prefixes=PrefixReuse(hot_cache, cold, thread.post),
-        prefetches=Prefetches(hot_cache, cold, budget, thread.post),
-        prefiller=prefiller,
-        budget=budget,
-        hot_cache=hot_cache,
-        limit=thread.limit,
-        events=thread.events,
-        clock=thread.clock,
-    )
-    requests = RunningRequests(hot_cache, thread.events, thread.notify)
-    loop = BatchLoop(admission, prefiller, batches, budget, hot_cache, requests)
-    return EngineParts(loop, budget, admission, requests, prefiller, batches, hot_cache, cold)
+def _look() -> None:
+    """Do nothing: as a command it only makes the owner thread look for work."""

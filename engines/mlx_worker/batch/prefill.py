@@ -73,28 +73,13 @@ class Prefiller:
         self._model = model
         self._chunks = ChunkSizer(largest_chunk)
         self._state_step = state_step
-        self._admitted: dict[PrefillTask, None] = {}  # oldest first
-        self._ready: deque[PrefillTask] = deque()  # whose turn it is first
+        self.admitted: dict[PrefillTask, None] = {}  # oldest first; on their way, ready or not
+        self.ready: deque[PrefillTask] = deque()  # can be fed; whose turn it is comes first
         self.step_s = 0.0  # of the last decode step
-
-    @property
-    def admitted(self) -> list[PrefillTask]:
-        """All tasks on their way into a batch, ready or not."""
-        return list(self._admitted)
-
-    @property
-    def num_admitted(self) -> int:
-        """Length of ``admitted``. Any thread."""
-        return len(self._admitted)
-
-    @property
-    def num_ready(self) -> int:
-        """Tasks that can be fed right now."""
-        return len(self._ready)
 
     def admit(self, task: PrefillTask) -> None:
         """Count the task as on its way; its prefix is being looked for."""
-        self._admitted[task] = None
+        self.admitted[task] = None
         task.request.num_fed = task.num_cached
 
     def start(self, task: PrefillTask) -> None:
@@ -104,28 +89,23 @@ class Prefiller:
         if self._state_step and task.request.generation.session is not None:
             task.state_positions = state_positions(task, self._state_step)
         task.request.num_fed = task.num_cached
-        self._ready.append(task)
+        self.ready.append(task)
 
     def remove(self, task: PrefillTask) -> None:
         """Forget a task, wherever it is: it is done, or not wanted any more."""
-        self._admitted.pop(task, None)
-        if task in self._ready:
-            self._ready.remove(task)
-
-    @property
-    def ready(self) -> list[PrefillTask]:
-        """The tasks that can be fed right now."""
-        return list(self._ready)
+        self.admitted.pop(task, None)
+        if task in self.ready:
+            self.ready.remove(task)
 
     def next(self) -> PrefillTask | None:
         """The task whose turn it is to be fed a chunk; None if all have been fed.
 
         They take turns, so a short prompt waits for one chunk of each long one.
         """
-        for _ in range(len(self._ready)):
-            self._ready.rotate(-1)
-            if self._ready[-1].num_cached < self._ready[-1].target:
-                return self._ready[-1]
+        for _ in range(len(self.ready)):
+            self.ready.rotate(-1)
+            if self.ready[-1].num_cached < self.ready[-1].target:
+                return self.ready[-1]
         return None
 
     def feed(self, task: PrefillTask, busy: bool) -> None:

@@ -2,8 +2,7 @@
 
 There are three sources: the session's own hot KV, a hot session of the same tenant that begins
 alike (copied), and the cold store. The longest is used, unless a restore adds so little to hot KV
-that computing it is sooner. Cold sessions become hot before their next turn when the gateway asks
-for it.
+that computing it is sooner.
 
 A prompt may also wait for a beginning that another prompt of its tenant is being prefilled with.
 The prompt that is fed is the *leader*; a *follower* begins alike, and takes a copy of the leader's
@@ -14,43 +13,33 @@ ends before that, its followers go on with its part.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from engines.http import COLD_SOURCES, CacheOutcome
-from engines.mlx_worker.batch.memory_budget import MemoryBudget
 from engines.mlx_worker.batch.request import PrefillTask
 from engines.mlx_worker.cache import kv_arrays
-from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, ColdSessions, PrefixQuery
+from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, ColdSessions
 from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
 from engines.mlx_worker.sessions.hot_sessions import (
     SHORTEST_SHARED,
     HotPrefix,
-    HotSession,
     common_prefix,
     whole_chunks,
 )
-from kvstore.session import UNKNOWN_REASONS, MissReason, SessionName, SessionRef
+from kvstore.session import UNKNOWN_REASONS, MissReason
 
-logger = logging.getLogger(__name__)
-
-# Runs a command on the owner thread, soon. Any thread may call it.
-Post: TypeAlias = Callable[[Callable[[], None]], None]
 Then: TypeAlias = Callable[[CacheOutcome], None]
-
-# Called with the tasks that waited for the prefetch.
-WhenHot: TypeAlias = Callable[[list[PrefillTask]], None]
 
 
 class PrefixReuse:
     """Gives prefill tasks the caches they can start from. Belongs to the owner thread."""
 
-    def __init__(self, hot_cache: HotCache, cold: ColdSessions | None, post: Post) -> None:
+    def __init__(self, hot_cache: HotCache, cold: ColdSessions | None) -> None:
         self._hot_cache = hot_cache
         self._cold = cold
-        self._post = post
         # Tasks that the cold store is being asked for.
         self._asked: dict[PrefillTask, tuple[HotPrefix | None, Then]] = {}
 
@@ -78,9 +67,9 @@ class PrefixReuse:
             then(_outcome(task, hot, None))
         else:
             self._asked[task] = hot, then
-            held, chain = task.num_cached, task.request.chain
-            query = PrefixQuery(session, task.tokens, task.target, held, chain)
-            self._cold.find(query, lambda found: self._post(lambda: self._found(task, found)))
+            held, known = task.num_cached, task.request.chain
+            found = partial(self._found, task)
+            self._cold.find(session, task.tokens, task.target, held, known, found)
 
     def cancel(self, task: PrefillTask) -> None:
         """Let go of a task that is not wanted any more: its ``then`` is not called."""
@@ -98,19 +87,15 @@ class PrefixReuse:
             return None
         if found.chain:
             task.request.note_chain(found.chain, self._cold.store.chunk_tokens)
-        if found.restored is None or found.tier is None:
+        if found.restored is None or (caches := self._cold.rebuild(found)) is None:
             return None
-        try:
-            caches = self._cold.rebuild(found)
-        except Exception:  # stored data may be wrong in any way; prefill is right
-            logger.exception("a restored session could not be used")
-            self._cold.counters["rebuild_failures"] += 1
-            return None
-        task.reuse(caches, found.num_tokens, resolved(True))
+        task.reuse(caches, found.restored.num_tokens, resolved(True))
         task.request.note_restored(found.restored.lossy_tokens)
         if session := task.request.generation.session:
             self._hot_cache.note_restored(session)
-        return CacheOutcome(COLD_SOURCES[found.tier], found.num_tokens, found.reason)
+        assert found.restored.tier is not None
+        source = COLD_SOURCES[found.restored.tier]
+        return CacheOutcome(source, found.restored.num_tokens, found.reason)
 
 
 def _is_enough(task: PrefillTask, hot: HotPrefix | None, chunk_tokens: int) -> bool:
@@ -133,86 +118,6 @@ def _outcome(task: PrefillTask, hot: HotPrefix | None, reason: MissReason | None
     elif hot.diverged and reason != "computed-sooner":
         reason = "diverged"
     return CacheOutcome("hot", hot.num_tokens, reason)
-
-
-@dataclass
-class _Prefetch:
-    """One that is under way."""
-
-    joined: list[PrefillTask] = field(default_factory=list)  # turns that wait for it
-    forgotten: bool = False  # the session was deleted meanwhile: what comes is not wanted
-
-
-class Prefetches:
-    """All prefetches under way, and the turns that wait for them. Belongs to the owner thread."""
-
-    def __init__(
-        self, hot_cache: HotCache, cold: ColdSessions | None, budget: MemoryBudget, post: Post
-    ) -> None:
-        self._hot_cache = hot_cache
-        self._cold = cold
-        self._budget = budget
-        self._post = post
-        self._running: dict[SessionName, _Prefetch] = {}
-
-    @property
-    def joined(self) -> list[PrefillTask]:
-        """All tasks that wait for a prefetch."""
-        return [task for prefetch in self._running.values() for task in prefetch.joined]
-
-    def begin(self, session: SessionRef, then: WhenHot) -> bool:
-        """Start restoring a session, and call ``then`` at the end. False: nothing to do."""
-        key = session.name
-        hot = self._hot_cache.sessions
-        if self._cold is None or key in self._running or hot.get(key) or hot.is_busy(key):
-            return False
-        self._running[key] = _Prefetch()
-        self._cold.load(
-            session, lambda found: self._post(lambda: self._finish(session, found, then))
-        )
-        return True
-
-    def join(self, task: PrefillTask) -> bool:
-        """Let a turn wait for the prefetch of its session. False: there is none."""
-        if (key := task.request.key) not in self._running:
-            return False
-        self._running[key].joined.append(task)
-        return True
-
-    def remove(self, task: PrefillTask) -> None:
-        """Let go of a task that is not wanted any more."""
-        for prefetch in self._running.values():
-            if task in prefetch.joined:
-                prefetch.joined.remove(task)
-
-    def forget(self, key: SessionName) -> None:
-        """Discard the KV that a prefetch of this session restores."""
-        if (prefetch := self._running.get(key)) is not None:
-            prefetch.forgotten = True
-
-    def _finish(self, session: SessionRef, found: ColdPrefix, then: WhenHot) -> None:
-        prefetch = self._running.pop(session.name)
-        try:
-            if found.restored is not None and not prefetch.forgotten:
-                self._keep(session, found, found.restored.lossy_tokens)
-        finally:  # in every case the turns that waited for it go on
-            then(prefetch.joined)
-
-    def _keep(self, session: SessionRef, found: ColdPrefix, lossy_tokens: int) -> None:
-        count = found.num_tokens
-        missing = self._budget.missing() + self._budget.sequence_bytes(count)
-        if self._cold is None or (missing > 0 and not self._hot_cache.make_room(missing, None)):
-            return
-        try:
-            caches = self._cold.rebuild(found)
-            chain = found.chain[: count // self._cold.store.chunk_tokens]
-            hot = HotSession(session, caches, count, chain=chain, restored_tokens=lossy_tokens)
-            self._hot_cache.keep(hot, saved=resolved(True))
-        except Exception:  # stored data may be wrong in any way; prefill is right
-            logger.exception("a restored session could not be used")
-            self._cold.counters["rebuild_failures"] += 1
-            return
-        self._hot_cache.note_restored(session)
 
 
 @dataclass(frozen=True)

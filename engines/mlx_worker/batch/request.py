@@ -10,7 +10,6 @@ or was cancelled half-way: KV that was computed is not wasted.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -40,7 +39,6 @@ from kvstore.store.states import StateAt
 
 _Step: TypeAlias = Callable[[mx.array], mx.array]
 _Process: TypeAlias = Callable[[mx.array, mx.array], mx.array]
-logger = logging.getLogger(__name__)
 
 
 class SamplingGuard:
@@ -297,11 +295,7 @@ class RunningRequests:
         tokens = sequence.tokens[:num_cached]
         hot = HotSession(session, caches, num_cached, tokens, request.chain)
         hot.restored_tokens = min(request.restored_tokens, num_cached)
-        try:
-            self._hot_cache.keep(hot, request.taken_states, unchanged)
-        except Exception:  # mlx, a defect: the answer is out, and its KV can be computed again
-            logger.exception("the KV of a turn could not be kept")
-            self._hot_cache.counters["keep_failures"] += 1
+        self._hot_cache.keep(hot, request.taken_states, unchanged)
         request.states, request.answer_state = [], None
 
     def fail(self, request: Request, error: Exception) -> None:

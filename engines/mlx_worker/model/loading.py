@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -18,11 +19,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Final, TypeVar
 
 import llguidance
 import llguidance.hf
 import mlx.core as mx
+import msgspec
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm import load
@@ -33,16 +35,66 @@ from engines.config import EngineConfig
 from engines.host.weights import weight_digests
 from engines.kv_budget import UNSTATED_CONTEXT, stated_context
 from engines.mlx_worker.cache.layout import CachePlan
-from engines.openai.usual_sampling import UsualSampling
+from engines.openai.requests import Body, RepetitionPenalty, Share, Temperature, TopK, TopP
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Raise when what is stored changes its meaning.
 FORMAT = 2
 _TEXTS = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
+SAMPLING_FILE: Final = "generation_config.json"
+MOST_SAMPLING_BYTES: Final = 1 << 20
+AnyBody = TypeVar("AnyBody", bound=Body)
+logger = logging.getLogger(__name__)
 
 # Enough tokens for the detokenizer to know whether a word or a character goes on.
 _CONTEXT_TOKENS = 4
+
+
+class UsualSampling(msgspec.Struct, frozen=True):
+    """The sampling of requests that name no other; None: the model says nothing.
+
+    It is that of ``generation_config.json``, as vLLM takes it, too.
+    """
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> UsualSampling:
+        """Read a model's folder; a value that is missing or out of bounds asks for nothing."""
+        file = folder / SAMPLING_FILE
+        try:
+            with file.open("rb") as opened:
+                content = opened.read(MOST_SAMPLING_BYTES + 1)
+            if len(content) > MOST_SAMPLING_BYTES:
+                raise ValueError(f"it has more than {MOST_SAMPLING_BYTES} bytes")
+            said = json.loads(content)
+            if not isinstance(said, dict):
+                raise ValueError("it is no object")
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s is ignored: %s", file, error)
+            return cls()
+        good = {}
+        for known in msgspec.structs.fields(cls):
+            value = said.get(known.name)
+            if known.name == "top_k" and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            try:
+                good[known.name] = msgspec.convert(value, known.type)
+            except msgspec.ValidationError as error:
+                logger.warning("%s of %s is ignored: %s", known.name, file, error)
+        return cls(**good)
+
+    def filled_in(self, request: AnyBody) -> AnyBody:
+        """Return a request with all of these that it leaves open."""
+        said = {x: y for x, y in msgspec.structs.asdict(self).items() if y is not None}
+        left_open = {x: y for x, y in said.items() if getattr(request, x) is None}
+        return msgspec.structs.replace(request, **left_open) if left_open else request
 
 
 @dataclass(frozen=True)
@@ -152,22 +204,6 @@ def _arrays(model: Any) -> list[tuple[str, mx.array]]:
     return list(arrays)
 
 
-class Detokenizer(Protocol):
-    """mlx_lm's streaming detokenizer, as far as it is used here."""
-
-    offset: int  # characters of ``text`` that ``last_segment`` has handed out
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def last_segment(self) -> str: ...
-
-    def add_token(self, token: int) -> None: ...
-
-    def finalize(self) -> None: ...
-
-
 class Vocabulary:
     """One model's vocabulary. Read-only.
 
@@ -219,15 +255,15 @@ class Vocabulary:
         """Length of the longest token, in characters."""
         return max(len(text) for text in self.tokenizer.get_vocab())
 
-    def continuing(self, prompt: Sequence[int] | np.ndarray) -> tuple[Detokenizer, int]:
-        """A detokenizer that has read the prompt's end, and how many characters it still owes.
+    def continuing(self, prompt: Sequence[int] | np.ndarray) -> tuple[Any, int]:
+        """mlx_lm's detokenizer after the prompt's end, and how many characters it still owes.
 
         Started afresh it would take the space off the first word; the next turn's prompt would
         then hold another text than was generated, and part with the cache there. The characters
         owed belong to the prompt (a last space is kept back until the next token): not shown.
         """
         end = [int(x) for x in prompt[-_CONTEXT_TOKENS:] if x < len(self.tokenizer)]
-        whole, live = (cast(Detokenizer, self.tokenizer.detokenizer) for _ in range(2))
+        whole, live = (self.tokenizer.detokenizer for _ in range(2))
         for token in end:
             whole.add_token(token)
             live.add_token(token)

@@ -1,4 +1,4 @@
-"""Chooses tokens by temperature, min_p, top_k, top_p and a seed.
+"""Chooses tokens by temperature, min_p, top_k, top_p and a seed, after penalties and biases.
 
 Every answer draws from its own chain of random keys, so a seeded answer depends on nothing else in
 the batch. The filters are plain mlx operations: mlx_lm's are compiled, and on Linux each new
@@ -10,12 +10,22 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+from mlx_lm.sample_utils import (
+    make_frequency_penalty,
+    make_logits_processors,
+    make_presence_penalty,
+    make_repetition_penalty,
+)
 
-from engines.mlx_worker.generation import Sampler
+from engines.mlx_worker.generation import LogitsProcessor, SequenceSampling
+from engines.mlx_worker.grammar import GrammarProcessor
 from engines.openai.requests import Body
+
+_ALL_TOKENS = 1 << 30
 
 # Below this vLLM, too, takes the most likely token; dividing by less overflows.
 _LEAST_TEMPERATURE = 1e-5
@@ -44,19 +54,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if nothing is drawn: the most likely token is taken."""
         return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
-
-
-def make_sampler(params: SamplingParams, seed: int, index: int) -> Sampler | None:
-    """The sampler of answer number ``index``; None for greedy ones.
-
-    The batch takes the most likely tokens of all greedy answers in one call.
-    """
-    return None if params.greedy else SeededSampler(params, seed, index)
-
-
-def fresh_seed() -> int:
-    """A random seed, for a request that names none."""
-    return secrets.randbits(63)
 
 
 class SeededSampler:
@@ -106,3 +103,65 @@ def _nucleus(scaled: mx.array, top_k: int, top_p: float) -> mx.array:
     total = above[..., :1] + mass[..., :1]
     num_dropped = (above >= top_p * total).sum(axis=-1, keepdims=True)
     return mx.where(scaled < mx.take_along_axis(best, num_dropped, axis=-1), -mx.inf, scaled)
+
+
+class GeneratedOnly:
+    """Hides the prompt from a processor, which then sees the answer's tokens only."""
+
+    def __init__(self, processor: LogitsProcessor, prompt_tokens: int) -> None:
+        self._processor = processor
+        self._prompt_tokens = prompt_tokens
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        answer: mx.array = self._processor(tokens[self._prompt_tokens :], logits)
+        return answer
+
+
+class LogitBias:
+    """Adds to chosen logits. The arrays are made in the first call, on the owner thread."""
+
+    def __init__(self, bias: dict[int, float]) -> None:
+        self._bias = bias
+        self._processor: LogitsProcessor | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._processor is None:
+            [self._processor] = make_logits_processors(logit_bias=self._bias)
+        answer: mx.array = self._processor(tokens, logits)
+        return answer
+
+
+def make_processors(body: Body, prompt_tokens: int) -> list[LogitsProcessor]:
+    """Make the processors that a request asks for, in mlx_lm's order, perhaps none.
+
+    The order is bias, repetition, presence, frequency.
+    """
+    processors: list[LogitsProcessor] = []
+    if body.bias:
+        processors.append(LogitBias(body.bias))
+    if body.repetition_penalty not in (None, 1.0):
+        processors.append(make_repetition_penalty(body.repetition_penalty, _ALL_TOKENS))
+    if body.presence_penalty:
+        presence = make_presence_penalty(body.presence_penalty, _ALL_TOKENS)
+        processors.append(GeneratedOnly(presence, prompt_tokens))
+    if body.frequency_penalty:
+        frequency = make_frequency_penalty(body.frequency_penalty, _ALL_TOKENS)
+        processors.append(GeneratedOnly(frequency, prompt_tokens))
+    return processors
+
+
+def sampling_of(
+    body: Body, prompt_tokens: int, grammars: Sequence[GrammarProcessor | None]
+) -> list[SequenceSampling]:
+    """Choose how each answer samples: one for each of ``grammars``, which are applied last."""
+    params = SamplingParams.of(body)
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    chosen = []
+    for i, grammar in enumerate(grammars):
+        processors = make_processors(body, prompt_tokens)
+        if grammar is not None:
+            processors.append(grammar)
+        # The batch takes the most likely tokens of all greedy answers in one call.
+        sampler = None if params.greedy else SeededSampler(params, seed, i)
+        chosen.append(SequenceSampling(sampler, processors))
+    return chosen

@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,7 +31,6 @@ from engines.mlx_worker.answer.tool_calls import (
     LineCalls,
     MarkedCalls,
 )
-from engines.mlx_worker.grammar import Grammar
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.openai.messages import Message, NamedTool, Tool
 from engines.openai.requests import ChatRequest
@@ -47,16 +46,11 @@ Otherwise answer as usual."""
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """The consequences of a request's tools for the prompt, the grammar and the reading."""
+    """The consequences of a request's tools for the prompt and the reading."""
 
     tools: Sequence[ChatMessage]  # as the client sent them, for the chat template
-    style: Literal["none", "marked", "bare", "lines"]
-    grammar: Grammar | None
     reader: Callable[[], CallReader | None]  # one per answer; None: all of it is content
-
-    @property
-    def marked(self) -> bool:
-        return self.style == "marked"
+    marked: bool = False  # calls stand between the model's own markers
 
 
 def grammar_wanted(request: ChatRequest) -> GrammarWish | None:
@@ -65,36 +59,26 @@ def grammar_wanted(request: ChatRequest) -> GrammarWish | None:
     Raises:
         InvalidRequest: it asks for a form that this engine cannot hold an answer to.
     """
-    forced = _forced(request)
     wish = wish_for(request.response_format, request.structured_outputs)
     many = request.parallel_tool_calls is True
-    if forced:
+    if request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool):
         return GrammarWish(_offered(request), many, None)
     return None if wish is None else wish._replace(tools=_offered(request), many=many)
 
 
-def plan_tools(
-    request: ChatRequest, vocabulary: Vocabulary, grammar: Grammar | None = None
-) -> ToolPlan:
-    """Plan a request's tools; ``grammar``: the one that it wants, compiled."""
-    tools = _offered(request)
+def plan_tools(request: ChatRequest, vocabulary: Vocabulary, held: bool = False) -> ToolPlan:
+    """Plan a request's tools; ``held``: its answer is held to the grammar that it wants."""
+    tokenizer, tools = vocabulary.tokenizer, _offered(request)
+    names = [tool.function.name for tool in tools]
     shown = [_plain(tool) for tool in request.tools or ()]
     if not tools:
-        return ToolPlan(shown, "none", grammar, lambda: None)
-    names = [tool.function.name for tool in tools]
-    if grammar is not None:
-        return ToolPlan(shown, "lines", grammar, partial(LineCalls, names))
-    tokenizer = vocabulary.tokenizer
+        return ToolPlan(shown, lambda: None)
+    if held:
+        return ToolPlan(shown, partial(LineCalls, names))
     if not tokenizer.has_tool_calling:
-        return ToolPlan(shown, "bare", None, partial(BareCalls, names))
+        return ToolPlan(shown, partial(BareCalls, names))
     markers = (tokenizer.tool_call_start, tokenizer.tool_call_end)
-    return ToolPlan(
-        shown, "marked", None, partial(MarkedCalls, tokenizer.tool_parser, shown, markers)
-    )
-
-
-def _forced(request: ChatRequest) -> bool:
-    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+    return ToolPlan(shown, partial(MarkedCalls, tokenizer.tool_parser, shown, markers), marked=True)
 
 
 def _offered(request: ChatRequest) -> list[Tool]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -20,32 +21,25 @@ import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches
-from engines.mlx_worker.sessions.hot_sessions import CacheRows, HotSession
-from kvstore.blobs.chain import Chain
+from engines.mlx_worker.sessions.hot_sessions import HotSession
+from kvstore.blobs.chain import Chain, Piece
 from kvstore.blobs.state_tree import state_nbytes
 from kvstore.codecs.rows.packed_layout import PackedLayout
-from kvstore.errors import Mismatch
 from kvstore.ledger.record import SessionRecord
-from kvstore.session import TIERS, MissReason, SessionRef, TierName
+from kvstore.session import TIERS, MissReason, SessionRef
+from kvstore.shapes import KVRun, slice_tokens
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.restorer import Match, Restored
-from kvstore.store.states import StateAt, TakenState
+from kvstore.store.states import StateAt, TakenState, pack_of_states
+from kvstore.tiers.base import Blob
 
 logger = logging.getLogger(__name__)
 
 # Restores that may run at once; each holds a whole session's KV in flight.
 NUM_RESTORES = 4
 
-
-@dataclass(frozen=True)
-class PrefixQuery:
-    """A prompt at the start of its turn, for which the cold store may have KV."""
-
-    session: SessionRef
-    tokens: np.ndarray  # int32, (num_tokens,)
-    limit: int  # at most so many tokens are of use
-    held: int  # so many are there already
-    chain: Chain = ()  # the names of its first chunks, if they are known
+# Runs a command on the owner thread, soon. Any thread may call it.
+Post: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True)
@@ -57,40 +51,48 @@ class ColdPrefix:
     chain: Chain = ()  # of the prompt
     arrays: Sequence[mx.array] = ()  # that the restored rows lie in, if they are mlx's
 
-    @property
-    def num_tokens(self) -> int:
-        return self.restored.num_tokens if self.restored else 0
 
-    @property
-    def tier(self) -> TierName | None:
-        return self.restored.tier if self.restored else None
-
-
-# Called on a thread of the pool.
+# Called on the owner thread.
 OnFound: TypeAlias = Callable[[ColdPrefix], None]
 
 
 class ColdSessions:
     """Saves hot sessions into the store and brings cold ones back.
 
-    ``save`` and ``rebuild`` are the owner thread's; ``find`` and ``load`` return at once and call
-    back on a thread of the pool.
+    Belongs to the owner thread; ``find`` and ``load`` return at once and call back later.
     """
 
-    def __init__(self, store: ColdStore, model: Any, plan: CachePlan) -> None:
+    def __init__(self, store: ColdStore, model: Any, plan: CachePlan, post: Post) -> None:
         self.store = store
         self._model = model
         self._plan = plan
+        self._post = post
         self._pool = ThreadPoolExecutor(NUM_RESTORES, "mlx-restore")
         self.counters: Counter[str] = Counter()  # the owner thread's
 
-    def find(self, query: PrefixQuery, then: OnFound) -> None:
-        """Look for a prompt's longest prefix and unpack it, then call ``then``."""
-        self._pool.submit(self._find, query, then)
+    def find(
+        self,
+        ref: SessionRef,
+        tokens: np.ndarray,
+        limit: int,
+        held: int,
+        known: Chain,
+        then: OnFound,
+    ) -> None:
+        """Look for a prompt's longest prefix and unpack it, then call ``then``.
 
-    def load(self, session: SessionRef, then: OnFound) -> None:
+        Args:
+            tokens: int32, (num_tokens,).
+            limit: at most so many of them are of use.
+            held: so many are there already.
+            known: the names of its first chunks, as far as they are known.
+        """
+        work = partial(self._look_up, ref, tokens, limit, held, known)
+        self._pool.submit(self._answer, work, then)
+
+    def load(self, ref: SessionRef, then: OnFound) -> None:
         """Unpack everything that is kept of a session, then call ``then``."""
-        self._pool.submit(self._load_session, session, then)
+        self._pool.submit(self._answer, partial(self._load, ref), then)
 
     def chain(self, ref: SessionRef, tokens: np.ndarray, before: Chain = ()) -> list[bytes]:
         """Name the full chunks of these tokens, int32 (num_tokens,), of a session's tenant.
@@ -140,16 +142,17 @@ class ColdSessions:
         # Last: what raises above leaves no promise that would not be kept.
         hot.saved = saved
 
-    def rebuild(self, found: ColdPrefix) -> Caches:
-        """Make caches of the KV that the store has restored; it is given away.
-
-        Raises ``Mismatch`` for KV of another model, or an error of mlx.
-        """
+    def rebuild(self, found: ColdPrefix) -> Caches | None:
+        """Make caches of the KV that was restored; it is given away. None: it cannot be used."""
         restored, layout = found.restored, self._plan.layout
-        if restored is None:
-            raise Mismatch("nothing was restored")
-        run, state, num_tokens = restored.run, restored.state, restored.num_tokens
-        return kv_arrays.rebuild(self._model, layout, run, state, num_tokens, found.arrays)
+        assert restored is not None
+        run, state, count = restored.run, restored.state, restored.num_tokens
+        try:
+            return kv_arrays.rebuild(self._model, layout, run, state, count, found.arrays)
+        except Exception:  # stored data may be wrong in any way; prefill is right
+            logger.exception("a restored session could not be used")
+            self.counters["rebuild_failures"] += 1
+            return None
 
     def close(self) -> None:
         """End the threads; look-ups that have not begun are dropped."""
@@ -157,36 +160,32 @@ class ColdSessions:
 
     # ---- threads of the pool
 
-    def _find(self, query: PrefixQuery, then: OnFound) -> None:
+    def _answer(self, look_up: Callable[[], ColdPrefix], then: OnFound) -> None:
         try:
-            found = self._look_up(query)
+            found = look_up()
         except Exception:  # the edge of this thread: a store that fails is a store without KV
             logger.exception("the cold store could not be read")
             found = ColdPrefix(None, "unavailable")
-        then(found)
+        self._post(partial(then, found))
 
-    def _load_session(self, session: SessionRef, then: OnFound) -> None:
-        found = ColdPrefix(None, "unavailable")
-        try:
-            match, chain = self.store.prepare(session)
-            found = replace(self._restore(match), chain=chain)
-        except Exception:  # as in _find
-            logger.exception("the cold store could not be read")
-        then(found)
+    def _load(self, ref: SessionRef) -> ColdPrefix:
+        match, chain = self.store.prepare(ref)
+        return replace(self._restore(match), chain=chain)
 
-    def _look_up(self, query: PrefixQuery) -> ColdPrefix:
-        chain = self.chain(query.session, query.tokens[: query.limit], query.chain)
+    def _look_up(
+        self, ref: SessionRef, tokens: np.ndarray, limit: int, held: int, known: Chain
+    ) -> ColdPrefix:
+        chain = self.chain(ref, tokens[:limit], known)
         if not chain:  # of less than a chunk there is nothing to match
-            known = self.store.record(query.session) is not None
-            why = "diverged" if known else self.store.ledger.why_unknown(query.session)
-            return ColdPrefix(None, why)
-        match = self.store.match(query.session, chain)
-        if match.tier is not None and query.held:
+            is_known = self.store.record(ref) is not None
+            return ColdPrefix(None, "diverged" if is_known else self.store.ledger.why_unknown(ref))
+        match = self.store.match(ref, chain)
+        if match.tier is not None and held:
             # All of it is restored, also what is held: in about the time of computing so many.
             worth = TIERS[match.tier].restore_share * match.num_tokens
-            if 0 < match.num_tokens - query.held < worth:
+            if 0 < match.num_tokens - held < worth:
                 return ColdPrefix(None, "computed-sooner", chain=chain)
-        return replace(self._restore(match, query.held, len(query.tokens)), chain=chain)
+        return replace(self._restore(match, held, len(tokens)), chain=chain)
 
     def _restore(self, match: Match, held: int = 0, most: int = 0) -> ColdPrefix:
         """Restore a match if it has more tokens than are held, with room for ``most`` tokens.
@@ -202,3 +201,38 @@ class ColdSessions:
         if restored.num_tokens <= held:
             return ColdPrefix(None, reason)
         return ColdPrefix(restored, reason, arrays=arrays if restored.run is out else ())
+
+
+class CacheRows:
+    """Implements ``kvstore.store.save_queue.RowSource`` with views of the engine's caches.
+
+    Args:
+        run: of all growing layers, from the first token on.
+        states: of models that need them, at ends of chunks.
+        restored_tokens: no row and no state after so many tokens came from a lossy copy.
+    """
+
+    def __init__(
+        self, store: ColdStore, run: KVRun, states: Sequence[TakenState], restored_tokens: int
+    ) -> None:
+        self._store = store
+        self._run = run
+        self._states = states
+        self._restored_tokens = restored_tokens
+
+    def is_restored(self, piece: Piece) -> bool:
+        if piece.is_state:
+            return 0 < piece.first_token <= self._restored_tokens
+        return piece.first_token < self._restored_tokens
+
+    def pack(self, pieces: Sequence[Piece]) -> list[Blob]:
+        return self._store.workers.each(self._packed, pieces)
+
+    def release(self) -> None:
+        self._run, self._states = (), ()
+
+    def _packed(self, piece: Piece) -> Blob:
+        packer = self._store.packer
+        if not piece.is_chunk:
+            return pack_of_states(self._states, piece, packer)
+        return packer.pack_rows(piece, slice_tokens(self._run, piece.first_token, piece.end_token))

@@ -51,13 +51,7 @@ class HotCache:
         self._cold = cold
         self._notify = notify
         self._nudge = nudge
-        self._saved_again: set[SessionName] = set()  # the store refused these once
         self.counters: Counter[str] = Counter()
-
-    @property
-    def remembered(self) -> set[SessionName]:
-        """Every session that anything is kept of here: KV, a running turn, a pin, a refusal."""
-        return self.sessions.known | self._saved_again
 
     def keep(
         self,
@@ -65,21 +59,22 @@ class HotCache:
         states: Sequence[StateAt] = (),
         saved: Future[bool] | None = None,
     ) -> None:
-        """Make a session idle, and save it.
+        """Make a session idle, and save it. Never raises: its KV can be computed again.
 
         Args:
             states: those taken in its turn.
             saved: of a session that has not changed since it was saved; it is not saved again.
-
-        Raises:
-            Mismatch: its caches hold another number of tokens.
         """
-        kv_arrays.compact(hot.caches)
-        kv_arrays.check_length(hot.caches, hot.num_tokens)
-        hot.nbytes = kv_arrays.nbytes_of(hot.caches)
+        try:
+            kv_arrays.compact(hot.caches)
+            kv_arrays.check_length(hot.caches, hot.num_tokens)
+            hot.nbytes = kv_arrays.nbytes_of(hot.caches)
+        except Exception:  # of mlx, or a defect: running requests must not feel it
+            logger.exception("the KV of a turn could not be kept")
+            self.counters["keep_failures"] += 1
+            return
         hot.saved = saved or resolved(False)
         self.sessions.put(hot)
-        self._saved_again.discard(hot.key)
         if saved is None:
             self._save(hot, states)
 
@@ -124,7 +119,6 @@ class HotCache:
         self.sessions.take(hot.key)
         hot.caches.clear()
         mx.clear_cache()
-        self._saved_again.discard(hot.key)
         lost = hot.saved.done() and not hot.is_saved
         if lost and not self.sessions.is_busy(hot.key):
             self.sessions.pin(hot.key, False)  # nothing is left that could be kept
@@ -135,7 +129,6 @@ class HotCache:
         if (hot := self.sessions.take(key)) is not None:
             hot.caches.clear()
             mx.clear_cache()
-        self._saved_again.discard(key)
         self.sessions.pin(key, False)
 
     def make_room(self, nbytes: int, spare: SessionName | None) -> bool:
@@ -173,9 +166,9 @@ class HotCache:
     def _may_go(self, hot: HotSession) -> bool:
         if not hot.saved.done():
             return False
-        if hot.saved.result() or self._cold is None or hot.key in self._saved_again:
+        if hot.saved.result() or self._cold is None or hot.was_refused:
             return True
-        self._saved_again.add(hot.key)
+        hot.was_refused = True
         self._save(hot)
         return False
 

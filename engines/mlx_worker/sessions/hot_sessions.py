@@ -4,29 +4,24 @@ A session is here between its turns. A turn takes the session out and brings it 
 Making room drops some: least recently used first, pinned ones last, and those that are being
 saved only when nothing else is left, since their memory is pinned until the save is through.
 
-The owner thread alone changes what is here. Reports are written on other threads, so the table has
-a lock.
+The owner thread alone changes what is here, pins excepted. Reports are written on other threads:
+each method reads and writes in single steps of a dict, a list or a set, which Python does whole.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
-from kvstore.blobs.chain import Chain, Piece, num_common
+from kvstore.blobs.chain import Chain, num_common
 from kvstore.session import CHUNK_TOKENS, SessionName, SessionRef
-from kvstore.shapes import KVRun, slice_tokens
-from kvstore.store.cold_store import ColdStore
-from kvstore.store.states import TakenState, pack_of_states
-from kvstore.tiers.base import Blob
 
 # A shared prefix shorter than this is computed again sooner than it is copied.
 SHORTEST_SHARED = 32
@@ -54,6 +49,7 @@ class HotSession:
     last_used_s: float = 0.0  # monotonic
     # Resolved by the store: True = there is a cold copy. Unresolved = a save is on its way.
     saved: Future[bool] = field(default_factory=Future)
+    was_refused: bool = False  # by the store, whose queue was full; it is asked twice
 
     @property
     def key(self) -> SessionName:
@@ -90,7 +86,6 @@ class HotSessions:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
         self._sessions: dict[SessionName, HotSession] = {}
         self._pinned: set[SessionName] = set()
         self._turns: dict[SessionName, list[int]] = {}
@@ -103,16 +98,13 @@ class HotSessions:
     @property
     def known(self) -> set[SessionName]:
         """Every session that is hot, busy or pinned."""
-        with self._lock:
-            return {*self._sessions, *self._turns, *self._pinned}
+        return {*self._sessions, *self._turns, *self._pinned}
 
     def all(self) -> list[HotSession]:
-        with self._lock:
-            return list(self._sessions.values())
+        return list(self._sessions.values())
 
     def get(self, key: SessionName) -> HotSession | None:
-        with self._lock:
-            return self._sessions.get(key)
+        return self._sessions.get(key)
 
     def idle_s(self, hot: HotSession) -> float:
         """Seconds since the end of its last turn."""
@@ -121,32 +113,27 @@ class HotSessions:
     def put(self, hot: HotSession) -> None:
         """Add a session as the most recently used; it replaces an earlier one of its key."""
         hot.last_used_s = self._clock()
-        with self._lock:
-            self._sessions[hot.key] = hot
+        self._sessions[hot.key] = hot
 
     def take(self, key: SessionName) -> HotSession | None:
         """Remove and return a session; None if it is not hot."""
-        with self._lock:
-            return self._sessions.pop(key, None)
+        return self._sessions.pop(key, None)
 
     # ---- sessions that are being served
 
     def begin_turn(self, key: SessionName, num_tokens: int) -> None:
         """Note that a turn has begun whose prompt has ``num_tokens`` tokens."""
-        with self._lock:
-            self._turns.setdefault(key, []).append(num_tokens)
+        self._turns.setdefault(key, []).append(num_tokens)
 
     def end_turn(self, key: SessionName, num_tokens: int) -> None:
         """Note that a turn has ended, with the number that it began with."""
-        with self._lock:
-            self._turns[key].remove(num_tokens)
-            if not self._turns[key]:
-                del self._turns[key]
+        self._turns[key].remove(num_tokens)
+        if not self._turns[key]:
+            del self._turns[key]
 
     def busy_tokens(self, key: SessionName) -> int:
         """Tokens of the longest prompt that is being served; 0 = the session is not busy."""
-        with self._lock:
-            return max(self._turns.get(key, [0]))
+        return max(self._turns.get(key, ()), default=0)
 
     def is_busy(self, key: SessionName) -> bool:
         """True while any turn of the session runs."""
@@ -154,19 +141,16 @@ class HotSessions:
 
     def busy(self) -> list[SessionName]:
         """All sessions with a running turn."""
-        with self._lock:
-            return list(self._turns)
+        return list(self._turns)
 
     # ---- pins
 
     def pin(self, key: SessionName, pinned: bool) -> None:
-        """Pin or unpin a session, hot or not."""
-        with self._lock:
-            (self._pinned.add if pinned else self._pinned.discard)(key)
+        """Pin or unpin a session, hot or not. Any thread."""
+        (self._pinned.add if pinned else self._pinned.discard)(key)
 
     def is_pinned(self, key: SessionName) -> bool:
-        with self._lock:
-            return key in self._pinned
+        return key in self._pinned
 
     # ---- choosing
 
@@ -182,19 +166,21 @@ class HotSessions:
             limit: at most so many tokens are of use, since one at least must be fed.
             chain_of: names the chunks of a prompt, for sessions of which only those are known.
         """
-        own = self.get(ref.name)
-        others = [
-            x
-            for x in self.all()
-            if x is not own and (x.ref.tenant, x.ref.salt) == (ref.tenant, ref.salt)
-        ]
-        wanted = _WantedPrefix(ref, prompt, limit, chain_of)
-        found = [HotPrefix(x, wanted.usable_tokens(x), False) for x in others]
-        found = [x for x in found if x.num_tokens >= SHORTEST_SHARED]
-        if own is not None and own.ref.salt == ref.salt:
-            found.append(HotPrefix(own, wanted.usable_tokens(own), True))
-        best = max(found, key=lambda x: (x.num_tokens, x.own), default=None)
-        return best if best is not None and best.num_tokens else None
+        wanted_chain = cache(lambda: chain_of(ref, prompt) if chain_of else ())
+
+        def usable_tokens(hot: HotSession) -> int:
+            if len(hot.tokens):
+                common = common_prefix(hot.tokens, prompt)
+            else:
+                size = hot.num_tokens // len(hot.chain)
+                common = num_common(hot.chain, wanted_chain()) * size
+            common = whole_chunks(min(common, limit), hot.restored_tokens)
+            return common if common == hot.num_tokens or kv_arrays.can_trim(hot.caches) else 0
+
+        alike = [x for x in self.all() if (x.ref.tenant, x.ref.salt) == (ref.tenant, ref.salt)]
+        found = [HotPrefix(x, usable_tokens(x), x.key == ref.name) for x in alike]
+        found = [x for x in found if x.num_tokens >= (1 if x.own else SHORTEST_SHARED)]
+        return max(found, key=lambda x: (x.num_tokens, x.own), default=None)
 
     def victims(self) -> list[HotSession]:
         """All sessions, in the order in which they may be dropped."""
@@ -217,65 +203,3 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     length = min(len(one), len(other))
     different = np.nonzero(one[:length] != other[:length])[0]
     return int(different[0]) if len(different) else length
-
-
-class _WantedPrefix:
-    """A prompt that may start from a hot session; its chain is made when it is needed."""
-
-    def __init__(
-        self, ref: SessionRef, prompt: np.ndarray, limit: int, chain_of: ChainOf | None
-    ) -> None:
-        self._ref = ref
-        self._prompt = prompt
-        self._limit = limit
-        self._chain_of = chain_of
-
-    def usable_tokens(self, hot: HotSession) -> int:
-        """Count the tokens that a prompt can start from: all, or, if caches can be cut, a part."""
-        common = whole_chunks(min(self._common(hot), self._limit), hot.restored_tokens)
-        return common if common == hot.num_tokens or kv_arrays.can_trim(hot.caches) else 0
-
-    def _common(self, hot: HotSession) -> int:
-        if len(hot.tokens):
-            return common_prefix(hot.tokens, self._prompt)
-        size = hot.num_tokens // len(hot.chain)
-        return num_common(hot.chain, self._chain) * size
-
-    @cached_property
-    def _chain(self) -> Chain:
-        return () if self._chain_of is None else self._chain_of(self._ref, self._prompt)
-
-
-class CacheRows:
-    """Implements ``kvstore.store.save_queue.RowSource`` with views of the engine's caches.
-
-    Args:
-        run: of all growing layers, from the first token on.
-        states: of models that need them, at ends of chunks.
-        restored_tokens: no row and no state after so many tokens came from a lossy copy.
-    """
-
-    def __init__(
-        self, store: ColdStore, run: KVRun, states: Sequence[TakenState], restored_tokens: int
-    ) -> None:
-        self._store = store
-        self._run = run
-        self._states = states
-        self._restored_tokens = restored_tokens
-
-    def is_restored(self, piece: Piece) -> bool:
-        if piece.is_state:
-            return 0 < piece.first_token <= self._restored_tokens
-        return piece.first_token < self._restored_tokens
-
-    def pack(self, pieces: Sequence[Piece]) -> list[Blob]:
-        return self._store.workers.each(self._packed, pieces)
-
-    def release(self) -> None:
-        self._run, self._states = (), ()
-
-    def _packed(self, piece: Piece) -> Blob:
-        packer = self._store.packer
-        if not piece.is_chunk:
-            return pack_of_states(self._states, piece, packer)
-        return packer.pack_rows(piece, slice_tokens(self._run, piece.first_token, piece.end_token))

@@ -105,7 +105,7 @@ async def test_a_request_waits_for_one_step_at_most(tmp_path: Path) -> None:
         beside: list[int] = []  # for each step, the requests that the owner thread knew of
 
         def step() -> None:
-            beside.append(len(it.owner.parts.requests.all()))
+            beside.append(len(it.owner.batching.requests.all()))
             time.sleep(0.001)
 
         def measure() -> None:

@@ -219,5 +219,5 @@ def hold_restores(it: Engine) -> tuple[threading.Event, threading.Event]:
 
 def surround(it: Engine, **replaced: Callable[..., Any]) -> None:
     """Let the owner thread and the restores go through these methods from now on."""
-    cold = it.owner.parts.cold
+    cold = it.owner.batching.cold
     cold.store = cast(ColdStore, Around(it.store, **replaced))

@@ -103,7 +103,7 @@ async def test_an_answer_that_steps_back_gives_its_name_to_no_other(tmp_path: Pa
     """The first answer is kept, and its chunks are named by its own tokens."""
     prompt = text(1, 40)
     async with engine("llama", tmp_path) as it:
-        budget, requests = it.owner.parts.budget, it.owner.parts.requests
+        budget, requests = it.owner.batching.budget, it.owner.batching.requests
 
         def shortest() -> int:
             return min((y.num_tokens for x in requests.all() for y in x.sequences), default=0)

@@ -20,7 +20,7 @@ NEW = [5, 6, 7, 8]
 
 
 def hot(it: Engine, ref: SessionRef) -> HotSession:
-    found = it.owner.parts.hot_cache.sessions.get((ref.tenant, ref.id))
+    found = it.owner.batching.hot_cache.sessions.get((ref.tenant, ref.id))
     assert found is not None
     return found
 
@@ -112,6 +112,6 @@ async def test_a_session_shorter_than_a_chunk_says_why_it_is_not_stored(tmp_path
         await it.settled()
         assert it.store.record(one) is None
         hot_one = hot(it, one)
-        await it.owner.call(lambda: it.owner.parts.hot_cache.drop(hot_one))
+        await it.owner.call(lambda: it.owner.batching.hot_cache.drop(hot_one))
         back = await it.turn(text(1, 12) + first.tokens + text(2, 30), one)
     assert cached(back) == "miss; tokens=0; reason=too-short"

@@ -321,7 +321,7 @@ async def test_a_damaged_chunk_costs_a_prefill_and_nothing_else(tmp_path: Path):
 
 def keys_of(it: Engine, ref: SessionRef, position: int) -> bytes:
     """The first layer's first key at ``position``, as codec raw stores it."""
-    hot = it.owner.parts.hot_cache.sessions.get((ref.tenant, ref.id))
+    hot = it.owner.batching.hot_cache.sessions.get((ref.tenant, ref.id))
     keys, _ = kv_arrays.growing_run(hot.caches, position + 1)[0]
     return keys[0, position].tobytes()
 

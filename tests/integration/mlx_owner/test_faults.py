@@ -50,7 +50,7 @@ async def test_a_prefetch_pairs_kv_with_its_own_tokens_though_a_save_comes_in_be
 
         surround(it, record=record)
         await it.verbs.prefetch(A)
-        hot = it.owner.parts.hot_cache.sessions.get((A.tenant, A.id))
+        hot = it.owner.batching.hot_cache.sessions.get((A.tenant, A.id))
         assert hot.caches[0].offset == hot.num_tokens == whole(len(history) + 4)
         third = await it.turn(longest, A)
     assert third.cache.source == "hot"
@@ -79,7 +79,7 @@ async def test_a_save_that_fails_fails_no_request(tmp_path: Path, caplog: pytest
         assert kept == "no-cold-copy"  # not "busy": the turn is over
         assert it.reports.engine().counters["keep_failures"] == 2  # after the turn, and to demote
         await it.settled()  # the others' saves take as long as they take
-        assert not it.owner.parts.hot_cache.is_saving
+        assert not it.owner.batching.hot_cache.is_saving
         surround(it, save=store.save)
         assert (await it.verbs.demote(A, None)).kept is None
     assert "could not be saved" in caplog.text
@@ -112,11 +112,11 @@ async def test_a_sequence_lost_between_its_prompt_and_its_batch_is_reported(monk
 
     async with engine("llama") as it:
         with monkeypatch.context() as patch:
-            patch.setattr(it.owner.parts.batches, "insert", nowhere)
+            patch.setattr(it.owner.batching.batches, "insert", nowhere)
             async with asyncio.timeout(30):
                 answer = await it.turn(text(1, 40), A)
         assert answer.failed == "RuntimeError: no batch"
-        assert not it.owner.parts.hot_cache.sessions.is_busy((A.tenant, A.id))
+        assert not it.owner.batching.hot_cache.sessions.is_busy((A.tenant, A.id))
         assert (await it.turn(text(1, 40), A)).finished == {0: "length"}
     assert "a round of the engine failed" in caplog.text
 

@@ -58,7 +58,7 @@ async def test_turns_that_are_over_are_freed_at_once(tmp_path: Path) -> None:
                 break
             await asyncio.sleep(0.1)
         assert not alive()
-        assert not it.owner.parts.hot_cache.remembered
+        assert not it.owner.batching.hot_cache.sessions.known
 
 
 async def test_a_large_block_that_is_freed_goes_back_to_the_system() -> None:

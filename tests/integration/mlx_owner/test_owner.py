@@ -14,8 +14,8 @@ import pytest
 from engines.config import EngineConfig
 from engines.host.work_line import QueueFull
 from engines.mlx_worker.generation import ContextTooLong, SequenceSampling
+from engines.mlx_worker.model.loading import UsualSampling
 from engines.mlx_worker.owner import Owner
-from engines.openai.usual_sampling import UsualSampling
 from tests.integration.mlx_owner.harness import begun, engine, read, session, text
 from tests.integration.tiny_models import KINDS, tiny_model
 

@@ -42,7 +42,7 @@ WHOLE = 288  # tokens of its full chunks
 
 
 def hot_caches(it: Engine, name: str) -> Caches:
-    hot = it.owner.parts.hot_cache.sessions.get(("tenant", name))
+    hot = it.owner.batching.hot_cache.sessions.get(("tenant", name))
     return hot.caches
 
 
@@ -191,7 +191,7 @@ async def test_the_bytes_that_are_counted_are_the_bytes_that_are_taken(tmp_path)
             await it.turn(text(i, 700), session(str(i)))
             await it.settled()
         taken = await it.owner.call(mx.get_active_memory) - before
-        counted = it.owner.parts.hot_cache.sessions.nbytes
+        counted = it.owner.batching.hot_cache.sessions.nbytes
     assert counted < 3 * 700 * 3 * 2 * 2 * 64 * 4 / 5  # of the same in fp32
     assert taken == pytest.approx(counted, rel=0.1)
 

@@ -21,7 +21,7 @@ async def test_a_session_that_the_store_lost_is_reported_and_loses_its_pin(tmp_p
         await it.turn(text(1, 200), one)
         await it.settled()
         await it.verbs.pin(one, True)
-        hot = it.owner.parts.hot_cache.sessions
+        hot = it.owner.batching.hot_cache.sessions
         gone = SessionRef(one.tenant, one.id, b"")
         it.verbs.store_changed(StoreNotice(gone, "budget"))
         assert hot.is_pinned(("tenant", "one"))  # its hot copy is still there to be kept

@@ -10,7 +10,7 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.host.work_line import QueueLimit
-from engines.mlx_worker.batch.batch_loop import EngineParts, ThreadContext, assemble
+from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.generation import EventBuffer, EventQueue, Generation, PromptAdmitted
@@ -57,27 +57,32 @@ class Loop:
     def __init__(self, kind: str = "llama") -> None:
         loaded = tiny_model(kind)
         self._events = EventBuffer(asyncio.get_running_loop())
-        thread = ThreadContext(
-            self._events, QueueLimit(99), lambda work: None, lambda *notice: None, lambda: 0.0
+        self.batching = BatchLoop(
+            loaded.model,
+            probe(loaded.model),
+            None,
+            EngineConfig(prefill_step=CHUNK),
+            events=self._events,
+            limit=QueueLimit(99),
+            post=lambda work: None,
+            notify=lambda *notice: None,
         )
-        config = EngineConfig(prefill_step=CHUNK)
-        self.parts: EngineParts = assemble(loaded.model, probe(loaded.model), None, config, thread)
 
     def arrive(self, prompt: Sequence[int], ref: SessionRef) -> Request:
         generation = Generation(list(prompt), GREEDY, 8, (), ref)
         request = Request(generation, EventQueue(1, lambda index: None))
-        self.parts.loop.arrive(request, split_request(request, 8, 1))
+        self.batching.arrive(request, split_request(request, 8, 1))
         return request
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.parts.loop.step()
+            self.batching.step()
 
     def end(self, request: Request) -> list[int]:
         """Step until the request is over; returns its answer."""
         (sequence,) = request.sequences
         while request.sequences:
-            assert not self.parts.loop.is_idle
+            assert not self.batching.is_idle
             self.steps(1)
         return sequence.emitted
 
@@ -90,7 +95,7 @@ class Loop:
     @property
     def num_computed(self) -> int:
         """Tokens of prompts that had to be computed, of those that began so far."""
-        counters = self.parts.counters
+        counters = self.batching.counters
         return counters.get("prompt_tokens", 0) - counters.get("cached_tokens", 0)
 
 
@@ -101,7 +106,7 @@ async def test_who_leaves_takes_nothing_with_it() -> None:
     before = loop.num_computed
     leader, one, two = (loop.arrive(x, y) for x, y in zip(PROMPTS, (A, B, C), strict=False))
     loop.steps(3)
-    loop.parts.loop.stop(leader, None)
+    loop.batching.stop(leader, None)
     assert loop.end(one) == expected
     loop.end(two)
     assert await loop.shown(leader) == ["miss; tokens=0; reason=disabled"]
@@ -117,7 +122,7 @@ async def test_states_are_taken_over_where_the_leader_left(kind: str) -> None:
     expected = loop.end(loop.arrive(PROMPTS[1], session("z", "other")))
     leader, follower = loop.arrive(PROMPTS[0], A), loop.arrive(PROMPTS[1], B)
     loop.steps(2)
-    loop.parts.loop.stop(leader, None)
+    loop.batching.stop(leader, None)
     assert loop.end(follower) == expected
 
 
@@ -127,7 +132,7 @@ async def test_a_failure_is_not_shared() -> None:
     leader, follower = loop.arrive(PROMPTS[0], A), loop.arrive(PROMPTS[1], B)
     loop.steps(3)
     before = loop.num_computed
-    loop.parts.loop.fail(leader, ValueError("a defect"))
+    loop.batching.fail(leader, ValueError("a defect"))
     assert loop.end(follower) == expected
     assert loop.num_computed - before == len(PROMPTS[1])  # nothing of the leader's was believed
 
@@ -136,10 +141,10 @@ async def test_a_follower_that_leaves_is_gone() -> None:
     loop = Loop()
     leader, follower = loop.arrive(PROMPTS[0], A), loop.arrive(PROMPTS[1], B)
     loop.steps(2)
-    loop.parts.loop.stop(follower, None)
+    loop.batching.stop(follower, None)
     assert not follower.sequences
     assert loop.end(leader)
-    assert loop.parts.admission.tasks == [] and loop.parts.loop.is_idle
+    assert loop.batching.admission.tasks == [] and loop.batching.is_idle
 
 
 async def test_other_tenants_share_nothing() -> None:
@@ -151,20 +156,20 @@ async def test_other_tenants_share_nothing() -> None:
         loop.steps(3)
         assert loop.num_computed - before == len(PROMPTS[0]) + len(PROMPTS[1])
         for request in (mine, theirs):
-            loop.parts.loop.stop(request, None)
-        loop.parts.loop.forget(A.name)
+            loop.batching.stop(request, None)
+        loop.batching.forget(A.name)
 
 
 async def test_short_beginnings_and_those_that_are_held_are_not_waited_for() -> None:
     loop = Loop()
     leader, short = loop.arrive(PROMPTS[0], A), loop.arrive(BEGINNING[:31] + text(9, 80), B)
     loop.steps(1)
-    assert loop.parts.prefiller.num_ready == 2
+    assert len(loop.batching.prefiller.ready) == 2
     for request in (leader, short):
-        loop.parts.loop.stop(request, None)
+        loop.batching.stop(request, None)
     held = loop.end(loop.arrive(BEGINNING[:300], C))
     assert held
     first, own = loop.arrive(PROMPTS[0], session("d", "other")), loop.arrive(PROMPTS[1], C)
     loop.steps(1)
-    assert loop.parts.prefiller.num_ready == 2
+    assert len(loop.batching.prefiller.ready) == 2
     assert own.num_fed > first.num_fed

@@ -21,14 +21,14 @@ async def test_a_client_that_leaves_frees_its_slot(tmp_path: Path, stream: bool)
     async with started_owner(1) as owner, staged(owner, tiny_tokenizer(tmp_path)) as stage:
         leaving = asking(stage, stream=stream)
         async with asyncio.timeout(60):
-            while not len(owner.parts.batches):
+            while not len(owner.batching.batches):
                 await asyncio.sleep(0.01)
             assert not leaving.done()
             leaving.cancel()
             reply = await stage.chat(max_tokens=4)
         assert reply.usage.completion_tokens <= 4
-        admitted = owner.parts.prefiller.num_admitted
-        assert (len(owner.parts.batches), admitted, owner.num_waiting) == (0, 0, 0)
+        admitted = len(owner.batching.prefiller.admitted)
+        assert (len(owner.batching.batches), admitted, owner.num_waiting) == (0, 0, 0)
 
 
 async def test_with_the_real_owner(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from engines.config import EngineConfig
 from engines.host.work_line import QueueLimit
 from engines.kv_budget import KVCost
 from engines.mlx_worker.batch.admission import SAVE_WAIT_S
-from engines.mlx_worker.batch.batch_loop import EngineParts, ThreadContext, assemble
+from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, EventQueue, Generation, SequenceSampling
@@ -29,54 +29,60 @@ class Line:
         self.now_s = 0.0
         self.limit = QueueLimit(10)
         events = EventBuffer(asyncio.get_running_loop())
-        thread = ThreadContext(
-            events, self.limit, lambda work: None, lambda *notice: None, lambda: self.now_s
-        )
         plan = CachePlan(("KVCache",), KVCost(8), None)
-        config = EngineConfig(hot_bytes=hot_bytes)
-        self.parts: EngineParts = assemble(SimpleNamespace(layers=()), plan, None, config, thread)
+        self.batching = BatchLoop(
+            SimpleNamespace(layers=()),
+            plan,
+            None,
+            EngineConfig(hot_bytes=hot_bytes),
+            events=events,
+            limit=self.limit,
+            post=lambda work: None,
+            notify=lambda *notice: None,
+            clock=lambda: self.now_s,
+        )
 
     def arrive(self, num_answers: int = 1) -> Request:
         generation = Generation([1, 2, 3], [SequenceSampling()] * num_answers, 5, [])
         request = Request(generation, EventQueue(num_answers, lambda index: None))
         self.limit.enter()
-        self.parts.loop.arrive(request, split_request(request, 5, at_once=1))
+        self.batching.arrive(request, split_request(request, 5, at_once=1))
         return request
 
     def begin_save(self, name: str, nbytes: int) -> None:
         """Make a session hot whose save does not end."""
         hot = HotSession(SessionRef("tenant", name, b""), [], 3)
         hot.nbytes, hot.saved = nbytes, Future()
-        self.parts.hot_cache.sessions.put(hot)
+        self.batching.hot_cache.sessions.put(hot)
 
     @property
     def hot(self) -> list[str]:
-        return [x.ref.id for x in self.parts.hot_cache.sessions.all()]
+        return [x.ref.id for x in self.batching.hot_cache.sessions.all()]
 
 
 async def test_a_task_whose_request_has_failed_is_not_let_in() -> None:
     line = Line()
     request = line.arrive(num_answers=2)
-    line.parts.loop.fail(request, ValueError("a guard's fault"))  # through the sibling
-    line.parts.admission.admit()
-    assert line.parts.admission.tasks == [] and line.limit.num_waiting == 0
+    line.batching.fail(request, ValueError("a guard's fault"))  # through the sibling
+    line.batching.admission.admit()
+    assert line.batching.admission.tasks == [] and line.limit.num_waiting == 0
 
 
 async def test_the_next_prompt_waits_for_saves_as_long_as_the_one_that_left() -> None:
     line = Line(hot_bytes=1 << 20)
     line.begin_save("one", 1 << 20)
     gone = line.arrive()
-    line.parts.admission.admit()
+    line.batching.admission.admit()
     line.now_s = SAVE_WAIT_S + 1
-    line.parts.loop.stop(gone, None)
+    line.batching.stop(gone, None)
     line.arrive()
-    line.parts.admission.admit()
+    line.batching.admission.admit()
     assert line.hot == ["one"]
     line.now_s += SAVE_WAIT_S
-    line.parts.admission.admit()
+    line.batching.admission.admit()
     assert line.hot == ["one"]
     line.now_s += 1
-    line.parts.admission.admit()
+    line.batching.admission.admit()
     assert line.hot == []
 
 
@@ -84,8 +90,8 @@ async def test_a_prompt_that_leaves_from_the_midst_of_the_line_changes_nothing()
     line = Line(hot_bytes=1 << 20)
     line.begin_save("one", 1 << 20)
     _, gone = line.arrive(), line.arrive()
-    line.parts.admission.admit()
+    line.batching.admission.admit()
     line.now_s = SAVE_WAIT_S + 1
-    line.parts.loop.stop(gone, None)
-    line.parts.admission.admit()
+    line.batching.stop(gone, None)
+    line.batching.admission.admit()
     assert line.hot == []

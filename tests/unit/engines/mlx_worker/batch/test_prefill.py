@@ -53,12 +53,12 @@ def test_prompts_take_turns() -> None:
     for x in (old, short, fed):
         x.caches = [KVCache()]
         prefiller.admit(x)
-        assert prefiller.num_ready == prefiller.num_admitted - 1  # its prefix is looked for
+        assert len(prefiller.ready) == len(prefiller.admitted) - 1  # its prefix is looked for
         prefiller.start(x)
     assert [prefiller.next() for _ in range(4)] == [old, short, old, short]
     prefiller.remove(short)
     assert [prefiller.next() for _ in range(2)] == [old, old]
-    assert prefiller.num_ready == 2 and prefiller.admitted == [old, fed]
+    assert len(prefiller.ready) == 2 and list(prefiller.admitted) == [old, fed]
 
 
 def test_a_chunk_may_take_as_long_as_a_slow_step_does() -> None:

@@ -11,16 +11,12 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
+from engines.mlx_worker.embeddings import PIECE_CHARS, pieces, tokens_of
 from engines.mlx_worker.generation import ModelFacts
-from engines.mlx_worker.model.loading import Vocabulary
+from engines.mlx_worker.model.loading import UsualSampling, Vocabulary
 from engines.mlx_worker.prompt.chat_template import PromptWriter
-from engines.mlx_worker.prompt.request_planner import (
-    PIECE_CHARS,
-    Planning,
-    RequestPlanner,
-    make_processors,
-    pieces,
-)
+from engines.mlx_worker.prompt.request_planner import Planning, RequestPlanner
+from engines.mlx_worker.prompt.sampling import make_processors
 from engines.openai.requests import (
     MAX_EMBEDDED_TOKENS,
     MAX_INPUTS,
@@ -30,7 +26,6 @@ from engines.openai.requests import (
     validate_completion,
     validate_embeddings,
 )
-from engines.openai.usual_sampling import UsualSampling
 from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.mlx
@@ -74,7 +69,7 @@ async def test_far_too_many_inputs_are_refused_after_the_piece_that_exceeds_the_
     planning = Planning(lambda: None)
     asked = asking(["x y z " * 200] * MAX_INPUTS)  # 2.5 million characters
     with pytest.raises(InvalidRequest, match=f"more than {MAX_EMBEDDED_TOKENS} tokens in all"):
-        await planning.tokens_of(asked, known, facts(100_000))
+        await tokens_of(asked, planning, known, facts(100_000))
     assert 0 < counting.num_chars <= 6 * MAX_EMBEDDED_TOKENS
     planning.close()
 
@@ -84,7 +79,7 @@ async def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(tmp_p
     planning = Planning(lambda: None)
     asked = asking(["fine", "z" * known.max_token_chars * 100])
     with pytest.raises(InvalidRequest, match="at least 100 tokens"):
-        await planning.tokens_of(asked, known, facts(100))
+        await tokens_of(asked, planning, known, facts(100))
     assert counting.num_chars == 0
     planning.close()
 
@@ -94,7 +89,7 @@ async def test_another_request_waits_for_one_piece_only(tmp_path: Path, size: in
     known, counting = vocabulary(tmp_path)
     planning = Planning(lambda: None)
     inputs = ["a b c d " * (PIECE_CHARS // 10)] * 5
-    first = asyncio.create_task(planning.tokens_of(asking(inputs), known, facts(1 << 20)))
+    first = asyncio.create_task(tokens_of(asking(inputs), planning, known, facts(1 << 20)))
     while not counting.num_chars:
         await asyncio.sleep(0)
     at = await planning.do(lambda: counting.num_chars, size)

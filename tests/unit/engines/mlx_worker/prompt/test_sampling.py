@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engines.mlx_worker.prompt.sampling import SamplingParams, SeededSampler, filtered, make_sampler
+from engines.mlx_worker.prompt.sampling import SamplingParams, SeededSampler, filtered
 
 pytestmark = pytest.mark.mlx
 
@@ -43,12 +43,6 @@ def test_filters_survive_extremes() -> None:
         assert kept[0, 2] == -np.inf
     only = filtered(mx.array([[-mx.inf, 0.0, -mx.inf]]), SamplingParams(top_k=2, top_p=0.5))
     assert np.flatnonzero(np.isfinite(np.array(only[0]))).tolist() == [1]
-
-
-def test_greedy_rows_have_no_sampler() -> None:
-    assert make_sampler(SamplingParams(temperature=0), 1, 0) is None
-    assert make_sampler(SamplingParams(top_k=1), 1, 0) is None
-    assert make_sampler(SamplingParams(temperature=0.5), 1, 0) is not None
 
 
 def draws(seed: int, row: int, count: int = 40) -> list[int]:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from engines.mlx_worker.model.loading import MOST_SAMPLING_BYTES, SAMPLING_FILE, UsualSampling
 from engines.openai.requests import validate_chat
-from engines.openai.usual_sampling import FILE, MOST_BYTES, UsualSampling
+
+pytestmark = pytest.mark.mlx
 
 QWEN = {
     "temperature": 0.7,
@@ -21,7 +23,9 @@ HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_what_a_request_names_goes_before_what_the_model_asks_for(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(json.dumps({**QWEN, "do_sample": True, "eos_token_id": [1, 2]}))
+    (tmp_path / SAMPLING_FILE).write_text(
+        json.dumps({**QWEN, "do_sample": True, "eos_token_id": [1, 2]})
+    )
     usual = UsualSampling.of(tmp_path)
     plain = usual.filled_in(validate_chat(dict(HI)))
     assert (plain.temperature, plain.top_p, plain.top_k) == (0.7, 0.8, 20)
@@ -45,15 +49,15 @@ def test_what_a_request_names_goes_before_what_the_model_asks_for(tmp_path: Path
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_one_odd_value_takes_no_other_with_it(tmp_path: Path, odd: str, mark: str) -> None:
     content = f'{mark}{{{odd}, "top_p": 0.8, "top_k": 20.0}}'
-    (tmp_path / FILE).write_text(content, encoding="utf-8")
+    (tmp_path / SAMPLING_FILE).write_text(content, encoding="utf-8")
     usual = UsualSampling.of(tmp_path)
     assert usual == UsualSampling(top_p=0.8, top_k=20) and type(usual.top_k) is int
 
 
 def test_a_file_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"top_k": 20}' + " " * MOST_BYTES)
+    (tmp_path / SAMPLING_FILE).write_text('{"top_k": 20}' + " " * MOST_SAMPLING_BYTES)
     assert UsualSampling.of(tmp_path) == UsualSampling()
-    (tmp_path / FILE).write_text('{"top_k": 20}' + " " * (MOST_BYTES - 13))
+    (tmp_path / SAMPLING_FILE).write_text('{"top_k": 20}' + " " * (MOST_SAMPLING_BYTES - 13))
     assert UsualSampling.of(tmp_path) == UsualSampling(top_k=20)
 
 
@@ -62,6 +66,6 @@ def test_a_file_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
 )
 def test_a_file_that_says_nothing_usable_changes_nothing(tmp_path, content):
     if content is not None:
-        (tmp_path / FILE).write_text(content)
+        (tmp_path / SAMPLING_FILE).write_text(content)
     request = validate_chat(dict(HI))
     assert UsualSampling.of(tmp_path).filled_in(request) is request
