@@ -2,8 +2,7 @@
 
 A gateway makes it. The gateway and its engine hold a shared lock on a file in it for as long as
 they live: a folder whose lock has no holder was left by processes that were killed, and the next
-start removes it. Folders of releases that had no such lock are removed a day later, if they hold
-nothing but sockets without a listener. Standard library only.
+start removes it. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import fcntl
 import logging
 import os
 import shutil
-import socket
 import stat
 import tempfile
 import time
@@ -24,9 +22,6 @@ from typing import Final
 log = logging.getLogger("thermocline.engines")
 
 LOCK: Final = "alive"
-OLD_S: Final = 86400.0  # a starting server has no sockets for some minutes
-# What earlier releases wrote into such a folder besides sockets.
-_OLDER_FILES: Final = frozenset({"plugin.json", "chat_template.jinja"})
 SCRATCH: Final = "tmp"  # TMPDIR of the engine, made anew for each of its lives
 DYING_S: Final = 30.0  # for the system to close what a killed gateway held, however busy it is
 
@@ -52,15 +47,10 @@ def runtime_folder(base: Path, prefix: str = "") -> Iterator[Path]:
 def remove_abandoned(base: Path, prefix: str) -> None:
     """Remove the folders with this prefix that killed processes of this user left in ``base``."""
     for folder in base.glob(f"{prefix}*"):
-        with suppress(OSError):  # it went meanwhile
+        with suppress(OSError):  # it went meanwhile, or was not made by ``runtime_folder``
             found = folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-                continue
-            if (folder / LOCK).exists():
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
                 _remove_without_holder(folder)
-            elif time.time() - found.st_mtime > OLD_S and _is_of_the_dead(folder):
-                shutil.rmtree(folder)
-                log.info("removed %s, which a killed server of an earlier release had left", folder)
 
 
 @contextmanager
@@ -127,29 +117,6 @@ def _locked(lock: int) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _is_of_the_dead(folder: Path) -> bool:
-    """Say whether a folder has only a server's files, and none of its sockets has a listener."""
-    for path in folder.iterdir():
-        if stat.S_ISSOCK(path.lstat().st_mode):
-            if _has_listener(path):
-                return False
-        elif path.name not in _OLDER_FILES:
-            return False
-    return True
-
-
-def _has_listener(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as link:
-        link.settimeout(1.0)
-        try:
-            link.connect(str(path))
-        except ConnectionRefusedError:
-            return False
-        except OSError:  # such as a line that is full
-            return True
-    return True
 
 
 def _remove_without_holder(folder: Path) -> None:

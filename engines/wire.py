@@ -31,35 +31,24 @@ BF16_BYTES = 2
 
 
 class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's knowledge of one session at this moment."""
+    """The engine's knowledge of one session at this moment; by default it has nothing of it."""
 
     tenant: str
     id: str
-    hot: bool
-    tier: TierName | None  # slowest tier that a restore reads; None = no cold copy
-    tokens: int
-    hot_bytes: int
-    cold_bytes: int
-    idle_s: float
-    pinned: bool
-    busy: bool  # a request of this session is being served
+    hot: bool = False
+    tier: TierName | None = None  # slowest tier that a restore reads; None = no cold copy
+    tokens: int = 0
+    hot_bytes: int = 0
+    cold_bytes: int = 0
+    idle_s: float = 0.0
+    pinned: bool = False
+    busy: bool = False  # a request of this session is being served
     cold_tokens: int = 0  # tokens whose packed KV takes ``cold_bytes``; 0: not reported
 
 
 def absent(session: SessionRef) -> SessionReport:
     """Make the report of a session that the engine does not have."""
-    return SessionReport(
-        tenant=session.tenant,
-        id=session.id,
-        hot=False,
-        tier=None,
-        tokens=0,
-        hot_bytes=0,
-        cold_bytes=0,
-        idle_s=0.0,
-        pinned=False,
-        busy=False,
-    )
+    return SessionReport(tenant=session.tenant, id=session.id)
 
 
 class MeasurementEnd(msgspec.Struct, frozen=True):

@@ -51,27 +51,19 @@ class RestartPolicy:
     def __init__(self, rules: RestartRules | None = None) -> None:
         self._rules = rules or RestartRules()
         self._started_at = 0.0
-        self._num_short_lives = 0
+        self.num_short_lives = 0
         self._last_end = ""
-        self._num_alike = 0
+        self.num_alike = 0
 
     @property
     def hopeless(self) -> bool:
         """True after too many ends of one kind in a row, however long those lives were."""
-        return self._num_alike >= self._rules.loop_after
-
-    @property
-    def num_alike(self) -> int:
-        return self._num_alike
+        return self.num_alike >= self._rules.loop_after
 
     @property
     def crash_looping(self) -> bool:
         """True after too many short lives in a row."""
-        return self._num_short_lives >= self._rules.loop_after
-
-    @property
-    def num_short_lives(self) -> int:
-        return self._num_short_lives
+        return self.num_short_lives >= self._rules.loop_after
 
     def started(self, now: float) -> None:
         """Note a start. Times are in seconds, by any one clock."""
@@ -80,12 +72,12 @@ class RestartPolicy:
     def ended(self, now: float, how: str) -> float:
         """Note an end; return the seconds to wait before the next start."""
         rules = self._rules
-        self._num_alike = self._num_alike + 1 if how == self._last_end else 1
+        self.num_alike = self.num_alike + 1 if how == self._last_end else 1
         self._last_end = how
         if now - self._started_at >= rules.stable_after_s:
-            self._num_short_lives = 0
-        delay_s = rules.first_delay_s * float(2 ** min(self._num_short_lives, 32))
-        self._num_short_lives += 1
+            self.num_short_lives = 0
+        delay_s = rules.first_delay_s * float(2 ** min(self.num_short_lives, 32))
+        self.num_short_lives += 1
         return min(rules.longest_delay_s, delay_s)
 
 
@@ -128,17 +120,12 @@ class Supervisor:
         self.num_starts = 0
         self._last_end = ""
         self._last_words = (False, "")  # whether it was an error, and the line of the child's log
-        self._gave_up = False
+        self.gave_up = False  # it cannot serve as things are, and is not started again
 
     @property
     def pid(self) -> int | None:
         """The child's process id; None while there is no child."""
         return self._process.pid if self._process else None
-
-    @property
-    def gave_up(self) -> bool:
-        """True if the child cannot serve as things are, and is not started again."""
-        return self._gave_up
 
     @property
     def trouble(self) -> str:
@@ -152,7 +139,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the child; returns at once. After ``stop`` it may be called again."""
-        self._stopping = self._gave_up = False
+        self._stopping = self.gave_up = False
         self._policy, self._last_end = RestartPolicy(self._rules), ""
         self._keeping = asyncio.create_task(self._keep_running(), name="engine-supervisor")
 
@@ -181,22 +168,19 @@ class Supervisor:
             if self._stopping:
                 return
             if not self._served():  # what ends a child that was ready once may pass
-                self._gave_up = code == WRONG_SETTINGS or self._policy.hopeless
-            if self._gave_up:
+                self.gave_up = code == WRONG_SETTINGS or self._policy.hopeless
+            if self.gave_up:
                 if code != WRONG_SETTINGS:  # else its own line says all
-                    self._log_reason()
+                    log.error(
+                        "the engine %s %d times in a row and was never ready, so it is not started"
+                        " again; the last it said: %s",
+                        self._last_end,
+                        self._policy.num_alike,
+                        self._last_words[1] or "nothing",
+                    )
                 return
             log.error("the engine %s; starting it again in %.1f s", self._last_end, delay_s)
             await asyncio.sleep(delay_s)
-
-    def _log_reason(self) -> None:
-        log.error(
-            "the engine %s %d times in a row and was never ready, so it is not started again; the"
-            " last it said: %s",
-            self._last_end,
-            self._policy.num_alike,
-            self._last_words[1] or "nothing",
-        )
 
     async def _run_once(self) -> int | None:
         """Run the child once. Returns its exit code; None if it could not be started."""

@@ -13,5 +13,5 @@ control protocol; codec threads use numpy only. The way of a chat:
 8. ``generation.py`` carries the tokens back to the event loop.
 9. ``answer/reply.py`` and ``answer/reply_format.py`` make text, tool calls and chunks of them.
 10. ``batch/request.py`` ends the turn, also a cancelled one.
-11. ``sessions/hot_cache.py`` keeps its KV hot and saves it in the cold store.
+11. ``sessions/hot_sessions.py`` keeps its KV hot and saves it in the cold store.
 """

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import uvicorn
 
 from engines.config import WRONG_SETTINGS, WorkerConfig
@@ -30,7 +31,7 @@ from engines.mlx_worker.model.loading import LoadedModel, describe_device, load_
 from engines.mlx_worker.owner import Owner
 from engines.mlx_worker.sessions.store_opening import store_opener
 from engines.runtime_folder import held
-from engines.wire import TemplateRules, Welcome
+from engines.wire import CodecReport, TemplateRules, Welcome
 
 logger = logging.getLogger("engines.mlx_worker")
 
@@ -39,14 +40,8 @@ FLUSH_S: Final = 20.0
 # The machine may have these again in a moment: files, room, memory. To start again can help.
 _PASSING: Final = frozenset(
     {
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.ENOMEM,
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.EIO,
+        *(errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT),
+        *(errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EIO),
     }
 )
 
@@ -59,7 +54,8 @@ def main() -> None:
         with held(Path(config.runtime_dir), lifeline.gateway_died):
             asyncio.run(serve(config, lifeline))
     except CannotServe as error:  # what the operator can change
-        logger.error("%s cannot be served: %s", config.served_model_name, _one_line(error))
+        reason = " ".join(str(error).split())
+        logger.error("%s cannot be served: %s", config.served_model_name, reason)
         raise SystemExit(WRONG_SETTINGS) from error
     except Exception as error:  # the edge of this process: its log gets one line of it
         logger.exception("a defect of the engine")
@@ -109,10 +105,6 @@ def load(config: WorkerConfig) -> LoadedModel:
         ) from error
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
     """Serve until standard input ends or SIGTERM comes; then save everything that is hot."""
     stop = lifeline.stop_event()
@@ -139,13 +131,16 @@ async def _serve_until(
     stop: asyncio.Event, owner: Owner, config: WorkerConfig, folder: Path
 ) -> None:
     measuring = Measuring(owner, config)
-    reports = SessionReports(owner, measuring=lambda report: measuring.with_progress(report))
+    reports = SessionReports(owner, measuring.with_progress)
     verbs = MlxVerbs(owner, reports, measuring.begin_again)
-    rules = _template_rules(owner)
-    welcome = partial(_welcome, owner, reports, config, rules, measuring.possible)
-    control = ControlServer(config.token, welcome, verbs)
+    welcome = _welcome(owner, config, reports.codec(), measuring.possible)
+
+    async def welcomed() -> Welcome:
+        return msgspec.structs.replace(welcome, codec=reports.codec())
+
+    control = ControlServer(config.token, welcomed, verbs)
     notifier = Notifier(reports, control.publish, verbs.pin_saved)
-    owner.listen(notifier.receive)
+    owner.on_change = notifier.receive
     if store := owner.store:
         store.listen(verbs.store_changed)
         # A measurement takes times, which this would spoil.
@@ -156,7 +151,10 @@ async def _serve_until(
     notifying = asyncio.create_task(notifier.run(), name="notices")
     # Last: once the gateway gets a welcome, everything else is there.
     control_socket = await control.serve(f"unix:{folder}/control.sock")
-    _log_ready(owner)
+    facts = owner.facts
+    logger.info("serving %s, context %d tokens", facts.name, facts.max_context)
+    if not facts.hibernation:
+        logger.warning("sessions of this model do not hibernate: %s", facts.hibernation_reason)
     measuring.begin()
     await _first(stop, owner.ended)
     died = owner.ended.is_set()
@@ -207,44 +205,27 @@ def _listener(path: Path) -> socket.socket:
     return listener
 
 
-def _template_rules(owner: Owner) -> TemplateRules:
-    tokenizer = owner.loaded.tokenizer
-    if not tokenizer.has_chat_template:
-        return TemplateRules()
-    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=False)
-    return rules_of(render)
-
-
-async def _welcome(
-    owner: Owner,
-    reports: SessionReports,
-    config: WorkerConfig,
-    rules: TemplateRules,
-    can_measure: bool,
-) -> Welcome:
-    facts = owner.facts
+def _welcome(owner: Owner, config: WorkerConfig, codec: CodecReport, can_measure: bool) -> Welcome:
+    """The engine's account of itself; ``codec`` is that of the moment."""
+    facts, tokenizer, rules = owner.facts, owner.loaded.tokenizer, TemplateRules()
+    if tokenizer.has_chat_template:
+        render = tokenizer.apply_chat_template
+        rules = rules_of(partial(render, tokenize=False, add_generation_prompt=False))
     live, bf16 = owner.plan.kv_sizes()
     return Welcome(
         engine="mlx",
         engine_version=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
         model=config.served_model_name,
         max_context=facts.max_context,
-        codec=reports.codec(),
+        codec=codec,
         hibernation=facts.hibernation,
         hibernation_reason=facts.hibernation_reason,
         template=rules,
         can_measure=can_measure,
         live_kv=live,
         bf16_kv=bf16,
-        fill_in=fill_in_of(owner.loaded.tokenizer.get_vocab()),
+        fill_in=fill_in_of(tokenizer.get_vocab()),
     )
-
-
-def _log_ready(owner: Owner) -> None:
-    facts = owner.facts
-    logger.info("serving %s, context %d tokens", facts.name, facts.max_context)
-    if not facts.hibernation:
-        logger.warning("sessions of this model do not hibernate: %s", facts.hibernation_reason)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import Final, TypeAlias
 
 import mlx.core as mx
@@ -18,15 +20,13 @@ import msgspec
 
 from engines.config import CalibrationOrder
 from engines.mlx_worker.owner import Owner
-from engines.mlx_worker.sessions.hot_cache import Cause
-from engines.mlx_worker.sessions.hot_sessions import HotSession
+from engines.mlx_worker.sessions.hot_sessions import Cause, HotSession
 from engines.wire import (
     CodecReport,
     Done,
     EngineReport,
     KeptReason,
     Notice,
-    RequestProgress,
     SessionReport,
     TenantUses,
     absent,
@@ -34,7 +34,7 @@ from engines.wire import (
 from kvstore.ledger.notices import StoreNotice
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import SessionName, SessionRef, TenantLimits, TierName
-from kvstore.stats import Repacking, StoreStats
+from kvstore.stats import StoreStats
 
 logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
@@ -42,6 +42,9 @@ _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
 SAVE_WAIT_S: Final = 5.0
 # How long a prefetch may take before the caller gets an answer without it.
 WAKE_WAIT_S: Final = 60.0
+_NO_STORE: Final = StoreStats(
+    counters={}, save_queue_bytes=0, write_queue_bytes={}, num_sessions=0, tiers=[]
+)
 
 
 class SessionReports:
@@ -73,82 +76,55 @@ class SessionReports:
         hot, busy_tokens = self._hot.get(key), self._hot.busy_tokens(key)
         if hot is None and record is None and not busy_tokens:
             return None
+        idle_s = self._hot.idle_s(hot) if hot else 0.0
+        if record is not None and hot is None:
+            idle_s = max(0.0, time.time() - record.last_used_s)
         cold_tokens = record.num_tokens if record else 0
         running_bytes = self._owner.plan.cost.row_bytes(busy_tokens) if busy_tokens else 0
         return SessionReport(
             tenant=key[0],
             id=key[1],
             hot=hot is not None or busy_tokens > 0,
-            tier=self._tier(record),
+            tier=self._store.tier_of(record) if self._store and record else None,
             tokens=hot.num_tokens if hot else busy_tokens or cold_tokens,
             hot_bytes=hot.nbytes if hot else running_bytes,
             cold_bytes=record.packed_bytes if record else 0,
-            idle_s=0.0 if busy_tokens else self._idle_s(hot, record),
+            idle_s=0.0 if busy_tokens else idle_s,
             pinned=self._hot.is_pinned(key) or (record is not None and record.pinned),
             busy=busy_tokens > 0,
             cold_tokens=cold_tokens,
         )
 
-    def _tier(self, record: SessionRecord | None) -> TierName | None:
-        return self._store.tier_of(record) if self._store and record else None
-
-    def _idle_s(self, hot: HotSession | None, record: SessionRecord | None) -> float:
-        if hot is not None:
-            return self._hot.idle_s(hot)
-        return max(0.0, time.time() - record.last_used_s) if record else 0.0
-
     # ---- the engine
 
     def engine(self) -> EngineReport:
         """The report on the engine: memory in use, queues, tiers, counts since the start."""
-        parts, store = self._owner.batching, self._store.stats() if self._store else None
-        active = mx.get_active_memory()
+        owner, batching = self._owner, self._owner.batching
+        store = self._store.stats() if self._store else _NO_STORE
+        active, measured = mx.get_active_memory(), owner.held.nbytes if owner.held else 0
+        # Misses are those that were reported to clients; the store counts look-ups.
+        stored = {x: n for x, n in store.counters.items() if not x.startswith("misses.")}
         return EngineReport(
-            hot_bytes=max(0, active - self._owner.weight_bytes - self._measured_bytes()),
+            hot_bytes=max(0, active - owner.weight_bytes - measured),
             idle_hot_bytes=self._hot.nbytes,
-            hot_capacity_bytes=self._owner.batching.budget.hot_bytes,
+            hot_capacity_bytes=batching.budget.hot_bytes,
             active_bytes=active,
-            num_running=len(parts.batches) + len(parts.prefiller.admitted),
-            num_waiting=self._owner.num_waiting,
-            save_queue_bytes=store.save_queue_bytes if store else 0,
-            tiers=store.tiers if store else [],
-            counters=self._counters(store),
+            num_running=len(batching.batches) + len(batching.prefiller.admitted),
+            num_waiting=owner.num_waiting,
+            save_queue_bytes=store.save_queue_bytes,
+            tiers=store.tiers,
+            counters={**stored, **batching.counters},
             codec=self.codec(),
-            requests=self._requests(),
-            repacking=store.repacking if store else Repacking(),
-            differs=store.differs if store else (),
+            requests=[x.progress for x in batching.requests.all() if x.key and not x.is_waiting],
+            repacking=store.repacking,
+            differs=store.differs,
         )
-
-    def _requests(self) -> list[RequestProgress]:
-        """The progress of all requests of sessions, as far as it can be seen from this thread."""
-        parts = self._owner.batching
-        found = []
-        for request in parts.requests.all():
-            if request.key is None or request.is_waiting:
-                continue
-            prompt = len(request.generation.prompt)
-            answered = sum(len(x.emitted) for x in list(request.sequences))
-            prefilled = min(prompt, request.num_fed)
-            found.append(RequestProgress(*request.key, prompt, prefilled, max(0, answered)))
-        return found
 
     def codec(self) -> CodecReport:
         """The report on the codecs that pack cold KV."""
         if (codecs := self._owner.codecs) is not None:
             return self._measuring(codecs.report)
         return CodecReport(name="none", why=self._owner.facts.hibernation_reason)
-
-    def _measured_bytes(self) -> int:
-        """Bytes of live KV that belong to no session: a measurement's."""
-        return self._owner.held.nbytes if self._owner.held else 0
-
-    def _counters(self, store: StoreStats | None) -> dict[str, int]:
-        """All counts. Misses are those that were reported to clients; the store counts look-ups."""
-        stored = store.counters if store else {}
-        return {
-            **{name: count for name, count in stored.items() if not name.startswith("misses.")},
-            **self._owner.batching.counters,
-        }
 
 
 class Notifier:
@@ -278,14 +254,10 @@ class MlxVerbs:
 
     async def prefetch(self, session: SessionRef) -> Done:
         """Make the session hot, as far as there is room, and report on it."""
-        loop = asyncio.get_running_loop()
-        woken = asyncio.Event()
-
-        def done() -> None:
-            loop.call_soon_threadsafe(woken.set)
-
-        if await self._owner.call(lambda: self._owner.batching.admission.prefetch(session, done)):
-            await asyncio.wait([asyncio.ensure_future(woken.wait())], timeout=WAKE_WAIT_S)
+        admission, woken = self._owner.batching.admission, Future[None]()
+        begin = partial(admission.prefetch, session, partial(woken.set_result, None))
+        if await self._owner.call(begin):
+            await asyncio.wait([asyncio.wrap_future(woken)], timeout=WAKE_WAIT_S)
         return Done(await self.report(session))
 
     async def pin(self, session: SessionRef, pinned: bool) -> Done:

@@ -101,10 +101,6 @@ class Failed:
 Event: TypeAlias = PromptAdmitted | PrefillProgress | Token | Finished | Failed
 
 
-class ContextTooLong(Exception):
-    """The prompt leaves no room for an answer. Says both numbers."""
-
-
 @dataclass(frozen=True)
 class ModelFacts:
     """The properties of the loaded model that the HTTP side needs."""

@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -53,7 +53,6 @@ from engines.mlx_worker.answer.reply_format import (
     collected,
 )
 from engines.mlx_worker.embeddings import Embedder, shown, tokens_of
-from engines.mlx_worker.generation import ContextTooLong
 from engines.mlx_worker.grammar import GrammarCompiler
 from engines.mlx_worker.model.loading import Vocabulary
 from engines.mlx_worker.owner import Owner
@@ -89,7 +88,6 @@ _CLIENT_CLOSED = 499
 # Exceptions that have an answer of their own, and all others.
 _ANSWERED = (
     InvalidRequest,
-    ContextTooLong,
     QueueFull,
     GenerationFailed,
     ClientGone,
@@ -159,45 +157,41 @@ class Endpoints:
             await self._grammars.close()
 
     async def chat(self, request: Request) -> Response:
-        body = await read_body(request, MAX_BODY_BYTES)
-        asked = await self._parsed(read_chat, body)
-        session = session_from(request.headers)
-        grammar = None
+        asked, size = await self._read(request, read_chat)
+        session, grammar = session_from(request.headers), None
         if wish := grammar_wanted(asked):
-            compiled = partial(self._grammars.of, _tenant_of(request), wish)
+            tenant = request.headers.get(TENANT_HEADER, "")
+            compiled = partial(self._grammars.of, tenant, wish)
             grammar = await while_client_stays(request.receive, compiled)
-        size = len(body)
         plan = await self._planned(
             request, lambda: self._planner.chat(asked, session, grammar), size
         )
-        form = ChatFormat(self._served, asked)
-        return await self._answer(request, asked, plan, form)
+        return await self._answer(request, asked, plan, ChatFormat(self._served, asked))
 
     async def text(self, request: Request) -> Response:
-        body = await read_body(request, MAX_BODY_BYTES)
-        asked = await self._parsed(read_completion, body)
+        asked, size = await self._read(request, read_completion)
         session = session_from(request.headers)
         plan, echoed = await self._planned(
-            request, lambda: (self._planner.text(asked, session), self._echo(asked)), len(body)
+            request, lambda: (self._planner.text(asked, session), self._echo(asked)), size
         )
         form = CompletionFormat(self._served, asked, echoed)
         return await self._answer(request, asked, plan, form)
 
     async def tokenize(self, request: Request) -> Response:
-        body = await read_body(request, MAX_BODY_BYTES)
-        asked = validate_tokenize(await self._parsed(parse_json, body))
-        return _json(await self._planned(request, lambda: self._tokens.of(asked), len(body)))
+        body, size = await self._read(request, parse_json)
+        asked = validate_tokenize(body)
+        return _json(await self._planned(request, lambda: self._tokens.of(asked), size))
 
     async def detokenize(self, request: Request) -> Response:
-        body = await read_body(request, MAX_BODY_BYTES)
-        asked = validate_detokenize(await self._parsed(parse_json, body))
-        return _json(await self._planned(request, lambda: self._tokens.text_of(asked), len(body)))
+        body, size = await self._read(request, parse_json)
+        asked = validate_detokenize(body)
+        return _json(await self._planned(request, lambda: self._tokens.text_of(asked), size))
 
     async def embeddings(self, request: Request) -> Response:
         if self._embedder is None:
             raise HTTPException(404)
         self._embedder.check()
-        asked = await self._parsed(read_embeddings, await read_body(request, MAX_BODY_BYTES))
+        asked, _ = await self._read(request, read_embeddings)
         known = self._planning, self._vocabulary, self._owner.facts
         texts = await while_client_stays(request.receive, partial(tokens_of, asked, *known))
         embed = partial(self._embedder.embed, asked, texts)
@@ -210,7 +204,7 @@ class Endpoints:
         self, request: Request, asked: Body, plan: RequestPlan, form: ReplyFormat
     ) -> Response:
         async with AsyncExitStack() as stack:
-            reply = await stack.enter_async_context(ReplyStream(self._owner, plan))
+            reply = await stack.enter_async_context(aclosing(ReplyStream(self._owner, plan)))
             await _in_time(request, reply)
             if asked.stream:
                 return SseResponse(
@@ -227,11 +221,13 @@ class Endpoints:
         planned = partial(self._planning.do, work, size)
         return await while_client_stays(request.receive, planned)
 
-    async def _parsed(self, parse: Callable[[bytes], T], body: bytes) -> T:
-        """Read a body; a large one on a thread, or all streams would stall meanwhile."""
+    async def _read(self, request: Request, parse: Callable[[bytes], T]) -> tuple[T, int]:
+        """Read a body, and its size; a large one on a thread, or all streams would stall."""
+        body = await read_body(request, MAX_BODY_BYTES)
         if len(body) <= LARGE_BODY_BYTES:
-            return parse(body)
-        return await asyncio.get_running_loop().run_in_executor(self._reader, parse, body)
+            return parse(body), len(body)
+        reading = asyncio.get_running_loop().run_in_executor(self._reader, parse, body)
+        return await reading, len(body)
 
     def _echo(self, asked: CompletionRequest) -> list[str]:
         """The prompts as text, if they are to come back. On the prompts' thread."""
@@ -252,10 +248,6 @@ async def _in_time(request: Request, reply: ReplyStream) -> None:
 
 def _cache_headers(reply: ReplyStream, plan: RequestPlan) -> dict[str, str]:
     return {CACHE_HEADER: reply.outcome.header(), PROMPT_HEADER: str(plan.prompt_tokens)}
-
-
-def _tenant_of(request: Request) -> str:
-    return request.headers.get(TENANT_HEADER, "")
 
 
 def _fingerprint(config: WorkerConfig) -> str:
@@ -293,9 +285,6 @@ def _refusal(error: Exception) -> tuple[dict[str, Any], int]:
     match error:
         case InvalidRequest():
             return error.body(), error.status
-        case ContextTooLong():
-            code = "context_length_exceeded"
-            return error_body(str(error), error_type(400), None, code), 400
         case QueueFull():
             return error_body(str(error), error_type(429), None, "engine_overloaded"), 429
         case GenerationFailed():

@@ -30,7 +30,6 @@ from engines.mlx_worker.cache.layout import CachePlan, probe
 from engines.mlx_worker.cache.packed.attention import attending
 from engines.mlx_worker.cache.packed_model import with_packed_caches
 from engines.mlx_worker.generation import (
-    ContextTooLong,
     EventBuffer,
     EventQueue,
     Generation,
@@ -39,7 +38,7 @@ from engines.mlx_worker.generation import (
 from engines.mlx_worker.measuring.steps import HeldPrefix, IdleSteps
 from engines.mlx_worker.model.loading import LoadedModel
 from engines.mlx_worker.sessions.cold_sessions import ColdSessions
-from engines.mlx_worker.sessions.hot_cache import Cause
+from engines.mlx_worker.sessions.hot_sessions import Cause, HotCache, HotSessions
 from engines.mlx_worker.sessions.store_opening import OpenedStore
 from engines.openai.errors import context_too_long
 from kvstore.session import SessionRef
@@ -71,6 +70,10 @@ _M_MMAP_THRESHOLD: Final = -3
 _M_MMAP_MAX: Final = -4
 
 
+def _look() -> None:
+    """Do nothing: as a command it only makes the owner thread look for work."""
+
+
 class Owner:
     """The owner thread. Its public methods are called on the event loop."""
 
@@ -88,6 +91,7 @@ class Owner:
             loaded: any thread may use its tokenizer, the owner thread the rest.
             plan: the caches of the loaded model.
             is_closing: nothing new is accepted.
+            on_change: called on the event loop whenever a session changes.
         """
         self._load = load
         self._config = config
@@ -96,9 +100,9 @@ class Owner:
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Work for moments in which no request needs the thread.
-        self.idle_steps = IdleSteps(wake=lambda: self.post(lambda: None))
+        self.idle_steps = IdleSteps(wake=lambda: self.post(_look))
         self._limit = QueueLimit(WAITING_PER_SLOT * config.max_batch)
-        self._listeners: list[Listener] = []
+        self.on_change: Listener = lambda cause, session, why: None
         self.is_closing = False
         self._until_closed = ExitStack()  # what is undone when the thread ends
         self._leaving = False  # the thread ends after this round
@@ -137,34 +141,26 @@ class Owner:
         """Start a generation; its events can be read at once.
 
         Raises:
-            ContextTooLong: the prompt fills the context.
+            InvalidRequest: the prompt fills the context.
             QueueFull: too many requests wait already, or the engine is shutting down.
         """
         if self.is_closing:
             raise QueueFull("the engine is shutting down")
-        room = self.facts.max_context - len(generation.prompt)
-        if room < 1:
-            most, number = self.facts.max_context, len(generation.prompt)
-            raise ContextTooLong(context_too_long(most, number, "messages").message)
+        most, num_tokens = self.facts.max_context, len(generation.prompt)
+        if num_tokens >= most:
+            raise context_too_long(most, num_tokens, "messages")
         self._limit.enter()
         events = EventQueue(
             len(generation.sampling),
             lambda index: self.post(lambda: self.batching.stop(request, index)),
         )
         request = Request(generation, events)
-        max_tokens = min(generation.max_tokens, room)
-        tasks = split_request(request, max_tokens, self._num_at_once(generation))
+        # As many answers at once as fit into the budget together.
+        at_once = self._config.hot_bytes // self.plan.cost.row_bytes(num_tokens) // 2
+        at_once = max(1, min(self._config.max_batch, at_once))
+        tasks = split_request(request, min(generation.max_tokens, most - num_tokens), at_once)
         self.post(lambda: self.batching.arrive(request, tasks))
         return events
-
-    def _num_at_once(self, generation: Generation) -> int:
-        """The number of answers to this prompt that fit into the budget together."""
-        each = self.plan.cost.row_bytes(len(generation.prompt))
-        return max(1, min(self._config.max_batch, self._config.hot_bytes // each // 2))
-
-    def listen(self, listener: Listener) -> None:
-        """Have ``listener`` called on the event loop whenever a session changes."""
-        self._listeners.append(listener)
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the owner thread, between two rounds, and return what it returns."""
@@ -194,13 +190,9 @@ class Owner:
         self._commands.put(command)
 
     def notify(self, cause: Cause, session: SessionRef, why: str = "") -> None:
-        """Have the listeners called."""
+        """Have ``on_change`` called on the event loop."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._notify, cause, session, why)
-
-    def _notify(self, cause: Cause, session: SessionRef, why: str) -> None:
-        for listener in self._listeners:
-            listener(cause, session, why)
+            self._loop.call_soon_threadsafe(self.on_change, cause, session, why)
 
     # ---- the owner thread
 
@@ -224,10 +216,11 @@ class Owner:
     def _round(self) -> None:
         try:
             self._run_commands()
-            self.batching.step()
-            if not self.batching.is_idle:
+            batching = self.batching
+            batching.step()
+            if not batching.is_idle:
                 self.idle_steps.note_others()
-            if self.held and self.held.nbytes and self.batching.lacks(self.held.nbytes):
+            if self.held and self.held.nbytes and batching.lacks(self.held.nbytes):
                 self.held.drop()
             if self._is_free:
                 self.idle_steps.do_one()
@@ -300,16 +293,10 @@ class Owner:
         # What a measurement has live, if this model can be measured.
         layout = self.plan.layout
         self.held = HeldPrefix(model, layout) if layout else None
+        sessions = HotSessions(self._clock)
+        hot_cache = HotCache(sessions, cold, self.notify, nudge=lambda: self.post(_look))
         self.batching = BatchLoop(
-            model,
-            self.plan,
-            cold,
-            self._config,
-            events=self._events,
-            limit=self._limit,
-            post=self.post,
-            notify=self.notify,
-            clock=self._clock,
+            model, self.plan, self._config, hot_cache, self._events, self._limit, self._clock
         )
         mx.clear_cache()
         self.weight_bytes = mx.get_active_memory()

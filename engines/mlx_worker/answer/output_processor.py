@@ -37,19 +37,16 @@ class ScoredToken:
 
 def chat_logprobs(scores: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
     """The ``logprobs`` of a chat choice."""
-    return {"content": [_chat_entry(x.token, vocabulary) for x in scores], "refusal": None}
 
+    def spelled(token: int, logprob: float | None) -> dict[str, Any]:
+        text, spelling = _text(token, vocabulary), vocabulary.spelling(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(spelling)}
 
-def _chat_entry(token: Token, vocabulary: Vocabulary) -> dict[str, Any]:
-    entry = _spelled(token.id, token.logprob, vocabulary)
-    entry["top_logprobs"] = [_spelled(x, logprob, vocabulary) for x, logprob in token.top]
-    return entry
-
-
-def _spelled(token: int, logprob: float | None, vocabulary: Vocabulary) -> dict[str, Any]:
-    spelling = vocabulary.spelling(token)
-    text = spelling.decode("utf-8", "replace")
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(spelling)}
+    entries = []
+    for token in (x.token for x in scores):
+        top = [spelled(x, logprob) for x, logprob in token.top]
+        entries.append({**spelled(token.id, token.logprob), "top_logprobs": top})
+    return {"content": entries, "refusal": None}
 
 
 def text_logprobs(scores: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
@@ -57,15 +54,16 @@ def text_logprobs(scores: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict
     return {
         "tokens": [_text(x.token.id, vocabulary) for x in scores],
         "token_logprobs": [_finite(x.token.logprob) for x in scores],
-        "top_logprobs": [_alternatives(x.token, vocabulary) for x in scores],
+        # The likeliest tokens, and the chosen one even if it is none of them.
+        "top_logprobs": [
+            {
+                _text(token, vocabulary): _finite(logprob)
+                for token, logprob in (*x.token.top, (x.token.id, x.token.logprob))
+            }
+            for x in scores
+        ],
         "text_offset": [x.offset for x in scores],
     }
-
-
-def _alternatives(token: Token, vocabulary: Vocabulary) -> dict[str, float]:
-    """The likeliest tokens, and the chosen one even if it is none of them."""
-    ranked = (*token.top, (token.id, token.logprob))
-    return {_text(x, vocabulary): _finite(logprob) for x, logprob in ranked}
 
 
 def _text(token: int, vocabulary: Vocabulary) -> str:
@@ -102,16 +100,15 @@ class StopStrings:
         text = self._held + text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         cut, self.found = min(found) if found else (len(text) - self._num_undecided(text), None)
-        self._held = text[cut:]
-        return self._pass(text[:cut])
+        shown, self._held = text[:cut], text[cut:]
+        self.num_passed += len(shown)
+        return shown
 
     def flush(self) -> str:
         """Let out what was held back: at the answer's end it began no stop string after all."""
-        return "" if self.hit else self._pass(self._held)
-
-    def _pass(self, text: str) -> str:
-        self.num_passed += len(text)
-        return text
+        shown = "" if self.hit else self._held
+        self.num_passed += len(shown)
+        return shown
 
     def _num_undecided(self, text: str) -> int:
         """The length of the longest end of ``text`` that is a stop string's beginning."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engines.host.work_line import QueueFull
 from engines.http import CacheOutcome
 from engines.mlx_worker.answer.output_processor import Delta, OutputProcessor, ShownReason
 from engines.mlx_worker.generation import (
-    ContextTooLong,
     Event,
     EventQueue,
     Failed,
@@ -71,7 +69,7 @@ ReplyEvent: TypeAlias = PrefillProgress | ChoiceDelta | ChoiceEnd
 
 
 class ReplyStream:
-    """All generations of a request, read as one. Use as a context: leaving it early cancels them.
+    """All generations of a request, read as one.
 
     Belongs to the event loop.
     """
@@ -80,14 +78,14 @@ class ReplyStream:
         """Submit the plan's generations.
 
         Raises:
-            ContextTooLong, QueueFull: one was refused; then none is left running.
+            InvalidRequest, QueueFull: one was refused; then none is left running.
         """
         self._plan = plan
         self._streams: list[EventQueue] = []
         try:
             for generation in plan.generations:
                 self._streams.append(owner.submit(generation))
-        except (ContextTooLong, QueueFull):
+        except (InvalidRequest, QueueFull):
             self._cancel()
             raise
         self._events = _merged(self._streams)
@@ -95,15 +93,8 @@ class ReplyStream:
         self._stopping: set[int] = set()
         self._outcomes: dict[int, CacheOutcome] = {}  # by generation, the first admitted first
 
-    async def __aenter__(self) -> ReplyStream:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def aclose(self) -> None:
+        """End it; what still runs is cancelled."""
         if self._num_open:
             self._cancel()
         await self._events.aclose()
@@ -153,36 +144,31 @@ class ReplyStream:
             "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
-    def _shown(self, number: int, event: Event) -> Sequence[ReplyEvent]:
+    def _shown(self, number: int, event: Event) -> Iterator[ReplyEvent]:
         match event:
             case Token():
-                return self._take(number, event)
+                choice = number * self._plan.num_choices + event.index
+                output = self._plan.outputs[choice]
+                delta = output.take(event)
+                if output.stopped and choice not in self._stopping:
+                    self._stopping.add(choice)
+                    self._streams[number].stop(event.index)
+                if delta:
+                    yield ChoiceDelta(choice, delta)
             case Finished():
-                return self._end(number, event)
+                choice = number * self._plan.num_choices + event.index
+                if event.reason == "cancelled" and choice not in self._stopping:
+                    raise GenerationFailed("it was ended because the engine is shutting down")
+                output = self._plan.outputs[choice]
+                delta, reason = output.finish(event.reason)
+                self._num_open -= 1
+                if delta:
+                    yield ChoiceDelta(choice, delta)
+                yield ChoiceEnd(choice, reason, output.stop)
             case PrefillProgress():
-                return [event]
+                yield event
             case PromptAdmitted():
                 self._outcomes[number] = event.cache
-        return []
-
-    def _take(self, number: int, token: Token) -> Sequence[ReplyEvent]:
-        choice = number * self._plan.num_choices + token.index
-        output = self._plan.outputs[choice]
-        delta = output.take(token)
-        if output.stopped and choice not in self._stopping:
-            self._stopping.add(choice)
-            self._streams[number].stop(token.index)
-        return [ChoiceDelta(choice, delta)] if delta else []
-
-    def _end(self, number: int, finished: Finished) -> Sequence[ReplyEvent]:
-        choice = number * self._plan.num_choices + finished.index
-        if finished.reason == "cancelled" and choice not in self._stopping:
-            raise GenerationFailed("it was ended because the engine is shutting down")
-        output = self._plan.outputs[choice]
-        delta, reason = output.finish(finished.reason)
-        self._num_open -= 1
-        rest: list[ReplyEvent] = [ChoiceDelta(choice, delta)] if delta else []
-        return [*rest, ChoiceEnd(choice, reason, output.stop)]
 
     def _raise_if_failed(self, event: Event) -> None:
         if not isinstance(event, Failed):

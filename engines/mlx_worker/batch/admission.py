@@ -28,9 +28,8 @@ from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import PrefillFollowers, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request
 from engines.mlx_worker.generation import EventBuffer, PromptAdmitted
-from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, ColdSessions
-from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
-from engines.mlx_worker.sessions.hot_sessions import HotSession, HotSessions
+from engines.mlx_worker.sessions.cold_sessions import ColdPrefix
+from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSession, HotSessions, resolved
 from kvstore.blobs.state_tree import state_nbytes
 from kvstore.session import SessionName, SessionRef
 from kvstore.store.restorer import Restored
@@ -109,23 +108,21 @@ class Admission:
 
     def __init__(
         self,
-        prefixes: PrefixReuse,
         prefiller: Prefiller,
         batches: Batches,
         budget: MemoryBudget,
         hot_cache: HotCache,
-        cold: ColdSessions | None,
         limit: QueueLimit,
         events: EventBuffer,
         clock: Callable[[], float],
     ) -> None:
-        self._prefixes = prefixes
+        self._prefixes = PrefixReuse(hot_cache)
         self._prefiller = prefiller
         self._batches = batches
         self._shared = PrefillFollowers()
         self._budget = budget
         self._hot_cache = hot_cache
-        self._cold = cold
+        self._cold = hot_cache.cold
         self._limit = limit
         self._events = events
         self._clock = clock

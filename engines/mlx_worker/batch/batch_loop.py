@@ -15,14 +15,11 @@ from engines.host.work_line import QueueLimit
 from engines.mlx_worker.batch.admission import Admission, MemoryBudget
 from engines.mlx_worker.batch.batches import Batches, LengthBucket, StepOutput
 from engines.mlx_worker.batch.prefill import Prefiller
-from engines.mlx_worker.batch.prefix_reuse import PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request, RunningRequests, Sequence
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, PrefillProgress
-from engines.mlx_worker.sessions.cold_sessions import ColdSessions, Post
-from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
-from engines.mlx_worker.sessions.hot_sessions import HotSessions
+from engines.mlx_worker.sessions.hot_sessions import HotCache
 from kvstore.session import SessionName
 from kvstore.store.states import StateAt
 
@@ -36,43 +33,29 @@ class BatchLoop:
         self,
         model: Any,
         plan: CachePlan,
-        cold: ColdSessions | None,
         config: EngineConfig,
-        *,
+        hot_cache: HotCache,
         events: EventBuffer,
         limit: QueueLimit,
-        post: Post,
-        notify: Notify,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make the loop for one model.
 
         Args:
             limit: counts the requests that wait.
-            post: runs a command on the owner thread, between two rounds.
             clock: in seconds; only differences count.
         """
-        self.cold = cold
-        self.hot_cache = HotCache(HotSessions(clock), cold, notify, lambda: post(_look))
-        state_step = cold.store.chunk_tokens if plan.needs_state and cold is not None else 0
+        self.hot_cache, self.cold = hot_cache, hot_cache.cold
+        state_step = self.cold.store.chunk_tokens if plan.needs_state and self.cold else 0
         self.prefiller = Prefiller(model, config.prefill_step, state_step)
         # The last place may go to a task of several answers.
         self.batches = Batches(model, 2 * config.max_batch, state_step)
         self.budget = MemoryBudget(
-            config, plan.cost, self.batches, self.prefiller, self.hot_cache.sessions
+            config, plan.cost, self.batches, self.prefiller, hot_cache.sessions
         )
-        self.admission = Admission(
-            PrefixReuse(self.hot_cache, cold),
-            self.prefiller,
-            self.batches,
-            self.budget,
-            self.hot_cache,
-            cold,
-            limit,
-            events,
-            clock,
-        )
-        self.requests = RunningRequests(self.hot_cache, events, notify)
+        parts = (self.prefiller, self.batches, self.budget, hot_cache)
+        self.admission = Admission(*parts, limit, events, clock)
+        self.requests = RunningRequests(hot_cache, events)
         self._entries = itertools.count()
         self._counters: Counter[str] = Counter()
 
@@ -266,7 +249,3 @@ class BatchLoop:
             caches = [] if task.sequences else task.caches
             unchanged = task.saved if task.num_cached == task.num_reused else None
             self.requests.finish(sequence, "cancelled", caches, task.num_cached, unchanged)
-
-
-def _look() -> None:
-    """Do nothing: as a command it only makes the owner thread look for work."""

@@ -21,12 +21,13 @@ from typing import TypeAlias
 from engines.http import COLD_SOURCES, CacheOutcome
 from engines.mlx_worker.batch.request import PrefillTask
 from engines.mlx_worker.cache import kv_arrays
-from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, ColdSessions
-from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
+from engines.mlx_worker.sessions.cold_sessions import ColdPrefix
 from engines.mlx_worker.sessions.hot_sessions import (
     SHORTEST_SHARED,
+    HotCache,
     HotPrefix,
     common_prefix,
+    resolved,
     whole_chunks,
 )
 from kvstore.session import UNKNOWN_REASONS, MissReason
@@ -37,9 +38,9 @@ Then: TypeAlias = Callable[[CacheOutcome], None]
 class PrefixReuse:
     """Gives prefill tasks the caches they can start from. Belongs to the owner thread."""
 
-    def __init__(self, hot_cache: HotCache, cold: ColdSessions | None) -> None:
+    def __init__(self, hot_cache: HotCache) -> None:
         self._hot_cache = hot_cache
-        self._cold = cold
+        self._cold = hot_cache.cold
         # Tasks that the cold store is being asked for.
         self._asked: dict[PrefillTask, tuple[HotPrefix | None, Then]] = {}
 

@@ -31,8 +31,8 @@ from engines.mlx_worker.generation import (
     Generation,
     SequenceSampling,
 )
-from engines.mlx_worker.sessions.hot_cache import HotCache, Notify
-from engines.mlx_worker.sessions.hot_sessions import HotSession
+from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSession
+from engines.wire import RequestProgress
 from kvstore.blobs.chain import Chain
 from kvstore.session import SessionName
 from kvstore.store.states import StateAt
@@ -139,6 +139,14 @@ class Request:
         return session.name if session else None
 
     @property
+    def progress(self) -> RequestProgress:
+        """Tokens that are computed so far, of a session's request. Any thread."""
+        assert self.key is not None
+        prompt = len(self.prompt)
+        answered = sum(len(x.emitted) for x in list(self.sequences))
+        return RequestProgress(*self.key, prompt, min(prompt, self.num_fed), answered)
+
+    @property
     def taken_states(self) -> list[StateAt]:
         """All states that it holds."""
         return [*self.states, *([self.answer_state] if self.answer_state else [])]
@@ -238,10 +246,9 @@ class RunningRequests:
     a caller that must miss none asks here.
     """
 
-    def __init__(self, hot_cache: HotCache, events: EventBuffer, notify: Notify) -> None:
+    def __init__(self, hot_cache: HotCache, events: EventBuffer) -> None:
         self._hot_cache = hot_cache
         self._events = events
-        self._notify = notify
         self._requests: dict[Request, None] = {}
         self.counters: Counter[str] = Counter()
 
@@ -316,4 +323,4 @@ class RunningRequests:
         if (key := request.key) and (session := request.generation.session):
             self._hot_cache.sessions.end_turn(key, len(request.generation.prompt))
             if not request.forgotten:
-                self._notify("turn", session)
+                self._hot_cache.notify("turn", session)

@@ -13,9 +13,10 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.host.work_line import QueueFull
-from engines.mlx_worker.generation import ContextTooLong, SequenceSampling
+from engines.mlx_worker.generation import SequenceSampling
 from engines.mlx_worker.model.loading import UsualSampling
 from engines.mlx_worker.owner import Owner
+from engines.openai.errors import InvalidRequest
 from tests.integration.mlx_owner.harness import begun, engine, read, session, text
 from tests.integration.tiny_models import KINDS, tiny_model
 
@@ -250,7 +251,7 @@ async def test_a_step_that_fails_takes_its_batch_along_and_the_engine_lives_on()
 async def test_prompts_that_cannot_fit_are_refused_with_both_numbers():
     async with engine("llama", max_context=100) as it:
         assert it.owner.facts.max_context == 100
-        with pytest.raises(ContextTooLong, match="100 tokens.*120 tokens"):
+        with pytest.raises(InvalidRequest, match="100 tokens.*120 tokens"):
             it.submit(text(1, 120))
         answer = await it.turn(text(1, 95), max_tokens=50)
     assert len(answer.tokens) == 5

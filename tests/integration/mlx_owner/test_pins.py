@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mlx
 async def test_a_session_that_the_store_lost_is_reported_and_loses_its_pin(tmp_path: Path) -> None:
     one, heard = session("one"), list[tuple[str, SessionRef]]()
     async with engine("llama", tmp_path) as it:
-        it.owner.listen(lambda cause, ref, why: heard.append((cause, ref)))
+        it.owner.on_change = lambda cause, ref, why: heard.append((cause, ref))
         await it.turn(text(1, 200), one)
         await it.settled()
         await it.verbs.pin(one, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.generation import EventBuffer, EventQueue, Generation, PromptAdmitted
+from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSessions
 from kvstore.session import SessionRef
 from tests.integration.mlx_owner.harness import GREEDY, engine, read, session, text
 from tests.integration.tiny_models import KINDS, UNTRIMMABLE, tiny_model
@@ -60,12 +62,10 @@ class Loop:
         self.batching = BatchLoop(
             loaded.model,
             probe(loaded.model),
-            None,
             EngineConfig(prefill_step=CHUNK),
-            events=self._events,
-            limit=QueueLimit(99),
-            post=lambda work: None,
-            notify=lambda *notice: None,
+            HotCache(HotSessions(time.monotonic), None, lambda *notice: None, lambda: None),
+            self._events,
+            QueueLimit(99),
         )
 
     def arrive(self, prompt: Sequence[int], ref: SessionRef) -> Request:

@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from engines.host.safe_cuts import Cuts, holds, safe_cuts, tokenizing
-from engines.host.segment_cache import ENTRY_BYTES, SegmentCache
+from engines.host.segment_cache import ENTRY_BYTES, Cuts, SegmentCache, holds, safe_cuts
 from tests.unit.engines.host.kinds_of_tokenizers import (
     CONTROLS,
     KINDS,
@@ -132,7 +131,7 @@ def test_a_token_that_is_refused_is_no_cut(name: str):
     of, tokens, before, rest = COUNTEREXAMPLES[name]
     backend = with_tokens(kind(of), tokens)
     assert whole(backend, before) + whole(backend, rest) != whole(backend, before + rest)
-    refused = safe_cuts(tokenizing(backend)).refused
+    refused = safe_cuts(backend).refused
     assert any(rest.startswith(x) for x in refused if x), refused
     agrees(backend, [before + rest])
 

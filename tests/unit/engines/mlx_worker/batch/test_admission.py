@@ -16,7 +16,7 @@ from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, EventQueue, Generation, SequenceSampling
-from engines.mlx_worker.sessions.hot_sessions import HotSession
+from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSession, HotSessions
 from kvstore.session import SessionRef
 
 pytestmark = pytest.mark.mlx
@@ -30,16 +30,17 @@ class Line:
         self.limit = QueueLimit(10)
         events = EventBuffer(asyncio.get_running_loop())
         plan = CachePlan(("KVCache",), KVCost(8), None)
+        hot_cache = HotCache(
+            HotSessions(lambda: self.now_s), None, lambda *notice: None, lambda: None
+        )
         self.batching = BatchLoop(
             SimpleNamespace(layers=()),
             plan,
-            None,
             EngineConfig(hot_bytes=hot_bytes),
-            events=events,
-            limit=self.limit,
-            post=lambda work: None,
-            notify=lambda *notice: None,
-            clock=lambda: self.now_s,
+            hot_cache,
+            events,
+            self.limit,
+            lambda: self.now_s,
         )
 
     def arrive(self, num_answers: int = 1) -> Request:

@@ -11,8 +11,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from engines.mlx_worker.sessions.cold_sessions import ColdSessions
-from engines.mlx_worker.sessions.hot_cache import HotCache, resolved
-from engines.mlx_worker.sessions.hot_sessions import HotSession, HotSessions
+from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSession, HotSessions, resolved
 from kvstore.session import SessionRef
 from kvstore.store.states import StateAt
 
