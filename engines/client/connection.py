@@ -234,10 +234,10 @@ class HttpAddress:
         if not self._path:
             loop, tls = asyncio.get_running_loop(), self._tls
             async with asyncio.timeout(self._connect_s):
-                transport, _ = await loop.create_connection(
+                opened, _ = await loop.create_connection(
                     lambda: response, self._hostname, self._port, ssl=tls
                 )
-                return transport
+                return opened
         if not self._line.locked() and (transport := await self._try_here(response)):
             return transport
         async with self._line:
@@ -286,6 +286,43 @@ _JOINED_BYTES = 64 << 10
 log = logging.getLogger("thermocline.engines")
 
 
+class StallWatchdog:
+    """Notices a wait that lasts too long, without a timer for every wait.
+
+    Its user adds one to ``edges`` when a wait begins and when it ends, so it is odd during a wait.
+    A look now and then shows whether it is still the same wait. This costs two additions per wait,
+    where a timer would cost as much as relaying a chunk.
+    """
+
+    def __init__(self, limit_s: float, give_up: Callable[[], None]) -> None:
+        """Start to look.
+
+        Args:
+            limit_s: the longest wait, in seconds; it is noticed up to a quarter later.
+            give_up: called once, on the event loop, during such a wait.
+        """
+        self.edges = 0
+        self._give_up = give_up
+        self._gap_s = limit_s / LOOKS_PER_LIMIT
+        self._seen = -1
+        self._num_looks = 0
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._gap_s, self._look)
+
+    def stop(self) -> None:
+        """Look no more; ``give_up`` is not called any more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        same_wait = self.edges % 2 == 1 and self.edges == self._seen
+        self._num_looks = self._num_looks + 1 if same_wait else 0
+        self._seen = self.edges
+        if self._num_looks == LOOKS_PER_LIMIT:
+            self._give_up()
+        else:
+            self._timer = self._loop.call_later(self._gap_s, self._look)
+
+
 class HttpExchange(HttpResponse):
     """A request and its response; an ``engines.base.Upstream``.
 
@@ -297,8 +334,6 @@ class HttpExchange(HttpResponse):
         super().__init__()
         self._address = address
         self._stall_timeout_s = stall_timeout_s
-        self._waits_since: float | None = None  # for the engine; by the event loop's clock
-        self._looking: asyncio.TimerHandle | None = None
 
     async def send(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
         """Send the request; ``head`` waits for the answer, for which a large body is not needed.
@@ -323,28 +358,23 @@ class HttpExchange(HttpResponse):
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See ``engines.base.Upstream``."""
-        if self.is_stream:
-            self._look()
+        watchdog = StallWatchdog(self._stall_timeout_s, self._stalled)
+        if not self.is_stream:
+            watchdog.stop()
         try:
             while True:
-                self._waits_since = self._loop.time()
+                watchdog.edges += 1
                 chunk = await self.next_chunk()
-                self._waits_since = None  # what follows is the reader's time, not the engine's
+                watchdog.edges += 1  # what follows is the reader's time, not the engine's
                 if not chunk:
                     return
                 yield chunk
         finally:
-            if self._looking is not None:
-                self._looking.cancel()
+            watchdog.stop()
 
     async def read(self) -> bytes:
         """See ``engines.base.Upstream``."""
         return b"".join([chunk async for chunk in self.chunks()])
 
-    def _look(self) -> None:
-        """Give up a wait that lasts too long. A timer for every wait would cost as much as it."""
-        since, limit_s = self._waits_since, self._stall_timeout_s
-        if since is not None and self._loop.time() - since >= limit_s:
-            self.fail(EngineStalled(f"the engine sent nothing for {limit_s:g} s"))
-        else:
-            self._looking = self._loop.call_later(limit_s / LOOKS_PER_LIMIT, self._look)
+    def _stalled(self) -> None:
+        self.fail(EngineStalled(f"the engine sent nothing for {self._stall_timeout_s:g} s"))
