@@ -20,7 +20,8 @@ import msgspec
 
 from engines.config import CalibrationOrder
 from engines.mlx_worker.owner import Owner
-from engines.mlx_worker.sessions.hot_sessions import Cause, HotSession
+from engines.mlx_worker.sessions.cold_sessions import HotSession
+from engines.mlx_worker.sessions.hot_sessions import Cause
 from engines.wire import (
     CodecReport,
     Done,

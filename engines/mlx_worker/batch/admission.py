@@ -28,8 +28,8 @@ from engines.mlx_worker.batch.prefill import Prefiller
 from engines.mlx_worker.batch.prefix_reuse import PrefillFollowers, PrefixReuse
 from engines.mlx_worker.batch.request import PrefillTask, Request
 from engines.mlx_worker.generation import EventBuffer, PromptAdmitted
-from engines.mlx_worker.sessions.cold_sessions import ColdPrefix
-from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSession, HotSessions, resolved
+from engines.mlx_worker.sessions.cold_sessions import ColdPrefix, HotSession
+from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSessions, resolved
 from kvstore.blobs.state_tree import state_nbytes
 from kvstore.session import SessionName, SessionRef
 from kvstore.store.restorer import Restored

@@ -31,7 +31,8 @@ from engines.mlx_worker.generation import (
     Generation,
     SequenceSampling,
 )
-from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSession
+from engines.mlx_worker.sessions.cold_sessions import HotSession
+from engines.mlx_worker.sessions.hot_sessions import HotCache
 from engines.wire import RequestProgress
 from kvstore.blobs.chain import Chain
 from kvstore.session import SessionName

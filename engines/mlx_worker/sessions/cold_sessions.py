@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,12 +21,11 @@ import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import CachePlan, Caches
-from engines.mlx_worker.sessions.hot_sessions import HotSession
 from kvstore.blobs.chain import Chain, Piece
 from kvstore.blobs.state_tree import state_nbytes
 from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.ledger.record import SessionRecord
-from kvstore.session import TIERS, MissReason, SessionRef
+from kvstore.session import TIERS, MissReason, SessionName, SessionRef
 from kvstore.shapes import KVRun, slice_tokens
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.restorer import Match, Restored
@@ -40,6 +39,37 @@ NUM_RESTORES = 4
 
 # Runs a command on the owner thread, soon. Any thread may call it.
 Post: TypeAlias = Callable[[Callable[[], None]], None]
+
+
+@dataclass(eq=False)
+class HotSession:
+    """An idle session. Its ``caches`` hold exactly ``num_tokens`` tokens.
+
+    Those are ``tokens``, int32 (num_tokens,). Of a session that was restored ahead of its turn they
+    are not known, but ``chain`` is, the names of its full chunks; it has no tokens after them.
+    Otherwise the first names are known if they were needed before.
+    """
+
+    ref: SessionRef
+    caches: Caches
+    num_tokens: int
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    chain: Chain = ()
+    restored_tokens: int = 0  # the first so many may have been restored from a lossy copy
+    nbytes: int = 0
+    last_used_s: float = 0.0  # monotonic
+    # Resolved by the store: True = there is a cold copy. Unresolved = a save is on its way.
+    saved: Future[bool] = field(default_factory=Future)
+    was_refused: bool = False  # by the store, whose queue was full; it is asked twice
+
+    @property
+    def key(self) -> SessionName:
+        return self.ref.name
+
+    @property
+    def is_saved(self) -> bool:
+        """True once there is a cold copy."""
+        return self.saved.done() and self.saved.result()
 
 
 @dataclass(frozen=True)

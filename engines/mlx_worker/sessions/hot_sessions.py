@@ -18,21 +18,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches
+from engines.mlx_worker.sessions.cold_sessions import ColdSessions, HotSession
 from kvstore.blobs.chain import Chain, num_common
 from kvstore.session import CHUNK_TOKENS, SessionName, SessionRef
 from kvstore.store.states import StateAt
-
-if TYPE_CHECKING:
-    from engines.mlx_worker.sessions.cold_sessions import ColdSessions
 
 logger = logging.getLogger(__name__)
 
@@ -44,37 +42,6 @@ Cause: TypeAlias = Literal["saved", "dropped", "moved", "restored", "lost", "tur
 # Called at every change of a session, on any thread.
 Notify: TypeAlias = Callable[[Cause, SessionRef], None]
 ChainOf: TypeAlias = Callable[[SessionRef, np.ndarray], Chain]
-
-
-@dataclass(eq=False)
-class HotSession:
-    """An idle session. Its ``caches`` hold exactly ``num_tokens`` tokens.
-
-    Those are ``tokens``, int32 (num_tokens,). Of a session that was restored ahead of its turn they
-    are not known, but ``chain`` is, the names of its full chunks; it has no tokens after them.
-    Otherwise the first names are known if they were needed before.
-    """
-
-    ref: SessionRef
-    caches: Caches
-    num_tokens: int
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    chain: Chain = ()
-    restored_tokens: int = 0  # the first so many may have been restored from a lossy copy
-    nbytes: int = 0
-    last_used_s: float = 0.0  # monotonic
-    # Resolved by the store: True = there is a cold copy. Unresolved = a save is on its way.
-    saved: Future[bool] = field(default_factory=Future)
-    was_refused: bool = False  # by the store, whose queue was full; it is asked twice
-
-    @property
-    def key(self) -> SessionName:
-        return self.ref.name
-
-    @property
-    def is_saved(self) -> bool:
-        """True once there is a cold copy."""
-        return self.saved.done() and self.saved.result()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.mlx_worker.sessions.hot_sessions import HotSession
+from engines.mlx_worker.sessions.cold_sessions import HotSession
 from kvstore.blobs.chain import CHUNK, RECORD
 from kvstore.blobs.format import codec_in
 from kvstore.blobs.packer import StoreCodecs

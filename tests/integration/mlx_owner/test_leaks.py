@@ -14,7 +14,7 @@ import pytest
 from engines.mlx_worker.batch.request import PrefillTask, Request, Sequence
 from engines.mlx_worker.generation import EventQueue
 from engines.mlx_worker.owner import LARGE_BLOCK_BYTES
-from engines.mlx_worker.sessions.hot_sessions import HotSession
+from engines.mlx_worker.sessions.cold_sessions import HotSession
 from tests.integration.mlx_owner.harness import engine, read, session, text
 
 pytestmark = pytest.mark.mlx

@@ -16,7 +16,8 @@ from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan
 from engines.mlx_worker.generation import EventBuffer, EventQueue, Generation, SequenceSampling
-from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSession, HotSessions
+from engines.mlx_worker.sessions.cold_sessions import HotSession
+from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSessions
 from kvstore.session import SessionRef
 
 pytestmark = pytest.mark.mlx

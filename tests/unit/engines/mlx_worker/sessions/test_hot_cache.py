@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from engines.mlx_worker.sessions.cold_sessions import ColdSessions
-from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSession, HotSessions, resolved
+from engines.mlx_worker.sessions.cold_sessions import ColdSessions, HotSession
+from engines.mlx_worker.sessions.hot_sessions import HotCache, HotSessions, resolved
 from kvstore.session import SessionRef
 from kvstore.store.states import StateAt
 

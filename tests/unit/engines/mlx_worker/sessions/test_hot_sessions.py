@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from engines.mlx_worker.cache.layout import Caches
-from engines.mlx_worker.sessions.hot_sessions import (
-    HotSession,
-    HotSessions,
-    common_prefix,
-)
+from engines.mlx_worker.sessions.cold_sessions import HotSession
+from engines.mlx_worker.sessions.hot_sessions import HotSessions, common_prefix
 from kvstore.session import SessionRef
 
 pytestmark = pytest.mark.mlx
