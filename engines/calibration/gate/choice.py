@@ -5,13 +5,14 @@ Every engine chooses at its start, and again whenever something was measured.
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from engines.calibration.gate.rules import Bound, beyond_measured, preferred, refusal
 from engines.calibration.orders import FALLBACKS
+from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.codecs.base import Codec
 from kvstore.codecs.catalogue import USUAL_STATES
 from kvstore.codecs.names import EXACT, JOIN, OWN, USUAL, first_part, for_session, must_learn
@@ -19,15 +20,11 @@ from kvstore.codecs.presets import canonical_name, codec_by_name, open_codec
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.codecs.rows.packed_layout import PackedLayout
+from kvstore.codecs.session_codec import SessionCodec, open_session_codec
 from kvstore.codecs.stacks.fused import for_sizes_alone
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.shapes import KVLayout, StateLayout
-
-if TYPE_CHECKING:
-    from kvstore.codecs.session_codec import SessionCodec
-
-logger = logging.getLogger(__name__)
 
 _OVERRULE: Final = "accept the loss with store.accept_loss = true"
 
@@ -43,6 +40,7 @@ class Choice:
     compared: tuple[Quality, ...] = ()  # of all codecs whose times were compared
     unmeasured: bool = False  # a calibration may lead to another choice
     session: SessionCodec | None = None  # how states are packed beside it; None = they are exact
+    profile: Profile | None = None  # what the preset has learned of the model
 
     @property
     def is_exact(self) -> bool:
@@ -53,6 +51,14 @@ class Choice:
     def id(self) -> str:
         """The id of the codec that was measured: of rows and states together."""
         return self.codec.id if self.session is None else self.session.id
+
+    @functools.cached_property
+    def codecs(self) -> StoreCodecs:
+        """The codecs that a store packs with, and others that it may read."""
+        if self.is_exact:
+            return StoreCodecs(self.codec)
+        session = self.session if self.session is not None and not self.session.exact else None
+        return StoreCodecs(self.codec, session, readable=(RAW,), profile=self.profile)
 
 
 def choose(
@@ -78,13 +84,15 @@ def choose(
     """
     if isinstance(layout, PackedLayout):
         return _packed(name, config, layout, profile)
-    if not _has_choice(layout, states):
+    kinds = (False, False)  # are there windows, and matrices?
+    if states is not None:
+        kinds = (states.windows is not None, states.has_matrices)
+    if not layout.layers and not any(kinds):
         return exact("this model keeps nothing that a codec could pack")
-    model = _Model(layout, profile, unmeasurable, states)
-    if name == AUTO:
-        return _auto(config, model)
-    name = for_session(canonical_name(name), *_kinds(states))
-    return _named(name, config, model)
+    model = _Model(config, layout, profile, unmeasurable, states)
+    return (
+        _auto(model) if name == AUTO else _named(for_session(canonical_name(name), *kinds), model)
+    )
 
 
 def _packed(
@@ -101,7 +109,8 @@ def _packed(
     codec = packed_codec(codec_by_name(name), layout)
     codec.check(layout)
     rows = _rows(profile, name, codec.id)
-    choice = Choice(name, codec, f"live KV is packed so; {_figures(name, rows)}", tuple(rows))
+    why, own = f"live KV is packed so; {_figures(name, rows)}", profile and profile.only(name)
+    choice = Choice(name, codec, why, tuple(rows), profile=own)
     refused = refusal(rows, name, Bound(kl=config.max_kl)) if rows else f"{name} was not measured"
     if refused and not config.accept_loss:
         raise CodecRefused(
@@ -111,20 +120,11 @@ def _packed(
     return replace(choice, why=f"the loss was accepted: {refused}") if refused else choice
 
 
-def _kinds(states: StateLayout | None) -> tuple[bool, bool]:
-    """Say whether there are windows, and whether there are matrices."""
-    return (False, False) if states is None else (states.windows is not None, states.has_matrices)
-
-
-def _has_choice(layout: KVLayout, states: StateLayout | None) -> bool:
-    has_states = states is not None and (states.windows is not None or states.has_matrices)
-    return (bool(layout.layers) or has_states) and not isinstance(layout, PackedLayout)
-
-
 @dataclass(frozen=True)
 class _Model:
     """Holds what is known of the model; see ``choose``."""
 
+    config: StoreConfig
     layout: KVLayout
     profile: Profile | None
     unmeasurable: str
@@ -140,9 +140,9 @@ class _Model:
         return f"{rows}{JOIN}{USUAL_STATES}" if self.states.has_matrices else rows
 
 
-def _auto(config: StoreConfig, model: _Model) -> Choice:
+def _auto(model: _Model) -> Choice:
     """Choose a preset; also says which denser presets, and the first, are out of bounds."""
-    bound, profile, first = Bound(kl=config.max_kl), model.profile, model.first
+    bound, profile, first = Bound(kl=model.config.max_kl), model.profile, model.first
     measured = {x: rows for x in _by_density(profile) if (rows := _measured(x, model))}
     refused = {
         x: why
@@ -159,7 +159,7 @@ def _auto(config: StoreConfig, model: _Model) -> Choice:
     if not good:
         words = "; ".join(filter(None, [missing, *refused.values()]))
         return exact(words, unmeasured=unmeasured)
-    name, reason = preferred(good, config.restore_share)
+    name, reason = preferred(good, model.config.restore_share)
     found = _opened(name, model)
     assert found is not None  # it was measured
     passed = [y for x, y in refused.items() if x == first or _bits(measured[x]) < _bits(good[name])]
@@ -172,24 +172,24 @@ def _bits(rows: Sequence[Quality]) -> float:
     return rows[-1].bits_per_element
 
 
-def _named(name: str, config: StoreConfig, model: _Model) -> Choice:
-    choice, bound = _opened(name, model), Bound(kl=config.max_kl)
-    unmeasurable = model.unmeasurable
+def _named(name: str, model: _Model) -> Choice:
+    choice, config = _opened(name, model), model.config
     if choice is not None and choice.is_exact:
         return replace(choice, why=f"{name} loses nothing")
     refused = f"{name} was not measured"
     if choice is not None and choice.rows:
-        refused = refusal(choice.rows, name, bound) or beyond_measured(name, model.profile)
+        refused = refusal(choice.rows, name, Bound(kl=config.max_kl))
+        refused = refused or beyond_measured(name, model.profile)
     if choice is not None and config.accept_loss:
         return replace(choice, why=f"the loss was accepted: {refused or choice.why}")
     if choice is not None and choice.rows:
         if refused:
             raise CodecRefused(f"{refused}; choose another codec, or {_OVERRULE}")
         return choice
-    if unmeasurable:
+    if model.unmeasurable:
         remedy = f"use raw, or {_OVERRULE}" if choice else "use raw"
         raise CodecRefused(
-            f"codec {name} cannot be measured on this model: {unmeasurable}; {remedy}"
+            f"codec {name} cannot be measured on this model: {model.unmeasurable}; {remedy}"
         )
     if not config.calibrate and choice is None:
         raise CodecRefused(
@@ -231,8 +231,6 @@ def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
     session = None
     try:
         if model.states is not None:
-            from kvstore.codecs.session_codec import open_session_codec
-
             session = open_session_codec(name, own, model.states)
             session.check(model.layout, model.states)
         codec = session.kv if session is not None else open_codec(name, own)
@@ -241,7 +239,7 @@ def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
         if must_learn(name):
             return None
         raise
-    choice = Choice(name, codec, "", session=session)
+    choice = Choice(name, codec, "", session=session, profile=own)
     rows = _rows(own, name, choice.id)
     return replace(choice, why=_figures(name, rows), rows=tuple(rows))
 

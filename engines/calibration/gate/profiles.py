@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
 from kvstore.codecs.names import first_part
 from kvstore.codecs.profile import OF_WINDOWS, UNFINISHED, Profile, load_profile
@@ -32,7 +32,7 @@ def make_folder(data: Path) -> None:
     """
     folder = data / "profiles"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _alone(folder):
+    with _held(folder / LOCK):
         pass
 
 
@@ -43,7 +43,7 @@ def save(profile: Profile, data: Path) -> Path:
     """
     path = profile_path(data, profile.fingerprint)
     make_folder(data)
-    with _alone(path.parent):
+    with _held(path.parent / LOCK):  # of two that end together none undoes the other's result
         for unfinished in path.parent.glob(f"{path.name}.*{UNFINISHED}"):
             unfinished.unlink(missing_ok=True)  # of writers that were killed
         if path.exists():
@@ -65,33 +65,27 @@ def load(data: Path, fingerprint: str) -> Profile | None:
         return None
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder: of two calibrations that end together none must undo the other's result."""
-    with (folder / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees the lock of the dead
-        yield
-
-
-@contextmanager
-def locked(data: Path, fingerprint: str, wait: Callable[[], None]) -> Iterator[None]:
+def locked(data: Path, fingerprint: str, wait: Callable[[], None]) -> AbstractContextManager[None]:
     """Lock the measurement of one model; ``wait`` is called while another process has the lock.
 
     Raises ``OSError`` if nothing can be written into the folder, and any error of ``wait``.
     """
     make_folder(data)
-    with (data / "profiles" / f"{fingerprint}{MEASURING}").open("w") as lock:
-        while not _try_lock(lock):
-            wait()
+    return _held(data / "profiles" / f"{fingerprint}{MEASURING}", wait)
+
+
+@contextmanager
+def _held(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold a lock, which the system frees if this process dies. Without ``wait`` it blocks."""
+    with path.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if wait else 0))
+                break
+            except BlockingIOError:
+                assert wait is not None
+                wait()
         yield
-
-
-def _try_lock(lock: TextIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _with_older(profile: Profile, path: Path) -> Profile:

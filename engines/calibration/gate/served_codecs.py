@@ -6,11 +6,10 @@ codec's id (``opened``).
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -19,13 +18,12 @@ from engines.calibration.gate.profiles import load, profile_path
 from engines.calibration.gate.rules import is_doubtful
 from engines.calibration.orders import DENSEST
 from engines.wire import CodecReport
-from kvstore.blobs.packer import RAW, StoreCodecs
+from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.names import EXACT, first_part
 from kvstore.codecs.presets import warm
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality, short_row
 from kvstore.codecs.registration import import_registering
-from kvstore.codecs.session_codec import SessionCodec
 from kvstore.codecs.stacks.fused import packing_later
 from kvstore.config import AUTO, StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
@@ -43,23 +41,9 @@ class AdoptCodecs(Protocol):
     def __call__(self, codecs: StoreCodecs, *, keep: bool) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Chosen:
+class _Chosen(NamedTuple):
     choice: Choice
     measured: tuple[Quality, ...] = ()  # all rows of the model's profile
-    profile: Profile | None = None  # of the choice, for other servers
-
-    @functools.cached_property
-    def codecs(self) -> StoreCodecs:
-        codecs = StoreCodecs(self.choice.codec, _lossy_session(self.choice))
-        if codecs.exact:
-            return codecs
-        return replace(codecs, readable=(RAW,), profile=self.profile)
-
-
-def _lossy_session(choice: Choice) -> SessionCodec | None:
-    """Return how a choice packs states, if it does not keep them exactly."""
-    return None if choice.session is None or choice.session.exact else choice.session
 
 
 def _never(call: Callable[[], None]) -> None:
@@ -118,18 +102,13 @@ class ServedCodecs:
     @property
     def codecs(self) -> StoreCodecs:
         """The codecs that the store packs with, and others that it may read."""
-        return self._chosen.codecs
-
-    @property
-    def choice(self) -> Choice:
-        """The codec that is written, and why."""
-        return self._chosen.choice
+        return self._chosen.choice.codecs
 
     @property
     def report(self) -> CodecReport:
         """The codecs and the reasons for them, as they are reported to the gateway."""
-        chosen, choice = self._chosen, self._chosen.choice
-        others = [short_row(row) for row in chosen.measured if row not in choice.rows]
+        choice, measured = self._chosen
+        others = [short_row(row) for row in measured if row not in choice.rows]
         return CodecReport(
             name=choice.name,
             id=choice.id,
@@ -148,10 +127,15 @@ class ServedCodecs:
         way to an exact one: a running server does not end for it.
         """
         with self._lock, in_background():
-            chosen = self._choose_again()
-            adopt(chosen.codecs, keep=self._stands(chosen))
-            before, self._chosen = self._chosen, chosen
-            if chosen.codecs != before.codecs:
+            try:
+                chosen = self._choose()
+            except (CodecRefused, UnknownCodec) as error:
+                logger.error("%s; from now on nothing is packed with loss", error)
+                chosen = _Chosen(exact(str(error)))
+            before, after = self.codecs, chosen.choice.codecs
+            adopt(after, keep=self._may_still_serve(chosen.choice))
+            self._chosen = chosen
+            if after != before:
                 self._say()
 
     def compile_rest(self) -> None:
@@ -167,21 +151,15 @@ class ServedCodecs:
             while self._rest and threading.main_thread().is_alive():  # else the process ends
                 self._rest.pop()()
 
-    def _choose_again(self) -> _Chosen:
-        try:
-            return self._choose()
-        except (CodecRefused, UnknownCodec) as error:
-            logger.error("%s; from now on nothing is packed with loss", error)
-            return _Chosen(exact(str(error)))
-
     def _choose(self) -> _Chosen:
         profile = self.profile()
-        chosen = _Chosen(self._choice_by(profile))
-        if profile is not None:
-            own = profile.only(chosen.choice.name)
-            chosen = replace(chosen, measured=profile.rows, profile=own)
-        self._warm(chosen.choice)
-        return chosen
+        choice = self._choice_of(self._config.codec, profile)
+        self._warm(choice)
+        return _Chosen(choice, profile.rows if profile is not None else ())
+
+    def _choice_of(self, name: str, profile: Profile | None) -> Choice:
+        known = (self._config, self.layout, profile, self._unmeasurable, self._states)
+        return choose(name, *known)
 
     def _warm(self, choice: Choice) -> None:
         if choice.session is not None and self._states is not None:
@@ -202,25 +180,20 @@ class ServedCodecs:
         for name in dict.fromkeys(x.preset for x in known.rows):
             try:
                 with packing_later(_never):  # it only reads
-                    choice = choose(name, self._config, self.layout, known, "", self._states)
+                    choice = self._choice_of(name, known)
             except (CodecRefused, UnknownCodec):
                 continue
             if not choice.is_exact:
                 self._warm(choice)
-                return StoreCodecs(choice.codec, _lossy_session(choice))
+                return replace(choice.codecs, readable=(), profile=None)
         return None
-
-    def _choice_by(self, profile: Profile | None) -> Choice:
-        """The codec by this profile of the model. Raises ``CodecRefused`` and ``UnknownCodec``."""
-        name, known = self._config.codec, (self._config, self.layout, profile, self._unmeasurable)
-        return choose(name, *known, self._states)
 
     @property
     def unmeasured(self) -> bool:
         """True if a measurement may lead to another choice: few texts do not decide for good."""
-        rows = self.choice.rows
-        is_early = bool(rows) and all(x.is_early for x in rows) and not self._unmeasurable
-        return self.choice.unmeasured or is_early
+        choice = self._chosen.choice
+        is_early = bool(choice.rows) and all(x.is_early for x in choice.rows)
+        return choice.unmeasured or (is_early and not self._unmeasurable)
 
     @property
     def learns_on(self) -> bool:
@@ -236,27 +209,25 @@ class ServedCodecs:
     def times_again(self) -> bool:
         """True if ``auto`` chose by times that other work disturbed, or of another machine."""
         is_asked = self._config.calibrate and not self._unmeasurable
-        return is_asked and any(map(is_doubtful, self.choice.compared))
+        return is_asked and any(map(is_doubtful, self._chosen.choice.compared))
 
     @property
     def has_open_questions(self) -> bool:
         """True if a measurement would add something to this model's profile."""
         return self.unmeasured or self.learns_on or self.times_again
 
-    def _stands(self, after: _Chosen) -> bool:
-        """True if the codec that packed before may still serve.
+    def _may_still_serve(self, after: Choice) -> bool:
+        """True if the codec that packed until now may still serve.
 
         Another may suit the model better now; but if it was taken back, its blobs must go, too.
         """
-        before = self.choice
-        if before.is_exact or before.name == after.choice.name:
+        before = self._chosen.choice
+        if before.is_exact or before.name == after.name:
             return True
         try:
-            known = (self._config, self.layout, self.profile(), self._unmeasurable, self._states)
-            choice = choose(before.name, *known)
+            return self._choice_of(before.name, self.profile()).name == before.name
         except (CodecRefused, UnknownCodec):
             return False
-        return choice.name == before.name
 
     def profile(self) -> Profile | None:
         """The model's profile as it is now; None if there is none that can be used."""
