@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from engines.calibration.corpus import Text, fit_texts, held_out_texts, texts_of
+from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
 from engines.calibration.gate.rules import Bound, beyond_measured, decided, refusal
 from engines.calibration.instrument import Instrument
 from engines.calibration.learn import TextReader, deal, short_texts
@@ -109,6 +110,10 @@ class Calibration:
         if known is None or known.layout != instrument.layout or self._turns_otherwise(known):
             known = Profile(instrument.fingerprint, instrument.layout, (), {})
         profile, rows = known, list[Quality]()
+
+        def is_enough(rows: Sequence[Quality]) -> bool:
+            return order.ends_early and decided(rows, bound) is not None
+
         for presets in (order.presets, order.fallbacks):
             if rows and (order.ends_early or _serves(rows, profile, bound)):
                 return
@@ -120,12 +125,10 @@ class Calibration:
                 measured = {x.preset for x in rows}
                 codecs = codecs_to_measure(instrument, [name], profile)
                 codecs = {x: codec for x, codec in codecs.items() if x not in measured}
-                if order.ends_early:
-                    found = judge.rows(codecs, lambda rows: decided(rows, bound) is not None)
-                    if not decided(found, bound):
-                        return
-                else:
-                    found = judge.rows(codecs)
+                found = judge.rows(codecs, is_enough)
+                if order.ends_early and not decided(found, bound):
+                    return
+                found = [msgspec.structs.replace(x, is_early=order.ends_early) for x in found]
                 rows = sorted([*rows, *found], key=lambda row: row.context)
                 yield replace(profile, rows=tuple(rows))
 
@@ -138,29 +141,22 @@ class Calibration:
     def _learned(self, profile: Profile, name: str, order: CalibrationOrder) -> Profile:
         """Add to a profile what a preset has yet to learn of rows, of windows and of states."""
         layout, states = self._instrument.layout, self._instrument.states
-        if is_learned(name) and layout.layers and not self._knows(profile, name):
-            reader = self._reader_of(order)
-            samples = reader.samples(self._texts_of(order))
-            profile = self._with(profile, name, self._found(samples, name))
-            profile = replace(profile, ropes=samples.ropes)
-            profile = self._with_costs(profile, reader)
-        elif not layout.layers and self._sees_states and OF_STATES not in profile.learned:
-            reader = self._reader_of(order)
-            reader.samples(self._texts_of(order))
-            profile = self._with_costs(profile, reader)
+        sees_matrices = states and states.has_matrices and self._instrument.sees_states
+        learns_costs = sees_matrices and OF_STATES not in profile.learned
+        learns_rows = is_learned(name) and layout.layers and not self._knows(profile, name)
+        if learns_rows or (learns_costs and not layout.layers):
+            samples = self._samples(order)
+            if learns_rows:
+                profile = self._with(profile, name, self._found(samples, name))
+                profile = replace(profile, ropes=samples.ropes)
+            if costs := learns_costs and self._readers[False].costs_of_states.learned():
+                profile = self._with(profile, OF_STATES, costs)
         has_windows = states is not None and states.windows is not None
         if is_learned(name) and has_windows and name + OF_WINDOWS not in profile.learned:
-            how = (self._encode, order.num_windows, order.window_tokens)
-            texts = short_texts(self._instrument, _fit_texts(order), *how)
-            samples = self._reader_of(order, of_windows=True).samples(texts)
+            samples = self._samples(order, of_windows=True)
             profile = self._with(profile, name + OF_WINDOWS, self._found(samples, name))
             profile = replace(profile, windows=samples.layout, window_ropes=samples.ropes)
         return profile
-
-    @property
-    def _sees_states(self) -> bool:
-        states = self._instrument.states
-        return states is not None and states.has_matrices and self._instrument.sees_states
 
     def _knows(self, profile: Profile, name: str) -> bool:
         """True if a preset has learned the model, and not in another release's way."""
@@ -172,16 +168,15 @@ class Calibration:
             return False
         return True
 
-    def _reader_of(self, order: CalibrationOrder, *, of_windows: bool = False) -> TextReader:
-        """Return the reader of texts, which goes on where the order before has ended."""
+    def _samples(self, order: CalibrationOrder, *, of_windows: bool = False) -> Samples:
+        """Read the texts of an order, going on where the order before has ended."""
         if of_windows not in self._readers:
             how = (order.probed_share, self._file, self._on_progress)
             self._readers[of_windows] = TextReader(self._instrument, *how, of_windows=of_windows)
-        return self._readers[of_windows]
-
-    def _texts_of(self, order: CalibrationOrder) -> list[list[int]]:
-        texts = _fit_texts(order)
-        return [*deal(texts, self._encode, order.num_windows, order.window_tokens)]
+        texts = texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
+        known = (texts, self._encode, order.num_windows, order.window_tokens)
+        dealt = short_texts(self._instrument, *known) if of_windows else [*deal(*known)]
+        return self._readers[of_windows].samples(dealt)
 
     def _found(self, samples: Samples, name: str) -> Mapping[str, np.ndarray]:
         self._on_progress(f"learning {name}")
@@ -198,15 +193,9 @@ class Calibration:
             return
         if self._knows(profile, name) or False not in self._readers:
             return  # nothing to learn, or no text was read yet: the first row shall come soon
-        samples = self._reader_of(order).samples(self._texts_of(order))
         beside = self._closing.enter_context(ThreadPoolExecutor(1))
-        fingerprint = self._instrument.fingerprint
-        self._learning[name] = beside.submit(learn_profile, samples, fingerprint, [name])
-
-    def _with_costs(self, profile: Profile, reader: TextReader) -> Profile:
-        """Add what errors in states cost, if texts have shown it."""
-        costs = {} if OF_STATES in profile.learned else reader.costs_of_states.learned()
-        return self._with(profile, OF_STATES, costs) if costs else profile
+        known = (self._samples(order), self._instrument.fingerprint, [name])
+        self._learning[name] = beside.submit(learn_profile, *known)
 
     def _with(self, profile: Profile, name: str, learned: Mapping[str, np.ndarray]) -> Profile:
         if self._file is not None:
@@ -258,10 +247,6 @@ class Calibration:
                 f" {least} tokens or more (--contexts)"
             )
         return list(dict.fromkeys(x // step * step for x in order.contexts))
-
-
-def _fit_texts(order: CalibrationOrder) -> list[Text]:
-    return texts_of(map(Path, order.fit_texts)) if order.fit_texts else fit_texts()
 
 
 def _serves(rows: Sequence[Quality], profile: Profile, bound: Bound) -> bool:

@@ -42,10 +42,11 @@ def read_rope(turned: Turned, num_positions: int = UNBOUNDED) -> Rope | None:
         ValueError: it does something else than turning pairs of channels.
     """
     rope = _read(turned, num_positions)
-    stretch = _stretch(turned(1))
+    # Yarn stretches all channels that are turned.
+    stretch = np.linalg.norm(turned(1), axis=1, keepdims=True)
     for position in (x for x in TRIED_AT if x < num_positions):
         found = turned(position)
-        expected = _matrix(rope, len(found), position) * stretch[:, None]
+        expected = _turn(np.eye(len(found)), rope, np.full(len(found), position)) * stretch
         if not np.allclose(found, expected, atol=TOLERANCE):
             raise ValueError(NOT_UNDERSTOOD)
     return rope
@@ -65,7 +66,8 @@ def check_turning(instrument: Instrument, ropes: Sequence[Rope | None]) -> None:
     run = instrument.prefill([token] * max(NUM_EQUAL_TOKENS, instrument.state_step)).run
     for rope, (keys, values) in zip(ropes, run, strict=True):
         rotated = values if rope is not None and rope.side == "values" else keys
-        plain = _turned_back(widened(rotated, instrument.layout), rope)[:, NUM_UNSETTLED:]
+        wide = widened(rotated, instrument.layout)
+        plain = _turn(wide, rope, -np.arange(wide.shape[1]))[:, NUM_UNSETTLED:]
         middle = plain.mean(1, keepdims=True)
         drift = np.median(np.linalg.norm(plain - middle, axis=-1), axis=1)
         if (drift > LARGEST_DRIFT * np.linalg.norm(middle[:, 0], axis=-1)).any():
@@ -99,37 +101,16 @@ def _angles(turned: Turned, pairs: dict[int, int], num_positions: int) -> dict[i
     return dict(zip(pairs, found.tolist(), strict=True))
 
 
-def _stretch(matrix: np.ndarray) -> np.ndarray:
-    """The factor by which each channel is stretched (by Yarn: all turned ones), (dim,)."""
-    lengths: np.ndarray = np.linalg.norm(matrix, axis=1)
-    return lengths
-
-
-def _matrix(rope: Rope | None, dim: int, position: int) -> np.ndarray:
-    matrix = np.eye(dim, dtype=np.float64)
+def _turn(rows: np.ndarray, rope: Rope | None, positions: np.ndarray) -> np.ndarray:
+    """Rotate rows, (..., num_rows, dim), each by its position; below 0 it is rotated back."""
     if rope is None:
-        return matrix
-    half = len(rope.frequencies)
-    for i, frequency in enumerate(rope.frequencies):
-        a, b = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + half)
-        cos, sin = np.cos(frequency * position), np.sin(frequency * position)
-        matrix[a, a], matrix[a, b], matrix[b, a], matrix[b, b] = cos, sin, -sin, cos
-    return matrix
-
-
-def _turned_back(keys: np.ndarray, rope: Rope | None) -> np.ndarray:
-    """Keys without their rotation, which began at position 0.
-
-    ``keys`` and the result: fp32 (num_kv_heads, num_tokens, head_dim).
-    """
-    if rope is None:
-        return keys
+        return rows
     half = len(rope.frequencies)
     pairs = np.arange(2 * half).reshape((half, 2) if rope.interleaved else (2, half))
     firsts, seconds = pairs.T if rope.interleaved else pairs
-    angles = np.outer(np.arange(keys.shape[1]), rope.frequencies)
+    angles = np.outer(positions, rope.frequencies)
     cos, sin = np.cos(angles), np.sin(angles)
-    plain = keys.copy()
-    plain[..., firsts] = keys[..., firsts] * cos + keys[..., seconds] * sin
-    plain[..., seconds] = keys[..., seconds] * cos - keys[..., firsts] * sin
-    return plain
+    turned = rows.copy()
+    turned[..., firsts] = rows[..., firsts] * cos - rows[..., seconds] * sin
+    turned[..., seconds] = rows[..., firsts] * sin + rows[..., seconds] * cos
+    return turned

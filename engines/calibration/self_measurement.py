@@ -12,14 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 
-from engines.calibration.agreement import Partners
 from engines.calibration.calibrate import Calibration, CannotCalibrate, codecs_to_measure
 from engines.calibration.gate.profiles import load, locked, make_folder, save
 from engines.calibration.gate.rules import is_doubtful
@@ -67,6 +66,21 @@ class OpenQuestions(Protocol):
         """True if the verdict hangs on times that other work disturbed."""
 
 
+class Partners(Protocol):
+    """The other ranks that measure the same model at the same time."""
+
+    def agree(self, profile: Profile) -> Profile:
+        """The same profile with the figures that all ranks have agreed on. Waits for them.
+
+        Raises:
+            Interrupted: the engine ends.
+            RuntimeError: a rank has given up.
+        """
+
+    def give_up(self, reason: str) -> None:
+        """Inform the others that this rank measures no more."""
+
+
 class SelfMeasurement:
     """One measurement, begun at once. Its methods can be called from any thread.
 
@@ -99,6 +113,7 @@ class SelfMeasurement:
             partners: the other ranks, if the engine has several.
         """
         self._order = order
+        self._data = Path(order.data_path)
         self._open_instrument = open_instrument
         self._adopt = adopt
         self._engine = engine
@@ -169,12 +184,12 @@ class SelfMeasurement:
 
     def _measure(self) -> None:
         instrument = self._open_instrument()
-        with self._alone(instrument.fingerprint) as has_waited:
-            if has_waited:  # the other may have found what is wanted
+        make_folder(self._data)
+        alone = locked(self._data, instrument.fingerprint, self._wait_for_another)
+        with alone if self._stages else nullcontext():
+            if self._progress:  # it has waited: the other may have found what is wanted
                 self._adopt()
-            data = Path(self._order.data_path)
-            make_folder(data)
-            how = (self._on_progress, data / "profiles", self._room)
+            how = (self._on_progress, self._data / "profiles", self._room)
             with Calibration(instrument, *how) as calibration:
                 if self._open is None or self._open.unmeasured:
                     self._first_verdict(calibration, instrument)
@@ -190,12 +205,10 @@ class SelfMeasurement:
     @property
     def _room(self) -> int:
         """Bytes for answers by the exact cache: of several ranks the same, or they would part."""
-        if self._partners is not None:
-            return KEPT_BYTES
-        return room_on_disk(self._order.data_path, KEPT_BYTES)
+        return KEPT_BYTES if self._partners is not None else room_on_disk(self._data, KEPT_BYTES)
 
     def _first_verdict(self, calibration: Calibration, instrument: Instrument) -> None:
-        known = self._known(instrument) if self._stages else None
+        known = load(self._data, instrument.fingerprint) if self._stages else None
         logger.info(
             "measuring what each codec costs this model, in idle moments; %s",
             "until then sessions are packed as a first verdict says"
@@ -222,13 +235,9 @@ class SelfMeasurement:
         began, profile = time.monotonic(), None
         takes_each = self._partners is None and (order.ends_early or self._is_awaited)
         for profile in calibration.profiles(order, known):
-            if order.ends_early:
-                rows = tuple(msgspec.structs.replace(x, is_early=True) for x in profile.rows)
-                profile = replace(profile, rows=rows)
+            self._found = tuple(map(short_row, profile.rows))
             if takes_each:
                 self._take(profile)
-            elif self._partners is None:
-                self._found = tuple(short_row(x) for x in profile.rows)
         if profile is None:
             logger.info("a few texts do not decide yet")
             return
@@ -238,8 +247,12 @@ class SelfMeasurement:
 
     def _take(self, profile: Profile) -> None:
         """Keep a profile, write the report that a command awaits, and have the engine adopt it."""
-        self._found = tuple(short_row(x) for x in profile.rows)
-        path = self._kept(profile, Path(self._order.data_path))
+        self._found = tuple(map(short_row, profile.rows))
+        try:
+            path = str(save(profile, self._data))
+        except OSError as error:  # a full disk: a report that took minutes is not to be lost
+            logger.error("what was learned cannot be kept: %s", error)
+            path = ""
         if self._order.report_path:
             report = CalibrationReport(
                 fingerprint=profile.fingerprint,
@@ -253,17 +266,6 @@ class SelfMeasurement:
         self._adopt()
         self._has_verdict = True
         return_freed_memory()
-
-    def _kept(self, profile: Profile, data: Path) -> str:
-        """Save the profile; returns its file, or "" if that failed.
-
-        A full disk is no reason to lose the report of a measurement that took minutes.
-        """
-        try:
-            return str(save(profile, data))
-        except OSError as error:
-            logger.error("what was learned cannot be kept: %s", error)
-            return ""
 
     @contextmanager
     def _verdict_stands(self, failed: str) -> Iterator[None]:
@@ -291,38 +293,19 @@ class SelfMeasurement:
                 self._time_once(instrument)
 
     def _time_once(self, instrument: Instrument) -> None:
-        data = Path(self._order.data_path)
-        with locked(data, instrument.fingerprint, self._wait_for_another):
-            profile = self._known(instrument)
+        with locked(self._data, instrument.fingerprint, self._wait_for_another):
+            profile = load(self._data, instrument.fingerprint)
             if profile is None:
                 return
             own = [x for x in profile.rows if first_part(x.preset) in OWN]
-            names = [x.preset for x in own if is_doubtful(x)]
-            again = timed_again(
-                instrument,
-                codecs_to_measure(instrument, names, profile),
-                profile.rows,
-                num_threads=self._order.num_threads,
-            )
+            doubtful = [x.preset for x in own if is_doubtful(x)]
+            codecs = codecs_to_measure(instrument, doubtful, profile)
+            num_threads = self._order.num_threads
+            again = timed_again(instrument, codecs, profile.rows, num_threads=num_threads)
             if again:
-                save(replace(profile, rows=tuple(again)), data)
+                save(replace(profile, rows=tuple(again)), self._data)
         if again:
             self._adopt()
-
-    def _known(self, instrument: Instrument) -> Profile | None:
-        return load(Path(self._order.data_path), instrument.fingerprint)
-
-    @contextmanager
-    def _alone(self, fingerprint: str) -> Iterator[bool]:
-        """Wait until no other process measures this model; yields True if one did.
-
-        The system frees the lock of a process that dies. Raises ``Interrupted``.
-        """
-        if not self._stages:
-            yield False
-            return
-        with locked(Path(self._order.data_path), fingerprint, self._wait_for_another):
-            yield bool(self._progress)
 
     def _wait_for_another(self) -> None:
         self._progress = "waiting: another process measures this model"

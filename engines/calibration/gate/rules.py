@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,13 @@ from kvstore.workers import processors
 STUDENT: Final = {3: 6.965, 4: 4.541, 5: 3.747, 6: 3.365, 7: 3.143}
 TOKENS: Final = 2000  # of the restore whose time is compared with its prefill
 QUIET: Final = 0.1  # of its time, that a thread may wait for a processor on a quiet machine
+# Of these figures more is better; of all others less.
+MORE_IS_BETTER: Final = frozenset(
+    {"top1", "needle_found", "cos_k", "cos_v", "chain_top1", "prefill_s"}
+)
+OWN: Final = frozenset(
+    {"preset", "context", "codec_id", "needle_total", "chain_tokens"}
+)  # no figures, or the same on all ranks
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -190,3 +197,24 @@ def _share(row: Quality) -> float:
 def _usual(rows: Sequence[Quality]) -> Quality:
     """The row of the context that is nearest to ``TOKENS``, if one was timed a timed one."""
     return min(rows, key=lambda x: (x.restore_share is None, abs(x.context - TOKENS)))
+
+
+def worst_of(ranks: Sequence[Sequence[Quality]]) -> tuple[Quality, ...]:
+    """Take of each figure the worst that any rank has found, in a row for each preset and context.
+
+    The answers are the same on every rank; bits, errors and times are not. A row that some rank
+    does not have is left out. All but figures is the first rank's: the codec's id, rows by text. So
+    the worst of a rank's rows and of those of all are those of all, with the rank's own codecs.
+    """
+    by_name = [{(x.preset, x.context): x for x in rows} for rows in ranks]
+    common = [x for x in by_name[0] if all(x in rows for rows in by_name)]
+    return tuple(_worst([rows[x] for rows in by_name]) for x in common)
+
+
+def _worst(rows: Sequence[Quality]) -> Quality:
+    figures: dict[str, Any] = {}
+    for name in Quality.__struct_fields__:
+        found = [x for row in rows if isinstance(x := getattr(row, name), int | float)]
+        if name not in OWN and len(found) == len(rows):
+            figures[name] = min(found) if name in MORE_IS_BETTER else max(found)
+    return msgspec.structs.replace(rows[0], **figures)

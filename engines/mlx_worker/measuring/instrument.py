@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -125,11 +125,36 @@ class MlxInstrument:
         return self._until_done(lambda: self._whole(tokens, past))
 
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
-        noted = _NotedOnce(note)
+        num_passed = 0  # looks whose notices were passed on: a text that begins again repeats them
+
+        def observed() -> KVRun:
+            nonlocal num_passed
+            self._feed(NOTHING, tokens[:first])
+            for number, look in enumerate(self._looks(tokens, first)):
+                if number == num_passed:
+                    found = self._steps.run(look)
+                    num_passed += 1
+                    for notice in (x for x in found if x is not None):
+                        note(notice)
+            return self._steps.run(lambda: self._held.take(len(tokens))).run
+
         try:
-            return self._until_done(lambda: self._observed(tokens, first, noted))
+            return self._until_done(observed)
         except (RuntimeError, ValueError) as error:  # mlx says so in either way
             raise NotObservable(f"mlx cannot differentiate a layer: {error}") from error
+
+    def _looks(self, tokens: Sequence[int], first: int) -> Iterator[Callable[[], list[Noticed]]]:
+        """Feed the tokens from ``first`` on; yields what differentiates a few of the last calls.
+
+        Steps and draws are the same each time, and so is the order of notices.
+        """
+        size, at_once = min(self._step_tokens, PART_TOKENS), self._held.num_streams
+        for at in range(first, len(tokens), size):
+            num_calls = self._steps.run(partial(self._held.feed_noted, tokens[at : at + size]))
+            for number in range(0, num_calls, at_once):
+                some = range(number, min(number + at_once, num_calls))
+                seeds = [draw_seed(tokens, at, x) for x in some]
+                yield partial(self._held.notices, some, first, seeds)
 
     def _until_done(self, work: Callable[[], T]) -> T:
         """Do work of several steps, again from its start whenever the KV was needed by others."""
@@ -152,70 +177,16 @@ class MlxInstrument:
     def _feed(self, past: HeldSession, tokens: Sequence[int]) -> None:
         """Have ``past``, followed by ``tokens``, held."""
         self._steps.run(lambda: self._held.begin(past))
-        at = 0
-        while at < len(tokens):
-            part = tokens[at : at + self._step_tokens]
+        for part in self._parts(tokens):
             self._steps.run(partial(self._held.feed, part))
-            at += len(part)
 
-    def _observed(self, tokens: Sequence[int], first: int, noted: _NotedOnce) -> KVRun:
-        noted.begin()
-        self._feed(NOTHING, tokens[:first])
-        at = first
-        while at < len(tokens):
-            part = tokens[at : at + min(self._step_tokens, PART_TOKENS)]
-            num_calls = self._steps.run(partial(self._held.feed_noted, part))
-            at_once = self._held.num_streams
-            for number in range(0, num_calls, at_once):
-                some = range(number, min(number + at_once, num_calls))
-                seeds = [draw_seed(tokens, at, x) for x in some]
-                look = partial(self._held.notices, some, first, seeds)
-                noted.note(partial(self._steps.run, look))
-            at += len(part)
-        return self._steps.run(lambda: self._held.take(len(tokens))).run
+    def _parts(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yield the tokens of each step."""
+        for at in range(0, len(tokens), self._step_tokens):
+            yield tokens[at : at + self._step_tokens]
 
     def _scored(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
         self._steps.run(lambda: self._held.begin(session))
-        found, at = np.empty((0, 0), np.float32), 0
-        while at < len(tokens):
-            part = tokens[at : at + self._step_tokens]
-            is_last = at + len(part) == len(tokens)
-            scores = self._steps.run(partial(self._score, part, is_last))
-            if not at:
-                found = np.empty((len(tokens), scores.shape[1]), np.float32)
-            found[at : at + len(part)] = scores
-            at += len(part)
-        return found
-
-    def _score(self, tokens: Sequence[int], is_last: bool) -> np.ndarray:
-        """Score one part, on the owner thread; nothing is held after the last."""
-        found = self._held.score(tokens)
-        if is_last:
-            self._held.drop()
-        return found
-
-
-class _NotedOnce:
-    """Passes each notice of a text on once, also where the text had to be begun again.
-
-    Steps and draws are the same each time, and so is the order of notices.
-    """
-
-    def __init__(self, note: Note) -> None:
-        self._note = note
-        self._num_looks = 0
-        self._number = 0  # of the next look since the text was begun
-
-    def begin(self) -> None:
-        """Begin the text, perhaps again."""
-        self._number = 0
-
-    def note(self, look: Callable[[], Sequence[Noticed]]) -> None:
-        """Pass on the notices that ``look`` returns, unless that was done before."""
-        self._number += 1
-        if self._number > self._num_looks:
-            found = look()
-            self._num_looks = self._number
-            for notice in found:
-                if notice is not None:
-                    self._note(notice)
+        found = [self._steps.run(partial(self._held.score, x)) for x in self._parts(tokens)]
+        self._steps.run(self._held.drop)
+        return np.concatenate(found)

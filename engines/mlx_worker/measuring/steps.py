@@ -35,7 +35,7 @@ from kvstore.shapes import KVLayout
 from kvstore.workers import usable_cores
 
 T = TypeVar("T")
-Parts: TypeAlias = list[mx.array]
+ENDS: Final = "the engine ends"
 Noticed: TypeAlias = LayerNotice | StateNotice | None  # None: a state that mlx cannot differentiate
 PART_TOKENS: Final = 128  # that go through the layers together; whose calls are differentiated
 
@@ -69,8 +69,7 @@ class IdleSteps:
         self._monotonic = monotonic
         self._others_at = float("-inf")  # when others last used the model
         self._lock = threading.Lock()
-        self._next: Callable[[], None] | None = None
-        self._refuse: Callable[[], None] | None = None
+        self._next: tuple[Future[Any], Callable[[], Any]] | None = None
         self._closed = False
         self.num_done = 0  # steps since the start
         self.waited_s = 0.0
@@ -86,20 +85,14 @@ class IdleSteps:
         done: Future[T] = Future()
         handed_in = self._monotonic()
 
-        def work() -> None:
+        def work() -> T:
             self.waited_s += self._monotonic() - handed_in
-            try:
-                done.set_result(step())
-            except Exception as error:  # travels to who waits for it
-                done.set_exception(error)
-
-        def refuse() -> None:
-            done.set_exception(Interrupted("the engine ends"))
+            return step()
 
         with self._lock:
             if self._closed:
-                raise Interrupted("the engine ends")
-            self._next, self._refuse = work, refuse
+                raise Interrupted(ENDS)
+            self._next = done, work
         self._wake()
         return done.result()
 
@@ -121,27 +114,28 @@ class IdleSteps:
 
     def do_one(self) -> None:
         """Do the step that waits, if one does."""
-        with self._lock:
-            work, self._next, self._refuse = self._next, None, None
-        if work is not None:
+        if (waiting := self._taken()) is not None:
+            done, work = waiting
             self.num_done += 1
-            work()
+            try:
+                done.set_result(work())
+            except Exception as error:  # travels to who waits for it
+                done.set_exception(error)
 
     def close(self) -> None:
         """Refuse the step that waits and all to come. Any thread."""
+        self._closed = True
+        if (waiting := self._taken()) is not None:
+            waiting[0].set_exception(Interrupted(ENDS))
+
+    def _taken(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._lock:
-            self._closed = True
-            refuse, self._next, self._refuse = self._refuse, None, None
-        if refuse is not None:
-            refuse()
+            waiting, self._next = self._next, None
+            return waiting
 
 
 class Dropped(Exception):
     """The prefix was given up for a user's request; its work has to begin again."""
-
-
-def _same(logits: mx.array) -> mx.array:
-    return logits
 
 
 def log_probs(logits: mx.array) -> mx.array:
@@ -189,7 +183,7 @@ class HeldPrefix:
     def feed(self, tokens: Sequence[int]) -> None:
         """Prefill ``tokens`` after the held prefix. Raises ``Dropped``."""
         self._read(tokens)
-        # Only the caches: the logits of these positions are never computed.
+        # Only the caches: the scores of these positions are never computed.
         mx.eval([cache.state for cache in self._held()])
         mx.clear_cache()
         self._count()
@@ -199,30 +193,25 @@ class HeldPrefix:
 
         fp32 (len(tokens), vocabulary). Raises ``Dropped``.
         """
-        scores = self._read(tokens, log_probs)
+        scores = self._read(tokens)
         mx.eval(scores)
         found = np.concatenate([np.array(x) for x in scores])
         mx.clear_cache()
         self._count()
         return found
 
-    def _read(self, tokens: Sequence[int], of: Callable[[mx.array], mx.array] = _same) -> Parts:
-        """Have the model read ``tokens``; returns parts of its logits, none of it computed yet.
+    def _read(self, tokens: Sequence[int]) -> list[mx.array]:
+        """Have the model read ``tokens``; returns parts of their log-probabilities, not computed.
 
         On a processor mlx computes a stream on one thread. So the parts go by turns to two streams,
-        the second of which follows the first through the layers.
-
-        Args:
-            of: applied to the logits of a part, fp32 (tokens, vocabulary).
-
-        Raises ``Dropped``.
+        the second of which follows the first through the layers. Raises ``Dropped``.
         """
         caches, streams, found = self._held(), self._streams, []
         step = len(tokens) if len(streams) == 1 else PART_TOKENS
         for number, at in enumerate(range(0, len(tokens), step)):
             with mx.stream(streams[number % len(streams)]):
                 part = mx.array(list(tokens[at : at + step]))[None]
-                found.append(of(self._model(part, cache=caches)[0]))
+                found.append(log_probs(self._model(part, cache=caches)[0]))
         return found
 
     @cached_property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
-from engines.calibration.agreement import with_figures_of
+from engines.calibration.gate.rules import worst_of
 from engines.calibration.self_measurement import Interrupted
 from engines.vllm_plugin.messages import Findings, Forward, ForwardDone
 from kvstore.codecs.profile import Profile
@@ -88,7 +88,7 @@ class ForwardClient:
         """
         with self._lock:
             joint = self._answer_to(Findings(profile.rows, rank=self._rank), lambda: self._joint)
-        return replace(profile, rows=with_figures_of(profile.rows, joint.rows))
+        return replace(profile, rows=worst_of([profile.rows, joint.rows]))
 
     def give_up(self, reason: str) -> None:
         """Inform the other ranks that this one stops measuring."""

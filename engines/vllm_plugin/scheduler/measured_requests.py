@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engines.calibration.agreement import worst_of
+from engines.calibration.gate.rules import worst_of
 from engines.vllm_plugin.identity import ticket_of
 from engines.vllm_plugin.messages import Findings, Forward, ForwardDone, RunForward
 from engines.vllm_plugin.plan import Given, WantedBlocks

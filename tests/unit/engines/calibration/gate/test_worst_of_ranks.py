@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engines.calibration.agreement import MORE_IS_BETTER, OWN, with_figures_of, worst_of
+from engines.calibration.gate.rules import MORE_IS_BETTER, OWN, worst_of
 from kvstore.codecs.quality import Quality
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
@@ -37,7 +37,7 @@ def test_a_figure_that_a_rank_lacks_is_the_first_ranks():
 def test_every_rank_keeps_the_id_of_its_own_codec():
     mine = (row(codec_id="mine"),)
     agreed = worst_of([mine, [row(codec_id="theirs", kl=0.009)]])
-    (found,) = with_figures_of(mine, agreed)
+    (found,) = worst_of([mine, agreed])
     assert (found.codec_id, found.kl) == ("mine", 0.009)
 
 
