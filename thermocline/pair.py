@@ -11,7 +11,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,7 +25,6 @@ from kvstore.codecs.reader import Reader
 from kvstore.codecs.registration import MOST_ID
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import KVLayout, KVRun
-from thermocline.arithmetic import Unnamed, digest_of
 from thermocline.method import Method
 
 # fp32 rows (num_rows, dim) -> arrays whose first axis is the rows, and back.
@@ -34,6 +34,7 @@ MOST_BITS: Final = 16
 MOST_DIM: Final = 8192
 ID: Final = "simple"
 DIGITS: Final = 12  # of a digest, in an id
+SIZES: Final = (2**-6, 1, 2**6)  # of the rows that make it
 _AN_ID: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MOST_ID - 1}}}", re.ASCII)
 
 
@@ -61,12 +62,12 @@ def simple(
         bits: of a code.
         torch: the functions take and return tensors of PyTorch.
         id: names the arithmetic, at most 24 letters, digits, ".", "_" and "-"; the same id has to
-            mean the same bytes, since sessions sleep under it. "" = one of the functions' code and
-            of the values it uses.
+            mean the same bytes, since sessions sleep under it. "" = a digest of what the functions
+            make of small, usual and large rows: functions that differ nowhere else share it.
 
     Raises:
-        ValueError: ``bits`` is not 1 to 16, the functions do not fit, ``id`` is malformed or of a
-            method of the product's, or without one the functions use a value that has no name.
+        ValueError: ``bits`` is not 1 to 16, the functions do not fit, or ``id`` is malformed or of
+            a method of the product's.
     """
     for name, function in (("quantise", quantise), ("dequantise", dequantise)):
         if not callable(function):
@@ -74,14 +75,14 @@ def simple(
     if not isinstance(bits, int) or not 1 <= bits <= MOST_BITS:
         raise ValueError(f"bits={bits!r}; a whole number from 1 to {MOST_BITS} is wanted")
     _check_takes("quantise", quantise, 1, "one array, the rows")
-    name = _checked_id(id) if id != "" else _id_of(quantise, dequantise, bits)
+    name = _checked_id(id) if id != "" else ""
     codec = SimpleCodec(name, bits, quantise, dequantise, torch)
-    rows = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    rows = _usual_rows(3, 64)
     arrays = codec.quantised(rows)
     words = f"the {len(arrays)} array{'s' * (len(arrays) > 1)} that quantise returned"
     _check_takes("dequantise", dequantise, len(arrays), words)
     codec.restored(arrays, rows.shape)
-    return Method(codec)
+    return Method(codec if name else replace(codec, id=_id_of(codec)))
 
 
 def _checked_id(id: str) -> str:
@@ -97,18 +98,24 @@ def _checked_id(id: str) -> str:
     return id
 
 
-def _id_of(quantise: Quantise, dequantise: Dequantise, bits: int) -> str:
-    """Return an id that changes with the code of the functions and with the values they use."""
-    for function in (quantise, dequantise):
-        if getattr(function, "__code__", None) is None:
-            raise ValueError(f"{function!r} has no code to name it by: give the method an id")
-    try:
-        return f"{ID}-{digest_of(bits, quantise, dequantise)[:DIGITS]}"
-    except Unnamed as error:
-        raise ValueError(
-            f"{error}, so the arithmetic cannot be named by its code: give the method an id,"
-            " as in id='mine.1'"
-        ) from error
+def _usual_rows(num_rows: int, dim: int) -> np.ndarray:
+    """Draw the same rows every time, fp32 (num_rows, dim)."""
+    return np.random.default_rng(0).standard_normal((num_rows, dim)).astype(np.float32)
+
+
+def _id_of(codec: SimpleCodec) -> str:
+    """Return an id that changes with what the functions make of rows of several sizes."""
+    seen = blake2b(f"{codec.bits}".encode(), digest_size=DIGITS // 2)
+    for size in SIZES:
+        rows = _usual_rows(64, 64) * np.float32(size)
+        try:
+            arrays = codec.quantised(rows)
+            arrays.append(codec.restored(arrays, rows.shape))
+        except ValueError:  # made for rows of another size
+            arrays = []
+        for array in arrays:
+            seen.update(f"{array.dtype.str} {array.shape}".encode() + array.tobytes())
+    return f"{ID}-{seen.hexdigest()}"
 
 
 def _check_takes(name: str, function: Callable[..., Any], num_arrays: int, words: str) -> None:
@@ -259,9 +266,8 @@ def _parts_of(codec: SimpleCodec, dim: int) -> tuple[_Part, ...]:
 
     Raises ``UnknownCodec``: it does not take them.
     """
-    rows = np.random.default_rng(0).standard_normal((2, dim)).astype(np.float32)
     try:
-        arrays = codec.quantised(rows)
+        arrays = codec.quantised(_usual_rows(2, dim))
     except Exception as error:  # a user's own code
         raise UnknownCodec(f"codec {codec.id} takes no vectors of {dim} values: {error}") from error
     kinds = ["" if x.dtype == np.uint16 else x.dtype.newbyteorder("<").str for x in arrays]
