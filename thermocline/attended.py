@@ -1,8 +1,6 @@
-"""Products of queries with packed rows of one side, and weighted sums of packed rows."""
+"""Products of queries with rows that stay packed, and weighted sums of such rows."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 
@@ -15,33 +13,8 @@ from kvstore.codecs.rows.row_codec import RowCodec
 from thermocline.packed import Packed, row_arrays
 
 
-class AttendedRows(Protocol):
-    """Rows of some heads, as attention takes them: what ``Method.scores`` computes."""
-
-    def products(self, query: np.ndarray) -> np.ndarray:
-        """Returns products, fp32 (heads, queries, tokens); ``query``: (heads, queries, dim)."""
-
-    def sums(self, weights: np.ndarray) -> np.ndarray:
-        """Returns sums, fp32 (heads, queries, dim); ``weights``: (heads, queries, tokens)."""
-
-
-class RestoredRows:
-    """Rows as an array, fp32 (heads, tokens, dim). Implements ``AttendedRows``."""
-
-    def __init__(self, rows: np.ndarray) -> None:
-        self._rows = rows
-
-    def products(self, query: np.ndarray) -> np.ndarray:
-        found: np.ndarray = np.matmul(query, self._rows.swapaxes(1, 2))
-        return found
-
-    def sums(self, weights: np.ndarray) -> np.ndarray:
-        found: np.ndarray = np.matmul(weights, self._rows)
-        return found
-
-
 class PackedRows:
-    """Rows of ``tq1`` to ``tq8``, which stay packed. Implements ``AttendedRows``.
+    """Rows of some heads in ``tq1`` to ``tq8``.
 
     Three kinds of rows are in a payload: a session's first tokens, which are not packed; packed
     ones; and rows that cannot be packed (their scale is zero), which lie at its end.
@@ -66,6 +39,7 @@ class PackedRows:
         self._kept = list(places)  # head, token and values of rows that are not packed
 
     def products(self, query: np.ndarray) -> np.ndarray:
+        """Returns products, fp32 (heads, queries, tokens); ``query``: (heads, queries, dim)."""
         num_first = self._first.shape[1]
         num_tokens = num_first + self._scales.shape[1]
         out = np.empty((*query.shape[:2], num_tokens), np.float32)
@@ -78,6 +52,7 @@ class PackedRows:
         return out
 
     def sums(self, weights: np.ndarray) -> np.ndarray:
+        """Returns sums, fp32 (heads, queries, dim); ``weights``: (heads, queries, tokens)."""
         num_first = self._first.shape[1]
         of_packed = np.array(weights[:, :, num_first:], np.float32, order="C")
         for head, token, _ in self._kept:

@@ -43,17 +43,13 @@ def _config_in(folder: Path) -> Any:
     file = folder / "config.json"
     try:
         return json.loads(file.read_text("utf-8"))
-    except NotADirectoryError as error:
-        raise NotADirectoryError(
-            f"{folder} is a file: the folder of a model is wanted, which has a config.json"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise type(error)(
             f"there is no {file}; nothing is downloaded here: give the folder of a model, or fetch"
             f" its config.json first (hf download {folder} config.json --local-dir FOLDER)"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
 
 
 def _of_config(content: Mapping[str, Any]) -> KVLayout:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstore.codecs.base import NUM_SINKS
-from kvstore.codecs.names import CALIBRATED, canonical, is_learned
+from kvstore.codecs.names import CALIBRATED, is_learned
+from kvstore.codecs.presets import canonical_name
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.errors import UnknownCodec
@@ -38,10 +39,7 @@ def learn(samples: Samples, *names: str) -> Profile:
             " thermocline.mlx.capture(model, texts) returns them"
         )
 
-    try:
-        wanted = [canonical(name) for name in names] or list(CALIBRATED)
-    except ValueError as error:
-        raise UnknownCodec(str(error)) from error
+    wanted = [canonical_name(name) for name in names] or list(CALIBRATED)
     for name in wanted:
         if not is_learned(name):
             raise UnknownCodec(f"codec {name!r} learns nothing of a model")
@@ -123,9 +121,5 @@ def _codecs(
             each.codec.check(instrument.layout)
             found[each.id] = each.codec
             continue
-        try:
-            name = canonical(each)
-        except ValueError as error:
-            raise UnknownCodec(str(error)) from error
-        found |= codecs_to_measure(instrument, [name], profile)
+        found |= codecs_to_measure(instrument, [canonical_name(each)], profile)
     return found

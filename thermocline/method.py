@@ -14,7 +14,7 @@ from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.errors import Corrupt, Mismatch
 from kvstore.shapes import NUMPY_DTYPES, DType, KVLayer, KVLayout, KVPair, KVRun, tokens_in
-from thermocline.attended import AttendedRows, PackedRows, RestoredRows
+from thermocline.attended import PackedRows
 from thermocline.packed import Packed, row_arrays
 from thermocline.padded import PaddedCodec
 
@@ -133,7 +133,9 @@ class Method:
         rows, (heads, _, dim) = self._rows_of(packed), _shape_of(packed)
         if query.ndim != 3 or query.shape[::2] != (heads, dim) or query.dtype != np.float32:
             raise ValueError(f"a query of {query.shape}; fp32 ({heads}, queries, {dim}) is wanted")
-        return rows.products(query)
+        if isinstance(rows, PackedRows):
+            return rows.products(query)
+        return np.asarray(query @ rows.swapaxes(1, 2))
 
     def weighted_sum(self, weights: np.ndarray, packed: Packed) -> np.ndarray:
         """Returns weighted sums of packed rows, fp32 (heads, queries, dim).
@@ -144,15 +146,15 @@ class Method:
         if weights.ndim != 3 or weights.shape[::2] != (heads, tokens):
             wanted = f"({heads}, queries, {tokens})"
             raise ValueError(f"weights of {weights.shape}; fp32 {wanted} are wanted")
-        return rows.sums(weights)
+        return rows.sums(weights) if isinstance(rows, PackedRows) else np.asarray(weights @ rows)
 
-    def _rows_of(self, packed: Packed) -> AttendedRows:
+    def _rows_of(self, packed: Packed) -> PackedRows | np.ndarray:
         self._require_own(packed)
         _side_of(packed.layout)
         codec, dtype = self.codec, packed.layout.dtype
         if isinstance(codec, RowCodec) and isinstance(rows := codec.rows, RotatedRows):
             return PackedRows(codec, rows, packed)
-        return RestoredRows(widen(to_stored(self.restore(packed), dtype), dtype))
+        return widen(to_stored(self.restore(packed), dtype), dtype)
 
     def frombytes(self, data: bytes | bytearray | memoryview) -> Packed:
         """Reads what ``Packed.tobytes`` returned, and looks whether it is this method's.

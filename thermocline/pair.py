@@ -62,8 +62,8 @@ def simple(
         bits: of a code.
         torch: the functions take and return tensors of PyTorch.
         id: names the arithmetic, at most 24 letters, digits, ".", "_" and "-"; the same id has to
-            mean the same bytes, since sessions sleep under it. "" = a digest of what the functions
-            make of small, usual and large rows: functions that differ nowhere else share it.
+            mean the same bytes, since sessions sleep under it. "" = a digest of some rows, small,
+            usual and large, that went through the functions; others that treat these alike have it.
 
     Raises:
         ValueError: ``bits`` is not 1 to 16, the functions do not fit, or ``id`` is malformed or of
@@ -104,7 +104,7 @@ def _usual_rows(num_rows: int, dim: int) -> np.ndarray:
 
 
 def _id_of(codec: SimpleCodec) -> str:
-    """Return an id that changes with what the functions make of rows of several sizes."""
+    """Return an id that changes where the functions treat rows of several sizes otherwise."""
     seen = blake2b(f"{codec.bits}".encode(), digest_size=DIGITS // 2)
     for size in SIZES:
         rows = _usual_rows(64, 64) * np.float32(size)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 def reporter(name: str, progress: bool | None) -> Callable[[str], None]:
     """Makes the function that a step reports to; None: it writes only on a terminal."""
-    from engines.calibration.measuring.measure import quiet
-
     if not (sys.stderr.isatty() if progress is None else progress):
-        return quiet
+        return lambda words: None
     return lambda words: print(f"{name}: {words}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
-from engines.calibration.gate.rules import Bound, beyond_measured, decided, refusal
+from engines.calibration.gate.rules import Bound, decided, refusal
 from engines.calibration.instrument import Instrument
 from engines.calibration.learn import TextReader, deal, short_texts
 from engines.calibration.measuring.cases import Case, chain_cases, needle_cases, text_cases
@@ -67,10 +67,9 @@ class Calibration:
         """Do nothing yet.
 
         Args:
-            on_progress: called now and then with the progress; may raise, to end it.
+            on_progress: may raise, to end it.
             folder: of files without a name for all that is large; None = it stays in memory.
-            room: bytes for the answers by the exact cache, which are computed once; what
-                does not fit is computed again for every preset.
+            room: bytes for the answers by the exact cache; others are computed for every preset.
         """
         self._instrument = instrument
         self._on_progress = on_progress
@@ -252,11 +251,8 @@ class Calibration:
 def _serves(rows: Sequence[Quality], profile: Profile, bound: Bound) -> bool:
     """Return whether the first preset may serve in any of the forms in which it was measured."""
     first = first_part(rows[0].preset) if rows else ""
-    return any(
-        not refusal(rows, x.preset, bound) and not beyond_measured(x.preset, profile)
-        for x in rows
-        if first_part(x.preset) == first
-    )
+    own = {x.preset for x in rows if first_part(x.preset) == first}
+    return not all(refusal(rows, x, bound, profile) for x in own)
 
 
 def codecs_to_measure(

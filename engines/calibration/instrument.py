@@ -57,7 +57,7 @@ class Instrument(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """The model's fingerprint, the same that the engine gives its cold store."""
+        """The same that the engine gives its cold store."""
 
     @property
     def states(self) -> StateLayout | None:
@@ -69,10 +69,7 @@ class Instrument(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which work given to it did not go on, or was lost, because of users' requests.
-
-        The sum since the start.
-        """
+        """Seconds, since the start, that work given to it stood still or was lost for requests."""
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
@@ -86,16 +83,12 @@ class Instrument(Protocol):
         """The same of the layers with windows."""
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of plain text, without a chat template.
-
-        The first is the model's own first token (BOS) if it wants one.
-        """
+        """The token ids of plain text, after the model's own first token (BOS) if it wants one."""
 
     def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
         """Compute the session of ``tokens``, up to the last state; the caller owns the arrays.
 
-        Args:
-            past: of the first tokens, but not of all, to go on from; it is not changed.
+        ``past``: of the first tokens, but not of all, to go on from; it is not changed.
         """
 
     def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:

@@ -53,7 +53,6 @@ class TextReader:
             probed_share: the last part of each text, whose attention to the tokens before it shows
                 which errors in their KV matter.
             scratch: where the texts' rows are kept; None = in memory.
-            on_progress: called with the progress at every text.
             of_windows: the rows are those of layers with sliding windows.
 
         Raises:

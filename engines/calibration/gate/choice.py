@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from engines.calibration.gate.rules import Bound, beyond_measured, preferred, refusal
+from engines.calibration.gate.rules import Bound, preferred, refusal
 from engines.calibration.orders import FALLBACKS
 from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.codecs.base import Codec
@@ -144,11 +144,7 @@ def _auto(model: _Model) -> Choice:
     """Choose a preset; also says which denser presets, and the first, are out of bounds."""
     bound, profile, first = Bound(kl=model.config.max_kl), model.profile, model.first
     measured = {x: rows for x in _by_density(profile) if (rows := _measured(x, model))}
-    refused = {
-        x: why
-        for x, rows in measured.items()
-        if (why := refusal(rows, x, bound) or beyond_measured(x, profile))
-    }
+    refused = {x: why for x, rows in measured.items() if (why := refusal(rows, x, bound, profile))}
     good = {x: rows for x, rows in measured.items() if x not in refused}
     # A fallback may keep a bound that was looser when the model was measured.
     untried = first_part(first) == USUAL and not set(FALLBACKS) <= set(map(first_part, measured))
@@ -174,33 +170,28 @@ def _bits(rows: Sequence[Quality]) -> float:
 
 def _named(name: str, model: _Model) -> Choice:
     choice, config = _opened(name, model), model.config
-    if choice is not None and choice.is_exact:
-        return replace(choice, why=f"{name} loses nothing")
-    refused = f"{name} was not measured"
-    if choice is not None and choice.rows:
-        refused = refusal(choice.rows, name, Bound(kl=config.max_kl))
-        refused = refused or beyond_measured(name, model.profile)
-    if choice is not None and config.accept_loss:
-        return replace(choice, why=f"the loss was accepted: {refused or choice.why}")
-    if choice is not None and choice.rows:
-        if refused:
+    if choice is not None:
+        if choice.is_exact:
+            return replace(choice, why=f"{name} loses nothing")
+        refused = f"{name} was not measured"
+        if choice.rows:
+            refused = refusal(choice.rows, name, Bound(kl=config.max_kl), model.profile)
+        if config.accept_loss:
+            return replace(choice, why=f"the loss was accepted: {refused or choice.why}")
+        if choice.rows and refused:
             raise CodecRefused(f"{refused}; choose another codec, or {_OVERRULE}")
-        return choice
+        if choice.rows:
+            return choice
     if model.unmeasurable:
         remedy = f"use raw, or {_OVERRULE}" if choice else "use raw"
         raise CodecRefused(
             f"codec {name} cannot be measured on this model: {model.unmeasurable}; {remedy}"
         )
-    if not config.calibrate and choice is None:
-        raise CodecRefused(
-            f"codec {name} has yet to learn this model, or to learn it again since an upgrade; run:"
-            " thermocline calibrate"
-        )
     if not config.calibrate:
-        raise CodecRefused(
-            f"codec {name} was not measured on this model; {_OVERRULE}, or run:"
-            " thermocline calibrate"
-        )
+        lacks = "has yet to learn this model, or to learn it again since an upgrade;"
+        if choice is not None:
+            lacks = f"was not measured on this model; {_OVERRULE}, or"
+        raise CodecRefused(f"codec {name} {lacks} run: thermocline calibrate")
     return exact(f"{name} was not measured on this model yet", unmeasured=True)
 
 

@@ -49,8 +49,13 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     chain_top1: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.83
 
 
-def refusal(rows: Sequence[Quality], preset: str, bound: Bound) -> str:
-    """The reason, in one sentence, why this preset must not serve this model; "" if it may."""
+def refusal(
+    rows: Sequence[Quality], preset: str, bound: Bound, profile: Profile | None = None
+) -> str:
+    """The reason, in one sentence, why this preset must not serve this model; "" if it may.
+
+    ``profile``: what the preset has learned of the model.
+    """
     measured = [row for row in rows if row.preset == preset]
     if not measured:
         return f"codec {preset} was not measured on this model; run: thermocline calibrate"
@@ -64,7 +69,7 @@ def refusal(rows: Sequence[Quality], preset: str, bound: Bound) -> str:
             return f"{at} lost {row.needle_total - row.needle_found} of {row.needle_total} needles"
         if words := _chains_refusal(row, bound):
             return f"{at} {words}"
-    return ""
+    return _beyond_measured(preset, profile)
 
 
 def decided(rows: Sequence[Quality], bound: Bound) -> bool | None:
@@ -112,7 +117,7 @@ def _chains_refusal(row: Quality, bound: Bound) -> str:
     return ""
 
 
-def beyond_measured(preset: str, profile: Profile | None) -> str:
+def _beyond_measured(preset: str, profile: Profile | None) -> str:
     """The reason why a preset holds only at positions near those measured; "" if it does not.
 
     Where a model's rotation of the keys beside its latents was not found, they are learned as they

@@ -33,11 +33,9 @@ _ROOMS: Final = ("kitchen", "cellar", "office", "attic", "garage", "hall", "pant
 _LETTERS: Final = "BCDFGHKLMNPQRTVXZ"
 Encode = Callable[[str], list[int]]
 _PLACES = ("vault", "archive", "garage", "library", "tower", "harbour", "cellar", "station")
-SHARED: Final = 64  # tokens of two prefixes that go on from one text
 MOST_PROBLEMS: Final = 12  # of one case
 FACTS_SHARE: Final = 2  # at most one in so many tokens of a prefix is a fact's
-# Shares of the text before the first fact, in turn: after a half of it a prefix begins as that of
-# the text's own case does, and is prefilled from there.
+# Shares of the text before the first fact, in turn.
 BEGINS: Final = (0.5, 0.05)
 
 
@@ -200,18 +198,6 @@ def needle_cases(
             tuple(rest),
             len(rest) - common_length(asked, rest),
         )
-
-
-def in_reading_order(cases: Iterable[Case]) -> list[Case]:
-    """Sort cases so that those with a common beginning are neighbours and share its prefill.
-
-    Texts stay in their order: the first cases are one of each kind, and then one text more each.
-    """
-    known = list(cases)
-    first: dict[tuple[int, ...], int] = {}  # case of each beginning
-    for number, case in enumerate(known):
-        first.setdefault(case.prefix[:SHARED], number)
-    return sorted(known, key=lambda case: (first[case.prefix[:SHARED]], case.prefix))
 
 
 def chain_cases(

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from engines.calibration.corpus import held_out_texts
 from engines.calibration.gate.rules import QUIET, is_doubtful, is_from_here
-from engines.calibration.instrument import HeldSession, Instrument
-from engines.calibration.measuring.cases import Case, in_reading_order
-from engines.calibration.measuring.metrics import (
-    CaseResult,
-    answers,
-    drift,
-    quality_of,
-    row_loss,
-)
+from engines.calibration.instrument import Instrument
+from engines.calibration.measuring.cases import Case
+from engines.calibration.measuring.metrics import LossTally, answers, drift, row_loss
 from engines.calibration.measuring.stopwatch import Stopwatch
-from engines.calibration.measuring.trials import AnyCodec, Exact, Trials, Trip
+from engines.calibration.measuring.trials import AnyCodec, Exact, Trials
 from engines.calibration.scratch import Scratch
 from kvstore.codecs.quality import Quality
-from kvstore.shapes import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +42,7 @@ class _Reference(NamedTuple):
 
 
 class Judge:
-    """Judges codecs by the same cases, whose answers by the exact cache it computes once.
-
-    It keeps those of as many cases as there is room for, if it has a folder.
-    """
+    """Judges codecs by the same cases, whose answers by the exact cache it computes once."""
 
     def __init__(
         self,
@@ -69,14 +58,13 @@ class Judge:
         """Compute nothing yet.
 
         Args:
-            on_progress: called with the progress and figures so far, for every codec of every case.
-            folder: of files without a name, where references are kept from one call of ``rows`` to
-                the next; None = they are not kept.
-            room: bytes for them.
+            on_progress: called for every codec of every case, with figures so far.
+            folder: of files without a name, where answers by the exact cache stay from one call of
+                ``rows`` to the next, as far as ``room`` bytes go; None = they are not kept.
             num_threads: of the cold store, to time what a restore takes; 0 = its default.
         """
         self._instrument = instrument
-        self._cases = in_reading_order(cases)
+        self._cases = list(cases)
         self._trials = Trials(instrument, num_threads, folder, stopwatch)
         self._on_progress = on_progress
         self._folder = folder
@@ -97,7 +85,7 @@ class Judge:
             codecs: by preset; of an instrument with states ``SessionCodec``s.
             is_enough: given the rows so far after every case; True ends the measurement with them.
         """
-        found: defaultdict[tuple[int, str], list[CaseResult]] = defaultdict(list)
+        found: dict[tuple[int, str], LossTally] = {}
         rows: dict[tuple[int, str], Quality] = {}
         for number, case in enumerate(self._cases):
             done, context = f"{number} of {len(self._cases)} cases", len(case.prefix)
@@ -106,9 +94,9 @@ class Judge:
                 continue
             for name, codec in codecs.items():
                 self._on_progress(f"{done}, {name}{_so_far(rows.values(), context)}")
-                result = self._result(case, reference, codec)
-                found[context, name].append(result)
-                rows[context, name] = quality_of(name, found[context, name])
+                tally = found.setdefault((context, name), LossTally(name, codec.id, context))
+                self._judge(case, reference, codec, tally)
+                rows[context, name] = tally.quality()
             logger.info("measured %s of %d tokens", case.name, context)
             if is_enough([*rows.values()]):
                 break
@@ -133,51 +121,30 @@ class Judge:
             self._kept[number] = found
         return found
 
-    def _result(self, case: Case, reference: _Reference, codec: AnyCodec) -> CaseResult:
+    def _judge(self, case: Case, reference: _Reference, codec: AnyCodec, tally: LossTally) -> None:
         """Judge one codec by one case."""
-        exact = reference.exact
-        trip = self._trials.trip(codec, exact)
+        session, exact = reference.exact.session, reference.log_probs
+        trip = self._trials.trip(codec, reference.exact)
         packed = self._instrument.log_probs(trip.session, case.rest)
-        return CaseResult(
-            text=case.name,
-            context=len(case.prefix),
-            codec_id=codec.id,
-            prefill=exact.prefill,
-            restore=trip.restore,
-            **_answered(case, reference.log_probs, packed),
-            **(_losses(self._instrument.layout, exact.session, trip) if case.is_text else {}),
-        )
+        tally.prefills.append(reference.exact.prefill)
+        tally.restores.append(trip.restore)
+        if case.is_text:
+            layout, bits = self._instrument.layout, trip.bits_per_element
+            tally.texts.append((case.name, drift(exact, packed, case.rest[1:])))
+            tally.rows.append(row_loss(session.run, trip.session.run, layout, bits))
+        if case.is_needle:
+            tally.needles.append(answers(packed, case.rest, case.num_answer))
+        for kind, places in case.answers.items():
+            before = np.array(places) - 1  # no answer is the first token
+            following = [case.rest[x] for x in places]
+            moved = drift(exact[before], packed[before], following)
+            tally.chains.setdefault(kind, []).append(moved)
 
 
 def _so_far(rows: Iterable[Quality], context: int) -> str:
     """Say in a few words what was found at this context."""
     judged = [x for x in rows if x.context == context and x.texts][-MOST_SHOWN:]
     return "".join(f"; {x.preset} {x.bits_per_element:.2f} bits, KL {x.kl:.4f}" for x in judged)
-
-
-def _losses(layout: KVLayout, session: HeldSession, trip: Trip) -> dict[str, Any]:
-    """The fields of a result that compare KV with KV: rows of every token."""
-    found: dict[str, Any] = {"bits": trip.bits_per_element}
-    if not session.run:
-        return {**found, "cos": (1.0, 1.0)}
-    sides = [row_loss(session.run, trip.session.run, layout, side) for side in (0, 1)]
-    return {**found, "cos": [x for x, _ in sides], "errors": [x for _, x in sides]}
-
-
-def _answered(case: Case, exact: np.ndarray, packed: np.ndarray) -> dict[str, Any]:
-    """The fields of a result that compare answers.
-
-    ``exact`` and ``packed``: log-probabilities, fp32 (len(case.rest), vocabulary).
-    """
-    if case.is_needle:
-        return {"found": answers(packed, case.rest, case.num_answer)}
-    if case.is_text:
-        return {"moved": drift(exact, packed, case.rest[1:])}
-    chains = {}
-    for kind, places in case.answers.items():
-        before = np.array(places) - 1  # no answer is the first token
-        chains[kind] = drift(exact[before], packed[before], [case.rest[x] for x in places])
-    return {"chains": chains}
 
 
 def timed_again(

@@ -5,13 +5,13 @@ First case by case, then over all cases of a preset at one context length.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from engines.calibration.gate.rules import QUIET
 from engines.calibration.measuring.stopwatch import Speed
@@ -23,15 +23,24 @@ from kvstore.workers import processors
 WORST = 1e9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drift:
+class Drift(NamedTuple):
     """The drift at every scored position of one case, so that cases of any length add up fairly."""
 
-    kl: tuple[float, ...]  # nats
-    same_top: tuple[bool, ...]  # the most likely token is the same
+    kl: Sequence[float]  # nats
+    same_top: Sequence[bool]  # the most likely token is the same
     # Of the positions with a next token to judge by:
-    loss: tuple[float, ...]  # nats: how much less likely the text became
-    delta_p: tuple[float, ...]  # probability of the text's token, packed less exact
+    loss: Sequence[float]  # nats: how much less likely the text became
+    delta_p: Sequence[float]  # probability of the text's token, packed less exact
+
+
+class RowLoss(NamedTuple):
+    """The loss of all rows of a session that went through a codec."""
+
+    bits: float
+    cos_k: float  # mean cosine of rows
+    cos_v: float
+    error_k: float = 0.0  # sum of squared errors over the sum of squares
+    error_v: float = 0.0
 
 
 def drift(exact: np.ndarray, packed: np.ndarray, following: Sequence[int]) -> Drift:
@@ -43,10 +52,10 @@ def drift(exact: np.ndarray, packed: np.ndarray, following: Sequence[int]) -> Dr
     judged = np.arange(len(following)), np.asarray(following, int)
     before, after = (x[judged].astype(np.float64) for x in (exact, packed))
     return Drift(
-        kl=tuple(np.maximum(kl, 0).tolist()),
-        same_top=tuple((exact.argmax(1) == packed.argmax(1)).tolist()),
-        loss=tuple((before - after).tolist()),
-        delta_p=tuple((np.exp(after) - np.exp(before)).tolist()),
+        kl=np.maximum(kl, 0).tolist(),
+        same_top=(exact.argmax(1) == packed.argmax(1)).tolist(),
+        loss=(before - after).tolist(),
+        delta_p=(np.exp(after) - np.exp(before)).tolist(),
     )
 
 
@@ -65,11 +74,16 @@ def answers(log_probs: np.ndarray, tokens: Sequence[int], num_answer: int) -> bo
     return bool(np.array_equal(guesses, tokens[first:]))
 
 
-def row_loss(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> tuple[float, float]:
-    """The loss of K (``side`` 0) or V (1) of all layers that went through a codec.
+def row_loss(exact: KVRun, packed: KVRun, layout: KVLayout, bits: float) -> RowLoss:
+    """The loss of rows that went through a codec at so many bits for each value."""
+    if not exact:
+        return RowLoss(bits, 1.0, 1.0)
+    (cos_k, error_k), (cos_v, error_v) = (_side_loss(exact, packed, layout, x) for x in (0, 1))
+    return RowLoss(bits, cos_k, cos_v, error_k, error_v)
 
-    Returns the mean cosine of rows, and the sum of squared errors over the sum of squares.
-    """
+
+def _side_loss(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> tuple[float, float]:
+    """The cosine and the error of K (``side`` 0) or V (1) of all layers."""
     cosines, error, energy = [], 0.0, 0.0
     for a, b in zip(exact, packed, strict=True):
         x, y = widened(a[side], layout), widened(b[side], layout)
@@ -91,77 +105,57 @@ def widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:
     return array.astype(np.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaseResult:
-    """Figures of one codec in one case."""
+@dataclass
+class LossTally:
+    """Figures of one codec at one context length, case by case."""
 
-    text: str  # the case's name
-    context: int  # tokens
+    preset: str
     codec_id: str
-    prefill: Speed | None  # None: it could not be timed
-    restore: Speed
-    found: bool | None = None  # of a needle: it was answered
-    chains: dict[str, Drift] = field(default_factory=dict)  # at the answers, by kind of problem
-    # Of a text alone:
-    moved: Drift | None = None
-    bits: float = 0.0
-    cos: Sequence[float] = (0.0, 0.0)  # of K and of V, see ``row_loss``
-    errors: Sequence[float] = (0.0, 0.0)
+    context: int  # tokens
+    texts: list[tuple[str, Drift]] = field(default_factory=list)  # with their names
+    rows: list[RowLoss] = field(default_factory=list)  # of the texts
+    needles: list[bool] = field(default_factory=list)  # found?
+    chains: dict[str, list[Drift]] = field(default_factory=dict)  # at answers, by kind of problem
+    prefills: list[Speed] = field(default_factory=list)
+    restores: list[Speed] = field(default_factory=list)
 
+    def quality(self) -> Quality:
+        """The means over all cases so far.
 
-def quality_of(preset: str, results: Sequence[CaseResult]) -> Quality:
-    """The means over all cases of one codec at one context length; there is one at least.
-
-    Perplexity is that of all texts as one: the exponential of the mean loss.
-    """
-    texts = [x for x in results if x.moved is not None]
-    drifts = [x.moved for x in texts if x.moved is not None]
-    needles = [x.found for x in results if x.found is not None]
-    chains: dict[str, list[Drift]] = {}  # by kind of problem
-    for result in results:
-        for kind, moved in result.chains.items():
-            chains.setdefault(kind, []).append(moved)
-    answers = [x for found in chains.values() for x in found]
-    bits = _mean([[x.bits for x in texts]], WORST)
-    error = _mean([x.errors for x in texts], WORST)
-    return Quality(
-        preset=preset,
-        codec_id=results[0].codec_id,
-        context=results[0].context,
-        bits_per_element=bits,
-        perplexity_change_pct=_perplexity_change(drifts),
-        kl=_mean([x.kl for x in drifts], WORST),
-        top1=_mean([x.same_top for x in drifts], 0),
-        needle_found=sum(needles),
-        needle_total=len(needles),
-        cos_k=_mean([x.cos[:1] for x in texts], 0),
-        cos_v=_mean([x.cos[1:] for x in texts], 0),
-        error_k=_mean([x.errors[:1] for x in texts], WORST),
-        error_v=_mean([x.errors[1:] for x in texts], WORST),
-        gaussian_gap_db=gaussian_gap_db(bits, error) if error else None,
-        texts=tuple(_of_text(x.text, [x.moved]) for x in texts if x.moved is not None),
-        delta_p=_root_mean_square(drifts) if drifts else None,
-        chain_tokens=sum(len(x.kl) for x in answers),
-        chain_kl=_mean([x.kl for x in answers], WORST) if answers else None,
-        chain_top1=_mean([x.same_top for x in answers], 0) if answers else None,
-        chain_delta_p=_root_mean_square(answers) if answers else None,
-        chains=tuple(_of_text(kind, found) for kind, found in chains.items()),
-        **_times(results),
-    )
-
-
-def _times(results: Sequence[CaseResult]) -> dict[str, Any]:
-    """The fields of a row that are times."""
-    prefills = [x.prefill for x in results if x.prefill is not None]
-    if not prefills:
-        return {}
-    prefill, restore = _best(prefills), _best([x.restore for x in results])
-    return {
-        "prefill_s": prefill.seconds,
-        "restore_s": restore.seconds,
-        "waited": max(prefill.waited, restore.waited),
-        "timed_on": processors(),
-    }
+        Perplexity is that of all texts as one: the exponential of the mean loss.
+        """
+        moved, solved = [x for _, x in self.texts], [*itertools.chain(*self.chains.values())]
+        whole, at_answers = _joined(moved), _joined(solved)
+        prefill, restore = _best(self.prefills), _best(self.restores)
+        bits = _mean((x.bits for x in self.rows), WORST)
+        error = _mean((y for x in self.rows for y in (x.error_k, x.error_v)), WORST)
+        return Quality(
+            preset=self.preset,
+            codec_id=self.codec_id,
+            context=self.context,
+            bits_per_element=bits,
+            perplexity_change_pct=_perplexity_change(whole),
+            kl=_mean(whole.kl, WORST),
+            top1=_mean(whole.same_top, 0),
+            needle_found=sum(self.needles),
+            needle_total=len(self.needles),
+            cos_k=_mean((x.cos_k for x in self.rows), 0),
+            cos_v=_mean((x.cos_v for x in self.rows), 0),
+            error_k=_mean((x.error_k for x in self.rows), WORST),
+            error_v=_mean((x.error_v for x in self.rows), WORST),
+            gaussian_gap_db=gaussian_gap_db(bits, error) if error else None,
+            texts=tuple(_of_text(name, x) for name, x in self.texts),
+            delta_p=_root_mean_square(whole) if moved else None,
+            chain_tokens=len(at_answers.kl),
+            chain_kl=_mean(at_answers.kl, WORST) if solved else None,
+            chain_top1=_mean(at_answers.same_top, 0) if solved else None,
+            chain_delta_p=_root_mean_square(at_answers) if solved else None,
+            chains=tuple(_of_text(kind, _joined(x)) for kind, x in self.chains.items()),
+            prefill_s=prefill.seconds,
+            restore_s=restore.seconds,
+            waited=max(prefill.waited, restore.waited),
+            timed_on=processors(),
+        )
 
 
 def _best(speeds: Sequence[Speed]) -> Speed:
@@ -178,26 +172,31 @@ def gaussian_gap_db(bits: float, error: float) -> float:
     return float(10 * np.log10(error) + 20 * np.log10(2) * bits)
 
 
-def _of_text(name: str, drifts: list[Drift]) -> TextQuality:
+def _joined(several: Sequence[Drift]) -> Drift:
+    columns = zip(*several, strict=True) if several else [()] * len(Drift._fields)
+    return Drift(*([*itertools.chain(*x)] for x in columns))
+
+
+def _of_text(name: str, moved: Drift) -> TextQuality:
     return TextQuality(
         text=name,
-        kl=_mean([x.kl for x in drifts], WORST),
-        perplexity_change_pct=_perplexity_change(drifts),
-        top1=_mean([x.same_top for x in drifts], 0),
+        kl=_mean(moved.kl, WORST),
+        perplexity_change_pct=_perplexity_change(moved),
+        top1=_mean(moved.same_top, 0),
     )
 
 
-def _root_mean_square(drifts: list[Drift]) -> float:
-    return math.sqrt(_mean([np.square(x.delta_p) for x in drifts], 1))
+def _root_mean_square(moved: Drift) -> float:
+    return math.sqrt(_mean(np.square(moved.delta_p), 1))
 
 
-def _perplexity_change(drifts: list[Drift]) -> float:
-    loss = _mean([x.loss for x in drifts], WORST)
+def _perplexity_change(moved: Drift) -> float:
+    loss = _mean(moved.loss, WORST)
     return 100 * math.expm1(loss) if loss < 100 else WORST
 
 
-def _mean(parts: Sequence[npt.ArrayLike], otherwise: float) -> float:
-    """The mean of all values; ``otherwise`` if there are none or not all are finite."""
-    values = np.concatenate(parts) if parts else np.empty(0)
-    mean = float(np.mean(values)) if values.size else math.nan
+def _mean(values: Iterable[float], otherwise: float) -> float:
+    """The mean; ``otherwise`` if there are no values or not all are finite."""
+    found = np.array([*values], np.float64)
+    mean = float(np.mean(found)) if found.size else math.nan
     return mean if math.isfinite(mean) else otherwise

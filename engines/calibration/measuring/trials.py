@@ -1,10 +1,9 @@
 """Takes sessions out of an instrument, through a codec and back, as a sleep and a wake would.
 
-Of a model that keeps rows only, a prompt goes on from the one before where both begin alike. With
-states the whole session goes the way of a sleep and a wake: its rows as chunks, its state as a
-blob, by the store's own functions. Rows are packed once in a session's life, but a recurrent state
-that came back and went on is packed anew with the next sleep, and its errors are carried along. So
-the state goes through the codec ``SLEEPS`` times, a short turn apart, before it is judged.
+Its rows go as chunks, its state as a blob, by the store's own functions. Rows are packed once in a
+session's life, but a recurrent state that came back and went on is packed anew with the next sleep,
+and its errors are carried along. So the state goes through the codec ``SLEEPS`` times, a short turn
+apart, before it is judged.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from kvstore.shapes import KVLayout, KVRun, StateLayout, slice_tokens, tokens_in
 from kvstore.store.blob_reader import BATCH
 from kvstore.workers import default_threads, usable_cores
 
-LEAST_SHARED = 256  # tokens; to compute fewer again is as quick as to put them back
 SLEEPS: Final = 4
 TURN_TOKENS: Final = 16  # between two of them
 # Packs rows alone, or whole sessions of a model with states.
@@ -61,14 +59,14 @@ class Exact:
 
     Attributes:
         session: the whole of it.
+        prefill: the speed of the prefill.
         first: as it was before its first sleep; only of a model with states.
-        prefill: the speed of the prefill; None if a part of it was another prompt's.
     """
 
-    tokens: tuple[int, ...] = ()
-    session: HeldSession = NOTHING
+    tokens: tuple[int, ...]
+    session: HeldSession
+    prefill: Speed
     first: HeldSession = NOTHING
-    prefill: Speed | None = None
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +130,7 @@ def _in_batches(chunks: Iterable[_Chunk]) -> Iterator[Sequence[_Chunk]]:
 
 
 class Trials:
-    """Computes prompts, of which it remembers the last, and has codecs pack and unpack them."""
+    """Computes prompts, and has codecs pack and unpack them."""
 
     def __init__(
         self,
@@ -141,61 +139,38 @@ class Trials:
         folder: Path | None = None,
         stopwatch: Callable[[], Stopwatch] = Stopwatch,
     ) -> None:
-        """Remember nothing yet; ``Judge`` describes the arguments."""
+        """``Judge`` describes the arguments."""
         self._instrument = instrument
         self._num_threads = num_threads or default_threads()
         self._folder = folder
         self._stopwatch = stopwatch
-        self._last = Exact()
 
     def exact(self, tokens: Sequence[int]) -> Exact:
-        """Compute a prompt, from where the last one ceases to be the same.
+        """Compute a prompt.
 
         Its arrays are in a file, if there is a folder for one. Raises ``OSError`` if its disk is
         full.
         """
-        prompt = tuple(tokens)
-        if self._last.tokens != prompt:
-            with_states = self._instrument.states is not None
-            found = self._whole(prompt) if with_states else self._rows(prompt)
-            if self._folder is not None:
-                with Scratch(self._folder) as scratch:
-                    found = found.kept(scratch)
-            self._last = found
-        return self._last
+        prompt, step = tuple(tokens), self._instrument.state_step
+        if self._instrument.states is None:
+            found = Exact(prompt, *self._timed(prompt))
+        else:  # such a session cannot be cut back to its first sleep
+            asleep = len(tokens) - (SLEEPS - 1) * self._turn_tokens
+            asleep = max(step, asleep // step * step)
+            first, speed = self._timed(prompt[:asleep])
+            found = Exact(prompt, self._instrument.prefill(prompt, first), speed, first)
+        if self._folder is not None:
+            with Scratch(self._folder) as scratch:
+                found = found.kept(scratch)
+        return found
 
-    def _rows(self, tokens: tuple[int, ...]) -> Exact:
-        last = self._last
-        shared = min(common_length(last.tokens, tokens), len(tokens) - 1)
-        shared = shared if shared >= LEAST_SHARED else 0
-        past = HeldSession(slice_tokens(last.session.run, 0, shared), shared)
-        computed, watch = self._prefilled(tokens, past)
-        took = watch.speed(len(tokens))
-        if not shared:
-            return Exact(tokens, computed, prefill=took)
-        known = last.prefill if shared == len(last.tokens) else None
-        whole = took.plus(known, shared / len(tokens)) if known is not None else None
-        return Exact(tokens, computed, prefill=whole)
-
-    def _whole(self, tokens: tuple[int, ...]) -> Exact:
-        """The session of a model with states, which cannot be cut."""
-        self._last = Exact()  # two would be one too many
-        step = self._instrument.state_step
-        asleep = len(tokens) - (SLEEPS - 1) * self._turn_tokens
-        asleep = max(step, asleep // step * step)  # the position of the first sleep
-        first, watch = self._prefilled(tokens[:asleep])
-        whole = self._instrument.prefill(tokens, first)
-        return Exact(tokens, whole, first, watch.speed(asleep))
-
-    def _prefilled(
-        self, tokens: tuple[int, ...], past: HeldSession = NOTHING
-    ) -> tuple[HeldSession, Stopwatch]:
+    def _timed(self, tokens: tuple[int, ...]) -> tuple[HeldSession, Speed]:
         """Compute a session, and time it without the turns of users that it waited for."""
         before_s = self._instrument.waited_s
         with self._stopwatch() as watch:
-            computed = self._instrument.prefill(tokens, past)
+            computed = self._instrument.prefill(tokens)
         watch.waited_also(self._instrument.waited_s - before_s)
-        return computed, watch
+        return computed, watch.speed(len(tokens))
 
     @property
     def _turn_tokens(self) -> int:

@@ -148,7 +148,7 @@ class MlxInstrument:
 
         Steps and draws are the same each time, and so is the order of notices.
         """
-        size, at_once = min(self._step_tokens, PART_TOKENS), self._held.num_streams
+        size, at_once = min(self._step_tokens, PART_TOKENS), len(self._held.streams)
         for at in range(first, len(tokens), size):
             num_calls = self._steps.run(partial(self._held.feed_noted, tokens[at : at + size]))
             for number in range(0, num_calls, at_once):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -58,6 +58,12 @@ class AtOnce:
         return step()
 
 
+class _WaitingStep(NamedTuple):
+    step: Callable[[], Any]
+    done: Future[Any]
+    since_s: float
+
+
 class IdleSteps:
     """A line of one: the next step, and the thread that waits for it. A ``Steps``."""
 
@@ -69,7 +75,7 @@ class IdleSteps:
         self._monotonic = monotonic
         self._others_at = float("-inf")  # when others last used the model
         self._lock = threading.Lock()
-        self._next: tuple[Future[Any], Callable[[], Any]] | None = None
+        self._next: _WaitingStep | None = None
         self._closed = False
         self.num_done = 0  # steps since the start
         self.waited_s = 0.0
@@ -83,16 +89,10 @@ class IdleSteps:
             Interrupted: the engine ends.
         """
         done: Future[T] = Future()
-        handed_in = self._monotonic()
-
-        def work() -> T:
-            self.waited_s += self._monotonic() - handed_in
-            return step()
-
         with self._lock:
             if self._closed:
                 raise Interrupted(ENDS)
-            self._next = done, work
+            self._next = _WaitingStep(step, done, self._monotonic())
         self._wake()
         return done.result()
 
@@ -115,20 +115,20 @@ class IdleSteps:
     def do_one(self) -> None:
         """Do the step that waits, if one does."""
         if (waiting := self._taken()) is not None:
-            done, work = waiting
             self.num_done += 1
+            self.waited_s += self._monotonic() - waiting.since_s
             try:
-                done.set_result(work())
+                waiting.done.set_result(waiting.step())
             except Exception as error:  # travels to who waits for it
-                done.set_exception(error)
+                waiting.done.set_exception(error)
 
     def close(self) -> None:
         """Refuse the step that waits and all to come. Any thread."""
         self._closed = True
         if (waiting := self._taken()) is not None:
-            waiting[0].set_exception(Interrupted(ENDS))
+            waiting.done.set_exception(Interrupted(ENDS))
 
-    def _taken(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+    def _taken(self) -> _WaitingStep | None:
         with self._lock:
             waiting, self._next = self._next, None
             return waiting
@@ -143,20 +143,6 @@ def log_probs(logits: mx.array) -> mx.array:
     wide = logits.astype(mx.float32)
     scores: mx.array = wide - mx.logsumexp(wide, axis=-1, keepdims=True)
     return scores
-
-
-def caches_of(model: Any, layout: KVLayout, session: HeldSession) -> Caches:
-    """Make caches of a copy of the session; empty ones of no tokens. Raises ``Mismatch``."""
-    if not session.num_tokens:
-        return list(make_prompt_cache(model))
-    return kv_arrays.rebuild(model, layout, session.run, session.state, session.num_tokens)
-
-
-def session_of(caches: Caches, num_tokens: int) -> HeldSession:
-    """Copy everything that caches of ``num_tokens`` tokens hold."""
-    run = [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(caches, num_tokens)]
-    state = copied_state(kv_arrays.state_tree(caches))
-    return HeldSession(run, num_tokens, state)
 
 
 class HeldPrefix:
@@ -175,9 +161,16 @@ class HeldPrefix:
         return self._nbytes
 
     def begin(self, session: HeldSession) -> None:
-        """Hold a copy of a session, which may be empty, in place of the earlier prefix."""
+        """Hold a copy of a session, which may be empty, in place of the earlier prefix.
+
+        Raises ``Mismatch``.
+        """
         self.drop()
-        self._caches = caches_of(self._model, self._layout, session)
+        if session.num_tokens:
+            known = (session.run, session.state, session.num_tokens)
+            self._caches = kv_arrays.rebuild(self._model, self._layout, *known)
+        else:
+            self._caches = list(make_prompt_cache(self._model))
         self._count()
 
     def feed(self, tokens: Sequence[int]) -> None:
@@ -206,7 +199,7 @@ class HeldPrefix:
         On a processor mlx computes a stream on one thread. So the parts go by turns to two streams,
         the second of which follows the first through the layers. Raises ``Dropped``.
         """
-        caches, streams, found = self._held(), self._streams, []
+        caches, streams, found = self._held(), self.streams, []
         step = len(tokens) if len(streams) == 1 else PART_TOKENS
         for number, at in enumerate(range(0, len(tokens), step)):
             with mx.stream(streams[number % len(streams)]):
@@ -215,7 +208,8 @@ class HeldPrefix:
         return found
 
     @cached_property
-    def _streams(self) -> list[mx.Stream]:
+    def streams(self) -> list[mx.Stream]:
+        """The streams to compute on: so many calls are differentiated in the time of one."""
         device = mx.default_device()
         is_slow = device.type == mx.DeviceType.cpu and usable_cores() > 1
         return [mx.default_stream(device), *([mx.new_stream(device)] if is_slow else [])]
@@ -225,7 +219,9 @@ class HeldPrefix:
 
         Raises ``Dropped``.
         """
-        session = session_of(self._held(), num_tokens)
+        held = self._held()
+        run = [(k.copy(), v.copy()) for k, v in kv_arrays.growing_run(held, num_tokens)]
+        session = HeldSession(run, num_tokens, copied_state(kv_arrays.state_tree(held)))
         self.drop()
         return session
 
@@ -241,23 +237,18 @@ class HeldPrefix:
         self._noted = [*noted_rows(held, before, layers), *noted_states(held, before, layers)]
         return len(self._noted)
 
-    @property
-    def num_streams(self) -> int:
-        """The number of calls that are differentiated in as little time as one."""
-        return len(self._streams)
-
     def notices(self, numbers: Sequence[int], first: int, seeds: Sequence[int]) -> list[Noticed]:
         """Return what some calls noticed of the first tokens' K and V, or of their states.
 
         Args:
-            numbers: of the calls, at most ``num_streams`` neighbours.
+            numbers: of the calls, neighbours, at most one for each of ``streams``.
             seeds: one for each of them.
 
         Raises ``Dropped``.
         """
         self._held()
         begun = []
-        for number, seed, stream in zip(numbers, seeds, self._streams, strict=False):
+        for number, seed, stream in zip(numbers, seeds, self.streams, strict=False):
             with mx.stream(stream):
                 begun.append(self._noted[number].begin(first, seed))
         found = [end() for end in begun]

@@ -42,7 +42,7 @@ class Half:
         (lambda: thermocline.Method("kivi"), UnknownCodec, "is 'kivi', which is no codec"),
         (lambda: thermocline.Method(Half), UnknownCodec, r"an object of it, Half\(\), is wanted"),
         (lambda: thermocline.Method(Half()), UnknownCodec, "is a Half, which is no codec"),
-        (lambda: thermocline.layout_of(__file__), OSError, "is a file: the folder of a model"),
+        (lambda: thermocline.layout_of(__file__), OSError, "give the folder of a model"),
         (lambda: thermocline.codec(3), UnknownCodec, "a name is wanted"),
         (lambda: thermocline.codebook("3"), ValueError, "a whole number from 1 to 8"),
         (lambda: thermocline.layout_of(None), ValueError, "no layout of a NoneType"),

@@ -17,6 +17,7 @@ from threadpoolctl import ThreadpoolController
 
 from engines.calibration import scratch as module
 from engines.calibration.instrument import HeldSession
+from engines.calibration.measuring.stopwatch import Speed
 from engines.calibration.measuring.trials import Exact
 from engines.calibration.scratch import LARGE_BYTES, FewThreads, OtherPrograms, Scratch
 from kvstore.codecs.learning.samples import Samples, element_means
@@ -102,7 +103,7 @@ def test_a_text_of_many_layers_takes_one_open_file() -> None:
         before = num_open()
         kept = scratch.keep_stored(text, "float32")
         assert num_open() <= before + 1
-        exact = Exact((1,), HeldSession(text, 40)).kept(scratch)
+        exact = Exact((1,), HeldSession(text, 40), Speed(1.0)).kept(scratch)
         assert num_open() <= before + 3
     assert kept[49][0][1, 39, 7] == 0x3F80 and exact.session.run[49][0][1, 39, 7] == 1
 
