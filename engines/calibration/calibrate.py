@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from engines.calibration.corpus import fit_texts, held_out_texts, texts_of
-from engines.calibration.gate.rules import Bound, decided, refusal
+from engines.calibration.gate.rules import decided, refusal
 from engines.calibration.instrument import Instrument
 from engines.calibration.learn import TextReader, deal, short_texts
 from engines.calibration.measuring.cases import Case, chain_cases, needle_cases, text_cases
@@ -104,17 +104,17 @@ class Calibration:
             ValueError: the model turns its keys in a way that is not understood.
             OSError: a text cannot be read, or the disk of the folder is full.
         """
-        instrument, bound = self._instrument, Bound(kl=order.max_kl)
+        instrument = self._instrument
         judge = self._judge_of(order)
         if known is None or known.layout != instrument.layout or self._turns_otherwise(known):
             known = Profile(instrument.fingerprint, instrument.layout, (), {})
         profile, rows = known, list[Quality]()
 
         def is_enough(rows: Sequence[Quality]) -> bool:
-            return order.ends_early and decided(rows, bound) is not None
+            return order.ends_early and decided(rows, order.max_kl) is not None
 
         for presets in (order.presets, order.fallbacks):
-            if rows and (order.ends_early or _serves(rows, profile, bound)):
+            if rows and (order.ends_early or _serves(rows, profile, order.max_kl)):
                 return
             names = [*dict.fromkeys(presets)]
             for name, following in itertools.zip_longest(names, names[1:]):
@@ -125,7 +125,7 @@ class Calibration:
                 codecs = codecs_to_measure(instrument, [name], profile)
                 codecs = {x: codec for x, codec in codecs.items() if x not in measured}
                 found = judge.rows(codecs, is_enough)
-                if order.ends_early and not decided(found, bound):
+                if order.ends_early and not decided(found, order.max_kl):
                     return
                 found = [msgspec.structs.replace(x, is_early=order.ends_early) for x in found]
                 rows = sorted([*rows, *found], key=lambda row: row.context)
@@ -248,11 +248,11 @@ class Calibration:
         return list(dict.fromkeys(x // step * step for x in order.contexts))
 
 
-def _serves(rows: Sequence[Quality], profile: Profile, bound: Bound) -> bool:
+def _serves(rows: Sequence[Quality], profile: Profile, max_kl: float) -> bool:
     """Return whether the first preset may serve in any of the forms in which it was measured."""
     first = first_part(rows[0].preset) if rows else ""
     own = {x.preset for x in rows if first_part(x.preset) == first}
-    return not all(refusal(rows, x, bound, profile) for x in own)
+    return not all(refusal(rows, x, max_kl, profile) for x in own)
 
 
 def codecs_to_measure(

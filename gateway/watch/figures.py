@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
 from engines.base import EngineReport, TierName
-from engines.calibration.gate.rules import Bound
+from engines.calibration.gate.rules import CHAIN_FACTOR, LEAST_CHAIN_TOP1, LEAST_TOP1
 from engines.wire import CodecReport, TierStats
 from gateway.watch.shape import (
     CodecVerdict,
@@ -198,9 +198,7 @@ def quality_shown(
 
 
 def _bound(max_kl: float) -> QualityBound:
-    bound = Bound(kl=max_kl)
-    chain_kl = bound.chain_factor * bound.kl
-    return QualityBound(bound.kl, bound.top1, chain_kl, bound.chain_top1)
+    return QualityBound(max_kl, LEAST_TOP1, CHAIN_FACTOR * max_kl, LEAST_CHAIN_TOP1)
 
 
 def _row(row: Quality, in_use: bool) -> QualityRow:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from engines.calibration.gate.rules import Bound, preferred, refusal
+from engines.calibration.gate.rules import preferred, refusal
 from engines.calibration.orders import FALLBACKS
 from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.codecs.base import Codec
@@ -111,7 +111,7 @@ def _packed(
     rows = _rows(profile, name, codec.id)
     why, own = f"live KV is packed so; {_figures(name, rows)}", profile and profile.only(name)
     choice = Choice(name, codec, why, tuple(rows), profile=own)
-    refused = refusal(rows, name, Bound(kl=config.max_kl)) if rows else f"{name} was not measured"
+    refused = refusal(rows, name, config.max_kl) if rows else f"{name} was not measured"
     if refused and not config.accept_loss:
         raise CodecRefused(
             f"engine.hot_codec: {refused}; leave it empty, {_OVERRULE}, or measure the model"
@@ -142,9 +142,9 @@ class _Model:
 
 def _auto(model: _Model) -> Choice:
     """Choose a preset; also says which denser presets, and the first, are out of bounds."""
-    bound, profile, first = Bound(kl=model.config.max_kl), model.profile, model.first
+    max_kl, profile, first = model.config.max_kl, model.profile, model.first
     measured = {x: rows for x in _by_density(profile) if (rows := _measured(x, model))}
-    refused = {x: why for x, rows in measured.items() if (why := refusal(rows, x, bound, profile))}
+    refused = {x: why for x, rows in measured.items() if (why := refusal(rows, x, max_kl, profile))}
     good = {x: rows for x, rows in measured.items() if x not in refused}
     # A fallback may keep a bound that was looser when the model was measured.
     untried = first_part(first) == USUAL and not set(FALLBACKS) <= set(map(first_part, measured))
@@ -175,7 +175,7 @@ def _named(name: str, model: _Model) -> Choice:
             return replace(choice, why=f"{name} loses nothing")
         refused = f"{name} was not measured"
         if choice.rows:
-            refused = refusal(choice.rows, name, Bound(kl=config.max_kl), model.profile)
+            refused = refusal(choice.rows, name, config.max_kl, model.profile)
         if config.accept_loss:
             return replace(choice, why=f"the loss was accepted: {refused or choice.why}")
         if choice.rows and refused:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,12 @@ from kvstore.workers import processors
 # By the number of texts, from three on: Student's t of one in a hundred, one-sided. Of five looks,
 # after the third text to the seventh, one errs in one of twenty measurements at most.
 STUDENT: Final = {3: 6.965, 4: 4.541, 5: 3.747, 6: 3.365, 7: 3.143}
+# The operator's bound is a KL: the perplexity of single texts varies by more than codecs change it.
+LEAST_TOP1: Final = 0.9  # against disasters that KL, a mean, could hide
+# Of reasoning chains. Only answers are judged there, which hang on single facts: they cost more
+# than a text does, and the bound is so many times that of texts.
+CHAIN_FACTOR: Final = 10.0
+LEAST_CHAIN_TOP1: Final = 0.83
 TOKENS: Final = 2000  # of the restore whose time is compared with its prefill
 QUIET: Final = 0.1  # of its time, that a thread may wait for a processor on a quiet machine
 # Of these figures more is better; of all others less.
@@ -33,24 +39,8 @@ OWN: Final = frozenset(
 )  # no figures, or the same on all ranks
 
 
-class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The largest loss that is accepted.
-
-    KL decides: the perplexity of single texts varies by more than codecs change it. The default
-    admits three fixed bits with a profile, with a margin.
-    """
-
-    kl: Annotated[float, msgspec.Meta(ge=0)] = 0.01
-    # Against disasters that KL, a mean, could hide.
-    top1: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
-    # Of reasoning chains. Only answers are judged there, which hang on single facts: they cost more
-    # than a text does, and the bound is so many times that of texts.
-    chain_factor: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    chain_top1: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.83
-
-
 def refusal(
-    rows: Sequence[Quality], preset: str, bound: Bound, profile: Profile | None = None
+    rows: Sequence[Quality], preset: str, max_kl: float, profile: Profile | None = None
 ) -> str:
     """The reason, in one sentence, why this preset must not serve this model; "" if it may.
 
@@ -61,58 +51,58 @@ def refusal(
         return f"codec {preset} was not measured on this model; run: thermocline calibrate"
     for row in measured:
         at = f"codec {preset} at {row.context} tokens"
-        if not row.kl <= bound.kl:
-            return f"{at} has a KL of {row.kl:.4f}, above the bound of {bound.kl:g}"
-        if not row.top1 >= bound.top1:
-            return f"{at} keeps {row.top1:.1%} of the most likely tokens, under {bound.top1:.0%}"
+        if not row.kl <= max_kl:
+            return f"{at} has a KL of {row.kl:.4f}, above the bound of {max_kl:g}"
+        if not row.top1 >= LEAST_TOP1:
+            return f"{at} keeps {row.top1:.1%} of the most likely tokens, under {LEAST_TOP1:.0%}"
         if row.needle_found < row.needle_total:
             return f"{at} lost {row.needle_total - row.needle_found} of {row.needle_total} needles"
-        if words := _chains_refusal(row, bound):
+        if words := _chains_refusal(row, max_kl):
             return f"{at} {words}"
     return _beyond_measured(preset, profile)
 
 
-def decided(rows: Sequence[Quality], bound: Bound) -> bool | None:
+def decided(rows: Sequence[Quality], max_kl: float) -> bool | None:
     """Say what few texts show for certain: whether all presets keep the bound; None = nothing yet.
 
     The mean over texts has a margin: their standard error times ``STUDENT``.
     """
-    found = [_decided(row, bound) for row in rows]
+    found = [_decided(row, max_kl) for row in rows]
     return False if False in found else None if None in found or not found else True
 
 
-def _decided(row: Quality, bound: Bound) -> bool | None:
+def _decided(row: Quality, max_kl: float) -> bool | None:
     num_texts = min(len(row.texts), max(STUDENT))
     if num_texts not in STUDENT:
         return None
     kl, top1 = ([getattr(x, name) for x in row.texts] for name in ("kl", "top1"))
     wide = STUDENT[num_texts] / math.sqrt(len(row.texts))
     kl_margin, top1_margin = (wide * statistics.stdev(x) for x in (kl, top1))
-    if row.kl - kl_margin > bound.kl or row.needle_found < row.needle_total:
+    if row.kl - kl_margin > max_kl or row.needle_found < row.needle_total:
         return False
-    if _chains_refusal(row, bound):
+    if _chains_refusal(row, max_kl):
         return False
-    sure = row.kl + kl_margin <= bound.kl and row.top1 - top1_margin >= bound.top1
+    sure = row.kl + kl_margin <= max_kl and row.top1 - top1_margin >= LEAST_TOP1
     return True if sure else None
 
 
-def _chains_refusal(row: Quality, bound: Bound) -> str:
+def _chains_refusal(row: Quality, max_kl: float) -> str:
     """The rest of a sentence on the loss in reasoning chains; "" if they keep the bound.
 
     A row of an earlier release has no chains, and is judged by its other figures.
     """
     if row.chain_tokens == 0 or row.chain_kl is None or row.chain_top1 is None:
         return ""
-    most = bound.chain_factor * bound.kl
+    most = CHAIN_FACTOR * max_kl
     if not row.chain_kl <= most:
         return (
             f"loses the thread of reasoning: a KL of {row.chain_kl:.4f} at the answers to chains,"
             f" above the bound of {most:g}"
         )
-    if not row.chain_top1 >= bound.chain_top1:
+    if not row.chain_top1 >= LEAST_CHAIN_TOP1:
         return (
             f"loses the thread of reasoning: {row.chain_top1:.1%} of the answers to chains stay the"
-            f" same, under {bound.chain_top1:.0%}"
+            f" same, under {LEAST_CHAIN_TOP1:.0%}"
         )
     return ""
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engines.calibration.corpus import Text
-from engines.calibration.measuring.trials import common_length
 from engines.config import DEPTHS
 
 NUM_CHANGES: Final = 4  # of a total
@@ -283,3 +282,9 @@ def _questions(
 def _inner(encode: Encode, text: str) -> list[int]:
     """The tokens of a text that does not begin a prompt."""
     return encode(text)[len(encode("")) :]
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of equal tokens at the beginning of both."""
+    pairs = zip(a, b, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -166,22 +166,20 @@ def timed_again(
     Args:
         codecs: by preset, those of the rows; a row of another codec is left as it is.
     """
+    known = {x.id: x for x in codecs.values()}
     best = {(x.preset, x.context): x for x in rows}
     tokens = [y for x in held_out_texts() for y in instrument.encode(x.content)]
     for context in sorted({x.context for x in rows}):
         for number in range(1, TRIES + 1):
-            doomed = {
-                x.preset: codecs[x.preset]
-                for x in best.values()
-                if x.context == context and is_doubtful(x) and _is_of(codecs.get(x.preset), x)
-            }
+            doubtful = [x for x in best.values() if x.context == context and is_doubtful(x)]
+            again = {x.preset: codec for x in doubtful if (codec := known.get(x.codec_id))}
             # Another beginning each time: an engine may know what it has read before.
             text = tuple(tokens[number : number + context + SCORED])
-            if not doomed or len(text) < context + SCORED:
+            if not again or len(text) < context + SCORED:
                 break
             case = Case("times", text[:context], text[context:])
             judge = Judge(instrument, [case], num_threads=num_threads, stopwatch=stopwatch)
-            for timed in judge.rows(doomed):
+            for timed in judge.rows(again):
                 row = best[timed.preset, context]
                 # Where another machine had quiet, this one must have it, too.
                 most = max(row.waited or 0.0, 0.0 if is_from_here(row) else QUIET)
@@ -190,7 +188,3 @@ def timed_again(
                     best[row.preset, context] = msgspec.structs.replace(row, **times)
     found = [best[x.preset, x.context] for x in rows]
     return found if found != [*rows] else []
-
-
-def _is_of(codec: AnyCodec | None, row: Quality) -> bool:
-    return codec is not None and codec.id == row.codec_id

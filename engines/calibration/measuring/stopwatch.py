@@ -23,7 +23,7 @@ class Speed(NamedTuple):
     seconds: float
     waited: float = 0.0
 
-    def plus(self, other: Speed, share: float = 1.0) -> Speed:
+    def plus(self, other: Speed, share: float) -> Speed:
         """The speed of doing both, one after the other, ``other`` for a share of the tokens."""
         return Speed(self.seconds + other.seconds * share, max(self.waited, other.waited))
 

@@ -47,12 +47,6 @@ TURN_TOKENS: Final = 16  # between two of them
 AnyCodec: TypeAlias = Codec | SessionCodec
 
 
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of equal tokens at the beginning of both."""
-    pairs = zip(a, b, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 @dataclass(frozen=True)
 class Exact:
     """A prompt's session as the engine has computed it; must not be written to.

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from engines.calibration.instrument import NOTHING, HeldSession
+from engines.calibration.measuring.cases import common_length
 from engines.calibration.measuring.stopwatch import Stopwatch
 from engines.calibration.measuring.trials import (
     SLEEPS,
     TURN_TOKENS,
     Trials,
-    common_length,
     least_context,
 )
 from kvstore.blobs.state_tree import MatrixArray
