@@ -76,8 +76,7 @@ class TextReader:
         self._can_observe = self._observes = instrument.sees_states or not of_windows
         self._num_observed = self._num_seen = 0
         self._is_seen = False  # the text that is being read
-        self._runs: list[KVRun] = []
-        self._samples: Samples | None = None
+        self._samples = Samples(layout, self._ropes, ())
 
     def samples(self, texts: Sequence[Sequence[int]]) -> Samples:
         """Read ``texts``, token ids each, which begin with those that were read before.
@@ -88,23 +87,22 @@ class TextReader:
         """
         if not texts:
             raise ValueError(f"no text to learn from has {LEAST_TOKENS} tokens")
-        if self._samples is not None and len(self._runs) == len(texts):
+        runs, kind = [*self._samples.texts], "short texts" if self._of_windows else "texts"
+        if len(runs) == len(texts):
             return self._samples
-        kind = "short texts" if self._of_windows else "texts"
-        for number in range(len(self._runs), len(texts)):
+        for number in range(len(runs), len(texts)):
             self._on_progress(f"{number + 1} of {len(texts)} {kind} to learn from")
-            read = self._windows_of if self._of_windows else self._observed
-            run, scratch = read(texts[number]), self._scratch
-            kept = run if scratch is None else scratch.keep_stored(run, self._layout.dtype)
-            self._runs.append(kept)
-        found = Samples(self._layout, self._ropes, list(self._runs), self._metrics())
-        self._samples = found
-        return found
+            if not self._of_windows or number % OBSERVED == 0:
+                run = self._observed(texts[number])
+            if self._of_windows:
+                run = self._windows_of(texts[number])
+            scratch, dtype = self._scratch, self._layout.dtype
+            runs.append(run if scratch is None else scratch.keep_stored(run, dtype))
+        self._samples = Samples(self._layout, self._ropes, runs, self._metrics())
+        return self._samples
 
     def _windows_of(self, tokens: Sequence[int]) -> KVRun:
-        """Return the rows that windows hold after ``tokens``; every other text looks back, too."""
-        if len(self._runs) % OBSERVED == 0:
-            self._observed(tokens)
+        """Return the rows that windows hold after ``tokens``."""
         state = self._instrument.prefill(tokens).state
         run = rows_of([x.array for x in window_arrays(state)], self._layout)
         if run is None:
