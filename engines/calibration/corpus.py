@@ -9,10 +9,10 @@ held-out texts of each kind are some long enough for the longest of the usual co
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 _FIT_MODULES = (
     *("argparse", "tarfile", "http.client", "ast", "decimal", "subprocess", "inspect"),
@@ -31,8 +31,7 @@ _FIT_TOPICS = (
 _HELD_OUT_TOPICS = ("debugger", "objects", "import", "string-methods")
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     name: str
     content: str
 

@@ -122,7 +122,7 @@ def _packed(
 
 @dataclass(frozen=True)
 class _Model:
-    """Holds what is known of the model; see ``choose``."""
+    """The arguments of ``choose``."""
 
     config: StoreConfig
     layout: KVLayout

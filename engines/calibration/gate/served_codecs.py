@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engines.calibration.gate.choice import Choice, choose, exact
 from engines.calibration.gate.profiles import load, profile_path
@@ -33,12 +33,6 @@ from kvstore.workers import in_background
 logger = logging.getLogger(__name__)
 
 MAX_OTHERS = 40  # rows of codecs that are not in use; a report goes out every second
-
-
-class AdoptCodecs(Protocol):
-    """The method ``adopt`` of a store."""
-
-    def __call__(self, codecs: StoreCodecs, *, keep: bool) -> None: ...
 
 
 class _Chosen(NamedTuple):
@@ -120,7 +114,7 @@ class ServedCodecs:
             max_kl=self._config.max_kl,
         )
 
-    def renew(self, adopt: AdoptCodecs) -> None:
+    def renew(self, adopt: Callable[..., None]) -> None:
         """Choose again by the newest profile, and have the store ``adopt`` the result.
 
         Compiles the kernels of new codecs, which takes seconds. A codec that is now refused gives

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,11 +34,8 @@ def quiet(progress: str) -> None:
     """Report to no one."""
 
 
-class _Reference(NamedTuple):
-    """A prompt, and the log-probabilities after its exact cache."""
-
-    exact: Exact
-    log_probs: np.ndarray  # fp32 (len(case.rest), vocabulary)
+# A prompt, and the log-probabilities after its exact cache: fp32 (len(case.rest), vocabulary).
+_Reference: TypeAlias = tuple[Exact, np.ndarray]
 
 
 class Judge:
@@ -95,7 +92,7 @@ class Judge:
             for name, codec in codecs.items():
                 self._on_progress(f"{done}, {name}{_so_far(rows.values(), context)}")
                 tally = found.setdefault((context, name), LossTally(name, codec.id, context))
-                self._judge(case, reference, codec, tally)
+                self._judge(case, *reference, codec, tally)
                 rows[context, name] = tally.quality()
             logger.info("measured %s of %d tokens", case.name, context)
             if is_enough([*rows.values()]):
@@ -107,31 +104,31 @@ class Judge:
         if number in self._kept:
             return self._kept[number]
         exact = self._trials.exact(case.prefix)
-        found = _Reference(exact, self._instrument.log_probs(exact.session, case.rest))
-        if case.is_needle and not answers(found.log_probs, case.rest, case.num_answer):
+        log_probs = self._instrument.log_probs(exact.session, case.rest)
+        if case.is_needle and not answers(log_probs, case.rest, case.num_answer):
             logger.info("%s: not even the exact cache answers", case.name)
             self._kept[number] = None
             return None
-        nbytes = exact.nbytes + found.log_probs.nbytes
+        nbytes = exact.nbytes + log_probs.nbytes
         if self._folder is not None and nbytes <= self._room:
             self._room -= nbytes
             with Scratch(self._folder) as scratch:
-                (log_probs,) = scratch.keep([found.log_probs])
-                found = found._replace(log_probs=log_probs)
-            self._kept[number] = found
-        return found
+                (log_probs,) = scratch.keep([log_probs])
+            self._kept[number] = exact, log_probs
+        return exact, log_probs
 
-    def _judge(self, case: Case, reference: _Reference, codec: AnyCodec, tally: LossTally) -> None:
-        """Judge one codec by one case."""
-        session, exact = reference.exact.session, reference.log_probs
-        trip = self._trials.trip(codec, reference.exact)
+    def _judge(
+        self, case: Case, prompt: Exact, exact: np.ndarray, codec: AnyCodec, tally: LossTally
+    ) -> None:
+        """Judge one codec by one case; ``exact``: the log-probabilities after the exact cache."""
+        trip = self._trials.trip(codec, prompt)
         packed = self._instrument.log_probs(trip.session, case.rest)
-        tally.prefills.append(reference.exact.prefill)
+        tally.prefills.append(prompt.prefill)
         tally.restores.append(trip.restore)
         if case.is_text:
             layout, bits = self._instrument.layout, trip.bits_per_element
             tally.texts.append((case.name, drift(exact, packed, case.rest[1:])))
-            tally.rows.append(row_loss(session.run, trip.session.run, layout, bits))
+            tally.rows.append(row_loss(prompt.session.run, trip.session.run, layout, bits))
         if case.is_needle:
             tally.needles.append(answers(packed, case.rest, case.num_answer))
         for kind, places in case.answers.items():
