@@ -29,7 +29,7 @@ from launch.calibrate.program import MEASURABLE
 from launch.errors import LaunchError
 from launch.families.cache_shape import NotUnderstood
 from launch.machine.blas import find_blas
-from launch.machine.folders import compile_environment, server_folder
+from launch.machine.folders import URL_VARIABLE, compile_environment, server_address, server_folder
 from launch.machine.installation import (
     DISTRIBUTION,
     HOME,
@@ -38,14 +38,13 @@ from launch.machine.installation import (
     require_vllm,
 )
 from launch.machine.resources import COMFORTABLE, available_memory, free_disk, least_for, too_low
-from launch.machine.server_address import VARIABLE, server_address
 from launch.model.find import find_model
 from launch.model.sample import find_gguf
 from launch.model.sample import folder_in as sample_folder
 from launch.plan.cold_size import expected_choice, first_measurement, in_words
 from launch.plan.fit import with_capacity
 from launch.plan.served_model import check_served, served_cache
-from launch.remote.gateway import ask_server
+from launch.remote.server import ask_server
 from launch.serve.port import take_port
 from launch.serve.redis_likeness import differences_from_redis
 from launch.settings.budgets import at_once
@@ -102,8 +101,8 @@ def _finding(
 def _server(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if found := ask_server(environ):
         return "ok", found
-    if url := environ.get(VARIABLE):
-        return "warning", f"no server of ours answers at {url} (--url, {VARIABLE})"
+    if url := environ.get(URL_VARIABLE):
+        return "warning", f"no server of ours answers at {url} (--url, {URL_VARIABLE})"
     return "ok", "none runs here"
 
 

@@ -27,7 +27,7 @@ from benchmarks.users.figures import Report, Run, Target, report_of
 from benchmarks.users.workload import PRESETS, Habits, workload_of
 from launch.errors import LaunchError, UsageError
 from launch.printing import check_output, print_table, say, write_json
-from launch.remote.address import Address
+from launch.remote.server import Address
 from launch.settings.units import parse_duration
 
 INTERRUPTED: Final = 130  # the exit code of a program that Ctrl-C ended

@@ -11,7 +11,7 @@ from engines.wire import CodecReport
 from kvstore.codecs.quality import Quality
 from launch.errors import LaunchError
 from launch.printing import one_line, say
-from launch.remote.gateway import Remote
+from launch.remote.server import Remote
 
 LOOK_EVERY_S: Final = 2.0
 # An engine reports now and then how far it is; one that was restarted reports nothing more.

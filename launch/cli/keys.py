@@ -64,7 +64,7 @@ def new_key(
 
 
 def _new_on_server(tenant: str, url: str, api_key: str) -> None:
-    from launch.remote.gateway import Remote
+    from launch.remote.server import Remote
 
     made = Remote(url, api_key).make_key(tenant)
     say(f"key:  {made['key']}")
@@ -73,7 +73,7 @@ def _new_on_server(tenant: str, url: str, api_key: str) -> None:
 
 def list_keys(url: Url = "", api_key: Key = "", as_json: Json = False) -> None:
     """The keys of a running server, by their ids; needs an admin key."""
-    from launch.remote.gateway import Remote  # pulls in the HTTP client
+    from launch.remote.server import Remote  # pulls in the HTTP client
 
     rows = Remote(url, api_key).keys()
     if as_json:
@@ -96,7 +96,7 @@ def revoke_key(
     api_key: Key = "",
 ) -> None:
     """Revoke a key of a running server, for the next request on; needs an admin key."""
-    from launch.remote.gateway import Remote
+    from launch.remote.server import Remote
 
     Remote(url, api_key).revoke(key_id)
     say(f"revoked: {key_id}")

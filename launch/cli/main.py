@@ -17,11 +17,10 @@ import typer
 
 from launch.cli import keys, options
 from launch.cli import sessions as sessions_cli
-from launch.cli.connect import connect
 from launch.cli.plan import plan
-from launch.cli.sessions import Url, chat, top
+from launch.cli.sessions import Url, chat, connect, top
 from launch.errors import LaunchError, UsageError
-from launch.machine.server_address import VARIABLE
+from launch.machine.folders import URL_VARIABLE
 from launch.printing import print_json, print_table, say
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
@@ -154,9 +153,9 @@ def doctor(
 ) -> None:
     """Look for things that would keep a server from starting or from being fast."""
     from launch.doctor import examine
-    from launch.remote.address import server_url
+    from launch.remote.server import server_url
 
-    environ = {**os.environ, **({VARIABLE: server_url(url)} if url else {})}
+    environ = {**os.environ, **({URL_VARIABLE: server_url(url)} if url else {})}
     findings = examine(options.chosen(context, environ), environ)
     if as_json:
         print_json(findings)
@@ -201,7 +200,7 @@ def calibrate(
     from launch.calibrate.program import calibrate as run
     from launch.cli.calibrate import RowPrinter, measure_served
     from launch.printing import check_output, write_json
-    from launch.remote.gateway import Remote
+    from launch.remote.server import Remote
 
     if json is not None:
         check_output("--json", json)

@@ -1,8 +1,9 @@
-"""A running server in the terminal: ``thermocline sessions``, ``chat`` and ``top``."""
+"""A running server in the terminal: ``thermocline sessions``, ``chat``, ``top``, ``connect``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,13 +11,13 @@ from typer.core import TyperGroup
 
 from kvstore.session import TIER_NAMES
 from launch.cli.options import Json
-from launch.errors import UsageError
-from launch.machine.server_address import VARIABLE
-from launch.printing import print_json, print_table, say
+from launch.errors import LaunchError, UsageError
+from launch.machine.folders import URL_VARIABLE
+from launch.printing import console, print_json, print_table, say
 from launch.settings.units import show_bytes, show_duration
 
 if TYPE_CHECKING:
-    from launch.remote.gateway import Remote
+    from launch.remote.server import Remote
 
 
 class _ListsAlone(TyperGroup):
@@ -35,7 +36,7 @@ Url = Annotated[
     str,
     typer.Option(
         "--url",
-        envvar=VARIABLE,
+        envvar=URL_VARIABLE,
         help="The gateway's address.",
         show_default="that of the server which runs here",
     ),
@@ -112,7 +113,7 @@ def forget(ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "") -> N
 
 def _remote(url: str, api_key: str, model: str) -> Remote:
     """Make the client; imported late, since it would double the time that ``--help`` takes."""
-    from launch.remote.gateway import Remote
+    from launch.remote.server import Remote
 
     return Remote(url, api_key, model)
 
@@ -184,9 +185,9 @@ def chat(
     and others act on it (/help lists them). Input may be a pipe: each line is a
     message, and only answers go to standard output.
     """
-    from launch.remote.address import Address
     from launch.remote.chat import ChatOptions
     from launch.remote.chat import chat as run
+    from launch.remote.server import Address
 
     options = ChatOptions(model, session, system, max_tokens, temperature, quiet)
     raise typer.Exit(run(Address(url, api_key), options))
@@ -207,8 +208,7 @@ def top(
     """
     import asyncio
 
-    from launch.printing import console, print_json
-    from launch.remote.address import Address
+    from launch.remote.server import Address
     from launch.remote.top import FILTERS, ONCE_ROWS, ORDERS, asked, frame, watch
 
     for option, given, known in (("--sort", sort, ORDERS), ("--only", only, FILTERS)):
@@ -226,3 +226,58 @@ def top(
             watch(address, screen, sort, only)
         except KeyboardInterrupt:
             raise typer.Exit(0) from None
+
+
+def connect(
+    client: Annotated[
+        str,
+        typer.Argument(
+            help="claude, codex, opencode, cline, qwen-code, aider, open-webui, librechat,"
+            " continue, zed, vscode, n8n, home-assistant, openai-sdk or curl."
+        ),
+    ],
+    url: Url = "",
+    api_key: Key = "",
+    named: Annotated[str, typer.Option("--model", help="Default: the first that is loaded.")] = "",
+    write: Annotated[
+        bool, typer.Option("--write", help="Merge it into the client's own file of settings.")
+    ] = False,
+) -> None:
+    """Show what an agent, a chat page or an editor needs to use a running server."""
+    from gateway.clients.needs import NO_KEY, Server
+    from gateway.clients.table import connection
+    from launch.cli import client_file
+    from launch.remote.server import (
+        Remote,  # pulls in the HTTP client
+        server_url,
+    )
+
+    base = server_url(url)  # as agents need it, so no unix socket
+    models = Remote(base, api_key).models()
+    if named:
+        there = ", ".join(str(x["id"]) for x in models)
+        if not (models := [x for x in models if x["id"] == named]):
+            raise UsageError(f"{base} serves no model {named!r}; there are: {there}")
+    # One that is loaded, since the context of the others may not be known yet.
+    model = next((x for x in models if x["max_model_len"]), None)
+    if model is None:
+        raise UsageError(
+            f"{models[0]['id']} is not loaded, and its context not known: send it a chat first"
+        )
+    server = Server(base, str(model["id"]), int(model["max_model_len"]), api_key or NO_KEY)
+    try:
+        needs = connection(client, server, Path.home())
+    except LookupError as error:
+        raise UsageError(error.args[0]) from error
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    if not write:
+        say("\n".join(needs.lines))
+    elif needs.change is None:
+        raise UsageError(f"{client} has no file to write to. {' '.join(needs.notes)}")
+    else:
+        backup = client_file.write(needs.change)
+        kept = f" (as it was: {backup})" if backup else ""
+        say(f"wrote {needs.change.path}{kept}", error=True)
+    for note in needs.notes:
+        say(note, error=True)

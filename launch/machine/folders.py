@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from engines.files import replace_file
 from engines.runtime_folder import remove_abandoned, runtime_folder
 from launch.errors import LaunchError
 
@@ -49,35 +50,38 @@ CHECKED: Final = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", *COMPILED)
 MAX_RUNTIME_DIR: Final = 103 - 37
 PREFIX: Final = "thermocline-"  # outside of our own folders
 _RANDOM: Final = 8  # characters that tempfile adds
+# ``serve`` keeps its address in its data folder, by which commands find it. One that is left over
+# from a server that was killed only costs the words that nothing answers there.
+ADDRESS_FILE: Final = "address"
+USUAL_ADDRESS: Final = "http://127.0.0.1:8080"
+URL_VARIABLE: Final = "THERMOCLINE_URL"
+_ADDRESS_BYTES: Final = 256
+_PRIVATE: Final = 0o600
 _ELSEWHERE: Final = "choose another cache folder with cache_dir or THERMOCLINE_CACHE_DIR"
 
 
 def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
     """``THERMOCLINE_CACHE_DIR``, else ``~/.cache/thermocline`` (macOS: ``~/Library/Caches``)."""
-    if chosen := environ.get("THERMOCLINE_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    if platform == "darwin":
-        return _home(environ) / "Library" / "Caches" / "thermocline"
-    return _xdg(environ, "XDG_CACHE_HOME", ".cache")
+    return _customary(environ, platform, "CACHE_DIR", "Caches", "XDG_CACHE_HOME", ".cache")
 
 
 def default_data_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
     """``THERMOCLINE_DATA_DIR``, else ``~/.local/share/thermocline`` (macOS: ``~/Library``)."""
-    if chosen := environ.get("THERMOCLINE_DATA_DIR"):
+    of_macos, of_xdg = "Application Support", ("XDG_DATA_HOME", ".local/share")
+    return _customary(environ, platform, "DATA_DIR", of_macos, *of_xdg)
+
+
+def _customary(
+    environ: Mapping[str, str], platform: str, own: str, library: str, xdg: str, usual: str
+) -> Path:
+    if chosen := environ.get(f"THERMOCLINE_{own}"):
         return Path(chosen).expanduser()
+    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
     if platform == "darwin":
-        return _home(environ) / "Library" / "Application Support" / "thermocline"
-    return _xdg(environ, "XDG_DATA_HOME", ".local/share")
-
-
-def _xdg(environ: Mapping[str, str], variable: str, default: str) -> Path:
-    base = Path(environ.get(variable, ""))
+        return home / "Library" / library / "thermocline"
+    base = Path(environ.get(xdg, ""))
     # The XDG specification says that a relative path is to be ignored.
-    return (base if base.is_absolute() else _home(environ) / default) / "thermocline"
-
-
-def _home(environ: Mapping[str, str]) -> Path:
-    return Path(environ["HOME"]) if environ.get("HOME") else Path.home()
+    return (base if base.is_absolute() else home / usual) / "thermocline"
 
 
 class Folders(NamedTuple):
@@ -93,6 +97,36 @@ def folders(data_dir: str, cache_dir: str, environ: Mapping[str, str]) -> Folder
         Path(data_dir).expanduser() if data_dir else default_data_dir(environ),
         Path(cache_dir).expanduser() if cache_dir else default_cache_dir(environ),
     )
+
+
+@contextmanager
+def announced(data: Path, url: str) -> Iterator[None]:
+    """Keep the address of a server in its data folder while it runs."""
+    file = data / ADDRESS_FILE
+    line = f"{url}\n".encode()
+    with suppress(OSError):  # it is a convenience: the server runs without
+        replace_file(file, line, _PRIVATE)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if file.read_bytes() == line:  # another server may have come meanwhile
+                file.unlink()
+
+
+def server_address(environ: Mapping[str, str]) -> str:
+    """Return the address of the server that commands ask: the one that is named, else ours here."""
+    return environ.get(URL_VARIABLE) or address_here(environ)
+
+
+def address_here(environ: Mapping[str, str]) -> str:
+    """Return the address of the server of this user's data folder, else the usual one."""
+    try:
+        with (default_data_dir(environ) / ADDRESS_FILE).open("rb") as file:
+            found = file.read(_ADDRESS_BYTES).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return USUAL_ADDRESS
+    return found if found.isprintable() and found.startswith("http://") else USUAL_ADDRESS
 
 
 def private_folder(path: Path) -> Path:

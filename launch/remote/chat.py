@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import secrets
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 import aiohttp
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from launch.errors import LaunchError
 from launch.printing import safe
-from launch.remote.address import Address, words_of
+from launch.remote.server import Address, words_of
 from launch.remote.turn import MISS, UNKNOWN, Message, RemoteTurn, take_turn
 from launch.settings.units import show_bytes, show_duration
 
@@ -46,32 +45,32 @@ PROMPT = "> "
 MOST_CHARACTERS = 1 << 20  # of a line
 
 
+class ChatOptions(NamedTuple):
+    """The wishes of the command line; "" and 0 = the server's own."""
+
+    model: str
+    session: str
+    system: str
+    max_tokens: int
+    temperature: float
+    quiet: bool
+
+
 class Talk:
     """A conversation; an answer that failed or was stopped leaves it as it was."""
 
     def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        address: Address,
-        model: str,
-        *,
-        session: str = "",
-        system: str = "",
-        fields: Mapping[str, Any] | None = None,
+        self, http: aiohttp.ClientSession, address: Address, model: str, options: ChatOptions
     ) -> None:
-        self.model = model
-        self._fields = dict(fields or {})  # more of each request's body
-        self._http = http
-        self._address = address
-        self._system = system
-        self.session = ""
-        self.messages: list[Message] = []
-        self.begin(session)
+        self._http, self._address, self._model = http, address, model
+        self._options = options
+        self.begin(options.session)
 
     def begin(self, session: str = "") -> None:
         """Begin anew, in a session of its own."""
         self.session = session or f"chat-{secrets.token_hex(4)}"
-        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+        system = self._options.system
+        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     async def ask(self, text: str, on_text: Callable[[str], None]) -> RemoteTurn:
         """Say ``text`` and read the answer. What goes wrong is in the turn."""
@@ -79,10 +78,11 @@ class Talk:
         turn = await take_turn(
             self._http,
             self._address,
-            self.model,
+            self._model,
             [*self.messages, said],
             session=self.session,
-            fields=self._fields,
+            max_tokens=self._options.max_tokens,
+            fields={"temperature": self._options.temperature},
             on_text=on_text,
         )
         if turn.ok:
@@ -91,7 +91,7 @@ class Talk:
 
     async def look(self) -> dict[str, Any] | None:
         """The session as the server sees it; None if it knows none of that name."""
-        status, content = await self._address.get(self._http, self._path())
+        status, content = await self._address.ask(self._http, "GET", self._path())
         return content if status == 200 and isinstance(content, dict) else None
 
     async def act(self, verb: str) -> dict[str, Any]:
@@ -224,18 +224,6 @@ async def obey(line: str, talk: Talk, screen: Screen) -> None:
             screen.error(f"there is no {name}; there are: {', '.join(HELP)}")
 
 
-@dataclass(frozen=True)
-class ChatOptions:
-    """The wishes of the command line; "" and 0 = the server's own."""
-
-    model: str = ""
-    session: str = ""
-    system: str = ""
-    max_tokens: int = 0
-    temperature: float | None = None
-    quiet: bool = False
-
-
 def chat(address: Address, options: ChatOptions) -> int:
     """Chat until the end of input; returns the exit code, which is 1 if a turn failed in a pipe.
 
@@ -247,23 +235,11 @@ def chat(address: Address, options: ChatOptions) -> int:
         http = runner.run(_http())
         try:
             model = runner.run(address.model(http, options.model))
-            talk = Talk(
-                http,
-                address,
-                model,
-                session=options.session,
-                system=options.system,
-                fields=_fields(options),
-            )
+            talk = Talk(http, address, model, options)
             screen.note(f"{model} at {address.base}, session {talk.session}; /help lists commands")
             return _loop(runner, talk, screen, read)
         finally:
             runner.run(http.close())
-
-
-def _fields(options: ChatOptions) -> dict[str, Any]:
-    fields = {"max_tokens": options.max_tokens or None, "temperature": options.temperature}
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 async def _http() -> aiohttp.ClientSession:

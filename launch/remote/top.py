@@ -18,7 +18,7 @@ from rich.text import Text
 from gateway.watch.shape import Snapshot
 from launch.errors import LaunchError
 from launch.printing import one_line
-from launch.remote.address import Address
+from launch.remote.server import Address
 from launch.settings.units import show_bytes, show_duration
 
 PATH: Final = "/v1/snapshot"
@@ -63,11 +63,11 @@ def watch(address: Address, console: Console, order: str, kept: str) -> None:
 async def asked(address: Address) -> list[dict[str, Any]]:
     """Ask a server what each of its models does now. Raises ``LaunchError`` if it does not say."""
     async with aiohttp.ClientSession() as http:
-        _, listed = await address.get(http, "/v1/models")
+        _, listed = await address.ask(http, "GET", "/v1/models")
         rows = listed.get("data") if isinstance(listed, dict) else None
         names = list(dict.fromkeys(x["root"] for x in rows or () if x.get("root")))
         queries = ["?" + urlencode({"model": x}) for x in names] if len(names) > 1 else [""]
-        answers = [await address.get(http, PATH + query) for query in queries]
+        answers = [await address.ask(http, "GET", PATH + query) for query in queries]
     for status, content in answers:
         if status != 200:
             raise address.refused(status, content)

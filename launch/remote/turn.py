@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import unquote
 
 import aiohttp
 import msgspec
 
 from engines.http import CACHE_HEADER, SESSION_HEADER, CacheOutcome
-from launch.remote.address import Address, content_of, reason_of, words_of
+from launch.remote.server import Address, content_of, reason_of, words_of
 
 MOST_BYTES = 8 << 20  # of one event
 _PIECE_BYTES = 64 << 10
@@ -29,50 +29,22 @@ class NotEvents(ValueError):
     """The answer is no stream of events; the message says why."""
 
 
-class ServerEvent(NamedTuple):
-    """One event; ``name`` is ``message`` where the server names none."""
-
-    name: str
-    data: bytes
-    id: str
-
-
-async def events_of(content: aiohttp.StreamReader) -> AsyncIterator[ServerEvent]:
-    """Yield the events of a stream until it ends; comments are left out.
+async def data_of(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the data of each event of a stream; OpenAI servers write it in one line.
 
     Raises:
         NotEvents: an event is larger than ``MOST_BYTES``.
     """
     rest = b""
-    lines: list[bytes] = []
     async for piece in content.iter_chunked(_PIECE_BYTES):
-        *whole, rest = (rest + piece).split(b"\n")
-        if len(rest) + sum(map(len, lines)) > MOST_BYTES:
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > MOST_BYTES:
             raise NotEvents(f"an event of more than {MOST_BYTES >> 20} MiB")
-        for line in whole:
-            line = line.removesuffix(b"\r")
-            if line:
-                lines.append(line)
-            elif lines:
-                if (event := _event(lines)) is not None:
-                    yield event
-                lines = []
-    if lines and (event := _event(lines)) is not None:
-        yield event
-
-
-def _event(lines: list[bytes]) -> ServerEvent | None:
-    name, number, data = "message", "", []
-    for line in lines:
-        field, _, value = line.partition(b":")
-        value = value.removeprefix(b" ")
-        if field == b"data":
-            data.append(value)
-        elif field == b"event":
-            name = value.decode("utf-8", "replace")
-        elif field == b"id":
-            number = value.decode("utf-8", "replace")
-    return ServerEvent(name, b"\n".join(data), number) if data else None
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip()
+    if rest.startswith(b"data:"):
+        yield rest.removeprefix(b"data:").strip()
 
 
 class RemoteTurn(msgspec.Struct):
@@ -162,11 +134,10 @@ async def _take(
         return
     reader = _AnswerReader(turn, began, on_text)
     done = False
-    async for event in events_of(answer.content):
-        if event.data == b"[DONE]":
-            done = True
+    async for data in data_of(answer.content):
+        if done := data == b"[DONE]":
             break
-        reader.take(event.data)
+        reader.take(data)
         if turn.error:
             return
     if not done and not reader.finished:
@@ -184,10 +155,8 @@ class _AnswerReader:
     ) -> None:
         self.finished = False
         self.num_pieces = 0
-        self._turn = turn
-        self._began = began
+        self._turn, self._began, self._on_text = turn, began, on_text
         self._last: float | None = None
-        self._on_text = on_text
 
     def take(self, data: bytes) -> None:
         try:

@@ -28,10 +28,9 @@ from gateway.server import DrainingServer, server_of
 from gateway.watch.telemetry import configure_logging, keep_lines
 from launch.calibrate.program import ProfileWatch
 from launch.errors import LaunchError
-from launch.machine.folders import require_closed_folder
+from launch.machine.folders import announced, require_closed_folder
 from launch.machine.installation import require_own_packages
 from launch.machine.resources import raise_open_files
-from launch.machine.server_address import announced
 from launch.serve.build import BuiltServer, build
 from launch.serve.port import listen, take_path, take_port, url_of
 from launch.serve.preflight import sole_server

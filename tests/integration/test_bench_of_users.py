@@ -18,7 +18,7 @@ from benchmarks.users.capacity import Search
 from benchmarks.users.figures import Target
 from benchmarks.users.workload import STRESS_REQUESTS
 from gateway.keys import generate_key
-from launch.remote.address import Address
+from launch.remote.server import Address
 from launch.remote.turn import take_turn
 
 KEY, LINE = generate_key("alice")

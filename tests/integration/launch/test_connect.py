@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
 from launch.cli.main import app
-from launch.machine.server_address import announced
-from launch.remote.gateway import ask_server
+from launch.machine.folders import announced
+from launch.remote.server import ask_server
 from tests.asking import http_ok, saying
 
 GONE = "http://127.0.0.1:1"

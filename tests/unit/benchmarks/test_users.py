@@ -8,7 +8,7 @@ from benchmarks.stacks.product_stack import prose
 from benchmarks.users.figures import Percentiles, Result, Run, Target, percentiles, report_of
 from benchmarks.users.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, workload_of
 from launch.errors import UsageError
-from launch.remote.address import Address
+from launch.remote.server import Address
 from launch.remote.turn import RemoteTurn
 
 

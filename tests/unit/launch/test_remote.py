@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch.errors import LaunchError, UsageError
-from launch.remote.address import Address, server_url
-from launch.remote.gateway import Remote
+from launch.remote.server import Address, Remote, server_url
 from tests.asking import http_ok, saying
 
 

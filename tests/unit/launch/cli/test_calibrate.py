@@ -12,7 +12,7 @@ from engines.wire import CodecReport, MeasurementEnd
 from kvstore.codecs.quality import Quality
 from launch.cli.calibrate import LOOK_EVERY_S, SILENCE_S, RowPrinter, measure_served
 from launch.errors import LaunchError
-from launch.remote.gateway import Remote
+from launch.remote.server import Remote
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 OLD = MeasurementEnd(1.0)
