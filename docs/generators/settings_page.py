@@ -17,8 +17,8 @@ from msgspec.inspect import (
 
 from docs.generators.tables import code, page, table
 from launch.cli.options import FLAGS
-from launch.settings.fields import Fields
 from launch.settings.schema import Settings, flat
+from launch.settings.sources import Fields
 from launch.settings.units import shown
 
 INTRODUCTION = """

@@ -34,8 +34,8 @@ from launch.errors import LaunchError, UsageError
 from launch.machine.folders import server_folder
 from launch.model.find import Model, find_model
 from launch.settings.effective_settings import EffectiveSettings, require_installed
-from launch.settings.fields import Value
 from launch.settings.schema import laid_over
+from launch.settings.sources import Value
 
 log = logging.getLogger("thermocline.launch")
 

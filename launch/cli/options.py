@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
-from launch.settings.fields import Fields, Value
 from launch.settings.schema import Settings
 from launch.settings.sources import (
+    Fields,
     Layer,
+    Value,
     from_assignments,
     from_environment,
     from_file,

@@ -26,8 +26,8 @@ from launch.plan.cold_size import chunk_of, expected_choice, first_measurement
 from launch.plan.served_model import OURS, hot_budget_of, served_cache, too_large_here
 from launch.settings.budgets import DERIVED, DISK_SHARE
 from launch.settings.effective_settings import EffectiveSettings
-from launch.settings.fields import Value
 from launch.settings.schema import laid_over
+from launch.settings.sources import Value
 from launch.settings.units import show_bytes
 
 HOT_SHARE = 0.5  # of the memory for KV: sleepers leave live KV as much, where it is needed

@@ -23,9 +23,8 @@ from urllib.parse import quote
 
 from kvstore.config import StoreConfig
 from kvstore.tiers.disk_budget import MIN_FILE_BYTES
-from launch.settings.fields import Value
 from launch.settings.schema import EngineEntry, flattened
-from launch.settings.sources import Layer
+from launch.settings.sources import Layer, Value
 from launch.settings.units import show_bytes
 
 HOT_SHARE = 0.35

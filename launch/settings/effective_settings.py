@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,6 @@ from launch.settings.budgets import (
     entry_layer,
     weights_bytes,
 )
-from launch.settings.fields import Value
 from launch.settings.schema import (
     EngineEntry,
     Resolved,
@@ -39,7 +38,7 @@ from launch.settings.schema import (
     laid_over,
     resolve,
 )
-from launch.settings.sources import Layer
+from launch.settings.sources import Layer, Value
 
 ATTACHABLE = ("auto", "mlx", "vllm", "attached")
 # It often does not know how to end, and its context takes minutes to fill.
@@ -73,6 +72,11 @@ class EffectiveSettings:
     @property
     def settings(self) -> Settings:
         return self.resolved.settings
+
+    @property
+    def each(self) -> tuple[EngineSettings, ...]:
+        """The settings of each engine, of an only one, too, whose entry has no name then."""
+        return self.engines or (EngineSettings(EngineEntry(name=""), self),)
 
 
 def effective_settings(
@@ -109,13 +113,14 @@ def effective_settings(
         given = chosen.engine.vllm.python
         origin = resolve(layers).origin("engine.vllm.python") if given else "found here"
         layers = [*layers, {"engine.vllm.python": Value(find_python(given), origin)}]
+    available = available_memory()
+    on_gpu = sum(x.free_bytes or 0 for x in gpus)  # 0: they share this machine's, or there is none
     alone = _each_alone(layers, chosen, environ, assume_gpu)
-    places = chosen.capacity.on_demand
-    available, on_gpu = available_memory(), _own_memory(gpus)
+    weights: int | None
     if planned_weights is not None:
-        weights: int | None = planned_weights * chosen.engine.replicas
+        weights = planned_weights * chosen.engine.replicas
     elif alone:
-        weights = _weights_at_once(alone, places)
+        weights = _weights_at_once(alone, chosen.capacity.on_demand)
     else:
         weights = _weights(chosen.engine, kind, widens)
     fitted |= default_budgets(available, weights, free_disk(where.data), gpu_bytes=on_gpu)
@@ -212,11 +217,6 @@ def require_installed(effective: EffectiveSettings) -> None:
         require_vllm(effective.settings.engine.vllm.python, effective.settings.store)
 
 
-def _own_memory(gpus: Sequence[Gpu]) -> int:
-    """Bytes free on GPUs that have memory of their own; 0 if they share ours, or there are none."""
-    return sum(x.free_bytes or 0 for x in gpus)
-
-
 def _weights(engine: EngineConfig, kind: str, widens: bool) -> int | None:
     """Bytes of memory that all replicas will take, found without loading; None if unknown."""
     if kind in ("attached", "fake"):
@@ -268,40 +268,37 @@ def replica_settings(effective: EffectiveSettings) -> dict[str, EffectiveSetting
                 f"engine.control: {len(urls)} urls need as many control addresses, in their order;"
                 f" {len(controls)} are given"
             )
-        pairs = zip(urls, controls, strict=len(urls) > 1)
-        addresses = {url: _address(url, control) for url, control in pairs}
-        return _laid_over(effective, addresses.items())
+        origin = "one of several addresses"
+        return _laid_over(
+            effective,
+            {
+                url: {"engine.url": Value(url, origin), "engine.control": Value(control, origin)}
+                for url, control in zip(urls, controls, strict=len(urls) > 1)
+            },
+        )
     if engine.replicas > 1 and effective.settings.capacity.sessions:
         raise UsageError(
             "capacity.sessions is for one engine; give replicas their budgets in bytes (--hot,"
             " --ram, --disk): they share them"
         )
     folder = effective.settings.store.disk_path or str(effective.folders.data)
-    parts = ((str(i), _part(effective, i, folder)) for i in range(engine.replicas))
+    parts: dict[str, Layer] = {}
+    for number in range(engine.replicas):
+        origin = f"replica {number} of {engine.replicas}"
+        budgets = effective.settings.budgets.items()
+        parts[str(number)] = {x: Value(n // engine.replicas, origin) for x, n in budgets}
+        # No model's folder ends so: other characters of its name are percent-encoded.
+        own = folder if number == 0 else f"{folder}+{number}"
+        parts[str(number)]["store.disk_path"] = Value(own, origin)
     return _laid_over(effective, parts)
 
 
 def _laid_over(
-    effective: EffectiveSettings, layers: Iterable[tuple[str, Layer]]
+    effective: EffectiveSettings, layers: Mapping[str, Layer]
 ) -> dict[str, EffectiveSettings]:
-    named = dict(layers)
-    if len(named) < 2:
-        return {next(iter(named), "0"): effective}
+    if len(layers) < 2:
+        return {next(iter(layers), "0"): effective}
     return {
         name: replace(effective, resolved=laid_over(effective.resolved, layer))
-        for name, layer in named.items()
+        for name, layer in layers.items()
     }
-
-
-def _address(url: str, control: str) -> Layer:
-    origin = "one of several addresses"
-    return {"engine.url": Value(url, origin), "engine.control": Value(control, origin)}
-
-
-def _part(effective: EffectiveSettings, number: int, folder: str) -> Layer:
-    settings, num_replicas = effective.settings, effective.settings.engine.replicas
-    origin = f"replica {number} of {num_replicas}"
-    layer = {x: Value(total // num_replicas, origin) for x, total in settings.budgets.items()}
-    # No model's folder ends so: other characters of its name are percent-encoded.
-    own = folder if number == 0 else f"{folder}+{number}"
-    return layer | {"store.disk_path": Value(own, origin)}

@@ -138,27 +138,20 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     Raises:
         UsageError: names the setting, its source and the mistake.
     """
-    merged: Layer = {}
-    for layer in layers:
-        merged.update(layer)
-    origins = {name: value.origin for name, value in merged.items()}
+    merged = {name: value for layer in layers for name, value in layer.items()}
+    origins = {name: x.origin for name, x in merged.items()}
+    tree = nested({name: x.value for name, x in merged.items()})
     try:
-        return Resolved(msgspec.convert(nested(merged), Settings), origins)
+        return Resolved(msgspec.convert(tree, Settings), origins)
     except msgspec.ValidationError as error:
         raise UsageError(_explain(str(error), origins)) from error
 
 
 def laid_over(resolved: Resolved, layer: Layer) -> Resolved:
     """Return settings with those of ``layer`` in their place."""
-    tree = msgspec.to_builtins(resolved.settings)
-    for name, value in layer.items():
-        *sections, field = name.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner[section]
-        inner[field] = value.value
-    origins = {name: value.origin for name, value in layer.items()}
-    return Resolved(msgspec.convert(tree, Settings), {**resolved.origins, **origins})
+    values = flat(resolved.settings) | {name: x.value for name, x in layer.items()}
+    origins = {**resolved.origins, **{name: x.origin for name, x in layer.items()}}
+    return Resolved(msgspec.convert(nested(values), Settings), origins)
 
 
 def _explain(message: str, origins: Mapping[str, str]) -> str:
@@ -190,14 +183,10 @@ def masked(name: str, value: Any) -> Any:
     if name == "engine.token" and value:
         return "***"
     if name == "engines":
-        return [_masked_entry(x) for x in value]
+        return [{x: masked(f"engine.{x}", y) for x, y in entry.items()} for entry in value]
     if isinstance(value, str) and "://" in value:
         return " ".join(map(_without_password, value.split(" ")))
     return value
-
-
-def _masked_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: masked(f"engine.{name}", value) for name, value in entry.items()}
 
 
 def _without_password(url: str) -> str:

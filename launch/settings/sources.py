@@ -1,4 +1,4 @@
-"""The sources of settings: profiles, TOML files, the environment, the command line.
+"""The settings' names and types, and their sources: profiles, TOML, the environment, flags.
 
 Each source becomes a ``Layer``: dotted names, each with a value and with words that say where it
 stood. A name that no setting has is an error in every source: a misspelt setting that is silently
@@ -7,31 +7,150 @@ ignored is worse than a server that does not start.
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec.inspect import (
+    BoolType,
+    FloatType,
+    IntType,
+    NoneType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 
 from launch.errors import UsageError
-from launch.settings.fields import Fields, Value, unknown
+from launch.settings.units import parse_bytes, parse_duration
 
 PREFIX = "THERMOCLINE_"
 # Read by the command line itself; not fields of the settings.
 OTHER_VARIABLES = ("CONFIG", "PROFILE", "URL", "API_KEY")
 
+_ADDRESSES = ("url", "control")  # of one engine or several, in one text with spaces between
+_WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
+    "false": False, "no": False, "off": False, "0": False
+}  # fmt: skip
+
+
+class Value(NamedTuple):
+    """The value of a setting and its source."""
+
+    value: Any
+    origin: str  # the source, in words
+
+
 Layer: TypeAlias = dict[str, Value]
 
 
-def nested(layer: Mapping[str, Value]) -> dict[str, Any]:
+class Fields:
+    """The dotted names, such as ``engine.hot_bytes``, and types of a struct of structs.
+
+    ``sections`` are the names that hold other names, such as ``engine`` and ``engine.vllm``.
+    """
+
+    def __init__(self, settings: type[msgspec.Struct]) -> None:
+        info = type_info(settings)
+        assert isinstance(info, StructType)
+        self.types: dict[str, Type] = {}
+        self.tables: dict[str, type[msgspec.Struct]] = {}  # settings that are lists of tables
+        self.sections: list[str] = []
+        self._add(info, "")
+
+    def _add(self, info: StructType, prefix: str) -> None:
+        for field in info.fields:
+            name = prefix + field.name
+            if isinstance(field.type, StructType):
+                self.sections.append(name)
+                self._add(field.type, f"{name}.")
+            else:
+                self.types[name] = field.type
+                if isinstance(field.type, VarTupleType):
+                    item = field.type.item_type
+                    if isinstance(item, StructType):
+                        self.tables[name] = item.cls
+
+    def value(self, name: str, given: Any, origin: str, *, is_text: bool) -> Value:
+        """Read ``given`` as the value of a known name; sizes and durations may have a unit.
+
+        Args:
+            is_text: ``given`` is a string because its source has only strings.
+
+        Raises:
+            UsageError: the text cannot be read as a value of the setting's type.
+        """
+        if isinstance(given, list) and name.rpartition(".")[2] in _ADDRESSES:
+            given = " ".join(map(str, given))
+        if not isinstance(given, str):
+            return Value(given, origin)
+        try:
+            if name.endswith("_bytes"):
+                return Value(parse_bytes(given), origin)
+            if name.endswith("_s"):
+                return Value(parse_duration(given), origin)
+            return Value(_parsed(self.types[name], given) if is_text else given, origin)
+        except ValueError as error:
+            raise UsageError(f"{name} (from {origin}): {error}") from error
+
+
+def unknown(shown: str, origin: str, known: Iterable[str]) -> UsageError:
+    """Make the error for an unknown setting; it suggests the nearest known name."""
+    close = difflib.get_close_matches(shown, list(known), n=1, cutoff=0.6)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return UsageError(f"{shown} in {origin} is not a setting{hint}")
+
+
+def _parsed(kind: Type, text: str) -> Any:
+    """Read text as a value of a type. Raises ``ValueError``: it is none."""
+    match kind:
+        case UnionType(types) if some := [x for x in types if not isinstance(x, NoneType)]:
+            return _parsed(some[0], text)
+        case BoolType():
+            if text.lower() not in _WORDS:
+                raise ValueError(f"{text!r} is neither true nor false")
+            return _WORDS[text.lower()]
+        case IntType():
+            return _number(int, text, "a whole number")
+        case FloatType():
+            return _number(float, text, "a number")
+        case VarTupleType():
+            return _parse_list(text)
+    return text
+
+
+def _number(kind: type[int] | type[float], text: str, words: str) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not {words}") from None
+
+
+def _parse_list(text: str) -> list[str]:
+    """Split at commas, or read a list in brackets as JSON and TOML write it."""
+    if text.lstrip().startswith("["):
+        try:
+            return msgspec.json.decode(text, type=list[str])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{text!r} is no JSON list of strings: {error}") from None
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turn dotted names into a tree: ``engine.max_batch`` -> ``{"engine": {"max_batch": ...}}``."""
     tree: dict[str, Any] = {}
-    for name, value in layer.items():
+    for name, value in values.items():
         *sections, field = name.split(".")
         inner = tree
         for section in sections:
             inner = inner.setdefault(section, {})
-        inner[field] = value.value
+        inner[field] = value
     return tree
 
 
@@ -77,11 +196,11 @@ def _tables(fields: Fields, name: str, given: Any, origin: str) -> Value:
     of_entry = Fields(fields.tables[name])
     tables = []
     for tree in given:
-        entry: Layer = {}
+        entry = {}
         for key, value in _flat(of_entry, tree):
             if key not in of_entry.types:
-                raise unknown(f"{name}.{key}", origin, {f"{name}.{x}": 0 for x in of_entry.types})
-            entry[key] = of_entry.value(key, value, origin, is_text=False)
+                raise unknown(f"{name}.{key}", origin, [f"{name}.{x}" for x in of_entry.types])
+            entry[key] = of_entry.value(key, value, origin, is_text=False).value
         tables.append(nested(entry))
     return Value(tables, origin)
 
@@ -119,7 +238,7 @@ def _unknown_variable(variable: str, known: Sequence[str]) -> UsageError:
         return UsageError(
             f"{variable} in the environment is not read; in capitals it is: {variable.upper()}"
         )
-    return unknown(variable, "the environment", dict.fromkeys(known))
+    return unknown(variable, "the environment", known)
 
 
 def variable_of(name: str) -> str:

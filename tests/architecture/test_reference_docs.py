@@ -12,8 +12,8 @@ from docs.generators.errors_page import MEANINGS, MISS_MEANINGS, all_codes
 from docs.generators.headers_page import PRIVATE, described_headers, headers_in_sources
 from docs.generators.pages import DOCS, PAGES
 from launch.errors import UsageError
-from launch.settings.fields import Fields
 from launch.settings.schema import Settings, flat
+from launch.settings.sources import Fields
 
 ROOT = Path(__file__).parents[2]
 CONFIGURATION = DOCS / "configuration.md"

@@ -22,7 +22,7 @@ from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from launch.doctor import examine
 from launch.settings.effective_settings import effective_settings
-from launch.settings.fields import Value
+from launch.settings.sources import Value
 from tests.faults.redis_tiers import LONGEST_S, SlowLine, blobs, tier_at
 from tests.redis_server import BOUNDED, RedisServer, node_of_a_cluster
 from tests.waiting import until

@@ -10,9 +10,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launch.settings.fields import Fields
 from launch.settings.schema import Settings, resolve
-from launch.settings.sources import from_environment
+from launch.settings.sources import Fields, from_environment
 from tests.unit.launch.picker_schema import ENDPOINT_PICKER
 
 ROOT = Path(__file__).parents[3] / "launch"

@@ -9,9 +9,8 @@ import pytest
 from engines.vllm_plugin.process.command import command
 from launch.cli.options import layers
 from launch.serve.preflight import check_memory
-from launch.settings.fields import Fields
 from launch.settings.schema import Settings, flat, resolve
-from launch.settings.sources import from_profile
+from launch.settings.sources import Fields, from_profile
 from tests.reports import worker_config
 
 PROFILES = sorted(x.stem for x in (Path(__file__).parents[3] / "launch" / "profiles").iterdir())

@@ -20,7 +20,7 @@ from kvstore.errors import UnknownCodec
 from launch.calibrate.program import presets_of
 from launch.errors import UsageError
 from launch.settings.effective_settings import effective_settings
-from launch.settings.fields import Value
+from launch.settings.sources import Value
 from tests.unit.kvstore.codecs.learning.calibration import (
     model_layout,
     model_run,

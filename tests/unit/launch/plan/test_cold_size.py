@@ -27,7 +27,7 @@ from launch.families.cache_shape import CacheShape, Window
 from launch.families.table import cache_shape
 from launch.plan.cold_size import cold_size, first_measurement
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
-from launch.settings.fields import Value
+from launch.settings.sources import Value
 from tests.kv_sessions import Rows, chain_of, kv_of, np, ref, tokens
 from tests.unit.launch.plan.published import DEEPSEEK_V3, GEMMA3_27B, LLAMA_8B
 

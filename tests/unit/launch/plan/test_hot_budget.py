@@ -15,7 +15,7 @@ from launch.families.table import cache_shape
 from launch.machine.resources import has_matrix_tiles
 from launch.plan.served_model import HotBudget, hot_budget_of, live_dtype, served_cache
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
-from launch.settings.fields import Value
+from launch.settings.sources import Value
 from tests.unit.launch.plan.published import DEEPSEEK_V3
 from tests.unit.launch.plan.test_serve_checks import LLAMA, served_settings
 

@@ -14,7 +14,7 @@ from launch.plan.capacity_plan import plan_of
 from launch.plan.served_model import check_hot_codec, check_served
 from launch.serve.build import build
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
-from launch.settings.fields import Value
+from launch.settings.sources import Value
 from tests.fields import fields
 from tests.unit.launch.plan.published import DEEPSEEK_V3, GEMMA3_27B, MAMBA2_3B, PUBLISHED
 

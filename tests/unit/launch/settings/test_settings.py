@@ -6,9 +6,8 @@ import pytest
 
 from launch.cli.options import FLAGS, layers
 from launch.errors import UsageError
-from launch.settings.fields import Fields
 from launch.settings.schema import Settings, flat, masked, resolve
-from launch.settings.sources import from_environment, from_profile, from_toml, variable_of
+from launch.settings.sources import Fields, from_environment, from_profile, from_toml, variable_of
 
 FIELDS = Fields(Settings)
 
