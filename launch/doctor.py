@@ -46,7 +46,7 @@ from launch.plan.fit import with_capacity
 from launch.plan.served_model import check_served, served_cache
 from launch.remote.server import ask_server
 from launch.serve.port import take_port
-from launch.serve.redis_likeness import differences_from_redis
+from launch.serve.sharing import differences_from_redis
 from launch.settings.budgets import at_once
 from launch.settings.effective_settings import EffectiveSettings, require_installed
 from launch.settings.schema import Settings, masked
@@ -73,19 +73,17 @@ Check: TypeAlias = Callable[[EffectiveSettings, Mapping[str, str]], Result]
 
 def examine(effective: EffectiveSettings, environ: Mapping[str, str]) -> list[CheckResult]:
     """Run all checks; those of an engine run once for each engine, under its name."""
-    names = [x.entry.name for x in effective.engines]
-    engines = [x.effective for x in effective.engines] or [effective]
     findings: list[CheckResult] = []
     for about, check in CHECKS.items():
         if about in OF_THE_MACHINE:
             findings.append(_finding(about, check, effective, environ))
             continue
-        found = [_finding(about, check, x, environ) for x in engines]
-        if len({(x.verdict, x.text) for x in found}) == 1:
-            findings.append(found[0])
-        else:
-            for name, finding in zip(names, found, strict=True):
-                findings.append(msgspec.structs.replace(finding, about=f"{about} of {name}"))
+        found = {x.entry.name: _finding(about, check, x.effective, environ) for x in effective.each}
+        if len({(x.verdict, x.text) for x in found.values()}) == 1:
+            findings.append(next(iter(found.values())))
+            continue
+        for name, finding in found.items():
+            findings.append(msgspec.structs.replace(finding, about=f"{about} of {name}"))
     return findings
 
 
@@ -156,9 +154,30 @@ def _vllm(settings: Settings, environ: Mapping[str, str]) -> Result:
 
 def _attached(urls: str, controls: str) -> Result:
     """Look whether each engine listens at its control address."""
-    pairs = list(zip_longest(urls.split(), controls.split(), fillvalue=""))
-    found = [_listens(url, control) for url, control in pairs]
-    return next((x for x in found if x[0] != "ok"), ("ok", "; ".join(words for _, words in found)))
+    words = []
+    for url, control in zip_longest(urls.split(), controls.split(), fillvalue=""):
+        if not control:
+            return (
+                "failure",
+                f"{url} needs engine.control, too; a vLLM without our plug-in has none",
+            )
+        try:
+            _connect(control)
+        except (OSError, ValueError) as error:
+            return "failure", f"nothing listens at {control}, of the engine at {url}: {error}"
+        words.append(f"{url}, and {control} listens")
+    return "ok", "; ".join(words)
+
+
+def _connect(address: str) -> None:
+    """Connect to a control address, and hang up. Raises ``OSError``, ``ValueError``."""
+    scheme, _, rest = address.partition(":")
+    if scheme != "unix":
+        host, _, port = rest.removeprefix("//").rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), ATTACH_DEADLINE_S).close()
+        return
+    with socket.socket(socket.AF_UNIX) as there:
+        there.connect(rest)
 
 
 def _listed(url: str) -> Result:
@@ -170,30 +189,6 @@ def _listed(url: str) -> Result:
     except (OSError, ValueError) as error:
         return "failure", f"nothing listens at engine.replica_list {url}: {error}"
     return "ok", f"the list of replicas at {url} is served"
-
-
-def _listens(url: str, control: str) -> Result:
-    if not control:
-        return "failure", f"{url} needs engine.control, too; a vLLM without our plug-in has none"
-    try:
-        _connect(control).close()
-    except (OSError, ValueError) as error:
-        return "failure", f"nothing listens at {control}, of the engine at {url}: {error}"
-    return "ok", f"{url}, and {control} listens"
-
-
-def _connect(address: str) -> socket.socket:
-    scheme, _, rest = address.partition(":")
-    if scheme != "unix":
-        host, _, port = rest.removeprefix("//").rpartition(":")
-        return socket.create_connection((host.strip("[]"), int(port)), ATTACH_DEADLINE_S)
-    there = socket.socket(socket.AF_UNIX)
-    try:
-        there.connect(rest)
-    except OSError:
-        there.close()
-        raise
-    return there
 
 
 def pinned_versions(requirements: Sequence[str]) -> dict[str, str]:
@@ -222,7 +217,12 @@ def _private_folders(effective: EffectiveSettings, environ: Mapping[str, str]) -
 def _memory(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     available = available_memory()
     settings = effective.settings
-    hot_bytes = _hot_bytes_here(effective)
+    # Live KV in this machine's own memory, of all engines that may be loaded at once.
+    own = [
+        0 if x.effective.hot_on_gpu else x.effective.settings.engine.hot_bytes
+        for x in effective.each
+    ]
+    hot_bytes = at_once([x.entry for x in effective.each], settings.capacity.on_demand, own)
     wanted = hot_bytes + settings.store.ram_bytes
     what = "hot and ram together" if hot_bytes else "ram"
     words = f"{show_bytes(available)} available; {what} may take {show_bytes(wanted)}"
@@ -232,18 +232,6 @@ def _memory(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if wanted > available:
         return "failure", f"{words}; lower engine.hot_bytes or store.ram_bytes"
     return ("ok" if wanted < 0.8 * available else "warning"), words
-
-
-def _hot_bytes_here(effective: EffectiveSettings) -> int:
-    """Live KV in this machine's own memory, of all engines that may be loaded at once."""
-    if not effective.engines:
-        return 0 if effective.hot_on_gpu else effective.settings.engine.hot_bytes
-    own = [
-        0 if x.effective.hot_on_gpu else x.effective.settings.engine.hot_bytes
-        for x in effective.engines
-    ]
-    entries = [x.entry for x in effective.engines]
-    return at_once(entries, effective.settings.capacity.on_demand, own)
 
 
 def _disk(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
@@ -308,14 +296,20 @@ def _redis_data(effective: EffectiveSettings, environ: Mapping[str, str]) -> Res
     return "ok", "nothing on this Redis differs from this server's data"
 
 
+def _lacks_sample(effective: EffectiveSettings) -> bool:
+    """True where the sample model is meant, and was not converted yet."""
+    return (
+        not effective.settings.engine.model and not sample_folder(effective.folders.cache).exists()
+    )
+
+
 def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind in ("attached", "fake"):
         return "ok", "the engine's own"
-    given = effective.settings.engine.model
-    if not given and not sample_folder(effective.folders.cache).exists():
+    if _lacks_sample(effective):
         find_gguf()
         return "ok", "the sample model; converted at the first start (about 20 seconds)"
-    model = find_model(given, effective.folders.cache)
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
     model.require_weights()
     if model.folder is None:
         return "ok", f"{model.name}: not on this machine yet; the engine fetches it"
@@ -332,10 +326,10 @@ def _tools(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     """Say how the engine will read this model's tool calls."""
     if effective.engine_kind != "vllm":
         return "ok", "the engine reads tool calls by its own parsers"
-    given = effective.settings.engine.model
-    if not given and not sample_folder(effective.folders.cache).exists():
+    if _lacks_sample(effective):
         return "ok", "the sample model is not here yet"
-    files = read_model_files(find_model(given, effective.folders.cache).folder)
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
+    files = read_model_files(model.folder)
     chosen = parsers_for(files)
     text = f"vLLM reads tool calls by its parser {chosen.tool_calls}"
     text += f", reasoning by {chosen.reasoning}" if chosen.reasoning else ""
@@ -348,7 +342,7 @@ def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     if effective.engine_kind not in MEASURABLE:
         return "ok", "the engine's own"
     given = effective.settings.store.codec
-    if not effective.settings.engine.model and not sample_folder(effective.folders.cache).exists():
+    if _lacks_sample(effective):
         return "ok", f"{given}; the sample model is not here yet"
     try:
         choice = expected_choice(effective)

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -94,7 +94,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     tenants = _tenants(settings, effective.folders.data)
     _check_reach(settings, tenants)
     _check_admins(settings.gateway, tenants)
-    entries = effective.engines or (EngineSettings(EngineEntry(name=""), effective),)
+    entries = effective.each
     for each in entries:
         compile_folders(each.effective, environ)  # before the sample model is written beside it
     models = [_checked_model(x) for x in entries]
@@ -134,24 +134,21 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
                 )
             )
             engines.append(replace(built, on_demand=entry.load == "on-demand"))
-        stored = stored_objects(
-            settings.gateway, settings.store, effective.folders.data, tenants.key_of
-        )
-        places, wait_s = settings.capacity.on_demand, settings.scheduler.max_wait_s
         loading = None
         if on_demand:
+            places, wait_s = settings.capacity.on_demand, settings.scheduler.max_wait_s
             loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded)
-        sessions_of_all = shared_sessions(settings.store, served, tenants)
+        store, data = settings.store, effective.folders.data
         app = create_app(
             settings.gateway,
             served,
             tenants,
             metrics,
-            stored,
+            stored_objects(settings.gateway, store, data, tenants.key_of),
             loading,
             headroom,
-            rates(settings.store, tenants),
-            sessions_of_all,
+            rates(store, tenants),
+            shared_sessions(store, served, tenants),
         )
         app.state.gateway.tracing = tracing_of(settings.gateway)
         app.state.gateway.hub = HubCache(_hub_python(entries))
@@ -164,14 +161,20 @@ def _hub_python(entries: Sequence[EngineSettings]) -> str:
     return next(filter(None, found), sys.executable)
 
 
-def _checked_model(engine: EngineSettings) -> Model:
+def _checked_model(named: EngineSettings) -> Model:
     """Find the model of an engine, and check that it can be served by its settings."""
+    effective = named.effective
     try:
-        return _checked(engine.effective)
+        check_codecs(effective.settings.store)
+        require_installed(effective)
+        model = _model(effective)
+        each = next(iter(replica_settings(effective).values()))  # they differ in names only
+        check_served(each, model)
+        return model
     except UsageError as error:
-        if not engine.entry.name:
+        if not named.entry.name:
             raise
-        raise UsageError(f"engines, {engine.entry.name}: {error}") from error
+        raise UsageError(f"engines, {named.entry.name}: {error}") from error
 
 
 def _check_aliases(settings: Settings) -> None:
@@ -181,15 +184,6 @@ def _check_aliases(settings: Settings) -> None:
             raise UsageError(f"gateway.model_aliases: a model is called {alias!r}; leave it out")
     if settings.engines and settings.engine.served_model_name:
         raise UsageError("engine.served_model_name: each of several engines has a name of its own")
-
-
-def _checked(effective: EffectiveSettings) -> Model:
-    check_codecs(effective.settings.store)
-    require_installed(effective)
-    model = _model(effective)
-    each = next(iter(replica_settings(effective).values()))  # they differ in names only
-    check_served(each, model)
-    return model
 
 
 def _built_engine(
@@ -265,10 +259,7 @@ def _model(effective: EffectiveSettings) -> Model:
     engine = effective.settings.engine
     if not engine.served_model_name.isprintable():
         raise UsageError("engine.served_model_name has control characters: clients would obey them")
-    if effective.engine_kind in (
-        "attached",
-        "fake",
-    ):  # the first has its model, the second needs none
+    if effective.engine_kind in ("attached", "fake"):  # one has its model, the other needs none
         return Model(engine.model, engine.served_model_name or effective.engine_kind, None)
     model = find_model(engine.model, effective.folders.cache)
     model.require_weights()
@@ -279,21 +270,19 @@ def _check_memory(
     entries: Sequence[EngineSettings], models: Sequence[Model], settings: Settings
 ) -> None:
     """Check that all models that may be loaded at once fit into the machine's memory."""
-    # The memory of the others is taken already, or not ours.
-    ours = [x.effective.engine_kind not in ("attached", "fake") for x in entries]
-    if not any(ours):
+    weights: list[int | None] = []
+    hot, ram, is_ours = [], [], False
+    for (_, own), model in zip(entries, models, strict=True):
+        # The memory of the others is taken already, or not ours.
+        ours = own.engine_kind not in ("attached", "fake")
+        here, engine = ours and not own.hot_on_gpu, own.settings.engine
+        nbytes = weights_bytes(model.folder, False) if here and model.folder else 0
+        weights.append(nbytes and nbytes * engine.replicas)
+        hot.append(engine.hot_bytes * here)
+        ram.append(own.settings.store.ram_bytes * ours)
+        is_ours = is_ours or ours
+    if not is_ours:
         return
-    here = [x and not y.effective.hot_on_gpu for x, y in zip(ours, entries, strict=True)]
-    weights = [
-        weights_bytes(model.folder, False) if own and model.folder is not None else 0
-        for model, own in zip(models, here, strict=True)
-    ]
-    weights = [
-        x and x * y.effective.settings.engine.replicas
-        for x, y in zip(weights, entries, strict=True)
-    ]
-    hot = [y.effective.settings.engine.hot_bytes * x for x, y in zip(here, entries, strict=True)]
-    ram = [y.effective.settings.store.ram_bytes * x for x, y in zip(ours, entries, strict=True)]
     rows, places = [x.entry for x in entries], settings.capacity.on_demand
     known = None if None in weights else at_once(rows, places, [x or 0 for x in weights])
     check_memory(
@@ -314,23 +303,14 @@ def _store(effective: EffectiveSettings, model: Model) -> StoreConfig:
     path = config.disk_path or str(effective.folders.data)
     secret = config.secret_file or str(secret_path(effective.folders.data))
     config = msgspec.structs.replace(config, disk_path=path, secret_file=secret)
-    reason = _exact_only(effective, model)
-    codec = config.codec
+    reason, codec = "", config.codec
+    with suppress(NotUnderstood):  # the engine looks at the real cache and decides for itself
+        reason = served_cache(effective, model.config()).exact_only if model.folder else ""
     if not reason or (codec != AUTO and is_exact(codec)):
         return config
     level = logging.INFO if codec == AUTO else logging.WARNING
     log.log(level, "cold sessions are kept with codec raw instead of %s: %s", codec, reason)
     return msgspec.structs.replace(config, codec=EXACT)
-
-
-def _exact_only(effective: EffectiveSettings, model: Model) -> str:
-    """The reason why this model's cache must not be packed with loss; "" if none is known."""
-    if model.folder is None:
-        return ""
-    try:
-        return served_cache(effective, model.config()).exact_only
-    except NotUnderstood:  # the engine looks at the real cache and decides for itself
-        return ""
 
 
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:

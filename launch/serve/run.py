@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from engines.base import Engine
-from engines.wire import Welcome
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.keys import BadKeyLine
@@ -69,7 +68,7 @@ def serve(
     configure_logging(effective.settings.log_level, effective.settings.log_format)
     require_own_packages()
     config = effective.settings.gateway
-    engines = [x.effective for x in effective.engines] or [effective]
+    engines = [x.effective for x in effective.each]
     kinds = [x.engine_kind for x in engines]
     raise_open_files("mlx" if "mlx" in kinds else kinds[0])
     with ExitStack() as stack:
@@ -157,13 +156,9 @@ async def _wait_for_one(engine: Engine, built: BuiltServer, server: DrainingServ
             said = trouble
             log.info("waiting: %s", trouble)
         await asyncio.sleep(LOOK_EVERY_S)
-    _announce(welcome, time.monotonic() - began)
-
-
-def _announce(welcome: Welcome, took_s: float) -> None:
     log.info(
         "ready after %.1f s: %s by %s (%s), context %d, codec %s",
-        took_s,
+        time.monotonic() - began,
         welcome.model,
         welcome.engine,
         welcome.engine_version,
@@ -227,7 +222,8 @@ class Reload:
         except (LaunchError, BadKeyLine, OSError, UnicodeDecodeError) as error:
             log.error("the settings stay as they were: %s", error)
             return
-        gateway.config = _with(gateway.config, settings.gateway)
+        taken = {name: getattr(settings.gateway, name) for name in OF_GATEWAY}
+        gateway.config = msgspec.structs.replace(gateway.config, **taken)
         gateway.limits.usual = settings.gateway.usual_limits
         for model in gateway.models:
             model.sessions.reconfigure(settings.scheduler)
@@ -254,14 +250,15 @@ class Reload:
                     log.warning("engines, %s: %s changed; that needs a new start", name, field)
 
     def _say(self, now: dict[str, Any], origin: Callable[[str], str]) -> None:
-        # Budgets that were derived from the free space change with every look.
-        derived = {x for x in now if origin(x).startswith(DERIVED)} | {"engines"}
-        changed = [x for x in now if x not in derived and now[x] != self._before.get(x)]
-        for name in changed:
+        for name, value in now.items():
+            # Budgets that were derived from the free space change with every look.
+            is_other = name == "engines" or origin(name).startswith(DERIVED)
+            before = self._before.get(name)
+            if is_other or value == before:
+                continue
             if name in _TAKEN:
-                before, after = masked(name, self._before.get(name)), masked(name, now[name])
-                log.info("%s: %s -> %s", name, before, after)
-                self._before[name] = now[name]
+                log.info("%s: %s -> %s", name, masked(name, before), masked(name, value))
+                self._before[name] = value
             else:
                 log.warning("%s changed; that needs a new start", name)
         tenants = self._gateway.tenants
@@ -270,7 +267,3 @@ class Reload:
             tenants.num_keys + tenants.num_admin_keys,
             tenants.num_admin_keys,
         )
-
-
-def _with(config: GatewayConfig, now: GatewayConfig) -> GatewayConfig:
-    return msgspec.structs.replace(config, **{name: getattr(now, name) for name in OF_GATEWAY})
