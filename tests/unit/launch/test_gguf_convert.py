@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from launch.errors import LaunchError
 from launch.model.gguf import bfloat16_bits, convert, weight_name
 from tests.unit.launch.tiny_gguf import (
     TOKENS,
@@ -103,14 +102,3 @@ def test_digits_stand_alone_and_special_tokens_whole(tokenizer):
     assert tokenizer.encode("   5").tokens == ["ĠĠ", "Ġ", "5"]
     assert tokenizer.encode("<|im_end|>").ids == [2]
     assert tokenizer.decode([1, 2]) == ""
-
-
-def test_other_architectures_are_refused(tmp_path):
-    file = write_gguf(tmp_path / "other.gguf", architecture="gptneox")
-    with pytest.raises(LaunchError, match=r"general\.architecture = 'gptneox'"):
-        convert(file, tmp_path)
-
-
-def test_a_weight_of_another_model_is_refused():
-    with pytest.raises(LaunchError, match="rope_freqs"):
-        weight_name("rope_freqs.weight")
