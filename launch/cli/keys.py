@@ -52,7 +52,11 @@ def new_key(
     if url:
         if append is not None:
             raise UsageError("--append and --url exclude each other: a server keeps its own file")
-        _new_on_server(tenant, url, api_key)
+        from launch.remote.server import Remote
+
+        made = Remote(url, api_key).make_key(tenant)
+        say(f"key:  {made['key']}")
+        say(f"id:   {made['id']}")
         return
     key, line = made_key(tenant)
     if append is not None:
@@ -61,14 +65,6 @@ def new_key(
     say(f"line: {line}")
     if append is None:
         say("Put the line into a file and start with: thermocline serve --api-keys FILE")
-
-
-def _new_on_server(tenant: str, url: str, api_key: str) -> None:
-    from launch.remote.server import Remote
-
-    made = Remote(url, api_key).make_key(tenant)
-    say(f"key:  {made['key']}")
-    say(f"id:   {made['id']}")
 
 
 def list_keys(url: Url = "", api_key: Key = "", as_json: Json = False) -> None:
@@ -85,7 +81,6 @@ def list_keys(url: Url = "", api_key: Key = "", as_json: Json = False) -> None:
             (x["id"], x["tenant"], "yes" if x["admin"] else "", _limits(x), x["kept_in"])
             for x in rows
         ],
-        right=(),
         empty="no keys",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,14 +84,16 @@ def demote(
     """Let sessions sleep now."""
     if tier is not None and tier not in TIER_NAMES:
         raise UsageError(f"there is no tier {tier!r}; there are: {', '.join(TIER_NAMES)}")
-    _act("demote", ids, _remote(url, api_key, model), as_json, {"tier": tier} if tier else {})
+    remote, body = _remote(url, api_key, model), {"tier": tier} if tier else {}
+    _show([remote.act("demote", x, body) for x in ids], as_json)
 
 
 def _add_verb(verb: str, words: str) -> None:
     def carry_out(
         ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "", as_json: Json = False
     ) -> None:
-        _act(verb, ids, _remote(url, api_key, model), as_json)
+        remote = _remote(url, api_key, model)
+        _show([remote.act(verb, x) for x in ids], as_json)
 
     app.command(verb, help=words)(carry_out)
 
@@ -118,48 +119,28 @@ def _remote(url: str, api_key: str, model: str) -> Remote:
     return Remote(url, api_key, model)
 
 
-def _act(
-    verb: str,
-    ids: Sequence[str],
-    remote: Remote,
-    as_json: bool,
-    body: Mapping[str, Any] | None = None,
-) -> None:
-    _show([remote.act(verb, x, body) for x in ids], as_json)
-
-
 def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    several = len({row["model"] for row in rows}) > 1
-    print_table(
-        (
-            "id",
-            *(["model"] if several else []),
-            "state",
-            "copy",
-            "tokens",
-            "bytes",
-            "idle",
-            "pinned",
-        ),
+    columns = ["id", "model", "state", "copy", "tokens", "bytes", "idle", "pinned"]
+    cells = [
         [
-            (
-                row["id"],
-                *([row["model"]] if several else []),
-                row["state"],
-                row["tier"] or "-",
-                str(row["tokens"]),
-                show_bytes(row["bytes"]),
-                show_duration(row["idle_s"]),
-                "yes" if row["pinned"] else "",
-            )
-            for row in rows
-        ],
-        right=("tokens", "bytes", "idle"),
-        empty="no sessions",
-    )
+            row["id"],
+            row["model"],
+            row["state"],
+            row["tier"] or "-",
+            str(row["tokens"]),
+            show_bytes(row["bytes"]),
+            show_duration(row["idle_s"]),
+            "yes" if row["pinned"] else "",
+        ]
+        for row in rows
+    ]
+    if len({row["model"] for row in rows}) < 2:  # then it says nothing
+        for line in (columns, *cells):
+            del line[1]
+    print_table(columns, cells, right=("tokens", "bytes", "idle"), empty="no sessions")
 
 
 def chat(

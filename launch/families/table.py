@@ -73,12 +73,10 @@ def model_kind(config: Config) -> str:
     return config.model_type if config.model_type in FAMILIES else outer
 
 
-_NO_DEFAULTS = (
-    *("ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "mellum", "nanochat", "qwen3"),
-    *("qwen3_moe", "seed_oss", "solar_open"),
-)
 _DENSE: Mapping[Names, tuple[str, ...]] = {
-    STATED: tuple(x for x in _NO_DEFAULTS if x not in ("ernie4_5_moe", "mellum", "nanochat")),
+    STATED: (
+        *("gemma", "glm", "glm4", "glm4_moe", "qwen3", "qwen3_moe", "seed_oss", "solar_open"),
+    ),
     USUAL: (
         *("Klear", "apertus", "bailing_moe", "bitnet", "cohere", "dots1", "ernie4_5_moe"),
         *("granite", "granitemoe", "helium", "hunyuan_v1_dense", "iquestcoder", "minicpm"),

@@ -47,9 +47,14 @@ def check_tiers(
         LaunchError: the disk folder cannot be used, or redis-py is not installed.
     """
     if config.disk_bytes:
-        _check_disk_limit(config.disk_bytes // max(1, vllm_ranks))
-        for folder in _disk_folders(Path(config.disk_path), vllm_ranks):
-            _check_disk(folder, in_use_wait_s)
+        try:
+            capacity_within(config.disk_bytes // max(1, vllm_ranks))
+        except TierUnavailable as error:
+            raise UsageError(f"store.{error} (--disk)") from error
+        root = Path(config.disk_path)
+        # Each process that has a disk tier has a folder.
+        for owner in [vllm_rank_folder(root, rank) for rank in range(vllm_ranks)] or [root]:
+            _check_disk(owner / "cold", in_use_wait_s)
     if config.redis_url:
         _check_redis(config)
 
@@ -115,19 +120,6 @@ def check_memory(
         )
 
 
-def _disk_folders(root: Path, vllm_ranks: int) -> list[Path]:
-    """The disk folder of each process that has a disk tier."""
-    owners = [vllm_rank_folder(root, rank) for rank in range(vllm_ranks)] or [root]
-    return [owner / "cold" for owner in owners]
-
-
-def _check_disk_limit(disk_bytes: int) -> None:
-    try:
-        capacity_within(disk_bytes)
-    except TierUnavailable as error:
-        raise UsageError(f"store.{error} (--disk)") from error
-
-
 def _check_disk(folder: Path, wait_s: float) -> None:
     end = time.monotonic() + wait_s
     waiting = False
@@ -135,19 +127,13 @@ def _check_disk(folder: Path, wait_s: float) -> None:
         try:
             DiskFolder(folder).release(clean=False)
             return
-        except TierInUse as error:
-            if time.monotonic() >= end:
-                raise LaunchError(_with_options(error)) from error
-            if not waiting:
-                log.warning("waiting up to %.0f s until another process leaves %s", wait_s, folder)
-                waiting = True
-            time.sleep(LOOK_EVERY_S)
         except TierUnavailable as error:
-            raise LaunchError(_with_options(error)) from error
-
-
-def _with_options(error: TierUnavailable) -> str:
-    return f"{error} (--data-dir FOLDER, or --disk 0)"
+            if not isinstance(error, TierInUse) or time.monotonic() >= end:
+                raise LaunchError(f"{error} (--data-dir FOLDER, or --disk 0)") from error
+        if not waiting:
+            log.warning("waiting up to %.0f s until another process leaves %s", wait_s, folder)
+            waiting = True
+        time.sleep(LOOK_EVERY_S)
 
 
 def _check_redis(config: StoreConfig) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -226,19 +226,15 @@ def from_environment(fields: Fields, environ: Mapping[str, str]) -> Layer:
     for variable, text in environ.items():
         if not variable.upper().startswith(PREFIX) or variable in others:
             continue
+        if variable not in names and variable.upper() in {*names, *others}:
+            raise UsageError(
+                f"{variable} in the environment is not read; in capitals it is: {variable.upper()}"
+            )
         if variable not in names:
-            raise _unknown_variable(variable, [*names, *others])
+            raise unknown(variable, "the environment", [*names, *others])
         name = names[variable]
         layer[name] = fields.value(name, text, f"environment {variable}", is_text=True)
     return layer
-
-
-def _unknown_variable(variable: str, known: Sequence[str]) -> UsageError:
-    if variable.upper() in known:
-        return UsageError(
-            f"{variable} in the environment is not read; in capitals it is: {variable.upper()}"
-        )
-    return unknown(variable, "the environment", known)
 
 
 def variable_of(name: str) -> str:
