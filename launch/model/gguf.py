@@ -21,6 +21,8 @@ from gguf import GGUFReader, ReaderTensor, TokenType
 from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kvstore.codecs.floats import round_to_bf16
+
 # (bytes of the source done, bytes of the source in all)
 Progress = Callable[[int, int], None]
 
@@ -159,7 +161,7 @@ def _write_weights(
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for tensor in reader.tensors:
-            file.write(bfloat16_bits(_weight(tensor, config)).tobytes())
+            file.write(round_to_bf16(_weight(tensor, config)).astype("<u2").tobytes())
             done += 2 * int(tensor.n_elements)
             progress(done, total)
 
@@ -167,15 +169,6 @@ def _write_weights(
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
     """gguf lists dimensions fastest first; everybody else slowest first."""
     return tuple(int(n) for n in reversed(tensor.shape))
-
-
-def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 rounded to the nearest bfloat16, ties to even, as uint16 bit patterns.
-
-    Weights are finite; a NaN could round to infinity here.
-    """
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
 def weight_name(name: str) -> str:

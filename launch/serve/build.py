@@ -22,6 +22,7 @@ from engines.pool.replica_choice import Homes
 from engines.pool.replica_pool import MOVES_AT, MOVES_AT_ALONE, ReplicaPool
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
+from gateway.edge.key_list import lines_of
 from gateway.identity.tasks import is_task_session
 from gateway.keys import BadKeyLine, Tenants
 from gateway.models import ServedModel
@@ -38,8 +39,8 @@ from launch.machine.folders import server_folder
 from launch.machine.resources import machine_memory
 from launch.model.find import Model, find_model
 from launch.plan.served_model import check_served, served_cache
-from launch.serve.keys import key_lines, secret_of, secret_path
 from launch.serve.preflight import check_codecs, check_memory, check_tiers
+from launch.serve.secret import secret_of, secret_path
 from launch.serve.sharing import rates, shared_sessions, stored_objects
 from launch.settings.budgets import at_once, weights_bytes
 from launch.settings.effective_settings import (
@@ -92,8 +93,6 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     """
     settings = effective.settings
     tenants = _tenants(settings, effective.folders.data)
-    _check_reach(settings, tenants)
-    _check_admins(settings.gateway, tenants)
     entries = effective.each
     for each in entries:
         compile_folders(each.effective, environ)  # before the sample model is written beside it
@@ -314,35 +313,32 @@ def _store(effective: EffectiveSettings, model: Model) -> StoreConfig:
 
 
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:
-    file = settings.gateway.api_keys_file
+    """Read the keys, and check that whoever can reach the server needs one. ``UsageError``."""
+    config = settings.gateway
     try:
-        tenants = Tenants(secret_of(settings, data_dir), *key_lines(settings.gateway))
+        tenants = Tenants(secret_of(settings, data_dir), *lines_of(config))
     except BadKeyLine as error:
         raise UsageError(str(error)) from error
-    if file and tenants.open_to_all:
+    except (OSError, UnicodeDecodeError) as error:
+        files = " and ".join(x for x in (config.api_keys_file, config.admin_keys_file) if x)
+        raise UsageError(f"the API keys {files} cannot be read: {error}") from error
+    if (file := config.api_keys_file) and tenants.open_to_all:
         raise UsageError(
             f"{file} holds no API key; add one: thermocline keys new TENANT --append {file}"
         )
-    return tenants
-
-
-def _check_reach(settings: Settings, tenants: Tenants) -> None:
-    gateway: GatewayConfig = settings.gateway
-    if tenants.open_to_all and not gateway.on_loopback and not settings.allow_anonymous:
+    if tenants.open_to_all and not config.on_loopback and not settings.allow_anonymous:
         raise UsageError(
-            f"{gateway.host} can be reached from other machines, and no API key is set; make one"
+            f"{config.host} can be reached from other machines, and no API key is set; make one"
             " with `thermocline keys new TENANT` and pass --api-keys FILE, or say"
             " --allow-anonymous"
         )
-
-
-def _check_admins(config: GatewayConfig, tenants: Tenants) -> None:
     if config.admin_port and config.admin_host not in LOOPBACK and not tenants.num_admin_keys:
         raise UsageError(
             f"gateway.admin_address {config.admin_address} can be reached from other machines, and"
             " there is no admin key; make one with `thermocline keys new NAME` and put its line"
             " into gateway.admin_keys_file"
         )
+    return tenants
 
 
 def tracing_of(config: GatewayConfig) -> Tracing:

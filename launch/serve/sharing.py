@@ -32,7 +32,7 @@ from kvstore.tiers.seal import read_secret
 from launch.calibrate.profile_notes import noted_fingerprint
 from launch.errors import LaunchError, UsageError
 from launch.model.find import find_model
-from launch.serve.keys import secret_path
+from launch.serve.secret import secret_path
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import masked
 

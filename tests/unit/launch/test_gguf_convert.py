@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from launch.model.gguf import bfloat16_bits, convert, weight_name
+from launch.model.gguf import convert, weight_name
 from tests.unit.launch.tiny_gguf import (
     TOKENS,
     byte_letters,
@@ -61,21 +61,6 @@ def read_bfloat16(path):
         bits = np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16
         arrays[name] = bits.view(np.float32).reshape(entry["shape"])
     return arrays
-
-
-@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1))
-def test_bfloat16_is_the_nearest(values):
-    array = np.array(values, np.float32)
-    bits = bfloat16_bits(array).astype(np.int64)
-    error = np.abs(widen(bits) - array)
-    for step in (-1, 1):
-        neighbour = widen(np.clip(bits + step, 0, 0xFFFF))
-        # Below zero of either sign lies a NaN, which is no neighbour.
-        assert (error <= np.nan_to_num(np.abs(neighbour - array), nan=np.inf)).all()
-
-
-def widen(bits):
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 @given(st.text(OLD_CHARACTERS) | st.text(TRICKY))

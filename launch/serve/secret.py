@@ -1,6 +1,6 @@
-"""The server's secret, and the API keys gathered at its start.
+"""The server's secret, which is made once.
 
-The secret is made once. Losing it makes every cold session unreadable, which costs a recompute;
+Losing it makes every cold session unreadable, which costs a recompute;
 leaking it lets a tenant compute the cache keys of another, so no other user may read the file.
 """
 
@@ -14,8 +14,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from gateway.config import GatewayConfig
-from gateway.edge.key_list import KeyLines, lines_of
 from kvstore.tiers.seal import read_secret
 from launch.errors import LaunchError, UsageError
 from launch.settings.schema import Settings
@@ -83,25 +81,8 @@ def _create(path: Path, sync: Callable[[int], None]) -> None:
             os.link(draft, path)
     finally:
         draft.unlink()
-    _sync_folder(path.parent, sync)
-
-
-def _sync_folder(folder: Path, sync: Callable[[int], None]) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        sync(descriptor)
+        sync(folder)
     finally:
-        os.close(descriptor)
-
-
-def key_lines(config: GatewayConfig) -> KeyLines:
-    """Return the lines of the settings and of the files that they name.
-
-    Raises:
-        UsageError: a file cannot be read.
-    """
-    try:
-        return lines_of(config)
-    except (OSError, UnicodeDecodeError) as error:
-        files = " and ".join(x for x in (config.api_keys_file, config.admin_keys_file) if x)
-        raise UsageError(f"the API keys {files} cannot be read: {error}") from error
+        os.close(folder)

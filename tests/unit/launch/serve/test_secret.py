@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from launch.errors import LaunchError
-from launch.serve.keys import NUM_BYTES, server_secret
+from launch.serve.secret import NUM_BYTES, server_secret
 
 
 def test_it_is_made_once_and_for_its_owner_only(tmp_path):
