@@ -50,7 +50,7 @@ from benchmarks.stacks.product_stack import Client, Reply, Stack, client_of
 from benchmarks.stacks.product_stack import words_of as prose
 from benchmarks.stacks.vllm_stack import START_S, PlainVllm, python_with_vllm, with_plugin
 from launch.machine.folders import default_cache_dir
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 ONE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LIGHT: Final = {**dict.fromkeys(ONE, 1), "max_position_embeddings": 1 << 18}

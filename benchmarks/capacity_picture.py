@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.stacks.light_model import light_model
 from benchmarks.stacks.product_stack import MIB, Stack
 from benchmarks.stacks.vllm_stack import PlainVllm, with_plugin
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 POINTS = FOLDER / "capacity.json"

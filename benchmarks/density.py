@@ -83,7 +83,7 @@ def model_run(model: Path | None, num_tokens: int) -> tuple[KVLayout, KVRun]:
     from engines.mlx_worker.measuring.instrument import MlxInstrument
     from engines.mlx_worker.model.loading import load_model
     from launch.machine.folders import default_cache_dir
-    from launch.model.sample import sample_model
+    from launch.model.find import sample_model
 
     folder = model or sample_model(default_cache_dir(os.environ))
     loaded = load_model(str(folder), "auto")

@@ -35,7 +35,7 @@ from engines.mlx_worker.cache.packed.attention import attending
 from engines.mlx_worker.cache.packed_model import with_packed_caches
 from engines.mlx_worker.model.loading import LoadedModel, load_model
 from launch.machine.folders import default_cache_dir
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 PREFILL_STEP = 128
 PLAIN = "KVCache"

@@ -26,7 +26,7 @@ from engines.calibration.corpus import Text, fit_texts, held_out_texts
 from kvstore.codecs.names import family_of, is_learned, split_names
 from kvstore.shapes import KVRun, slice_tokens
 from launch.machine.folders import default_cache_dir
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 CHUNK_TOKENS: Final = 128
 LEARN_TOKENS: Final = 1024

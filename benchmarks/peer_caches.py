@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from benchmarks.program import arguments, replace_table, table, write_json
 from engines.calibration.corpus import held_out_texts
 from launch.machine.folders import default_cache_dir
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 NUM_SCORED: Final = 192
 GROUP: Final = 64  # values that share a scale and a zero point

@@ -39,7 +39,7 @@ from benchmarks.stacks.product_stack import (
     prose,
 )
 from launch.machine.folders import folders
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 from tests.redis_server import RedisServer
 
 AT_ONCE = 4

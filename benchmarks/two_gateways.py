@@ -43,7 +43,7 @@ from benchmarks.stacks.product_stack import (
 from benchmarks.stacks.vllm_stack import python_with_vllm
 from gateway.keys import generate_key
 from launch.machine.folders import default_cache_dir
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 from tests.redis_server import RedisServer
 
 MLX, VLLM = "on-mlx", "on-vllm"

@@ -38,14 +38,13 @@ from launch.machine.installation import (
     require_vllm,
 )
 from launch.machine.resources import COMFORTABLE, available_memory, free_disk, least_for, too_low
-from launch.model.find import find_model
-from launch.model.sample import find_gguf
-from launch.model.sample import folder_in as sample_folder
+from launch.model.find import find_gguf, find_model
+from launch.model.find import folder_in as sample_folder
 from launch.plan.cold_size import expected_choice, first_measurement, in_words
 from launch.plan.fit import with_capacity
 from launch.plan.served_model import check_served, served_cache
 from launch.remote.server import ask_server
-from launch.serve.port import take_port
+from launch.serve.preflight import take_port
 from launch.serve.sharing import differences_from_redis
 from launch.settings.budgets import at_once
 from launch.settings.effective_settings import EffectiveSettings, require_installed

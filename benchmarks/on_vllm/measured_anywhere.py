@@ -30,7 +30,7 @@ from benchmarks.stacks.attached_vllm import started
 from benchmarks.stacks.product_stack import MIB, Client, Stack, client_of, prose
 from benchmarks.stacks.vllm_stack import START_S, python_with_vllm
 from launch.machine.folders import default_cache_dir
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 SESSIONS = 6
 WORDS = 500

@@ -53,7 +53,7 @@ from benchmarks.stacks.processes import gauges
 from benchmarks.stacks.product_stack import MIB, Stack, prose
 from benchmarks.stacks.vllm_stack import BYTES_PER_TOKEN, MODEL_NAME, PlainVllm, with_plugin
 from engines.config import CPU_BLOCK_TOKENS
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 CACHE = Path.home() / ".cache" / "thermocline"
 WIDER = 2  # float32 than bfloat16

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.stacks.product_stack import free_port
 from engines.vllm_environment.environment import import_path
 from launch.machine.folders import default_cache_dir
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
 HEADING = "### A vLLM that was started elsewhere"

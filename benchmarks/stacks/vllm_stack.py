@@ -22,7 +22,7 @@ from engines.vllm_plugin.process.server import SERVER
 from kvstore.config import StoreConfig
 from kvstore.workers import memory_nodes, usable_cores
 from launch.machine.installation import CHILD_ENV, find_python
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 FloatName = Literal["float32", "bfloat16"]
 

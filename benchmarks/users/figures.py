@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.stacks.product_stack import prose
 from benchmarks.users.workload import Conversation, Phase, Step, Workload
 from launch.errors import LaunchError
-from launch.remote.address import Address
+from launch.remote.server import Address
 from launch.remote.turn import MISS, Message, RemoteTurn, take_turn
 
 HOPELESS: Final = 8  # requests that all failed: the run ends

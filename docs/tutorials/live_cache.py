@@ -63,7 +63,7 @@ def measured(model: Any, tokenizer: Any, num_sentences: int = 24) -> list[Found]
 
 def sample_folder() -> Path:
     from launch.machine.folders import default_cache_dir
-    from launch.model.sample import sample_model
+    from launch.model.find import sample_model
 
     return sample_model(default_cache_dir(os.environ))
 

@@ -5,7 +5,7 @@ import sys
 
 from launch.errors import LaunchError
 from launch.machine.folders import default_cache_dir
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 
 try:
     print(sample_model(default_cache_dir(os.environ)))

@@ -31,8 +31,7 @@ from launch.machine.folders import announced, require_closed_folder
 from launch.machine.installation import require_own_packages
 from launch.machine.resources import raise_open_files
 from launch.serve.build import BuiltServer, build
-from launch.serve.port import listen, take_path, take_port, url_of
-from launch.serve.preflight import sole_server
+from launch.serve.preflight import listen, sole_server, take_path, take_port, url_of
 from launch.settings.budgets import DERIVED
 from launch.settings.effective_settings import EffectiveSettings, replica_settings
 from launch.settings.schema import Settings, flat, masked

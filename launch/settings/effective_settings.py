@@ -22,7 +22,7 @@ from launch.errors import LaunchError, UsageError
 from launch.machine.folders import Folders, folders
 from launch.machine.installation import find_python, require_vllm
 from launch.machine.resources import Gpu, available_memory, find_gpus, free_disk
-from launch.model.sample import WEIGHTS_BYTES
+from launch.model.find import WEIGHTS_BYTES
 from launch.settings.budgets import (
     at_once,
     budget_layers,

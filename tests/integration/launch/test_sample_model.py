@@ -12,8 +12,8 @@ from engines.config import CalibrationOrder
 from launch.calibrate.program import USUAL_CONTEXTS
 from launch.errors import LaunchError
 from launch.machine.folders import default_cache_dir
+from launch.model.find import sample_model
 from launch.model.gguf import convert
-from launch.model.sample import sample_model
 from tests.unit.launch.tiny_gguf import CONTEXT, TEMPLATE, TOKENS, write_gguf
 
 pytestmark = pytest.mark.mlx

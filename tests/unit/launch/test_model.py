@@ -8,11 +8,12 @@ import pytest
 
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import default_cache_dir, default_data_dir, folders
-from launch.model.find import Model, find_model
-from launch.model.sample import (
+from launch.model.find import (
     MANIFEST,
     Damaged,
+    Model,
     find_gguf,
+    find_model,
     folder_in,
     sample_model,
     verify,

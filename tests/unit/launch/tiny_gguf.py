@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 
-from launch.model.sample import Packaged
+from launch.model.find import Packaged
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, CONTEXT = 64, 96, 4, 2, 2, 512
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

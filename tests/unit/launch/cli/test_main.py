@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -16,6 +17,7 @@ from typer.main import get_command
 
 from launch.cli.main import app
 from launch.cli.options import FLAGS
+from tests.command_line import program
 
 ROOT = Path(__file__).parents[4]
 
@@ -229,3 +231,21 @@ def test_a_plan_counts_for_the_machine_of_the_profile(
     per_token = 2 * 2 * (64 + 64) * width  # layers, heads, keys and values
     assert plan["live_bytes_per_token"] == per_token
     assert any("no GPU here" in x for x in plan["notes"]) == noted
+
+
+COMMAND = Path(sys.executable).with_name("thermocline")
+
+
+def test_a_shell_completes_commands_and_options():
+    for typed, at, wanted in (
+        ("thermocline ser", 1, "serve"),
+        ("thermocline chat --mod", 2, "--model"),
+        ("thermocline sessions sh", 2, "show"),
+    ):
+        asked = {
+            "_THERMOCLINE_COMPLETE": "complete_bash",
+            "COMP_WORDS": typed,
+            "COMP_CWORD": str(at),
+        }
+        found = program(COMMAND, env={**os.environ, **asked}, timeout=60)
+        assert found.stdout.split() == [wanted]

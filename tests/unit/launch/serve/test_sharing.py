@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis
 
@@ -12,10 +13,17 @@ from gateway.config import GatewayConfig
 from gateway.stored.objects import Objects
 from gateway.stored.table import Steps
 from kvstore.config import StoreConfig
+from kvstore.likeness import WORDS, StoredAs
+from kvstore.session import CHUNK_TOKENS
+from launch.calibrate.profile_notes import write_note
+from launch.doctor import examine
 from launch.serve.sharing import stored_objects
+from launch.settings.effective_settings import EffectiveSettings
 from tests.old_stored import OldFile
 from tests.redis_server import RedisServer
 from tests.stored_objects import KEY_OF, content_of, entry, items
+from tests.unit.launch.conftest import TINY_LLAMA
+from tests.unit.launch.plan.test_served_model import served_settings
 
 MARKER = "the words of a prompt"
 
@@ -125,3 +133,58 @@ def all_of(server: RedisServer) -> bytes:
         }
         values = [read[client.type(key)](key) for key in client.scan_iter()]
         return b" ".join(client.scan_iter()) + repr(values).encode()
+
+
+pytestmark = pytest.mark.redis
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    with RedisServer() as server:
+        yield server.url
+
+
+def settings(folder: Path, redis_url: str) -> EffectiveSettings:
+    (folder / "secret").write_bytes(SECRET)
+    values = {"store__redis_url": redis_url, "store__secret_file": str(folder / "secret")}
+    return served_settings(folder, TINY_LLAMA, {"engine__kind": "mlx", **values})
+
+
+def doctor_finds(effective: EffectiveSettings) -> tuple[str, str]:
+    (row,) = (x for x in examine(effective, {}) if x.about == "redis data")
+    return row.verdict, row.text
+
+
+@pytest.mark.parametrize(
+    ("change", "secret", "differs"),
+    [
+        ({}, SECRET, ""),
+        ({"fingerprint": "f2"}, SECRET, "fingerprint"),
+        ({"chunk_tokens": 7}, SECRET, "chunks"),
+        ({"encrypt": True}, SECRET, "secret"),
+        ({}, b"o" * 32, "secret"),
+        ({"model": "another", "fingerprint": "f2"}, b"o" * 32, ""),
+    ],
+)
+def test_doctor_names_what_differs(tmp_path, redis_url, change, secret, differs):
+    effective = settings(tmp_path, redis_url)
+    write_note(effective, "f1")  # it was served here before
+    there = StoredAs(
+        model=tmp_path.name,
+        fingerprint="f1",
+        chunk_tokens=CHUNK_TOKENS,
+        encrypt=False,
+    )
+    other = msgspec.structs.replace(there, **change)
+    with redis.Redis.from_url(redis_url) as client:
+        client.set(other.key, other.value(secret))
+    expected = ("warning", WORDS[differs]) if differs else ("ok", "nothing on this Redis differs")
+    verdict, text = doctor_finds(effective)
+    assert (verdict, text[: len(expected[1])]) == expected
+
+
+def test_a_redis_that_is_away_is_a_failure(tmp_path: Path):
+    verdict, text = doctor_finds(settings(tmp_path, f"unix://{tmp_path}/none.sock"))
+    assert verdict == "failure"
+    assert "does not answer" in text

@@ -14,7 +14,7 @@ from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed_model import with_packed_caches
 from engines.mlx_worker.model.loading import load_model
 from launch.machine.folders import default_cache_dir
-from launch.model.sample import sample_model
+from launch.model.find import sample_model
 from tests.integration.tiny_models import tiny_model
 
 ON_CPU = mx.default_device().type == mx.DeviceType.cpu
