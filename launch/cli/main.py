@@ -15,10 +15,9 @@ from typing import Annotated
 
 import typer
 
-from launch.cli import keys, options
-from launch.cli import sessions as sessions_cli
+from launch.cli import options, running_server
 from launch.cli.plan import plan
-from launch.cli.sessions import Url, chat, connect, top
+from launch.cli.running_server import Url, chat, connect, top
 from launch.errors import LaunchError, UsageError
 from launch.machine.folders import URL_VARIABLE
 from launch.printing import print_json, print_table, say
@@ -38,9 +37,8 @@ app = typer.Typer(
 )
 
 
-app.add_typer(sessions_cli.app, name="sessions")
-keys_app = typer.Typer(help="API keys.")
-app.add_typer(keys_app, name="keys", no_args_is_help=True)
+app.add_typer(running_server.app, name="sessions")
+app.add_typer(running_server.keys_app, name="keys", no_args_is_help=True)
 
 
 def _show_version(wanted: bool) -> None:
@@ -230,9 +228,6 @@ def calibrate(
 for command in (chat, top):
     app.command()(command)
 app.command(no_args_is_help=True)(connect)
-keys_app.command("list")(keys.list_keys)
-keys_app.command("revoke")(keys.revoke_key)
-keys_app.command("new")(keys.new_key)
 
 
 def main() -> None:

@@ -1,13 +1,15 @@
-"""A running server in the terminal: ``thermocline sessions``, ``chat``, ``top``, ``connect``."""
+"""A running server in the terminal: its sessions and keys, ``chat``, ``top`` and ``connect``."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from gateway.keys import BadKeyLine, generate_key
 from kvstore.session import TIER_NAMES
 from launch.cli.options import Json
 from launch.errors import LaunchError, UsageError
@@ -30,6 +32,7 @@ class _ListsAlone(TyperGroup):
 
 
 app = typer.Typer(cls=_ListsAlone)
+keys_app = typer.Typer(help="API keys.")
 
 Url = Annotated[
     str,
@@ -112,7 +115,7 @@ def forget(ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "") -> N
         say(f"forgotten: {session_id}")
 
 
-def _remote(url: str, api_key: str, model: str) -> Remote:
+def _remote(url: str, api_key: str, model: str = "") -> Remote:
     """Make the client; imported late, since it would double the time that ``--help`` takes."""
     from launch.remote.server import Remote
 
@@ -228,13 +231,10 @@ def connect(
     from gateway.clients.needs import NO_KEY, Server
     from gateway.clients.table import connection
     from launch.cli import client_file
-    from launch.remote.server import (
-        Remote,  # pulls in the HTTP client
-        server_url,
-    )
+    from launch.remote.server import server_url  # pulls in the HTTP client
 
     base = server_url(url)  # as agents need it, so no unix socket
-    models = Remote(base, api_key).models()
+    models = _remote(base, api_key).models()
     if named:
         there = ", ".join(str(x["id"]) for x in models)
         if not (models := [x for x in models if x["id"] == named]):
@@ -262,3 +262,82 @@ def connect(
         say(f"wrote {needs.change.path}{kept}", error=True)
     for note in needs.notes:
         say(note, error=True)
+
+
+@keys_app.command("list")
+def list_keys(url: Url = "", api_key: Key = "", as_json: Json = False) -> None:
+    """The keys of a running server, by their ids; needs an admin key."""
+    rows = _remote(url, api_key).keys()
+    if as_json:
+        print_json(rows)
+        return
+    print_table(
+        ("id", "tenant", "admin", "limits", "kept in"),
+        [
+            (x["id"], x["tenant"], "yes" if x["admin"] else "", _limits(x), x["kept_in"])
+            for x in rows
+        ],
+        empty="no keys",
+    )
+
+
+@keys_app.command("revoke")
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `thermocline keys list` says.")],
+    url: Url = "",
+    api_key: Key = "",
+) -> None:
+    """Revoke a key of a running server, for the next request on; needs an admin key."""
+    _remote(url, api_key).revoke(key_id)
+    say(f"revoked: {key_id}")
+
+
+@keys_app.command("new")
+def new_key(
+    tenant: Annotated[str, typer.Argument(help="Whose sessions the key opens.")],
+    append: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the line to this file (0600).")
+    ] = None,
+    url: Annotated[
+        str, typer.Option(help="Have this running server make and keep it; needs an admin key.")
+    ] = "",
+    api_key: Key = "",
+) -> None:
+    """Make an API key. It is shown once; the server keeps only its hash."""
+    if url:
+        if append is not None:
+            raise UsageError("--append and --url exclude each other: a server keeps its own file")
+        made = _remote(url, api_key).make_key(tenant)
+        say(f"key:  {made['key']}")
+        say(f"id:   {made['id']}")
+        return
+    try:
+        key, line = generate_key(tenant)
+    except BadKeyLine:
+        raise UsageError(
+            f"{tenant!r} cannot be a tenant's name: use up to 64 letters, digits, '.', '_' and '-',"
+            " beginning with a letter or digit"
+        ) from None
+    if append is not None:
+        _append_line(append, line)
+    say(f"key:  {key}")
+    say(f"line: {line}")
+    if append is None:
+        say("Put the line into a file and start with: thermocline serve --api-keys FILE")
+
+
+def _append_line(file: Path, line: str) -> None:
+    """Add ``line``; a new file is readable by its owner only. Raises ``LaunchError``."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "r+b") as stream:
+            held = stream.read()
+            separator = b"" if not held or held.endswith(b"\n") else b"\n"
+            stream.write(separator + line.encode() + b"\n")
+    except OSError as error:
+        raise LaunchError(f"the key file {file} cannot be written: {error.strerror}") from error
+
+
+def _limits(row: dict[str, Any]) -> str:
+    limits: dict[str, int] = row["limits"] or {}
+    return " ".join(f"{name}={number}" for name, number in limits.items() if number)
