@@ -117,7 +117,7 @@ class Gateway:
         if self.loading is not None:
             self.loading.end()
         for model in self.models:
-            model.live.end()
+            model.live.draining = True
             model.sessions.stop_admitting()
         await self._stop_engines(self.config.drain_s)
 

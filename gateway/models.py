@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engines.base import (
@@ -28,6 +27,7 @@ from gateway.keys import Tenant
 from gateway.watch.gauges import Gauges
 from gateway.watch.live import Live
 from gateway.watch.metrics import Metrics
+from gateway.watch.snapshots import Snapshots
 from scheduler.session import SessionView
 from scheduler.sessions import SessionManager
 
@@ -38,31 +38,11 @@ MANY_ROWS, COUNT_EVERY_S = 10_000, 5.0
 MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
 
 
-@dataclass(eq=False)
 class ServedModel:
     """One model, its engine and its sessions."""
 
-    engine: Engine
-    sessions: SessionManager
-    live: Live
-    chats: KnownChats
-    remote_images: bool  # gateway.remote_images
-    given_name: str = ""  # in the settings; "" = as its engine says
-    path: str = ""  # the folder or hub id that its engine reads; "" = unknown
-    weights_bytes: int | None = None  # on disk; None: they are not here, or were not looked for
-    prefixes: PrefixWatch = field(default_factory=PrefixWatch)
-    on_demand: OnDemand | None = None  # None: it is loaded for as long as the server runs
-    # Changed by a reload of the settings:
-    aliases: Sequence[str] = ()  # further names, of this model only
-    # Changed by requests:
-    seen: Welcome | None = None  # what its engine said when a request last found it ready
-    num_awaiting: int = 0  # requests that wait for the engine to come back
-    counted: Counter[tuple[str, str]] = field(default_factory=Counter)  # sessions by state and tier
-    counted_at: float = float("-inf")
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         engine: Engine,
         sessions: SessionManager,
         config: GatewayConfig,
@@ -73,32 +53,32 @@ class ServedModel:
         path: str = "",
         weights_bytes: int | None = None,
         on_demand: OnDemand | None = None,
-    ) -> ServedModel:
-        """Make a model of its engine and its sessions; nothing is started.
+    ) -> None:
+        """Nothing is started.
 
         Args:
-            name: "" = as its engine says, once it is ready.
+            name: in the settings; "" = as its engine says, once it is ready.
+            aliases: further names, of this model only.
+            path: the folder or hub id that its engine reads; "" = unknown.
+            weights_bytes: on disk; None: they are not here, or were not looked for.
+            on_demand: None: it is loaded for as long as the server runs.
         """
-        live = Live(
-            engine,
-            sessions,
-            metrics,
-            name=name,
-            loading=lambda: str(on_demand.state.value) if on_demand else "",
-        )
-        chats = KnownChats(MAX_KNOWN_CHATS)
-        return cls(
-            engine=engine,
-            sessions=sessions,
-            live=live,
-            chats=chats,
-            remote_images=config.remote_images,
-            given_name=name,
-            on_demand=on_demand,
-            aliases=aliases,
-            path=path,
-            weights_bytes=weights_bytes,
-        )
+        self.engine = engine
+        self.sessions = sessions
+        self.given_name = name
+        self.path = path
+        self.weights_bytes = weights_bytes
+        self.on_demand = on_demand
+        self.chats = KnownChats(MAX_KNOWN_CHATS)
+        self.prefixes = PrefixWatch()
+        self.live = Live(engine, sessions, metrics)
+        self.snapshots = Snapshots(self.live, name=name, loading=self._loading)
+        self.aliases = aliases  # a reload of the settings changes them
+        self.seen: Welcome | None = None  # what its engine said when a request last found it ready
+        self._remote_images = config.remote_images
+        self._num_awaiting = 0  # requests that wait for the engine to come back
+        self._counted: Counter[tuple[str, str]] = Counter()  # sessions by state and tier
+        self._counted_at = float("-inf")
 
     @property
     def served(self) -> Welcome:
@@ -136,19 +116,22 @@ class ServedModel:
     @property
     def image_support(self) -> ImageSupport:
         """The images that the engine takes. Raises ``EngineUnavailable`` as ``served`` does."""
-        return ImageSupport(self.served.sees_images, self.remote_images)
+        return ImageSupport(self.served.sees_images, self._remote_images)
 
     @property
     def last_image_support(self) -> ImageSupport:
         """The images that the engine took when it was last there; all, if it never was."""
-        return ImageSupport(self.seen is None or self.seen.sees_images, self.remote_images)
+        return ImageSupport(self.seen is None or self.seen.sees_images, self._remote_images)
 
     @property
     def state(self) -> str:
         """Its state of loading, in a word."""
-        if self.on_demand is not None and not self.is_there:
-            return str(self.on_demand.state.value)
+        if not self.is_there:
+            return self._loading()
         return "loaded" if self.engine.ready else "loading"
+
+    def _loading(self) -> str:
+        return str(self.on_demand.state.value) if self.on_demand else ""
 
     @property
     def is_there(self) -> bool:
@@ -199,12 +182,12 @@ class ServedModel:
         Raises:
             EngineUnavailable: the engine is not ready, or not again in time.
         """
-        if self.seen is not None and self.num_awaiting < MAX_AWAITING:
-            self.num_awaiting += 1
+        if self.seen is not None and self._num_awaiting < MAX_AWAITING:
+            self._num_awaiting += 1
             try:
                 await self._wait_for_engine(wait_s, ending)
             finally:
-                self.num_awaiting -= 1
+                self._num_awaiting -= 1
         served = self.served
         self.seen = served
         return served
@@ -229,16 +212,16 @@ class ServedModel:
             num_waiting=self.sessions.num_waiting,
             engine=report,
             memory_available_bytes=self.sessions.headroom.available_bytes,
-            sessions=self._counted(),
+            sessions=self._count_sessions(),
             replicas=self._replicas(),
         )
 
-    def _counted(self) -> Counter[tuple[str, str]]:
+    def _count_sessions(self) -> Counter[tuple[str, str]]:
         now = time.monotonic()
-        if len(self.sessions.table) <= MANY_ROWS or now >= self.counted_at + COUNT_EVERY_S:
-            self.counted = Counter((x.state.value, x.tier or "") for x in self.sessions.table)
-            self.counted_at = now
-        return self.counted
+        if len(self.sessions.table) <= MANY_ROWS or now >= self._counted_at + COUNT_EVERY_S:
+            self._counted = Counter((x.state.value, x.tier or "") for x in self.sessions.table)
+            self._counted_at = now
+        return self._counted
 
     def _replicas(self) -> dict[str, int]:
         if not isinstance(self.engine, HasReplicas):

@@ -118,7 +118,7 @@ async def show_session(request: Request) -> Response:
     if model is None or view is None:
         return json_response(await _shown_elsewhere(request, session))
     prefix = model.prefixes.report(session.tenant, session.id)
-    past = model.live.detail(session, admin=False)
+    past = model.snapshots.detail(session)
     return json_response(
         {
             **shown(model, view),

@@ -54,7 +54,7 @@ from gateway.relay.answer import (
 from gateway.relay.turn_response import AwaitingModel, TurnRequest, TurnResponse
 from gateway.request.body import ParsedBody, body_for_engine, fitted, keep_reasoning
 from gateway.request.callers import caller_of, charge_session, gateway_of, has_room_for
-from gateway.watch.rows import title_of
+from gateway.watch.live import title_of
 from scheduler.session import TurnHints
 
 LIMITS: Final = ("max_tokens", "max_completion_tokens")

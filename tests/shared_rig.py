@@ -52,7 +52,7 @@ class OneServer:
             SchedulerConfig(),
             salt_of=self.tenants.salt_of,
         )
-        self.model = ServedModel.of(
+        self.model = ServedModel(
             self.engine,  # type: ignore[arg-type]
             self.sessions,
             GatewayConfig(),

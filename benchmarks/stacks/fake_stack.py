@@ -160,7 +160,7 @@ def main(settings_file: str) -> None:
         observer=metrics,
     )
     stored = stored_objects(config, StoreConfig(), Path(settings_file).parent, tenants.key_of)
-    model = ServedModel.of(engine, sessions, config, metrics)
+    model = ServedModel(engine, sessions, config, metrics)
     server_of(create_app(config, [model], tenants, metrics, stored), config).run()
     logging.info("ended in good order")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engines.wire import CodecReport, EngineReport, TierStats
-from gateway.watch.gauges import GaugeCollector
-from gateway.watch.metrics import DEFINED, Defined, Gauges
+from gateway.watch.gauges import GaugeCollector, Gauges
+from gateway.watch.metrics import DEFINED, Defined
 from kvstore.codecs.quality import Quality
 
 _HEAD = """# Metrics

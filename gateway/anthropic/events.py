@@ -25,7 +25,7 @@ from gateway.anthropic.message import (
 )
 from gateway.errors import Failure
 from gateway.relay.answer import AnswerChoice, CallPart, TranslatedStream, read_chunk
-from gateway.watch.metrics import Usage
+from gateway.watch.requests import Usage
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 _BROKEN: Final = Failure(502, "The engine's answer cannot be read.", None, "engine")

@@ -11,7 +11,7 @@ from engines.base import EngineUnavailable
 from engines.openai.messages import without_halves
 from engines.openai.requests import Json
 from gateway.relay.answer import MessagePart, read_chunk
-from gateway.watch.metrics import PromptDetails, Usage
+from gateway.watch.requests import PromptDetails, Usage
 
 Ttl: TypeAlias = Literal["5m", "1h"]
 _STOP_REASONS: Final = {

@@ -21,7 +21,7 @@ from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.identity.names import seconds_of
 from gateway.relay.answer import AnswerFormat
 from gateway.turns import Translated
-from gateway.watch.metrics import Usage
+from gateway.watch.requests import Usage
 
 # Fields of the same name and meaning in both dialects.
 _SAME = ("model", "temperature", "top_p", "top_k", "metadata")

@@ -28,7 +28,7 @@ async def show_snapshot(request: Request) -> Response:
     caller, gateway = caller_of(request), gateway_of(request)
     tenant = None if sees_all(request, caller) else caller.name
     model = model_asked(request) or gateway.models.default
-    made = await model.live.snapshots.get(tenant, limit_of(request, USUAL_ROWS, MAX_ROWS))
+    made = await model.snapshots.get(tenant, limit_of(request, USUAL_ROWS, MAX_ROWS))
     headers = {"cache-control": "no-cache", "etag": f'"{made.tag}"', "vary": "accept-encoding"}
     if made.tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)

@@ -35,7 +35,7 @@ from gateway.relay.answer import AnswerFormat, NotStored, TranslatedStream
 from gateway.request.body import ParsedBody
 from gateway.request.routing import new_router, takes
 from gateway.turns import Operation, Translate, Translated, accept, as_it_is
-from gateway.watch.metrics import Usage
+from gateway.watch.requests import Usage
 
 _encode = msgspec.json.Encoder().encode
 router = new_router()

@@ -27,7 +27,7 @@ from starlette.responses import Response
 from engines.base import EngineUnavailable, SessionRef, Upstream
 from engines.openai.messages import Json
 from gateway.errors import Failure
-from gateway.watch.metrics import Usage
+from gateway.watch.requests import Usage
 
 # An event larger than this is passed on before it is whole.
 MAX_HELD_BYTES = 1 << 20

@@ -27,7 +27,7 @@ from engines.http import CACHE_HEADER, ClientGone
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
 from gateway.relay.answer import AnswerFormat, AnswerStream, read_chunk
-from gateway.watch.metrics import Usage
+from gateway.watch.requests import Usage
 
 log = logging.getLogger("thermocline.gateway")
 EVENT_STREAM = "text/event-stream"

@@ -126,7 +126,7 @@ class TurnResponse(Response):
             self._live.error = _word(failure_of(error))
             raise
         finally:
-            self._trace.end(self._live.attributes(), self._live.error)
+            self._trace.end(self._live)
 
     async def _serve(self, send: Send, send_body: Send) -> Ending:
         config = self._gateway.config
@@ -249,7 +249,7 @@ class TurnResponse(Response):
 
     def _count(self, turn: Turn) -> None:
         """Count what the turn used, however it ended."""
-        used = self._live.count()
+        used = self._live.charge()
         num_tokens = used.prompt_tokens + used.completion_tokens
         turn.used(num_tokens)
         self._state.used_tokens(num_tokens)

@@ -5,9 +5,8 @@ Figures of the whole machine would show a tenant how busy the others are.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+from collections import Counter, defaultdict
+from typing import Final
 
 from engines.base import EngineReport, TierName
 from engines.calibration.gate.rules import CHAIN_FACTOR, LEAST_CHAIN_TOP1, LEAST_TOP1
@@ -19,15 +18,12 @@ from gateway.watch.shape import (
     QualityBound,
     QualityRow,
     QualityStatus,
-    RepackingStatus,
     TierStatus,
 )
+from gateway.watch.tally import Tally
 from kvstore.codecs.names import EXACT
-from kvstore.codecs.quality import Quality
 from scheduler.session import AWAY, Session, State
 
-Counts: TypeAlias = Mapping[str, Mapping[str, int]]
-MAX_VERDICTS: Final = 20
 # Of the presets that a first measurement chooses between.
 EXPECTED: Final = "about 1/5 to 1/11 of bf16"
 
@@ -48,7 +44,6 @@ class Sums:
         self.asleep: Counter[TierName] = Counter()
         self.copied: Counter[TierName] = Counter()  # awake, with a copy there
         self.tier_bytes: Counter[TierName] = Counter()
-        self.num_sessions = 0
         self.hot_bytes = self.idle_bytes = self.cold_bytes = self.bf16_bytes = 0
 
     def add(self, session: Session, hot_bytes: int, bf16_bytes: int, is_away: bool = False) -> None:
@@ -61,7 +56,6 @@ class Sums:
         """
         own = self.of[session.ref.tenant]
         own.num_sessions += 1
-        self.num_sessions += 1
         self.states[AWAY if is_away else session.state.value] += 1
         if is_away:
             return
@@ -83,8 +77,7 @@ def memory_shown(
     sums: Sums,
     report: EngineReport | None,
     codec: CodecReport | None,
-    outcomes: Counts,
-    departures: Counts,
+    tally: Tally,
     water: tuple[float, float],
     *,
     admin: bool,
@@ -95,41 +88,26 @@ def memory_shown(
         report: the engine's latest; None if it has sent none.
         water: the scheduler's high and low mark.
     """
-    tiers = report.tiers if report else []
-    return MemoryStatus(
-        hot=_hot(sums, report, codec, water, admin),
-        tiers=[_tier(x, sums, codec, admin) for x in tiers],
-        cold_bytes=sums.cold_bytes,
-        bf16_bytes=sums.bf16_bytes or (None if sums.cold_bytes else 0),
-        sessions=dict(sorted(sums.states.items())),
-        outcomes={source: dict(reasons) for source, reasons in outcomes.items()},
-        departures={place: dict(whys) for place, whys in departures.items()},
-        repacking=_repacking(report) if report and admin else None,
-    )
-
-
-def _repacking(report: EngineReport) -> RepackingStatus:
-    now = report.repacking
-    return RepackingStatus(now.sessions_left, now.bytes_left, now.sessions_done, now.freed_bytes)
-
-
-def _hot(
-    sums: Sums,
-    report: EngineReport | None,
-    codec: CodecReport | None,
-    water: tuple[float, float],
-    admin: bool,
-) -> HotMemory:
-    shown = report if admin else None
-    measures = shown is not None and codec is not None and bool(codec.progress)
-    return HotMemory(
-        bytes=shown.hot_bytes if shown else sums.hot_bytes,
-        idle_bytes=shown.idle_hot_bytes if shown else sums.idle_bytes,
+    whole = report if admin else None  # of the whole machine
+    measures = codec is not None and bool(codec.progress)
+    hot = HotMemory(
+        bytes=whole.hot_bytes if whole else sums.hot_bytes,
+        idle_bytes=whole.idle_hot_bytes if whole else sums.idle_bytes,
         capacity_bytes=report.hot_capacity_bytes if report else None,
         high_water=water[0],
         low_water=water[1],
-        save_queue_bytes=shown.save_queue_bytes if shown else None,
-        measuring_bytes=max(0, shown.hot_bytes - sums.hot_bytes) if shown and measures else 0,
+        save_queue_bytes=whole.save_queue_bytes if whole else None,
+        measuring_bytes=max(0, whole.hot_bytes - sums.hot_bytes) if whole and measures else 0,
+    )
+    return MemoryStatus(
+        hot=hot,
+        tiers=[_tier(x, sums, codec, admin) for x in (report.tiers if report else ())],
+        cold_bytes=sums.cold_bytes,
+        bf16_bytes=sums.bf16_bytes or (None if sums.cold_bytes else 0),
+        sessions=dict(sorted(sums.states.items())),
+        outcomes={source: dict(reasons) for source, reasons in tally.outcomes.items()},
+        departures={place: dict(whys) for place, whys in tally.departures.items()},
+        repacking=whole.repacking if whole else None,
     )
 
 
@@ -149,39 +127,13 @@ def _tier(tier: TierStats, sums: Sums, codec: CodecReport | None, admin: bool) -
     )
 
 
-class Verdicts:
-    """Remembers what the gate decided, and when; the latest ``MAX_VERDICTS``."""
-
-    def __init__(self, wall: Callable[[], float]) -> None:
-        self._wall = wall
-        self._last: tuple[object, ...] | None = None
-        self._known: deque[CodecVerdict] = deque(maxlen=MAX_VERDICTS)
-
-    def note(self, codec: CodecReport | None) -> list[CodecVerdict]:
-        """Note the engine's report, if it is another verdict; return all that are known."""
-        if codec is None or not codec.id:
-            return list(self._known)
-        verdict = (codec.id, codec.why, codec.unmeasured)
-        if verdict != self._last:
-            self._last = verdict
-            self._known.append(
-                CodecVerdict(
-                    at=round(self._wall(), 1),
-                    codec=codec.id,
-                    why=codec.why,
-                    measured=not codec.unmeasured,
-                    worst_kl=max((x.kl for x in codec.rows), default=None),
-                )
-            )
-        return list(self._known)
-
-
 def quality_shown(
     codec: CodecReport | None, can_measure: bool, history: list[CodecVerdict]
 ) -> QualityStatus | None:
     """Show the codec and what was measured; None while no engine reports it."""
     if codec is None:
         return None
+    fields = [x for x in QualityRow.__struct_fields__ if x != "in_use"]
     return QualityStatus(
         name=codec.name,
         codec=codec.id,
@@ -192,15 +144,13 @@ def quality_shown(
         progress=codec.progress,
         can_measure=can_measure,
         bound=_bound(codec.max_kl) if codec.max_kl is not None else None,
-        rows=[_row(x, x.codec_id == codec.id) for x in (*codec.rows, *codec.others)],
+        rows=[
+            QualityRow(in_use=x.codec_id == codec.id, **{name: getattr(x, name) for name in fields})
+            for x in (*codec.rows, *codec.others)
+        ],
         history=history,
     )
 
 
 def _bound(max_kl: float) -> QualityBound:
     return QualityBound(max_kl, LEAST_TOP1, CHAIN_FACTOR * max_kl, LEAST_CHAIN_TOP1)
-
-
-def _row(row: Quality, in_use: bool) -> QualityRow:
-    known = {x: getattr(row, x) for x in QualityRow.__struct_fields__ if x != "in_use"}
-    return QualityRow(in_use=in_use, **known)

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.samples import Sample
 
 from engines.wire import CodecReport, EngineReport
+
+_OF_TIERS = (
+    ("nbytes", "Bytes held."),
+    ("capacity_bytes", "Bytes that may be held."),
+    ("num_blobs", "Blobs held."),
+    ("evictions", "Blobs evicted."),
+    ("errors", "Failed operations."),
+    ("available", "1 while the tier answers."),
+)
+_OF_CODECS = (
+    ("kl", "Measured on this model: KL of the next token, nats."),
+    ("top1", "Measured: share of positions with the same most likely token."),
+    ("bits_per_element", "Measured: bits for each value, everything counted."),
+    ("chain_kl", "Measured: KL at the answers to reasoning chains, nats."),
+    ("restore_share", "Measured: time to unpack, as a share of a prefill."),
+)
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,46 +54,35 @@ class GaugeCollector:
         for gauges in self._gauges:
             for family in _of_model(gauges):
                 if gauges.model:
-                    family.samples = [_labelled(x, gauges.model) for x in family.samples]
+                    family.samples = [
+                        x._replace(labels={**x.labels, "model": gauges.model})
+                        for x in family.samples
+                    ]
                 if family.name in families:
                     families[family.name].samples += family.samples
                 else:
                     families[family.name] = family
         yield from families.values()
-        available = [x.memory_available_bytes for x in self._gauges]
-        if available and available[0] is not None:
+        available = self._gauges[0].memory_available_bytes if self._gauges else None
+        if available is not None:
             words = "Memory that the machine, or a container's limit, has left."
-            yield _gauge("memory_available_bytes", words, available[0])
-
-
-def _labelled(sample: Sample, model: str) -> Sample:
-    return sample._replace(labels={**sample.labels, "model": model})
+            yield _gauge("memory_available_bytes", words, available)
 
 
 def _of_model(gauges: Gauges) -> Iterator[Metric]:
     yield _gauge("engine_ready", "1 while the engine serves.", gauges.ready)
     if gauges.replicas:
-        replicas = GaugeMetricFamily(
-            "thermocline_engine_replicas", "Engines of one model, by state.", labels=["state"]
-        )
-        for state, number in gauges.replicas.items():
-            replicas.add_metric([state], number)
-        yield replicas
+        words = "Engines of one model, by state."
+        yield _by("engine_replicas", words, "state", ((x, n) for x, n in gauges.replicas.items()))
     yield _gauge("turns_running", "Turns inside the engine.", gauges.num_running)
     yield _gauge("turns_waiting", "Turns in the waiting line.", gauges.num_waiting)
-    sessions = GaugeMetricFamily(
-        "thermocline_sessions",
-        "Sessions, by state and the fastest tier with a copy; only cold ones sleep.",
-        labels=["state", "tier"],
-    )
-    for (state, tier), number in gauges.sessions.items():
-        sessions.add_metric([state, tier], number)
-    yield sessions
+    words = "Sessions, by state and the fastest tier with a copy; only cold ones sleep."
+    yield _by("sessions", words, "state tier", ((*x, n) for x, n in gauges.sessions.items()))
     if gauges.engine is not None:
-        yield from _engine_metrics(gauges.engine)
+        yield from _of_engine(gauges.engine)
 
 
-def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
+def _of_engine(report: EngineReport) -> Iterator[Metric]:
     yield _gauge("engine_hot_bytes", "Live KV.", report.hot_bytes)
     yield _gauge("engine_hot_capacity_bytes", "Budget of live KV.", report.hot_capacity_bytes)
     yield _gauge("engine_idle_hot_bytes", "Live KV of idle sessions.", report.idle_hot_bytes)
@@ -89,65 +94,43 @@ def _engine_metrics(report: EngineReport) -> Iterator[Metric]:
         yield _gauge("engine_active_bytes", "Tensor memory, weights too.", report.active_bytes)
     yield _gauge("engine_running", "Requests being served.", report.num_running)
     yield _gauge("engine_waiting", "Requests in the engine's own line.", report.num_waiting)
-    yield _gauge(
-        "engine_save_queue_bytes", "Hot KV that waits to be saved.", report.save_queue_bytes
-    )
+    words = "Hot KV that waits to be saved."
+    yield _gauge("engine_save_queue_bytes", words, report.save_queue_bytes)
     events = CounterMetricFamily(
         "thermocline_engine_events", "The engine's counters.", labels=["event"]
     )
     for name, count in report.counters.items():
         events.add_metric([name], count)
     yield events
-    yield from _tier_metrics(report)
+    for field, words in _OF_TIERS:
+        name = f"tier_{field.replace('nbytes', 'bytes')}"
+        yield _by(name, words, "tier", ((x.name, getattr(x, field)) for x in report.tiers))
     if report.codec is not None:
-        yield from _codec_metrics(report.codec)
+        yield from _of_codec(report.codec)
 
 
-def _codec_metrics(codec: CodecReport) -> Iterator[Metric]:
-    info = GaugeMetricFamily(
-        "thermocline_codec_info", "1 for the codec of new chunks.", labels=["codec"]
-    )
-    info.add_metric([codec.id or codec.name], 1)
-    yield info
+def _of_codec(codec: CodecReport) -> Iterator[Metric]:
+    used = codec.id or codec.name
+    yield _by("codec_info", "1 for the codec of new chunks.", "codec", [(used, 1)])
     yield _gauge("codec_unmeasured", "1 while nothing was measured to choose by.", codec.unmeasured)
     yield _gauge("codec_measuring", "1 while the model is being measured.", bool(codec.progress))
-    yield _gauge(
-        "codec_packed_by_host",
-        "1 while the host packs KV that lies on a GPU, which is slower.",
-        bool(codec.why_host),
-    )
+    words = "1 while the host packs KV that lies on a GPU, which is slower."
+    yield _gauge("codec_packed_by_host", words, bool(codec.why_host))
     if codec.max_kl is not None:
         yield _gauge("codec_bound_kl", "The most that kl may be, nats.", codec.max_kl)
-    for field, words in (
-        ("kl", "Measured on this model: KL of the next token, nats."),
-        ("top1", "Measured: share of positions with the same most likely token."),
-        ("bits_per_element", "Measured: bits for each value, everything counted."),
-        ("chain_kl", "Measured: KL at the answers to reasoning chains, nats."),
-        ("restore_share", "Measured: time to unpack, as a share of a prefill."),
-    ):
-        gauge = GaugeMetricFamily(f"thermocline_codec_{field}", words, labels=["codec", "context"])
-        for row in codec.rows:
-            figure: float | None = getattr(row, field)
-            if figure is not None:  # None: an earlier release measured, or nothing was timed
-                gauge.add_metric([row.codec_id, str(row.context)], float(figure))
-        yield gauge
-
-
-def _tier_metrics(report: EngineReport) -> Iterator[Metric]:
-    for field, words in (
-        ("nbytes", "Bytes held."),
-        ("capacity_bytes", "Bytes that may be held."),
-        ("num_blobs", "Blobs held."),
-        ("evictions", "Blobs evicted."),
-        ("errors", "Failed operations."),
-        ("available", "1 while the tier answers."),
-    ):
-        name = f"thermocline_tier_{field.replace('nbytes', 'bytes')}"
-        gauge = GaugeMetricFamily(name, words, labels=["tier"])
-        for tier in report.tiers:
-            gauge.add_metric([tier.name], float(getattr(tier, field)))
-        yield gauge
+    for field, words in _OF_CODECS:
+        rows = ((x.codec_id, str(x.context), getattr(x, field)) for x in codec.rows)
+        yield _by(f"codec_{field}", words, "codec context", rows)
 
 
 def _gauge(name: str, words: str, value: float) -> Metric:
     return GaugeMetricFamily(f"thermocline_{name}", words, value=float(value))
+
+
+def _by(name: str, words: str, labels: str, rows: Iterable[tuple[Any, ...]]) -> Metric:
+    """Make a gauge of ``rows``, each its labels' values and, at last, its own; None is left out."""
+    gauge = GaugeMetricFamily(f"thermocline_{name}", words, labels=labels.split())
+    for *names, value in rows:
+        if value is not None:  # an earlier release measured, or nothing was timed
+            gauge.add_metric(names, float(value))
+    return gauge

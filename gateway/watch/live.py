@@ -1,52 +1,180 @@
-"""Keeps account of everything that happens to requests and sessions, and shows readers their part.
+"""Keeps account of everything that happens to the requests and sessions of one model.
 
-Without readers, all that this costs is a few sums and a bounded memory of each session's past.
+Each turn has one account, a ``LiveRequest``; when it is over, Prometheus, the sums and the past of
+its session are fed from it. What readers are shown is made of all these in ``snapshots``. Without
+readers, all that this costs is a few sums and a bounded memory of each session's past.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 from msgspec import UNSET
 
-from engines.base import Engine, EngineError, EngineReport, SessionRef
-from gateway.watch.figures import Sums, Verdicts, memory_shown, quality_shown
+from engines.base import Engine, EngineReport, SessionRef
+from engines.wire import CodecReport, Welcome
 from gateway.watch.metrics import Metrics
-from gateway.watch.requests import LiveRequest, of_tenant
-from gateway.watch.rows import Histories, Key, Rows
-from gateway.watch.shape import (
-    Activity,
-    HourlySpeeds,
-    KVPlace,
-    Move,
-    RequestStatus,
-    ServerStatus,
-    SessionDetail,
-    Snapshot,
-    TenantStatus,
-)
-from gateway.watch.snapshots import Snapshots
-from gateway.watch.tally import HOUR_S, STEP_S, PrefillSpeed, Tallies
-from scheduler.session import Observer, Step
+from gateway.watch.requests import LiveRequest
+from gateway.watch.shape import CodecVerdict, KVPlace, Move, Transition, TurnRecord
+from gateway.watch.tally import PrefillSpeed, Tallies
+from scheduler.session import Observer, Session, State, Step
 from scheduler.sessions import SessionManager
 
-ASK_S = 0.5  # that the engine may take to answer
-STALE_S = 3.0  # of the engine's figures
-MAX_REQUESTS = 400  # shown
-MAX_TENANTS = 200  # shown
-TENANTS_AT_ONCE = 50  # then others get their turn
-DIALECTS = ("chat.completions", "completions", "responses", "messages")
-COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps mean nothing
+MAX_TITLE = 60  # characters
+MAX_TURNS = 20
+MAX_STEPS = 60
+MAX_RECORDS = 150_000  # turns and steps of all sessions, some 40 MB
+MAX_VERDICTS = 20
+Key = tuple[str, str]  # tenant and id
+_HOT = ("active", "idle", "hibernating")
+
+
+def title_of(messages: Sequence[object]) -> str:
+    """Take the first words that a user has said; "" if there are none.
+
+    Agents put notes of their own before them, each as a text in tags.
+    """
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") != "user":
+            continue
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        for part in parts:
+            text = part.get("text") if isinstance(part, dict) else None
+            if isinstance(text, str) and (title := _first_words(text)):
+                return title
+    return ""
+
+
+def _first_words(text: str) -> str:
+    start = " ".join(text[: 20 * MAX_TITLE].split())
+    if start.startswith("<"):
+        return ""
+    words = "".join(x for x in start if x.isprintable())
+    if len(words) <= MAX_TITLE:
+        return words
+    return words[: MAX_TITLE - 1].rstrip() + "…"
+
+
+class SessionPast:
+    """One session's past, as this server has seen it."""
+
+    __slots__ = ("num_turns", "place", "saved_s", "saved_tokens", "steps", "title", "turns")
+
+    def __init__(self) -> None:
+        self.place: KVPlace = ""  # of its KV, since its last step
+        self.title = ""
+        self.turns: deque[TurnRecord] = deque(maxlen=MAX_TURNS)
+        self.steps: deque[Transition] = deque(maxlen=MAX_STEPS)
+        self.num_turns = 0
+        self.saved_tokens = 0
+        self.saved_s: float | None = None  # until it is known of some
+
+    @property
+    def num_records(self) -> int:
+        return 1 + len(self.turns) + len(self.steps)
+
+    def step(self, step: Transition) -> tuple[KVPlace, KVPlace]:
+        """Take a step in; return where its KV was before, and where it is now."""
+        before = self.place or _place_before(step)
+        self.place = before
+        if step.after in _HOT:
+            self.place = "hot"
+        elif step.after == "cold":
+            self.place = step.tier or ""
+        self.steps.append(step)
+        return before, self.place
+
+
+def _place_before(first: Transition) -> KVPlace:
+    """Say by its first step where a session was: one that was adopted is quiet then."""
+    if first.before in _HOT:
+        return "" if first.before == "active" else "hot"
+    return first.tier or ""
+
+
+class Histories:
+    """The pasts of all sessions, bounded; those that were quiet for longest go first."""
+
+    def __init__(self, wall: Callable[[], float], max_records: int = MAX_RECORDS) -> None:
+        self._wall = wall
+        self._max_records = max_records
+        self._num_records = 0
+        self._pasts: OrderedDict[Key, SessionPast] = OrderedDict()
+
+    def of(self, key: Key) -> SessionPast | None:
+        """Return a session's past; None if nothing of it is remembered."""
+        return self._pasts.get(key)
+
+    def stepped(self, key: Key, step: Step) -> tuple[KVPlace, KVPlace]:
+        """Note a transition; return where the session's KV was, and where it is now."""
+        past, at = self._open(key), round(self._wall(), 3)
+        places = past.step(Transition(at, step.before, step.event, step.after, step.tier, step.why))
+        self._close(past)
+        return places
+
+    def turned(self, key: Key, turn: TurnRecord, title: str = "") -> None:
+        """Note a turn that is over; ``title`` is the session's from then on."""
+        past = self._open(key)
+        past.title = title
+        past.turns.append(turn)
+        past.num_turns += 1
+        past.saved_tokens += turn.reused_tokens
+        if turn.reused_tokens and turn.saved_s is not None:
+            past.saved_s = (past.saved_s or 0.0) + turn.saved_s
+        self._close(past)
+
+    def forget(self, key: Key) -> None:
+        """Drop a session's past: nothing of it is to be left."""
+        past = self._pasts.pop(key, None)
+        if past is not None:
+            self._num_records -= past.num_records
+
+    def _open(self, key: Key) -> SessionPast:
+        past = self.of(key) or SessionPast()
+        self.forget(key)
+        self._pasts[key] = past
+        return past
+
+    def _close(self, past: SessionPast) -> None:
+        self._num_records += past.num_records
+        while self._num_records > self._max_records and len(self._pasts) > 1:
+            self.forget(next(iter(self._pasts)))
+
+
+class Verdicts:
+    """Remembers what the gate decided, and when; the latest ``MAX_VERDICTS``."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._last: tuple[object, ...] | None = None
+        self._known: deque[CodecVerdict] = deque(maxlen=MAX_VERDICTS)
+
+    def note(self, codec: CodecReport | None) -> list[CodecVerdict]:
+        """Note the engine's report, if it is another verdict; return all that are known."""
+        if codec is None or not codec.id:
+            return list(self._known)
+        verdict = (codec.id, codec.why, codec.unmeasured)
+        if verdict != self._last:
+            self._last = verdict
+            self._known.append(
+                CodecVerdict(
+                    at=round(self._wall(), 1),
+                    codec=codec.id,
+                    why=codec.why,
+                    measured=not codec.unmeasured,
+                    worst_kl=max((x.kl for x in codec.rows), default=None),
+                )
+            )
+        return list(self._known)
 
 
 class Live(Observer):
-    """The live state of one app. Belongs to the event loop."""
+    """The account of one model. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -54,46 +182,25 @@ class Live(Observer):
         sessions: SessionManager,
         metrics: Metrics,
         *,
-        name: str = "",
-        loading: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """
-        Args:
-            name: of the model; "" = as the engine says.
-            loading: returns the state of a model on demand, such as "unloaded"; "" of others.
-            clock: the scheduler's.
-        """
-        self._name = name
-        self._loading = loading
-        self._metrics = metrics
-        self._engine = engine
-        self._sessions = sessions
-        self._clock = clock
-        self._wall = wall
-        self._started_at = round(wall(), 3)
-        self._started = clock()
-        self._version = version("thermocline")
-        self._requests: dict[LiveRequest, None] = {}
-        self._serving: defaultdict[Key, dict[LiveRequest, None]] = defaultdict(dict)
+        """``clock``: the scheduler's."""
+        self.engine = engine
+        self.sessions = sessions
+        self.clock = clock
+        self.wall = wall
+        self.speed = PrefillSpeed()
+        self.tallies = Tallies(wall)
         self.histories = Histories(wall)
-        self._rows = Rows(
-            sessions.table,
-            self.histories,
-            lambda key: self._serving.get(key, {}),
-            lambda: engine.welcome,
-            clock,
-            wall,
-        )
-        self._num_moves = 0
-        self._speed = PrefillSpeed()
-        self._tallies = Tallies(wall)
+        self.verdicts = Verdicts(wall)
         self.report: EngineReport | None = None  # the latest
-        self._verdicts = Verdicts(wall)
-        self._reported_at = float("-inf")
-        self.snapshots = Snapshots(self._rows, self._snapshot, clock)
-        self._ended = False
+        self.reported_at = float("-inf")
+        self.draining = False  # the server is shutting down
+        self._metrics = metrics
+        self._serving: dict[Key, list[LiveRequest]] = {}  # the latest last
+        self._num_moves = 0
+        self._last_welcome: Welcome | None = None  # of the engine that was there last
         sessions.observe(self)
 
     # ---- requests
@@ -103,48 +210,55 @@ class Live(Observer):
         self, ref: SessionRef, id: str, operation: str, client: str
     ) -> Iterator[LiveRequest]:
         """Follow a request while it is served; at its end its session's history has one more."""
-        model = self._engine.welcome.model if self._engine.welcome else ""
-        at, clock = self._wall(), self._clock
-        key = (ref.tenant, ref.id)
-        request = LiveRequest(ref, id, operation, client, at, clock, self._metrics, model)
-        session = self._rows.session(key)
+        model = self.engine.welcome.model if self.engine.welcome else ""
+        key, at = (ref.tenant, ref.id), self.wall()
+        request = LiveRequest(ref, id, operation, client, at, self.clock, model)
+        session = self.row(key)
         request.is_first = session is None or not session.known
-        self._requests[request] = self._serving[key][request] = None
+        self._serving.setdefault(key, []).append(request)
         try:
             yield request
         finally:
-            request.ended()
-            self._count(request)
-            del self._requests[request], self._serving[key][request]
+            self.count(request)
+            self._serving[key].remove(request)
             if not self._serving[key]:
                 del self._serving[key]
-            self._take(request)
+            self._take(request, key)
 
-    def _count(self, request: LiveRequest) -> None:
+    def count(self, request: LiveRequest) -> None:
+        """Add the tokens of a request that came since the last time to the sums."""
         for stretch in request.uncounted():
-            for tally in self._tallies.counting(request.ref.tenant):
+            for tally in self.tallies.counting(request.ref.tenant):
                 tally.count(stretch)
 
-    def _take(self, request: LiveRequest) -> None:
-        if not request.in_engine:  # the engine never had it: refused, or its client left
-            return
-        self._speed.learn(request, self._engine.codec)
-        saved_s = self._speed.saved_s(request)
-        if saved_s and request.cache is not None:
-            self._metrics.saved(request.cache.source, saved_s)
-        for tally in self._tallies.counting(request.ref.tenant):
-            tally.add(request, saved_s)
-        key = (request.ref.tenant, request.ref.id)
-        if self._rows.session(key) is not None:
-            self.histories.turned(key, request.turn(saved_s), request.title)
+    def _take(self, request: LiveRequest, key: Key) -> None:
+        saved_s: float | None = None
+        if request.in_engine:  # else it was refused, or its client left
+            self.speed.learn(request, self.engine.codec)
+            saved_s = self.speed.saved_s(request)
+            for tally in self.tallies.counting(request.ref.tenant):
+                tally.add(request, saved_s)
+            if self.row(key) is not None:
+                self.histories.turned(key, request.turn(saved_s), request.title)
+        self._metrics.turn_ended(request, saved_s)
+
+    def served(self, key: Key) -> Sequence[LiveRequest]:
+        """Return the requests of a session that are not over, the latest last."""
+        return self._serving.get(key, ())
+
+    def requests(self, tenant: str | None = None) -> list[LiveRequest]:
+        """List a tenant's requests, the oldest first; all of them for None."""
+        each = (x for served in self._serving.values() for x in served)
+        found = [x for x in each if tenant is None or x.ref.tenant == tenant]
+        return sorted(found, key=lambda x: x.at)
 
     # ---- reports of the scheduler
 
     def transition(self, ref: SessionRef, step: Step) -> None:
         key = (ref.tenant, ref.id)
         if step.left:
-            for tally in self._tallies.counting(ref.tenant):
-                tally.left(step.left, step.why)
+            for tally in self.tallies.counting(ref.tenant):
+                tally.departures[step.left][step.why] += 1
         if step.after in ("gone", "leaving"):
             self.histories.forget(key)
             return
@@ -153,14 +267,14 @@ class Live(Observer):
             self._moved(key, step, before, after)
 
     def _moved(self, key: Key, step: Step, before: KVPlace, after: KVPlace) -> None:
-        session = self._rows.session(key)
+        session = self.row(key)
         if session is None or not session.known:  # the engine refused its first turn
             return
         self._num_moves += 1
-        hot_bytes = self._rows.hot_bytes(session)
+        hot_bytes = self.hot_bytes(session)
         moved = Move(
             number=self._num_moves,
-            at=round(self._wall(), 3),
+            at=round(self.wall(), 3),
             id=session.ref.id,
             tenant=session.ref.tenant,
             before=before,
@@ -169,180 +283,56 @@ class Live(Observer):
             why=step.why,
             tokens=session.tokens,
             bytes=hot_bytes if after == "hot" else session.cold_bytes,
-            bf16_bytes=self._rows.bf16_bytes(session.tokens),
+            bf16_bytes=self.bf16_bytes(session.tokens),
         )
-        everybodys, own = self._tallies.counting(session.ref.tenant)
+        everybodys, own = self.tallies.counting(session.ref.tenant)
         everybodys.moves.append(moved)
         own.moves.append(msgspec.structs.replace(moved, tenant=UNSET))
 
     def engine_reported(self, report: EngineReport) -> None:
         self.report = report
-        self._verdicts.note(self._engine.codec)
-        self._reported_at = self._clock()
+        self.reported_at = self.clock()
+        self.verdicts.note(self.engine.codec)
         reported = {(x.tenant, x.session): x for x in report.requests}
-        for request in self._requests:
-            key = (request.ref.tenant, request.ref.id)
-            request.progress = reported.get(key, request.progress)
+        for key, served in self._serving.items():
+            for request in served:
+                request.progress = reported.get(key, request.progress)
 
-    # ---- readers
+    # ---- sessions
 
-    def end(self) -> None:
-        """Note that the server is shutting down."""
-        self._ended = True
+    def row(self, key: Key) -> Session | None:
+        """Find a session that may be shown; None if it is gone or leaving."""
+        session = self.sessions.table.row(*key)
+        return None if session is None or session.state is State.LEAVING else session
 
-    async def _ask_engine(self) -> None:
-        """Ask the engine for its figures where the sweeps do not: it serves without sleep."""
-        if not self._engine.ready:
-            self.report = None
-        elif self._clock() - self._reported_at > STALE_S:
-            with suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(ASK_S):
-                    self.engine_reported(await self._engine.stats())
+    def rows(self, tenant: str | None) -> list[Session]:
+        """List a tenant's sessions that may be shown; everybody's for None."""
+        table = self.sessions.table
+        rows = table if tenant is None else table.of(tenant)
+        return [x for x in rows if x.state is not State.LEAVING]
 
     def title(self, tenant: str, id: str) -> str:
         """Return a session's title; "" if it has none, or titles are not kept."""
         past = self.histories.of((tenant, id))
         return past.title if past else ""
 
-    def detail(self, ref: SessionRef, *, admin: bool) -> SessionDetail | None:
-        """Show one session with its past; None if it is unknown."""
-        key = (ref.tenant, ref.id)
-        session = self._rows.session(key)
-        if session is None:
-            return None
-        past = self.histories.of(key)
-        return SessionDetail(
-            row=self._rows.shown(session, admin=admin),
-            timeline=list(past.steps) if past else [],
-            last_turns=list(past.turns) if past else [],
-        )
+    def tokens(self, session: Session) -> int:
+        """Count a session's tokens, with those of answers that are on their way."""
+        served = (x.tokens_so_far for x in self.served((session.ref.tenant, session.ref.id)))
+        return max(session.tokens, *served, 0)
 
-    # ---- the parts of a moment
+    def hot_bytes(self, session: Session) -> int | None:
+        """Return the bytes of its live KV; until the engine has said, what its tokens take."""
+        if session.hot_bytes and not session.num_turns:
+            return session.hot_bytes
+        kv = welcome.live_kv if (welcome := self._latest_welcome()) else None
+        return max(session.hot_bytes, kv.of(self.tokens(session)) if kv else 0) or None
 
-    async def _snapshot(self, tenant: str | None, sums: Sums) -> Snapshot:
-        """Show this moment, but for the sessions."""
-        await self._ask_engine()
-        for request in self._requests:
-            self._count(request)
-        codec, welcome = self._engine.codec, self._engine.welcome
-        tally, (hour, moves) = self._tallies.shown(tenant), self._past(tenant)
-        return Snapshot(
-            server=self._server(tenant),
-            now=self._now(tenant),
-            memory=memory_shown(
-                sums,
-                self.report,
-                codec,
-                tally.outcomes,
-                tally.departures,
-                self._sessions.water_marks,
-                admin=tenant is None,
-            ),
-            quality=quality_shown(
-                codec, welcome is not None and welcome.can_measure, self._verdicts.note(codec)
-            ),
-            hour=hour,
-            moves=moves,
-            tenants=await self._tenants(sums) if tenant is None else [],
-            num_sessions=sums.num_sessions,
-            sessions=[],
-        )
+    def bf16_bytes(self, num_tokens: int) -> int | None:
+        """Return the bytes that the KV of so many tokens takes in bf16; None if not known."""
+        kv = welcome.bf16_kv if (welcome := self._latest_welcome()) else None
+        return kv.of(num_tokens) if kv else None
 
-    def _past(self, tenant: str | None) -> tuple[HourlySpeeds, list[Move]]:
-        """Show the last hour."""
-        tally, now, wall = self._tallies.shown(tenant), self._clock(), self._wall()
-        since, prompts, answers = tally.hour(now, self._started)
-        hour = HourlySpeeds(
-            since=round(wall - (now - since), 3),
-            step_s=STEP_S,
-            prompt_tokens_per_s=prompts,
-            answer_tokens_per_s=answers,
-        )
-        return hour, [x for x in tally.moves if x.at > wall - HOUR_S]
-
-    def _server(self, tenant: str | None) -> ServerStatus:
-        welcome = self._engine.welcome
-        return ServerStatus(
-            model=self._name or (welcome.model if welcome else None),
-            engine=welcome.engine if welcome else None,
-            engine_version=welcome.engine_version if welcome else None,
-            version=self._version,
-            started_at=self._started_at,
-            ready=self._engine.ready,
-            loading=self._loading(),
-            trouble=self._engine.trouble,
-            draining=self._ended,
-            max_context=welcome.max_context if welcome else None,
-            hibernation=welcome.hibernation if welcome else None,
-            hibernation_reason=welcome.hibernation_reason if welcome else "",
-            dialects=DIALECTS,
-            admin=tenant is None,
-            tenant=tenant,
-        )
-
-    def _now(self, tenant: str | None) -> Activity:
-        mine, tally = of_tenant(self._requests, tenant), self._tallies.shown(tenant)
-        tokens, seconds, turns = tally.today
-        waiting = sum(not x.in_engine for x in mine)
-        speed = self._speed.tokens_per_s
-        available = self._sessions.headroom.available_bytes if tenant is None else None
-        return Activity(
-            running=len(mine) - waiting,
-            waiting=waiting,
-            requests=[_shown(x, tenant is None) for x in mine[:MAX_REQUESTS]],
-            prompt_tokens_per_s=tally.prompts.rate(self._clock()),
-            answer_tokens_per_s=tally.answers.rate(self._clock()),
-            memory_available_bytes=available and available // COARSE_BYTES * COARSE_BYTES,
-            prefill_tokens_per_s=round(speed, 1) if speed else None,
-            saved_tokens_today=tokens,
-            saved_s_today=seconds,
-            turns_today=turns,
-            first_token=tally.first_tokens.shown(),
-        )
-
-    async def _tenants(self, sums: Sums) -> list[TenantStatus]:
-        """Show what each tenant has and uses; those of long ago, without sessions, are left out."""
-        now, requests = self._clock(), Counter(x.ref.tenant for x in self._requests)
-        in_engine = Counter(x.ref.tenant for x in self._requests if x.in_engine)
-        all_tokens = self._tallies.shown(None).tokens_last_hour(now)
-        shown = []
-        for at, name in enumerate(self._tallies.names() | set(sums.of) | set(requests), 1):
-            if at % TENANTS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            tally, own = self._tallies.shown(name), sums.of[name]
-            tokens = tally.tokens_last_hour(now)
-            if not (tokens or own.num_sessions or requests[name]):
-                continue
-            shown.append(
-                TenantStatus(
-                    name=name,
-                    sessions=own.num_sessions,
-                    hot_bytes=own.hot_bytes,
-                    cold_bytes=own.cold_bytes,
-                    running=in_engine[name],
-                    waiting=requests[name] - in_engine[name],
-                    tokens_last_hour=tokens,
-                    share=round(tokens / all_tokens, 3) if all_tokens else None,
-                    wait_p95_s=tally.wait_p95_s,
-                    saved_tokens_today=tally.today[0],
-                )
-            )
-        shown.sort(key=lambda x: (-x.tokens_last_hour, x.name))
-        return shown[:MAX_TENANTS]
-
-
-def _shown(request: LiveRequest, admin: bool) -> RequestStatus:
-    return RequestStatus(
-        id=request.id,
-        tenant=request.ref.tenant if admin else UNSET,
-        session=request.ref.id,
-        client=request.client,
-        operation=request.operation,
-        started_at=round(request.at, 3),
-        phase=request.phase_now,
-        prompt_tokens=request.prompt_tokens,
-        prefilled_tokens=request.prefilled_tokens,
-        answered_tokens=request.answered_tokens,
-        source=request.source,
-        reason=request.cache.reason if request.cache else None,
-    )
+    def _latest_welcome(self) -> Welcome | None:
+        self._last_welcome = self.engine.welcome or self._last_welcome
+        return self._last_welcome

@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Final, NamedTuple
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from engines.http import CacheOutcome
 from engines.wire import SessionRef
-from gateway.watch.gauges import GaugeCollector
-from gateway.watch.gauges import Gauges as Gauges
+from gateway.watch.gauges import GaugeCollector, Gauges
+from gateway.watch.requests import LiveRequest, Usage
 from scheduler.session import Observer, Step
 
 log = logging.getLogger("thermocline.sessions")
@@ -43,53 +41,6 @@ _LEFT_OUT_KINDS = frozenset(
 )
 _OF_BLOCKS = "block_"  # Anthropic's, which are few
 _EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much
-
-
-class PromptDetails(msgspec.Struct, frozen=True):
-    """The part of ``Usage`` that says how much of the prompt was not computed."""
-
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None  # newly stored; few engines report it
-    created_cache_tokens: int | None = None  # vLLM's name for the same
-
-
-class AnswerDetails(msgspec.Struct, frozen=True):
-    """The part of ``Usage`` that says how much of the answer was reasoning."""
-
-    reasoning_tokens: int | None = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """The counted part of OpenAI's ``usage``."""
-
-    prompt_tokens: int = 0
-    answered: int | None = msgspec.field(default=0, name="completion_tokens")
-    prompt_tokens_details: PromptDetails | None = None
-    completion_tokens_details: AnswerDetails | None = None
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens of the answer."""
-        return self.answered or 0
-
-    @property
-    def cached(self) -> int:
-        """Tokens of the prompt that were not computed."""
-        return (self.prompt_tokens_details or _NO_DETAILS).cached_tokens or 0
-
-    @property
-    def cache_written(self) -> int:
-        """Tokens of the prompt that were newly stored."""
-        return (self.prompt_tokens_details or _NO_DETAILS).cache_write_tokens or 0
-
-    @property
-    def reasoning(self) -> int:
-        """Tokens of the answer that were reasoning."""
-        details = self.completion_tokens_details
-        return (details.reasoning_tokens if details else None) or 0
-
-
-_NO_DETAILS = PromptDetails()
 
 
 class Defined(NamedTuple):
@@ -255,55 +206,35 @@ class Metrics(Observer):
         """Count an answer. ``route`` is the handler's name, never a path."""
         self._add("http_requests", route, str(status))
 
-    def turn_ended(self, operation: str, model: str, seconds: float, error: str) -> None:
-        """Count a turn and its duration. ``error`` is one of few words, "" for a good end.
-
-        ``model`` is the served one's name here and below, not the client's name for it.
-        """
-        self._of[_DURATION](operation, PROVIDER, model, error).observe(seconds)
-
-    def first_token(self, operation: str, model: str, seconds: float, source: str | None) -> None:
-        """Count the time to a stream's first event.
+    def turn_ended(self, turn: LiveRequest, saved_s: float | None) -> None:
+        """Count a turn that is over.
 
         Args:
-            source: see ``LiveRequest``; None if the engine's header was missing or of no known
-                form.
+            saved_s: of prefill, that it was spared; None: not known.
         """
-        self._of[_FIRST](operation, PROVIDER, model, source or "unknown").observe(seconds)
-
-    def per_token(self, operation: str, model: str, seconds: float) -> None:
-        """Count the time that each token after the first took, of one stream."""
-        self._of[_EACH](operation, PROVIDER, model).observe(seconds)
-
-    def saved(self, source: str, seconds: float) -> None:
-        """Count the prefill that a turn was spared."""
-        self._add("saved_prefill_seconds", source, by=seconds)
-
-    def cache_outcome(self, cache: CacheOutcome | None) -> None:
-        """Count where a turn's KV came from; None if the engine's header had no known form."""
-        self._add("cache_outcomes", *_source_and_reason(cache))
-
-    def left_out(self, kinds: Iterable[str]) -> None:
-        """Count parts of a request that were left out; unknown kinds as "other"."""
-        for kind in kinds:
-            known = kind in _LEFT_OUT_KINDS or kind.startswith(_OF_BLOCKS)
-            self._add("left_out", kind if known else "other")
-
-    def loaded(self, model: str, seconds: float, is_loaded: bool) -> None:
-        """Count a model that was loaded, or was not; ``model`` is its name in the settings."""
-        self._add("model_loads", model, "loaded" if is_loaded else "failed")
-        self._add("model_load_seconds", model, by=seconds)
-
-    def diverged(self, part: str) -> None:
-        """Count a prompt that left its session's; ``part`` is model, system, tools or messages."""
-        self._add("prompt_divergences", part)
+        whose = turn.operation, PROVIDER, turn.model
+        self._of[_DURATION](*whose, turn.error).observe(turn.age_s)
+        if turn.first_token_s is not None:
+            self._of[_FIRST](*whose, turn.source or "unknown").observe(turn.first_token_s)
+        if turn.token_s is not None:
+            self._of[_EACH](*whose).observe(turn.token_s)
+        cache = turn.cache
+        if turn.named_cache:  # ``CacheOutcome`` has let only plain words through
+            source, reason = (cache.source, cache.reason or "") if cache else ("unknown", "")
+            self._add("cache_outcomes", source, reason)
+        if saved_s and cache is not None:
+            self._add("saved_prefill_seconds", cache.source, by=saved_s)
+        if turn.diverged:
+            self._add("prompt_divergences", turn.diverged)
+        if turn.used is not None:
+            self.used(turn.operation, turn.model, turn.used)
 
     def used(self, operation: str, model: str, usage: Usage) -> None:
-        """Count the tokens of one answer."""
+        """Count the tokens of one answer; ``model`` is the served one's name."""
+        whose = operation, PROVIDER, model
         cached = min(usage.cached, usage.prompt_tokens)
         stored = min(usage.cache_written, usage.prompt_tokens - cached)
         rest = usage.prompt_tokens - cached - stored
-        whose = (operation, PROVIDER, model)
         for kind, cache_use, number in (
             ("input", "read", cached),
             ("input", "creation", stored),
@@ -315,6 +246,17 @@ class Metrics(Observer):
         self._add("tokens", "cached", by=usage.cached)
         self._add("tokens", "prefilled", by=max(0, usage.prompt_tokens - usage.cached))
         self._add("tokens", "answered", by=usage.completion_tokens)
+
+    def left_out(self, kinds: Iterable[str]) -> None:
+        """Count parts of a request that were left out; unknown kinds as "other"."""
+        for kind in kinds:
+            known = kind in _LEFT_OUT_KINDS or kind.startswith(_OF_BLOCKS)
+            self._add("left_out", kind if known else "other")
+
+    def loaded(self, model: str, seconds: float, is_loaded: bool) -> None:
+        """Count a model that was loaded, or was not; ``model`` is its name in the settings."""
+        self._add("model_loads", model, "loaded" if is_loaded else "failed")
+        self._add("model_load_seconds", model, by=seconds)
 
     def render(self, *gauges: Gauges) -> bytes:
         """Write all metrics in Prometheus' text format; ``gauges`` are those of each model."""
@@ -334,8 +276,3 @@ def _kept(defined: Defined, registry: CollectorRegistry) -> Callable[..., Any]:
     else:
         made = (Counter if kind == "counter" else Gauge)(name, words, labels, registry=registry)
     return cache(made.labels) if labels else lambda: made
-
-
-def _source_and_reason(cache: CacheOutcome | None) -> tuple[str, str]:
-    """Return two labels; ``CacheOutcome`` has let only plain words through."""
-    return (cache.source, cache.reason or "") if cache else ("unknown", "")

@@ -15,7 +15,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.watch.telemetry import Attributes, TurnTrace
+from gateway.watch.requests import LiveRequest
+from gateway.watch.telemetry import TurnTrace
 
 CLOSE_MS = 3000
 SEND_S = 3.0  # with all tries; a server that ends waits for it
@@ -55,9 +56,35 @@ class _TurnSpan:
         _context.inject(headers, set_span_in_context(self._span))
         return headers
 
-    def end(self, attributes: Attributes, error: str) -> None:
-        self._span.set_attributes(dict(attributes))
-        if error:
-            self._span.set_attribute("error.type", error)
+    def end(self, turn: LiveRequest) -> None:
+        self._span.set_attributes(attributes(turn))
+        if turn.error:
+            self._span.set_attribute("error.type", turn.error)
             self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
+
+
+def attributes(turn: LiveRequest) -> dict[str, str | int | float]:
+    """Describe a turn by OpenTelemetry's names, as far as it is known."""
+    known: dict[str, str | int | float | None] = {
+        "gen_ai.operation.name": turn.operation,
+        "gen_ai.provider.name": "thermocline",
+        "gen_ai.request.model": turn.model,
+        "gen_ai.response.model": turn.model,
+        "gen_ai.conversation.id": turn.ref.id,
+        "gen_ai.response.time_to_first_chunk": turn.first_token_s,
+        "thermocline.client": turn.client,
+        "thermocline.waited_s": round(turn.waited_s, 6),
+    }
+    if turn.cache is not None:
+        known["thermocline.cache.source"] = turn.cache.source
+        known["thermocline.cache.reason"] = turn.cache.reason
+    if (usage := turn.usage) is not None and turn.is_counted:
+        known |= {
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached,
+            "gen_ai.usage.cache_creation.input_tokens": usage.cache_written,
+            "gen_ai.usage.reasoning.output_tokens": usage.reasoning,
+        }
+    return {name: value for name, value in known.items() if value is not None}

@@ -1,47 +1,81 @@
-"""Follows every request from its arrival to the end of its answer; numbers and times only."""
+"""The one account of a request, from its arrival to the end of its answer; numbers and times only.
+
+Prometheus, the page, the session's past and traces are all fed from it (``gateway.watch.live``).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
 from engines.http import CACHE_HEADER, PROMPT_HEADER, CacheOutcome
 from engines.wire import RequestProgress, SessionRef
-from gateway.identity.outline import Compared, PromptChange
-from gateway.watch.metrics import Metrics, PromptDetails, Usage
+from gateway.identity.outline import Compared
 from gateway.watch.shape import Phase, TurnRecord
 
 log = logging.getLogger("thermocline.gateway")
 
 FIRST: Final = "first"  # in place of a source
+TokenKind: TypeAlias = Literal["computed", "answered"]  # of the prompt, and of the answer
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """The part of ``Usage`` that says how much of the prompt was not computed."""
+
+    cached_tokens: int | None = None
+    cache_write_tokens: int | None = None  # newly stored; few engines report it
+    created_cache_tokens: int | None = None  # vLLM's name for the same
+
+
+class AnswerDetails(msgspec.Struct, frozen=True):
+    """The part of ``Usage`` that says how much of the answer was reasoning."""
+
+    reasoning_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """The counted part of OpenAI's ``usage``."""
+
+    prompt_tokens: int = 0
+    answered: int | None = msgspec.field(default=0, name="completion_tokens")
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: AnswerDetails | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer."""
+        return self.answered or 0
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were not computed."""
+        return (self.prompt_tokens_details or _NO_DETAILS).cached_tokens or 0
+
+    @property
+    def cache_written(self) -> int:
+        """Tokens of the prompt that were newly stored."""
+        return (self.prompt_tokens_details or _NO_DETAILS).cache_write_tokens or 0
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of the answer that were reasoning."""
+        details = self.completion_tokens_details
+        return (details.reasoning_tokens if details else None) or 0
+
+
+_NO_DETAILS = PromptDetails()
 
 
 class Stretch(NamedTuple):
     """Tokens that came between two moments, in seconds of the request's clock."""
 
+    kind: TokenKind
     begin: float
     end: float
-    computed: int = 0
-    answered: int = 0
-
-
-class _TokenCount:
-    """The tokens of one kind that were counted, and the moment until which."""
-
-    def __init__(self) -> None:
-        self._num_tokens = 0
-        self._until = float("-inf")
-
-    def rise(self, num_tokens: int, begin: float, end: float) -> list[tuple[float, float, int]]:
-        """Count all up to ``num_tokens``; gives those that are new, and between which moments."""
-        new, begin = num_tokens - self._num_tokens, max(begin, self._until)
-        if new <= 0:
-            return []
-        self._num_tokens, self._until = num_tokens, max(begin, end)
-        return [(begin, self._until, new)]
+    num_tokens: int
 
 
 class StreamProgress(Protocol):
@@ -57,10 +91,7 @@ class StreamProgress(Protocol):
 
 
 class LiveRequest:
-    """Follows one request while it is served, and counts it in the metrics.
-
-    Belongs to the event loop.
-    """
+    """One request while it is served. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -70,7 +101,6 @@ class LiveRequest:
         client: str,
         at: float,
         clock: Callable[[], float],
-        metrics: Metrics,
         model: str = "",
     ) -> None:
         """
@@ -90,22 +120,28 @@ class LiveRequest:
         self.title = ""  # for its session; shown to readers of that session only
         self.compared: Compared | None = None  # with the request before it in its session
         self.phase: Phase = "waiting"
-        self.cache: CacheOutcome | None = None
-        # The one account of what it used: of its prompt from the head of the engine's answer on,
-        # of all when the engine has counted.
+        self.named_cache = False  # the engine's answer says what was reused
+        self.cache: CacheOutcome | None = None  # None: that had no known form
+        # What it used: of its prompt from the head of the engine's answer on, of all when the
+        # engine has counted.
         self.usage: Usage | None = None
         self.is_counted = False
+        self.used: Usage | None = None  # as it is charged; None: the engine did not serve it
         self.stream: StreamProgress | None = None
         self.first_token_s: float | None = None
+        self.token_s: float | None = None  # for each after the first; None where it was not seen
         self.waited_s = 0.0
+        self.diverged = ""  # the part of the prompt that left the one before; "" if none did
         self.error = ""
         self.progress: RequestProgress | None = None  # the engine's latest report
-        self._metrics = metrics
         self._clock = clock
         self._began = clock()
         self._opened = self._began
         self._prefilled_s: float | None = None  # from there to the last word of the prefill
-        self._computed, self._answered = _TokenCount(), _TokenCount()
+        # The tokens that ``uncounted`` has given, and the moment until which.
+        self._given: dict[TokenKind, tuple[int, float]] = {}
+
+    # ---- what happens to it
 
     def admitted(self) -> None:
         """Its slot was free: the engine has it from now on."""
@@ -115,9 +151,8 @@ class LiveRequest:
 
     def engine_answered(self, headers: Mapping[str, str]) -> None:
         """Read in the head of the engine's answer how much of the prompt is reused."""
+        self.named_cache = CACHE_HEADER in headers
         self.cache = CacheOutcome.parse(headers.get(CACHE_HEADER, ""))
-        if CACHE_HEADER in headers:
-            self._metrics.cache_outcome(self.cache)
         prompt_tokens = headers.get(PROMPT_HEADER, "")
         if self.cache is not None and prompt_tokens.isdecimal():
             cached = PromptDetails(cached_tokens=self.cache.cached_tokens)
@@ -125,23 +160,38 @@ class LiveRequest:
         if self.compared is not None:
             self.compared.cached_tokens = self.reused_tokens
 
+    def look(self) -> None:
+        """See how far the stream is; called whenever more of it has come."""
+        if self.first_token_s is not None or self.stream is None:
+            return
+        if self.stream.num_events:
+            self.phase = "decode"
+            self.first_token_s = self.age_s
+        elif self.stream.prefill is not None:
+            done, whole = self.stream.prefill
+            self.progress = RequestProgress(self.ref.tenant, self.ref.id, whole, done, 0)
+            self._prefilled_s = self._clock() - self._opened
+
     def answered(self, usage: Usage | None) -> None:
         """Take the engine's counts, if it sent any, at the end of its answer."""
         if usage is not None:
             details = usage.prompt_tokens_details or PromptDetails(self.reused_tokens)
             self.usage = msgspec.structs.replace(usage, prompt_tokens_details=details)
             self.is_counted = True
-            if self.compared is not None:
-                self.compared.prompt_tokens = usage.prompt_tokens
-                self.compared.answer_tokens = usage.completion_tokens
-        if self.compared is not None and self.compared.change is not None:
-            self._diverged(self.compared, self.compared.change)
-        if (pace := self.token_s) is not None:
-            self._metrics.per_token(self.operation, self.model, pace)
+        if self.compared is not None:
+            self._note_prompt(self.compared, usage)
+        rest = self.answered_tokens - 1
+        if self.first_token_s is not None and rest > 0:
+            self.token_s = (self.age_s - self.first_token_s) / rest
 
-    def _diverged(self, compared: Compared, change: PromptChange) -> None:
-        """Count and log that the prompt left the one before it; numbers only, no content."""
-        self._metrics.diverged(change.part)
+    def _note_prompt(self, compared: Compared, usage: Usage | None) -> None:
+        """Keep the counts beside the prompt; log that it left the one before it."""
+        if usage is not None:
+            compared.prompt_tokens = usage.prompt_tokens
+            compared.answer_tokens = usage.completion_tokens
+        if (change := compared.change) is None:
+            return
+        self.diverged = change.part
         log.info(
             "session %s: the %s changed (message %d of %d): %d of %d tokens were reused",
             self.ref.id,
@@ -153,16 +203,54 @@ class LiveRequest:
             extra={"request_id": self.id, "session": self.ref.id},
         )
 
-    def count(self) -> Usage:
-        """Count and return the tokens of a turn that the engine served."""
-        used = self.usage if self.usage is not None and self.is_counted else self._used_so_far()
-        self._metrics.used(self.operation, self.model, used)
-        return used
+    def charge(self) -> Usage:
+        """Settle what a turn that the engine served has used, and return it.
 
-    def ended(self) -> None:
-        """Count the request once it is over, by its ``error``."""
-        seconds = self._clock() - self._began
-        self._metrics.turn_ended(self.operation, self.model, seconds, self.error)
+        Of an answer that ended before the engine reported its counts they are estimated; of a
+        prefill that was broken off only what was computed counts.
+        """
+        if self.usage is not None and self.is_counted:
+            self.used = self.usage
+        else:
+            prompt = self.prompt_tokens or 0
+            if self.phase_now != "decode":
+                prompt = self.prefilled_tokens or min(prompt, self.reused_tokens)
+            cached = PromptDetails(cached_tokens=min(prompt, self.reused_tokens))
+            self.used = Usage(prompt, self.answered_tokens, cached)
+        return self.used
+
+    def uncounted(self) -> list[Stretch]:
+        """Give the tokens that came since this was called last, and between which moments."""
+        if not self.in_engine:
+            return []
+        now = until = self._clock()
+        since = self._opened
+        if self.first_token_s is not None:
+            since = until = self._began + self.first_token_s
+        if self.phase_now == "decode" or self.is_counted:
+            num_computed = self.computed_tokens or 0
+        else:
+            num_computed = max(0, (self.prefilled_tokens or 0) - self.reused_tokens)
+        return [
+            *self._rise("computed", num_computed, self._opened, until),
+            *self._rise("answered", self.answered_tokens, since, now),
+        ]
+
+    def _rise(self, kind: TokenKind, num_tokens: int, begin: float, end: float) -> list[Stretch]:
+        before, until = self._given.get(kind, (0, begin))
+        if num_tokens <= before:
+            return []
+        begin = max(begin, until)
+        end = max(begin, end)
+        self._given[kind] = num_tokens, end
+        return [Stretch(kind, begin, end, num_tokens - before)]
+
+    # ---- how far it is
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it came."""
+        return self._clock() - self._began
 
     @property
     def source(self) -> str | None:
@@ -186,31 +274,15 @@ class LiveRequest:
         return self.phase != "waiting"
 
     @property
+    def phase_now(self) -> Phase:
+        """The phase; the engine knows better where an answer is not streamed."""
+        answers = self.progress is not None and self.progress.answered_tokens > 0
+        return "decode" if answers and self.phase == "prefill" else self.phase
+
+    @property
     def tokens_so_far(self) -> int:
         """The length of its session, answer included; 0 until the engine reports it."""
         return (self.prompt_tokens or 0) + self.answered_tokens if self.in_engine else 0
-
-    def uncounted(self) -> list[Stretch]:
-        """Count the tokens that came since this was called last, and between which moments."""
-        if not self.in_engine:
-            return []
-        now, begin = self._clock(), self._opened
-        if self.phase_now == "decode" or self.is_counted:
-            num_computed = self.computed_tokens or 0
-        else:
-            num_computed = max(0, (self.prefilled_tokens or 0) - self.reused_tokens)
-        first = None if self.first_token_s is None else self._began + self.first_token_s
-        computed = self._computed.rise(num_computed, begin, now if first is None else first)
-        answered = self._answered.rise(self.answered_tokens, begin if first is None else first, now)
-        return [
-            *(Stretch(begin, end, computed=n) for begin, end, n in computed),
-            *(Stretch(begin, end, answered=n) for begin, end, n in answered),
-        ]
-
-    @property
-    def prefill_s(self) -> float | None:
-        """Seconds from the engine's taking it to the first token; None if that was not seen."""
-        return None if self.first_token_s is None else self.first_token_s - self.waited_s
 
     @property
     def prefill_seen(self) -> tuple[int, float]:
@@ -222,12 +294,9 @@ class LiveRequest:
         return self.progress.prefilled_tokens - self.reused_tokens, self._prefilled_s
 
     @property
-    def token_s(self) -> float | None:
-        """Seconds for each token after the first, so far; None where that was not seen."""
-        rest = self.answered_tokens - 1
-        if self.first_token_s is None or rest < 1:
-            return None
-        return (self._clock() - self._began - self.first_token_s) / rest
+    def prefill_s(self) -> float | None:
+        """Seconds from the engine's taking it to the first token; None if that was not seen."""
+        return None if self.first_token_s is None else self.first_token_s - self.waited_s
 
     @property
     def reused_tokens(self) -> int:
@@ -239,9 +308,8 @@ class LiveRequest:
     @property
     def computed_tokens(self) -> int | None:
         """The part of the prompt that was not reused; None while its length is not known."""
-        if self.prompt_tokens is None:
-            return None
-        return max(0, self.prompt_tokens - self.reused_tokens)
+        prompt_tokens = self.prompt_tokens
+        return None if prompt_tokens is None else max(0, prompt_tokens - self.reused_tokens)
 
     @property
     def answered_tokens(self) -> int:
@@ -252,12 +320,6 @@ class LiveRequest:
             self.stream.num_events if self.stream else 0,
             self.progress.answered_tokens if self.progress else 0,
         )
-
-    @property
-    def phase_now(self) -> Phase:
-        """The phase; the engine knows better where an answer is not streamed."""
-        answers = self.progress is not None and self.progress.answered_tokens > 0
-        return "decode" if answers and self.phase == "prefill" else self.phase
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -272,60 +334,9 @@ class LiveRequest:
             return self.prompt_tokens
         return self.progress.prefilled_tokens if self.progress else None
 
-    def _used_so_far(self) -> Usage:
-        """Estimate the counts of an answer that ended before the engine reported them.
-
-        Of a prefill that was broken off only what was computed counts.
-        """
-        prompt = self.prompt_tokens or 0
-        if self.phase_now != "decode":
-            prompt = self.prefilled_tokens or min(prompt, self.reused_tokens)
-        cached = PromptDetails(cached_tokens=min(prompt, self.reused_tokens))
-        return Usage(prompt, self.answered_tokens, cached)
-
-    def attributes(self) -> dict[str, str | int | float]:
-        """Describe it by OpenTelemetry's names, as far as it is known."""
-        known: dict[str, str | int | float | None] = {
-            "gen_ai.operation.name": self.operation,
-            "gen_ai.provider.name": "thermocline",
-            "gen_ai.request.model": self.model,
-            "gen_ai.response.model": self.model,
-            "gen_ai.conversation.id": self.ref.id,
-            "gen_ai.response.time_to_first_chunk": self.first_token_s,
-            "thermocline.client": self.client,
-            "thermocline.waited_s": round(self.waited_s, 6),
-        }
-        if self.cache is not None:
-            known["thermocline.cache.source"] = self.cache.source
-            known["thermocline.cache.reason"] = self.cache.reason
-        if (usage := self.usage) is not None and self.is_counted:
-            known |= {
-                "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": usage.completion_tokens,
-                "gen_ai.usage.cache_read.input_tokens": usage.cached,
-                "gen_ai.usage.cache_creation.input_tokens": usage.cache_written,
-                "gen_ai.usage.reasoning.output_tokens": usage.reasoning,
-            }
-        return {name: value for name, value in known.items() if value is not None}
-
-    def look(self) -> None:
-        """See how far the stream is; called whenever more of it has come."""
-        if self.first_token_s is None and self.stream is not None:
-            self._look_for_first_token(self.stream)
-
-    def _look_for_first_token(self, stream: StreamProgress) -> None:
-        if stream.num_events:
-            self.phase = "decode"
-            self.first_token_s = self._clock() - self._began
-            self._metrics.first_token(self.operation, self.model, self.first_token_s, self.source)
-        elif stream.prefill is not None:
-            done, whole = stream.prefill
-            self.progress = RequestProgress(self.ref.tenant, self.ref.id, whole, done, 0)
-            self._prefilled_s = self._clock() - self._opened
-
     def turn(self, saved_s: float | None) -> TurnRecord:
         """Sum it up when it is over."""
-        cache = self.cache
+        cache, reused_tokens = self.cache, self.reused_tokens
         change = self.compared.change if self.compared else None
         restored = cache is not None and cache.source.startswith("cold")
         return TurnRecord(
@@ -335,20 +346,15 @@ class LiveRequest:
             source=self.source,
             reason=cache.reason if cache else None,
             prompt_tokens=self.prompt_tokens,
-            reused_tokens=self.reused_tokens,
-            restored_tokens=self.reused_tokens if restored else 0,
+            reused_tokens=reused_tokens,
+            restored_tokens=reused_tokens if restored else 0,
             computed_tokens=self.computed_tokens,
             answered_tokens=self.answered_tokens or (0 if self.is_counted else None),
             waited_s=round(self.waited_s, 3),
             first_token_s=None if self.first_token_s is None else round(self.first_token_s, 3),
-            total_s=round(self._clock() - self._began, 3),
+            total_s=round(self.age_s, 3),
             saved_s=None if saved_s is None else round(saved_s, 3),
             changed=change.part if change else None,
             at_message=change.at_message if change and change.part == "messages" else None,
             error=self.error,
         )
-
-
-def of_tenant(requests: Iterable[LiveRequest], tenant: str | None) -> list[LiveRequest]:
-    """Choose a tenant's requests; all of them for None."""
-    return [x for x in requests if tenant is None or x.ref.tenant == tenant]

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engines.base import TierName
+from kvstore.stats import Repacking
 
 Phase: TypeAlias = Literal["waiting", "prefill", "decode"]
 MAX_MOVES = 60  # of one tenant, or of all
@@ -155,15 +156,6 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
     codec: str | None
 
 
-class RepackingStatus(msgspec.Struct, frozen=True):
-    """The engine's progress in packing what was stored unpacked; it goes on in idle moments."""
-
-    sessions_left: int
-    bytes_left: int  # that these take now
-    sessions_done: int  # since the engine's start
-    freed_bytes: int
-
-
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The places of the sessions' KV, against their budgets."""
 
@@ -174,7 +166,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     sessions: dict[str, int]  # how many are in each state
     outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
     departures: dict[str, dict[str, int]]  # sessions that left a place, hot or a tier, by why
-    repacking: RepackingStatus | None  # for admins only
+    repacking: Repacking | None  # for admins only
 
 
 class QualityRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from engines.wire import CodecReport
-from gateway.watch.requests import FIRST, LiveRequest, Stretch
+from gateway.watch.requests import FIRST, LiveRequest, Stretch, TokenKind
 from gateway.watch.shape import MAX_MOVES, FirstTokenTimes, Move, TurnKind
 
 LATEST_TURNS: Final = 500  # over which times are shown
@@ -139,28 +139,15 @@ class Pace:
         return [round(self._hour.of(number) / STEP_S, 1) for number in range(first, until)]
 
 
-class FirstTokens:
-    """Times to first token of the latest streams, by the kind of turn."""
-
-    def __init__(self) -> None:
-        self._latest: dict[TurnKind, deque[tuple[float, int]]] = {}
-
-    def add(self, kind: TurnKind, seconds: float, prompt_tokens: int) -> None:
-        latest = self._latest.setdefault(kind, deque(maxlen=LATEST_TURNS))
-        latest.append((seconds, prompt_tokens))
-
-    def shown(self) -> dict[TurnKind, FirstTokenTimes]:
-        """Return the median and the 95th percentile of each kind that was seen."""
-        return {kind: self._times(latest) for kind, latest in self._latest.items()}
-
-    def _times(self, latest: Collection[tuple[float, int]]) -> FirstTokenTimes:
-        seconds = [x for x, _ in latest]
-        return FirstTokenTimes(
-            turns=len(seconds),
-            p50_s=round(statistics.median(seconds), 3),
-            p95_s=round(p95(seconds), 3),
-            prompt_tokens=round(statistics.median(x for _, x in latest)),
-        )
+def first_token_times(latest: Collection[tuple[float, int]]) -> FirstTokenTimes:
+    """Return the median and the 95th percentile of times, each with the length of its prompt."""
+    seconds = [x for x, _ in latest]
+    return FirstTokenTimes(
+        turns=len(seconds),
+        p50_s=round(statistics.median(seconds), 3),
+        p95_s=round(p95(seconds), 3),
+        prompt_tokens=round(statistics.median(x for _, x in latest)),
+    )
 
 
 def p95(values: Collection[float]) -> float:
@@ -184,12 +171,12 @@ class Tally:
         self._day = int(wall() // DAY_S)
         self._saved_tokens = self._turns = 0
         self._saved_s: float | None = None  # until it is known of some
-        self.prompts, self.answers = Pace(), Pace()
-        self.first_tokens = FirstTokens()
+        self.paces: Mapping[TokenKind, Pace] = {"computed": Pace(), "answered": Pace()}
+        self._first_tokens: dict[TurnKind, deque[tuple[float, int]]] = {}
         self._waits: deque[float] = deque(maxlen=LATEST_TURNS)
         self.moves: deque[Move] = deque(maxlen=MAX_MOVES)
-        self.outcomes: dict[str, dict[str, int]] = {}
-        self.departures: dict[str, dict[str, int]] = {}
+        self.outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.departures: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def add(self, request: LiveRequest, saved_s: float | None) -> None:
         """Count a turn that is over."""
@@ -197,24 +184,24 @@ class Tally:
         self._turns += 1
         self._waits.append(request.waited_s)
         if request.source is not None and request.first_token_s is not None:
-            kind, prompt_tokens = kind_of(request.source), request.prompt_tokens or 0
-            self.first_tokens.add(kind, request.first_token_s, prompt_tokens)
+            kind, seen = (
+                kind_of(request.source),
+                (request.first_token_s, request.prompt_tokens or 0),
+            )
+            self._first_tokens.setdefault(kind, deque(maxlen=LATEST_TURNS)).append(seen)
         self._saved_tokens += request.reused_tokens
         if request.reused_tokens and saved_s is not None:
             self._saved_s = (self._saved_s or 0.0) + saved_s
         if request.cache is not None and request.source is not None:
-            reasons = self.outcomes.setdefault(request.source, {})
-            reason = request.cache.reason or ""
-            reasons[reason] = reasons.get(reason, 0) + 1
+            self.outcomes[request.source][request.cache.reason or ""] += 1
 
     def count(self, stretch: Stretch) -> None:
         """Count tokens when they came."""
-        for pace, num_tokens in (
-            (self.prompts, stretch.computed),
-            (self.answers, stretch.answered),
-        ):
-            if num_tokens:
-                pace.add(stretch.begin, stretch.end, num_tokens)
+        self.paces[stretch.kind].add(stretch.begin, stretch.end, stretch.num_tokens)
+
+    def first_tokens(self) -> dict[TurnKind, FirstTokenTimes]:
+        """Return the times to first token of the latest streams of each kind that was seen."""
+        return {kind: first_token_times(seen) for kind, seen in self._first_tokens.items()}
 
     @property
     def wait_p95_s(self) -> float | None:
@@ -223,18 +210,14 @@ class Tally:
 
     def tokens_last_hour(self, now: float) -> int:
         """Count the tokens that were computed in the last hour, of prompts and answers."""
-        return round(self.prompts.in_hour(now) + self.answers.in_hour(now))
+        return round(sum(x.in_hour(now) for x in self.paces.values()))
 
     def hour(self, now: float, started: float) -> tuple[float, list[float], list[float]]:
         """Return when the last hour's first step began, and each step's rates, of both kinds."""
         until = int(now // STEP_S)
         first = min(until, max(int(started // STEP_S), until - HOUR_S // STEP_S))
-        return first * STEP_S, self.prompts.hour(first, until), self.answers.hour(first, until)
-
-    def left(self, place: str, why: str) -> None:
-        """Count a session whose KV left a place."""
-        whys = self.departures.setdefault(place, {})
-        whys[why] = whys.get(why, 0) + 1
+        prompts, answers = (x.hour(first, until) for x in self.paces.values())
+        return first * STEP_S, prompts, answers
 
     @property
     def today(self) -> tuple[int, float | None, int]:
@@ -256,9 +239,6 @@ class Tallies:
         self._wall = wall
         self._everybody, self._none = Tally(wall), Tally(wall)
         self._of: dict[str, Tally] = {}
-
-    def __len__(self) -> int:
-        return len(self._of)
 
     def names(self) -> set[str]:
         """Return the tenants that have sums."""

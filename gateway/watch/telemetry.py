@@ -18,15 +18,16 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import msgspec
+
+from gateway.watch.requests import LiveRequest
 
 # Line ends, escape sequences and other controls come from clients and engines; in a log they
 # would forge lines or steer a terminal.
 _ESCAPED = {code: f"\\x{code:02x}" for code in [*range(32), *range(0x7F, 0xA0)]}
-Attributes: TypeAlias = Mapping[str, str | int | float]
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _MOST_STATE = 512  # characters of tracestate
 
@@ -76,7 +77,6 @@ class OneObject(logging.Formatter):
 
 def keep_lines(ring: LogRing) -> None:
     """Have the last lines kept for admins, too."""
-    ring.text_of = lambda text: text.translate(_ESCAPED)
     logging.getLogger().addHandler(ring)
 
 
@@ -109,7 +109,6 @@ class LogRing(logging.Handler):
     def __init__(self, max_lines: int = MAX_LINES) -> None:
         super().__init__()
         self._lines: deque[LogLine] = deque(maxlen=max_lines)
-        self.text_of: Callable[[str], str] = str  # makes one harmless line of a message
         self._last = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -123,7 +122,7 @@ class LogRing(logging.Handler):
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f" | {record.exc_info[1]!r}"
-        shown = redacted(self.text_of(text))[:MAX_CHARACTERS]
+        shown = redacted(text.translate(_ESCAPED))[:MAX_CHARACTERS]
         self._last += 1
         name = record.name.removeprefix("thermocline.")
         level = record.levelname.lower()
@@ -149,8 +148,8 @@ class TurnTrace(Protocol):
     def headers(self) -> dict[str, str]:
         """Return the trace's headers for the engine; {} if there is none."""
 
-    def end(self, attributes: Attributes, error: str) -> None:
-        """End the turn. ``error`` is a word of few, "" for a good end; called once."""
+    def end(self, turn: LiveRequest) -> None:
+        """End the turn; called once."""
 
 
 class Tracing(Protocol):
@@ -180,7 +179,7 @@ class _Passed:
     def headers(self) -> dict[str, str]:
         return dict(self._context)
 
-    def end(self, attributes: Attributes, error: str) -> None:
+    def end(self, turn: LiveRequest) -> None:
         pass
 
 

@@ -120,7 +120,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             if entry.load == "on-demand":
                 on_demand.append(_on_demand(entry, own.settings, built.engine, sessions))
             served.append(
-                ServedModel.of(
+                ServedModel(
                     built.engine,
                     sessions,
                     settings.gateway,

@@ -13,7 +13,7 @@ from engines.openai.requests import NO_LIMIT, ModelName, TokenLimit
 from gateway.errors import Failure
 from gateway.openai.responses.output import new_id
 from gateway.openai.stored_objects import Metadata
-from gateway.watch.metrics import Usage
+from gateway.watch.requests import Usage
 
 MAX_ITEMS = 4096
 Items = Annotated[list[Json], msgspec.Meta(max_length=MAX_ITEMS)]

@@ -18,7 +18,7 @@ from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import Output
 from gateway.openai.responses.response import Draft, ResponseFields, cut_short, shown_error
 from gateway.relay.answer import AnswerChoice, AnswerFormat, TranslatedStream, read_chunk
-from gateway.watch.metrics import Usage
+from gateway.watch.requests import Usage
 
 _encode = msgspec.json.Encoder().encode
 # Fields of the chat that a response is made of, and the client's names for them.

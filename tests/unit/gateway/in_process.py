@@ -208,7 +208,7 @@ class App:
             observer=metrics,
             memory=lambda: self.memory,
         )
-        self.model = ServedModel.of(self.engine, self.sessions, config, metrics)
+        self.model = ServedModel(self.engine, self.sessions, config, metrics)
         made = create_app(config, [self.model], tenants, metrics, stored)
         self.gateway: Gateway = made.state.gateway
         self.app: ASGIApp = made

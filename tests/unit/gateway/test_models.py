@@ -50,7 +50,7 @@ class TwoModels(App):
         self.on_demand = on_demand
         models = [
             self.model,
-            ServedModel.of(
+            ServedModel(
                 self.slow, sessions, config, self.gateway.metrics, name=SLOW, on_demand=on_demand
             ),
         ]

@@ -9,7 +9,6 @@ from tests.unit.gateway.in_process import App
 
 
 async def test_every_path_is_described_and_answers(app: App) -> None:
-    app.model.live.end()  # or its stream would go on
     api = (await app.get("/openapi.json")).json
     paths = api["paths"]
     for routes in ROUTES:

@@ -59,7 +59,7 @@ async def test_of_several_models_the_pages_go_on_from_one_to_the_next(app: App):
     other = SessionManager(app.engine, app.sessions._config, salt_of=app.gateway.tenants.salt_of)
     config, gateway = app.gateway.config, app.gateway
     models = [
-        ServedModel.of(app.engine, x, config, gateway.metrics, name=name)
+        ServedModel(app.engine, x, config, gateway.metrics, name=name)
         for name, x in (("one", app.sessions), ("two", other))
     ]
     app.app = create_app(config, models, gateway.tenants, gateway.metrics)
@@ -91,5 +91,5 @@ async def test_a_table_of_many_is_not_counted_for_each_reader_of_figures(app: Ap
     used(app, app.sessions, *(f"s{i}" for i in range(MANY_ROWS + 1)))
     first = (await app.model.gauges()).sessions
     assert (await app.model.gauges()).sessions is first
-    app.model.counted_at = float("-inf")  # some seconds later
+    app.model._counted_at = float("-inf")  # some seconds later
     assert sum((await app.model.gauges()).sessions.values()) == MANY_ROWS + 1

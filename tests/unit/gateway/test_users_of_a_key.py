@@ -109,7 +109,7 @@ def test_no_number_of_users_grows_what_is_kept_of_them() -> None:
         tenant = Tenant(f"ui/{i}", b"s" * 32)
         assert tallies.counting(tenant.name)[1] is tallies.shown(tenant.name)
         chats.identify(tenant, [Link(b"d" * 16, 9, True)], none_known)
-    assert len(tallies) == MAX_TALLIES
+    assert len(tallies.names()) == MAX_TALLIES
     assert len(chats._heads_of) <= MAX_TENANTS
 
 

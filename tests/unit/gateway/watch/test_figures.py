@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from engines.wire import CodecReport
-from gateway.watch.figures import MAX_VERDICTS, Sums, Verdicts
+from gateway.watch.figures import Sums
+from gateway.watch.live import MAX_VERDICTS, Verdicts
 from scheduler.session import State
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 from tests.unit.scheduler.test_session import new_session

@@ -12,9 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generators.metrics_page import names, table
-from engines.http import CacheOutcome
+from engines.http import CACHE_HEADER
 from engines.wire import CodecReport, EngineReport, SessionRef, TierStats
-from gateway.watch.metrics import Gauges, Metrics, PromptDetails, Usage
+from gateway.watch.gauges import Gauges
+from gateway.watch.metrics import Metrics
+from gateway.watch.requests import LiveRequest, PromptDetails, Usage
 from scheduler.session import Step
 from tests.reports import engine_report
 from tests.unit.engines.calibration.gate.test_bound import GOOD
@@ -68,10 +70,11 @@ def test_usage_is_split_into_cached_and_prefilled() -> None:
 
 def test_cache_outcomes_by_source_and_reason() -> None:
     metrics = Metrics()
-    metrics.cache_outcome(CacheOutcome("cold-disk", 5, "diverged"))
-    metrics.cache_outcome(CacheOutcome("hot", 5))
-    metrics.cache_outcome(CacheOutcome("miss", 0, "never-stored"))
-    metrics.cache_outcome(CacheOutcome.parse('evil"; tokens=1'))
+    said = ["cold-disk; tokens=5; reason=diverged", "hot; tokens=5", 'evil"; tokens=1']
+    for head in ({}, *({CACHE_HEADER: x} for x in (*said, "miss; tokens=0; reason=never-stored"))):
+        turn = LiveRequest(SessionRef("t", "s", b""), "r", "chat", "curl", 0.0, lambda: 0.0)
+        turn.engine_answered(head)
+        metrics.turn_ended(turn, None)
     found = samples(metrics)
     for labels in ("diverged,cold-disk", ",hot", "never-stored,miss", ",unknown"):
         assert found[f"thermocline_cache_outcomes_total{{{labels}}}"] == 1

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engines.wire import SessionRef
-from gateway.watch.metrics import Gauges, Metrics
+from gateway.watch.gauges import Gauges
+from gateway.watch.metrics import Metrics
 from scheduler.session import Step
 from tests.command_line import program
 from tests.unit.gateway.watch.test_metrics import DASHBOARD, DOCS, panels

@@ -15,8 +15,9 @@ from engines.http import CacheOutcome
 from engines.wire import KVSize
 from gateway.watch.live import Live
 from gateway.watch.metrics import Metrics
+from gateway.watch.otlp import attributes
 from gateway.watch.requests import LiveRequest
-from gateway.watch.snapshots import LINGER_S, MAX_ROWS, Made
+from gateway.watch.snapshots import LINGER_S, MAX_ROWS, Made, Snapshots
 from gateway.watch.tally import MAX_TENANTS as MAX_TALLIES
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event, Session
@@ -38,6 +39,7 @@ class Watched:
         )
         self.metrics = Metrics()
         self.live = Live(engine, self.sessions, self.metrics, clock=self.clock, wall=self.clock)
+        self.snapshots = Snapshots(self.live)
 
     def turn(self, id: str, tenant: str = "alice", tokens: int = 10) -> None:
         """A turn from its begin to its end."""
@@ -74,7 +76,7 @@ class Watched:
     async def made(self, tenant: str | None, most: int = MAX_ROWS) -> Made:
         """The snapshot that a reader gets a second after the last one."""
         self.clock.now += 1.0
-        return await self.live.snapshots.get(tenant, most)
+        return await self.snapshots.get(tenant, most)
 
     async def seen(self, tenant: str | None, most: int = MAX_ROWS) -> dict[str, Any]:
         return dict(json.loads((await self.made(tenant, most)).body))
@@ -120,16 +122,16 @@ async def test_who_asks_for_fewer_rows_has_no_snapshot_of_its_own(watched: Watch
         watched.turn(f"s{number}")
     whole = await watched.made("alice", 500)
     looks = []
-    look = watched.live.snapshots._look
+    look = watched.snapshots._make
 
     async def counted(*of: Any) -> Any:
         looks.append(of)
         return await look(*of)
 
-    watched.live.snapshots._look = counted  # type: ignore[method-assign]
+    watched.snapshots._make = counted  # type: ignore[method-assign]
     tags = set()
     for most in range(1, 31):
-        made = await watched.live.snapshots.get("alice", most)
+        made = await watched.snapshots.get("alice", most)
         rows = json.loads(made.body)["sessions"]
         assert rows == json.loads(whole.body)["sessions"][:most]
         tags.add(made.tag)
@@ -141,20 +143,20 @@ async def test_all_readers_of_a_second_get_the_same(watched: Watched):
     first = await watched.made("alice")
     watched.turn("s", tokens=77)
     for _ in range(3):
-        assert (await watched.live.snapshots.get("alice", MAX_ROWS)).body is first.body
+        assert (await watched.snapshots.get("alice", MAX_ROWS)).body is first.body
     other = await watched.made("alice")
     assert other.tag != first.tag and json.loads(other.body)["sessions"][0]["tokens"] == 77
 
 
 async def test_what_takes_long_to_make_is_made_less_often(watched: Watched):
-    made, rows = [], watched.live.snapshots._rows.sessions
+    made, rows = [], watched.live.rows
 
     def slow(tenant: str | None) -> Any:
         made.append(watched.clock.now)
         watched.clock.now += 0.5
         return rows(tenant)
 
-    watched.live.snapshots._rows.sessions = slow  # type: ignore[method-assign]
+    watched.live.rows = slow  # type: ignore[method-assign]
     for _ in range(40):
         await watched.made("alice")
     assert [int(b - a) for a, b in zip(made, made[1:], strict=False)][:2] == [10, 10]
@@ -162,10 +164,10 @@ async def test_what_takes_long_to_make_is_made_less_often(watched: Watched):
 
 async def test_a_snapshot_without_readers_is_kept_for_a_while_only(watched: Watched):
     await watched.made("alice")
-    assert len(watched.live.snapshots._made) == 1
+    assert len(watched.snapshots._made) == 1
     watched.clock.now += LINGER_S + 1
     await watched.made("bob")
-    assert [x for x, _ in watched.live.snapshots._made] == ["bob"]
+    assert [x for x, _ in watched.snapshots._made] == ["bob"]
 
 
 async def test_a_snapshot_lists_at_most_so_many_and_says_how_many_there_are(watched: Watched):
@@ -247,7 +249,7 @@ async def test_a_session_is_listed_with_its_first_answer_while_that_comes(watche
         assert sent["memory"]["hot"]["bytes"] == size["bytes"]
         row.known = True
         watched.sessions.table.end(row)
-    assert watched.live.detail(ref, admin=False).row.turns == 1  # type: ignore[union-attr]
+    assert watched.snapshots.detail(ref).row.turns == 1  # type: ignore[union-attr]
 
 
 async def test_a_snapshot_has_the_last_hour_and_its_moves(watched: Watched):
@@ -303,7 +305,7 @@ async def test_a_title_is_shown_to_its_tenant_and_goes_with_its_session(watched:
         row.known = True
         assert (await watched.seen("alice"))["sessions"][0]["title"] == "my secret plan"
         watched.sessions.table.end(row)
-        assert "secret" not in str(it.attributes())
+        assert "secret" not in str(attributes(it))
     assert (await watched.seen("alice"))["sessions"][0]["title"] == "my secret plan"
     assert b"secret" not in (await watched.made("bob")).body
     watched.forget("s")

@@ -6,9 +6,8 @@ import pytest
 
 from engines.http import CacheOutcome
 from engines.wire import SessionRef
-from gateway.watch.metrics import Metrics, PromptDetails, Usage
-from gateway.watch.requests import LiveRequest, Stretch
-from gateway.watch.rows import MAX_STEPS, MAX_TURNS, Histories, title_of
+from gateway.watch.live import MAX_STEPS, MAX_TURNS, Histories, title_of
+from gateway.watch.requests import LiveRequest, PromptDetails, Stretch, Usage
 from gateway.watch.shape import TurnRecord
 from gateway.watch.tally import Pace, PrefillSpeed, Tally
 from scheduler.session import Step
@@ -20,7 +19,7 @@ KEY = ("alice", "s")
 
 
 def live_request(id: str, clock: Clock) -> LiveRequest:
-    return LiveRequest(REF, id, "chat", "curl", 5.0, clock, Metrics())
+    return LiveRequest(REF, id, "chat", "curl", 5.0, clock)
 
 
 def request(clock: Clock, source: str, cached: int, prompt: int, first_s: float) -> LiveRequest:
@@ -114,7 +113,7 @@ def paced(made: LiveRequest, tally: Tally) -> None:
 
 
 def rates(tally: Tally, clock: Clock) -> tuple[float, float]:
-    return tally.prompts.rate(clock.now), tally.answers.rate(clock.now)
+    return tally.paces["computed"].rate(clock.now), tally.paces["answered"].rate(clock.now)
 
 
 def test_the_first_rate_of_an_answer_is_its_own_speed_after_any_time_without_readers():
@@ -162,8 +161,8 @@ def test_a_request_that_waits_is_not_counted():
 
 def test_the_last_hour_is_given_in_steps_without_any_readers():
     tally, start = Tally(Clock()), 995.0
-    tally.count(Stretch(1000.0, 1020.0, computed=200))
-    tally.count(Stretch(1015.0, 1025.0, answered=20))
+    tally.count(Stretch("computed", 1000.0, 1020.0, 200))
+    tally.count(Stretch("answered", 1015.0, 1025.0, 20))
     assert tally.hour(1031.0, start) == (990.0, [0.0, 10.0, 10.0, 0.0], [0.0, 0.0, 1.0, 1.0])
     since, prompts, answers = tally.hour(1000.0 + 4000.0, start)
     assert since == 1400.0 and len(prompts) == 360 and not any(prompts + answers)
