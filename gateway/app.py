@@ -19,7 +19,6 @@ from gateway.admin import routes as admin
 from gateway.anthropic import routes as anthropic
 from gateway.config import GatewayConfig
 from gateway.dashboard import routes as dashboard
-from gateway.dashboard import snapshot
 from gateway.edge.bodies import BodyBudget
 from gateway.edge.key_limits import KeyLimits
 from gateway.edge.key_list import KeyList
@@ -44,7 +43,7 @@ log = logging.getLogger("thermocline.gateway")
 RESTART_LOOP_S = 1.0
 ROUTES = (
     *(chat, stored_chats, responses, conversations, models, anthropic),
-    *(sessions, snapshot, openapi, admin, findings, shelf, dashboard),
+    *(sessions, openapi, admin, findings, shelf, dashboard),
 )
 
 

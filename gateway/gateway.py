@@ -1,33 +1,24 @@
-"""The parts of one app, and what is done with all of them: load a model, drain, cut."""
+"""The parts of one app, and what is done with all of them: drain, cut."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
-from starlette.requests import Request
-
-from engines.http import while_client_stays
 from engines.pool.hub_cache import HubCache
 from engines.pool.loading import Loading
-from engines.pool.on_demand import OnDemand
-from engines.wire import Welcome
 from gateway.config import GatewayConfig
 from gateway.edge.bodies import BodyBudget
-from gateway.edge.key_limits import KeyLimits, KeyShare
+from gateway.edge.key_limits import KeyLimits
 from gateway.edge.key_list import KeyList
-from gateway.edge.request_state import state_of
 from gateway.edge.tier_bytes import TierBytes
-from gateway.keys import Tenant, Tenants
-from gateway.models import ENGINE_POLL_S, Models, ServedModel
+from gateway.keys import Tenants
+from gateway.models import ENGINE_POLL_S, Models
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
 from gateway.watch.metrics import Metrics
-from gateway.watch.telemetry import LogRing, PassOn, Tracing
+from gateway.watch.telemetry import LogRing, Tracing
 
 LAST_WORDS_S = 1.0  # for all streams to send their ending
 
@@ -47,47 +38,11 @@ class Gateway:
     stored: Stored = field(default_factory=Stored)
     loading: Loading | None = None  # None: every model is loaded for as long as the server runs
     shared_sessions: SharedSessions | None = None  # None: no other server shares any with this one
-    tracing: Tracing = field(default_factory=PassOn)
+    tracing: Tracing = field(default_factory=Tracing)
     log_ring: LogRing = field(default_factory=LogRing)
     hub: HubCache = field(default_factory=HubCache)
     started_at: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-
-    async def enter(self, model: ServedModel, request: Request) -> Welcome:
-        """Have a model loaded until the request ends, and return its engine's account of itself.
-
-        An engine that died first gets ``engine_wait_s`` to come back.
-
-        Raises:
-            ClientGone: the client left while the model was being loaded.
-            EngineUnavailable: the engine is not ready, or not again in time.
-        """
-        if (on_demand := model.on_demand) is not None and self.loading is not None:
-            state = state_of(request.scope)
-            assert state.caller and state.place, "a request is charged before it asks for a model"
-            enter = partial(_enter, self.loading, on_demand, state.caller, state.place)
-            await while_client_stays(request.receive, enter)
-        return await model.served_soon(self.config.engine_wait_s, lambda: self.draining)
-
-    @asynccontextmanager
-    async def using(self, model: ServedModel, request: Request) -> AsyncIterator[None]:
-        """Have a model loaded inside the context, for a verb. Raises as ``enter`` does.
-
-        A deletion goes on when its client leaves.
-        """
-        loading, on_demand = self.loading, model.on_demand
-        if on_demand is None or loading is None:
-            yield
-            return
-        caller = state_of(request.scope).caller
-        assert caller is not None, "whose session it is was looked at first"
-        enter = partial(loading.enter, on_demand, caller.name)
-        goes_on = request.method == "DELETE"
-        await (enter() if goes_on else while_client_stays(request.receive, enter))
-        try:
-            yield
-        finally:
-            loading.leave(on_demand)
 
     @property
     def num_running(self) -> int:
@@ -123,12 +78,3 @@ class Gateway:
 
     async def _stop_engines(self, drain_s: float) -> None:
         await asyncio.gather(*(x.engine.stop(drain_s) for x in self.models))
-
-
-async def _enter(loading: Loading, model: OnDemand, caller: Tenant, share: KeyShare) -> None:
-    """Have a model loaded until ``share`` leaves.
-
-    There is no step between the two, in which a request that is cancelled would hold it for ever.
-    """
-    await loading.enter(model, caller.name)
-    share.on_leaving(partial(loading.leave, model))

@@ -71,35 +71,19 @@ def key_owner(tenant: str) -> str:
     return tenant.partition(_USER_MARK)[0]
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
+    """A key as its line says it; the key itself cannot be made of that."""
+
     digest: bytes
     tenant: str
-    limits: Limits | None
+    limits: Limits | None  # None: the usual ones
     weight: int
     admin: bool = False
 
-
-class KeyFacts(NamedTuple):
-    """A key as it may be shown: the key itself cannot be made of it."""
-
-    id: str
-    tenant: str
-    limits: Limits | None  # None: the usual ones
-    admin: bool
-
-
-def key_facts(line: str) -> KeyFacts:
-    """Show the key of a line. Raises ``BadKeyLine``."""
-    return _facts(_the_key(line))
-
-
-def facts_of(lines: Iterable[str], *, admin: bool = False) -> list[KeyFacts]:
-    """Show the keys of lines. Raises ``BadKeyLine``."""
-    return [_facts(key) for key in _parse(lines, admin=admin)]
-
-
-def _facts(key: _Key) -> KeyFacts:
-    return KeyFacts(_id_of(key), key.tenant, key.limits, key.admin)
+    @property
+    def id(self) -> str:
+        """Its name, which may be shown."""
+        return self.digest[:8].hex()
 
 
 class Tenants:
@@ -119,8 +103,8 @@ class Tenants:
         if len(secret) < 16:
             raise ValueError("the server's secret needs at least 16 bytes")
         self._secret = secret
-        self._keys = _parse(key_lines)
-        self._admin_keys = _parse(admin_lines, admin=True)
+        self._keys = read_keys(key_lines)
+        self._admin_keys = read_keys(admin_lines, admin=True)
         self.num_replaced = 0
 
     def replace(self, key_lines: Iterable[str], admin_lines: Iterable[str] = ()) -> None:
@@ -130,7 +114,7 @@ class Tenants:
             BadKeyLine: one cannot be read, or the last key would go, so that none were needed any
                 more, or the first would come. The keys are as before.
         """
-        keys, admin_keys = _parse(key_lines), _parse(admin_lines, admin=True)
+        keys, admin_keys = read_keys(key_lines), read_keys(admin_lines, admin=True)
         if bool(keys) != bool(self._keys):
             raise BadKeyLine(
                 "whether API keys are needed cannot change while the server runs: start it again"
@@ -172,7 +156,7 @@ class Tenants:
         if x_api_key and x_api_key.strip() != key:
             raise _unauthorised("Authorization and X-API-Key hold different keys: send one.")
         shown = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        found: _Key | None = None
+        found: Key | None = None
         # Always all of them, so that the time reveals nothing.
         for key_line in keys:
             if hmac.compare_digest(key_line.digest, shown):
@@ -183,7 +167,7 @@ class Tenants:
             raise _unauthorised("The API key is not valid here.")
         salt = self.salt_of(found.tenant)
         weight = max(x.weight for x in keys if x.tenant == found.tenant)
-        return Tenant(found.tenant, salt, _id_of(found), found.limits, found.admin, weight)
+        return Tenant(found.tenant, salt, found.id, found.limits, found.admin, weight)
 
     def user(self, tenant: Tenant, user: str) -> Tenant:
         """Return a user of a tenant's, as a tenant: its sessions and cold data are its own.
@@ -235,7 +219,7 @@ def generate_key(tenant: str) -> tuple[str, str]:
     """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     line = f"{tenant}:{hashlib.sha256(key.encode()).hexdigest()}"
-    _the_key(line)
+    read_key(line)
     return key, line
 
 
@@ -244,18 +228,15 @@ def read_key_lines(path: str) -> list[str]:
     return Path(path).read_text(encoding="utf-8").splitlines()
 
 
-def _id_of(key: _Key) -> str:
-    return key.digest[:8].hex()
-
-
-def _the_key(line: str) -> _Key:
+def read_key(line: str) -> Key:
     """Read the line of a key; one that holds none raises ``BadKeyLine``, too."""
-    for key in _parse([line]):
+    for key in read_keys([line]):
         return key
     raise BadKeyLine("line 1 of the API keys holds no key")
 
 
-def _parse(lines: Iterable[str], *, admin: bool = False) -> list[_Key]:
+def read_keys(lines: Iterable[str], *, admin: bool = False) -> list[Key]:
+    """Read the lines of keys; empty ones and comments hold none. Raises ``BadKeyLine``."""
     keys = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
@@ -278,7 +259,7 @@ def _parse(lines: Iterable[str], *, admin: bool = False) -> list[_Key]:
                 f"line {number} of the API keys has weight={weight}; it is from 1 to {MAX_WEIGHT}"
             )
         limits = Limits(**words) if words else None
-        keys.append(_Key(bytes.fromhex(found[2]), found[1], limits, weight, admin))
+        keys.append(Key(bytes.fromhex(found[2]), found[1], limits, weight, admin))
     return keys
 
 

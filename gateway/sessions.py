@@ -26,7 +26,7 @@ from gateway.identity.tasks import TASK_SUFFIX
 from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.request.body import read_json_body
-from gateway.request.callers import admin_of, caller_of, gateway_of, model_asked
+from gateway.request.callers import admin_of, caller_of, gateway_of, model_asked, using
 from gateway.request.routing import json_response, limit_of, new_router, takes
 from gateway.shared.session_rows import SessionRow
 from gateway.shared.shared_sessions import Elsewhere
@@ -151,7 +151,7 @@ async def forget(request: Request) -> Response:
         if not any(map(model.may_have, rows)):
             continue
         try:
-            async with gateway.using(model, request):
+            async with using(gateway, model, request):
                 known += [await model.sessions.forget(x) for x in rows]
         except (EngineUnavailable, Overloaded) as error:
             if model.is_listed:  # it is there, and stays
@@ -245,7 +245,7 @@ async def _carried_out(
     if verb == "demote" and model.state == "unloaded":
         view = model.sessions.get(session)  # it sleeps already, as deep as it can
     else:
-        async with gateway_of(request).using(model, request):
+        async with using(gateway_of(request), model, request):
             match verb:
                 case "demote":
                     view = await model.sessions.demote(session, tier)

@@ -28,7 +28,6 @@ from engines.openai.schemas.keywords import with_known_keywords
 from engines.pool.on_demand import OnDemand
 from engines.wire import TemplateRules
 from gateway.config import GatewayConfig
-from gateway.edge.request_state import state_of
 from gateway.errors import Failure
 from gateway.gateway import Gateway
 from gateway.identity.known_chats import Link, message_chain
@@ -53,7 +52,7 @@ from gateway.relay.answer import (
 )
 from gateway.relay.turn_response import AwaitingModel, TurnRequest, TurnResponse
 from gateway.request.body import ParsedBody, body_for_engine, fitted, keep_reasoning
-from gateway.request.callers import caller_of, charge_session, gateway_of, has_room_for
+from gateway.request.callers import caller_of, charge_session, gateway_of, has_room_for, state_of
 from gateway.watch.live import title_of
 from scheduler.session import TurnHints
 

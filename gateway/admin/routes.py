@@ -19,7 +19,7 @@ from engines.openai.requests import InvalidRequest
 from gateway.edge.key_list import KeyListFixed
 from gateway.errors import Failure, RequestRefused
 from gateway.gateway import Gateway
-from gateway.keys import BadKeyLine, KeyFacts, Limits, generate_key, key_facts
+from gateway.keys import BadKeyLine, Key, Limits, generate_key, read_key
 from gateway.request.body import read_json_body
 from gateway.request.callers import admin_of, caller_of, gateway_of, model_asked
 from gateway.request.routing import json_response, new_router, takes
@@ -63,8 +63,8 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 async def list_keys(request: Request) -> Response:
     """List the API keys by their ids, with their limits."""
     gateway = for_admin(request)
-    facts = await _changed(gateway.keys.facts)
-    return answer({"object": "list", "data": [_shown(x, where) for x, where in facts]})
+    found = await _changed(gateway.keys.keys)
+    return answer({"object": "list", "data": [_shown(x, where) for x, where in found]})
 
 
 @router.post("/admin/keys", openapi_extra=takes(NewKey))
@@ -79,7 +79,7 @@ async def make_key(request: Request) -> Response:
     try:
         key, line = generate_key(wanted.tenant)
         line += _words(wanted)
-        made = key_facts(line)
+        made = read_key(line)
     except BadKeyLine as error:
         raise InvalidRequest(
             "'tenant' has up to 64 letters, digits, '.', '_' and '-' and begins with a letter or"
@@ -125,13 +125,13 @@ def _words(wanted: NewKey) -> str:
     return "".join(f" {name}={number}" for name, number in given.items() if number is not None)
 
 
-def _shown(facts: KeyFacts, where: str) -> dict[str, object]:
+def _shown(key: Key, where: str) -> dict[str, object]:
     return {
         "object": "key",
-        "id": facts.id,
-        "tenant": facts.tenant,
-        "admin": facts.admin,
-        "limits": facts.limits._asdict() if facts.limits else None,
+        "id": key.id,
+        "tenant": key.tenant,
+        "admin": key.admin,
+        "limits": key.limits._asdict() if key.limits else None,
         "kept_in": where,
     }
 

@@ -13,7 +13,6 @@ from engines.openai.requests import HELD_TO_NOTHING, Json, checked, validate_cha
 from gateway.anthropic.request import CountRequest, MessagesRequest
 from gateway.anthropic.translation import MessageFormat, prompt_fields, translated
 from gateway.config import GatewayConfig
-from gateway.edge.request_state import state_of
 from gateway.errors import ANTHROPIC_PATH, Failure
 from gateway.gateway import Gateway
 from gateway.identity.outline import Compared, change_between
@@ -22,7 +21,7 @@ from gateway.models import ServedModel
 from gateway.relay.answer import AnswerFormat
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.request.body import ParsedBody, body_for_engine
-from gateway.request.callers import caller_of, gateway_of
+from gateway.request.callers import caller_of, gateway_of, state_of
 from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import Operation, Translate, accept, served_name
 

@@ -1,4 +1,4 @@
-"""Chat pages, editors and automation: what each is given to use a server.
+"""Chat pages, editors, automation, programs: what each is given to use a server.
 
 Those that keep it in their own database or dialogs have lines to enter by hand.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gateway.clients.needs import Connection, FileChange, Server, exports, yaml_line
+from gateway.clients.needs import Connection, FileChange, Server, exports, quoted, yaml_line
 
 
 def open_webui(server: Server, home: Path) -> Connection:
@@ -103,6 +103,33 @@ def home_assistant(server: Server, home: Path) -> Connection:
     )
     note = "Home Assistant's own OpenAI integration takes no address of another server."
     return Connection(lines, None, [note])
+
+
+def openai_sdk(server: Server, home: Path) -> Connection:
+    """Say what a program with OpenAI's SDK needs."""
+    lines = [
+        "from openai import OpenAI",
+        "",
+        f'client = OpenAI(base_url="{server.url}/v1", api_key={json.dumps(server.key)})',
+        "client.chat.completions.create(",
+        f"    model={json.dumps(server.model, ensure_ascii=False)},",
+        '    messages=[{"role": "user", "content": "Hello"}],',
+        '    extra_headers={"X-Session-ID": "me"},  # or none: a chat is known by its messages',
+        ")",
+    ]
+    return Connection(lines)
+
+
+def curl(server: Server, home: Path) -> Connection:
+    """Say what curl needs."""
+    body = {"model": server.model, "messages": [{"role": "user", "content": "Hello"}]}
+    key = f"-H {quoted(f'authorization: Bearer {server.key}')} " if server.needs_key else ""
+    lines = [
+        f"curl {server.url}/v1/chat/completions -H 'content-type: application/json' \\",
+        f"  {key}-H 'X-Session-ID: me' \\",
+        f"  -d {quoted(json.dumps(body, ensure_ascii=False))}",
+    ]
+    return Connection(lines)
 
 
 def _entered(server: Server, first: str, url: str) -> list[str]:

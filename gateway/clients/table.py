@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gateway.clients import agents, apps, programs
+from gateway.clients import agents, apps
 from gateway.clients.needs import Connection, Server
 
 
@@ -33,8 +33,8 @@ CLIENTS: Final[Mapping[str, Client]] = {
     "vscode": Client("VS Code", apps.vscode),
     "n8n": Client("n8n", apps.n8n),
     "home-assistant": Client("Home Assistant", apps.home_assistant),
-    "openai-sdk": Client("OpenAI SDK", programs.openai_sdk),
-    "curl": Client("curl", programs.curl),
+    "openai-sdk": Client("OpenAI SDK", apps.openai_sdk),
+    "curl": Client("curl", apps.curl),
 }
 
 

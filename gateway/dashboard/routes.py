@@ -1,5 +1,9 @@
 """GET /ui: the dashboard's page and its files. They hold no data, so no key is needed for them.
 
+``GET /v1/snapshot`` is what the page, ``thermocline top`` and ``thermocline sessions`` ask for once
+a second. With the tag of the last one in ``If-None-Match`` the answer is 304, and empty, while
+nothing has changed.
+
 ``/ui/clients`` writes the settings of all clients for the server that the page names: they are
 those of ``thermocline connect``.
 
@@ -10,10 +14,12 @@ files, this server, nothing else.
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
+import zlib
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,7 +30,9 @@ from starlette.responses import RedirectResponse, Response
 from engines.openai.requests import InvalidRequest
 from gateway.clients.needs import Server
 from gateway.clients.table import CLIENTS, connection
-from gateway.request.routing import json_response, new_router
+from gateway.request.callers import caller_of, gateway_of, model_asked, sees_all
+from gateway.request.routing import json_response, limit_of, new_router
+from gateway.watch.snapshots import MAX_ROWS
 
 FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"
@@ -65,6 +73,8 @@ PLACES: Final = {
     "metrics": "/metrics",
 }
 MAX_WORDS: Final = 1000
+USUAL_ROWS: Final = 500  # of a snapshot
+PACKED_FROM: Final = 16 << 10  # bytes
 _FOR_EVER: Final = "public, max-age=31536000, immutable"
 
 
@@ -158,6 +168,23 @@ async def dashboard_file(request: Request) -> Response:
     if found is None:
         raise HTTPException(404)
     return _answer(request, found, _FOR_EVER)
+
+
+@router.get("/v1/snapshot")
+async def show_snapshot(request: Request) -> Response:
+    """Show what happens to one model now; ``limit`` sessions are listed, those used last."""
+    caller, gateway = caller_of(request), gateway_of(request)
+    tenant = None if sees_all(request, caller) else caller.name
+    model = model_asked(request) or gateway.models.default
+    made = await model.snapshots.get(tenant, limit_of(request, USUAL_ROWS, MAX_ROWS))
+    headers = {"cache-control": "no-cache", "etag": f'"{made.tag}"', "vary": "accept-encoding"}
+    if made.tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    body = made.body
+    if len(body) >= PACKED_FROM and "gzip" in request.headers.get("accept-encoding", ""):
+        body = await asyncio.to_thread(partial(zlib.compress, body, 1, 31))
+        headers["content-encoding"] = "gzip"
+    return Response(body, headers=headers, media_type="application/json")
 
 
 def _answer(request: Request, file: PageFile, caching: str) -> Response:

@@ -23,8 +23,8 @@ import secrets
 import sys
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -79,7 +79,7 @@ class BodyBudget:
         self._max_bytes = max_bytes
         self._max_of_one = max_bytes - max_bytes // 4  # a quarter is for others than one tenant
         self._of: Counter[str] = Counter()  # bytes of each tenant
-        self._parsing = asyncio.Semaphore(1)
+        self.parsing = asyncio.Semaphore(1)  # held while a large one is parsed
         self.unpacking = asyncio.Semaphore(1)  # held while one of them is unpacked
         self.nbytes = 0
 
@@ -96,15 +96,6 @@ class BodyBudget:
         self._of[tenant] -= nbytes
         if not self._of[tenant]:
             del self._of[tenant]
-
-    @asynccontextmanager
-    async def parsing(self, nbytes: int) -> AsyncIterator[None]:
-        """Wait until no other large body is parsed, if one of ``nbytes`` is large."""
-        if nbytes <= LARGE_BODY_BYTES:
-            yield
-            return
-        async with self._parsing:
-            yield
 
 
 class BodyShare:

@@ -234,71 +234,39 @@ _VERB: Final = RouteCost(Work.VERB, 0.5, body=True)
 _TURN: Final = RouteCost(Work.TURN, 1.0, computes=True, body=True)
 _RECALL: Final = RouteCost(Work.RECALL, 1.0, computes=True, body=True)
 _QUESTION: Final = RouteCost(Work.QUESTION, 1.0, computes=True, body=True)
+_SNAPSHOT: Final = RouteCost(Work.SNAPSHOT, 0.01)
 
-# By the name of the route's function, which is also its label in the metrics.
-ROUTE_COSTS: Final[dict[str, RouteCost]] = {
-    "chat_completions": _TURN,
-    "completions": _TURN,
-    "messages": _TURN,
-    "create_response": _RECALL,
-    "count_input_tokens": _RECALL,
-    "count_tokens": _QUESTION,
-    "embeddings": _QUESTION,
-    "tokenize": _QUESTION,
-    "detokenize": _QUESTION,
-    "list_completions": _READ,
-    "show_completion": _READ,
-    "update_completion": _WRITE,
-    "delete_completion": _WRITE,
-    "list_messages": _READ,
-    "show_response": _READ,
-    "delete_response": _WRITE,
-    "list_input_items": _READ,
-    "cancel_response": _WRITE,
-    "compact_conversation": _WRITE,
-    "create_conversation": _WRITE,
-    "show_conversation": _READ,
-    "update_conversation": _WRITE,
-    "delete_conversation": _WRITE,
-    "add_items": _WRITE,
-    "list_items": _READ,
-    "show_item": _READ,
-    "delete_item": _WRITE,
-    "list_models": _TABLE,
-    "show_model": _TABLE,
-    "list_sessions": _TABLE,
-    "show_session": _TABLE,
-    "demote": _VERB,
-    "prefetch": _VERB,
-    "pin": _VERB,
-    "unpin": _VERB,
-    "forget": _VERB,
-    "show_snapshot": RouteCost(Work.SNAPSHOT, 0.01),
-    "livez": _OPEN,
-    "readyz": _OPEN,
-    "health": _OPEN,
-    "show_version": _OPEN,
-    "metrics": _OPEN,
-    "openapi": _OPEN,
-    "docs": _OPEN,
-    "root": _OPEN,
-    "client_settings": _OPEN,
-    "dashboard": _OPEN,
-    "dashboard_file": _OPEN,
-    "list_keys": _ADMIN,
-    "make_key": _ADMIN_CHANGE,
-    "revoke_key": _ADMIN_CHANGE,
-    "show_findings": _ADMIN,
-    "show_log": _ADMIN,
-    "measure": _ADMIN_CHANGE,
-    "show_shelf": _ADMIN,
-    "show_cached": _ADMIN,
-    "load_model": _ADMIN_CHANGE,
-    "unload_model": _ADMIN_CHANGE,
-    "download_model": _ADMIN_CHANGE,
-    "stop_download": _ADMIN_CHANGE,
-    "delete_model": _ADMIN_CHANGE,
-}
+# By the names of the routes' functions, which are also their labels in the metrics.
+_OF: Final = (
+    (_TURN, "chat_completions completions messages"),
+    (_RECALL, "create_response count_input_tokens"),
+    (_QUESTION, "count_tokens embeddings tokenize detokenize"),
+    (
+        _READ,
+        "list_completions show_completion list_messages show_response list_input_items "
+        "show_conversation list_items show_item",
+    ),
+    (
+        _WRITE,
+        "update_completion delete_completion delete_response cancel_response compact_conversation "
+        "create_conversation update_conversation delete_conversation add_items delete_item",
+    ),
+    (_TABLE, "list_models show_model list_sessions show_session"),
+    (_VERB, "demote prefetch pin unpin forget"),
+    (_SNAPSHOT, "show_snapshot"),
+    (
+        _OPEN,
+        "livez readyz health show_version metrics openapi docs root client_settings dashboard "
+        "dashboard_file",
+    ),
+    (_ADMIN, "list_keys show_findings show_log show_shelf show_cached"),
+    (
+        _ADMIN_CHANGE,
+        "make_key revoke_key measure load_model unload_model download_model stop_download "
+        "delete_model",
+    ),
+)
+ROUTE_COSTS: Final[dict[str, RouteCost]] = {name: x for x, names in _OF for name in names.split()}
 
 
 def cost_of(scope: Scope) -> RouteCost:

@@ -15,7 +15,7 @@ import msgspec
 
 from engines.files import replace_file
 from gateway.config import GatewayConfig
-from gateway.keys import KeyFacts, Tenants, facts_of, read_key_lines
+from gateway.keys import Key, Tenants, read_key_lines, read_keys
 
 
 class KeyListFixed(Exception):
@@ -47,11 +47,10 @@ class KeyList:
             self._tenants.replace(*lines_of(config))
             self._config = config
 
-    def facts(self) -> list[tuple[KeyFacts, str]]:
+    def keys(self) -> list[tuple[Key, str]]:
         """List the keys, and where each is written: "file" or "settings"."""
-        lines = lines_of(self._config)
-        in_file = {x.id for x in facts_of(self._file_lines())}
-        found = [*facts_of(lines.usual), *facts_of(lines.admin, admin=True)]
+        in_file = {x.id for x in read_keys(self._file_lines())}
+        found = _keys_of(self._config)
         return [(x, "file" if x.id in in_file and not x.admin else "settings") for x in found]
 
     def add(self, line: str) -> None:
@@ -73,7 +72,7 @@ class KeyList:
         """
         with self._changing:
             lines = self._file_lines()
-            kept = [x for x in lines if not any(y.id == key_id for y in facts_of([x]))]
+            kept = [x for x in lines if not any(y.id == key_id for y in read_keys([x]))]
             if self._is_settled(key_id):  # it would open as much as before
                 raise KeyListFixed(
                     "This key is written elsewhere than in gateway.api_keys_file. Take its line out"
@@ -86,9 +85,8 @@ class KeyList:
 
     def _is_settled(self, key_id: str) -> bool:
         """Say whether a key is written anywhere but in the file that admins change."""
-        lines = lines_of(msgspec.structs.replace(self._config, api_keys_file=""))
-        settled = [*facts_of(lines.usual), *facts_of(lines.admin, admin=True)]
-        return any(x.id == key_id for x in settled)
+        settled = msgspec.structs.replace(self._config, api_keys_file="")
+        return any(x.id == key_id for x in _keys_of(settled))
 
     def _file_lines(self) -> list[str]:
         file = self._config.api_keys_file
@@ -104,7 +102,7 @@ class KeyList:
                 " it with `thermocline keys new TENANT --append FILE` and start the server anew."
             )
         usual = [*self._config.api_keys, *lines]
-        if not facts_of(usual):
+        if not read_keys(usual):
             raise KeyListFixed(
                 "This is the last key: without any, none would be needed. Make another one first."
             )
@@ -122,3 +120,8 @@ def lines_of(config: GatewayConfig) -> KeyLines:
     if config.admin_keys_file:
         admin += read_key_lines(config.admin_keys_file)
     return KeyLines(usual, admin)
+
+
+def _keys_of(config: GatewayConfig) -> list[Key]:
+    lines = lines_of(config)
+    return [*read_keys(lines.usual), *read_keys(lines.admin, admin=True)]

@@ -34,7 +34,6 @@ from engines.openai.requests import (
 )
 from engines.openai.schemas.well_formed import with_well_formed_tools
 from gateway.config import ANY_MODEL, GatewayConfig
-from gateway.edge.request_state import state_of
 from gateway.gateway import Gateway
 from gateway.models import ServedModel
 from gateway.openai.chat_fields import with_results
@@ -42,7 +41,7 @@ from gateway.relay.answer import parse_usage
 from gateway.relay.question import answer_to
 from gateway.relay.turn_response import IGNORED_HEADER
 from gateway.request.body import body_for_engine
-from gateway.request.callers import caller_of, gateway_of, sees_all
+from gateway.request.callers import caller_of, gateway_of, sees_all, state_of
 from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import served_name
 

@@ -12,9 +12,8 @@ from starlette.responses import Response
 from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
-from gateway.edge.request_state import state_of
 from gateway.openai.stored_objects import MetadataChange, StoredKind, query_of, shown_list
-from gateway.request.callers import caller_of, gateway_of
+from gateway.request.callers import caller_of, gateway_of, state_of
 from gateway.request.routing import new_router, takes
 from gateway.stored.forms import Entry, Item, Label, label_of, stored_form
 from gateway.stored.objects import ObjectList, Objects

@@ -17,9 +17,8 @@ from starlette.responses import Response
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import checked
-from gateway.edge.request_state import state_of
 from gateway.request.body import parsed
-from gateway.request.callers import caller_of, gateway_of
+from gateway.request.callers import caller_of, gateway_of, state_of
 from gateway.request.routing import json_response, limit_of
 from gateway.stored.forms import Form, Kind, stored_form
 from gateway.stored.head import Object

@@ -21,7 +21,6 @@ from engines.http import (
     while_client_stays,
 )
 from engines.openai.foreign_request import renamed
-from gateway.edge.request_state import state_of
 from gateway.errors import FORESEEN, Failure, failure_of
 from gateway.gateway import Gateway
 from gateway.identity.names import id_to_header
@@ -43,6 +42,7 @@ from gateway.relay.passthrough import (
     send_response,
     send_whole,
 )
+from gateway.request.callers import state_of
 from gateway.request.middleware import body_send_of
 from gateway.watch.telemetry import context_of
 from scheduler.session import TurnHints
@@ -164,7 +164,7 @@ class TurnResponse(Response):
         turns = sessions.turn(self._session, asked.hints, asked.weight, asked.num_answers)
         async with turns as turn:
             self._live.admitted()
-            headers |= patience_header(turn.patience_s) | self._trace.headers()
+            headers |= {**patience_header(turn.patience_s), **self._trace.headers()}
             wait_s = self._gateway.config.engine_wait_s
             opening = engine.open(asked.path, self._body, headers, wait_s)
             self._let_go()

@@ -10,15 +10,14 @@ tokens on: all that was computed for the conversation would be lost at every suc
 from __future__ import annotations
 
 import asyncio
-import copy
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
-from starlette.types import Scope
 
 from engines.http import read_body, while_client_stays
 from engines.openai.errors import InvalidRequest
@@ -27,16 +26,16 @@ from engines.wire import TemplateRules
 from gateway.config import GatewayConfig
 from gateway.edge.bodies import (
     LARGE_BODY_BYTES,
+    WholeText,
     check_weight,
     encoding_of,
     parse_whole,
     unpacked,
 )
 from gateway.edge.key_limits import cost_of
-from gateway.edge.request_state import state_of
 from gateway.gateway import Gateway
 from gateway.models import ServedModel
-from gateway.request.callers import gateway_of
+from gateway.request.callers import enter, gateway_of, state_of
 
 T = TypeVar("T")
 _SYSTEM = ("system", "developer")
@@ -46,12 +45,7 @@ class ParsedBody:
     """A body's JSON, and the bytes that it came in, with those that it recalls."""
 
     def __init__(
-        self,
-        request: Request,
-        json: Json,
-        body: bytes,
-        alone: AsyncExitStack,
-        model: ServedModel,
+        self, request: Request, json: Json, nbytes: int, alone: AsyncExitStack, model: ServedModel
     ) -> None:
         """
         Args:
@@ -60,12 +54,11 @@ class ParsedBody:
             model: the one that the body means.
         """
         self.model = model
-        self._request = request
-        self._body = body
-        self._alone = alone
-        self._is_alone = len(body) > LARGE_BODY_BYTES
         self.json = json
-        self.nbytes = len(body)
+        self.nbytes = nbytes
+        self._request = request
+        self._alone = alone
+        self._is_alone = nbytes > LARGE_BODY_BYTES
 
     @property
     def room(self) -> int:
@@ -82,22 +75,7 @@ class ParsedBody:
         if self.nbytes > LARGE_BODY_BYTES and not self._is_alone:
             self._is_alone = True
             bodies = gateway_of(self._request).bodies
-            await self._alone.enter_async_context(bodies.parsing(self.nbytes))
-
-    @asynccontextmanager
-    async def folded(self) -> AsyncIterator[None]:
-        """Hold a large body as bytes inside the context, while it waits; others are parsed.
-
-        Parsed, each of those that wait would take many times what it counts as.
-        """
-        was_alone, self._is_alone = self._is_alone, False
-        if was_alone:
-            self.json = {}
-            await self._alone.aclose()
-        yield
-        if was_alone:
-            await self.recalled()
-            self.json = await self.off_loop(partial(_parsed, self._request.scope, self._body))
+            await self._alone.enter_async_context(bodies.parsing)
 
     async def while_client_stays(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work``, but end it when the client leaves. Raises ``ClientGone``."""
@@ -118,9 +96,11 @@ async def body_for_engine(
 ) -> AsyncIterator[ParsedBody]:
     """Read and parse the body of a request that asks the engine for something; see ``parsed``.
 
+    While it waits for its model only its bytes are held: parsed, it would take many times as much.
+
     Args:
-        check: looks at a copy of the body before a model is loaded for it: a request that is wrong
-            loads none, and unloads no other.
+        check: looks at the body before a model is loaded for it, and may change what it is given: a
+            request that is wrong loads none, and unloads no other.
         on_wait: called, after that, with the body of a request that waits for its model.
 
     Raises (on entering), besides:
@@ -130,16 +110,20 @@ async def body_for_engine(
     gateway = gateway_of(request)
     only = gateway.models.only
     if only is not None:  # before the body is read: a request that waits holds no memory
-        await gateway.enter(only, request)
-    async with parsed(gateway, request, empty=empty) as body:
-        if only is None:
-            if not body.model.is_there:
+        await enter(gateway, only, request)
+    body = await read_json_body(request, gateway.config) or empty
+    if only is None:
+        named = await _off_loop(len(body), partial(_model_named, body))
+        model = gateway.models.meant(named, gateway.config)
+        if not model.is_there:
+            async with _parsed(gateway, request, body) as early:
                 if check is not None:
-                    await body.off_loop(partial(_check_copy, check, body))
-                on_wait(body)
-            async with body.folded():
-                await gateway.enter(body.model, request)
-        yield body
+                    await early.off_loop(partial(check, model, early.json))
+                on_wait(early)
+            del early
+        await enter(gateway, model, request)
+    async with _parsed(gateway, request, body) as whole:
+        yield whole
 
 
 @asynccontextmanager
@@ -156,28 +140,41 @@ async def parsed(
         InvalidRequest: it is no JSON object, or has too many values; see ``read_json_body``, too.
     """
     body = await read_json_body(request, gateway.config) or empty
+    async with _parsed(gateway, request, body) as whole:
+        yield whole
+
+
+@asynccontextmanager
+async def _parsed(gateway: Gateway, request: Request, body: bytes) -> AsyncIterator[ParsedBody]:
     async with AsyncExitStack() as alone:
-        await alone.enter_async_context(gateway.bodies.parsing(len(body)))
-        json = await _off_loop(len(body), partial(_parsed, request.scope, body))
-        model = gateway.models.meant(json.get("model"), gateway.config)
-        parsed_body = ParsedBody(request, json, body, alone, model)
-        del json  # it may be folded
-        yield parsed_body
+        if len(body) > LARGE_BODY_BYTES:
+            await alone.enter_async_context(gateway.bodies.parsing)
+        whole = await _off_loop(len(body), partial(_whole, body))
+        state_of(request.scope).num_replaced = whole.num_replaced
+        model = gateway.models.meant(whole.json.get("model"), gateway.config)
+        yield ParsedBody(request, whole.json, len(body), alone, model)
 
 
-def _check_copy(check: Callable[[ServedModel, Json], object], body: ParsedBody) -> None:
-    check(body.model, copy.deepcopy(body.json))
+class _Named(msgspec.Struct):
+    model: object = None
+
+
+def _model_named(body: bytes) -> object:
+    """Return the model that a body names; what is wrong with the rest is seen later."""
+    check_weight(body)
+    try:
+        return msgspec.json.decode(body, type=_Named).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _whole(body).json.get("model")
 
 
 async def _off_loop(nbytes: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if nbytes > LARGE_BODY_BYTES else work()
 
 
-def _parsed(scope: Scope, body: bytes) -> Json:
+def _whole(body: bytes) -> WholeText:
     check_weight(body)
-    json, num_replaced = parse_whole(body)
-    state_of(scope).num_replaced = num_replaced
-    return json
+    return parse_whole(body)
 
 
 async def read_json_body(request: Request, config: GatewayConfig) -> bytes:

@@ -1,7 +1,8 @@
-"""Who asks, what it may see, and what it is charged; no other part charges a key.
+"""Who asks, what it may see, what it is charged and holds; no other part charges a key.
 
     count            in its key's minute, before anything waits for it
     caller_of        by its key: a place among that key's running requests; its body's bytes
+    enter            its model, loaded until the request ends
     charge_session   the session of a turn
     RequestState     the tokens of prompt and answer (``used_tokens``), when these are known; at the
                      end of the answer it gives back place, session and bytes
@@ -13,21 +14,61 @@ The limits are those of ``edge/key_limits`` (with the costs of routes), which co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import Scope
 
+from engines.http import while_client_stays
 from engines.openai.errors import InvalidRequest
+from engines.pool.loading import Loading
+from engines.pool.on_demand import OnDemand
+from engines.wire import Welcome
 from gateway.config import LOOPBACK
-from gateway.edge.key_limits import RouteCost, cost_of
-from gateway.edge.request_state import state_of
+from gateway.edge.bodies import BodyShare
+from gateway.edge.key_limits import KeyShare, RouteCost, cost_of
+from gateway.edge.rates import Taken
 from gateway.errors import Failure, RequestRefused
 from gateway.gateway import Gateway
 from gateway.keys import Tenant
 from gateway.models import ServedModel
+
+
+@dataclass
+class RequestState:
+    """What this server knows of one request and holds for it, until its answer has ended."""
+
+    id: str
+    headers: Mapping[str, str]  # by their names in lower case; of several the first
+    body: BodyShare  # bytes in the budget of all bodies
+    known: Tenant | None = None  # the owner of its key, before anything is charged
+    taken: Taken = Taken()  # of its key's minute
+    caller: Tenant | None = None  # set once it is charged
+    place: KeyShare | None = None  # None: its route's cost counts in no key's limits
+    session: str | None = None  # of its turn, for the log
+    num_replaced: int = 0  # half characters in its body
+
+    def used_tokens(self, number: int) -> None:
+        """Count the tokens of a prompt and its answer in the key's minute."""
+        if self.place is not None:
+            self.place.used_tokens(number)
+
+    def ended(self) -> None:
+        """Give back what is held for it."""
+        self.body.give_back()
+        if self.place is not None:
+            self.place.leave()
+
+
+def state_of(scope: Scope) -> RequestState:
+    """Return the state of a request, which the middleware has made."""
+    state = scope["state"]["request"]
+    assert isinstance(state, RequestState)
+    return state
 
 
 def gateway_of(request: Request) -> Gateway:
@@ -123,6 +164,51 @@ async def count(gateway: Gateway, scope: Scope) -> None:
         caller = state.known = _known(gateway, state.headers)
         if gateway.limits.has_rates(caller) and (cost := _cost(scope)) is not None:
             state.taken = await gateway.limits.count(caller, cost)
+
+
+async def enter(gateway: Gateway, model: ServedModel, request: Request) -> Welcome:
+    """Have a model loaded until the request ends, and return its engine's account of itself.
+
+    An engine that died first gets ``engine_wait_s`` to come back.
+
+    Raises:
+        ClientGone: the client left while the model was being loaded.
+        EngineUnavailable: the engine is not ready, or not again in time.
+    """
+    if (on_demand := model.on_demand) is not None and gateway.loading is not None:
+        state = state_of(request.scope)
+        assert state.caller and state.place, "a request is charged before it asks for a model"
+        entering = partial(_enter, gateway.loading, on_demand, state.caller, state.place)
+        await while_client_stays(request.receive, entering)
+    return await model.served_soon(gateway.config.engine_wait_s, lambda: gateway.draining)
+
+
+async def _enter(loading: Loading, model: OnDemand, caller: Tenant, share: KeyShare) -> None:
+    """Have a model loaded until ``share`` leaves.
+
+    There is no step between the two, in which a request that is cancelled would hold it for ever.
+    """
+    await loading.enter(model, caller.name)
+    share.on_leaving(partial(loading.leave, model))
+
+
+@asynccontextmanager
+async def using(gateway: Gateway, model: ServedModel, request: Request) -> AsyncIterator[None]:
+    """Have a model loaded inside the context, for a verb. Raises as ``enter`` does.
+
+    A deletion goes on when its client leaves.
+    """
+    loading, on_demand = gateway.loading, model.on_demand
+    if on_demand is None or loading is None:
+        yield
+        return
+    entering = partial(loading.enter, on_demand, caller_of(request).name)
+    goes_on = request.method == "DELETE"
+    await (entering() if goes_on else while_client_stays(request.receive, entering))
+    try:
+        yield
+    finally:
+        loading.leave(on_demand)
 
 
 def has_room_for(gateway: Gateway, tenant: Tenant, model: ServedModel, session_id: str) -> bool:

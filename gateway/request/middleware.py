@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engines.http import ClientGone
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.bodies import REPLACED_HEADER, BodyBudget, BodyShare
-from gateway.edge.request_state import RequestState, begin
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
+from gateway.request.callers import RequestState
 from gateway.watch.metrics import Metrics
 
 log = logging.getLogger("thermocline.gateway")
@@ -84,7 +84,7 @@ class RequestMiddleware:
             },
         )
         state = RequestState(_request_id(headers), headers, BodyShare(self._bodies))
-        begin(scope, state)
+        scope.setdefault("state", {})["request"] = state
         response = _TrackedResponse(send, state, path)
         scope.setdefault("extensions", {})[BODY_SEND] = send
         try:

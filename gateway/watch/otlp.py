@@ -16,14 +16,14 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_contex
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gateway.watch.requests import LiveRequest
-from gateway.watch.telemetry import TurnTrace
+from gateway.watch.telemetry import Tracing, TurnTrace
 
 CLOSE_MS = 3000
 SEND_S = 3.0  # with all tries; a server that ends waits for it
 _context = TraceContextTextMapPropagator()
 
 
-class OtlpTracing:
+class OtlpTracing(Tracing):
     """Makes spans of turns; a thread of the library's sends them, and drops them where it lags."""
 
     def __init__(self, endpoint: str, version: str, exporter: SpanExporter | None = None) -> None:
@@ -47,14 +47,12 @@ class OtlpTracing:
         self._provider.shutdown()
 
 
-class _TurnSpan:
+class _TurnSpan(TurnTrace):
     def __init__(self, span: Span) -> None:
-        self._span = span
-
-    def headers(self) -> dict[str, str]:
         headers: dict[str, str] = {}
-        _context.inject(headers, set_span_in_context(self._span))
-        return headers
+        _context.inject(headers, set_span_in_context(span))
+        super().__init__(headers)
+        self._span = span
 
     def end(self, turn: LiveRequest) -> None:
         self._span.set_attributes(attributes(turn))

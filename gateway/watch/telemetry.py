@@ -19,7 +19,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import msgspec
 
@@ -142,45 +141,29 @@ def redacted(text: str) -> str:
     return _SECRETS.sub("***", text)
 
 
-class TurnTrace(Protocol):
-    """The trace of one turn."""
+class TurnTrace:
+    """The trace of one turn; this one is the client's own."""
 
-    def headers(self) -> dict[str, str]:
+    def __init__(self, context: Mapping[str, str]) -> None:
+        self._context = context
+
+    def headers(self) -> Mapping[str, str]:
         """Return the trace's headers for the engine; {} if there is none."""
+        return self._context
 
     def end(self, turn: LiveRequest) -> None:
         """End the turn; called once."""
 
 
-class Tracing(Protocol):
-    """Begins the traces of turns."""
+class Tracing:
+    """Begins the traces of turns; this one makes no spans."""
 
     def begin(self, name: str, context: Mapping[str, str]) -> TurnTrace:
         """Begin a turn's trace; ``context`` is the result of ``context_of`` for its request."""
+        return TurnTrace(context)
 
     def close(self) -> None:
         """Send what is still to be sent; may take a few seconds."""
-
-
-class PassOn:
-    """Makes no spans."""
-
-    def begin(self, name: str, context: Mapping[str, str]) -> TurnTrace:
-        return _Passed(context)
-
-    def close(self) -> None:
-        pass
-
-
-class _Passed:
-    def __init__(self, context: Mapping[str, str]) -> None:
-        self._context = context
-
-    def headers(self) -> dict[str, str]:
-        return dict(self._context)
-
-    def end(self, turn: LiveRequest) -> None:
-        pass
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from gateway.identity.tasks import is_task_session
 from gateway.keys import BadKeyLine, Tenants
 from gateway.models import ServedModel
 from gateway.watch.metrics import Metrics
-from gateway.watch.telemetry import PassOn, Tracing
+from gateway.watch.telemetry import Tracing
 from kvstore.codecs.names import EXACT
 from kvstore.codecs.presets import is_exact
 from kvstore.config import AUTO, StoreConfig
@@ -344,7 +344,7 @@ def _tenants(settings: Settings, data_dir: Path) -> Tenants:
 def tracing_of(config: GatewayConfig) -> Tracing:
     """Make what traces turns. Raises ``UsageError``: its packages are not installed."""
     if not config.otlp_endpoint:
-        return PassOn()
+        return Tracing()
     try:
         from gateway.watch.otlp import OtlpTracing
     except ImportError as error:

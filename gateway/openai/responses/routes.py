@@ -15,7 +15,6 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.foreign_request import Dialect
 from engines.openai.messages import ImageSupport
 from engines.openai.requests import HELD_TO_NOTHING, Json, checked
-from gateway.edge.request_state import state_of
 from gateway.errors import Failure
 from gateway.gateway import Gateway
 from gateway.identity.names import asked_seconds
@@ -43,7 +42,7 @@ from gateway.relay.answer import NotStored
 from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.request.body import ParsedBody, body_for_engine, read_json_body
-from gateway.request.callers import caller_of, gateway_of
+from gateway.request.callers import caller_of, gateway_of, state_of
 from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import Operation, Translate, Translated, accept
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
-from gateway.keys import generate_key, key_facts
+from gateway.keys import generate_key, read_key
 from launch.cli.main import app
 
 ALICE, BOB, ROOT = (generate_key(x) for x in ("alice", "bob", "root"))
@@ -254,7 +254,7 @@ async def test_a_hostile_reader_sees_nothing_of_others(alice, bob):
         ("DELETE", "/v1/sessions/alices-secret?tenant=alice"),
         ("GET", "/admin/keys"),
         ("POST", "/admin/keys"),
-        ("DELETE", f"/admin/keys/{key_facts(ALICE[1]).id}"),
+        ("DELETE", f"/admin/keys/{read_key(ALICE[1]).id}"),
         ("GET", "/admin/log"),
         ("GET", "/admin/findings"),
         ("POST", "/admin/measure"),

@@ -16,7 +16,7 @@ from gateway.keys import (
     Limits,
     Tenants,
     generate_key,
-    key_facts,
+    read_key,
 )
 
 SECRET = b"sixteen bytes or more"
@@ -78,7 +78,7 @@ def test_a_name_that_makes_no_key_is_refused(name: str) -> None:
     with pytest.raises(BadKeyLine):
         generate_key(name)
     with pytest.raises(BadKeyLine):
-        key_facts(f"{name}:{'0' * 64}")
+        read_key(f"{name}:{'0' * 64}")
 
 
 def test_a_short_secret_is_refused() -> None:
@@ -184,10 +184,10 @@ def test_a_forbidden_change_is_refused_and_changes_nothing(file: Path):
     with pytest.raises(KeyListFixed, match="api_keys_file"):
         alone.add(SECOND[1])
     with pytest.raises(KeyListFixed, match="settings"):
-        alone.revoke(key_facts(FIRST[1]).id)
+        alone.revoke(read_key(FIRST[1]).id)
     keys, tenants = opened(GatewayConfig(api_keys_file=str(file)))
     with pytest.raises(KeyListFixed, match="last key"):
-        keys.revoke(key_facts(FIRST[1]).id)
+        keys.revoke(read_key(FIRST[1]).id)
     with pytest.raises(BadKeyLine):
         keys.add("nonsense")
     assert works(tenants, FIRST[0]) and file.read_text() == f"# ours\n{FIRST[1]}\n"
@@ -198,7 +198,7 @@ def test_a_key_that_the_settings_name_as_well_is_not_revoked_in_vain(file: Path,
     file.write_text(f"{FIRST[1]}\n{SECOND[1]}\n")
     keys, tenants = opened(GatewayConfig(api_keys_file=str(file), **{where: (SECOND[1],)}))
     with pytest.raises(KeyListFixed, match="settings"):
-        keys.revoke(key_facts(SECOND[1]).id)
+        keys.revoke(read_key(SECOND[1]).id)
     assert SECOND[1] in file.read_text() and works(tenants, SECOND[0])
 
 
@@ -221,7 +221,7 @@ def test_a_change_keeps_the_admins_keys(file: Path):
         ("root", True),
     ]
     with pytest.raises(KeyListFixed):
-        keys.revoke(key_facts(ADMIN[1]).id)
+        keys.revoke(read_key(ADMIN[1]).id)
 
 
 def test_an_admin_key_beside_an_open_server_is_the_only_way_to_be_one():

@@ -18,9 +18,9 @@ from gateway.app import create_app
 from gateway.edge.bodies import BodyShare
 from gateway.edge.key_limits import ROUTE_COSTS
 from gateway.edge.rates import Taken
-from gateway.edge.request_state import RequestState, begin
 from gateway.keys import generate_key
 from gateway.models import ServedModel
+from gateway.request.callers import RequestState, begin
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 from tests.unit.gateway.in_process import MODEL, WELCOME, App, RecordingEngine

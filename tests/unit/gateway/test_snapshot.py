@@ -11,11 +11,10 @@ from starlette.requests import Request
 
 from engines.base import SessionRef
 from engines.wire import KVSize
-from gateway.dashboard.snapshot import show_snapshot
+from gateway.dashboard.routes import show_snapshot
 from gateway.edge.bodies import BodyShare
-from gateway.edge.request_state import RequestState, begin
 from gateway.keys import generate_key
-from gateway.request.callers import caller_of, sees_all
+from gateway.request.callers import RequestState, begin, caller_of, sees_all
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 ROOT = generate_key("root")
