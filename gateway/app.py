@@ -31,7 +31,6 @@ from gateway.models import Models, ServedModel
 from gateway.openai import chat, conversations, models, stored_chats
 from gateway.openai.responses import routes as responses
 from gateway.relay.answer import STORED_HEADER
-from gateway.request.callers import count
 from gateway.request.middleware import RequestMiddleware
 from gateway.shared.shared_sessions import SharedSessions
 from gateway.stored.stored import Stored
@@ -91,10 +90,8 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    app.state.routes = []
-    for routes in ROUTES:
-        app.include_router(routes.router)
-        app.state.routes += routes.router.routes
+    for module in ROUTES:  # an included router resolves arguments, also of a ``PlainRoute``
+        app.router.routes += module.router.routes
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)
     if config.allowed_origins:
@@ -105,14 +102,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", SESSION_HEADER, CACHE_HEADER, STORED_HEADER],
         )
-    app.add_middleware(
-        RequestMiddleware,
-        config=config,
-        metrics=metrics,
-        bodies=gateway.bodies,
-        open_to_all=tenants.open_to_all,
-        count=partial(count, gateway),
-    )
+    app.add_middleware(RequestMiddleware, gateway=gateway)
     return app
 
 
@@ -120,34 +110,30 @@ def create_app(
 async def _running(
     gateway: Gateway, headroom: Headroom | None, app: FastAPI
 ) -> AsyncIterator[None]:
-    housekeeping = []
+    lasting = [("holding tenants to their bytes", gateway.tier_bytes.run)]
     for model in gateway.models:
         if model.on_demand is None:
             await model.engine.start()
-        keeping = _again_and_again(model.sessions.run, "the sessions' housekeeping")
-        housekeeping.append(asyncio.create_task(keeping, name="sessions"))
+        lasting.append(("the sessions' housekeeping", model.sessions.run))
+    if gateway.shared_sessions is not None:
+        lasting.append(("sharing sessions", gateway.shared_sessions.run))
+    if gateway.limits.rates.on_redis:
+        lasting.append(("sharing keys' limits", gateway.limits.rates.run))
+    tasks = [asyncio.create_task(_again_and_again(run, what), name=what) for what, run in lasting]
     if gateway.loading is not None:
-        housekeeping.append(asyncio.create_task(gateway.loading.run(), name="model-loading"))
+        tasks.append(asyncio.create_task(gateway.loading.run(), name="model-loading"))
     if headroom is not None and headroom.guards:
         guarding = headroom.guard(gateway.restart_largest)
-        housekeeping.append(asyncio.create_task(guarding, name="memory-guard"))
-    if gateway.shared_sessions is not None:
-        sharing_sessions = _again_and_again(gateway.shared_sessions.run, "sharing sessions")
-        housekeeping.append(asyncio.create_task(sharing_sessions, name="shared-sessions"))
-    if gateway.limits.rates.on_redis:
-        counting = _again_and_again(gateway.limits.rates.run, "sharing keys' limits")
-        housekeeping.append(asyncio.create_task(counting, name="rates"))
-    holding = _again_and_again(gateway.tier_bytes.run, "holding tenants to their bytes")
-    housekeeping.append(asyncio.create_task(holding, name="tier-bytes"))
+        tasks.append(asyncio.create_task(guarding, name="memory-guard"))
     gateway.stored.start()
     try:
         yield
     finally:
         for model in gateway.models:
             model.sessions.stop_admitting()
-        for task in housekeeping:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*housekeeping, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(x.engine.stop(0) for x in gateway.models))
         await gateway.hub.stop()
         await gateway.stored.close()

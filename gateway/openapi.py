@@ -102,7 +102,7 @@ _POLICY: Final = "; ".join(
 @router.get("/openapi.json")
 async def openapi(request: Request) -> Response:
     """Describe every path of this server as OpenAPI 3.1."""
-    return json_response(document(request.app.state.routes))
+    return json_response(document(request.app.routes))
 
 
 @router.get("/docs")

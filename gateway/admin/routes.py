@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from engines.openai.requests import InvalidRequest
 from gateway.edge.key_list import KeyListFixed
-from gateway.errors import Failure, RequestRefused
+from gateway.errors import Failure
 from gateway.gateway import Gateway
 from gateway.keys import BadKeyLine, Key, Limits, generate_key, read_key
 from gateway.request.body import read_json_body
@@ -105,19 +105,18 @@ async def _changed(change: Callable[[], T]) -> T:
     """Do something to the list, beside the event loop: it reads and writes a file.
 
     Raises:
-        RequestRefused: 409, the list cannot be changed so.
+        InvalidRequest: 409, the list cannot be changed so; 503, its file cannot be read or written.
     """
     try:
         return await asyncio.to_thread(change)
     except KeyListFixed as error:
-        raise RequestRefused(Failure(409, str(error), None, "keys_fixed")) from error
+        raise InvalidRequest(str(error), None, "keys_fixed", 409) from error
     except BadKeyLine as error:
-        raise RequestRefused(
-            Failure(409, f"Nothing was changed: {error}.", None, "bad_key")
-        ) from error
+        message = f"Nothing was changed: {error}."
+        raise InvalidRequest(message, None, "bad_key", 409) from error
     except (OSError, UnicodeDecodeError) as error:
         message = f"The file of API keys cannot be read or written: {error}. Nothing was changed."
-        raise RequestRefused(Failure(503, message, None, "key_file")) from error
+        raise InvalidRequest(message, None, "key_file", 503) from error
 
 
 def _words(wanted: NewKey) -> str:
@@ -161,7 +160,7 @@ async def measure(request: Request) -> Response:
     model = model_asked(request) or gateway.models.default
     if not model.served.can_measure:
         message = "This engine cannot measure on request. Run `thermocline calibrate` instead."
-        raise RequestRefused(Failure(409, message, None, "cannot_measure"))
+        raise InvalidRequest(message, None, "cannot_measure", 409)
     codec = await model.engine.measure()
     return answer({"object": "measurement", "progress": codec.progress, "codec": codec.name}, 202)
 

@@ -22,7 +22,6 @@ from engines.pool.hub_cache import HubRefusal
 from engines.pool.loading import Loading
 from engines.pool.on_demand import OnDemand
 from gateway.admin.routes import answer, for_admin
-from gateway.errors import Failure, RequestRefused
 from gateway.gateway import Gateway
 from gateway.models import ServedModel
 from gateway.request.body import read_json_body
@@ -78,17 +77,9 @@ async def unload_model(request: Request) -> Response:
     gateway, model, on_demand, loading = await _on_demand(request)
     if not (loading.take_back(on_demand) or loading.unload(on_demand)):
         if on_demand.num_uses:
-            raise RequestRefused(
-                Failure(
-                    409,
-                    f"{on_demand.num_uses} requests use {model.label} now.",
-                    None,
-                    "model_in_use",
-                )
-            )
-        raise RequestRefused(
-            Failure(409, f"{model.label} is {model.state}.", None, "model_not_loaded")
-        )
+            message = f"{on_demand.num_uses} requests use {model.label} now."
+            raise InvalidRequest(message, None, "model_in_use", 409)
+        raise InvalidRequest(f"{model.label} is {model.state}.", None, "model_not_loaded", 409)
     return answer(_row(gateway, model), 202)
 
 
@@ -99,9 +90,8 @@ async def download_model(request: Request) -> Response:
     try:
         return answer(gateway.hub.begin(await _name(request)), 202)
     except HubRefusal as error:
-        raise RequestRefused(
-            Failure(409, f"Nothing is downloaded: {error}.", None, "not_downloaded")
-        ) from error
+        message = f"Nothing is downloaded: {error}."
+        raise InvalidRequest(message, None, "not_downloaded", 409) from error
 
 
 @router.delete("/admin/models/download")
@@ -122,13 +112,12 @@ async def delete_model(request: Request) -> Response:
         raise InvalidRequest("There is no such model in the cache.", "name", "model_not_found", 404)
     if served_as := _served_as(gateway, name, found.folder):
         message = f"This server serves it as {served_as}. Take it out of the settings first."
-        raise RequestRefused(Failure(409, message, None, "model_in_use"))
+        raise InvalidRequest(message, None, "model_in_use", 409)
     try:
         freed = await gateway.hub.delete(name)
     except HubRefusal as error:
-        raise RequestRefused(
-            Failure(409, f"Nothing was deleted: {error}.", None, "not_deleted")
-        ) from error
+        message = f"Nothing was deleted: {error}."
+        raise InvalidRequest(message, None, "not_deleted", 409) from error
     return answer({"id": name, "object": "model", "deleted": True, "freed_bytes": freed})
 
 
@@ -141,12 +130,12 @@ async def _name(request: Request) -> str:
 
 
 async def _on_demand(request: Request) -> tuple[Gateway, ServedModel, OnDemand, Loading]:
-    """Find the model that is meant. Raises ``RequestRefused`` (409): it is always loaded."""
+    """Find the model that is meant. Raises ``InvalidRequest`` (409): it is always loaded."""
     gateway = for_admin(request)
     model = gateway.models.named(await _name(request), gateway.config)
     if model.on_demand is None or gateway.loading is None:
         message = f"{model.label} is always loaded; see load = 'on-demand' of [[engines]]."
-        raise RequestRefused(Failure(409, message, None, "always_loaded"))
+        raise InvalidRequest(message, None, "always_loaded", 409)
     return gateway, model, model.on_demand, gateway.loading
 
 

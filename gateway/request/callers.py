@@ -249,7 +249,7 @@ async def charge_session(request: Request, model: ServedModel, session_id: str) 
 
 def _cost(scope: Scope) -> RouteCost | None:
     """Find the cost of a request that was not routed yet."""
-    for route in scope["app"].state.routes:
+    for route in scope["app"].routes:
         match, found = route.matches(scope)
         if match is Match.FULL:
             return cost_of(found)

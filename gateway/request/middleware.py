@@ -11,18 +11,18 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engines.http import ClientGone
-from gateway.config import LOOPBACK, GatewayConfig
-from gateway.edge.bodies import REPLACED_HEADER, BodyBudget, BodyShare
+from gateway.config import LOOPBACK
+from gateway.edge.bodies import REPLACED_HEADER, BodyShare
 from gateway.errors import ANTHROPIC_PATH, Failure, failure_of
-from gateway.request.callers import RequestState
-from gateway.watch.metrics import Metrics
+from gateway.gateway import Gateway
+from gateway.request.callers import RequestState, count
 
 log = logging.getLogger("thermocline.gateway")
 
@@ -50,40 +50,21 @@ def body_send_of(scope: Scope, send: Send) -> Send:
 class RequestMiddleware:
     """Names, checks, logs and counts every request. See above."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        config: GatewayConfig,
-        metrics: Metrics,
-        bodies: BodyBudget,
-        open_to_all: bool,
-        count: Callable[[Scope], Awaitable[None]],
-    ) -> None:
-        """
-        Args:
-            open_to_all: no API key is needed.
-            count: called before a request that counts in its key's limits is handled.
-        """
-        self._bodies = bodies
-        self._open_to_all = open_to_all
-        self._count = count
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
-        self._config = config
-        self._metrics = metrics
+        self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         scope = _plain(scope)
-        path, headers = (
-            scope["path"],
-            {  # Starlette's look through all each time
-                name.decode("latin-1"): value.decode("latin-1")
-                for name, value in reversed(scope["headers"])
-            },
-        )
-        state = RequestState(_request_id(headers), headers, BodyShare(self._bodies))
+        path = scope["path"]
+        headers = {  # Starlette's look through all each time
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
+        state = RequestState(_request_id(headers), headers, BodyShare(self._gateway.bodies))
         scope.setdefault("state", {})["request"] = state
         response = _TrackedResponse(send, state, path)
         scope.setdefault("extensions", {})[BODY_SEND] = send
@@ -91,7 +72,7 @@ class RequestMiddleware:
             refusal = self._refusal(scope, headers)
             app = refusal.response_for(path, state.id) if refusal else self._app
             if refusal is None and path.startswith(_COUNTED):
-                await self._count(scope)
+                await count(self._gateway, scope)
             await app(scope, receive, response.send)
         except (ClientGone, ClientDisconnect):
             response.status = CLIENT_CLOSED_REQUEST
@@ -112,7 +93,7 @@ class RequestMiddleware:
                 return None
             return Failure(400, "A Host header is needed.", None, "host_missing")
         # A page of another name cannot reach a socket in the file system.
-        on_socket = self._config.is_admin_socket(scope.get("server"))
+        on_socket = self._gateway.config.is_admin_socket(scope.get("server"))
         if not on_socket and not self._host_allowed(_host_name(host)):
             message = "This server does not go by that name. Allow it in gateway.allowed_hosts."
             return Failure(403, message, None, "host_not_allowed")
@@ -131,18 +112,18 @@ class RequestMiddleware:
         browser send requests to this machine under that name (DNS rebinding). Addresses and names
         without a dot cannot be made to point here by other sites.
         """
-        if allowed := self._config.allowed_hosts:
+        if allowed := self._gateway.config.allowed_hosts:
             return name in allowed or name in LOOPBACK or _is_address(name)
-        if self._config.on_loopback:
+        if self._gateway.config.on_loopback:
             return name in LOOPBACK
-        return not self._open_to_all or "." not in name or _is_address(name)
+        return not self._gateway.tenants.open_to_all or "." not in name or _is_address(name)
 
     def _known(self, origin: str, host: str) -> bool:
-        return origin in self._config.allowed_origins or urlsplit(origin).netloc == host
+        return origin in self._gateway.config.allowed_origins or urlsplit(origin).netloc == host
 
     def _done(self, scope: Scope, state: RequestState, response: _TrackedResponse) -> None:
         route = getattr(scope.get("endpoint"), "__name__", "other")
-        self._metrics.answered(route, response.status)
+        self._gateway.metrics.answered(route, response.status)
         path = str(scope.get("raw_path") or scope["path"].encode(), "ascii", "replace")
         log.log(
             logging.DEBUG if route in _OPERATORS_ROUTES else logging.INFO,

@@ -20,7 +20,7 @@ from gateway.edge.key_limits import ROUTE_COSTS
 from gateway.edge.rates import Taken
 from gateway.keys import generate_key
 from gateway.models import ServedModel
-from gateway.request.callers import RequestState, begin
+from gateway.request.callers import RequestState, enter
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
 from tests.unit.gateway.in_process import MODEL, WELCOME, App, RecordingEngine
@@ -123,14 +123,14 @@ async def test_who_is_cancelled_in_the_moment_of_loading_holds_no_model(num_step
     share = app.gateway.limits.enter(tenant, ROUTE_COSTS["messages"], Taken())
     assert share is not None
     body = BodyShare(app.gateway.bodies)
-    begin(scope, RequestState("r", {}, body, caller=tenant, place=share))
+    scope["state"] = {"request": RequestState("r", {}, body, caller=tenant, place=share)}
 
     async def receive() -> Message:
         await asyncio.Event().wait()
         raise AssertionError
 
     (slow,) = (x for x in app.gateway.models if x.on_demand)
-    entering = asyncio.create_task(app.gateway.enter(slow, Request(scope, receive)))
+    entering = asyncio.create_task(enter(app.gateway, slow, Request(scope, receive)))
     await app.until_waiting(1)
     app.loading._grant(app.on_demand)
     for _ in range(num_steps):  # through each step of the tasks that wake up now

@@ -14,7 +14,7 @@ from engines.wire import KVSize
 from gateway.dashboard.routes import show_snapshot
 from gateway.edge.bodies import BodyShare
 from gateway.keys import generate_key
-from gateway.request.callers import RequestState, begin, caller_of, sees_all
+from gateway.request.callers import RequestState, caller_of, sees_all
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 ROOT = generate_key("root")
@@ -68,7 +68,7 @@ def request(app: App, port: int, **headers: str) -> Request:
         "server": ("127.0.0.1", port),
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
     }
-    begin(scope, RequestState("r", headers, BodyShare(app.gateway.bodies)))
+    scope["state"] = {"request": RequestState("r", headers, BodyShare(app.gateway.bodies))}
     return Request(scope)
 
 
