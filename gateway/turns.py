@@ -26,7 +26,7 @@ from engines.openai.messages import ImageSupport, with_known_parts
 from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
 from engines.openai.schemas.keywords import with_known_keywords
 from engines.pool.on_demand import OnDemand
-from engines.wire import TemplateRules
+from engines.wire import Welcome
 from gateway.config import GatewayConfig
 from gateway.errors import Failure
 from gateway.gateway import Gateway
@@ -104,14 +104,6 @@ class Operation(msgspec.Struct, frozen=True):
     path: str = "/v1/chat/completions"  # the engine's
 
 
-class Served(NamedTuple):
-    """The part of an engine's account of itself that a body is checked by."""
-
-    template: TemplateRules
-    image_support: ImageSupport
-    engine: str
-
-
 class CheckedRequest(NamedTuple):
     """A request whose body was parsed, translated and validated, each once."""
 
@@ -172,9 +164,9 @@ async def _prepared(
     async with body_for_engine(request, check=early, on_wait=on_wait) as body:
         model = body.model
         translate = await operation.recall(gateway, tenant, body)
-        served = Served(model.served.template, model.image_support, model.served.engine)
-        check = partial(_check, operation, translate, tenant, state.headers, served, body.json)
-        asked = await body.off_loop(check)
+        check = partial(_check, operation, translate, tenant, state.headers)
+        served, images = model.served, model.image_support  # it may go away meanwhile
+        asked = await body.off_loop(partial(check, served, images, body.json))
         raw, answer = asked.translated.raw, asked.translated.answer
         gateway.metrics.left_out(asked.translated.left_out)
         is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
@@ -248,7 +240,8 @@ def _check(
     translate: Translate,
     tenant: Tenant,
     headers: Mapping[str, str],
-    served: Served,
+    served: Welcome,
+    images: ImageSupport,
     asked: Json,
 ) -> CheckedRequest:
     translated, engine = translate(asked), served.engine
@@ -259,7 +252,7 @@ def _check(
         ignored = ignored_fields(asked, operation.dialect)
         foreign = take_foreign(asked, raw, operation.dialect, engine)
     try:
-        request = operation.validate(raw, served.image_support)
+        request = operation.validate(raw, images)
     except InvalidRequest as error:
         message, param = renamed(error.message, error.param, foreign)
         raise InvalidRequest(message, param, error.code, error.status) from error

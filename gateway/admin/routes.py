@@ -63,7 +63,7 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 async def list_keys(request: Request) -> Response:
     """List the API keys by their ids, with their limits."""
     gateway = for_admin(request)
-    found = await _changed(gateway.keys.keys)
+    found = await _changed(gateway.keys.listed)
     return answer({"object": "list", "data": [_shown(x, where) for x, where in found]})
 
 

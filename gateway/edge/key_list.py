@@ -47,7 +47,7 @@ class KeyList:
             self._tenants.replace(*lines_of(config))
             self._config = config
 
-    def keys(self) -> list[tuple[Key, str]]:
+    def listed(self) -> list[tuple[Key, str]]:
         """List the keys, and where each is written: "file" or "settings"."""
         in_file = {x.id for x in read_keys(self._file_lines())}
         found = _keys_of(self._config)

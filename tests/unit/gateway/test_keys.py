@@ -162,7 +162,7 @@ def test_a_key_works_from_when_it_is_added_until_it_is_revoked(file: Path):
     keys.add(SECOND[1] + " sessions=3")
     assert works(tenants, SECOND[0])
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    (_, (made, where)) = keys.facts()
+    (_, (made, where)) = keys.listed()
     assert (made.tenant, made.limits and made.limits.sessions, where) == ("bob", 3, "file")
     assert keys.revoke(made.id)
     assert not works(tenants, SECOND[0]) and works(tenants, FIRST[0])
@@ -215,7 +215,7 @@ def test_a_change_keeps_the_admins_keys(file: Path):
     keys.add(SECOND[1])
     assert tenants.authenticate(f"Bearer {ADMIN[0]}").admin
     assert not tenants.authenticate(f"Bearer {SECOND[0]}").admin
-    assert [(x.tenant, x.admin) for x, _ in keys.facts()] == [
+    assert [(x.tenant, x.admin) for x, _ in keys.listed()] == [
         ("alice", False),
         ("bob", False),
         ("root", True),
