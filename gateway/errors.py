@@ -193,7 +193,7 @@ async def respond(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """List the methods that a path takes: each has a route of its own in ``app.state.routes``."""
+    """List the methods that a path takes: each has a route of its own."""
     routes: list[Route] = request.app.routes
     found = [x.methods for x in routes if x.matches(request.scope)[0] is not Match.NONE]
     return {method for methods in found for method in methods or ()} - {"HEAD"}
