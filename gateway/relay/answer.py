@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -126,6 +127,39 @@ def read_chunk(data: bytes) -> Chunk:
         raise EngineUnavailable("its answer cannot be read") from error
 
 
+class FirstWords:
+    """The first words of an answer, noted on its way: its chat is known again by them."""
+
+    def __init__(self, num_chars: int, on_words: Callable[[str], None]) -> None:
+        """
+        Args:
+            num_chars: that are enough of the answer.
+            on_words: called once with so many, or with all if the answer has fewer.
+        """
+        self._num_chars = num_chars
+        self._on_words: Callable[[str], None] | None = on_words
+        self._words = ""
+
+    @property
+    def wanted(self) -> bool:
+        """False once there are enough."""
+        return self._on_words is not None
+
+    def add(self, data: bytes) -> None:
+        """Take an event's data, or a whole answer."""
+        with suppress(EngineUnavailable):  # who reads the answer reports that
+            for choice in read_chunk(data).choices[:1]:
+                self._words += choice.part.content or ""
+        if len(self._words.lstrip()) >= self._num_chars:
+            self.end()
+
+    def end(self) -> None:
+        """Note what there is: the engine says no more."""
+        on_words, self._on_words = self._on_words, None
+        if on_words is not None:
+            on_words(self._words)
+
+
 class AnswerStream:
     """The events of one streamed answer: the engine's bytes in, the client's bytes out.
 
@@ -141,6 +175,7 @@ class AnswerStream:
         self.usage: Usage | None = None  # None: the engine has not reported it
         self.complete = False  # it ended as a stream should
         self.failed = False  # the engine itself reported an error
+        self.words: FirstWords | None = None  # None: they are not noted
 
     def opening(self) -> bytes:
         """Return what goes out together with the head, before the engine says anything."""
@@ -151,7 +186,8 @@ class AnswerStream:
         if self._held or not chunk.endswith(b"\n\n"):
             chunk = self._whole_events(self._held + chunk)
         num_events = chunk.count(_EVENT)
-        if self.num_events and num_events == chunk.count(_ADDS):
+        is_heard = self.words is not None and self.words.wanted
+        if self.num_events and num_events == chunk.count(_ADDS) and not is_heard:
             self.num_events += num_events
             return chunk
         return b"".join(self._shown(chunk.splitlines(keepends=True)))
@@ -187,6 +223,7 @@ class AnswerStream:
         if data == DONE:
             self.complete = True
             return False
+        self._hear(data)
         said = _peek(data)
         if said.error is not None:
             self.failed = True
@@ -196,6 +233,10 @@ class AnswerStream:
         if not is_usage:
             self._count(data)
         return is_usage
+
+    def _hear(self, data: bytes) -> None:
+        if self.words is not None and self.words.wanted:
+            self.words.add(data)
 
     def _count(self, event: bytes) -> None:
         """Count an event unless it only begins the answer, and holds none of it."""
@@ -251,6 +292,7 @@ class TranslatedStream(AnswerStream, ABC):
         if data == DONE:
             self.complete = True
             return b""
+        self._hear(data)
         self._count(data)
         return self.translated(data)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 
 import msgspec
 from starlette.responses import Response
@@ -26,7 +26,7 @@ from engines.client.connection import StallWatchdog
 from engines.http import CACHE_HEADER, ClientGone
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
-from gateway.relay.answer import AnswerFormat, AnswerStream, read_chunk
+from gateway.relay.answer import AnswerFormat, AnswerStream
 from gateway.watch.requests import Usage
 
 log = logging.getLogger("thermocline.gateway")
@@ -72,27 +72,10 @@ async def relay_events(
     Raises:
         ClientGone: the client took nothing for ``client_stall_s`` seconds.
     """
-    try:
-        async with asyncio.timeout_at(ends_at):
-            await _pump(upstream, events, send, client_stall_s, on_chunk)
-    except (EngineUnavailable, TimeoutError) as error:
-        return failure_of(error)
-    if not events.complete:
-        return failure_of(EngineUnavailable("its answer broke off"))
-    return None
-
-
-async def _pump(
-    upstream: Upstream,
-    events: AnswerStream,
-    send: Send,
-    client_stall_s: float,
-    on_chunk: Callable[[], object],
-) -> None:
     reader = asyncio.timeout(None)
     watchdog = StallWatchdog(client_stall_s, lambda: reader.reschedule(0.0))
     try:
-        async with reader:
+        async with asyncio.timeout_at(ends_at), reader:
             async for chunk in upstream.chunks():
                 body = events.feed(chunk)
                 on_chunk()
@@ -101,12 +84,17 @@ async def _pump(
                 watchdog.edges += 1
                 await send(body_part(body))
                 watchdog.edges += 1
-    except TimeoutError:
+    except (EngineUnavailable, TimeoutError) as error:
         if reader.expired():
             raise ClientGone from None
-        raise
+        return failure_of(error)
     finally:
         watchdog.stop()
+    if events.words is not None:
+        events.words.end()
+    if not events.complete:
+        return failure_of(EngineUnavailable("its answer broke off"))
+    return None
 
 
 def body_part(body: bytes) -> Message:
@@ -181,61 +169,6 @@ def _failure_from(status: int, error: Json) -> Failure:
         code if isinstance(code, str) else None,
         1.0 if status in (429, 503) else None,
     )
-
-
-class Overheard:
-    """An engine's answer whose first words are noted on their way; an ``engines.base.Upstream``."""
-
-    def __init__(self, upstream: Upstream, num_chars: int, on_words: Callable[[str], None]) -> None:
-        """
-        Args:
-            num_chars: that are enough of the answer.
-            on_words: called once with so many, or with all if the answer has fewer.
-        """
-        self._upstream = upstream
-        self._num_chars = num_chars
-        self._on_words: Callable[[str], None] | None = on_words
-        self._words = ""
-        self._held = b""
-
-    @property
-    def status(self) -> int:
-        return self._upstream.status
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self._upstream.headers
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        async for chunk in self._upstream.chunks():
-            if self._on_words is not None:
-                self._note(chunk)
-            yield chunk
-        self._end()
-
-    async def read(self) -> bytes:
-        body = await self._upstream.read()
-        self._add(body)
-        self._end()
-        return body
-
-    def _note(self, chunk: bytes) -> None:
-        *lines, self._held = (self._held + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: {"):
-                self._add(line.removeprefix(b"data: "))
-
-    def _add(self, data: bytes) -> None:
-        with suppress(EngineUnavailable):  # who reads the answer reports that
-            for choice in read_chunk(data).choices[:1]:
-                self._words += choice.part.content or ""
-        if len(self._words.lstrip()) >= self._num_chars:
-            self._end()
-
-    def _end(self) -> None:
-        on_words, self._on_words, self._held = self._on_words, None, b""
-        if on_words is not None:
-            on_words(self._words)
 
 
 class StreamOut:

@@ -26,11 +26,17 @@ from gateway.gateway import Gateway
 from gateway.identity.names import id_to_header
 from gateway.identity.outline import SAID_CHARS, Compared
 from gateway.models import ServedModel
-from gateway.relay.answer import AnswerFormat, NotStored, StoreAnswer, WithoutContent, parse_usage
+from gateway.relay.answer import (
+    AnswerFormat,
+    FirstWords,
+    NotStored,
+    StoreAnswer,
+    WithoutContent,
+    parse_usage,
+)
 from gateway.relay.passthrough import (
     EVENT_STREAM,
     STREAM_HEADERS,
-    Overheard,
     StreamOut,
     body_part,
     engine_failure,
@@ -173,18 +179,16 @@ class TurnResponse(Response):
                 if upstream.status < 400:
                     turn.engine_answered(self._live.cache)
                 try:
-                    yield self._overheard(upstream)
+                    yield WithoutContent(upstream) if asked.is_silent else upstream
                 finally:
                     if upstream.status < 400:
                         self._count(turn)
 
-    def _overheard(self, upstream: Upstream) -> Upstream:
+    def _first_words(self) -> FirstWords | None:
         asked = self._asked
-        if asked.is_silent:
-            return WithoutContent(upstream)
-        if asked.on_words is None or asked.num_answers > 1 or upstream.status >= 400:
-            return upstream
-        return Overheard(upstream, SAID_CHARS, asked.on_words)
+        if asked.on_words is None or asked.num_answers > 1 or asked.is_silent:
+            return None
+        return FirstWords(SAID_CHARS, asked.on_words)
 
     def _let_go(self) -> None:
         """Count the body no longer, and hold it no longer: it goes to the engine.
@@ -206,6 +210,9 @@ class TurnResponse(Response):
 
     async def _whole(self, upstream: Upstream) -> Ending:
         body = await upstream.read()
+        if words := self._first_words():
+            words.add(body)
+            words.end()
         self._live.answered(parse_usage(body))
         shown, head = self._answer.whole(body), self._head(upstream)
         if lost := await self._kept():
@@ -227,6 +234,7 @@ class TurnResponse(Response):
     async def _stream(self, upstream: Upstream, out: StreamOut) -> Ending:
         await out.begin(self._head(upstream), self._live.usage)
         events = self._live.stream = out.events
+        events.words = self._first_words()
         failure = await relay_events(
             upstream,
             events,
