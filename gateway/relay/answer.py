@@ -18,14 +18,14 @@ Only the fields that a translation needs are read. Both names of a model's reaso
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from starlette.responses import Response
 
-from engines.base import EngineUnavailable, SessionRef, Upstream
+from engines.base import EngineUnavailable, SessionRef
 from engines.openai.messages import Json
 from gateway.errors import Failure
 from gateway.watch.requests import Usage
@@ -327,7 +327,6 @@ def _end_of_last(data: bytes, boundary: bytes) -> int:
 
 
 STORED_HEADER = "x-thermocline-stored"
-_encode = msgspec.json.Encoder().encode
 
 
 class NotStored(NamedTuple):
@@ -367,54 +366,3 @@ class AnswerFormat:
     def sign_of_life(self) -> bytes:
         """Return the dialect's event for "still at it"; b"" if there is none."""
         return b""
-
-
-class WithoutContent:
-    """An engine's answer with nothing said in it; an ``engines.base.Upstream``."""
-
-    def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
-
-    @property
-    def status(self) -> int:
-        return self._upstream.status
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self._upstream.headers
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        events = _EmptiedStream()
-        async for chunk in self._upstream.chunks():
-            if emptied := events.feed(chunk):
-                yield emptied
-        if events.complete:
-            yield b"data: [DONE]\n\n"
-
-    async def read(self) -> bytes:
-        return _emptied(await self._upstream.read())
-
-
-class _EmptiedStream(TranslatedStream):
-    def translated(self, data: bytes) -> bytes:
-        return b"data: " + _emptied(data) + b"\n\n"
-
-
-def _emptied(data: bytes) -> bytes:
-    """Take what was said out of an answer, or of a chunk; what is none stays as it is."""
-    try:
-        said = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return data
-    if not isinstance(said, dict) or "choices" not in said:
-        return data
-    for choice in said["choices"] or ():
-        for name in ("message", "delta"):
-            if isinstance(choice.get(name), dict):
-                choice[name] = {"role": choice[name].get("role", "assistant"), "content": ""}
-        if choice.get("finish_reason"):
-            choice["finish_reason"] = "length"
-        choice["logprobs"] = None
-    if isinstance(usage := said.get("usage"), dict):
-        usage |= {"completion_tokens": 0, "total_tokens": usage.get("prompt_tokens", 0)}
-    return _encode(said)

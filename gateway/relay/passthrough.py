@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -26,7 +26,7 @@ from engines.client.connection import StallWatchdog
 from engines.http import CACHE_HEADER, ClientGone
 from engines.openai.requests import Json
 from gateway.errors import Failure, failure_of
-from gateway.relay.answer import AnswerFormat, AnswerStream
+from gateway.relay.answer import AnswerFormat, AnswerStream, TranslatedStream
 from gateway.watch.requests import Usage
 
 log = logging.getLogger("thermocline.gateway")
@@ -169,6 +169,57 @@ def _failure_from(status: int, error: Json) -> Failure:
         code if isinstance(code, str) else None,
         1.0 if status in (429, 503) else None,
     )
+
+
+class WithoutContent:
+    """An engine's answer with nothing said in it; an ``engines.base.Upstream``."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    @property
+    def status(self) -> int:
+        return self._upstream.status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._upstream.headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        events = _EmptiedStream()
+        async for chunk in self._upstream.chunks():
+            if emptied := events.feed(chunk):
+                yield emptied
+        if events.complete:
+            yield b"data: [DONE]\n\n"
+
+    async def read(self) -> bytes:
+        return _emptied(await self._upstream.read())
+
+
+class _EmptiedStream(TranslatedStream):
+    def translated(self, data: bytes) -> bytes:
+        return b"data: " + _emptied(data) + b"\n\n"
+
+
+def _emptied(data: bytes) -> bytes:
+    """Take what was said out of an answer, or of a chunk; what is none stays as it is."""
+    try:
+        said = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return data
+    if not isinstance(said, dict) or "choices" not in said:
+        return data
+    for choice in said["choices"] or ():
+        for name in ("message", "delta"):
+            if isinstance(choice.get(name), dict):
+                choice[name] = {"role": choice[name].get("role", "assistant"), "content": ""}
+        if choice.get("finish_reason"):
+            choice["finish_reason"] = "length"
+        choice["logprobs"] = None
+    if isinstance(usage := said.get("usage"), dict):
+        usage |= {"completion_tokens": 0, "total_tokens": usage.get("prompt_tokens", 0)}
+    return msgspec.json.encode(said)
 
 
 class StreamOut:

@@ -31,13 +31,13 @@ from gateway.relay.answer import (
     FirstWords,
     NotStored,
     StoreAnswer,
-    WithoutContent,
     parse_usage,
 )
 from gateway.relay.passthrough import (
     EVENT_STREAM,
     STREAM_HEADERS,
     StreamOut,
+    WithoutContent,
     body_part,
     engine_failure,
     is_event_stream,
