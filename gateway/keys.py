@@ -66,11 +66,6 @@ class Tenant(NamedTuple):
         return SessionRef(tenant=self.name, id=id, salt=self.salt)
 
 
-def key_owner(tenant: str) -> str:
-    """Return the tenant whose key a tenant's requests have: another one for a user of a key's."""
-    return tenant.partition(_USER_MARK)[0]
-
-
 class Key(NamedTuple):
     """A key as its line says it; the key itself cannot be made of that."""
 

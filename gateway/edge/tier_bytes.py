@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engines.base import EngineError, LimitsTenants, TenantLimits, TierName, Welcome
-from gateway.keys import Limits, Tenants, key_owner
-from kvstore.session import TIER_NAMES
+from gateway.keys import Limits, Tenants
+from kvstore.session import NO_LIMITS, TIER_NAMES
 
 TICK_S: Final = 0.5
 FULL: Final = 0.9  # of its limit
@@ -24,30 +24,19 @@ FULL: Final = 0.9  # of its limit
 log = logging.getLogger("thermocline.limits")
 
 
-class Rules:
-    """The limits as they are now."""
+def limits_of(tenants: Tenants, usual: Limits) -> dict[TierName, TenantLimits]:
+    """Return the limits as they are now, of the tiers that have any.
 
-    def __init__(self, tenants: Tenants, usual: Limits) -> None:
-        self.source = tenants.num_replaced, usual
-        self._named = {x: tenants.bytes_of(x, usual) for x in TIER_NAMES}
-        self._usual = {x: usual.bytes_of(x) for x in TIER_NAMES}
-        tiers = [x for x in TIER_NAMES if self._usual[x] or any(self._named[x].values())]
-        # A tenant in no list of keys, such as one whose key was revoked, has the usual limit.
-        self.tiers = {
-            x: TenantLimits(
-                {
-                    tenant: most or None
-                    for tenant, most in self._named[x].items()
-                    if most != self._usual[x]
-                },
-                self._usual[x] or None,
-            )
-            for x in tiers
-        }
-
-    def most(self, tier: TierName, tenant: str) -> int:
-        """Return a limit; 0 = any number."""
-        return self._named[tier].get(key_owner(tenant), self._usual[tier])
+    A tenant in no list of keys, such as one whose key was revoked, has the usual one.
+    """
+    found = {}
+    for tier in TIER_NAMES:
+        others = usual.bytes_of(tier) or None
+        each = {name: most or None for name, most in tenants.bytes_of(tier, usual).items()}
+        named = {name: most for name, most in each.items() if most != others}
+        if named or others:
+            found[tier] = TenantLimits(named, others)
+    return found
 
 
 @dataclass
@@ -84,16 +73,16 @@ class TierBytes:
         self._on_full = on_full
         self._members: dict[str, Member] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}  # by engine
-        self._rules = Rules(tenants, Limits())
+        self._source: tuple[int, Limits] | None = None  # of the limits
+        self._limits: dict[TierName, TenantLimits] = {}
         self._shown: set[TierName] = set()  # tiers of which ``on_full`` knows
 
     def used(self, tenant: str) -> dict[TierName, dict[str, int]]:
         """Show what a tenant holds of each tier where it has a limit, on the engine with most."""
-        limits = {x: self._rules.most(x, tenant) for x in self._rules.tiers}
         return {
             tier: {"held": self._held(tier)[tenant], "limit": most}
-            for tier, most in limits.items()
-            if most
+            for tier, limits in self._limits.items()
+            if (most := limits.of(tenant))
         }
 
     def _held(self, tier: TierName) -> Counter[str]:
@@ -115,14 +104,15 @@ class TierBytes:
 
         An engine that has not answered since an earlier round is left out, and delays no other.
         """
-        if self._rules.source != (self._tenants.num_replaced, usual := self._usual()):
-            self._rules = Rules(self._tenants, usual)
+        source = self._tenants.num_replaced, self._usual()
+        if source != self._source:
+            self._source, self._limits = source, limits_of(self._tenants, source[1])
         self._look_at_engines()
         self._report_full()
         self._asking = {x: task for x, task in self._asking.items() if not task.done()}
         for name, member in self._members.items():
-            if (self._rules.tiers or member.is_limited) and name not in self._asking:
-                self._asking[name] = group.create_task(self._ask(member, self._rules))
+            if (self._limits or member.is_limited) and name not in self._asking:
+                self._asking[name] = group.create_task(self._ask(member, self._limits))
 
     def _look_at_engines(self) -> None:
         members: dict[str, Member] = {}
@@ -133,18 +123,18 @@ class TierBytes:
             members[name] = known if known and known.life is life else Member(engine, life)
         self._members = members
 
-    async def _ask(self, member: Member, rules: Rules) -> None:
+    async def _ask(self, member: Member, limits: Mapping[TierName, TenantLimits]) -> None:
         try:
-            held = (await member.engine.limit_tenants(rules.tiers)).tiers
+            held = (await member.engine.limit_tenants(limits)).tiers
         except EngineError as error:
             log.debug("an engine does not hold tenants to their bytes yet: %s", error)
             return
-        member.is_limited = bool(rules.tiers)
+        member.is_limited = bool(limits)
         member.held = held
 
     def _report_full(self) -> None:
-        for tier in {*self._rules.tiers, *self._shown}:
-            held = self._held(tier)
-            limits = {x: self._rules.most(tier, x) for x in held}
-            self._on_full(tier, sum(0 < FULL * most <= held[x] for x, most in limits.items()))
-        self._shown = set(self._rules.tiers)
+        for tier in {*self._limits, *self._shown}:
+            limits = self._limits.get(tier, NO_LIMITS)
+            held = [(nbytes, limits.of(tenant)) for tenant, nbytes in self._held(tier).items()]
+            self._on_full(tier, sum(most is not None and FULL * most <= x for x, most in held))
+        self._shown = set(self._limits)

@@ -236,10 +236,11 @@ class Live(Observer):
         if request.in_engine:  # else it was refused, or its client left
             self.speed.learn(request, self.engine.codec)
             saved_s = self.speed.saved_s(request)
+            turn = request.turn(saved_s)
             for tally in self.tallies.counting(request.ref.tenant):
-                tally.add(request, saved_s)
+                tally.add(turn)
             if self.row(key) is not None:
-                self.histories.turned(key, request.turn(saved_s), request.title)
+                self.histories.turned(key, turn, request.title)
         self._metrics.turn_ended(request, saved_s)
 
     def served(self, key: Key) -> Sequence[LiveRequest]:

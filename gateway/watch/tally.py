@@ -9,7 +9,7 @@ from typing import Final
 
 from engines.wire import CodecReport
 from gateway.watch.requests import FIRST, LiveRequest, Stretch, TokenKind
-from gateway.watch.shape import MAX_MOVES, FirstTokenTimes, Move, TurnKind
+from gateway.watch.shape import MAX_MOVES, FirstTokenTimes, Move, TurnKind, TurnRecord
 
 LATEST_TURNS: Final = 500  # over which times are shown
 
@@ -178,22 +178,20 @@ class Tally:
         self.outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.departures: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
-    def add(self, request: LiveRequest, saved_s: float | None) -> None:
+    def add(self, turn: TurnRecord) -> None:
         """Count a turn that is over."""
         self._turn_day()
         self._turns += 1
-        self._waits.append(request.waited_s)
-        if request.source is not None and request.first_token_s is not None:
-            kind, seen = (
-                kind_of(request.source),
-                (request.first_token_s, request.prompt_tokens or 0),
-            )
-            self._first_tokens.setdefault(kind, deque(maxlen=LATEST_TURNS)).append(seen)
-        self._saved_tokens += request.reused_tokens
-        if request.reused_tokens and saved_s is not None:
-            self._saved_s = (self._saved_s or 0.0) + saved_s
-        if request.cache is not None and request.source is not None:
-            self.outcomes[request.source][request.cache.reason or ""] += 1
+        self._waits.append(turn.waited_s)
+        self._saved_tokens += turn.reused_tokens
+        if turn.reused_tokens and turn.saved_s is not None:
+            self._saved_s = (self._saved_s or 0.0) + turn.saved_s
+        if turn.source is None:
+            return
+        self.outcomes[turn.source][turn.reason or ""] += 1
+        if turn.first_token_s is not None:
+            latest = self._first_tokens.setdefault(kind_of(turn.source), deque(maxlen=LATEST_TURNS))
+            latest.append((turn.first_token_s, turn.prompt_tokens or 0))
 
     def count(self, stretch: Stretch) -> None:
         """Count tokens when they came."""
