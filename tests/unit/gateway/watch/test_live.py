@@ -100,7 +100,7 @@ def test_a_forgotten_session_leaves_no_past():
 def test_sums_of_today_begin_again_at_midnight():
     clock = Clock()
     tally = Tally(clock)
-    tally.add(request(Clock(), "hot", 30, 40, 0.1), 3.0)
+    tally.add(request(Clock(), "hot", 30, 40, 0.1).turn(saved_s=3.0))
     assert tally.today == (30, 3.0, 1)
     assert tally.outcomes == {"hot": {"": 1}}
     clock.now += 86_400
