@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 from msgspec import structs
@@ -158,9 +158,5 @@ def _mode(path: str) -> int | None:
         return None
 
 
-CHECKS: tuple[Callable[[Gateway], Iterator[Finding]], ...] = (
-    *(_reach, _keys, _limits, _open_files),
-)
-MODEL_CHECKS: tuple[Callable[[ServedModel], Iterator[Finding]], ...] = (
-    *(_engine, _codec, _tiers, _likeness, _memory),
-)
+CHECKS: Final = (_reach, _keys, _limits, _open_files)
+MODEL_CHECKS: Final = (_engine, _codec, _tiers, _likeness, _memory)
