@@ -98,6 +98,7 @@ class Tenants:
         if len(secret) < 16:
             raise ValueError("the server's secret needs at least 16 bytes")
         self._secret = secret
+        self._anonymous = Tenant(ANONYMOUS, self.salt_of(ANONYMOUS))
         self._keys = read_keys(key_lines)
         self._admin_keys = read_keys(admin_lines, admin=True)
         self.num_replaced = 0
@@ -137,15 +138,14 @@ class Tenants:
             InvalidRequest: 401, no key, an unknown one, or two that differ: whose request it is
                 must not be guessed.
         """
-        anonymous = Tenant(ANONYMOUS, self.salt_of(ANONYMOUS))
         keys = (*self._keys, *self._admin_keys)  # another thread may replace them meanwhile
         if not keys:
-            return anonymous
+            return self._anonymous
         scheme, _, bearer = (authorization or "").partition(" ")
         bearer = bearer.strip() if scheme.lower() == "bearer" else ""
         key = bearer or (x_api_key or "").strip()
         if not key and self.open_to_all:
-            return anonymous
+            return self._anonymous
         if not key:
             raise _unauthorised("No API key was sent. Send it as: Authorization: Bearer KEY.")
         if x_api_key and x_api_key.strip() != key:
@@ -157,7 +157,7 @@ class Tenants:
             if hmac.compare_digest(key_line.digest, shown):
                 found = key_line
         if found is None and self.open_to_all:  # clients often send some word where none is needed
-            return anonymous
+            return self._anonymous
         if found is None:
             raise _unauthorised("The API key is not valid here.")
         salt = self.salt_of(found.tenant)
@@ -195,7 +195,7 @@ class Tenants:
 
     def operator(self) -> Tenant:
         """Return who may open the admins' socket: an admin without a key."""
-        return Tenant(ANONYMOUS, self.salt_of(ANONYMOUS), admin=True)
+        return self._anonymous._replace(admin=True)
 
     def salt_of(self, name: str) -> bytes:
         """Derive a tenant's salt, 32 bytes, from the server's secret."""

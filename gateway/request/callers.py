@@ -73,8 +73,7 @@ def state_of(scope: Scope) -> RequestState:
 
 def gateway_of(request: Request) -> Gateway:
     """Return the parts of the app that serves ``request``."""
-    gateway = request.app.state.gateway
-    assert isinstance(gateway, Gateway)
+    gateway: Gateway = request.scope["app"].state.gateway
     return gateway
 
 
