@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import NamedTuple
 
 from engines.base import (
@@ -38,42 +39,26 @@ MANY_ROWS, COUNT_EVERY_S = 10_000, 5.0
 MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
 
 
+@dataclass(eq=False)
 class ServedModel:
-    """One model, its engine and its sessions."""
+    """One model, its engine and its sessions; nothing is started."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        sessions: SessionManager,
-        config: GatewayConfig,
-        metrics: Metrics,
-        *,
-        name: str = "",
-        aliases: Sequence[str] = (),
-        path: str = "",
-        weights_bytes: int | None = None,
-        on_demand: OnDemand | None = None,
-    ) -> None:
-        """Nothing is started.
+    engine: Engine
+    sessions: SessionManager
+    config: InitVar[GatewayConfig]
+    metrics: InitVar[Metrics]
+    _: KW_ONLY
+    given_name: str = ""  # in the settings; "" = as its engine says, once it is ready
+    aliases: Sequence[str] = ()  # further names, of this model only; a reload may change them
+    path: str = ""  # the folder or hub id that its engine reads; "" = unknown
+    weights_bytes: int | None = None  # on disk; None: they are not here, or were not looked for
+    on_demand: OnDemand | None = None  # None: it is loaded for as long as the server runs
 
-        Args:
-            name: in the settings; "" = as its engine says, once it is ready.
-            aliases: further names, of this model only.
-            path: the folder or hub id that its engine reads; "" = unknown.
-            weights_bytes: on disk; None: they are not here, or were not looked for.
-            on_demand: None: it is loaded for as long as the server runs.
-        """
-        self.engine = engine
-        self.sessions = sessions
-        self.given_name = name
-        self.path = path
-        self.weights_bytes = weights_bytes
-        self.on_demand = on_demand
+    def __post_init__(self, config: GatewayConfig, metrics: Metrics) -> None:
         self.chats = KnownChats(MAX_KNOWN_CHATS)
         self.prefixes = PrefixWatch()
-        self.live = Live(engine, sessions, metrics)
-        self.snapshots = Snapshots(self.live, name=name, loading=self._loading)
-        self.aliases = aliases  # a reload of the settings changes them
+        self.live = Live(self.engine, self.sessions, metrics)
+        self.snapshots = Snapshots(self.live, name=self.given_name, loading=self._loading)
         self.seen: Welcome | None = None  # what its engine said when a request last found it ready
         self._remote_images = config.remote_images
         self._num_awaiting = 0  # requests that wait for the engine to come back

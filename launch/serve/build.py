@@ -125,7 +125,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
                     sessions,
                     settings.gateway,
                     metrics,
-                    name=entry.name,
+                    given_name=entry.name,
                     aliases=entry.aliases,
                     path=model.path,
                     weights_bytes=weights_bytes(model.folder, False) if model.folder else None,

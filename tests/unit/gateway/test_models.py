@@ -51,7 +51,12 @@ class TwoModels(App):
         models = [
             self.model,
             ServedModel(
-                self.slow, sessions, config, self.gateway.metrics, name=SLOW, on_demand=on_demand
+                self.slow,
+                sessions,
+                config,
+                self.gateway.metrics,
+                given_name=SLOW,
+                on_demand=on_demand,
             ),
         ]
         gateway = self.gateway

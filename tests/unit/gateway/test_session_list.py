@@ -59,7 +59,7 @@ async def test_of_several_models_the_pages_go_on_from_one_to_the_next(app: App):
     other = SessionManager(app.engine, app.sessions._config, salt_of=app.gateway.tenants.salt_of)
     config, gateway = app.gateway.config, app.gateway
     models = [
-        ServedModel(app.engine, x, config, gateway.metrics, name=name)
+        ServedModel(app.engine, x, config, gateway.metrics, given_name=name)
         for name, x in (("one", app.sessions), ("two", other))
     ]
     app.app = create_app(config, models, gateway.tenants, gateway.metrics)

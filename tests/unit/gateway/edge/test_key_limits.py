@@ -229,7 +229,7 @@ async def test_one_name_on_two_models_is_two_sessions():
     app = App(sessions=1)
     gateway, tenant = app.gateway, app.gateway.tenants.operator()
     one, two = (
-        ServedModel(app.engine, app.sessions, gateway.config, gateway.metrics, name=x)
+        ServedModel(app.engine, app.sessions, gateway.config, gateway.metrics, given_name=x)
         for x in ("one", "two")
     )
     gateway.models = Models([one, two])

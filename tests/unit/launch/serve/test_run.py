@@ -98,7 +98,7 @@ async def test_models_take_their_aliases_and_derived_budgets_are_no_change(caplo
     caplog.set_level("INFO")
     app = App()
     config, metrics = app.gateway.config, app.gateway.metrics
-    two = ServedModel(app.engine, app.sessions, config, metrics, name="two")
+    two = ServedModel(app.engine, app.sessions, config, metrics, given_name="two")
     app.gateway.models = Models([app.model, two])
     reload = Reload(
         app.gateway,
