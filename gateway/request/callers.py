@@ -40,7 +40,7 @@ from gateway.models import ServedModel
 
 @dataclass
 class RequestState:
-    """What this server knows of one request and holds for it, until its answer has ended."""
+    """One request until its answer has ended: the facts known of it, and the things held for it."""
 
     id: str
     headers: Mapping[str, str]  # by their names in lower case; of several the first
