@@ -118,9 +118,9 @@ async def body_for_engine(
         if not model.is_there:
             async with _parsed(gateway, request, body) as early:
                 if check is not None:
-                    await early.off_loop(partial(check, model, early.json))
+                    await early.off_loop(partial(_check_early, check, early))
                 on_wait(early)
-            del early
+                early.json = {}  # its thread may hold the rest for a moment
         await enter(gateway, model, request)
     async with _parsed(gateway, request, body) as whole:
         yield whole
@@ -153,6 +153,10 @@ async def _parsed(gateway: Gateway, request: Request, body: bytes) -> AsyncItera
         state_of(request.scope).num_replaced = whole.num_replaced
         model = gateway.models.meant(whole.json.get("model"), gateway.config)
         yield ParsedBody(request, whole.json, len(body), alone, model)
+
+
+def _check_early(check: Callable[[ServedModel, Json], object], body: ParsedBody) -> None:
+    check(body.model, body.json)
 
 
 class _Named(msgspec.Struct):
