@@ -31,8 +31,7 @@ from engines.calibration.corpus import held_out_texts
 from engines.config import EngineConfig
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, probe
-from engines.mlx_worker.cache.packed.attention import attending
-from engines.mlx_worker.cache.packed_model import with_packed_caches
+from engines.mlx_worker.cache.packed_model import attending, with_packed_caches
 from engines.mlx_worker.model.loading import LoadedModel, load_model
 from launch.machine.folders import default_cache_dir
 from launch.model.find import sample_model

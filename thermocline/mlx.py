@@ -18,8 +18,8 @@ from mlx_lm.models.cache import KVCache
 
 from engines.config import EngineConfig
 from engines.kv_budget import HOT_CODECS
+from engines.mlx_worker.cache import packed_model
 from engines.mlx_worker.cache.layout import CannotServe, probe
-from engines.mlx_worker.cache.packed import attention
 from engines.mlx_worker.cache.packed_model import with_packed_caches
 from kvstore.shapes import KVLayout
 from thermocline.progress import reporter
@@ -78,7 +78,7 @@ def attending(model: Any) -> AbstractContextManager[None]:
     Replaces ``scaled_dot_product_attention`` in the model's own module, and puts it back. Has no
     effect on models that do not use mlx_lm's function.
     """
-    return attention.attending(model)
+    return packed_model.attending(model)
 
 
 def capture(

@@ -23,7 +23,7 @@ from engines.base import (
 )
 from engines.client.connection import HttpAddress, HttpExchange
 from engines.client.control_link import SILENCE_S, ControlLink
-from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
+from engines.client.second_try import Candidate, RequestBody, SecondTry
 from engines.config import CalibrationOrder, WorkerConfig
 from engines.http import session_headers, with_session
 from engines.wire import (
@@ -155,12 +155,13 @@ class EngineClient:
     def _candidate(
         self, path: str, headers: Mapping[str, str], wait_s: float, but: Welcome | None
     ) -> Candidate:
-        def hopeless() -> bool:
-            return self._stopping or self.gave_up
-
-        life = self._link.welcome
-        next_life = NextLife(lambda: self._link.welcome, wait_s, hopeless)
-        return Candidate("", life, next_life, partial(self._asked, path, headers))
+        return Candidate(
+            "",
+            lambda: self._link.welcome,
+            partial(self._asked, path, headers),
+            wait_s,
+            lambda: self._stopping or self.gave_up,
+        )
 
     @asynccontextmanager
     async def _asked(

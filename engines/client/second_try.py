@@ -35,58 +35,6 @@ END_OF_COMMENT: Final = b"\n\n"  # of a comment that was cut, perhaps
 log = logging.getLogger("thermocline.engines")
 
 
-class NextLife:
-    """Says whether the engine that was there when this was made has ended, and awaits the next.
-
-    It has if its control connection was lost, whether its process ended or was given up as hung.
-    """
-
-    def __init__(
-        self,
-        engine: Callable[[], object],
-        wait_s: float,
-        gave_up: Callable[[], bool],
-        has_other: Callable[[], bool] | None = None,
-    ) -> None:
-        """Remember the present control connection.
-
-        Args:
-            engine: returns one object for as long as the control connection lasts, None without.
-            wait_s: the longest wait for the next connection, in seconds.
-            gave_up: returns True once no engine will be started any more.
-            has_other: returns True while another engine can be asked; None = there is none, only
-                the next life of this one.
-        """
-        self._engine = engine
-        self._original = engine()
-        self._wait_s = wait_s
-        self._gave_up = gave_up
-        self._may_ask_other = has_other is not None
-        self._has_next = has_other or (lambda: engine() is not None)
-
-    @property
-    def ended(self) -> bool:
-        """True once the original connection is lost."""
-        return self._engine() is not self._original
-
-    @property
-    def has_other(self) -> bool:
-        """True if another engine can be asked while the original one still runs."""
-        return self._may_ask_other and self._has_next()
-
-    async def ready(self) -> bool:
-        """Wait until the connection is lost and there is another one; False if not in time."""
-        loop = asyncio.get_running_loop()
-        noticed, end = loop.time() + NOTICED_S, loop.time() + self._wait_s
-        while loop.time() < end and not self._gave_up():
-            if self.ended and self._has_next():
-                return True
-            if not self.ended and loop.time() > noticed:
-                return False
-            await asyncio.sleep(POLL_S)
-        return False
-
-
 @dataclass
 class RequestBody:
     """The body of a request; a large one is let go when it has been sent."""
@@ -99,22 +47,52 @@ class RequestBody:
             self.content = b""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Candidate:
-    """An engine that may be asked.
+    """An engine that may be asked, in the life that it has when this is made.
+
+    That has ended once its control connection is lost, whether its process ended or was given up as
+    hung.
 
     Attributes:
         name: differs from those of other engines.
-        life: its account of itself, the same object for as long as it lives.
+        account: returns its account of itself, the same object for as long as the control
+            connection lasts, None without.
         open: sends it the body; the context ends the request.
+        wait_s: the longest wait for the next connection, in seconds.
+        gave_up: returns True once no engine will be started any more.
+        others: returns True while another engine can be asked; None = there is none, only the next
+            life of this one.
         avoid: has others asked first for some time, since it took or kept no connection.
     """
 
     name: str
-    life: Welcome | None
-    next_life: NextLife
+    account: Callable[[], Welcome | None]
     open: Callable[[RequestBody], AbstractAsyncContextManager[Upstream]]
+    wait_s: float
+    gave_up: Callable[[], bool]
+    others: Callable[[], bool] | None = None
     avoid: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.life = self.account()
+
+    @property
+    def ended(self) -> bool:
+        """True once the control connection of this life is lost."""
+        return self.account() is not self.life
+
+    async def next_is_ready(self) -> bool:
+        """Wait until it has ended and there is another one; False if not in time."""
+        loop = asyncio.get_running_loop()
+        noticed, end = loop.time() + NOTICED_S, loop.time() + self.wait_s
+        while loop.time() < end and not self.gave_up():
+            if self.ended and (self.others() if self.others else self.account() is not None):
+                return True
+            if not self.ended and loop.time() > noticed:
+                return False
+            await asyncio.sleep(POLL_S)
+        return False
 
 
 class SecondTry:
@@ -179,8 +157,8 @@ class SecondTry:
         body, self._kept = self._kept, None
         if body is None or not body.content or self._asked is None:
             return False
-        life, next_life = self._asked.life, self._asked.next_life
-        if broke and next_life.has_other:
+        asked, life = self._asked, self._asked.life
+        if broke and asked.others is not None and asked.others():
             log.warning("a connection to a replica broke; another one is asked")
             await self._stack.aclose()
             try:
@@ -188,7 +166,7 @@ class SecondTry:
                 return True
             except EngineUnreached:
                 pass  # it may have ended as well: one of them will be there again
-        if not await next_life.ready():
+        if not await asked.next_is_ready():
             return False
         log.warning("the engine ended with a request, which is asked once more")
         await self._stack.aclose()
@@ -229,7 +207,7 @@ class SecondTry:
 
     @property
     def _has_ended(self) -> bool:
-        return self._asked is not None and self._asked.next_life.ended
+        return self._asked is not None and self._asked.ended
 
     async def _promised_again(self, failed: bool, broke: bool) -> bool:
         """Ask once more after a head that was read; the answer must be of the kind it said."""

@@ -27,8 +27,7 @@ from engines.kv_budget import longest_context, too_little
 from engines.mlx_worker.batch.batch_loop import BatchLoop
 from engines.mlx_worker.batch.request import Request, split_request
 from engines.mlx_worker.cache.layout import CachePlan, probe
-from engines.mlx_worker.cache.packed.attention import attending
-from engines.mlx_worker.cache.packed_model import with_packed_caches
+from engines.mlx_worker.cache.packed_model import attending, with_packed_caches
 from engines.mlx_worker.generation import (
     EventBuffer,
     EventQueue,

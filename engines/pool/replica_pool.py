@@ -36,7 +36,7 @@ from engines.base import (
     Welcome,
 )
 from engines.client.control_link import NoticeQueue
-from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
+from engines.client.second_try import Candidate, RequestBody, SecondTry
 from engines.config import CalibrationOrder
 from engines.http import session_from
 from engines.pool.replica import Replica, difference, joined_report, joined_welcome
@@ -206,14 +206,15 @@ class ReplicaPool:
         def candidate(but: Welcome | None) -> Candidate:
             replica = self._choice.choose(key, but)
             life = replica.engine.welcome
-            next_life = NextLife(
+            return Candidate(
+                replica.name,
                 lambda: replica.engine.welcome,
+                partial(self._asked, replica, session, path, headers),
                 max(wait_s or 0.0, LEAST_WAIT_S),
                 lambda: self._stopping or self.gave_up,
-                has_other=lambda: any(x.takes_beside(life) for x in self._replicas),
+                lambda: any(x.takes_beside(life) for x in self._replicas),
+                replica.avoid,
             )
-            asked = partial(self._asked, replica, session, path, headers)
-            return Candidate(replica.name, life, next_life, asked, replica.avoid)
 
         asked, sent = SecondTry(candidate), RequestBody(body)
         del body  # megabytes perhaps, and the answer may take an hour

@@ -150,9 +150,12 @@ class LineCalls:
 
     def feed(self, section: str, text: str) -> ParsedText:
         self._held += text
-        parsed_text = ParsedText()
-        while self._step(parsed_text):
-            pass
+        parsed_text, goes_on = ParsedText(), True
+        while goes_on and not self._plain:
+            step = self._pass_arguments if self._calling else self._begin
+            goes_on = step(parsed_text)
+        if self._plain:
+            parsed_text.content, self._held = self._held, ""
         return parsed_text
 
     def finish(self) -> ParsedText:
@@ -163,17 +166,8 @@ class LineCalls:
             return ParsedText(calls=self._arguments(text.removesuffix("}")))
         return ParsedText(text)
 
-    def _step(self, parsed_text: ParsedText) -> bool:
-        """Read on in the held text; False = more text is needed."""
-        if self._plain:
-            parsed_text.content += self._held
-            self._held = ""
-            return False
-        if self._calling:
-            return self._pass_arguments(parsed_text)
-        return self._begin(parsed_text)
-
     def _begin(self, parsed_text: ParsedText) -> bool:
+        """Read a call's header in the held text; False = more text is needed."""
         header = next((x for x in self._headers if self._held.startswith(x)), None)
         if header is None:
             self._plain = not any(x.startswith(self._held) for x in self._headers)
@@ -201,21 +195,20 @@ class LineCalls:
 
 def _checked(parsed: Any, names: Collection[str]) -> list[dict[str, Any]]:
     """Check one parsed call or several. Raises ``ValueError`` if they are no calls of ``names``."""
-    calls = parsed if isinstance(parsed, list) else [parsed]
-    checked = [_call(x.get("function", x), names) for x in calls]
+    checked = []
+    for one in parsed if isinstance(parsed, list) else [parsed]:
+        call = one.get("function", one)
+        # Llama's models say "parameters".
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if call["name"] not in names or not isinstance(arguments, dict):
+            raise ValueError("not a call of a known function")
+        written = json.dumps(arguments, ensure_ascii=False)
+        checked.append({"name": call["name"], "arguments": written})
     if not checked:
         raise ValueError("no calls")
     return checked
-
-
-def _call(call: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    # Llama's models say "parameters".
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if call["name"] not in names or not isinstance(arguments, dict):
-        raise ValueError("not a call of a known function")
-    return {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
 def _deltas(calls: Sequence[dict[str, Any]], first: int) -> list[CallDelta]:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -55,6 +55,7 @@ class SamplingGuard:
 
     def __init__(self, sampling: SequenceSampling) -> None:
         self._sampling = sampling
+        self._sampler: Any = sampling.sampler
         self._num_samples = 0
         self.fault: Exception | None = None
         self._first_faulty = 0
@@ -66,7 +67,7 @@ class SamplingGuard:
     @property
     def sampler(self) -> _Step | None:
         """The guarded sampler; ``None`` for greedy: such sequences share one batched argmax."""
-        return None if self._sampling.sampler is None else self._sample
+        return None if self._sampler is None else self._sample
 
     @property
     def processors(self) -> tuple[_Process, ...]:
@@ -77,35 +78,32 @@ class SamplingGuard:
         """Sample from (1, vocab) log-probabilities; returns (1,), an integer."""
         if not self._sampling.logits_processors:  # else counted there
             self._num_samples += 1
-        if self.fault is None and self._sampling.sampler is not None:
-            try:
-                token: mx.array = self._sampling.sampler(logprobs)
-                if token.shape == (1,):
-                    return token
-                self._spoil(ValueError(f"a sampler returned shape {token.shape}, not (1,)"))
-            except Exception as error:  # code of the request: its defects are this sequence's alone
-                self._spoil(error)
-        return mx.argmax(logprobs, axis=-1)
+        sampled = self._guarded(lambda: self._sampler(logprobs), (1,))
+        return mx.argmax(logprobs, axis=-1) if sampled is None else sampled
 
     def _process(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Process (1, vocab) logits, given the tokens so far; returns the same shape."""
         self._num_samples += 1
-        if self.fault is not None:
-            return logits
-        try:
-            processed = logits
-            for processor in self._sampling.logits_processors:
-                processed = processor(tokens, processed)
-            if processed.shape == logits.shape:
-                return processed
-            self._spoil(ValueError(f"logits of shape {logits.shape} became {processed.shape}"))
-        except Exception as error:  # as above
-            self._spoil(error)
+        processed = self._guarded(lambda: self._processed(tokens, logits), logits.shape)
+        return logits if processed is None else processed
+
+    def _processed(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        for processor in self._sampling.logits_processors:
+            logits = processor(tokens, logits)
         return logits
 
-    def _spoil(self, error: Exception) -> None:
-        self.fault = error
-        self._first_faulty = self._num_samples - 1
+    def _guarded(self, step: Callable[[], mx.array], shape: tuple[int, ...]) -> mx.array | None:
+        """Do a step of the request's; None after its first error, or if it is one."""
+        if self.fault is not None:
+            return None
+        try:
+            made = step()
+            if made.shape == shape:
+                return made
+            raise ValueError(f"a sampler or processor returned shape {made.shape}, not {shape}")
+        except Exception as error:  # code of the request: its defects are this sequence's alone
+            self.fault, self._first_faulty = error, self._num_samples - 1
+            return None
 
 
 @dataclass(eq=False)

@@ -99,15 +99,10 @@ def compact(caches: Caches) -> None:
         elif is_growing(leaf) and leaf.keys is not None:
             keys, values, used = leaf.state
             if keys.shape[2] - used > used // MOST_SPARE:
-                leaf.state = (
-                    _contiguous(keys[..., :used, :]),
-                    _contiguous(values[..., :used, :]),
-                    used,
-                )
+                keys, values = (_contiguous(x[..., :used, :]) for x in (keys, values))
+                leaf.state = (keys, values, used)
         else:
-            leaf.state = tree_map(
-                lambda x: _contiguous(x) if isinstance(x, mx.array) else x, leaf.state
-            )
+            leaf.state = tree_map(_contiguous, leaf.state)
     mx.eval([cache.state for cache in caches])
 
 
@@ -124,8 +119,8 @@ def sole_row(cache: Any) -> Any:
     return row
 
 
-def _contiguous(array: mx.array) -> mx.array:
-    return mx.contiguous(array)
+def _contiguous(value: Any) -> Any:
+    return mx.contiguous(value) if isinstance(value, mx.array) else value
 
 
 # ---- to numpy
@@ -283,7 +278,11 @@ def packed_run(caches: Sequence[PackedKVCache], num_tokens: int) -> list[KVPair]
     Raises:
         Mismatch: a cache holds fewer.
     """
-    sides = [side for cache in caches for side in _sides(cache, num_tokens)]
+    sides = []
+    for cache in caches:
+        if cache.sides is None or num_tokens > cache.offset:
+            raise Mismatch(f"a cache of {cache.offset} tokens where {num_tokens} are wanted")
+        sides += [side.trimmed(num_tokens) for side in cache.sides]
     bits = [[bits_of(x) for x in side.arrays] for side in sides]
     mx.eval(bits)  # all at once: a call costs as much as many rows
     kinds = [(packer.kind, cache.dtype) for cache in caches for packer in cache.packers]
@@ -292,12 +291,6 @@ def packed_run(caches: Sequence[PackedKVCache], num_tokens: int) -> list[KVPair]
         for held, kind in zip(bits, kinds, strict=True)
     ]
     return [cast(KVPair, pair) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
-
-
-def _sides(cache: PackedKVCache, num_tokens: int) -> list[PackedSide]:
-    if cache.sides is None or num_tokens > cache.offset:
-        raise Mismatch(f"a cache of {cache.offset} tokens where {num_tokens} are wanted")
-    return [side.trimmed(num_tokens) for side in cache.sides]
 
 
 def _array(held: Sequence[np.ndarray], kind: RowKind, dtype: DType) -> PackedArray:
@@ -322,8 +315,9 @@ def fill_packed(cache: PackedKVCache, pair: Any, num_tokens: int) -> None:
     Raises:
         Mismatch: they are not this model's.
     """
-    if pair is None or any(not _fits(x, num_tokens) for x in pair):
-        raise Mismatch("the stored KV has another shape than this model's")
+    for array in pair or (None,):
+        if not isinstance(array, PackedArray) or array.shape[1] != num_tokens:
+            raise Mismatch("the stored KV has another shape than this model's")
     first = min(NUM_SINKS, num_tokens)
     end = max(first, *(array.packed_end for array in pair))
     keys, values = (
@@ -331,10 +325,6 @@ def fill_packed(cache: PackedKVCache, pair: Any, num_tokens: int) -> None:
         for array, packer in zip(pair, cache.packers, strict=True)
     )
     cache.sides, cache.offset = (keys, values), num_tokens
-
-
-def _fits(array: Any, num_tokens: int) -> bool:
-    return isinstance(array, PackedArray) and array.shape[1] == num_tokens
 
 
 def _side(array: PackedArray, kind: RowKind, first: int, end: int) -> PackedSide:

@@ -104,12 +104,23 @@ def _layout(found: list[Any]) -> KVLayout:
     if reason := cannot_keep(type(x).__name__ for x in found):
         raise CannotKeep(reason)
     growing = [x for x in found if is_growing(x)]
-    dtypes = {str(a.dtype).removeprefix("mlx.core.") for x in growing for a in (x.keys, x.values)}
+    dtypes = _dtypes(growing)
     if not dtypes:
         return KVLayout(dtype="float32", layers=())
-    if len(dtypes) > 1 or not dtypes <= {"float32", "float16", "bfloat16"}:
+    if (layout := _layout_of(growing, dtypes)) is None:
         raise CannotKeep(f"its layers hold KV of dtype {', '.join(sorted(dtypes))}")
-    layers = [KVLayer(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in growing]
+    return layout
+
+
+def _dtypes(leaves: list[Any]) -> set[str]:
+    arrays = [array for leaf in leaves for array in (leaf.keys, leaf.values)]
+    return {str(array.dtype).removeprefix("mlx.core.") for array in arrays}
+
+
+def _layout_of(leaves: list[Any], dtypes: set[str]) -> KVLayout | None:
+    if len(dtypes) > 1 or not dtypes <= {"float32", "float16", "bfloat16"}:
+        return None
+    layers = [KVLayer(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in leaves]
     return KVLayout(dtype=dtypes.pop(), layers=tuple(layers))  # type: ignore[arg-type]
 
 
@@ -146,12 +157,7 @@ def _window_layout(windows: list[Any], found: list[Any]) -> KVLayout | None:
     """The layers with windows, if all are equally long: their rows are packed side by side."""
     if not windows or len({x.max_size for x in windows}) > 1:
         return None
-    kept = [x for x in found if is_growing(x)] + windows
-    dtypes = {str(a.dtype).removeprefix("mlx.core.") for x in kept for a in (x.keys, x.values)}
-    if len(dtypes) > 1 or not dtypes <= {"float32", "float16", "bfloat16"}:
-        return None
-    layers = [KVLayer(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in windows]
-    return KVLayout(dtype=dtypes.pop(), layers=tuple(layers))  # type: ignore[arg-type]
+    return _layout_of(windows, _dtypes([x for x in found if is_growing(x)] + windows))
 
 
 def _cost(found: list[Any]) -> KVCost:

@@ -2,6 +2,5 @@
 
 ``cache/packed_model`` gives a model these caches. The walk: ``kv_cache`` -> ``rows`` (K or V of a
 session, and what packs it: ``host_rows``, ``metal_packer`` or ``mx_packer``). A new token is
-attended to packed rows as they are (``host_rows``, ``device_attention``), where ``attention`` finds
-that faster.
+attended to packed rows as they are (``host_rows``, ``device_attention``), where that is faster.
 """

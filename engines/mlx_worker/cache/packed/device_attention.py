@@ -73,25 +73,31 @@ class MetalRowScores(MlxRowScores):
 
     def scores(self, query: mx.array, codes: mx.array, scales: mx.array) -> mx.array:
         heads, tokens = scales.shape
-        queries, found = self.rotated(query), []
-        for first in range(0, query.shape[1], MOST_QUERIES):
-            part = queries[:, first : first + MOST_QUERIES]
-            shape = (heads, part.shape[1], tokens)
-            kernel, groups = _kernel(scores_source, self._kind, part.shape[1]), SCORE_TOKENS
-            found.append(_run(kernel, heads * -(-tokens // groups), [part, codes, scales], shape))
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
+
+        def of(part: mx.array) -> mx.array:
+            kernel = _kernel(scores_source, self._kind, part.shape[1])
+            shape, num_groups = (heads, part.shape[1], tokens), heads * -(-tokens // SCORE_TOKENS)
+            return _run(kernel, num_groups, [part, codes, scales], shape)
+
+        return _in_parts(of, self.rotated(query))
 
     def weighted_sums(self, weights: mx.array, codes: mx.array, scales: mx.array) -> mx.array:
         heads, tokens = scales.shape
-        blocks, found = -(-tokens // SUM_TOKENS), []
-        for first in range(0, weights.shape[1], MOST_QUERIES):
-            part = weights[:, first : first + MOST_QUERIES]
-            shape = (heads, blocks, part.shape[1], self._kind.dim)
+        blocks = -(-tokens // SUM_TOKENS)
+
+        def of(part: mx.array) -> mx.array:
             kernel = _kernel(sums_source, self._kind, part.shape[1])
-            sums = _run(kernel, heads * blocks, [part, codes, scales], shape)
-            found.append(sums.sum(axis=1))
-        whole = found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
-        return self.rotated_back(whole)
+            shape = (heads, blocks, part.shape[1], self._kind.dim)
+            return _run(kernel, heads * blocks, [part, codes, scales], shape).sum(axis=1)
+
+        return self.rotated_back(_in_parts(of, weights))
+
+
+def _in_parts(of: Callable[[mx.array], mx.array], whole: mx.array) -> mx.array:
+    """Compute with (heads, queries, ...) some queries at a time, and join what comes of them."""
+    firsts = range(0, whole.shape[1], MOST_QUERIES)
+    found = [of(whole[:, first : first + MOST_QUERIES]) for first in firsts]
+    return found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
 
 
 def attend(

@@ -31,7 +31,7 @@ KVSides = tuple[PackedSide, PackedSide]
 
 
 class Seam(Protocol):
-    """Says how a model attends, for its caches; see ``attention.AttentionSeam``."""
+    """Says how a model attends, for its caches; see ``cache.packed_model.AttentionSeam``."""
 
     def is_open(self) -> bool:
         """True if attention asks the cache, once it has been given the new keys and values."""

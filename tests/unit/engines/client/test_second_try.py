@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import msgspec
@@ -17,20 +17,20 @@ import uvloop
 from engines.base import EngineBusy, EngineStalled, EngineUnavailable, EngineUnreached
 from engines.client.connection import HttpAddress, HttpExchange
 from engines.client.engine_client import EngineClient
-from engines.client.second_try import Candidate, NextLife, RequestBody, SecondTry
+from engines.client.second_try import Candidate, RequestBody, SecondTry
 from engines.wire import Welcome
 from tests.unit.engines.conftest import WELCOME, FakeProcess
 from tests.waiting import eventually
 
 
-def life(client: EngineClient, wait_s: float = 60.0, hopeless: bool = False) -> NextLife:
-    return NextLife(lambda: client.welcome, wait_s, lambda: hopeless)
+def life(client: EngineClient, wait_s: float = 60.0, hopeless: bool = False) -> Candidate:
+    return Candidate("", lambda: client.welcome, nullcontext, wait_s, lambda: hopeless)
 
 
 async def test_an_engine_that_stays_has_no_next_life(client: EngineClient) -> None:
     now = life(client)
     assert not now.ended
-    assert not await asyncio.wait_for(now.ready(), 30)  # although it might wait for a minute
+    assert not await asyncio.wait_for(now.next_is_ready(), 30)  # although it might wait for long
 
 
 async def test_one_that_ends_and_comes_back(client: EngineClient, fake: FakeProcess) -> None:
@@ -38,9 +38,9 @@ async def test_one_that_ends_and_comes_back(client: EngineClient, fake: FakeProc
     impatient = life(client, 0.1)
     await fake.stop()
     await eventually(lambda: now.ended)
-    assert not await hopeless.ready()
-    assert not await impatient.ready()
-    waiting = asyncio.create_task(now.ready())
+    assert not await hopeless.next_is_ready()
+    assert not await impatient.next_is_ready()
+    waiting = asyncio.create_task(now.next_is_ready())
     await fake.start()
     assert await waiting and client.ready and now.ended
 
@@ -97,8 +97,7 @@ class Engine:
             finally:
                 exchange.close()
 
-        next_life = NextLife(lambda: self.welcome, 10.0, lambda: False)
-        return Candidate("", self.welcome, next_life, opened)
+        return Candidate("", lambda: self.welcome, opened, 10.0, lambda: False)
 
 
 ASKED = {

@@ -14,15 +14,16 @@ from mlx_lm.models import base
 import thermocline.mlx
 from engines.config import EngineConfig
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.cache.packed.attention import (
+from engines.mlx_worker.cache.packed.host_rows import HostRowPacker
+from engines.mlx_worker.cache.packed_model import (
     NAME,
     AttentionSeam,
     PackedAttention,
+    PackedCacheModel,
     attending,
     modules_of,
+    with_packed_caches,
 )
-from engines.mlx_worker.cache.packed.host_rows import HostRowPacker
-from engines.mlx_worker.cache.packed_model import PackedCacheModel, with_packed_caches
 from tests.integration.mlx_owner.harness import text
 from tests.integration.tiny_models import tiny_model
 

@@ -9,9 +9,8 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.mlx_worker.cache.layout import probe
-from engines.mlx_worker.cache.packed.attention import attends_better, says_the_same
 from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
-from engines.mlx_worker.cache.packed_model import with_packed_caches
+from engines.mlx_worker.cache.packed_model import attends_better, says_the_same, with_packed_caches
 from engines.mlx_worker.model.loading import load_model
 from launch.machine.folders import default_cache_dir
 from launch.model.find import sample_model
