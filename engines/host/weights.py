@@ -22,6 +22,8 @@ from typing import Final
 
 import msgspec
 
+from engines.files import replace_file
+
 logger = logging.getLogger(__name__)
 
 CACHE_NAME: Final = "weight-digests.json"
@@ -143,9 +145,7 @@ def _read(folder: Path | None) -> _Digests:
 def _write(folder: Path | None, entries: _Digests) -> None:
     if folder is None:
         return
-    new = folder / f"{CACHE_NAME}.new"
     try:
-        new.write_bytes(msgspec.json.encode(entries))
-        new.replace(folder / CACHE_NAME)
+        replace_file(folder / CACHE_NAME, msgspec.json.encode(entries))
     except OSError as error:
         logger.warning("digests of weights are not remembered: %s", error)

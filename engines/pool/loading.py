@@ -183,8 +183,8 @@ class Loading:
         except asyncio.CancelledError:  # its client has left
             if loaded in model.waiting:
                 model.waiting.remove(loaded)
-            elif _is_granted(loaded.future):
-                self.leave(model)
+            elif not loaded.future.cancelled() and loaded.future.exception() is None:
+                self.leave(model)  # it was granted just before
             raise
 
     def end(self) -> None:
@@ -353,10 +353,6 @@ def _in_turns(wanted: Sequence[OnDemand]) -> list[OnDemand]:
         turns[model] = min(num_before[x] for x in tenants)
         num_before.update(tenants)
     return sorted(wanted, key=turns.__getitem__)
-
-
-def _is_granted(future: asyncio.Future[None]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _answer(model: OnDemand, error: Exception) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import Final, TypeVar
+from typing import Final
 
 from engines.base import EngineUnavailable, EngineUnreached, SessionRef, SessionReport, Welcome
 from engines.pool.replica import Replica
@@ -22,7 +22,6 @@ from kvstore.session import SessionName
 POINTS: Final = 128
 _POINT_BYTES: Final = 8
 _AT_ONCE: Final = 64 // _POINT_BYTES  # points of one hash
-T = TypeVar("T")
 NEAR: Final = 3  # replicas that are compared
 
 
@@ -55,15 +54,6 @@ def _points(name: str) -> Iterator[int]:
         digest = blake2b(f"{i} {name}".encode(), digest_size=64, person=b"replica").digest()
         for at in range(0, len(digest), _POINT_BYTES):
             yield int.from_bytes(digest[at : at + _POINT_BYTES], "big")
-
-
-def least_loaded(near: Sequence[T], load: Callable[[T], int], moves_at: int) -> T:
-    """Return the first of ``near``, or a later one that has so many requests fewer."""
-    first = near[0]
-    for other in near[1:]:
-        if load(first) - load(other) >= moves_at:
-            return other
-    return first
 
 
 class Homes:
@@ -127,8 +117,8 @@ class ReplicaChoice:
             near = [home, *(x for x in near if x is not home)]
         if session.name in self._pinned:
             return near[0]
-        near = [near[0], *(x for x in near[1:] if not x.avoided)]
-        return least_loaded(near, lambda x: x.num_running, self._moves_at)
+        idler = (x for x in near[1:] if near[0].num_running - x.num_running >= self._moves_at)
+        return next((x for x in idler if not x.avoided), near[0])
 
     def _near(self, session: SessionRef, but: Welcome | None) -> list[Replica]:
         """List the first few replicas of a session's walk; those that take no connections last."""

@@ -296,10 +296,10 @@ class OutputProcessor:
         rest.append(self._shown(self._calls.finish()))
         # What ended here may have reached its limit with the same token, or before it was ended.
         if reason == "length" and not self.stopped:
-            return _joined(rest), "length"
+            return joined(rest), "length"
         is_cut_by_stop = self._stops.hit and self._calls.is_cut
         has_calls = self._calls.num_calls > 0 and not is_cut_by_stop
-        return _joined(rest), "tool_calls" if has_calls else "stop"
+        return joined(rest), "tool_calls" if has_calls else "stop"
 
     def _ending(self) -> list[Delta]:
         ended = [self._advance(self._text.finish())]
@@ -321,7 +321,7 @@ class OutputProcessor:
         deltas = [self._read_one(section, text) for section, text in sections]
         if self._one_call and self._calls.num_calls:
             self.stopped = True
-        return _joined([*deltas, Delta(scores=scores)])
+        return joined([*deltas, Delta(scores=scores)])
 
     def _read_one(self, section: str, text: str) -> Delta:
         if section == "reasoning":
@@ -349,7 +349,8 @@ class OutputProcessor:
         return released
 
 
-def _joined(deltas: Sequence[Delta]) -> Delta:
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Join what several tokens added."""
     return Delta(
         "".join(x.reasoning for x in deltas),
         "".join(x.content for x in deltas),

@@ -25,6 +25,7 @@ from engines.mlx_worker.answer.output_processor import (
     ScoredToken,
     ShownReason,
     chat_logprobs,
+    joined,
     text_logprobs,
 )
 from engines.mlx_worker.answer.reply import ChoiceDelta, ChoiceEnd, ReplyStream
@@ -123,21 +124,11 @@ class AnsweringModel:
 
 @dataclass
 class CollectedChoice:
-    """One choice in one piece: all its deltas together."""
+    """One choice in one piece."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-    scores: list[ScoredToken] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     reason: ShownReason = "stop"
     stop: str | None = None  # the stop string that ended it
-
-    def add(self, delta: Delta) -> None:
-        """Append what a delta adds."""
-        self.content += delta.content
-        self.reasoning += delta.reasoning
-        self.calls += delta.calls
-        self.scores += delta.scores
 
 
 async def chunks(form: ReplyFormat, reply: ReplyStream) -> AsyncIterator[bytes]:
@@ -169,10 +160,10 @@ async def collected(form: ReplyFormat, reply: ReplyStream) -> JsonObject:
     async for event in reply.events():
         match event:
             case ChoiceDelta():
-                choices[event.choice].add(event.delta)
+                choices[event.choice].deltas.append(event.delta)
             case ChoiceEnd():
-                choices[event.choice].reason = event.reason
-                choices[event.choice].stop = event.stop
+                ended = choices[event.choice]
+                ended.reason, ended.stop = event.reason, event.stop
     return form.whole(choices, reply.usage())
 
 
@@ -255,20 +246,21 @@ class ChatFormat(_Envelope):
         return {"index": choice, "delta": said, "logprobs": logprobs, "finish_reason": reason}
 
     def _message(self, index: int, whole: CollectedChoice) -> JsonObject:
-        calls = [call for _, call in sorted(merged_calls(whole.calls).items())]
+        said = joined(whole.deltas)
+        calls = [call for _, call in sorted(merged_calls(said.calls).items())]
         message: JsonObject = {
             "role": "assistant",
-            "content": None if calls and not whole.content else whole.content,
+            "content": None if calls and not said.content else said.content,
             "refusal": None,
         }
-        if whole.reasoning:
-            message["reasoning_content"] = whole.reasoning
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
         if calls:
             message["tool_calls"] = calls
         return {
             "index": index,
             "message": message,
-            "logprobs": chat_logprobs(whole.scores, self._vocabulary) if self._logprobs else None,
+            "logprobs": chat_logprobs(said.scores, self._vocabulary) if self._logprobs else None,
             "finish_reason": whole.reason,
             "stop_reason": whole.stop,
         }
@@ -314,8 +306,9 @@ class CompletionFormat(_Envelope):
         """The reply in one piece."""
         echoes, shown = self._echoes or [""] * len(choices), []
         for i, (echo, x) in enumerate(zip(echoes, choices, strict=True)):
-            scores = x.scores if self._logprobs else None
-            choice = self._choice(i, echo + x.content, scores, x.reason)
+            said = joined(x.deltas)
+            scores = said.scores if self._logprobs else None
+            choice = self._choice(i, echo + said.content, scores, x.reason)
             shown.append({**choice, "stop_reason": x.stop})
         return self._whole(shown, usage)
 

@@ -186,9 +186,7 @@ class PromptWriter:
         except InvalidRequest:
             return 0  # this template wants more than that; the request itself was fine
         head_ids = self._encode(text[: _num_shared(text, other)], key)
-        size = min(len(ids), len(head_ids))
-        differ = ids[:size] != head_ids[:size]
-        return int(differ.argmax()) if differ.any() else size
+        return _num_equal(ids, head_ids)
 
     def _opens_thinking(self, marker: str) -> bool:
         if not self._tokenizer.has_thinking:
@@ -202,10 +200,14 @@ def _num_shared(a: str, b: str) -> int:
     if a.startswith(b):
         return len(b)
     size = min(len(a), len(b))
-    one, other = (
-        np.frombuffer(x[:size].encode("utf-32-le", "surrogatepass"), np.uint32) for x in (a, b)
-    )
-    differ = one != other
+    encoded = (x[:size].encode("utf-32-le", "surrogatepass") for x in (a, b))
+    return _num_equal(*(np.frombuffer(x, np.uint32) for x in encoded))
+
+
+def _num_equal(one: np.ndarray, other: np.ndarray) -> int:
+    """Count the first elements that two arrays have in common."""
+    size = min(len(one), len(other))
+    differ = one[:size] != other[:size]
     return int(differ.argmax()) if differ.any() else size
 
 

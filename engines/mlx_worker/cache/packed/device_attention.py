@@ -17,12 +17,10 @@ import numpy as np
 
 from engines.mlx_worker.cache.packed.metal_packer import LANES, unit_source
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
-from engines.mlx_worker.cache.packed.rows import NeverCopied, PackedSide, RowKind
+from engines.mlx_worker.cache.packed.rows import KVSides, NeverCopied, RowKind
 from kvstore.codecs.attention.rotated import TOLERANCE, ReferenceAttention
 
 logger = logging.getLogger(__name__)
-
-KVSides = tuple[PackedSide, PackedSide]
 
 MOST_QUERIES: Final = 4  # in one pass over the rows: they, or their sums, are in registers
 SCORE_TOKENS: Final = 8  # rows of a SIMD group, which reads its queries once

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
-from engines.mlx_worker.cache.packed.rows import PackedSide, RowKind
+from engines.mlx_worker.cache.packed.rows import KVSides, PackedSide, RowKind
 from kvstore.codecs import floats
 from kvstore.codecs.attention.session_rows import RowShapes, SessionRows, session_attention
 from kvstore.codecs.rows.backend import ArrayKernel, best_kernel
@@ -129,9 +129,6 @@ def _group(kind: RowKind, num_heads: int, num_tokens: int) -> SlotGroup:
     )
     offsets = np.array([(slot.packed_at, slot.scales_at)], np.int64)
     return SlotGroup(kind.dim, (0,), (slot,), offsets)
-
-
-KVSides = tuple[PackedSide, PackedSide]
 
 
 def attend(

@@ -22,12 +22,11 @@ from mlx_lm.models.cache import create_attention_mask
 from engines.kv_budget import BLOCK, NUM_RECENT
 from engines.mlx_worker.cache.packed import device_attention, host_rows
 from engines.mlx_worker.cache.packed.host_rows import HostRowPacker
-from engines.mlx_worker.cache.packed.rows import PackedSide, RowPacker, empty_side
+from engines.mlx_worker.cache.packed.rows import KVSides, PackedSide, RowPacker, empty_side
 from kvstore.shapes import DType
 
 # K and V.
 KVPackers = tuple[RowPacker, RowPacker]
-KVSides = tuple[PackedSide, PackedSide]
 
 
 class Seam(Protocol):

@@ -15,7 +15,7 @@ of new arrays, so copies may share everything.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -177,6 +177,9 @@ class PackedSide(NeverCopied):
             kept,
             places,
         )
+
+
+KVSides: TypeAlias = tuple[PackedSide, PackedSide]  # K and V
 
 
 def empty_side(kind: RowKind, num_heads: int) -> PackedSide:
