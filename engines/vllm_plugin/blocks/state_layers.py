@@ -8,7 +8,7 @@ may pack are marked: windows' rows, and matrices of recurrent layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, TypeAlias
@@ -24,12 +24,6 @@ from kvstore.blobs.state_tree import MatrixArray, StateArray, StateTree, WindowA
 from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, StateLayout
 
-_BITS: Mapping[int, tuple[torch.dtype, str]] = {
-    1: (torch.uint8, "uint8"),
-    2: (torch.int16, "int16"),
-    4: (torch.int32, "int32"),
-    8: (torch.int64, "int64"),
-}
 LEAST_MATRIX_ROWS: Final = 8  # convolutions are narrower
 OTHER_STATE: Final = "a state whose arrays have another shape or dtype than the engine's"
 Arrays: TypeAlias = list[StateArray]
@@ -82,22 +76,19 @@ class RecurrentLayers:
     @property
     def nbytes(self) -> int:
         """The bytes of one state of all layers."""
-        if self._parts:
-            return len(self._tensors) * sum(x.nbytes for x in self._parts)
-        return sum(x[0].nbytes for x in self._tensors)
+        return sum(part.nbytes for x in self._tensors for part in self._parts_of(x))
+
+    def _parts_of(self, tensor: Tensor) -> Sequence[StatePart]:
+        return self._parts or [StatePart(torch.uint8, (tensor[0].nbytes,))]
 
     def read(self, block_ids: Sequence[int]) -> Arrays:
         """Copy the contents of these blocks, one array or more per layer."""
         return [x for tensor in self._tensors for x in self._read(tensor, block_ids)]
 
     def _read(self, tensor: Tensor, block_ids: Sequence[int]) -> Iterator[StateArray]:
-        blocks = _bits(tensor.index_select(0, _index(block_ids, tensor))).cpu().numpy()
-        if not self._parts:
-            yield StateArray(blocks.dtype.name, blocks)
-            return
-        content = blocks.reshape(len(blocks), -1).view(np.uint8)
-        at = 0
-        for part in self._parts:
+        blocks = tensor.index_select(0, _index(block_ids, tensor)).flatten(1).contiguous()
+        content, at = blocks.view(torch.uint8).cpu().numpy(), 0
+        for part in self._parts_of(tensor):
             yield part.named(content[:, at : at + part.nbytes])
             at += part.nbytes
 
@@ -106,35 +97,18 @@ class RecurrentLayers:
 
         Raises ``Corrupt`` before it writes: shapes or dtypes differ from the engine's.
         """
-        count = len(block_ids)
-        contents = self._joined(arrays, count) if self._parts else self._whole(arrays, count)
+        count, parts = len(block_ids), [self._parts_of(x) for x in self._tensors]
+        empty = [x.named(np.zeros((count, x.nbytes), np.uint8)) for y in parts for x in y]
+        check_arrays(arrays, empty)
         taken = [i for i, x in enumerate(block_ids) if x != IN_USE]
-        index = [block_ids[i] for i in taken]
-        for tensor, content in zip(self._tensors, contents, strict=True):
-            rows = torch.from_numpy(content)[taken].view(tensor.dtype).to(tensor.device)
+        index, rest = [block_ids[i] for i in taken], iter(arrays)
+        for tensor, of_tensor in zip(self._tensors, parts, strict=True):
+            contents = [_as_bytes(x.array, count) for x in islice(rest, len(of_tensor))]
+            rows = torch.from_numpy(np.concatenate(contents, 1)[taken]).view(tensor.dtype)
             # The unused room after a block's parts is not written.
             target = tensor[:, : rows.shape[1]] if tensor.ndim == 2 else tensor
+            rows = rows.view(-1, *target.shape[1:]).to(tensor.device)
             target.index_copy_(0, _index(index, tensor), rows)
-
-    def _whole(self, arrays: Arrays, count: int) -> list[np.ndarray]:
-        """Return the contents of whole blocks, one array for each layer."""
-        wanted = [((count, *x.shape[1:]), _BITS[x.element_size()][1]) for x in self._tensors]
-        if [(x.array.shape, x.array.dtype.name) for x in arrays] != wanted:
-            raise Corrupt(OTHER_STATE)
-        return [x.array for x in arrays]
-
-    def _joined(self, arrays: Arrays, count: int) -> list[np.ndarray]:
-        """Join the arrays of all parts into the blocks' bytes, (count, nbytes) for each layer."""
-        wanted = [x.named(np.zeros((count, x.nbytes), np.uint8)) for x in self._parts]
-        if len(arrays) != len(wanted) * len(self._tensors):
-            raise Corrupt(OTHER_STATE)
-        size = len(wanted)
-        layers = [arrays[i : i + size] for i in range(0, len(arrays), size)]
-        for of_layer in layers:
-            check_arrays(of_layer, wanted)
-        return [
-            np.concatenate([_as_bytes(x.array, count) for x in of_layer], 1) for of_layer in layers
-        ]
 
 
 class WindowLayers:
@@ -267,10 +241,6 @@ def _fit(tensors: Sequence[Tensor], parts: Sequence[StatePart]) -> bool:
 def _as_bytes(array: np.ndarray, count: int) -> np.ndarray:
     content: np.ndarray = np.ascontiguousarray(array).reshape(count, -1).view(np.uint8)
     return content
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(_BITS[tensor.element_size()][0])
 
 
 def _index(block_ids: Sequence[int], like: Tensor) -> Tensor:
