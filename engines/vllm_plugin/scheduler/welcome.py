@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from engines.host.template_rules import fill_in_of, rules_of
 from engines.vllm_plugin.config import PluginSettings
@@ -13,12 +14,12 @@ from engines.vllm_plugin.measuring.request_runner import unmeasurable
 from engines.wire import CodecReport, FillIn, TemplateRules, Welcome
 
 logger = logging.getLogger("thermocline.vllm")
+T = TypeVar("T")
 
 
 def welcome_of(settings: PluginSettings, vllm_config: Any, groups: Groups, version: str) -> Welcome:
     """The greeting without what the workers know: the codec and the sizes of KV."""
     model = vllm_config.model_config
-    rules, fill_in = _known_of_tokenizer(model)
     return Welcome(
         engine="vllm",
         engine_version=version,
@@ -26,10 +27,10 @@ def welcome_of(settings: PluginSettings, vllm_config: Any, groups: Groups, versi
         max_context=int(model.max_model_len),
         codec=CodecReport(name=""),
         hibernation=True,
-        template=rules,
+        template=_of_tokenizer(model, _rules) or TemplateRules(),
         can_measure=not unmeasurable(vllm_config, groups),
         sees_images=sees_images(model),
-        fill_in=fill_in,
+        fill_in=_of_tokenizer(model, _fill_in),
     )
 
 
@@ -48,22 +49,30 @@ def sees_images(model_config: Any) -> bool:
     return "image" in kinds and limit > 0
 
 
-def _known_of_tokenizer(model_config: Any) -> tuple[TemplateRules, FillIn | None]:
-    """The order of roles that the chat template accepts, and the marks for fill-in-the-middle.
-
-    EngineCore has loaded the model's own tokenizer in any case. Only vLLM's server knows a template
-    that was set by ``--chat-template``. In that case, and where there is no template, every order
-    of roles is assumed to be accepted.
-    """
-    rules, fill_in = TemplateRules(), None
+def _of_tokenizer(model_config: Any, read: Callable[[Any], T]) -> T | None:
+    """Read from the model's own tokenizer, which EngineCore has loaded; None if that fails."""
     try:
         from vllm.tokenizers import cached_tokenizer_from_config  # the rest runs without vLLM
 
         tokenizer = cached_tokenizer_from_config(model_config)
-        fill_in = fill_in_of(tokenizer.get_vocab()) if tokenizer else None
-        apply = getattr(tokenizer, "apply_chat_template", None)
-        if apply is not None and getattr(tokenizer, "chat_template", None):
-            rules = rules_of(partial(apply, tokenize=False, add_generation_prompt=False))
+        return read(tokenizer) if tokenizer else None
     except Exception as error:  # a third-party tokenizer must not end the engine
         logger.warning("the tokenizer does not show all about its chats: %s", error)
-    return rules, fill_in
+        return None
+
+
+def _fill_in(tokenizer: Any) -> FillIn | None:
+    """The marks for fill-in-the-middle."""
+    return fill_in_of(tokenizer.get_vocab())
+
+
+def _rules(tokenizer: Any) -> TemplateRules:
+    """The orders of roles that the chat template accepts.
+
+    Only vLLM's server knows a template that was set by ``--chat-template``. In that case, and where
+    there is no template, every order is assumed to be accepted.
+    """
+    apply = getattr(tokenizer, "apply_chat_template", None)
+    if apply is None or not getattr(tokenizer, "chat_template", None):
+        return TemplateRules()
+    return rules_of(partial(apply, tokenize=False, add_generation_prompt=False))
