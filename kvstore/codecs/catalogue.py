@@ -163,7 +163,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     "kvquant": CodecEntry(
         3.375,
         "KVQuant: keys before RoPE in groups by channel, values in groups by token.",
-        learn=f"{_PAPERS}.kv_quant:KVQUANT",
+        learn=f"{_PAPERS}.groups:KVQUANT",
         paper="KVQuant, arXiv 2401.18079",
     ),
     "commvq": CodecEntry(
@@ -176,7 +176,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     "manthan": CodecEntry(
         3.25,
         "ManthanQuant: eight Lloyd-Max levels and an fp32 norm; the arithmetic of lm3.",
-        make=f"{_PAPERS}.manthan_quant:manthan",
+        make=f"{_PAPERS}.seeds:manthan",
         paper="ManthanQuant",
     ),
     **{
@@ -198,13 +198,13 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     "base11": CodecEntry(
         3.625,
         "turboquant-mlx: eleven levels after a rotation, as digits of large numbers.",
-        make=f"{_PAPERS}.turboquant_mlx:base11",
+        make=f"{_PAPERS}.seeds:base11",
         paper="turboquant-mlx, after TurboQuant (arXiv 2504.19874)",
     ),
     "rvq": CodecEntry(
         2.125,
         "VeloxQuant's residual quantiser: a sign, then the sign of what it missed.",
-        make=f"{_PAPERS}.rvq:rvq",
+        make=f"{_PAPERS}.seeds:rvq",
         parameters=(Parameter("bits", 1, 1, 3),),
         paper="VeloxQuant",
     ),
@@ -243,7 +243,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     "playground": CodecEntry(
         3.0625,
         "turboQuantPlayground: rotated keys of three bits, values in groups of two bits.",
-        make=f"{_PAPERS}.turboquant_playground:playground",
+        make=f"{_PAPERS}.seeds:playground",
         parameters=(
             Parameter("key_bits", 3, 1, 8),
             Parameter("value_bits", 2, 1, 8),
@@ -254,7 +254,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     "kivi": CodecEntry(
         3.0,
         "KIVI: groups of 32 values of two bits, keys by channel and values by token.",
-        make=f"{_PAPERS}.kivi:kivi",
+        make=f"{_PAPERS}.groups:kivi",
         parameters=(Parameter("bits", 2, 1, 8), Parameter("group", 32, 2, 1024)),
         paper="KIVI, arXiv 2402.02750",
     ),
@@ -273,13 +273,13 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     "fp8": CodecEntry(
         8,
         "Floats of 8 bits, e4m3, with a scale for each tensor: an engine's own fp8 KV cache.",
-        make=f"{_PAPERS}.fp8:fp8",
+        make=f"{_PAPERS}.eight_bits:fp8",
         paper="FP8 Formats for Deep Learning, arXiv 2209.05433",
     ),
     "q8": CodecEntry(
         8.5,
         "Integers of 8 bits in blocks of 32 with a scale: q8_0 of llama.cpp.",
-        make=f"{_PAPERS}.q8:q8",
+        make=f"{_PAPERS}.eight_bits:q8",
         paper="llama.cpp, q8_0",
     ),
 }

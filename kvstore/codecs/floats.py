@@ -60,8 +60,12 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
     bits: np.ndarray = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    stored: np.ndarray = np.where(is_nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
-    return stored
+    return np.where(is_nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def limited_to_fp16(values: np.ndarray) -> np.ndarray:
+    """Rounds floats of any shape to fp16, little-endian; beyond its range is its largest value."""
+    return np.clip(values, -FP16_LARGEST, FP16_LARGEST).astype("<f2")
 
 
 def round_to_normal_fp16(values: np.ndarray) -> np.ndarray:

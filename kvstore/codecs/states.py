@@ -211,8 +211,7 @@ def _round_up_to_bf16(values: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     stored: np.ndarray = ((bits.astype(np.uint64) + 0xFFFF) >> 16).astype(np.uint16)
     # Rounding up the largest fp32 values would give infinity.
-    finite: np.ndarray = np.minimum(stored, np.uint16(0x7F7F))
-    return finite
+    return np.minimum(stored, np.uint16(0x7F7F))
 
 
 def relative_peaks(values: np.ndarray, num_rows: int) -> np.ndarray:
@@ -225,8 +224,7 @@ def relative_peaks(values: np.ndarray, num_rows: int) -> np.ndarray:
     squares = np.square(values.astype(np.float64))
     sizes = squares.mean(1).reshape(-1, num_rows).mean(1).repeat(num_rows)
     peaks = squares.max(1)
-    found: np.ndarray = np.divide(peaks, sizes, out=np.zeros_like(peaks), where=sizes > 0)
-    return found
+    return np.divide(peaks, sizes, out=np.zeros_like(peaks), where=sizes > 0)
 
 
 def dealt_bits(costs: np.ndarray, level: float) -> np.ndarray:

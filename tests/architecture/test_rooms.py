@@ -19,10 +19,6 @@ PACKAGES = sorted(
     path.parent for path in chain.from_iterable((ROOT / x).rglob("__init__.py") for x in ROOMS)
 )
 MAX_MODULES = 12
-# Folders that may hold more, and why.
-MORE_MODULES = {
-    "kvstore/codecs/literature": (30, "one file beside the name of each paper"),
-}
 MAX_SENTENCE = 100
 MAX_PARAMETERS = 8
 # Constructors that may take more, and why: "path/of/module.py Class" -> reason. None so far.
@@ -42,13 +38,10 @@ def names(path: Path) -> str:
 def test_a_folder_can_be_taken_in_at_a_glance():
     for package in PACKAGES:
         modules = [x.name for x in package.glob("*.py") if x.stem not in ("__init__", "__main__")]
-        limit, _ = MORE_MODULES.get(names(package), (MAX_MODULES, ""))
-        assert len(modules) <= limit, (package, modules)
+        assert len(modules) <= MAX_MODULES, (package, modules)
 
 
 def test_no_exception_outlives_its_need():
-    for folder in MORE_MODULES:
-        assert len(list((ROOT / folder).glob("*.py"))) > MAX_MODULES + 1, folder
     assert set(MORE_PARAMETERS) <= {f"{path} {name}" for path, name, _ in constructors()}
 
 

@@ -130,5 +130,4 @@ def _some_rows(shapes: RowShapes, dim: int) -> SessionRows:
 
 
 def _wave(size: int) -> np.ndarray:
-    wave: np.ndarray = np.sin(np.arange(size, dtype=np.float32) ** 2)
-    return wave
+    return np.sin(np.arange(size, dtype=np.float32) ** 2)

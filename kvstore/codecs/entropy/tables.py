@@ -42,21 +42,18 @@ def classes_of(ratios: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
         octaves = np.log2(np.maximum(ratios, 1e-30))
     numbers = np.rint(CLASSES_PER_OCTAVE * octaves).astype(np.int64) - LOWEST_CLASS
-    classes: np.ndarray = np.clip(numbers, 0, NUM_CLASSES - 1)
-    return classes
+    return np.clip(numbers, 0, NUM_CLASSES - 1)
 
 
 def ratio_of(classes: np.ndarray) -> np.ndarray:
     """Returns the deviation over step in the middle of each class, fp64 of the same shape."""
-    ratios: np.ndarray = np.exp2((classes + LOWEST_CLASS) / CLASSES_PER_OCTAVE)
-    return ratios
+    return np.exp2((classes + LOWEST_CLASS) / CLASSES_PER_OCTAVE)
 
 
 def plane_bits(classes: np.ndarray) -> np.ndarray:
     """Returns the number of lowest bits of a code that go into planes, int64 for each class."""
     whole_octaves = (classes + LOWEST_CLASS) // CLASSES_PER_OCTAVE
-    bits: np.ndarray = np.maximum(whole_octaves - CODED_BITS, 0)
-    return bits
+    return np.maximum(whole_octaves - CODED_BITS, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +100,7 @@ class SymbolTables:
     @functools.cached_property
     def coding(self) -> np.ndarray:
         """The entries of an encoder, uint32 (NUM_CLASSES, NUM_SYMBOLS): start << 16 | frequency."""
-        joined: np.ndarray = self.starts << np.uint32(16) | self.frequencies
-        return joined
+        return self.starts << np.uint32(16) | self.frequencies
 
     def slots(self, outputs: np.ndarray = SYMBOLS) -> np.ndarray:
         """Returns what a decoder looks up, uint32 (NUM_CLASSES, TOTAL).
@@ -124,13 +120,11 @@ class SymbolTables:
         """Returns the mean bits of a code of each class, planes included, fp64 (NUM_CLASSES,)."""
         shares = self.frequencies / TOTAL
         lengths = -np.log2(np.where(shares > 0, shares, 1))
-        means: np.ndarray = (shares * lengths).sum(axis=1) + plane_bits(np.arange(NUM_CLASSES))
-        return means
+        return (shares * lengths).sum(axis=1) + plane_bits(np.arange(NUM_CLASSES))
 
     def least_bits(self) -> np.ndarray:
         """Returns the bits of the most frequent symbol of each class, fp64 (NUM_CLASSES,)."""
-        lengths: np.ndarray = -np.log2(self.frequencies.max(axis=1) / TOTAL)
-        return lengths
+        return -np.log2(self.frequencies.max(axis=1) / TOTAL)
 
 
 def fit_tables(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> SymbolTables:

@@ -137,8 +137,7 @@ def gain_steps(octaves: np.ndarray) -> np.ndarray:
     places = np.linspace(0, 1, INNER)
     inner = np.quantile(np.concatenate([seen, evenly], axis=1), places, axis=1).T
     steps = np.concatenate([inner, highest[:, None] + FAR], axis=1)
-    whole: np.ndarray = np.clip(np.rint(steps), -32768, 32767).astype(np.int16)
-    return whole
+    return np.clip(np.rint(steps), -32768, 32767).astype(np.int16)
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,7 @@ def _sizes(
     """Returns the sizes to which errors are relative, fp32 (units, tokens, 1)."""
     (text,) = samples.texts
     rows, _ = ModelMean(shape, means).forward(samples.stack(shape, text, first, last), 0)
-    sizes: np.ndarray = np.maximum(root_mean_squares(rows, shape), SMALLEST_GAIN)
-    return sizes
+    return np.maximum(root_mean_squares(rows, shape), SMALLEST_GAIN)
 
 
 class StateSensitivities:

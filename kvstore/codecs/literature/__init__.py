@@ -1,1 +1,1 @@
-"""The methods of papers, and of the projects from which this one grew, for comparison."""
+"""Methods of papers, and of the projects from which this one grew (``seeds``), for comparison."""

@@ -117,8 +117,7 @@ class AdditiveVectors:
         rows = tables[places[..., 0]]
         for stage in range(1, stages):
             rows += tables[places[..., stage]]
-        restored: np.ndarray = rows.reshape(units, num_tokens, groups * dim)
-        return restored
+        return rows.reshape(units, num_tokens, groups * dim)
 
 
 def learn_vectors(rows: np.ndarray, dim: int, num_stages: int, rounds: int) -> np.ndarray:
@@ -133,5 +132,4 @@ def learn_vectors(rows: np.ndarray, dim: int, num_stages: int, rounds: int) -> n
         vectors = k_means(samples, first_of(samples, NUM_VECTORS), rounds)
         left[:, group] -= vectors[nearest(samples, vectors)]
         stages[group, stage] = vectors
-    learned: np.ndarray = (stages * UNIT).astype(np.float32)
-    return learned
+    return (stages * UNIT).astype(np.float32)

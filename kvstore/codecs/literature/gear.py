@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.floats import FP16_LARGEST
-from kvstore.codecs.literature.stages.half_numbers import HalfRange
-from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, equal_bits, planes_of
-from kvstore.codecs.literature.stages.min_max import GROUP, Axis, MinMaxGroups, Rounded
+from kvstore.codecs.floats import limited_to_fp16
+from kvstore.codecs.literature.groups import GROUP, Axis, MinMaxGroups, Rounded
+from kvstore.codecs.literature.stages.head_pipelines import HalfRange, HeadPipelines, planes_of
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
@@ -73,7 +72,7 @@ class CorrectedGroups:
         np.put_along_axis(missed, places, 0, self._axis)
         left, right = _low_rank(missed, self._rank_of(stack.shape[1]))
         again = rough + np.matmul(left.astype(np.float32), right.astype(np.float32))
-        apart = _halves(np.take_along_axis(stack - again, places, self._axis))
+        apart = limited_to_fp16(np.take_along_axis(stack - again, places, self._axis))
         parts = (left, right, places.astype("<u2"), apart)
         return scaled, note + b"".join(x.tobytes() for x in parts)
 
@@ -95,8 +94,7 @@ class CorrectedGroups:
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         assert isinstance(note, _Note)
         rough = self._groups.backward(stack, first_token, note.groups)
-        restored: np.ndarray = rough + np.matmul(note.left, note.right) + note.sparse
-        return restored
+        return rough + np.matmul(note.left, note.right) + note.sparse
 
     def note_nbytes(self, num_tokens: int) -> int:
         matrices = self._shape.num_units * (num_tokens + self._shape.width)
@@ -141,12 +139,9 @@ def _low_rank(matrices: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns fp16 factors of the best approximations of that rank."""
     left, sizes, right = np.linalg.svd(matrices, full_matrices=False)
     roots = np.sqrt(sizes[:, :rank])
-    return _halves(left[:, :, :rank] * roots[:, None]), _halves(right[:, :rank] * roots[:, :, None])
-
-
-def _halves(values: np.ndarray) -> np.ndarray:
-    halves: np.ndarray = np.clip(values, -FP16_LARGEST, FP16_LARGEST).astype("<f2")
-    return halves
+    return limited_to_fp16(left[:, :, :rank] * roots[:, None]), limited_to_fp16(
+        right[:, :rank] * roots[:, :, None]
+    )
 
 
 def _corrected(
@@ -155,5 +150,5 @@ def _corrected(
     groups = MinMaxGroups(shape, bits, group, along)
     axis = 1 if along == "tokens" else 2
     corrected = CorrectedGroups(shape, groups, bits, rank, outliers / 100, axis)
-    coder = planes_of(shape, equal_bits(shape, bits))
+    coder = planes_of(shape, bits)
     return Pipeline(shape, (), HalfRange(shape), (corrected,), Rounded(bits), coder)

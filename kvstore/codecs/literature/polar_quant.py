@@ -16,10 +16,15 @@ import functools
 import numpy as np
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.literature.stages import half_numbers
-from kvstore.codecs.literature.stages.half_numbers import HalfRange
-from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
-from kvstore.codecs.literature.stages.rotated import SignHadamard
+from kvstore.codecs.literature.stages.head_pipelines import (
+    COLUMN_BITS,
+    HalfRange,
+    HeadPipelines,
+    from_columns,
+    planes_of,
+    to_columns,
+)
+from kvstore.codecs.literature.stages.levels import SignHadamard
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
@@ -49,7 +54,7 @@ class Polar:
     def bits(self) -> np.ndarray:
         """The bits of every column of codes, int64 (angles + 2 * blocks,)."""
         angles = [[n] * self._angles_of(level) for level, n in enumerate(LEVEL_BITS)]
-        return np.concatenate([*angles, half_numbers.BITS * self._num_blocks])
+        return np.concatenate([*angles, COLUMN_BITS * self._num_blocks])
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
         radii, columns = components, []
@@ -57,12 +62,12 @@ class Polar:
             first, second = radii[..., ::2], radii[..., 1::2]
             columns.append(_angle_codes(np.arctan2(second, first), level))
             radii = np.hypot(first, second)
-        return np.concatenate([*columns, half_numbers.to_columns(radii)], axis=-1)
+        return np.concatenate([*columns, to_columns(radii)], axis=-1)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
         ends = np.cumsum([self._angles_of(level) for level in range(len(LEVEL_BITS))])
         *columns, halves = np.split(codes, ends, axis=-1)
-        radii = half_numbers.from_columns(halves)
+        radii = from_columns(halves)
         for level in range(len(LEVEL_BITS) - 1, -1, -1):
             angles, pairs = angle_levels(level), np.empty((*radii.shape, 2), np.float32)
             np.multiply(radii, np.cos(angles)[columns[level]], out=pairs[..., 0])
@@ -99,8 +104,7 @@ def angle_levels(level: int) -> np.ndarray:
     for _ in range(ROUNDS):
         cells = np.searchsorted((levels[1:] + levels[:-1]) / 2, angles)
         levels = np.bincount(cells, density * angles) / np.bincount(cells, density)
-    found: np.ndarray = levels.astype(np.float32)
-    return found
+    return levels.astype(np.float32)
 
 
 def _polar(shape: StackShape) -> Pipeline:

@@ -14,9 +14,8 @@ import functools
 import numpy as np
 
 from kvstore.codecs.base import Codec
+from kvstore.codecs.literature.groups import grouped
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
-from kvstore.codecs.literature.stages.levels import Sign
-from kvstore.codecs.literature.stages.min_max import grouped
 from kvstore.codecs.literature.stages.vectors import MOST_SKETCHED, directions, sign_size
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
@@ -36,7 +35,7 @@ def qjl(signs: int = 0) -> Codec:
 
 
 class Sketch(WithoutNote):
-    """Projects rows onto the directions; ``Sign(1)`` follows. Implements ``Transform``."""
+    """Projects rows onto the directions; ``Sign`` follows. Implements ``Transform``."""
 
     def __init__(self, width: int, num_signs: int) -> None:
         self._directions = directions(width, num_signs)
@@ -46,12 +45,21 @@ class Sketch(WithoutNote):
         return np.matmul(stack, self._directions.T), b""
 
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
-        restored: np.ndarray = np.matmul(stack, self._directions * self._size)
-        return restored
+        return np.matmul(stack, self._directions * self._size)
+
+
+class Sign:
+    """Keeps the sign, two levels of size one; code 1 is positive. Implements ``Quantiser``."""
+
+    def quantise(self, components: np.ndarray) -> np.ndarray:
+        return (components > 0).astype(np.uint8)
+
+    def restore(self, codes: np.ndarray) -> np.ndarray:
+        return np.where(codes > 0, np.float32(1), np.float32(-1))
 
 
 def _sketched(shape: StackShape, num_signs: int) -> Pipeline:
     num_signs = num_signs or shape.width
     sketch, gain = Sketch(shape.width, num_signs), HalfGain(shape, is_fitted=False)
     coder = planes_of(shape, np.ones(num_signs, np.int64))
-    return Pipeline(shape, (), gain, (sketch,), Sign(1), coder)
+    return Pipeline(shape, (), gain, (sketch,), Sign(), coder)

@@ -23,16 +23,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.floats import FP16_LARGEST
+from kvstore.codecs.floats import FP16_LARGEST, limited_to_fp16
 from kvstore.codecs.learning.samples import Samples
 from kvstore.codecs.literature.stages.head_pipelines import (
     HeadPipelines,
-    equal_bits,
     head_pipelines,
     planes_of,
     sided_shapes,
 )
-from kvstore.codecs.literature.stages.rotated import SignHadamard, rotated_levels
+from kvstore.codecs.literature.stages.levels import SignHadamard, rotated_levels
 from kvstore.codecs.literature.stages.vectors import UNIT, k_means, nearest
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader
@@ -148,17 +147,12 @@ def centroids_of(rows: np.ndarray, num_clusters: int) -> np.ndarray:
     """
     if num_clusters == 1:  # sums of whole numbers are exact in fp64
         total = np.rint(rows / np.float32(UNIT)).sum(axis=1, keepdims=True, dtype=np.float64)
-        return _in_fp16(np.rint(total / rows.shape[1]) * UNIT)
+        return limited_to_fp16(np.rint(total / rows.shape[1]) * UNIT)
     starts = np.arange(num_clusters) * rows.shape[1] // num_clusters
     found = []
     for unit in np.rint(rows.astype(np.float64) / UNIT):
         found.append(k_means(unit, unit[starts], ROUNDS) * UNIT)
-    return _in_fp16(np.stack(found))
-
-
-def _in_fp16(values: np.ndarray) -> np.ndarray:
-    halves: np.ndarray = np.clip(values, -FP16_LARGEST, FP16_LARGEST).astype("<f2")
-    return halves
+    return limited_to_fp16(np.stack(found))
 
 
 class Grid:
@@ -183,23 +177,20 @@ class Grid:
         return best.astype(np.uint8)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
-        restored: np.ndarray = (codes - self._middle) * self._spacing
-        return restored
+        return (codes - self._middle) * self._spacing
 
     def _nearest(self, components: np.ndarray, size: np.float32) -> np.ndarray:
         """Returns the codes in a grid of that size, fp32; the same shape."""
         codes = components / (self._spacing * size)
         codes += self._middle
         np.rint(codes, out=codes)
-        nearest: np.ndarray = np.clip(codes, 0, 2 * self._middle, out=codes)
-        return nearest
+        return np.clip(codes, 0, 2 * self._middle, out=codes)
 
     def _cosine(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
         """Returns cosines times the components' lengths, fp32 (units, tokens)."""
         points = codes - self._middle
         along = np.einsum("utw,utw->ut", components, points)
-        cosines: np.ndarray = along / np.sqrt(np.einsum("utw,utw->ut", points, points))
-        return cosines
+        return along / np.sqrt(np.einsum("utw,utw->ut", points, points))
 
 
 def _unbiased(grid: Grid, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
@@ -207,8 +198,7 @@ def _unbiased(grid: Grid, components: np.ndarray, codes: np.ndarray) -> np.ndarr
     along = np.einsum("utw,utw->ut", components, grid.restore(codes))
     energy = np.einsum("utw,utw->ut", components, components)
     factors = np.where(along > 0, energy / np.where(along > 0, along, 1), 1)[:, :, None]
-    limited: np.ndarray = np.clip(factors, 0.5, 2)
-    return limited
+    return np.clip(factors, 0.5, 2)
 
 
 def _grid(
@@ -221,7 +211,7 @@ def _grid(
         HalfGain(shape),
         (SignHadamard(shape),),
         grid,
-        planes_of(shape, equal_bits(shape, bits)),
+        planes_of(shape, bits),
         functools.partial(_unbiased, grid) if is_unbiased else None,
     )
 

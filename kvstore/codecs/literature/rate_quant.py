@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.literature.stages.levels import LloydMax
-from kvstore.codecs.literature.stages.rotated import SignHadamard
+from kvstore.codecs.literature.stages.levels import LloydMax, SignHadamard
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.rows.lloyd_max import greedy_bits
 from kvstore.codecs.stacks.pipeline import Pipeline
@@ -79,5 +78,4 @@ def _importances(samples: Samples, shape: StackShape) -> np.ndarray:
     if samples.metrics is not None:
         return samples.importances(shape)[:, 0]
     energies = [np.mean(samples.stack(shape, x) ** 2, axis=(1, 2)) for x in samples.texts]
-    energy: np.ndarray = np.mean(energies, axis=0)
-    return energy
+    return np.mean(energies, axis=0)

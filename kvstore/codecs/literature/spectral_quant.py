@@ -87,8 +87,7 @@ class Klt(WithoutNote):
         return components.swapaxes(1, 2), b""
 
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
-        restored: np.ndarray = np.matmul(stack, self._basis.swapaxes(1, 2))
-        return restored
+        return np.matmul(stack, self._basis.swapaxes(1, 2))
 
 
 def effective_dimensions(variances: np.ndarray) -> np.ndarray:
@@ -97,8 +96,7 @@ def effective_dimensions(variances: np.ndarray) -> np.ndarray:
     ``variances``: floats (..., components). Returns whole numbers in fp64 (...,).
     """
     spread: np.ndarray = variances.sum(axis=-1) ** 2 / np.sum(variances**2, axis=-1)
-    whole: np.ndarray = np.ceil(spread)
-    return whole
+    return np.ceil(spread)
 
 
 def _grouped_deviations(deviations: np.ndarray, is_signal: np.ndarray) -> np.ndarray:
@@ -107,5 +105,4 @@ def _grouped_deviations(deviations: np.ndarray, is_signal: np.ndarray) -> np.nda
     for group in (is_signal, ~is_signal):
         counts = np.maximum(group.sum(axis=1, keepdims=True), 1)
         grouped += group * np.sqrt((group * deviations**2).sum(axis=1, keepdims=True) / counts)
-    narrow: np.ndarray = grouped.astype(np.float32)
-    return narrow
+    return grouped.astype(np.float32)

@@ -17,10 +17,13 @@ import functools
 import numpy as np
 
 from kvstore.codecs.base import Codec
-from kvstore.codecs.literature.stages import half_numbers
-from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
-from kvstore.codecs.literature.stages.levels import LloydMax
-from kvstore.codecs.literature.stages.rotated import normal_levels, rotated
+from kvstore.codecs.literature.stages.head_pipelines import (
+    COLUMN_BITS,
+    HeadPipelines,
+    from_columns,
+    to_columns,
+)
+from kvstore.codecs.literature.stages.levels import LloydMax, normal_levels, rotated
 from kvstore.codecs.literature.stages.vectors import directions, sign_size
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec
@@ -59,7 +62,7 @@ class SketchedResidual:
     def bits(self) -> np.ndarray:
         """The bits of every column of codes, int64 (width + 2,)."""
         own = np.full(len(self._directions), self._first_bits + 1)
-        return np.concatenate([own, half_numbers.BITS])
+        return np.concatenate([own, COLUMN_BITS])
 
     def quantise(self, components: np.ndarray) -> np.ndarray:
         coarse = self._first.quantise(components)
@@ -67,16 +70,15 @@ class SketchedResidual:
         signs = (np.matmul(missed, self._directions.T) > 0).astype(np.uint8)
         sizes = np.sqrt(np.mean(missed * missed, axis=2, keepdims=True))
         codes = coarse | signs << self._first_bits
-        return np.concatenate([codes, half_numbers.to_columns(sizes)], axis=2)
+        return np.concatenate([codes, to_columns(sizes)], axis=2)
 
     def restore(self, codes: np.ndarray) -> np.ndarray:
         width = len(self._directions)
-        sizes = half_numbers.from_columns(codes[:, :, width:])
+        sizes = from_columns(codes[:, :, width:])
         signs = 2 * (codes[:, :, :width] >> self._first_bits).astype(np.float32) - 1
         coarse = self._first.restore(codes[:, :, :width] & ((1 << self._first_bits) - 1))
         missed = np.matmul(signs, self._directions) * (self._size * sizes)
-        restored: np.ndarray = coarse + missed
-        return restored
+        return coarse + missed
 
 
 def _levels_and_sketch(shape: StackShape, level_bits: int) -> Pipeline:

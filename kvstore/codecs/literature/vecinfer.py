@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines
-from kvstore.codecs.literature.stages.rotated import rotated
+from kvstore.codecs.literature.stages.levels import rotated
 from kvstore.codecs.literature.stages.vectors import NUM_VECTORS, ProductVectors, normal_vectors
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline
@@ -56,8 +56,7 @@ class ChunkScale:
         return scales
 
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
-        restored: np.ndarray = stack * note
-        return restored
+        return stack * note
 
     def note_nbytes(self, num_tokens: int) -> int:
         return 2 * self._shape[0] * self._shape[2]

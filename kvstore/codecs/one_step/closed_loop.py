@@ -87,21 +87,18 @@ class LoopIntegers:
     def counts(self) -> np.ndarray:
         """The number of wide components and of others of each unit, int64 (units, 2)."""
         wide, live = ((self.classes >= first).sum(axis=1) for first in (FIRST_WIDE, DEAD + 1))
-        counts: np.ndarray = np.stack([wide, live - wide], axis=1)
-        return counts
+        return np.stack([wide, live - wide], axis=1)
 
     @property
     def scales(self) -> np.ndarray:
         """The least unit of a unit's channels, fp32 (units,)."""
-        scales: np.ndarray = np.ldexp(np.float32(1), self.exponents.min(axis=1))
-        return scales
+        return np.ldexp(np.float32(1), self.exponents.min(axis=1))
 
     @property
     def left(self) -> np.ndarray:
         """The bits by which sums are shifted to count in ``scales``, int32 (units, width)."""
         exponents = self.exponents.astype(np.int32)
-        shifts: np.ndarray = exponents - exponents.min(axis=1, keepdims=True)
-        return shifts
+        return exponents - exponents.min(axis=1, keepdims=True)
 
 
 class ClosedLoop:
@@ -186,8 +183,7 @@ class ClosedLoop:
         """Returns a unit's rows as later units know them, int8 (tokens, width)."""
         shift = self.integers.down[unit].astype(np.int64)
         rounded = _wrapped(sums + ((1 << shift) >> 1)) >> shift
-        cut: np.ndarray = np.clip(rounded, -BYTE, BYTE).astype(np.int8)
-        return cut
+        return np.clip(rounded, -BYTE, BYTE).astype(np.int8)
 
 
 class _Followed(NamedTuple):
@@ -207,8 +203,7 @@ def levels_of(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
     chosen = [sizes == k for k in range(NUM_LEVELS - 1)]
     added = np.select(chosen, [0, table[..., 1], table[..., 2]], table[..., 3])
     levels = np.minimum(sizes * table[..., 0] + added, LARGEST_LEVEL)
-    signed: np.ndarray = np.where(codes < 0, -levels, levels).astype(np.int32)
-    return signed
+    return np.where(codes < 0, -levels, levels).astype(np.int32)
 
 
 def _wrapped(sums: np.ndarray) -> np.ndarray:

@@ -79,8 +79,7 @@ class Centroids:
         shifts = (self._totals / (self._counts + LIKELY)).reshape(NUM_CLASSES, NUM_LEVELS)
         levels = np.rint(per_step[:, None] * shifts)
         levels[:, 0] = per_step
-        words: np.ndarray = levels.astype(np.int16)
-        return words
+        return levels.astype(np.int16)
 
 
 class _Piece(NamedTuple):
@@ -178,8 +177,7 @@ class StackLearner:
     def _sizes(self, stack: np.ndarray) -> np.ndarray:
         sizes = root_mean_squares(stack, self._shape)
         steps = np.rint(COARSE * np.log2(np.maximum(sizes, 1e-9)))
-        gains: np.ndarray = np.exp2(steps / COARSE).astype(np.float32)
-        return gains
+        return np.exp2(steps / COARSE).astype(np.float32)
 
     def _learn(self, own: StackShape, pieces: _Pieces, units: np.ndarray) -> LoopIntegers:
         metric = HeadMetric(own, self._samples.roots(own))
@@ -309,13 +307,11 @@ def _regression(width: int, pieces: _Pieces, units: np.ndarray) -> tuple[np.ndar
 
 def _bits(sizes: np.ndarray) -> np.ndarray:
     """Returns the bits by which numbers must be shifted to become at most one."""
-    bits: np.ndarray = np.clip(np.ceil(np.log2(np.maximum(sizes, 1))), 0, MOST_BITS)
-    return bits
+    return np.clip(np.ceil(np.log2(np.maximum(sizes, 1))), 0, MOST_BITS)
 
 
 def _rounded(values: np.ndarray, limit: int) -> np.ndarray:
-    rounded: np.ndarray = np.clip(np.rint(values), -limit, limit)
-    return rounded
+    return np.clip(np.rint(values), -limit, limit)
 
 
 def _stacked(parts: list[np.ndarray]) -> np.ndarray:

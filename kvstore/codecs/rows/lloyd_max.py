@@ -133,8 +133,7 @@ def _newton_step(levels: np.ndarray, is_odd: bool, law: _Law) -> np.ndarray:
     by_high = np.append((high[:-1] - mean[:-1]) * law.density(high[:-1]) / mass[:-1] / 2, 0.0)
     fixed = np.append(0.0 if not is_odd else by_low[0], by_low[1:])  # the edge at zero stays
     slopes = np.diag(1 - fixed - by_high) - np.diag(by_low[1:], -1) - np.diag(by_high[:-1], 1)
-    step: np.ndarray = np.linalg.solve(slopes, levels - mean)
-    return step
+    return np.linalg.solve(slopes, levels - mean)
 
 
 def _edges(levels: np.ndarray, is_odd: bool) -> np.ndarray:
@@ -145,8 +144,7 @@ def _edges(levels: np.ndarray, is_odd: bool) -> np.ndarray:
 
 def _midpoints(levels: np.ndarray, is_odd: bool) -> np.ndarray:
     points = np.concatenate([[0.0], levels]) if is_odd else levels
-    middles: np.ndarray = (points[1:] + points[:-1]) / 2
-    return middles
+    return (points[1:] + points[:-1]) / 2
 
 
 class _Law(Protocol):
@@ -163,8 +161,7 @@ class _Law(Protocol):
 
 class _Normal:
     def density(self, x: np.ndarray) -> np.ndarray:
-        density: np.ndarray = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-        return density
+        return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
     def moment(self, x: np.ndarray) -> np.ndarray:
         return self.density(x)
@@ -185,12 +182,10 @@ class _Sphere:
         self._factor = math.exp(logarithm) / math.sqrt(math.pi * dim)
 
     def density(self, x: np.ndarray) -> np.ndarray:
-        density: np.ndarray = self._factor * self._left(x) ** ((self._dim - 3) / 2)
-        return density
+        return self._factor * self._left(x) ** ((self._dim - 3) / 2)
 
     def moment(self, x: np.ndarray) -> np.ndarray:
-        moment: np.ndarray = self.density(x) * self._left(x) * self._dim / (self._dim - 1)
-        return moment
+        return self.density(x) * self._left(x) * self._dim / (self._dim - 1)
 
     def above(self, x: np.ndarray) -> np.ndarray:
         """Integrates the density from the sphere's end over angles, by Gauss and Legendre."""
@@ -198,12 +193,10 @@ class _Sphere:
         nodes, weights = np.polynomial.legendre.leggauss(200)
         points = angles[:, None] / 2 * (nodes + 1)
         heights = np.sin(points) ** (self._dim - 2) @ weights
-        above: np.ndarray = self._factor * math.sqrt(self._dim) * heights * angles / 2
-        return above
+        return self._factor * math.sqrt(self._dim) * heights * angles / 2
 
     def _left(self, x: np.ndarray) -> np.ndarray:
-        left: np.ndarray = np.maximum(1 - np.minimum(x * x, self._dim) / self._dim, 0)
-        return left
+        return np.maximum(1 - np.minimum(x * x, self._dim) / self._dim, 0)
 
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:

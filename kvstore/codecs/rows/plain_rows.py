@@ -44,8 +44,7 @@ class PlainRows:
         levels = gauss_table(8).level_array
         ascending = np.concatenate([-levels[::-1], levels])
         units = scales * inverse_root(dim)
-        rows: np.ndarray = ascending[from_stream(packed)] * units[:, None]
-        return rows
+        return ascending[from_stream(packed)] * units[:, None]
 
     def are_all_packed(self, scales: np.ndarray) -> bool:
         return bool(np.all(_is_normal(scales)))
@@ -59,5 +58,4 @@ class PlainRows:
 
 
 def _is_normal(norms: np.ndarray) -> np.ndarray:
-    normal: np.ndarray = (norms >= np.finfo(np.float32).tiny) & np.isfinite(norms)
-    return normal
+    return (norms >= np.finfo(np.float32).tiny) & np.isfinite(norms)

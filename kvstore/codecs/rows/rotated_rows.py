@@ -119,8 +119,7 @@ class RotatedRows:
         """Returns sqrt(sum of squared levels) of every row, fp32 (num_rows,)."""
         squares = np.array(squared_levels(self.num_bits), np.int32)
         energies = squares[magnitudes].sum(axis=1, dtype=np.int32).astype(np.float32)
-        lengths: np.ndarray = np.sqrt(energies) * np.float32(1 / self.one)
-        return lengths
+        return np.sqrt(energies) * np.float32(1 / self.one)
 
     def unit_of(self, dim: int) -> np.float32:
         """Returns the value of a one in rotated levels, in a row of scale 1."""
@@ -142,8 +141,7 @@ def factors_of(norms: np.ndarray, dim: int) -> np.ndarray:
     ``norms``: fp32 (num_rows,).
     """
     bits = (np.float32(size_of(dim)) / norms).view(np.uint32)
-    factors: np.ndarray = (bits >> SPARE_BITS << SPARE_BITS).view(np.float32)
-    return factors
+    return (bits >> SPARE_BITS << SPARE_BITS).view(np.float32)
 
 
 @functools.cache

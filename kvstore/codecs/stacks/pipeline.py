@@ -208,8 +208,7 @@ class Pipeline:
     def _widths(self, numbers: np.ndarray) -> np.ndarray:
         """Returns how many columns each kept group has."""
         widths = np.array([part.stop - part.start for part in self.shape.gain_groups], np.int64)
-        found: np.ndarray = widths[numbers % len(widths)]
-        return found
+        return widths[numbers % len(widths)]
 
 
 def _least_squares(exact: np.ndarray, quantised: np.ndarray) -> np.ndarray:
@@ -218,5 +217,4 @@ def _least_squares(exact: np.ndarray, quantised: np.ndarray) -> np.ndarray:
     energy = np.einsum("utw,utw->ut", quantised, quantised)
     usual = (along > 0) & (energy > 0)
     factors = np.where(usual, along / np.where(usual, energy, 1), 1)[:, :, None]
-    limited: np.ndarray = np.clip(factors, 0.5, 2)
-    return limited
+    return np.clip(factors, 0.5, 2)

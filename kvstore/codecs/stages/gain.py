@@ -142,11 +142,9 @@ class LogGain:
         return self._coder.nbytes(num_tokens)
 
     def _steps(self, sizes: np.ndarray) -> np.ndarray:
-        steps: np.ndarray = (steps_of(sizes) + FINER // 2) // FINER - self.centres[:, None]
-        return steps
+        return (steps_of(sizes) + FINER // 2) // FINER - self.centres[:, None]
 
     def _gains(self, steps: np.ndarray) -> np.ndarray:
         whole = np.clip(steps + self.centres[:, None], -FURTHEST, FURTHEST)
         bits = STEP_BITS[whole % COARSE * FINER] + (whole // COARSE << MANTISSA_BITS)
-        gains: np.ndarray = bits.astype(np.int32).view(np.float32)
-        return gains
+        return bits.astype(np.int32).view(np.float32)

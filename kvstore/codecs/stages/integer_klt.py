@@ -47,8 +47,7 @@ class IntegerKlt(WithoutNote):
     def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
         """Restores rows; sums stay below 2^24, so that fp32 holds them in any order."""
         sums = np.matmul(stack.astype(np.float32), self._decode.astype(np.float32))
-        restored: np.ndarray = sums * self._scales[:, None, None]
-        return restored
+        return sums * self._scales[:, None, None]
 
 
 class IntegerLevels:
@@ -91,8 +90,7 @@ class IntegerLevels:
         sizes = np.where(above >= 0, above, -1 - above) % NUM_MAGNITUDES
         unit, component = np.ogrid[: len(self._bits), : self._bits.shape[1]]
         levels = self._levels[unit[:, None], component[:, None], sizes].astype(np.int32)
-        restored: np.ndarray = np.where(above >= 0, levels, -levels) * (self._bits > 0)[:, None]
-        return restored
+        return np.where(above >= 0, levels, -levels) * (self._bits > 0)[:, None]
 
     def fit_gains(self, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
         """Returns the factors of gains that fit restored rows best, fp32 (units, tokens, 1).

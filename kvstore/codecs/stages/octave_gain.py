@@ -65,8 +65,7 @@ class OctaveGain:
     def table(self) -> np.ndarray:
         """Returns the gain of every code, fp32 (units, CODES)."""
         octaves, rest = self.steps // STEPS, self.steps % STEPS
-        gains: np.ndarray = (STEP_BITS[rest] + (octaves << MANTISSA_BITS)).view(np.float32)
-        return gains
+        return (STEP_BITS[rest] + (octaves << MANTISSA_BITS)).view(np.float32)
 
     def _codes(self, steps: np.ndarray) -> np.ndarray:
         codes = np.zeros(steps.shape, np.uint8)
@@ -115,5 +114,4 @@ def steps_of(sizes: np.ndarray) -> np.ndarray:
     """Returns the nearest step of positive fp32 numbers, int32 of the same shape."""
     bits = np.ascontiguousarray(sizes).view(np.int32)
     above = np.searchsorted(THRESHOLDS, bits & MANTISSA, side="left")  # thresholds below
-    steps: np.ndarray = STEPS * ((bits >> MANTISSA_BITS) - 127) + above.astype(np.int32)
-    return steps
+    return STEPS * ((bits >> MANTISSA_BITS) - 127) + above.astype(np.int32)

@@ -97,7 +97,7 @@ class Widths:
         return {"scale": np.full(1, self.scale, np.float32)}
 
     def assemble(self, profile, learned, layout):
-        from kvstore.codecs.literature.stages.rotated import rotated_levels
+        from kvstore.codecs.literature.stages.levels import rotated_levels
         from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 
         bits = int(learned["scale"][0])

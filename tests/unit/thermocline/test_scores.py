@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import thermocline
-from kvstore.codecs.literature.stages.rotated import normal_levels
+from kvstore.codecs.literature.stages.levels import normal_levels
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from tests.pairs import in_pairs
 from tests.unit.kvstore.codecs.samples import uneven

@@ -1,11 +1,23 @@
-"""Lloyd-Max levels for normal values: a component, over its deviation, becomes the nearest one."""
+"""Lloyd-Max levels for normal values, and the rotation that makes values nearly normal.
+
+A component, over its deviation, becomes the nearest level. Random signs, then a Hadamard matrix,
+make all channels alike, without statistics of them; they are those of ``rows.rotation``, but here
+the product is orthonormal.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from kvstore.codecs.literature.stages.head_pipelines import planes_of
 from kvstore.codecs.loops.compiled import compiled_stages
+from kvstore.codecs.rows import rotation
 from kvstore.codecs.rows.lloyd_max import MAX_LEVELS, gauss_table
+from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stacks.stage_protocols import Quantiser, WithoutNote
+from kvstore.codecs.stages.gain import HalfGain
+from kvstore.errors import UnknownCodec
 
 
 class LloydMax:
@@ -92,15 +104,45 @@ def _restore(
         out[chosen] = values * deviations[chosen, None]
 
 
-class Sign:
-    """Keeps the sign, two levels of equal size; code 1 is positive. Implements ``Quantiser``."""
+class SignHadamard(WithoutNote):
+    """Multiplies rows by signs and a Hadamard matrix. Implements ``Transform``."""
 
-    def __init__(self, size: float | None = None) -> None:
-        """``size``: the value of a bit; by default the mean size of a standard normal variable."""
-        self._size = np.float32(gauss_table(2).levels[0] if size is None else size)
+    def __init__(self, shape: StackShape) -> None:
+        """Raises ``UnknownCodec`` for a width for which no Hadamard matrix is known."""
+        if rotation.order_of(shape.width) is None:
+            raise UnknownCodec(f"vectors of {shape.width} values cannot be rotated; use codec raw")
+        self._width = shape.width
+        self._unit = np.float32(1 / np.sqrt(shape.width))
 
-    def quantise(self, components: np.ndarray) -> np.ndarray:
-        return (components > 0).astype(np.uint8)
+    def forward(self, stack: np.ndarray, first_token: int) -> tuple[np.ndarray, bytes]:
+        rows = np.ascontiguousarray(stack).reshape(-1, self._width)
+        signed = rotation.flip_signs(rows, rotation.sign_masks(self._width))
+        return (rotation.rotate(signed) * self._unit).reshape(stack.shape), b""
 
-    def restore(self, codes: np.ndarray) -> np.ndarray:
-        return np.where(codes > 0, self._size, -self._size)
+    def backward(self, stack: np.ndarray, first_token: int, note: object) -> np.ndarray:
+        rows = np.ascontiguousarray(stack).reshape(-1, self._width)
+        turned = rotation.rotate_back(rows) * self._unit
+        return rotation.flip_signs(turned, rotation.sign_masks(self._width)).reshape(stack.shape)
+
+
+def rotated(
+    shape: StackShape, quantiser: Quantiser, bits: int | np.ndarray, is_fitted: bool = False
+) -> Pipeline:
+    """Makes a pipeline of norm (fp16), signs and Hadamard, ``quantiser``, bit planes.
+
+    ``bits``: of every column of codes, or of each. ``is_fitted``: see ``HalfGain``.
+    """
+    gain = HalfGain(shape, is_fitted)
+    return Pipeline(shape, (), gain, (SignHadamard(shape),), quantiser, planes_of(shape, bits))
+
+
+def rotated_levels(shape: StackShape, num_bits: int) -> Pipeline:
+    """Makes ``rotated`` with Lloyd-Max levels and the norm correction: TurboQuant-MSE."""
+    levels = normal_levels(shape, 1 << num_bits)
+    return rotated(shape, levels, num_bits, is_fitted=True)
+
+
+def normal_levels(shape: StackShape, num_levels: int) -> LloydMax:
+    """Makes a Lloyd-Max quantiser for components of deviation one."""
+    size = (shape.num_units, shape.width)
+    return LloydMax(np.full(size, num_levels), np.ones(size, np.float32))

@@ -15,7 +15,7 @@ import hashlib
 
 import numpy as np
 
-from kvstore.codecs.loops.compiled import compiled_module
+from kvstore.codecs.loops.compiled import compiled_stages
 from kvstore.errors import UnknownCodec
 
 # Draws are rounded to its multiples, which hides differences of libm's last bits; sums of products
@@ -25,7 +25,6 @@ NUM_VECTORS = 256  # a byte each
 SAMPLES_EACH = 32
 ROUNDS = 20
 BLOCK_ROWS = 4096
-LOOPS = "kvstore.codecs.literature.stages.vector_loops"
 MOST_SKETCHED = 768  # values in a row: their square is drawn in 24 MiB and 30 ms, also for a claim
 
 
@@ -96,7 +95,7 @@ def nearest_of_each(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """
     halves = (vectors * vectors).sum(axis=2) / 2
     codes = np.empty(rows.shape[:2], np.uint8)
-    if fast := compiled_module(LOOPS):
+    if fast := compiled_stages():
         columns = np.ascontiguousarray(rows.swapaxes(1, 2))
         fast.nearest_vectors(columns, np.ascontiguousarray(vectors), halves, codes)
         return codes
@@ -134,5 +133,4 @@ def k_means(samples: np.ndarray, vectors: np.ndarray, rounds: int = ROUNDS) -> n
 
 def first_of(samples: np.ndarray, num_vectors: int) -> np.ndarray:
     """Returns the first samples, repeated if there are too few."""
-    first: np.ndarray = samples[np.arange(num_vectors) % len(samples)]
-    return first
+    return samples[np.arange(num_vectors) % len(samples)]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from kvstore.codecs.literature.rabitq import Clusters
-from kvstore.codecs.literature.stages.rotated import SignHadamard
+from kvstore.codecs.literature.stages.levels import SignHadamard
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.stack_shape import KEY, Scope, stack_shapes
 from kvstore.codecs.stages.gain import HalfGain, NoGain
