@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.attention.rotated import ReferenceAttention, row_attention
 from kvstore.codecs.floats import widen
+from kvstore.codecs.rows.attention import ReferenceAttention, row_attention
 from kvstore.codecs.rows.backend import reference_kernel
 from kvstore.codecs.rows.payload import KEPT_DTYPE
 from kvstore.codecs.rows.rotated_rows import RotatedRows

@@ -6,8 +6,7 @@ A new preset needs a row in ``catalogue``, and a function or constant that makes
 of its kind. ``presets`` opens a codec by its name; ``calibrated`` opens a learned one with its
 ``profile``. Neither knows how any codec works.
 
-    rows           pack each row by itself: ``tq3``, ``tq4``, ``lm3``
-    attention      products with packed rows of those, and weighted sums, without restoring rows
+    rows           pack each row by itself: ``tq3``, ``tq4``, ``lm3``; attend to packed rows
     fixed_rate     learned, all chunks of one size: ``dense3``
     one_step       learned and entropy-coded (``entropy``): ``balanced``, ``max``, ``safe``
     literature     methods of papers, for comparison

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvstore.blobs.chain import CHUNK, chunk_before, stretches
 from kvstore.blobs.packer import Packer, StoreCodecs
-from kvstore.codecs.loops.compilations import COMPILATIONS
+from kvstore.codecs.loops.compiled import COMPILATIONS
 from kvstore.config import StoreConfig
 from kvstore.ledger.deletions import Deletions
 from kvstore.ledger.index import Claims, SessionIndex

@@ -12,7 +12,6 @@ here in numpy; ``kernels.units.rans_rows`` gives the same bytes hundreds of time
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
@@ -25,10 +24,8 @@ from kvstore.codecs.entropy.tables import (
     SymbolTables,
     fit_tables,
 )
-from kvstore.codecs.loops.compiled import compiled_module, holds
+from kvstore.codecs.loops.compiled import compiled_module, proven
 from kvstore.errors import Corrupt
-
-logger = logging.getLogger(__name__)
 
 COMPILED: Final = "kvstore.codecs.kernels.units.rans_rows"
 LANES = 32
@@ -97,20 +94,18 @@ def decode(
     return found
 
 
+@functools.cache
 def _fastest() -> tuple[Encoder, Decoder]:
     """Returns the compiled functions, if they give the bytes of the definition."""
-    compiled = compiled_module(COMPILED)
-    if compiled is None or not agree(compiled.encode, compiled.decode):
-        return encode_reference, decode_reference
-    return compiled.encode, compiled.decode
+    module = compiled_module(COMPILED)
+    compiled = (module.encode, module.decode) if module is not None else None
+    definition = (encode_reference, decode_reference)
+    return proven(compiled, definition, agree, "the functions of the entropy coder")
 
 
-@functools.cache
-def agree(run_encoder: Encoder, run_decoder: Decoder) -> bool:
-    """Returns whether both code some rows as the definition does.
-
-    A compiler must not be trusted with a cache.
-    """
+def agree(functions: tuple[Encoder, Decoder]) -> bool:
+    """Returns whether an encoder and a decoder code some rows as the definition does."""
+    run_encoder, run_decoder = functions
     tables, classes = fit_tables([]), np.arange(1, NUM_CLASSES, dtype=np.int64)
     most = tables.escapes[classes].astype(np.int64)[:, None]
     shape = len(classes), padded_tokens(TRIED_TOKENS)
@@ -118,16 +113,9 @@ def agree(run_encoder: Encoder, run_decoder: Decoder) -> bool:
     known = symbols, TRIED_TOKENS, classes, tables
     stream = encode(*known, encode_reference)
     found = np.frombuffer(stream, np.uint8), classes, TRIED_TOKENS, tables.slots()
-
-    def are_alike() -> bool:
-        restored = decode(*found, run_decoder)[:, :TRIED_TOKENS]
-        exact = np.array_equal(restored, symbols[:, :TRIED_TOKENS])
-        return exact and encode(*known, run_encoder) == stream
-
-    same = holds(are_alike, "the functions of the entropy coder")
-    if not same:
-        logger.warning("the compiled entropy coder is wrong on this host: using numpy")
-    return same
+    restored = decode(*found, run_decoder)[:, :TRIED_TOKENS]
+    exact = np.array_equal(restored, symbols[:, :TRIED_TOKENS])
+    return exact and encode(*known, run_encoder) == stream
 
 
 def encode_reference(

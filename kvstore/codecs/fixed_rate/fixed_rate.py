@@ -22,10 +22,9 @@ from kvstore.codecs.profile import Profile
 from kvstore.codecs.rows.lloyd_max import greedy_bits
 from kvstore.codecs.stacks.pipeline import StackPacker
 from kvstore.codecs.stacks.stack_shape import Scope, StackShape, stack_shapes
-from kvstore.codecs.stages.gain import root_mean_squares
+from kvstore.codecs.stages.gain import CODES, STEPS, OctaveGain, root_mean_squares
 from kvstore.codecs.stages.integer_klt import IntegerKlt, IntegerLevels
 from kvstore.codecs.stages.model_transforms import HeadMetric, ModelMean, UnRope
-from kvstore.codecs.stages.octave_gain import CODES, STEPS, OctaveGain
 from kvstore.codecs.stages.planes import BitPlanes
 from kvstore.shapes import KVLayout
 

@@ -27,8 +27,8 @@ from kvstore.codecs.stacks.fused import (
 )
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stages.gain import OctaveGain, ends_of, pairs_of
 from kvstore.codecs.stages.integer_klt import MAX_BITS, input_scale
-from kvstore.codecs.stages.octave_gain import OctaveGain, ends_of, pairs_of
 from kvstore.shapes import DType, KVLayout, KVRun
 
 CODECS = "fixed-rate codecs"  # in the log

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.codecs.learning.array_checks import (
+from kvstore.codecs.profile import (
     ArraySpecs,
     are_powers_of_two,
     are_sizes,
@@ -31,8 +31,8 @@ from kvstore.codecs.learning.array_checks import (
 )
 from kvstore.codecs.rows.lloyd_max import gauss_table
 from kvstore.codecs.stacks.stack_shape import StackShape
+from kvstore.codecs.stages.gain import CODES
 from kvstore.codecs.stages.integer_klt import LARGEST_INPUT, MAX_BITS, NUM_MAGNITUDES, input_scale
-from kvstore.codecs.stages.octave_gain import CODES
 
 NUM_BINS = 1024
 FURTHEST = 8.0  # deviations; larger sizes are counted as this one

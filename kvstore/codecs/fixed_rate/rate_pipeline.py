@@ -19,7 +19,7 @@ from kvstore.codecs.fixed_rate.rate_integers import RateIntegers
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
-from kvstore.codecs.stages.octave_gain import OctaveGain, pairs_of
+from kvstore.codecs.stages.gain import OctaveGain, pairs_of
 from kvstore.shapes import KVLayout, Rope
 
 COUNT_BYTES = 4  # the size of a count of kept rows

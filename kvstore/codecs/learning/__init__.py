@@ -1,5 +1,5 @@
 """Samples from which presets learn, and how much their errors matter.
 
 ``samples`` has the KV of some texts and its statistics; ``sensitivity``, with ``attention``, how
-much errors matter; ``array_checks`` checks the arrays of a profile before kernels read them.
+much errors matter.
 """

@@ -17,10 +17,9 @@ from kvstore.codecs.base import Codec
 from kvstore.codecs.literature.groups import grouped
 from kvstore.codecs.literature.stages.head_pipelines import HeadPipelines, planes_of
 from kvstore.codecs.literature.stages.vectors import MOST_SKETCHED, directions, sign_size
-from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.pipeline import Pipeline, WithoutNote
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stacks.stage_protocols import WithoutNote
 from kvstore.codecs.stages.gain import HalfGain
 
 VALUE_BITS = 2

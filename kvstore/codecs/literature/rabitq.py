@@ -35,10 +35,9 @@ from kvstore.codecs.literature.stages.levels import SignHadamard, rotated_levels
 from kvstore.codecs.literature.stages.vectors import UNIT, k_means, nearest
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader
-from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.pipeline import Pipeline, Transform
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import KEY, StackShape
-from kvstore.codecs.stacks.stage_protocols import Transform
 from kvstore.codecs.stages.gain import HalfGain
 from kvstore.codecs.stages.model_transforms import UnRope
 from kvstore.codecs.stages.planes import BitPlanes

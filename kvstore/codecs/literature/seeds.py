@@ -46,8 +46,8 @@ from kvstore.codecs.literature.stages.levels import (
 )
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rows.lloyd_max import gauss_error, gauss_table
-from kvstore.codecs.rows.plain_rows import PlainRows
 from kvstore.codecs.rows.row_codec import RowCodec
+from kvstore.codecs.rows.row_format import PlainRows
 from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import StackShape

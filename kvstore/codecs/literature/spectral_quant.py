@@ -19,9 +19,8 @@ import numpy as np
 from kvstore.codecs.learning.samples import Samples, principal_axes, unit_rows
 from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.profile import Profile
-from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.pipeline import Pipeline, WithoutNote
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
-from kvstore.codecs.stacks.stage_protocols import WithoutNote
 from kvstore.codecs.stages.gain import HalfGain, root_mean_squares
 from kvstore.codecs.stages.model_transforms import ModelMean, UnRope
 from kvstore.codecs.stages.planes import BitPlanes

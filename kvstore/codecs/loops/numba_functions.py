@@ -31,13 +31,13 @@ from numba import from_dtype, njit, types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
-from kvstore.codecs.loops.compilations import COMPILATIONS
+from kvstore.codecs.loops.compiled import COMPILATIONS
 
 logger = logging.getLogger(__name__)
 
 ROOT: Final = Path(__file__).parents[3]
 PACKAGE: Final = "kvstore"
-COUNTING: Final = "kvstore.codecs.loops.compilations"
+COUNTING: Final = "kvstore.codecs.loops.compiled"
 PROCESSOR: Final = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 LINE = 64  # bytes of a cache line; vectors that cross two lines take twice as long
 NBYTES = 4  # of a float or a word

@@ -23,8 +23,15 @@ from kvstore.codecs.entropy.tables import (
     SymbolTables,
     plane_bits,
 )
-from kvstore.codecs.one_step.closed_loop import BYTE, LoopIntegers, levels_of, most_input
-from kvstore.codecs.one_step.loop_tables import LoopTables, PackingTables, RestoringTables
+from kvstore.codecs.one_step.closed_loop import (
+    BYTE,
+    LoopIntegers,
+    LoopTables,
+    PackingTables,
+    RestoringTables,
+    levels_of,
+    most_input,
+)
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks.fused import (

@@ -6,7 +6,6 @@ Both give the same bytes. numba is optional; without it everything works, but sl
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
@@ -14,13 +13,11 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.loops.compiled import compiled_module
+from kvstore.codecs.loops.compiled import compiled_module, proven
 from kvstore.codecs.rows.payload import ArraySlot, SlotGroup, plan_payload
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_format import RowFormat
 from kvstore.shapes import DType, KVLayer, KVLayout
-
-logger = logging.getLogger(__name__)
 
 KERNELS: Final = "kvstore.codecs.kernels.rows.numba_kernel"
 BLOCK_ROWS = 512  # rows at a time, so that the fp32 intermediates stay in the cache
@@ -105,19 +102,14 @@ def best_kernel(rows: RowFormat, dim: int, dtype: DType) -> ArrayKernel:
     if compiled is None or not isinstance(rows, RotatedRows) or not compiled.has_kernel(dim):
         return reference
     kernel: ArrayKernel = compiled.compile_kernel(rows.num_bits, dim, dtype)
-    if agree(kernel, reference, rows, dim, dtype):
-        return kernel
-    logger.warning("%s kernel of %d %s values is wrong on this host: using numpy", rows, dim, dtype)
-    return reference
+    called = f"{rows} kernels of {dim} {dtype} values"
+    return proven(kernel, reference, lambda x: agree(x, reference, rows, dim, dtype), called)
 
 
 def agree(
     kernel: ArrayKernel, reference: ArrayKernel, rows: RowFormat, dim: int, dtype: DType
 ) -> bool:
-    """Returns whether both give the same bytes for a few rows.
-
-    A compiler must not be trusted with a cache.
-    """
+    """Returns whether both give the same bytes for a few rows."""
     layout = KVLayout(dtype, (KVLayer(1, dim, dim),))
     (source, second), *outs = (layout.empty(40)[0] for _ in range(3))
     ramp = np.arange(source.size, dtype=np.float32).reshape(source.shape)

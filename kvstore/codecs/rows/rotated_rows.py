@@ -123,7 +123,7 @@ class RotatedRows:
 
     def unit_of(self, dim: int) -> np.float32:
         """Returns the value of a one in rotated levels, in a row of scale 1."""
-        return inverse_root(dim) / np.float32(self.one)
+        return rotation.inverse_root(dim) / np.float32(self.one)
 
     def _whole(self, values: tuple[float, ...]) -> np.ndarray:
         one = self.one
@@ -148,8 +148,3 @@ def factors_of(norms: np.ndarray, dim: int) -> np.ndarray:
 def squared_levels(num_bits: int) -> tuple[int, ...]:
     """Returns the squares of the upper half of the levels."""
     return tuple(int(level) ** 2 for level in RotatedRows(num_bits).levels)
-
-
-def inverse_root(dim: int) -> np.float32:
-    """Returns 1 / sqrt(dim), rounded once."""
-    return np.float32(1 / np.sqrt(dim))

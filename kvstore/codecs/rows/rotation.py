@@ -172,6 +172,11 @@ def halving_sum(terms: np.ndarray) -> np.ndarray:
     return total
 
 
+def inverse_root(dim: int) -> np.float32:
+    """Returns 1 / sqrt(dim), rounded once."""
+    return np.float32(1 / np.sqrt(dim))
+
+
 def _required(dim: int) -> Order:
     order = order_of(dim)
     if order is None:

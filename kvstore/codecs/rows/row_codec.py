@@ -12,9 +12,8 @@ from kvstore.codecs import floats
 from kvstore.codecs.base import NUM_SINKS, Codec, Payload, check_run
 from kvstore.codecs.rows.backend import Backend, best_kernel
 from kvstore.codecs.rows.payload import KEPT_DTYPE, PayloadPlan, SlotGroup, plan_payload
-from kvstore.codecs.rows.plain_rows import PlainRows
 from kvstore.codecs.rows.rotated_rows import RotatedRows
-from kvstore.codecs.rows.row_format import RowFormat
+from kvstore.codecs.rows.row_format import PlainRows, RowFormat
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import DType, KVLayout, KVRun
 

@@ -1,4 +1,4 @@
-"""The interface between a payload and the arithmetic that packs one row, and bits as bytes.
+"""The interface of a payload to the arithmetic that packs one row; bits as bytes; and ``lm3``.
 
 A row is one head's vector of one token: ``dim`` values of 16 bits. A row format turns it into a
 fixed number of packed bytes and one scale, with numpy, in a fixed order of operations: that is the
@@ -12,9 +12,13 @@ ManthanQuant, one of the projects from which this one grew.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+
+from kvstore.codecs.rows.lloyd_max import gauss_table
+from kvstore.codecs.rows.rotation import halving_sum, inverse_root
 
 
 class RowFormat(Hashable, Protocol):
@@ -85,3 +89,47 @@ def from_stream(packed: np.ndarray) -> np.ndarray:
     num_rows, nbytes = packed.shape
     bits = np.unpackbits(packed, axis=1, bitorder="little").reshape(num_rows, nbytes * 8 // 3, 3)
     return bits[:, :, 0] | bits[:, :, 1] << 1 | bits[:, :, 2] << 2
+
+
+@dataclass(frozen=True)
+class PlainRows:
+    """``lm3``: the scheme of ManthanQuant, kept as the control. Implements ``RowFormat``.
+
+    L2 norm, elements times sqrt(dim) / norm, the nearest of eight Lloyd-Max levels, three bits each
+    in one little-endian stream, and the norm as fp32. There is no rotation: it suits rows whose
+    channels are alike, and ruins real keys, whose channels are not. Measure against it; do not
+    serve it.
+    """
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        return np.dtype("<f4")
+
+    def supports(self, dim: int) -> bool:
+        return dim > 0 and dim % 8 == 0
+
+    def packed_nbytes(self, dim: int) -> int:
+        return 3 * dim // 8
+
+    def pack(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        with np.errstate(all="ignore"):
+            norms = np.sqrt(halving_sum(rows * rows))
+            units = norms * inverse_root(rows.shape[1])
+            codes = np.zeros(rows.shape, np.uint8)
+            for bound in gauss_table(8).all_bounds():
+                codes += rows > (bound * units)[:, None]
+        return to_stream(codes), np.where(_is_normal(norms), norms, np.float32(0))
+
+    def unpack(self, packed: np.ndarray, scales: np.ndarray, dim: int) -> np.ndarray:
+        units = scales * inverse_root(dim)
+        return gauss_table(8).all_levels()[from_stream(packed)] * units[:, None]
+
+    def are_all_packed(self, scales: np.ndarray) -> bool:
+        return bool(np.all(_is_normal(scales)))
+
+    def are_scales(self, scales: np.ndarray) -> bool:
+        return bool(np.all((scales == 0) | _is_normal(scales)))
+
+
+def _is_normal(norms: np.ndarray) -> np.ndarray:
+    return (norms >= np.finfo(np.float32).tiny) & np.isfinite(norms)

@@ -10,7 +10,6 @@ start on, but packing can wait: until then the pipeline packs (``packing_later``
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +22,12 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.loops.compiled import compiled_module, holds
+from kvstore.codecs.loops.compiled import compiled_module, is_proven
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.shapes import DType, KVLayout, KVRun, Rope, angle_tables, slice_tokens
 
-logger = logging.getLogger(__name__)
 LINE = 64  # bytes
 VECTOR = 16  # channels
 TRIED_AT = 9  # the token at which kernels are compared with their pipeline
@@ -217,19 +215,18 @@ def proven_or_pipeline(
 ) -> StackPacker:
     """Returns ``fused``, or its pipeline if the two restore ``run`` differently.
 
-    A compiler must not be trusted with a cache. Packing is compared as well, see ``packing_later``.
+    Packing is compared as well, see ``packing_later``.
     """
     payload = fused.pipeline.encode(run, 0, TRIED_AT, layout.dtype)
     kernels, num_tokens = f"the kernels of {codecs}", run[0][0].shape[1]
-    if not holds(lambda: _restores_alike(fused, layout, payload, num_tokens), kernels):
-        logger.warning("the kernels of %s are wrong on this host: using the pipeline", codecs)
+    if not is_proven(lambda: _restores_alike(fused, layout, payload, num_tokens), kernels):
         return fused.pipeline
 
     def prove_packing() -> None:
-        if holds(lambda: fused.pack(run, 0, TRIED_AT, layout.dtype) == payload, kernels):
+        if is_proven(
+            lambda: fused.pack(run, 0, TRIED_AT, layout.dtype) == payload, f"{kernels} that pack"
+        ):
             fused.packing_is_proven.set()
-        else:
-            logger.warning("the kernels of %s pack wrongly on this host: numpy packs", codecs)
 
     _COMPILE_PACKING.get()(prove_packing)
     return fused

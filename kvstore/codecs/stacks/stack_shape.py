@@ -84,6 +84,10 @@ class StackShape:
         """The number of units."""
         return len(self.units)
 
+    def gains_shape(self, num_tokens: int) -> tuple[int, int, int]:
+        """The shape of all gains: (units, tokens, gain groups)."""
+        return len(self.units), num_tokens, len(self.gain_groups)
+
     @functools.cached_property
     def width(self) -> int:
         """The number of columns of a unit."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.stacks.stage_protocols import WithoutNote
+from kvstore.codecs.stacks.pipeline import WithoutNote
 
 MAX_WIDTH = 1024  # for which sums of products of bytes stay below 2^24
 LARGEST_INPUT = 32767

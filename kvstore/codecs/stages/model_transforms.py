@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.codecs.loops.compiled import compiled_stages
+from kvstore.codecs.stacks.pipeline import WithoutNote
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stacks.stage_protocols import WithoutNote
 from kvstore.shapes import Rope, angle_tables
 
 

@@ -1,7 +1,7 @@
 """Computes attention of one new token straight from packed rows, on any device that mlx has.
 
 The counterpart of ``host_rows.attend``, which is for mlx on a CPU. Rows stay packed; see
-``kvstore.codecs.attention.rotated``, whose values these kernels and operations give up to the
+``kvstore.codecs.rows.attention``, whose values these kernels and operations give up to the
 order of addition. The query is rotated, and the sum rotated back, by ``mx_packer``.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from engines.mlx_worker.cache.packed.metal_packer import LANES, unit_source
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
 from engines.mlx_worker.cache.packed.rows import KVSides, NeverCopied, RowKind
-from kvstore.codecs.attention.rotated import TOLERANCE, ReferenceAttention
+from kvstore.codecs.rows.attention import TOLERANCE, ReferenceAttention
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 On a CPU mlx's arrays are the host's memory: numpy sees them without a copy, and numba's kernel is
 many times faster than the same steps as mlx operations. Its results are put into the graph as
 constants, so the packed rows are evaluated first; they have been computed in an earlier step. For
-attention rows stay packed: see ``kvstore.codecs.attention.session_rows``.
+attention rows stay packed: see ``kvstore.codecs.rows.attention``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
 from engines.mlx_worker.cache.packed.rows import KVSides, PackedSide, RowKind
 from kvstore.codecs import floats
-from kvstore.codecs.attention.session_rows import RowShapes, SessionRows, session_attention
+from kvstore.codecs.rows.attention import RowShapes, SessionRows, session_attention
 from kvstore.codecs.rows.backend import ArrayKernel, best_kernel
 from kvstore.codecs.rows.payload import ArraySlot, SlotGroup
 

@@ -43,7 +43,7 @@ INFINITY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def _steps_of(sizes, thresholds):
-    """Return the nearest sixteenth of an octave of positive numbers; see ``octave_gain``."""
+    """Return the nearest sixteenth of an octave of positive numbers; see ``gain``."""
     bits = sizes.to(tl.int32, bitcast=True)
     steps = 16 * ((bits >> 23) - 127)
     for k in tl.static_range(16):

@@ -18,8 +18,8 @@ from engines.vllm_plugin.device.kernels.rate_kernels import pack_rates_kernel, u
 from engines.vllm_plugin.device.kv_views import KVViewGroup
 from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
 from kvstore.codecs.stacks.stack_shape import HeadVector, StackShape
+from kvstore.codecs.stages.gain import THRESHOLDS, ends_of
 from kvstore.codecs.stages.integer_klt import NUM_MAGNITUDES, input_scale
-from kvstore.codecs.stages.octave_gain import THRESHOLDS, ends_of
 from kvstore.shapes import Rope
 
 LARGEST_FACTOR: Final = 127 * 256 + 127  # that fits two signed digits of one byte each

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from kvstore.codecs.attention.session_rows import RowShapes, SessionRows
 from kvstore.codecs.kernels.rows.numba_attention import (
     add_rows,
     blocks_of,
@@ -26,6 +25,7 @@ from kvstore.codecs.kernels.rows.numba_attention import (
 )
 from kvstore.codecs.kernels.rows.row_shape import has_kernel
 from kvstore.codecs.loops.numba_functions import address_of, compiled, copy, sources_of, tuple_of
+from kvstore.codecs.rows.attention import RowShapes, SessionRows
 
 SOURCES = sources_of(__file__)
 
@@ -148,7 +148,7 @@ _function = functools.cache(_attend_function)
 
 @dataclass(frozen=True)
 class NumbaSessionAttention:
-    """Implements ``kvstore.codecs.attention.session_rows.SessionAttention``."""
+    """Implements ``kvstore.codecs.rows.attention.SessionAttention``."""
 
     shapes: RowShapes
 

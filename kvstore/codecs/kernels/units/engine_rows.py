@@ -16,7 +16,7 @@ from numba.core import cgutils
 
 from kvstore.codecs.kernels.emit.dtypes import HIGH_HALF, round_to_bf16, rounded
 from kvstore.codecs.kernels.emit.emitter import F32, I16, I32, I64, Emitter, Value
-from kvstore.codecs.stages.octave_gain import LANES as SQUARE_LANES
+from kvstore.codecs.stages.gain import LANES as SQUARE_LANES
 
 TOKENS = 64
 
@@ -75,7 +75,7 @@ def _widened(e: Emitter, as_words: bool, row: Value, channel: Value) -> Value:
 
 
 def emit_squares(b: Any, lanes: int, args: tuple[Value, ...]) -> None:
-    """Emit sums of squares of fp32 rows, added in the order of ``octave_gain``.
+    """Emit sums of squares of fp32 rows, added in the order of ``gain.squared_sizes``.
 
     ``args``: address of the rows, bytes from one to the next, their length, address of the sums,
     number of rows.

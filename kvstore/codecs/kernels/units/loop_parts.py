@@ -18,7 +18,7 @@ from kvstore.codecs.loops.numba_functions import (
     sources_of,
     tuple_of,
 )
-from kvstore.codecs.one_step.loop_tables import LoopTables
+from kvstore.codecs.one_step.closed_loop import LoopTables
 
 SOURCES = sources_of(__file__)
 

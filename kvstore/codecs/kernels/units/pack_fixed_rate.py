@@ -1,6 +1,6 @@
 """Packs rows to integer codes in one pass, in numba; the inverse of ``unpack_fixed_rate``.
 
-Gains of rows are measured, coded and fitted as ``stages.octave_gain`` defines it; their arrays have
+Gains of rows are measured, coded and fitted as ``stages.gain`` defines it; their arrays have
 one number for each token of a block.
 """
 
@@ -34,15 +34,11 @@ from kvstore.codecs.loops.numba_functions import (
     sources_of,
     tuple_of,
 )
-from kvstore.codecs.stages import octave_gain
+from kvstore.codecs.stages.gain import CODES, INFINITY, MANTISSA, MANTISSA_BITS, STEPS, THRESHOLDS
 from kvstore.codecs.stages.integer_klt import MAX_BITS
 
 SOURCES = sources_of(__file__)
 
-MANTISSA, MANTISSA_BITS = octave_gain.MANTISSA, octave_gain.MANTISSA_BITS
-THRESHOLDS = octave_gain.THRESHOLDS
-STEPS, CODES = octave_gain.STEPS, octave_gain.CODES
-INFINITY = octave_gain.INFINITY
 TILE_TOKENS, TILE_COLUMNS = HOST.tile_tokens, HOST.tile_columns
 
 

@@ -42,10 +42,16 @@ from kvstore.codecs.loops.numba_functions import (
     sources_of,
     tuple_of,
 )
-from kvstore.codecs.one_step.closed_loop import BYTE, LARGEST_LEVEL
-from kvstore.codecs.one_step.loop_tables import PackingTables
-from kvstore.codecs.stages.gain import COARSE, FINER, FURTHEST, REACH
-from kvstore.codecs.stages.octave_gain import INFINITY, MANTISSA_BITS, STEP_BITS
+from kvstore.codecs.one_step.closed_loop import BYTE, LARGEST_LEVEL, PackingTables
+from kvstore.codecs.stages.gain import (
+    COARSE,
+    FINER,
+    FURTHEST,
+    INFINITY,
+    MANTISSA_BITS,
+    REACH,
+    STEP_BITS,
+)
 
 SOURCES = sources_of(__file__)
 

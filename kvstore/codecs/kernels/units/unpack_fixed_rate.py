@@ -34,8 +34,8 @@ from kvstore.codecs.loops.numba_functions import (
     tuple_of,
 )
 from kvstore.codecs.loops.numba_functions import places_of as places_of
+from kvstore.codecs.stages.gain import CODES
 from kvstore.codecs.stages.integer_klt import MAX_BITS
-from kvstore.codecs.stages.octave_gain import CODES
 
 SOURCES = sources_of(__file__)
 

@@ -44,8 +44,7 @@ from kvstore.codecs.loops.numba_functions import (
     tuple_of,
 )
 from kvstore.codecs.loops.numba_functions import places_of as places_of
-from kvstore.codecs.one_step.closed_loop import LARGEST_CODE, LARGEST_LEVEL
-from kvstore.codecs.one_step.loop_tables import RestoringTables
+from kvstore.codecs.one_step.closed_loop import LARGEST_CODE, LARGEST_LEVEL, RestoringTables
 
 SOURCES = sources_of(__file__)
 

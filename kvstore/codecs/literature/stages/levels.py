@@ -13,9 +13,8 @@ from kvstore.codecs.literature.stages.head_pipelines import planes_of
 from kvstore.codecs.loops.compiled import compiled_stages
 from kvstore.codecs.rows import rotation
 from kvstore.codecs.rows.lloyd_max import MAX_LEVELS, gauss_table
-from kvstore.codecs.stacks.pipeline import Pipeline
+from kvstore.codecs.stacks.pipeline import Pipeline, Quantiser, WithoutNote
 from kvstore.codecs.stacks.stack_shape import StackShape
-from kvstore.codecs.stacks.stage_protocols import Quantiser, WithoutNote
 from kvstore.codecs.stages.gain import HalfGain
 from kvstore.errors import UnknownCodec
 

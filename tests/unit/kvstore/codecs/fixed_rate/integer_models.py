@@ -10,7 +10,7 @@ from kvstore.codecs.fixed_rate.rate_integers import integers_of
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
-from kvstore.codecs.stages.octave_gain import CODES
+from kvstore.codecs.stages.gain import CODES
 from kvstore.shapes import DType, KVLayer, KVLayout, Rope
 
 RUNS = (6, 5, 4, 4, 3, 3, 3, 3, 3, 3, 2, 2, 2, 1, 1, 0)  # bits of the components, repeated

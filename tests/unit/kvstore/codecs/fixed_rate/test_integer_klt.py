@@ -10,8 +10,8 @@ from kvstore.codecs.fixed_rate.rate_integers import SizeCounts, gauss_levels, in
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.rows.lloyd_max import gauss_error, gauss_table
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
+from kvstore.codecs.stages.gain import OctaveGain, squared_sizes, steps_of
 from kvstore.codecs.stages.integer_klt import IntegerKlt, IntegerLevels, input_scale
-from kvstore.codecs.stages.octave_gain import OctaveGain, squared_sizes, steps_of
 from kvstore.errors import Corrupt
 from tests.unit.kvstore.codecs.samples import layout_of, uneven
 

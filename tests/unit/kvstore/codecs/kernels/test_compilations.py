@@ -12,7 +12,7 @@ pytest.importorskip("numba")
 
 
 from kvstore.codecs.loops import numba_functions
-from kvstore.codecs.loops.compilations import COMPILATIONS, Compilations
+from kvstore.codecs.loops.compiled import COMPILATIONS, Compilations
 from kvstore.codecs.loops.numba_functions import compiled, places_of
 from kvstore.codecs.presets import codec_by_name, warm
 from kvstore.workers import in_background

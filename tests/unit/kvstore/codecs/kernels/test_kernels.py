@@ -12,10 +12,10 @@ import pytest
 from kvstore.codecs.floats import from_stored, narrow
 from kvstore.codecs.rows.backend import ReferenceKernel, agree, best_kernel, reference_kernel
 from kvstore.codecs.rows.payload import plan_payload
-from kvstore.codecs.rows.plain_rows import PlainRows
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.rotation import sign_masks
 from kvstore.codecs.rows.row_codec import RowCodec
+from kvstore.codecs.rows.row_format import PlainRows
 from tests.unit.kvstore.codecs.samples import layout_of, uneven
 
 pytest.importorskip("numba", reason="without numba there are no kernels")

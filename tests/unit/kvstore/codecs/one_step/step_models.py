@@ -10,9 +10,8 @@ import numpy as np
 from kvstore.codecs.entropy.tables import classes_of, fit_tables
 from kvstore.codecs.one_step.closed_loop import LoopIntegers
 from kvstore.codecs.one_step.fused_loop import FusedLoop
-from kvstore.codecs.one_step.loop_checks import ARRAYS, LEVELS, OF_GAINS
 from kvstore.codecs.one_step.loop_learning import Centroids, integers_of, stacked
-from kvstore.codecs.one_step.one_step import OneStep
+from kvstore.codecs.one_step.one_step import ARRAYS, LEVELS, OF_GAINS, OneStep
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_codec import StackCodec

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.codecs.one_step.loop_checks import ARRAYS, LEVELS
+from kvstore.codecs.one_step.one_step import ARRAYS, LEVELS
 from kvstore.codecs.profile import Profile
 from tests.unit.kvstore.codecs.damages import (
     SHAPES,

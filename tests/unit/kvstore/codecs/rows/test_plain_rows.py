@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.rows.plain_rows import PlainRows
+from kvstore.codecs.rows.row_format import PlainRows
 from tests.unit.kvstore.codecs.samples import cosine, uneven
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvstore.codecs import floats
-from kvstore.codecs.rows.plain_rows import PlainRows
 from kvstore.codecs.rows.rotated_rows import SMALLEST, RotatedRows
+from kvstore.codecs.rows.row_format import PlainRows
 from tests.unit.kvstore.codecs.samples import cosine, uneven
 
 DIMS = [32, 64, 80, 96, 128, 256]

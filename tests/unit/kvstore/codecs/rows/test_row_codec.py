@@ -13,9 +13,9 @@ from kvstore.codecs.base import NUM_SINKS
 from kvstore.codecs.floats import from_stored, to_stored
 from kvstore.codecs.rows.backend import reference_kernel
 from kvstore.codecs.rows.payload import plan_payload
-from kvstore.codecs.rows.plain_rows import PlainRows
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from kvstore.codecs.rows.row_codec import RowCodec, tq3
+from kvstore.codecs.rows.row_format import PlainRows
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import NUMPY_DTYPES, KVLayer, KVLayout
 from tests.unit.kvstore.codecs.samples import layout_of, run_of, values_of

@@ -23,8 +23,8 @@ from engines.mlx_worker.cache.packed.device_attention import (
 )
 from engines.mlx_worker.cache.packed.mx_packer import MlxRowPacker
 from engines.mlx_worker.cache.packed.rows import RowKind, empty_side
-from kvstore.codecs.attention.rotated import TOLERANCE, ReferenceAttention
 from kvstore.codecs.rows import rotation
+from kvstore.codecs.rows.attention import TOLERANCE, ReferenceAttention
 from tests.unit.engines.mlx_worker.cache.packed.test_metal_packer import name, ran
 from tests.unit.kvstore.codecs.samples import uneven
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.codecs.attention.session_rows import (
+from kvstore.codecs.floats import round_to_bf16, widen
+from kvstore.codecs.rows.attention import (
     ReferenceSessionAttention,
     RowShapes,
     SessionRows,
     session_attention,
 )
-from kvstore.codecs.floats import round_to_bf16, widen
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from tests.unit.kvstore.codecs.samples import uneven
 

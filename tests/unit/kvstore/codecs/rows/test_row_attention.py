@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.codecs.attention.rotated import ReferenceAttention, row_attention
 from kvstore.codecs.rows import rotation
+from kvstore.codecs.rows.attention import ReferenceAttention, row_attention
 from kvstore.codecs.rows.rotated_rows import RotatedRows
 from tests.unit.kvstore.codecs.samples import uneven
 
