@@ -114,6 +114,11 @@ def as_codec(codec: object, called: str) -> Codec:
     return codec
 
 
+def num_sinks(num_tokens: int, first_token: int) -> int:
+    """Returns how many of the tokens ``first_token ..`` are among a session's first ones."""
+    return min(max(NUM_SINKS - first_token, 0), num_tokens)
+
+
 def decode_each(
     codec: Codec, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
 ) -> None:

@@ -75,12 +75,7 @@ def calibrated_codec(name: str, profile: Profile) -> StackCodec:
     codec_id = f"{family_of(name)}.{ARITHMETIC}-{profile.ids[name]}"
     try:
         return StackCodec(codec_id, _Assembled(calibrated_preset(name), name, profile))
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-    ) as error:  # intact, but other arrays than this release learns
+    except (LookupError, TypeError, ValueError) as error:  # arrays of another release
         raise UnknownCodec(
             f"the profile's preset {name!r} is of another release ({error}); calibrate again"
         ) from error

@@ -41,6 +41,10 @@ OF_WINDOWS: Final = "@windows"  # suffix of a preset's name: its arrays for laye
 OF_STATES: Final = "@states"  # instead of a preset's name: the costs of errors in recurrent states
 
 
+# Fields of a profile that are in the header of its file.
+_SHARED: Final = ("fingerprint", "layout", "ropes", "rows", "windows", "window_ropes")
+
+
 class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One array of the file: its name ``preset/array``, dtype and shape."""
 
@@ -143,16 +147,8 @@ class Profile:
     def _blocks(self) -> Iterator[bytes | memoryview]:
         arrays = {f"{p}/{n}": a for p, known in self.learned.items() for n, a in known.items()}
         entries = tuple(_ArrayEntry(name, a.dtype.str, a.shape) for name, a in arrays.items())
-        header = _Header(
-            VERSION,
-            self.fingerprint,
-            self.layout,
-            self.ropes,
-            self.rows,
-            entries,
-            self.windows,
-            self.window_ropes,
-        )
+        shared = {name: getattr(self, name) for name in _SHARED}
+        header = _Header(version=VERSION, arrays=entries, **shared)
         digest = blake2b(digest_size=DIGEST_BYTES)
         for block in _file_blocks(msgspec.json.encode(header), list(arrays.values())):
             digest.update(block)
@@ -219,15 +215,7 @@ def _loaded(file: _File, size: int, path: Path, take: _Take) -> Profile:
     header = _header(file.read(length), path)
     span = (_aligned(8 + length), end)
     learned = _arrays(file, span, header.arrays, path, take)
-    return Profile(
-        header.fingerprint,
-        header.layout,
-        header.ropes,
-        learned,
-        header.rows,
-        header.windows,
-        header.window_ropes,
-    )
+    return Profile(learned=learned, **{name: getattr(header, name) for name in _SHARED})
 
 
 def _is_whole(file: _File, end: int) -> bool:

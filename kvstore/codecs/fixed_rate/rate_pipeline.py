@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.base import NUM_SINKS, Codec
+from kvstore.codecs.base import Codec, num_sinks
 from kvstore.codecs.fixed_rate.fused_rate import FusedRate
 from kvstore.codecs.fixed_rate.rate_integers import RateIntegers
 from kvstore.codecs.reader import Reader, count_bytes
@@ -125,17 +125,17 @@ def plan_rates(
     pipelines: Sequence[RatePipeline], layout: KVLayout, num_tokens: int, first_token: int
 ) -> RatePayload:
     """Plans ``num_tokens`` tokens of every layer, the first of them at ``first_token``."""
-    num_sinks = min(max(NUM_SINKS - first_token, 0), num_tokens)
+    sinks = num_sinks(num_tokens, first_token)
     sinks_at, at = [], 0
     for layer in layout.layers:
         for dim in (layer.head_dim, layer.value_dim):
             sinks_at.append(at)
-            at += 2 * layer.num_kv_heads * num_sinks * dim
-    num_rest, places = num_tokens - num_sinks, []
+            at += 2 * layer.num_kv_heads * sinks * dim
+    num_rest, places = num_tokens - sinks, []
     for pipeline in pipelines if num_rest else ():
         planes_at = at + COUNT_BYTES + pipeline.shape.num_units * pairs_of(num_rest)
         end = planes_at + pipeline.coder.nbytes(num_rest)
         places.append(StackPlace(at, at + COUNT_BYTES, planes_at, end))
         at = end
     used = tuple(pipelines) if num_rest else ()
-    return RatePayload(used, num_sinks, num_rest, tuple(sinks_at), tuple(places), at)
+    return RatePayload(used, sinks, num_rest, tuple(sinks_at), tuple(places), at)

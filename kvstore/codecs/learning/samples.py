@@ -10,7 +10,6 @@ from typing import TypeAlias
 import numpy as np
 
 from kvstore.codecs.base import NUM_SINKS
-from kvstore.codecs.floats import from_stored
 from kvstore.codecs.stacks.stack_shape import Scope, StackShape, Unit, stack_shapes
 from kvstore.codecs.stages.model_transforms import ModelMean, UnRope
 from kvstore.shapes import DType, KVLayout, KVRun, Rope, slice_tokens
@@ -61,13 +60,6 @@ class Samples:
     def num_tokens(self) -> int:
         """The number of tokens of all texts, sinks not counted."""
         return sum(max(0, text[0][0].shape[1] - NUM_SINKS) for text in self.texts)
-
-    def as_engine_has(self, text: KVRun) -> KVRun:
-        """Returns a text in the dtype of the layout."""
-        if self._dtype_of(text) == self.layout.dtype:
-            return text
-        dtype = self.layout.dtype
-        return [(from_stored(k, dtype), from_stored(v, dtype)) for k, v in text]
 
     def _dtype_of(self, text: KVRun) -> DType:
         is_stored = text[0][0].dtype == np.uint16

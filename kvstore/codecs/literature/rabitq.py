@@ -35,7 +35,7 @@ from kvstore.codecs.literature.stages.levels import SignHadamard, rotated_levels
 from kvstore.codecs.literature.stages.vectors import UNIT, k_means, nearest
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.reader import Reader
-from kvstore.codecs.stacks.pipeline import Pipeline, Transform
+from kvstore.codecs.stacks.pipeline import Pipeline, Transform, gain_factors
 from kvstore.codecs.stacks.stack_codec import StackCodec
 from kvstore.codecs.stacks.stack_shape import KEY, StackShape
 from kvstore.codecs.stages.gain import HalfGain
@@ -195,9 +195,7 @@ class Grid:
 def _unbiased(grid: Grid, components: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Returns the factors that make products unbiased, fp32 (units, tokens, 1)."""
     along = np.einsum("utw,utw->ut", components, grid.restore(codes))
-    energy = np.einsum("utw,utw->ut", components, components)
-    factors = np.where(along > 0, energy / np.where(along > 0, along, 1), 1)[:, :, None]
-    return np.clip(factors, 0.5, 2)
+    return gain_factors(np.einsum("utw,utw->ut", components, components), along)
 
 
 def _grid(

@@ -1,4 +1,4 @@
-"""Modules of compiled functions, if numba is installed, and what compiling them has taken.
+"""Modules of compiled functions, if numba is installed, and the time that compiling takes.
 
 One process has one compiler, so there is one ``COMPILATIONS``. It counts what this process has
 compiled, and logs a line when that takes long; code that a cache has already is not counted.

@@ -5,8 +5,6 @@ Rows are components, (units times components, tokens), contiguous.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from kvstore.codecs.loops.numba_functions import compiled
@@ -14,7 +12,7 @@ from kvstore.codecs.loops.numba_functions import compiled
 ROWS_AT_ONCE = 64
 
 
-def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, codes: Any) -> None:
+def _quantise_levels(x, scales, kinds, bounds, counts, codes):
     """Counts the bounds of its row's kind that lie below each value times its scale."""
     scaled = np.empty(x.shape[1], np.float32)
     for row in range(x.shape[0]):
@@ -28,9 +26,7 @@ def _quantise_levels(x: Any, scales: Any, kinds: Any, bounds: Any, counts: Any, 
                 codes[row, token] += np.uint8(scaled[token] > bound)
 
 
-def _restore_levels(
-    codes: Any, deviations: Any, kinds: Any, levels: Any, counts: Any, out: Any
-) -> None:
+def _restore_levels(codes, deviations, kinds, levels, counts, out):
     """Fills ``out`` with levels times deviations. Codes beyond the last level count as the last."""
     table = np.empty(levels.shape[1], np.float32)
     for row in range(codes.shape[0]):
@@ -42,7 +38,7 @@ def _restore_levels(
             out[row, token] = table[min(codes[row, token], last)]
 
 
-def add_and_subtract(rows: Any, distances: Any) -> None:
+def add_and_subtract(rows, distances):
     """Replaces pairs of elements so far apart by sum and difference; fp32 (rows, dim), in place."""
     for row in range(rows.shape[0]):
         for at in range(len(distances)):
@@ -54,7 +50,7 @@ def add_and_subtract(rows: Any, distances: Any) -> None:
                     rows[row, k + distance] = x - y
 
 
-def _pack_planes(words: Any, bits: Any, packed: Any) -> None:
+def _pack_planes(words, bits, packed):
     """Packs eight codes, the bytes of a uint64, into one byte of each plane.
 
     ``words``: uint64 (rows, words), the first token in the lowest byte. ``packed``: uint8 (planes,
@@ -70,7 +66,7 @@ def _pack_planes(words: Any, bits: Any, packed: Any) -> None:
             plane += 1
 
 
-def _unpack_planes(packed: Any, bits: Any, spread: Any, words: Any) -> None:
+def _unpack_planes(packed, bits, spread, words):
     """Undoes ``_pack_planes``; ``words`` must be zeros.
 
     ``spread``: the bits of every byte as eight bytes, uint64 (256,).
@@ -83,9 +79,7 @@ def _unpack_planes(packed: Any, bits: Any, spread: Any, words: Any) -> None:
             plane += 1
 
 
-def _turn_keys(
-    stack: Any, units: Any, start: int, cos: Any, sin: Any, direction: Any, interleaved: bool
-) -> None:
+def _turn_keys(stack, units, start, cos, sin, direction, interleaved):
     """Rotates the channels of some units by RoPE.
 
     ``stack``: fp32 (units, tokens, width), in place.
@@ -103,7 +97,7 @@ def _turn_keys(
                 stack[unit, token, second] = x * s + y * c
 
 
-def _round_to_bf16(words: Any, out: Any) -> None:
+def _round_to_bf16(words, out):
     """Rounds fp32 bit patterns, uint32 (n,), to those of bf16, uint16 (n,); a NaN stays a NaN."""
     for i in range(len(words)):
         word = words[i]
@@ -114,7 +108,7 @@ def _round_to_bf16(words: Any, out: Any) -> None:
         out[i] = np.uint16((word >> np.uint32(16)) | np.uint32(0x40) if is_nan else rounded)
 
 
-def _nearest_vectors(rows: Any, vectors: Any, halves: Any, codes: Any) -> None:
+def _nearest_vectors(rows, vectors, halves, codes):
     """Finds the nearest vector of each row: the first with the largest product less half its size.
 
     ``rows``: fp32 (tables, dim, rows). ``vectors``: fp32 (tables, vectors, dim); ``halves``: half

@@ -1,6 +1,6 @@
 """Learned presets that are entropy-coded (``balanced``, ``max``, ``safe``).
 
 Reading order: ``closed_loop`` defines packing and restoring in whole numbers, ``loop_learning``
-learns these, ``one_step`` are the presets and the checks of what they learned, ``fused_loop`` packs
+learns these, ``one_step`` are the presets and the checks of learned arrays, ``fused_loop`` packs
 and restores in one pass each.
 """

@@ -13,7 +13,6 @@ import heapq
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
 
 import numpy as np
 
@@ -49,18 +48,18 @@ class GaussTable:
 
     def all_levels(self) -> np.ndarray:
         """Returns the levels of both halves, fp32 (num_levels,), ascending."""
-        upper = self.level_array
-        centre = np.zeros(1 if self.is_odd else 0, np.float32)
-        return np.concatenate([-upper[::-1], centre, upper])
+        return _mirrored(self.level_array, has_zero=self.is_odd)
 
     def all_bounds(self) -> np.ndarray:
         """Returns the bounds of both halves, fp32 (num_levels - 1,), ascending.
 
         The code of a value is the number of bounds below it.
         """
-        upper = self.bound_array
-        centre = np.zeros(0 if self.is_odd else 1, np.float32)
-        return np.concatenate([-upper[::-1], centre, upper])
+        return _mirrored(self.bound_array, has_zero=not self.is_odd)
+
+
+def _mirrored(upper: np.ndarray, has_zero: bool) -> np.ndarray:
+    return np.concatenate([-upper[::-1], np.zeros(int(has_zero), np.float32), upper])
 
 
 @functools.cache
@@ -71,7 +70,7 @@ def gauss_table(num_levels: int) -> GaussTable:
     """
     if not 1 <= num_levels <= MAX_LEVELS:
         raise ValueError(f"{num_levels} levels where 1..{MAX_LEVELS} are possible")
-    return _table(_high_rate_levels(num_levels), num_levels % 2 == 1, _Normal())
+    return _table(_high_rate_levels(num_levels), num_levels % 2 == 1, _Law())
 
 
 @functools.cache
@@ -89,7 +88,7 @@ def sphere_table(num_levels: int, dim: int) -> GaussTable:
     # Normal levels, compressed so that the outermost one lies inside the sphere.
     levels = np.array(gauss_table(num_levels).levels)
     radius = math.sqrt(dim)
-    return _table(radius * np.tanh(levels / radius), num_levels % 2 == 1, _Sphere(dim))
+    return _table(radius * np.tanh(levels / radius), num_levels % 2 == 1, _Law(dim))
 
 
 def _table(levels: np.ndarray, is_odd: bool, law: _Law) -> GaussTable:
@@ -105,7 +104,7 @@ def gauss_error(num_levels: int) -> float:
     """Returns the mean squared error of the table on N(0, 1)."""
     table = gauss_table(num_levels)
     levels = np.array(table.levels)
-    edges, law = _edges(levels, table.is_odd), _Normal()
+    edges, law = _edges(levels, table.is_odd), _Law()
     shares = law.above(edges[:-1]) - law.above(edges[1:])
     return float(1 - 2 * np.sum(levels * levels * shares))
 
@@ -147,56 +146,47 @@ def _midpoints(levels: np.ndarray, is_odd: bool) -> np.ndarray:
     return (points[1:] + points[:-1]) / 2
 
 
-class _Law(Protocol):
-    """A symmetric distribution of variance one. Arguments: fp64 (values,), may be infinite."""
+@dataclass(frozen=True)
+class _Law:
+    """The distribution of an element of a random direction, times sqrt(dim); its variance is one.
 
-    def density(self, x: np.ndarray) -> np.ndarray: ...
+    Its density is proportional to (1 - x^2 / dim)^((dim - 3) / 2). ``dim`` 0: its limit, the normal
+    distribution. Arguments: fp64 (values,), may be infinite.
+    """
+
+    dim: int = 0
+
+    def density(self, x: np.ndarray) -> np.ndarray:
+        if not self.dim:
+            return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+        return self._factor * self._left(x) ** ((self.dim - 3) / 2)
 
     def moment(self, x: np.ndarray) -> np.ndarray:
         """Returns the integral of ``t * density(t)`` over ``t`` beyond each ``x``."""
+        if not self.dim:
+            return self.density(x)
+        return self.density(x) * self._left(x) * self.dim / (self.dim - 1)
 
     def above(self, x: np.ndarray) -> np.ndarray:
-        """Returns the probability of a value beyond each ``x``, 0 or larger."""
+        """Returns the probability of a value beyond each ``x``, 0 or larger.
 
-
-class _Normal:
-    def density(self, x: np.ndarray) -> np.ndarray:
-        return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-    def moment(self, x: np.ndarray) -> np.ndarray:
-        return self.density(x)
-
-    def above(self, x: np.ndarray) -> np.ndarray:
-        return np.array([math.erfc(value / math.sqrt(2)) / 2 for value in x])
-
-
-class _Sphere:
-    """sqrt(dim) times an element of a random direction.
-
-    Its density is proportional to (1 - x^2 / dim)^((dim - 3) / 2).
-    """
-
-    def __init__(self, dim: int) -> None:
-        self._dim = dim
-        logarithm = math.lgamma(dim / 2) - math.lgamma((dim - 1) / 2)
-        self._factor = math.exp(logarithm) / math.sqrt(math.pi * dim)
-
-    def density(self, x: np.ndarray) -> np.ndarray:
-        return self._factor * self._left(x) ** ((self._dim - 3) / 2)
-
-    def moment(self, x: np.ndarray) -> np.ndarray:
-        return self.density(x) * self._left(x) * self._dim / (self._dim - 1)
-
-    def above(self, x: np.ndarray) -> np.ndarray:
-        """Integrates the density from the sphere's end over angles, by Gauss and Legendre."""
-        angles = np.arccos(np.clip(x / math.sqrt(self._dim), -1, 1))
+        On a sphere, from its end over angles, by Gauss and Legendre.
+        """
+        if not self.dim:
+            return np.array([math.erfc(value / math.sqrt(2)) / 2 for value in x])
+        angles = np.arccos(np.clip(x / math.sqrt(self.dim), -1, 1))
         nodes, weights = np.polynomial.legendre.leggauss(200)
         points = angles[:, None] / 2 * (nodes + 1)
-        heights = np.sin(points) ** (self._dim - 2) @ weights
-        return self._factor * math.sqrt(self._dim) * heights * angles / 2
+        heights = np.sin(points) ** (self.dim - 2) @ weights
+        return self._factor * math.sqrt(self.dim) * heights * angles / 2
+
+    @property
+    def _factor(self) -> float:
+        logarithm = math.lgamma(self.dim / 2) - math.lgamma((self.dim - 1) / 2)
+        return math.exp(logarithm) / math.sqrt(math.pi * self.dim)
 
     def _left(self, x: np.ndarray) -> np.ndarray:
-        return np.maximum(1 - np.minimum(x * x, self._dim) / self._dim, 0)
+        return np.maximum(1 - np.minimum(x * x, self.dim) / self.dim, 0)
 
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:

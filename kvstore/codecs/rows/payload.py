@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codecs.base import NUM_SINKS
+from kvstore.codecs.base import num_sinks
 from kvstore.codecs.rows.row_format import RowFormat
 from kvstore.shapes import KVLayout
 
@@ -123,24 +123,24 @@ def plan_payload(
     rows: RowFormat, layout: KVLayout, num_tokens: int, first_token: int
 ) -> PayloadPlan:
     """Plans ``num_tokens`` tokens of every layer, the first of them at ``first_token``."""
-    return _plan(rows, layout, num_tokens, min(max(NUM_SINKS - first_token, 0), num_tokens))
+    return _plan(rows, layout, num_tokens, num_sinks(num_tokens, first_token))
 
 
 # The first token is not an argument, because every chunk of a long session has a different one.
 @functools.lru_cache(maxsize=64)
-def _plan(rows: RowFormat, layout: KVLayout, num_tokens: int, num_sinks: int) -> PayloadPlan:
+def _plan(rows: RowFormat, layout: KVLayout, num_tokens: int, sinks: int) -> PayloadPlan:
     shapes = list(_array_shapes(layout))
-    num_packed = num_tokens - num_sinks
+    num_packed = num_tokens - sinks
     scale_dtype = rows.scale_dtype
     num_rows = sum(heads for heads, dim in shapes if dim) * num_packed
     elements = sum(heads * dim for heads, dim in shapes)
-    scales_at = num_sinks * elements * KEPT_DTYPE.itemsize
+    scales_at = sinks * elements * KEPT_DTYPE.itemsize
     row, sinks_at, packed_at = 0, 0, scales_at + num_rows * scale_dtype.itemsize
     slots = []
     for heads, dim in shapes:
         slot = ArraySlot(
             num_heads=heads,
-            num_sinks=num_sinks,
+            num_sinks=sinks,
             num_tokens=num_packed,
             dim=dim,
             first_row=row,
@@ -152,10 +152,10 @@ def _plan(rows: RowFormat, layout: KVLayout, num_tokens: int, num_sinks: int) ->
         )
         slots.append(slot)
         row += slot.num_rows
-        sinks_at += heads * num_sinks * dim * KEPT_DTYPE.itemsize
+        sinks_at += heads * sinks * dim * KEPT_DTYPE.itemsize
         packed_at += slot.num_rows * slot.row_nbytes
     groups = tuple(_group(slots, dim) for dim in sorted({slot.dim for slot in slots} - {0}))
-    return PayloadPlan(tuple(slots), groups, num_sinks, scale_dtype, scales_at, num_rows, packed_at)
+    return PayloadPlan(tuple(slots), groups, sinks, scale_dtype, scales_at, num_rows, packed_at)
 
 
 def _group(slots: list[ArraySlot], dim: int) -> SlotGroup:

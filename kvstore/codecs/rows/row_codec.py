@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.codecs import floats
-from kvstore.codecs.base import NUM_SINKS, Codec, Payload, check_run
+from kvstore.codecs.base import Codec, Payload, check_run, num_sinks
 from kvstore.codecs.rows.backend import Backend, best_kernel
 from kvstore.codecs.rows.payload import KEPT_DTYPE, PayloadPlan, SlotGroup, plan_payload
 from kvstore.codecs.rows.rotated_rows import RotatedRows
@@ -39,9 +39,9 @@ class RowCodec:
         return plan_payload(self.rows, layout, num_tokens, first_token).nbytes
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        num_sinks = min(max(NUM_SINKS - first_token, 0), num_tokens)
-        exact = num_sinks * layout.elements_per_token * KEPT_DTYPE.itemsize
-        return exact + (num_tokens - num_sinks) * _token_nbytes(self.rows, layout)
+        sinks = num_sinks(num_tokens, first_token)
+        exact = sinks * layout.elements_per_token * KEPT_DTYPE.itemsize
+        return exact + (num_tokens - sinks) * _token_nbytes(self.rows, layout)
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
         plan = plan_payload(self.rows, layout, check_run(run, layout), first_token)

@@ -10,14 +10,15 @@ start on, but packing can wait: until then the pipeline packs (``packing_later``
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,38 +29,14 @@ from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.shapes import DType, KVLayout, KVRun, Rope, angle_tables, slice_tokens
 
+T = TypeVar("T")
+
 LINE = 64  # bytes
 VECTOR = 16  # channels
 TRIED_AT = 9  # the token at which kernels are compared with their pipeline
 # Takes a call that compiles, and makes it now or later.
 Compile: TypeAlias = Callable[[Callable[[], None]], object]
 _WITH_KERNELS: Final[ContextVar[bool]] = ContextVar("_WITH_KERNELS", default=True)
-
-
-@dataclass(frozen=True, eq=False)
-class HeadAddresses:
-    """The addresses of the head vectors of a stack's units in a run."""
-
-    shape: StackShape
-    kernels: ModuleType  # its function finds where arrays lie
-
-    def __call__(self, run: KVRun, first: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns the address of every head's row of token ``first``, and the bytes between rows.
-
-        Both are int64 (units, vectors of a unit). None if the values of a row are not contiguous.
-        """
-        arrays = [array for pair in run for array in pair]
-        starts, heads, tokens, values = self.kernels.places_of(arrays).T[:4]
-        if np.any(values != arrays[0].itemsize):
-            return None
-        array, head = self._numbers
-        strides = tokens[array]
-        return starts[array] + head * heads[array] + first * strides, strides
-
-    @functools.cached_property
-    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        pairs = np.array([[(s.array, s.head) for s in unit] for unit in self.shape.units], np.int64)
-        return pairs[..., 0].copy(), pairs[..., 1].copy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,12 +126,27 @@ class FusedPacker(ABC):
     def addresses(
         self, run: KVRun, first: int, dtype: DType
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns what ``HeadAddresses`` returns; None as well for rows that no kernel reads."""
-        return self._addresses(run, first) if dtype != "float16" else None
+        """Returns the address of every head's row of token ``first``, and the bytes between rows.
+
+        Both are int64 (units, vectors of a unit). None for rows that no kernel reads: of fp16, or
+        whose values are not contiguous.
+        """
+        if dtype == "float16":
+            return None
+        arrays = [array for pair in run for array in pair]
+        starts, heads, tokens, values = self.restoring.places_of(arrays).T[:4]
+        if np.any(values != arrays[0].itemsize):
+            return None
+        array, head = self._heads
+        strides = tokens[array]
+        return starts[array] + head * heads[array] + first * strides, strides
 
     @functools.cached_property
-    def _addresses(self) -> HeadAddresses:
-        return HeadAddresses(self.pipeline.shape, self.restoring)
+    def _heads(self) -> tuple[np.ndarray, np.ndarray]:
+        """The arrays and the heads of all vectors, int64 (units, vectors of a unit)."""
+        units = self.pipeline.shape.units
+        pairs = np.array([[(s.array, s.head) for s in unit] for unit in units], np.int64)
+        return pairs[..., 0].copy(), pairs[..., 1].copy()
 
     @abstractmethod
     def pack(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes | None:
@@ -183,31 +175,27 @@ def kernels_for(shape: StackShape, layout: KVLayout, name: str) -> ModuleType | 
     return compiled_module(name) if fits and _WITH_KERNELS.get() else None
 
 
-@contextmanager
-def for_sizes_alone() -> Iterator[None]:
+# Compiles what packs; now, unless ``packing_later`` says otherwise.
+_COMPILE_PACKING: Final[ContextVar[Compile]] = ContextVar("_COMPILE_PACKING", default=operator.call)
+
+
+def for_sizes_alone() -> AbstractContextManager[None]:
     """Open codecs within the block to ask for sizes: nothing is compiled, nothing proven."""
-    token = _WITH_KERNELS.set(False)
-    try:
-        yield
-    finally:
-        _WITH_KERNELS.reset(token)
+    return _within(_WITH_KERNELS, False)
 
 
-def _at_once(call: Callable[[], None]) -> None:
-    call()
-
-
-_COMPILE_PACKING: Final[ContextVar[Compile]] = ContextVar("_COMPILE_PACKING", default=_at_once)
+def packing_later(compile_packing: Compile) -> AbstractContextManager[None]:
+    """Open codecs within the block to restore at once; the argument gets what compiles packing."""
+    return _within(_COMPILE_PACKING, compile_packing)
 
 
 @contextmanager
-def packing_later(compile_packing: Compile) -> Iterator[None]:
-    """Open codecs within the block to restore at once; the argument gets what compiles packing."""
-    token = _COMPILE_PACKING.set(compile_packing)
+def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _COMPILE_PACKING.reset(token)
+        variable.reset(token)
 
 
 def proven_or_pipeline(

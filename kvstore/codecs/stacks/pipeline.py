@@ -318,7 +318,11 @@ class Pipeline:
 def _least_squares(exact: np.ndarray, quantised: np.ndarray) -> np.ndarray:
     """Returns the factors that bring quantised rows closest, fp32 (units, tokens, 1)."""
     along = np.einsum("utw,utw->ut", exact, quantised)
-    energy = np.einsum("utw,utw->ut", quantised, quantised)
+    return gain_factors(along, np.einsum("utw,utw->ut", quantised, quantised))
+
+
+def gain_factors(along: np.ndarray, energy: np.ndarray) -> np.ndarray:
+    """Returns along / energy within a factor of two, fp32 (units, tokens, 1); 1 if undefined."""
     usual = (along > 0) & (energy > 0)
     factors = np.where(usual, along / np.where(usual, energy, 1), 1)[:, :, None]
-    return np.clip(factors, 0.5, 2)
+    return np.clip(factors, 0.5, 2).astype(np.float32)

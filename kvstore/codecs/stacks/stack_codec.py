@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from kvstore.codecs import floats
-from kvstore.codecs.base import NUM_SINKS, check_run, decode_each
+from kvstore.codecs.base import check_run, decode_each, num_sinks
 from kvstore.codecs.reader import Reader
 from kvstore.codecs.stacks.pipeline import StackPacker
 from kvstore.shapes import KVLayer, KVLayout, KVRun
@@ -40,13 +40,13 @@ class StackCodec:
         self.assemble(layout if self.least_bits is None else one_head_each(layout))
 
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        sinks = _num_sinks(num_tokens, first_token)
+        sinks = num_sinks(num_tokens, first_token)
         exact = 2 * sinks * layout.elements_per_token
         rest = num_tokens - sinks
         return exact + sum(x.nbytes(rest) for x in self.assemble(layout) if rest)
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        sinks = _num_sinks(num_tokens, first_token)
+        sinks = num_sinks(num_tokens, first_token)
         exact, rest = 2 * sinks * layout.elements_per_token, num_tokens - sinks
         if self.least_bits is None:
             return exact + sum(x.least_nbytes(rest) for x in self.assemble(layout))
@@ -58,7 +58,7 @@ class StackCodec:
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
         num_tokens = check_run(run, layout)
-        sinks = _num_sinks(num_tokens, first_token)
+        sinks = num_sinks(num_tokens, first_token)
         arrays = [array for pair in run for array in pair]
         chunks = [floats.to_stored(x[:, :sinks], layout.dtype).tobytes() for x in arrays if sinks]
         if num_tokens > sinks:
@@ -68,7 +68,7 @@ class StackCodec:
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
         num_tokens = check_run(out, layout)
-        sinks = _num_sinks(num_tokens, first_token)
+        sinks = num_sinks(num_tokens, first_token)
         reader = Reader(payload)
         for array in (x for pair in out for x in pair if sinks):
             stored = reader.take("<u2", array.shape[0], sinks, array.shape[2])
@@ -94,7 +94,3 @@ def one_head_each(layout: KVLayout) -> KVLayout:
     """Returns a layout with one head for each kind of head in ``layout``."""
     kinds = dict.fromkeys(KVLayer(1, x.head_dim, x.value_dim) for x in layout.layers)
     return KVLayout(layout.dtype, tuple(kinds))
-
-
-def _num_sinks(num_tokens: int, first_token: int) -> int:
-    return min(max(NUM_SINKS - first_token, 0), num_tokens)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.stacks.pipeline import WithoutNote
+from kvstore.codecs.stacks.pipeline import WithoutNote, gain_factors
 
 MAX_WIDTH = 1024  # for which sums of products of bytes stay below 2^24
 LARGEST_INPUT = 32767
@@ -104,7 +104,4 @@ class IntegerLevels:
             exact = components[:, :, k].astype(np.float32) * self._rates[:, None, k]
             along += exact * restored
             energy += restored * restored
-        usual = (along > 0) & (energy > 0)
-        factors = np.where(usual, along / np.where(usual, energy, 1), 1)
-        limited: np.ndarray = np.clip(factors, 0.5, 2).astype(np.float32)
-        return limited[:, :, None]
+        return gain_factors(along, energy)

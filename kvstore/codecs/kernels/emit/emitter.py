@@ -75,11 +75,6 @@ def f32(value: float | np.float32) -> Value:
     return ir.Constant(F32, float(np.float32(value)))
 
 
-def all_of(kind: Value, value: int) -> Value:
-    """A vector of equal integers."""
-    return in_turn(kind, value)
-
-
 def in_turn(kind: Value, *values: int) -> Value:
     """A vector of these integers, repeated until it is full."""
     numbers = values * (kind.count // len(values))
@@ -269,7 +264,7 @@ def look_up(e: Emitter, kind: Value, masks: Sequence[Value], table: Sequence[int
     elif len(table) > (2 * SOME if halves else SOME):
         return _loaded(e, masks, table)
     else:
-        choices, at = [all_of(lanes, x) for x in table], 0
+        choices, at = [in_turn(lanes, x) for x in table], 0
     for mask in masks[at:]:
         pairs = zip(choices[::2], choices[1::2], strict=True)
         choices = [e.builder.select(mask, high, low) for low, high in pairs]
@@ -303,7 +298,7 @@ def _loaded(e: Emitter, masks: Sequence[Value], table: Sequence[int]) -> Value:
 
 
 def _index(e: Emitter, lanes: Value, masks: Sequence[Value]) -> Value:
-    index = all_of(lanes, 0)
+    index = in_turn(lanes, 0)
     for bit, mask in enumerate(masks):
-        index = e.builder.select(mask, e.builder.or_(index, all_of(lanes, 1 << bit)), index)
+        index = e.builder.select(mask, e.builder.or_(index, in_turn(lanes, 1 << bit)), index)
     return index

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from kvstore.codecs.kernels.emit import dots
-from kvstore.codecs.kernels.emit.emitter import I8, I16, I32, I64, Emitter, Value, all_of, in_turn
+from kvstore.codecs.kernels.emit.emitter import I8, I16, I32, I64, Emitter, Value, in_turn
 from kvstore.codecs.one_step.closed_loop import BYTE, LARGEST_LEVEL, ROUNDING
 
 HOST = dots.host_vectors()
@@ -230,7 +230,7 @@ def _store_groups(e: Emitter, group: int, words: Value, target: Value, token: in
     b = e.builder
     narrow = b.trunc(words, ir.VectorType(I8 if group == 4 else I16, LANES))
     if group == 4 and OFFSET:
-        narrow = b.xor(narrow, all_of(narrow.type, OFFSET))
+        narrow = b.xor(narrow, in_turn(narrow.type, OFFSET))
     for k, value in enumerate(_integers(e, narrow, 32)):
         e.store(value, target, 4 * TOKENS * k + 4 * token)
 

@@ -160,7 +160,7 @@ _add_one = _attend_intrinsic(_sums_of_one)
 
 
 @njit
-def rotate(rows: Any, turn: Any, back: bool) -> None:
+def rotate(rows, turn, back):
     """Multiply fp32 (rows, dim) in place by signs, then H; if ``back``, by the transpose of that.
 
     ``turn``: from ``rotation_of``.
@@ -181,7 +181,7 @@ def rotate(rows: Any, turn: Any, back: bool) -> None:
 
 
 @njit
-def _flip(x: Any, signs: Any) -> None:
+def _flip(x, signs):
     for i in range(len(x)):
         x[i] *= signs[i]
 
@@ -190,7 +190,7 @@ _butterflies: Any = njit(add_and_subtract)
 
 
 @njit
-def _multiply_base(x: Any, base: Any, power: int) -> None:
+def _multiply_base(x, base, power):
     count = len(base)
     if count == 1:
         return
@@ -204,16 +204,14 @@ def _multiply_base(x: Any, base: Any, power: int) -> None:
 
 
 @njit
-def rows_of_head(codes: Any, scales: Any, head: int) -> Any:
+def rows_of_head(codes, scales, head):
     """Return the addresses of a head's first packed row and of its scale, and the rows' number."""
     row = address_of(codes) + head * codes.strides[0]
     return row, address_of(scales) + head * scales.strides[0], scales.shape[1]
 
 
 @njit
-def multiply_rows(
-    bits: int, dim: int, queries: int, sources: int, rows: Any, query: int, out: Any
-) -> None:
+def multiply_rows(bits, dim, queries, sources, rows, query, out):
     """Write the products of a head's rows with rotated queries.
 
     The first four are literals. ``rows``: from ``rows_of_head``. ``query``: the address of the
@@ -229,9 +227,7 @@ def multiply_rows(
 
 
 @njit
-def add_rows(
-    bits: int, dim: int, queries: int, sources: int, rows: Any, weights: Any, sums: int
-) -> None:
+def add_rows(bits, dim, queries, sources, rows, weights, sums):
     """Add a head's weighted rows to the rotated sums at address ``sums``.
 
     The first five are as for ``multiply_rows``. ``weights``: the address of the first weight of the
@@ -255,7 +251,7 @@ def add_rows(
 def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
     sources = SOURCES
 
-    def scores(codes: Any, scales: Any, query: Any, out: Any, turn: Any) -> None:
+    def scores(codes, scales, query, out, turn):
         rotated = np.empty((num_queries, dim), np.float32)
         for head in range(len(scales)):
             copy(query[head], rotated)
@@ -271,7 +267,7 @@ def _scores_function(bits: int, dim: int, num_queries: int) -> Any:
 def _sums_function(bits: int, dim: int, num_queries: int) -> Any:
     sources = SOURCES
 
-    def sums(codes: Any, scales: Any, weights: Any, out: Any, turn: Any) -> None:
+    def sums(codes, scales, weights, out, turn):
         total = np.empty((num_queries, dim), np.float32)
         for head in range(len(scales)):
             total[:] = 0
@@ -312,9 +308,7 @@ class NumbaAttention:
     rows: RotatedRows
     dim: int
 
-    def scores(
-        self, query: np.ndarray, codes: np.ndarray, scales: np.ndarray, out: np.ndarray
-    ) -> None:
+    def scores(self, query, codes, scales, out):
         for part in blocks_of(query.shape[1]):
             kernel, _ = _kernels(self.rows.num_bits, self.dim, part.stop - part.start)
             kernel(codes, scales, query[:, part], out[:, part], self._rotation)

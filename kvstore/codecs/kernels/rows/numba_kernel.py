@@ -6,7 +6,7 @@ threads enter at once. The functions release the GIL; the store's own threads sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -30,7 +30,6 @@ from kvstore.codecs.loops.numba_functions import (
     places_of,
     sources_of,
 )
-from kvstore.codecs.rows.payload import SlotGroup
 from kvstore.shapes import NUMPY_DTYPES, DType
 
 SOURCES = sources_of(__file__)
@@ -74,7 +73,7 @@ _scales: Any = intrinsic(prefer_literal=True)(_typed_scales)
 
 
 @njit
-def _to_next_block(places: Any, number: int, head: int, token: int, count: int) -> Any:
+def _to_next_block(places, number, head, token, count):
     """Return the bytes from the start of a block, which ends before ``token``, to the next's."""
     address, to_head, to_token, _, heads, tokens, _, _ = places[number]
     step = count * to_token
@@ -90,7 +89,7 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
     sources, row_nbytes = SOURCES, bits * dim // 8
     lanes = RowShape(bits, dim, DTYPES[dtype]).lanes
 
-    def pack(payload: Any, offsets: Any, places: Any) -> None:
+    def pack(payload, offsets, places):
         scratch = np.zeros(SCRATCH_NBYTES * (3 + lanes) + LINE, np.uint8)
         norms = first_line_of(scratch)
         factors, energies = norms + SCRATCH_NBYTES, norms + 2 * SCRATCH_NBYTES
@@ -135,7 +134,7 @@ def _pack_function(bits: int, dim: int, dtype: int) -> Any:
 def _unpack_function(bits: int, dim: int, dtype: int) -> Any:
     sources, row_nbytes = SOURCES, bits * dim // 8
 
-    def unpack(payloads: Any, offsets: Any, places: Any) -> None:
+    def unpack(payloads, offsets, places):
         for which in range(len(payloads)):
             for number in range(len(offsets)):
                 address, to_head, to_token, _, heads, tokens, _, _ = places[number]
@@ -161,7 +160,7 @@ class NumbaKernel:
     unpack_rows: Any
     value_nbytes: int
 
-    def pack(self, sources: Sequence[np.ndarray], payload: np.ndarray, group: SlotGroup) -> None:
+    def pack(self, sources, payload, group):
         """Pack the rows of arrays; see ``ArrayKernel.pack``.
 
         Raises:
@@ -169,9 +168,7 @@ class NumbaKernel:
         """
         self.pack_rows(payload, group.offsets, self._places(places_of(sources)))
 
-    def unpack(
-        self, payloads: Sequence[np.ndarray], group: SlotGroup, outs: Sequence[np.ndarray]
-    ) -> None:
+    def unpack(self, payloads, group, outs):
         """Unpack rows into arrays; see ``ArrayKernel.unpack``.
 
         Raises:

@@ -38,7 +38,7 @@ _IN_ANY_ORDER = {"reassoc", "contract", "nsz"}  # sums may be added up lane by l
 
 
 @njit(fastmath=_IN_ANY_ORDER)
-def _wide(bits: Any, is_fp16: bool) -> Any:
+def _wide(bits, is_fp16):
     """Return the fp32 value of a 16-bit float's bit pattern."""
     if not is_fp16:
         return np.uint32(np.uint32(bits) << 16).view(np.float32)
@@ -50,7 +50,7 @@ def _wide(bits: Any, is_fp16: bool) -> Any:
 
 
 @njit(fastmath=_IN_ANY_ORDER)
-def _multiply_exact(query: Any, rows: Any, is_fp16: bool, scores: Any, first: int) -> None:
+def _multiply_exact(query, rows, is_fp16, scores, first):
     """Write the products of queries with exact rows to ``scores[:, first:]``."""
     for t in range(rows.shape[0]):
         for q in range(query.shape[0]):
@@ -61,7 +61,7 @@ def _multiply_exact(query: Any, rows: Any, is_fp16: bool, scores: Any, first: in
 
 
 @njit(fastmath=_IN_ANY_ORDER)
-def _add_exact(weights: Any, first: int, rows: Any, is_fp16: bool, sums: Any) -> None:
+def _add_exact(weights, first, rows, is_fp16, sums):
     """Add exact rows to ``sums``, (queries, dim), weighted with ``weights[:, first:]``."""
     for t in range(rows.shape[0]):
         for q in range(sums.shape[0]):
@@ -71,7 +71,7 @@ def _add_exact(weights: Any, first: int, rows: Any, is_fp16: bool, sums: Any) ->
 
 
 @njit(fastmath=_IN_ANY_ORDER | {"nnan"})
-def _largest(values: Any) -> Any:
+def _largest(values):
     largest = np.float32(-np.inf)
     for i in range(len(values)):
         largest = max(largest, values[i])
@@ -79,7 +79,7 @@ def _largest(values: Any) -> Any:
 
 
 @njit(fastmath=_IN_ANY_ORDER)
-def _to_weights(scores: Any) -> Any:
+def _to_weights(scores):
     """Replace scores by their exponentials, less the largest score; return the sum of these.
 
     2 to a power between -.5 and .5 is its Taylor series, to the last bit or two of an fp32.
@@ -102,9 +102,7 @@ def _attend_function(shapes: RowShapes, num_queries: int) -> Any:
     bits, sources, is_fp16 = shapes.rows.num_bits, SOURCES, shapes.dtype == "float16"
     key_dim, value_dim = shapes.key_dim, shapes.value_dim
 
-    def attend(
-        query: Any, keys: Any, values: Any, out: Any, key_turn: Any, value_turn: Any
-    ) -> None:
+    def attend(query, keys, values, out, key_turn, value_turn):
         heads, packed = keys[2].shape
         first = keys[0].shape[1]
         last = first + packed
@@ -152,9 +150,7 @@ class NumbaSessionAttention:
 
     shapes: RowShapes
 
-    def attend(
-        self, query: np.ndarray, keys: SessionRows, values: SessionRows, out: np.ndarray
-    ) -> None:
+    def attend(self, query, keys, values, out):
         sides = _contiguous(keys), _contiguous(values)
         for part in blocks_of(query.shape[1]):
             attend = _function(self.shapes, part.stop - part.start)

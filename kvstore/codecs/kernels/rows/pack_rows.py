@@ -20,8 +20,8 @@ from kvstore.codecs.kernels.emit.emitter import (
     I32,
     Emitter,
     Value,
-    all_of,
     host_features,
+    in_turn,
     log2,
 )
 from kvstore.codecs.kernels.rows import rotation
@@ -139,7 +139,7 @@ def _fits_bytes(wide: Emitter, shape: RowShape) -> bool:
 
 def _masks_of_bytes(e: Emitter, shape: RowShape, first: Value, second: Value) -> list[Value]:
     """Return the masks of a stretch whose layout is the last of ``TO_BYTES``."""
-    shift = all_of(first.type, log2(shape.fraction))
+    shift = in_turn(first.type, log2(shape.fraction))
     numbers = (e.builder.ashr(x, shift) for x in (first, second))
     kind = ir.VectorType(I8, 2 * e.lanes)
     return _masks(e, e.call("llvm.x86.avx512.packsswb.512", kind, *numbers), shape.rows.bounds)
@@ -156,7 +156,7 @@ def _masks(e: Emitter, numbers: Value, all_bounds: np.ndarray) -> list[Value]:
     bound to compare.
     """
     b, kind = e.builder, numbers.type
-    bounds = [all_of(kind, bound) for bound in all_bounds.tolist()]
+    bounds = [in_turn(kind, bound) for bound in all_bounds.tolist()]
     name = f"llvm.smax.v{kind.count}{kind.element}"
     size = e.call(name, kind, numbers, b.not_(numbers))
     masks: list[Value] = []
@@ -166,7 +166,7 @@ def _masks(e: Emitter, numbers: Value, all_bounds: np.ndarray) -> list[Value]:
         halves = zip(bounds[:middle], bounds[middle + 1 :], strict=True)
         bounds = [b.select(mask, high, low) for low, high in halves]
         masks.insert(0, mask)
-    return [*masks, b.icmp_signed("<", numbers, all_of(kind, 0))]
+    return [*masks, b.icmp_signed("<", numbers, in_turn(kind, 0))]
 
 
 def emit_energy(e: Emitter, shape: RowShape, packed: Value, energy: Value) -> None:

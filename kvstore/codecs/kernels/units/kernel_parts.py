@@ -78,9 +78,7 @@ SEGMENTS = tuple_of("i8:2 i8:2")
 
 
 @njit
-def put_tile(
-    sums: Any, width: Any, mean: Any, gain: Any, place: Any, ropes: Any, targets: Any
-) -> None:
+def put_tile(sums, width, mean, gain, place, ropes, targets):
     """Put the rows of one head of some tokens into the engine's array.
 
     ``sums``: the address of the first sum, and ``width`` the number of sums of a token. ``mean``:
@@ -111,7 +109,7 @@ def put_tile(
 
 
 @njit
-def count_of(runs: Any) -> Any:
+def count_of(runs):
     """Return the numbers of planes and components of a unit.
 
     ``runs``: int64 (MAX_BITS + 1,), the number of components that have each number of bits.

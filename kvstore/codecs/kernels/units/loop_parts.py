@@ -47,7 +47,7 @@ def ring_of(tables: Any, width: int, num_tiles: int) -> tuple[np.ndarray, int]:
 
 
 @njit
-def expect(tables: Any, unit: Any, tile: Any, ring: Any, own: Any, sums: Any) -> None:
+def expect(tables, unit, tile, ring, own, sums):
     """Put the sums to which the units before lead into ``sums``, int32 (TOKENS, padded width).
 
     ``ring``: from ``ring_of``. ``own``: groups of a unit.
@@ -77,7 +77,7 @@ def expect(tables: Any, unit: Any, tile: Any, ring: Any, own: Any, sums: Any) ->
 
 
 @njit
-def restore(tables: Any, unit: Any, words: Any, levels: Any, sums: Any) -> None:
+def restore(tables, unit, words, levels, sums):
     """Add a unit's own levels to the expected ``sums``.
 
     ``words``, ``levels``: the addresses of a tile's groups of wide levels and of others.
@@ -100,9 +100,7 @@ def restore(tables: Any, unit: Any, words: Any, levels: Any, sums: Any) -> None:
 
 
 @njit
-def add_excess(
-    tables: Any, excess: Any, at: Any, unit: Any, first: Any, width: Any, sums: Any
-) -> Any:
+def add_excess(tables, excess, at, unit, first, width, sums):
     """Add what bytes of levels cannot hold to the sums of a tile; return the next entry.
 
     ``excess``: int32 (entries, 4): unit, token, component and excess, in this order. ``first``: the
@@ -119,9 +117,7 @@ def add_excess(
 
 
 @njit
-def keep_bytes(
-    tables: Any, unit: Any, tile: Any, ring: Any, own: Any, left: Any, sums: Any
-) -> None:
+def keep_bytes(tables, unit, tile, ring, own, left, sums):
     """Keep a tile's rows as bytes for later units, and shift its sums by ``left`` (an address)."""
     groups, size = ring
     place = address_of(groups) + NBYTES * TOKENS * (size * tile + unit * own % size)

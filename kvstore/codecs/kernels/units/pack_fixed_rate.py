@@ -43,7 +43,7 @@ TILE_TOKENS, TILE_COLUMNS = HOST.tile_tokens, HOST.tile_columns
 
 
 @njit
-def steps_of(bits: Any, steps: Any) -> None:
+def steps_of(bits, steps):
     """Put the nearest steps, int32, of positive fp32 numbers with these ``bits`` into ``steps``."""
     for token in range(len(bits)):
         above = np.int32(0)
@@ -53,7 +53,7 @@ def steps_of(bits: Any, steps: Any) -> None:
 
 
 @njit
-def codes_of(steps: Any, ends: Any, codes: Any) -> None:
+def codes_of(steps, ends, codes):
     """Put the codes, uint8, of steps into ``codes``.
 
     ``ends``: int32 (CODES,), the largest size that gets each code, in steps.
@@ -66,9 +66,7 @@ def codes_of(steps: Any, ends: Any, codes: Any) -> None:
 
 
 @njit
-def measure(
-    squares: Any, bits: Any, share: Any, ends: Any, table: Any, steps: Any, codes: Any, gains: Any
-) -> bool:
+def measure(squares, bits, share, ends, table, steps, codes, gains):
     """Put the gains of rows, fp32, into ``gains``; return False if a row has none.
 
     ``squares``: sums of squares of rows, fp32, overwritten; ``bits``: the same as int32. ``share``:
@@ -88,7 +86,7 @@ def measure(
 
 
 @njit
-def put_pairs(codes: Any, pairs: Any) -> None:
+def put_pairs(codes, pairs):
     """Put two codes into a byte each, the first into its lower half.
 
     If the number of codes is odd, the last byte's upper half is zero.
@@ -100,7 +98,7 @@ def put_pairs(codes: Any, pairs: Any) -> None:
 
 
 @njit
-def fit(gains: Any, sums: Any) -> None:
+def fit(gains, sums):
     """Scale gains so that restored rows come closest to the exact ones.
 
     ``sums``: fp32 (2, tokens), products of exact and restored components, and squares of restored
@@ -114,16 +112,7 @@ def fit(gains: Any, sums: Any) -> None:
 
 
 @njit
-def load_block(
-    unit: Any,
-    block: Any,
-    count: Any,
-    means: Any,
-    columns: Any,
-    ropes: Any,
-    segments: Any,
-    rows: Any,
-) -> None:
+def load_block(unit, block, count, means, columns, ropes, segments, rows):
     """Load rows of a unit from token ``block`` on, without RoPE and means, to address ``rows``."""
     rope_of, halves, cosines, sines, dim, as_words = ropes
     addresses, strides = segments
@@ -148,7 +137,7 @@ def load_block(
 
 
 @njit
-def _columns_of_block(words: Any, columns: Any, count: Any, groups: Any) -> None:
+def _columns_of_block(words, columns, count, groups):
     """Transpose rows of pairs of 16-bit integers to columns of 64 pairs, one for each token."""
     for first in range(0, count, LANES):
         for column in range(0, columns // 2, LANES):
@@ -158,7 +147,7 @@ def _columns_of_block(words: Any, columns: Any, count: Any, groups: Any) -> None
 
 
 @njit
-def _components_of_block(matrix: Any, groups: Any, begin: Any, sums: Any, sizes: Any) -> None:
+def _components_of_block(matrix, groups, begin, sums, sizes):
     """Multiply a block; ``sizes``: rows of the matrix, those in use, pairs of columns, tokens."""
     num_rows, live, num_groups, count = sizes
     steps = (num_groups, NBYTES * num_rows, NBYTES * BLOCK, NBYTES * BLOCK)
@@ -170,7 +159,7 @@ def _components_of_block(matrix: Any, groups: Any, begin: Any, sums: Any, sizes:
 
 
 @njit
-def _codes_of_block(numbers: Any, tables: Any, planes: Any, sums: Any, runs: Any) -> None:
+def _codes_of_block(numbers, tables, planes, sums, runs):
     """Code a block; ``tables``: addresses of bounds, values and rates, bytes between the first."""
     bounds, values, rates, width = tables
     along, energy = address_of(sums[0]), address_of(sums[1])
@@ -185,9 +174,7 @@ def _codes_of_block(numbers: Any, tables: Any, planes: Any, sums: Any, runs: Any
 
 
 @njit
-def _put_planes(
-    block_planes: Any, num_planes: Any, count: Any, planes: Any, at: Any, step: Any
-) -> None:
+def _put_planes(block_planes, num_planes, count, planes, at, step):
     """Put the planes of a block into the payload; bits without a token become zero."""
     nbytes, last = (count + 7) // 8, np.uint8(0xFF >> (-count % 8))
     for k in range(num_planes):
@@ -200,16 +187,7 @@ def _put_planes(
 def _pack_function(sources_digest: int) -> Any:
     """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
-    def pack_units(
-        segments: Any,
-        num_tokens: int,
-        units: Any,
-        sizes: Any,
-        ropes: Any,
-        pairs: Any,
-        planes: Any,
-        scratch: Any,
-    ) -> bool:
+    def pack_units(segments, num_tokens, units, sizes, ropes, pairs, planes, scratch):
         """Pack rows; False if one cannot be represented, and then the output is invalid.
 
         ``units``: runs, matrix, bounds, values, rates, means, gains (ends, sizes), see

@@ -59,7 +59,7 @@ COARSE_BITS, FINER_BITS = log2(COARSE), log2(FINER)
 
 
 @njit
-def _components(encode: Any, pairs: Any, live: Any, sums: Any) -> None:
+def _components(encode, pairs, live, sums):
     """Put the components of a tile into ``sums``, int32 (TOKENS, components)."""
     step = np.int64(NBYTES * sums.shape[1])
     for panel in range((live + COLUMNS - 1) // COLUMNS):
@@ -70,7 +70,7 @@ def _components(encode: Any, pairs: Any, live: Any, sums: Any) -> None:
 
 
 @njit
-def _scale(scratch: Any, count: Any, unit: Any, sizes: Any, first: Any) -> bool:
+def _scale(scratch, count, unit, sizes, first):
     """Divide the rows of a tile by their gains; False if one has none.
 
     ``sizes``: first columns and numbers of columns of gain groups, factors of sums of squares,
@@ -104,7 +104,7 @@ def _scale(scratch: Any, count: Any, unit: Any, sizes: Any, first: Any) -> bool:
 
 
 @njit
-def _note_rare(codes: Any, known: Any, place: Any, count: Any, found: Any) -> Any:
+def _note_rare(codes, known, place, count, found):
     """Note escaped codes of a tile, and the excess of levels over a byte, which only they can have.
 
     ``codes``: int32 (TOKENS, components); ``known``: int32 (CONSTANTS, components). ``place``: the
@@ -198,17 +198,8 @@ def _pack_function(sources_digest: int) -> Any:
     """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
     def pack_units(
-        segments: Any,
-        num_tokens: int,
-        tables: Any,
-        units: Any,
-        limit: Any,
-        sizes: Any,
-        ropes: Any,
-        symbols: Any,
-        found: Any,
-        scratch: Any,
-    ) -> Any:
+        segments, num_tokens, tables, units, limit, sizes, ropes, symbols, found, scratch
+    ):
         """Put gains and symbols of rows; return the number of rare codes, -1 if a row has no gain.
 
         ``segments``: the engine's rows. ``tables``, ``units``: the classes ``LoopTables`` and

@@ -157,7 +157,7 @@ _coded_row: Any = plain(emit_coded_row)
 
 
 @njit
-def _decode_row(words: Any, used: Any, slots: Any, states: Any, found: Any, num_tokens: Any) -> Any:
+def _decode_row(words, used, slots, states, found, num_tokens):
     """Decode one row, and return the number of words used so far."""
     for token in range(num_tokens):
         state = states[token % LANES]
@@ -174,9 +174,7 @@ def _decode_row(words: Any, used: Any, slots: Any, states: Any, found: Any, num_
 
 
 @njit
-def _code_row(
-    symbols: Any, entries: Any, states: Any, words: Any, used: Any, num_tokens: Any
-) -> Any:
+def _code_row(symbols, entries, states, words, used, num_tokens):
     """Code one row, from its end, and return the number of words so far."""
     for token in range(num_tokens - 1, -1, -1):
         entry, state = entries[symbols[token]], states[token % LANES]
@@ -194,9 +192,7 @@ def _code_row(
 def _functions(sources_digest: int) -> tuple[Any, Any]:
     """Make the functions; the digest is part of numba's cache key, which covers one file only."""
 
-    def decode_rows(
-        words: Any, num_words: int, classes: Any, slots: Any, states: Any, found: Any, count: int
-    ) -> Any:
+    def decode_rows(words, num_words, classes, slots, states, found, count):
         """Fill ``found``; return the number of words used, or -1 if there are too few."""
         used, pointer = np.int64(0), np.empty(1, np.int64)
         pointer[0] = address_of(words)
@@ -211,9 +207,7 @@ def _functions(sources_digest: int) -> tuple[Any, Any]:
                 return -1
         return used
 
-    def encode_rows(
-        symbols: Any, classes: Any, coding: Any, states: Any, words: Any, count: int
-    ) -> Any:
+    def encode_rows(symbols, classes, coding, states, words, count):
         """Put words, the last one first, and the final states; return the number of words."""
         used, pointer = np.int64(0), np.empty(1, np.int64)
         pointer[0] = address_of(words)

@@ -43,7 +43,7 @@ TILE_TOKENS, TILE_COLUMNS = HOST.tile_tokens, HOST.tile_columns
 
 
 @njit
-def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, rows: Any) -> None:
+def _levels_of_block(source, step, runs, table, width, rows):
     """Turn planes into levels.
 
     ``runs``: int64 (MAX_BITS + 1,), the number of components that have each number of bits; those
@@ -57,7 +57,7 @@ def _levels_of_block(source: Any, step: Any, runs: Any, table: Any, width: Any, 
 
 
 @njit
-def _put_tail(planes: Any, first: Any, num_planes: Any, start: Any, nbytes: Any, tail: Any) -> None:
+def _put_tail(planes, first, num_planes, start, nbytes, tail):
     """Copy planes from byte ``start`` on into words of eight bytes.
 
     Reading eight bytes at once from the last plane would pass its end.
@@ -70,9 +70,7 @@ def _put_tail(planes: Any, first: Any, num_planes: Any, start: Any, nbytes: Any,
 def _unpack_function(sources_digest: int) -> Any:
     """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
-    def unpack_units(
-        planes: Any, num_tokens: int, units: Any, pairs: Any, ropes: Any, targets: Any, scratch: Any
-    ) -> None:
+    def unpack_units(planes, num_tokens, units, pairs, ropes, targets, scratch):
         """Unpack rows into ``targets``.
 
         ``planes``: uint8 (bytes,). ``units``: runs, levels, matrix, begins, means, gains, see

@@ -50,7 +50,7 @@ SOURCES = sources_of(__file__)
 
 
 @njit
-def _put_wide(symbols: Any, low: Any, known: Any, rare: Any, used: Any, levels: Any) -> Any:
+def _put_wide(symbols, low, known, rare, used, levels):
     """Put the levels of one wide component, int32 (tokens,), into ``levels``.
 
     ``symbols``, ``low``: uint8 (tokens,); ``known``: int32 (CONSTANTS,). Returns the number of
@@ -80,7 +80,7 @@ def _put_wide(symbols: Any, low: Any, known: Any, rare: Any, used: Any, levels: 
 
 
 @njit
-def _pair_up(levels: Any, component: Any, pairs: Any, words: Any) -> None:
+def _pair_up(levels, component, pairs, words):
     """Put levels into ``words``, int16, in groups of two components, tile by tile."""
     group, lane = component // 2, component % 2
     for token in range(len(levels)):
@@ -89,7 +89,7 @@ def _pair_up(levels: Any, component: Any, pairs: Any, words: Any) -> None:
 
 
 @njit
-def _group_up(symbols: Any, first: Any, count: Any, groups: Any) -> None:
+def _group_up(symbols, first, count, groups):
     """Join rows of bytes into groups; rows beyond the last are multiplied by zeros."""
     num, step = (count + GROUP - 1) // GROUP, symbols.shape[1]
     base, last = address_of(symbols) + first * step, count - 1
@@ -107,16 +107,7 @@ def _group_up(symbols: Any, first: Any, count: Any, groups: Any) -> None:
 def _unpack_function(sources_digest: int) -> Any:
     """Make the function; the digest is part of numba's cache key, which covers one file only."""
 
-    def unpack_units(
-        coded: Any,
-        excess: Any,
-        tables: Any,
-        units: Any,
-        gains: Any,
-        ropes: Any,
-        targets: Any,
-        scratch: Any,
-    ) -> int:
+    def unpack_units(coded, excess, tables, units, gains, ropes, targets, scratch):
         """Unpack rows into ``targets``.
 
         ``coded``: levels of components, uint8 (components, padded tokens), but symbols of wide
