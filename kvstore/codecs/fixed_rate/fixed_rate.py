@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvstore.codecs.fixed_rate.fused_rate import fused_rate
+from kvstore.codecs.fixed_rate.fused_rate import RatePipeline, fused_rate
 from kvstore.codecs.fixed_rate.rate_integers import ARRAYS, RateIntegers, SizeCounts, integers_of
-from kvstore.codecs.fixed_rate.rate_pipeline import RatePipeline
 from kvstore.codecs.learning.samples import Samples, principal_axes, unit_rows
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.rows.lloyd_max import greedy_bits
@@ -165,27 +164,26 @@ class FixedRate:
         for number, shape in enumerate(stack_shapes(self.scope, layout)):
             known = {name: learned[f"{name}.{number}"] for name in ARRAYS}
             integers = RateIntegers(shape, **known)  # raises ValueError unless they fit
-            parts.append(_part(integers, profile, {**known, "means": learned["means"]}))
+            pipeline = _pipeline(integers, profile, learned["means"])
+            parts.append(fused_rate(pipeline, profile.layout))
         return tuple(parts)
 
 
-def _part(integers: RateIntegers, profile: Profile, known: Mapping[str, np.ndarray]) -> StackPacker:
-    shape = integers.shape
-    gain = OctaveGain(shape, known["gain_steps"])
-    levels = IntegerLevels(*(known[x] for x in ("bits", "bounds", "levels", "units", "rates")))
-    pipeline = RatePipeline(
+def _pipeline(integers: RateIntegers, profile: Profile, means: np.ndarray) -> RatePipeline:
+    i, shape = integers, integers.shape
+    levels = IntegerLevels(i.bits, i.bounds, i.levels, i.units, i.rates)
+    return RatePipeline(
         shape=shape,
-        before=(UnRope(shape, profile.ropes), ModelMean(shape, known["means"])),
-        gain=gain,
-        after=(IntegerKlt(known["encode"], known["decode"], known["scales"]),),
+        before=(UnRope(shape, profile.ropes), ModelMean(shape, means)),
+        gain=OctaveGain(shape, i.gain_steps),
+        after=(IntegerKlt(i.encode, i.decode, i.scales),),
         quantiser=levels,
-        coder=BitPlanes(known["bits"]),
+        coder=BitPlanes(i.bits),
         fit_gains=levels.fit_gains,
         integers=integers,
-        means=known["means"],
+        means=means,
         ropes=profile.ropes,
     )
-    return fused_rate(pipeline, profile, known, gain)
 
 
 DENSE3 = FixedRate(Scope("head"), 3.155)  # in all 3.25 bits per value for heads of 64 values

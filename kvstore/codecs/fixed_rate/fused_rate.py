@@ -6,14 +6,14 @@ The pipeline handles all other cases, and every chunk with a row that must be st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
 
 import numpy as np
 
-from kvstore.codecs.profile import Profile
+from kvstore.codecs.fixed_rate.rate_integers import RateIntegers
 from kvstore.codecs.reader import Reader, count_bytes
 from kvstore.codecs.stacks.fused import (
     TRIED_AT,
@@ -29,7 +29,7 @@ from kvstore.codecs.stacks.pipeline import Pipeline, StackPacker
 from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stages.gain import OctaveGain, ends_of, pairs_of
 from kvstore.codecs.stages.integer_klt import MAX_BITS, input_scale
-from kvstore.shapes import DType, KVLayout, KVRun
+from kvstore.shapes import DType, KVLayout, KVRun, Rope
 
 CODECS = "fixed-rate codecs"  # in the log
 KERNELS: Final = "kvstore.codecs.kernels.units.unpack_fixed_rate"
@@ -37,53 +37,43 @@ PACKING: Final = "kvstore.codecs.kernels.units.pack_fixed_rate"
 COLUMNS, COMPONENTS = 32, 8  # the kernels need multiples of these
 
 
-@dataclass(frozen=True, eq=False)
-class RateTables:
-    """The integers of all units, in the order in which kernels read them.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RatePipeline(Pipeline):
+    """The stages of one stack, and the arrays from which they were made.
 
-    ``runs``: int64 (units, MAX_BITS + 1): the number of components that have each number of bits.
-    ``levels``: uint8 (units, components, magnitudes). ``matrix``: the basis that restores rows, in
-    groups, uint32 (units, groups, columns); ``begins``: the initial values of its sums, int32
-    (units, columns). ``encode``: the other basis, in pairs, uint32 (units, pairs, components);
-    ``bounds``: int32, ``values``: fp32, both shaped like ``levels``; ``rates``: fp32 (units,
-    components). ``means``: fp32 (units, columns). ``sizes``: fp32 (units, codes of gains);
-    ``gains``: the same times the scale of the sums; ``ends``: int32, the largest size that gets
-    each code, in steps.
+    ``means``: fp32 (elements of a token,), of keys without RoPE. ``ropes``: one for each layer,
+    None for a layer without RoPE.
     """
 
-    runs: np.ndarray
-    levels: np.ndarray
-    matrix: np.ndarray
-    begins: np.ndarray
-    encode: np.ndarray
-    bounds: np.ndarray
-    values: np.ndarray
-    rates: np.ndarray
+    gain: OctaveGain
+    integers: RateIntegers
     means: np.ndarray
-    sizes: np.ndarray
-    gains: np.ndarray
-    ends: np.ndarray
+    ropes: tuple[Rope | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class FusedRate(FusedPacker):
-    """Packs and restores in one pass. Implements ``StackPacker``."""
+    """Packs and restores in one pass. Implements ``StackPacker``.
 
-    tables: RateTables
+    ``restoring_tables``, ``packing_tables``: the integers of all units, in the order in which
+    kernels read them; see ``_tables``. ``room``: columns and components, padded for kernels.
+    """
+
+    restoring_tables: tuple[np.ndarray, ...]
+    packing_tables: tuple[np.ndarray, ...]
+    room: tuple[int, int]
     num_planes: int
 
     def pack(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes | None:
         addresses = self.addresses(run, first, dtype)
         if addresses is None:
             return None
-        shape, t = self.pipeline.shape, self.tables
-        num_tokens = run[0][0].shape[1] - first
+        shape, num_tokens = self.pipeline.shape, run[0][0].shape[1] - first
         pairs = np.empty((shape.num_units, pairs_of(num_tokens)), np.uint8)
         planes = np.empty(self.num_planes * -(-num_tokens // 8), np.uint8)
         sizes = (-(-shape.width // 2), np.float32(1 / shape.width), _scale_of(shape))
-        units = (t.runs, t.encode, t.bounds, t.values, t.rates, t.means, t.ends, t.sizes)
         turns = self.turns.of(shape, first_token, num_tokens, dtype)
-        scratch = self.packing.scratch_of(t.means.shape[1], t.rates.shape[1])
+        scratch, units = self.packing.scratch_of(*self.room), self.packing_tables
         if self.packing.pack(addresses, num_tokens, units, sizes, turns, pairs, planes, scratch):
             return b"".join([count_bytes(0), pairs.data, planes.data])
         return None
@@ -103,31 +93,36 @@ class FusedRate(FusedPacker):
             for reader in readers
         ]
         pairs, planes = taken[0] if len(taken) == 1 else map(side_by_side, zip(*taken, strict=True))
-        t, num_tokens = self.tables, len(readers) * num_tokens
-        units = (t.runs, t.levels, t.matrix, t.begins, t.means, t.gains)
-        scratch = self.restoring.scratch_of(t.begins.shape[1], t.levels.shape[1])
         self.restoring.unpack(
-            planes.reshape(-1), num_tokens, units, pairs, turns, addresses, scratch
+            planes.reshape(-1),
+            len(readers) * num_tokens,
+            self.restoring_tables,
+            pairs,
+            turns,
+            addresses,
+            self.restoring.scratch_of(*self.room),
         )
 
 
-def fused_rate(
-    pipeline: Pipeline, profile: Profile, learned: Mapping[str, np.ndarray], gain: OctaveGain
-) -> StackPacker:
+def fused_rate(pipeline: RatePipeline, layout: KVLayout) -> StackPacker:
     """Makes the fused packer of a pipeline; the pipeline itself if it cannot be fused on this host.
 
-    ``learned``: the arrays of ``integers_of`` for these units, and the means of all elements.
+    ``layout``: of the whole model.
     """
-    shape, layout = pipeline.shape, profile.layout
-    turns = rope_tables(shape, profile.ropes)
-    usable = turns is not None and _are_usable(learned["bits"])
+    shape, bits = pipeline.shape, pipeline.integers.bits.astype(np.int64)
+    turns = rope_tables(shape, pipeline.ropes)
     kernels, packing = (kernels_for(shape, layout, x) for x in (KERNELS, PACKING))
+    usable = bool(np.all(np.diff(bits, axis=1) <= 0)) and int(bits.max()) <= MAX_BITS
     if turns is None or kernels is None or packing is None or not usable:
         return pipeline
-    tables = _tables(shape, kernels, learned, gain)
-    num_planes = int(learned["bits"].astype(np.int64).sum())
-    fused = FusedRate(pipeline, turns, kernels, packing, tables, num_planes)
+    room = (_padded_to(COLUMNS, shape.width), _padded_to(COMPONENTS, bits.shape[1]))
+    tables = _tables(pipeline, kernels, room)
+    fused = FusedRate(pipeline, turns, kernels, packing, *tables, room, int(bits.sum()))
     return proven_or_pipeline(fused, layout, _plausible(pipeline, layout), CODECS)
+
+
+def _padded_to(multiple: int, length: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KVRun:
@@ -140,37 +135,34 @@ def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KV
     return run
 
 
-def _are_usable(bits: np.ndarray) -> bool:
-    runs_down = bool(np.all(np.diff(bits.astype(np.int64), axis=1) <= 0))
-    return runs_down and int(bits.max()) <= MAX_BITS
-
-
 def _tables(
-    shape: StackShape, kernels: ModuleType, learned: Mapping[str, np.ndarray], gain: OctaveGain
-) -> RateTables:
-    width = -(-shape.width // COLUMNS) * COLUMNS
-    components = -(-learned["bits"].shape[1] // COMPONENTS) * COMPONENTS
-    bits = learned["bits"].astype(np.int64)
-    runs = np.stack([(bits == k).sum(axis=1) for k in range(MAX_BITS + 1)], axis=1)
-    decode = padded(learned["decode"], components, width)
-    encode = padded(learned["encode"], components, width)
-    levels = padded(learned["levels"], components)
-    means = learned["means"][shape.elements].astype(np.float32)
-    units = padded(learned["units"].astype(np.float32), components)
-    return RateTables(
-        runs=runs.astype(np.int64),
-        levels=aligned(levels),
-        matrix=aligned(_groups(decode, kernels.GROUP)),
-        begins=aligned(-kernels.OFFSET * decode.astype(np.int32).sum(axis=1, dtype=np.int32)),
-        encode=aligned(_groups(encode.swapaxes(1, 2), 2)),
-        bounds=aligned(padded(learned["bounds"], components)),
-        values=aligned(levels.astype(np.float32) * units[:, :, None]),
-        rates=aligned(padded(learned["rates"].astype(np.float32), components)),
-        means=aligned(padded(means, width)),
-        sizes=aligned(gain.table()),
-        gains=aligned(gain.table() * learned["scales"][:, None].astype(np.float32)),
-        ends=aligned(ends_of(gain.steps)),
-    )
+    pipeline: RatePipeline, kernels: ModuleType, room: tuple[int, int]
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Makes the tables that restoring and packing read, in their order.
+
+    ``runs``: int64 (units, MAX_BITS + 1): the number of components that have each number of bits.
+    ``levels``: uint8 (units, components, magnitudes). ``matrix``: the basis that restores rows, in
+    groups, uint32 (units, groups, columns); ``begins``: the initial values of its sums, int32
+    (units, columns). ``means``: fp32 (units, columns). ``sizes``: fp32 (units, codes of gains);
+    ``gains``: the same times the scale of the sums; ``ends``: int32, the largest size that gets
+    each code, in steps. ``encoding``: the other basis, in pairs, uint32 (units, pairs, components);
+    ``bounds``: int32, ``values``: fp32, both shaped like ``levels``; ``rates``: fp32 (units,
+    components).
+    """
+    i, gain, (width, components) = pipeline.integers, pipeline.gain, room
+    decode, encode = (padded(x, components, width) for x in (i.decode, i.encode))
+    by_bits = [(i.bits == k).sum(axis=1) for k in range(MAX_BITS + 1)]
+    runs, levels = np.stack(by_bits, axis=1).astype(np.int64), padded(i.levels, components)
+    begins = -kernels.OFFSET * decode.astype(np.int32).sum(axis=1, dtype=np.int32)
+    means = padded(pipeline.means[pipeline.shape.elements].astype(np.float32), width)
+    sizes, ends = gain.table(), ends_of(gain.steps)
+    gains = sizes * i.scales[:, None].astype(np.float32)
+    values = levels.astype(np.float32) * padded(i.units.astype(np.float32), components)[:, :, None]
+    rates, bounds = padded(i.rates.astype(np.float32), components), padded(i.bounds, components)
+    matrix, encoding = _groups(decode, kernels.GROUP), _groups(encode.swapaxes(1, 2), 2)
+    restoring = map(aligned, (levels, matrix, begins, means, gains))
+    packing = map(aligned, (encoding, bounds, values, rates, means, ends, sizes))
+    return (runs, *restoring), (runs, *packing)
 
 
 def _groups(rows: np.ndarray, size: int) -> np.ndarray:

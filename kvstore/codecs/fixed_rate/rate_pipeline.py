@@ -1,4 +1,4 @@
-"""The pipeline of a fixed-rate preset, and the layout of its payload, for kernels elsewhere.
+"""The pipelines of a fixed-rate preset, and the layout of its payload, for kernels elsewhere.
 
     sink rows | for each stack: kept rows (how many, which, values) | gains | planes
 
@@ -15,28 +15,13 @@ import numpy as np
 
 from kvstore.codecs.base import Codec, num_sinks
 from kvstore.codecs.fixed_rate.fused_rate import FusedRate
-from kvstore.codecs.fixed_rate.rate_integers import RateIntegers
+from kvstore.codecs.fixed_rate.fused_rate import RatePipeline as RatePipeline
 from kvstore.codecs.reader import Reader, count_bytes
-from kvstore.codecs.stacks.pipeline import Pipeline
 from kvstore.codecs.stacks.stack_codec import StackCodec
-from kvstore.codecs.stages.gain import OctaveGain, pairs_of
-from kvstore.shapes import KVLayout, Rope
+from kvstore.codecs.stages.gain import pairs_of
+from kvstore.shapes import KVLayout
 
 COUNT_BYTES = 4  # the size of a count of kept rows
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RatePipeline(Pipeline):
-    """The stages of one stack, and the arrays from which they were made.
-
-    ``means``: fp32 (elements of a token,), of keys without RoPE. ``ropes``: one for each layer,
-    None for a layer without RoPE.
-    """
-
-    gain: OctaveGain
-    integers: RateIntegers
-    means: np.ndarray
-    ropes: tuple[Rope | None, ...]
 
 
 def rate_pipelines(codec: Codec, layout: KVLayout) -> tuple[RatePipeline, ...]:

@@ -1,6 +1,6 @@
 """Attends to exact and packed rows of a session in one numba function for each shape.
 
-The counterpart of ``codecs.attention.session_rows``. One call computes a layer: with a few
+The counterpart of ``rows.attention``. One call computes a layer: with a few
 thousand tokens, calls of numpy in between would take longer than the rows do.
 """
 

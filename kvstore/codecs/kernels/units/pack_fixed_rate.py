@@ -191,7 +191,7 @@ def _pack_function(sources_digest: int) -> Any:
         """Pack rows; False if one cannot be represented, and then the output is invalid.
 
         ``units``: runs, matrix, bounds, values, rates, means, gains (ends, sizes), see
-        ``fused_rate.RateTables``. ``sizes``: pairs of columns, factor of a sum of squares, scale of
+        ``fused_rate._tables``. ``sizes``: pairs of columns, factor of a sum of squares, scale of
         integers. ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. Output: ``pairs``, uint8
         (units, pairs of tokens), and ``planes``, uint8 (bytes,). ``scratch``: from ``scratch_of``.
         """

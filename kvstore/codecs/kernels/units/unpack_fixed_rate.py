@@ -74,7 +74,7 @@ def _unpack_function(sources_digest: int) -> Any:
         """Unpack rows into ``targets``.
 
         ``planes``: uint8 (bytes,). ``units``: runs, levels, matrix, begins, means, gains, see
-        ``fused_rate.RateTables``. ``pairs``: uint8 (units, pairs of tokens). ``ropes``:
+        ``fused_rate._tables``. ``pairs``: uint8 (units, pairs of tokens). ``ropes``:
         ``ROPE_TABLES`` and whether rows are fp32. ``scratch``: room for a block's rows, groups and
         sums, in bytes; for the last planes of one, and for its gains.
         """

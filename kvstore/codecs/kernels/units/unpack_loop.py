@@ -113,7 +113,7 @@ def _unpack_function(sources_digest: int) -> Any:
         ``coded``: levels of components, uint8 (components, padded tokens), but symbols of wide
         ones; low bits of those that have some; rare codes of wide ones. ``excess``: see
         ``add_excess``. ``tables``, ``units``: ``LoopTables`` and ``RestoringTables`` of
-        ``one_step.loop_tables``. ``gains``: fp32 (units, parts, tokens), times the unit.
+        ``one_step.closed_loop``. ``gains``: fp32 (units, parts, tokens), times the unit.
         ``ropes``: ``ROPE_TABLES`` and whether rows are fp32. ``scratch``: room for the last units,
         for factors of wide components and of others, for sums of a tile, and for one component.
         """
