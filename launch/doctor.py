@@ -25,7 +25,6 @@ import msgspec
 
 from engines.vllm_environment.model_files import needs_tool_template, parsers_for, read_model_files
 from kvstore.errors import CodecRefused, UnknownCodec
-from launch.calibrate.program import MEASURABLE
 from launch.errors import LaunchError
 from launch.families.cache_shape import NotUnderstood
 from launch.machine.blas import find_blas
@@ -288,7 +287,7 @@ def _redis_data(effective: EffectiveSettings, environ: Mapping[str, str]) -> Res
     """Compare what this server would store with the data on its Redis."""
     if not effective.settings.store.redis_url:
         return "ok", "no Redis is shared with other servers"
-    if effective.engine_kind not in MEASURABLE:
+    if not effective.is_ours:
         return "ok", "the engine's own"
     if found := differences_from_redis(effective, environ, REDIS_DEADLINE_S):
         return "warning", "; ".join(found)
@@ -338,7 +337,7 @@ def _tools(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 
 def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    if effective.engine_kind not in MEASURABLE:
+    if not effective.is_ours:
         return "ok", "the engine's own"
     given = effective.settings.store.codec
     if _lacks_sample(effective):

@@ -40,7 +40,6 @@ from launch.settings.sources import Value
 log = logging.getLogger("thermocline.launch")
 
 OnRows: TypeAlias = Callable[[Sequence[Quality]], None]
-MEASURABLE: Final = ("mlx", "vllm")
 LOOK_EVERY_S: Final = 0.5
 STORE_BYTES: Final = 16 << 20  # an engine without a cold store does not measure
 watch_log = logging.getLogger("thermocline.calibration")
@@ -70,7 +69,7 @@ def calibrate(
     Raises:
         UsageError, LaunchError: it cannot be done; the message gives the remedy.
     """
-    if effective.engine_kind not in MEASURABLE:
+    if not effective.is_ours:
         raise UsageError(
             f"engine {effective.engine_kind} cannot calibrate; use --set engine.kind=mlx, or vllm"
         )
@@ -182,7 +181,7 @@ class ProfileWatch:
 
     async def run(self) -> None:
         """Watch until cancelled. Returns at once if this kind of engine cannot be measured."""
-        while self._effective.engine_kind in MEASURABLE:
+        while self._effective.is_ours:
             try:
                 if (codec := self._engine.codec) is not None and codec.fingerprint:
                     await self._look(codec)

@@ -23,7 +23,7 @@ from launch.machine.resources import free_disk
 from launch.model.find import find_model
 from launch.plan.capacity_plan import ColdPlan, plan_of
 from launch.plan.cold_size import chunk_of, expected_choice, first_measurement
-from launch.plan.served_model import OURS, hot_budget_of, served_cache, too_large_here
+from launch.plan.served_model import hot_budget_of, served_cache, too_large_here
 from launch.settings.budgets import DERIVED, DISK_SHARE
 from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.schema import laid_over
@@ -101,7 +101,7 @@ def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
     wish = effective.settings.capacity
     if not wish.sessions:
         return effective
-    if effective.engine_kind not in OURS:
+    if not effective.is_ours:
         raise UsageError(
             "capacity.sessions (--sessions) needs an engine that is started here, mlx or vllm, not"
             f" {effective.engine_kind}; give budgets in bytes instead (--hot, --ram, --disk)"

@@ -46,7 +46,6 @@ from launch.settings.effective_settings import EffectiveSettings
 from launch.settings.units import show_bytes
 
 INDEX: Final = "model.safetensors.index.json"
-OURS: Final = ("mlx", "vllm")  # engines whose weights and KV are in this machine's memory
 GPU_BLOCK_TOKENS: Final = 16  # vLLM's default
 
 
@@ -226,7 +225,7 @@ def _unfit(shape: CacheShape, hot_codec: str) -> str:
 
 def _known_cache(effective: EffectiveSettings, model: Model) -> CacheShape | None:
     """The model's cache; None where only the engine knows it. Raises ``ModelRefused``."""
-    if model.folder is None or effective.engine_kind not in OURS:
+    if model.folder is None or not effective.is_ours:
         return None
     try:
         return served_cache(effective, model.config())
@@ -261,7 +260,7 @@ def too_large_here(effective: EffectiveSettings) -> str:
 
     Its weights are counted as they are stored; an engine that widens them needs more.
     """
-    if effective.engine_kind not in OURS or effective.assumes_gpu:
+    if not effective.is_ours or effective.assumes_gpu:
         return ""
     if effective.planned_weights is not None:
         return too_large(effective.planned_weights, effective.room)

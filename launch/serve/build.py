@@ -212,8 +212,7 @@ def _built_engine(
 def _limits_of(built: BuiltEngine, config: SchedulerConfig) -> SchedulerConfig:
     """Let as many turns run as the engine and its replicas have places."""
     own = built.effective
-    is_ours = own.engine_kind in ("mlx", "vllm")
-    places = own.settings.engine.max_batch if is_ours else PLACES_ELSEWHERE
+    places = own.settings.engine.max_batch if own.is_ours else PLACES_ELSEWHERE
     num = (config.max_running or places) * built.num_replicas
     return msgspec.structs.replace(config, max_running=num)
 
@@ -223,7 +222,7 @@ def _replica(
 ) -> BuiltEngine:
     kind = effective.engine_kind
     store = _store(effective, model)
-    if kind in ("mlx", "vllm"):
+    if effective.is_ours:
         ranks = effective.settings.engine.vllm.tensor_parallel if kind == "vllm" else 0
         check_tiers(store, vllm_ranks=ranks)
     runtime_dir = None

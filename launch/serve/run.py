@@ -76,7 +76,7 @@ def serve(
         if effective.engines:  # what all share lies there, and an only engine's disk tier
             stack.enter_context(sole_server(effective.folders.data))
         for each in (x for y in engines for x in replica_settings(y).values()):
-            if each.engine_kind in ("mlx", "vllm") and each.settings.store.disk_bytes:
+            if each.is_ours and each.settings.store.disk_bytes:
                 disk = each.settings.store.disk_path or each.folders.data
                 stack.enter_context(sole_server(Path(disk).expanduser()))
         built = stack.enter_context(build(effective, environ))

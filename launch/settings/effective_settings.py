@@ -43,6 +43,7 @@ from launch.settings.sources import Layer, Value
 ATTACHABLE = ("auto", "mlx", "vllm", "attached")
 # It often does not know how to end, and its context takes minutes to fill.
 SAMPLE_ANSWER = Value(1024, "the sample model")
+OURS = ("mlx", "vllm")
 INSTALL_MLX = "pip install 'thermocline[mlx]' (or bash launch/install.sh in a checkout)"
 
 
@@ -74,6 +75,11 @@ class EffectiveSettings:
         return self.resolved.settings
 
     @property
+    def is_ours(self) -> bool:
+        """True for mlx and vllm: their weights and KV are here, and they can measure the model."""
+        return self.engine_kind in OURS
+
+    @property
     def each(self) -> tuple[EngineSettings, ...]:
         """The settings of each engine, of an only one, too, whose entry has no name then."""
         return self.engines or (EngineSettings(EngineEntry(name=""), self),)
@@ -102,12 +108,12 @@ def effective_settings(
     kind = engine_kind(chosen.engine, gpus)
     gpus = gpus[: chosen.engine.vllm.tensor_parallel] if kind == "vllm" else []
     assumes_gpu = assume_gpu and kind == "vllm" and not gpus
-    widens = sys.platform == "linux" and kind in ("mlx", "vllm") and not gpus and not assumes_gpu
+    widens = sys.platform == "linux" and kind in OURS and not gpus and not assumes_gpu
     fitted: Layer = {
         "data_dir": Value(str(where.data), "this system"),
         "cache_dir": Value(str(where.cache), "this system"),
     }
-    if not chosen.engine.model and not chosen.engines and kind in ("mlx", "vllm"):
+    if not chosen.engine.model and not chosen.engines and kind in OURS:
         fitted["gateway.default_max_tokens"] = SAMPLE_ANSWER
     if kind == "vllm":
         given = chosen.engine.vllm.python
