@@ -21,8 +21,7 @@ from starlette.responses import Response
 from engines.base import EngineUnavailable, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.errors import RETRY_LATER_S, Failure, RequestRefused
-from gateway.identity.names import SUFFIX, checked_name
-from gateway.identity.tasks import TASK_SUFFIX
+from gateway.identity.names import SUFFIX, TASK_SUFFIX, checked_name
 from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.request.body import read_json_body

@@ -34,6 +34,8 @@ from gateway.identity.known_chats import Link, message_chain
 from gateway.identity.names import (
     MAX_ID_BYTES,
     SUFFIX,
+    TASK_SUFFIX,
+    TASK_TOKENS,
     NamedSession,
     asked_seconds,
     choose_session,
@@ -41,9 +43,9 @@ from gateway.identity.names import (
     group_of,
     named_by_agent,
     named_session,
+    shared_task_session,
 )
 from gateway.identity.outline import Compared, Outline, hashed
-from gateway.identity.tasks import TASK_SUFFIX, TASK_TOKENS, shared_task_session
 from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.relay.answer import (

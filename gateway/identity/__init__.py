@@ -6,8 +6,8 @@ the longest message prefix that is known of the same tenant (``known_chats``). S
 sends only messages has sessions too. ``prompt_cache_key`` is no identity but a group: chats are
 found within it.
 
-Prompts that programs send beside a conversation are recognised by their first words (``tasks``),
-and have rows of their own.
+Prompts that programs send beside a conversation are recognised by their first words, and have
+rows of their own.
 
 ``outline`` is a request as hashes of its parts, made once: chats are found by them, and a session's
 requests compared.

@@ -9,6 +9,12 @@ the server is there. Such a request shares nothing with the conversation, and in
 take the place of all that was computed for it. So an id has two rows, ``ID`` and ``ID/beside``; a
 request goes to the one that begins as it does.
 
+Programs ask questions beside a conversation, too (*tasks*): Open WebUI for titles, tags, follow-up
+questions and searches, LibreChat for titles, LangChain for summaries. Each is one message whose
+first words no person types, and is continued by nothing; its KV is the first to go. Those of a
+known conversation have one row, ``ID/task``, which is deleted with it. All others of a tenant share
+a few rows, by their first words: most of such a prompt is the program's, and is found there again.
+
 A time that a client asks for is the least that its session is kept: it only gives the session a
 place in the order in which sessions are given up, and budgets go first.
 """
@@ -20,6 +26,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeGuard
 from urllib.parse import quote, unquote_to_bytes
+from zlib import crc32
 
 import msgspec
 
@@ -77,14 +84,25 @@ _CHILDREN = ("child", "subagent")
 _OLD_CLAUDE = re.compile(r"_session_([A-Za-z0-9][A-Za-z0-9._-]{0,127})$")
 SUFFIX: Final = "/beside"
 _MUCH_SHORTER: Final = 2  # times
+TASK_SUFFIX: Final = "/task"
+# The length of an answer whose request names none: follow-up questions take some 150 tokens, and a
+# small model may think before a title.
+TASK_TOKENS: Final = 384
+_NUM_SHARED_ROWS: Final = 16
+_NUM_FIRST_CHARS: Final = 48  # these distinguish a program's tasks
+_BEGINNINGS: Final = re.compile(
+    r"(?:Provide|Please generate) a concise, 5-word-or-less title for the conversation"
+    r"|Analyze this conversation and provide:\n1\. The detected language"  # both LibreChat's
+    r"|Progressively summarize the lines of conversation provided"  # LangChain's memory
+    r"|Write a concise summary of the following:\n\n\n\""  # and its chains
+)
+# Open WebUI's. A question about documents begins so as well, and may quote such a prompt in them.
+_OPEN_WEBUI: Final = "### Task:\n", "</chat_history>"
+_SHARED_ROW: Final = re.compile(r"task-[0-9a-f]")
 
 
 def named_in_body(raw: Json) -> str | None:
-    """Read the id that a client gave in the body; None if it gave none.
-
-    Raises:
-        InvalidRequest: what it gave cannot be an id.
-    """
+    """Read the id that a client gave in the body; None if none. Raises as ``checked_id``."""
     for name in ("session_id", "conversation"):
         value = raw.get(name)
         if name == "conversation" and isinstance(value, dict):
@@ -213,11 +231,7 @@ class NamedSession(NamedTuple):
 
 
 def by_headers(headers: Mapping[str, str]) -> NamedSession | None:
-    """Read the id that a client gave in a header; None if it gave none.
-
-    Raises:
-        InvalidRequest: what it gave cannot be an id.
-    """
+    """Read the id that a client gave in a header; None if none. Raises as ``checked_id``."""
     own = headers.get(SESSION_ID_HEADER)
     if own is not None:
         return _with_parent(checked_id(id_from_header(own), "X-Session-ID"), headers)
@@ -346,3 +360,35 @@ def begin_alike(one: Outline, other: Outline) -> bool:
 
 def _choice(id: str, now: Outline, other: Outline | None) -> SessionChoice:
     return SessionChoice(id, other is not None and now.size < other.size)
+
+
+def shared_task_session(chat: Json) -> str | None:
+    """Return the row of a chat that is a task of no known conversation; None if it is no task."""
+    messages: Sequence[Json] = chat["messages"]
+    if chat.get("stream") or chat.get("tools") or len(messages) > 2:
+        return None
+    first, last = messages[0], messages[-1]
+    if last["role"] != "user" or (first is not last and first["role"] == "user"):
+        return None
+    text = _first_text(last.get("content")).lstrip()
+    if first["role"] in ("assistant", "tool", "function") or not _asks_for_task(text):
+        return None
+    return f"task-{crc32(text[:_NUM_FIRST_CHARS].encode()) % _NUM_SHARED_ROWS:x}"
+
+
+def _asks_for_task(text: str) -> bool:
+    begins, ends = _OPEN_WEBUI
+    return bool(_BEGINNINGS.match(text)) or (
+        text.startswith(begins) and text.rstrip().endswith(ends)
+    )
+
+
+def is_task_session(session_id: str) -> bool:
+    """Say whether tasks were served under an id, as far as it shows."""
+    return session_id.endswith(TASK_SUFFIX) or bool(_SHARED_ROW.fullmatch(session_id))
+
+
+def _first_text(content: object) -> str:
+    parts = content if isinstance(content, list) else [{"text": content}]
+    text = parts[0].get("text") if parts and isinstance(parts[0], dict) else None
+    return text if isinstance(text, str) else ""

@@ -23,7 +23,7 @@ from engines.pool.replica_pool import MOVES_AT, MOVES_AT_ALONE, ReplicaPool
 from gateway.app import create_app
 from gateway.config import LOOPBACK, GatewayConfig
 from gateway.edge.key_list import lines_of
-from gateway.identity.tasks import is_task_session
+from gateway.identity.names import is_task_session
 from gateway.keys import BadKeyLine, Tenants
 from gateway.models import ServedModel
 from gateway.watch.metrics import Metrics

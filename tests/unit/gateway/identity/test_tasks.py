@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.identity.tasks import TASK_TOKENS, is_task_session, shared_task_session
+from gateway.identity.names import TASK_TOKENS, is_task_session, shared_task_session
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
 HISTORY = "### Chat History:\n<chat_history>\nUSER: hi\nASSISTANT: hello\n</chat_history>"
