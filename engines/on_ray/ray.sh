@@ -44,7 +44,7 @@ name=$(basename "$model")
 secret=$("$venv/bin/python" - <<'END'
 import os
 from launch.machine.folders import folders
-from launch.serve.keys import secret_path, server_secret
+from launch.serve.secret import secret_path, server_secret
 
 data = folders(os.environ.get("THERMOCLINE_DATA_DIR", ""), "", os.environ).data
 server_secret(data)  # made, if there is none
