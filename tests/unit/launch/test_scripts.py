@@ -6,6 +6,8 @@ are written to standard output; neither is run.
 
 from __future__ import annotations
 
+import importlib
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -83,6 +85,16 @@ def fitting(machine: Machine) -> Machine:
 def test_bash_understands_it(name):
     done = subprocess.run(["bash", "-n", LAUNCH / name], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_that_scripts_import_of_ours_are_there():
+    root, found = LAUNCH.parent, []
+    for script in (*LAUNCH.glob("*.sh"), *(root / "engines").rglob("*.sh")):
+        text = script.read_text()
+        found += re.findall(r"^from ((?:launch|engines)[\w.]*) import ([\w, ]+)$", text, re.M)
+    for module, names in found:
+        assert {x.strip() for x in names.split(",")} <= {*dir(importlib.import_module(module))}
+    assert found
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
