@@ -12,7 +12,7 @@ vLLM alone, and ``lmcache`` vLLM with LMCache, in as much memory as ours with it
 they compute depends on which requests come together, so their answers are not compared.
 
 The model has one layer with one head, random weights and the sample model's tokenizer, so
-bookkeeping is what is measured; ``--sample`` takes the sample model at a sixteenth of the length.
+bookkeeping is what is measured.
 Processor time is that of all processes, saves included; ``turns`` leaves out the engine's thread
 on which mlx computes, or vLLM's worker. Sessions rest exactly (``raw``). Answers are compared with
 those of a run in which nothing sleeps and one request comes after another; a session is wrong if
@@ -54,12 +54,10 @@ from launch.model.find import sample_model
 
 ONE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LIGHT: Final = {**dict.fromkeys(ONE, 1), "max_position_embeddings": 1 << 18}
-HEAD_DIM: Final = 64
-TOKEN_BYTES: Final = 2 * HEAD_DIM * 4  # of live KV, for each layer and head
+TOKEN_BYTES: Final = 2 * 64 * 4  # of live KV, of one head of 64 values
 LENGTHS: Final = (10_000, 40_000, 80_000, 145_000)
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "pictures" / "agent-turns.png"
 PEERS: Final = ("plain", "lmcache")
-AS_FITS: Final = 0  # tokens of a request: what the model and vLLM's memory hold
 TASKS: Final = ("Suggest a title for", "Name three tags of", "Suggest follow-up questions to")
 
 
@@ -157,11 +155,10 @@ class Run:
 
 
 @contextmanager
-def model_of(sample: bool) -> Iterator[Path]:
-    """Yield the folder of a model of one layer with one head, or of the sample model."""
-    model = sample_model(default_cache_dir(os.environ))
+def light() -> Iterator[Path]:
+    """Yield the folder of a model of one layer with one head."""
     with tempfile.TemporaryDirectory() as folder:
-        yield model if sample else light_model(model, Path(folder) / "light", **LIGHT)
+        yield light_model(sample_model(default_cache_dir(os.environ)), Path(folder), **LIGHT)
 
 
 def stack_of(model: Path, hot_bytes: int, sleeps: bool, kind: str = "mlx") -> Stack:
@@ -180,11 +177,11 @@ def stack_of(model: Path, hot_bytes: int, sleeps: bool, kind: str = "mlx") -> St
 
 def peer_of(name: str, model: Path, hot_bytes: int) -> PlainVllm | LmcacheVllm:
     """Return plain vLLM, or vLLM with LMCache, not started yet; ``hot_bytes``: as of ours."""
+    as_fits = 0  # tokens of a request: what the model and vLLM's memory hold
     if name == "plain":
-        return PlainVllm(2 * hot_bytes, AS_FITS, model_path=str(model))
-    python = python_with_lmcache(default_cache_dir(os.environ) / "lmcache")
-    spare = hot_bytes // 4
-    return LmcacheVllm(python, hot_bytes, spare, hot_bytes, AS_FITS, "float32", str(model))
+        return PlainVllm(2 * hot_bytes, as_fits, model_path=str(model))
+    python, spare = python_with_lmcache(default_cache_dir(os.environ) / "lmcache"), hot_bytes // 4
+    return LmcacheVllm(python, hot_bytes, spare, hot_bytes, as_fits, "float32", str(model))
 
 
 class Processes:
@@ -201,21 +198,20 @@ class Processes:
         """Processor time of the gateway and of the engine, children included."""
         return 1000 * np.array([cpu_s(self._gateways), cpu_s(tree(self._engine))])
 
-    def mib(self) -> tuple[float, float]:
-        """Memory of the gateway and of the engine."""
-        return rss_mib(*self._gateways), rss_mib(*tree(self._engine))
-
-    def written_kib(self) -> float:
-        """What the engine has written."""
-        return float(sum(x.io_counters().write_chars for x in tree(self._engine)) / 1024)
+    def figures(self) -> dict[str, float]:
+        """MiB of the gateway and of the engine, and what the engine has written."""
+        engines = tree(self._engine)
+        written = sum(x.io_counters().write_chars for x in engines) / 1024
+        memory = {"gateway_mib": rss_mib(*self._gateways), "engine_mib": rss_mib(*engines)}
+        return {**memory, "written_kib": float(written)}
 
 
 async def traffic(args: argparse.Namespace, kind: str) -> tuple[Run, dict[str, float]]:
     undisturbed = kind == "undisturbed"
-    profile, scale = PROFILES[args.profile], 16 if args.sample else args.scale
-    each = int(profile.last * 1.2 / scale) * TOKEN_BYTES * (30 * 3 if args.sample else 1)
+    profile, scale = PROFILES[args.profile], args.scale
+    each = int(profile.last * 1.2 / scale) * TOKEN_BYTES
     hot = max(each * (3 * args.sessions if undisturbed else args.hot_for + 1), 16 << 20)
-    with model_of(args.sample) as model:
+    with light() as model:
         server: Stack | PlainVllm | LmcacheVllm
         if kind in PEERS:
             server = peer_of(kind, model, hot)
@@ -252,10 +248,9 @@ async def _measured(
         "asked_again": run.asked_again,
     }
     if kind != "kill":  # of a killed engine nothing counts but what clients saw
-        cpu, (gateway_mib, engine_mib) = processes.cpu_ms() - before, processes.mib()
+        cpu, found = processes.cpu_ms() - before, processes.figures()
         figures |= {"gateway_ms_a_turn": cpu[0] / count, "engine_ms_a_turn": cpu[1] / count}
-        figures |= {"written_kib_a_turn": processes.written_kib() / count}
-        figures |= {"engine_mib": engine_mib, "gateway_mib": gateway_mib}
+        figures |= {"written_kib_a_turn": found.pop("written_kib") / count, **found}
     return {key: round(float(value), 4) for key, value in figures.items()}
 
 
@@ -319,7 +314,7 @@ def thread_ns(*processes: psutil.Process) -> Counter[str]:
 async def turns(args: argparse.Namespace) -> None:
     """Take turns of all lengths in alternation: the machine's load changes meanwhile."""
     chats, sleeps = [_Turns(x) for x in args.lengths], "cold" in args.runs
-    with model_of(False) as model, stack_of(model, 4 << 30, sleeps, args.engine) as stack:
+    with light() as model, stack_of(model, 4 << 30, sleeps, args.engine) as stack:
         async with client_of(stack) as client:
             for chat in chats * (2 * args.rounds):
                 await chat.go_on(stack, client)
@@ -346,8 +341,7 @@ class _Turns:
         slept = self._num_turns % 2
         if slept:
             await client.until(self._name, "idle")
-            await client.post(f"/v1/sessions/{self._name}/demote")
-            await client.until(self._name, "cold")
+            await client.sleep(self._name)
             await asyncio.sleep(0.5)
         children = stack.engine.children(recursive=True)
         engines = stack.engine, *(x for x in children if "VLLM::Worker" not in x.cmdline())
@@ -384,9 +378,8 @@ class _Turns:
 def draw(rows: list[dict[str, float]]) -> None:
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes, places = figure.subplots(), [x["tokens"] / 1000 for x in rows]
-    lines = {"encoding_ms": "encoding the prompt once", "ms": "a turn, beyond the model"}
-    for (key, name), color in zip(lines.items(), ("#8d99ae", "#2e86ab"), strict=True):
-        axes.plot(places, [x[key] for x in rows], "o-", color=color, label=name)
+    axes.plot(places, [x["encoding_ms"] for x in rows], "o-", label="encoding the prompt once")
+    axes.plot(places, [x["ms"] for x in rows], "o-", label="a turn, beyond the model")
     axes.set(xlabel="thousand tokens of context", ylabel="processor time, ms", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
@@ -397,17 +390,12 @@ def main() -> None:
     options = options_of(
         __doc__,
         "--engine mlx|vllm --shared 4000 --profile agentx|swe|webui"
-        " --sessions 20 --hot-for 3 --think-s 2.0 --scale 1 --sample --rounds 6"
+        " --sessions 20 --hot-for 3 --think-s 2.0 --scale 1 --rounds 6"
         f" --runs cold ... --lengths {' '.join(map(str, LENGTHS))}",
     )
     options.add_argument("what", choices=["turns", "traffic", "together"])
     args = options.parse_args()
-    if args.what == "turns":
-        asyncio.run(turns(args))
-    elif args.what == "together":
-        asyncio.run(together(args))
-    else:
-        asyncio.run(compared(args))
+    asyncio.run({"turns": turns, "together": together, "traffic": compared}[args.what](args))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ replaces the older one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.program import options_of
 from benchmarks.stacks.light_model import light_model
 from benchmarks.stacks.product_stack import MIB, Stack
 from benchmarks.stacks.vllm_stack import PlainVllm, with_plugin
@@ -56,7 +56,7 @@ def server_of(engine: str, system: str, mib: int, folder: Path) -> Any:
     return with_plugin(live * MIB, ram_bytes=(mib - live) * MIB, max_context=MAX_CONTEXT)
 
 
-def measure(engine: str, system: str, mib: int, first: int, most: int, tables: str) -> None:
+def measure(engine: str, system: str, mib: int, first: int, most: int) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(server_of(engine, system, mib, folder))
@@ -66,9 +66,6 @@ def measure(engine: str, system: str, mib: int, first: int, most: int, tables: s
         sizes += ["--first-sessions", str(first), "--max-sessions", str(most)]
         subprocess.run([*bench, "--find-capacity", *sizes], check=True)
         keep(engine, system, mib, json.loads(out.read_text()))
-        if tables:
-            sizes = ["--words", "30", "--answer", "16", "--json", tables]
-            subprocess.run([*bench, "--preset", "seeds", *sizes], check=True)
 
 
 def keep(engine: str, system: str, mib: int, found: dict[str, Any]) -> None:
@@ -110,22 +107,16 @@ def draw(engine: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--engine", choices=["mlx", "vllm"], default="mlx")
-    actions = parser.add_subparsers(dest="action", required=True)
-    one = actions.add_parser("measure")
-    one.add_argument("system", choices=SYSTEMS)
-    one.add_argument("mib", type=int)
-    one.add_argument("--first", type=int, default=4)
-    one.add_argument("--most", type=int, default=256)
-    one.add_argument("--tables", default="", metavar="OUT", help="bench --preset seeds, too")
-    actions.add_parser("draw")
-    args = parser.parse_args()
+    options = options_of(__doc__, "--engine mlx|vllm --first 4 --most 256")
+    options.add_argument("action", choices=["measure", "draw"])
+    options.add_argument("system", choices=SYSTEMS, nargs="?")
+    options.add_argument("mib", type=int, nargs="?")
+    args = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end, too
     if args.action == "draw":
         draw(args.engine)
     else:
-        measure(args.engine, args.system, args.mib, args.first, args.most, args.tables)
+        measure(args.engine, args.system, args.mib, args.first, args.most)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.codec_speed [--codec tq3] [--dims 64 128 256] [--seconds 3] [--json OUT]
     python -m benchmarks.codec_speed --profile FILE --codec dense3 balanced max
 
-*kernel* is two long arrays; *chunk* is 128 tokens of all layers of a small model with that head
-dimension, payload and all: four of the store's chunks. Learned presets know a model: they take its
+Packed and restored are 128 tokens of all layers of a small model with that head dimension, payload
+and all: four of the store's chunks. Learned presets know a model: they take its
 profile (``thermocline calibrate`` writes one), and pack KV that the sample model computes of a
 held-out text (a minute); its chunks, all but the first, are repeated at their own places. The
 candidates take turns on data that is cold in the cache, and the best round of each counts, in
@@ -18,7 +18,8 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +30,6 @@ from kvstore.codecs.base import Codec
 from kvstore.codecs.floats import round_to_bf16
 from kvstore.codecs.presets import codec_by_name, open_codec, warm
 from kvstore.codecs.profile import load_profile
-from kvstore.codecs.rows.backend import ArrayKernel, best_kernel
-from kvstore.codecs.rows.payload import plan_payload
-from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.shapes import KVLayer, KVLayout, KVRun, slice_tokens
 
 # KV heads and layers by head dimension: of SmolLM2-135M, H2O-Danube-1.8B, Phi-3-mini, a part of
@@ -42,16 +40,6 @@ HELD_OUT_TOKENS = 1408
 CHUNK_TOKENS = 128
 PAST_SINKS = 1 << 20
 WORKING_SET_BYTES = 200 << 20  # far beyond any last-level cache share
-
-
-@dataclass(frozen=True)
-class Rate:
-    codec: str
-    dim: int
-    threads: int
-    what: str
-    gb_per_s: float
-    x_memcpy: float
 
 
 @dataclass
@@ -107,19 +95,6 @@ class Slices:
             self.source[:] = kv[:, :, :, tokens].reshape(self.source.shape)
             self.places = tokens[::CHUNK_TOKENS].tolist()
         self.target = aligned(self.source.shape)
-        self.kernel: ArrayKernel | None = None
-        if isinstance(codec, RowCodec):
-            self._prepare_kernel(codec)
-        self._prepare_chunks()
-
-    def _prepare_kernel(self, codec: RowCodec) -> None:
-        flat = KVLayout("bfloat16", (KVLayer(1, self.dim, self.dim),))
-        plan = plan_payload(codec.rows, flat, self.num_rows // 2, PAST_SINKS)
-        self.group = plan.groups[0]
-        self.kernel = best_kernel(codec.rows, self.dim, "bfloat16")
-        self.packed = np.ones((self.count, plan.nbytes), np.uint8)
-
-    def _prepare_chunks(self) -> None:
         warm(self.codec, self.layout)
         self.whole, self.restored = self._as_run(self.source), self._as_run(self.target)
         self.payloads: list[bytes | bytearray | memoryview] = [b""] * self.count
@@ -133,21 +108,9 @@ class Slices:
     def _part(self, rows: np.ndarray, number: int) -> np.ndarray:
         return rows[number * self.num_rows : (number + 1) * self.num_rows]
 
-    def _halves(self, rows: np.ndarray, number: int) -> list[np.ndarray]:
-        """The run as one long K and one long V, each (1, num_tokens, dim)."""
-        return list(self._part(rows, number).reshape(2, 1, -1, self.dim))
-
     def copy(self, number: int) -> None:
         source, target = self._part(self.source, number), self._part(self.target, number)
         ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
-
-    def encode(self, number: int) -> None:
-        assert self.kernel is not None
-        self.kernel.pack(self._halves(self.source, number), self.packed[number], self.group)
-
-    def decode(self, number: int) -> None:
-        assert self.kernel is not None
-        self.kernel.unpack([self.packed[number]], self.group, self._halves(self.target, number))
 
     def encode_chunk(self, number: int) -> None:
         run = slice_tokens(self.whole, number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
@@ -164,12 +127,9 @@ class Slices:
         return 8 * sum(map(len, self.payloads)) / (self.count * self.num_rows * self.dim)
 
 
-def measure(slices: Slices, threads: int, seconds: float) -> Iterator[Rate]:
+def measure(slices: Slices, threads: int, seconds: float) -> Iterator[dict[str, Any]]:
     """All candidates take turns until the time is up; each turn takes the next slices."""
-    works = {"memcpy": slices.copy}
-    if slices.kernel:
-        works |= {"encode, kernel": slices.encode, "decode, kernel": slices.decode}
-    works |= {"encode, chunk": slices.encode_chunk, "decode, chunk": slices.decode_chunk}
+    works = {"memcpy": slices.copy, "pack": slices.encode_chunk, "restore": slices.decode_chunk}
     found = [Candidate(what, work) for what, work in works.items()]
     deadline, number = time.perf_counter() + seconds, 0
     with ThreadPoolExecutor(threads) as pool:
@@ -178,10 +138,16 @@ def measure(slices: Slices, threads: int, seconds: float) -> Iterator[Rate]:
                 turn = range(number, number + 2 * threads)
                 candidate.run(turn, pool if threads > 1 else None)
             number = (number + 2 * threads) % slices.count
-    name, nbytes = slices.codec.id.partition(".")[0], 2 * slices.num_rows * slices.dim
+    nbytes = 2 * slices.num_rows * slices.dim
     for x in found:
-        rate, ratio = nbytes / x.best_s / 1e9, found[0].best_s / x.best_s
-        yield Rate(name, slices.dim, threads, x.what, round(rate, 3), round(ratio, 3))
+        yield {
+            "codec": slices.codec.id,
+            "dim": slices.dim,
+            "threads": threads,
+            "what": x.what,
+            "gb_per_s": round(nbytes / x.best_s / 1e9, 3),
+            "x_memcpy": round(found[0].best_s / x.best_s, 3),
+        }
 
 
 def all_slices(args: argparse.Namespace) -> Iterator[Slices]:
@@ -205,14 +171,12 @@ def main() -> None:
     args = arguments(
         __doc__, f"--codec tq3 ... --dims {dims} --profile PATH --threads 1 2 --seconds 3.0"
     )
-    rates: list[Rate] = []
+    rates: list[dict[str, Any]] = []
     for slices in all_slices(args):
         print(f"{slices.codec.id}, {slices.dim} wide: {slices.bits:.3f} bits", flush=True)
         for threads in args.threads:
-            for rate in measure(slices, threads, args.seconds):
-                rates.append(rate)
-                print(*asdict(rate).values(), sep="  ", flush=True)
-    write_json(args.json, [asdict(rate) for rate in rates])
+            rates += measure(slices, threads, args.seconds)
+    write_json(args.json, rates)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 The source packages of OpenAI's and Anthropic's clients, of the versions that are installed here,
 bring tests that speak to a server and check the types of all it answers. They run in environments
-of their own, with every object that they name by id put into our store before each test. Other
-servers that run already are asked the same with ``--peer NAME=URL``.
+of their own, with every object that they name by id put into our store before each test.
 
     python benchmarks/conformance.py --servers mlx,vllm,mlx_lm.server,vllm-serve \\
         --write docs/conformance.md
@@ -14,23 +13,21 @@ servers that run already are asked the same with ``--peer NAME=URL``.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
+
 from benchmarks.clients.roomy_model import roomy_model
 from benchmarks.conformance_suites import CLIENTS, Client, FileResult, Suite, all_models
-from benchmarks.stacks.lifeline import Lifeline
+from benchmarks.program import options_of
+from benchmarks.stacks.lifeline import Running
 from benchmarks.stacks.product_stack import MIB, Stack, free_port
 from benchmarks.stacks.vllm_stack import PlainVllm, python_with_vllm
 from docs.generators.conformance_page import fields_section
@@ -88,49 +85,31 @@ NAMES = {
 
 # By server, then by the client's package and the file.
 Results: TypeAlias = dict[str, dict[str, FileResult]]
-
-
 Counted: TypeAlias = Iterator[tuple[str, FileResult]]
 
 
 def _count(server: str, suites: Sequence[Suite], model: str, wanted: str) -> Counted:
     """Start a server, and run the files against it whose names have ``wanted`` in them."""
-    if server in ("mlx", "vllm"):
-        with ours(server, model) as (url, database):
-            yield from _run_all(suites, url, database, wanted)
-        return
-    names = all_models(suites)
-    alone = mlx_lm_server(model) if server == "mlx_lm.server" else vllm_serve(model, names)
-    with alone as url:
-        yield from _run_all(suites, url, None, wanted)
-
-
-def _run_all(suites: Sequence[Suite], url: str, database: Path | None, wanted: str) -> Counted:
-    for suite in suites:
-        for file in suite.client.files:
-            key = f"{suite.client.package}/{file}"
-            if wanted in key:
+    starts: dict[str, Any] = {
+        "mlx_lm.server": mlx_lm_server,
+        "vllm-serve": partial(vllm_serve, all_models(suites)),
+    }
+    start = starts.get(server) or partial(ours, server)
+    with start(model) as (url, database):
+        for suite, file in ((x, y) for x in suites for y in x.client.files):
+            if wanted in (key := f"{suite.client.package}/{file}"):
                 found = suite.run(file, url, database)
                 print(key, found.passed, "of", found.total, flush=True)
                 yield key, found
 
 
 def _kept(path: Path | None) -> Results:
-    if path is None or not path.exists():
-        return {}
-    return {
-        name: {key: FileResult(x["passed"], Counter(x["failed"])) for key, x in files.items()}
-        for name, files in json.loads(path.read_text()).items()
-    }
+    return msgspec.json.decode(path.read_bytes(), type=Results) if path and path.exists() else {}
 
 
 def _keep(path: Path | None, results: Results) -> None:
     if path is not None:
-        shown = {
-            name: {key: {"passed": x.passed, "failed": dict(x.failed)} for key, x in files.items()}
-            for name, files in results.items()
-        }
-        path.write_text(json.dumps(shown, indent=1) + "\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
 @contextmanager
@@ -144,43 +123,25 @@ def ours(kind: str, model: str) -> Iterator[tuple[str, Path]]:
 
 
 @contextmanager
-def vllm_serve(model: str, names: Sequence[str]) -> Iterator[str]:
+def vllm_serve(names: Sequence[str], model: str) -> Iterator[tuple[str, None]]:
     """Start vLLM's own server, which answers to all these names; yields its URL."""
     flags = ("--served-model-name", *names)
     context = SETTINGS["engine"]["max_context"]
     with PlainVllm(512 * MIB, context, arguments=flags, model_path=model) as server:
-        yield server.url
+        yield server.url, None
 
 
 @contextmanager
-def mlx_lm_server(model: str) -> Iterator[str]:
+def mlx_lm_server(model: str) -> Iterator[tuple[str, None]]:
     """Start mlx_lm's own server with a model; yields its URL."""
     port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlx_lm", "server", "--model", model, "--port", str(port)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    lifeline = Lifeline(process, patience_s=10)
-    try:
-        _wait(f"http://127.0.0.1:{port}/health")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
-        lifeline.let_go()
-
-
-def _wait(url: str, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError(url)
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, "--port", str(port)]
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        server = Running(command, Path(folder) / "log.txt", env=env, patience_s=10)
+        server.wait_for(f"http://127.0.0.1:{port}/health", 120)
+        yield f"http://127.0.0.1:{port}", None
+        server.end()
 
 
 def reason_of(key: str, test: str) -> str:
@@ -198,7 +159,6 @@ def reason_of(key: str, test: str) -> str:
 def page(found: Results) -> str:
     """Write the document: a table of passes, and a line for each test that fails on ours."""
     results = {NAMES[x]: found[x] for x in NAMES if x in found}
-    results |= {x: y for x, y in found.items() if x not in NAMES}
     lines = ["# Conformance", "", INTRODUCTION]
     for client in CLIENTS:
         lines += _table(client, results)
@@ -236,38 +196,28 @@ def _failures(results: Results) -> list[str]:
         for key in (f"{client.package}/{file}" for file in client.files):
             files = {name: results[name].get(key, FileResult()) for name in ours}
             for test in sorted({test for x in files.values() for test in x.failed}):
-                counts = " | ".join(str(x.failed[test]) for x in files.values())
+                counts = " | ".join(str(x.failed.get(test, 0)) for x in files.values())
                 why = reason_of(key, test) or "not explained yet"
                 lines.append(f"| `{key}` `{test}` | {counts} | {why} |")
     return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="", help="a folder; default: one layer of the sample's")
-    parser.add_argument("--work", type=Path, help="keeps the tests and their environments")
-    parser.add_argument("--write", type=Path, help="the document to write")
-    parser.add_argument("--servers", default="mlx", help=f"of {', '.join(NAMES)}; may be empty")
-    parser.add_argument("--files", default="", help="only those with this in their names")
-    parser.add_argument("--results", type=Path, help="keeps the counts")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL")
-    args = parser.parse_args(argv)
+    line = "--model '' --work PATH --write PATH --servers mlx --files '' --results PATH"
+    args = options_of(__doc__, line).parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="conformance-") as own:
         work = args.work or Path(own)
         work.mkdir(parents=True, exist_ok=True)
         suites = [Suite(client, work) for client in CLIENTS]
         results = _kept(args.results)
         servers = [x for x in args.servers.split(",") if x]
-        if servers or args.peer:
-            for suite in suites:
-                suite.prepare()
+        for suite in suites if servers else ():
+            suite.prepare()
         model = args.model or (str(roomy_model(work / "model")) if servers else "")
         for server in servers:
             for key, counted in _count(server, suites, model, args.files):
                 results.setdefault(server, {})[key] = counted
                 _keep(args.results, results)
-        for name, _, url in (x.partition("=") for x in args.peer):
-            results[name] = dict(_run_all(suites, url, None, args.files))
     text = page(results)
     print(text)
     if args.write:

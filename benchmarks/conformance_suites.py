@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -52,9 +51,7 @@ OPENAI = Client(
     "/v1",
 )
 ANTHROPIC = Client(
-    "anthropic",
-    "Anthropic's",
-    ("test_messages.py", "beta/test_messages.py", "test_models.py"),
+    "anthropic", "Anthropic's", ("test_messages.py", "beta/test_messages.py", "test_models.py")
 )
 CLIENTS = (OPENAI, ANTHROPIC)
 
@@ -64,7 +61,7 @@ class FileResult:
     """The outcome of one file of tests."""
 
     passed: int = 0
-    failed: Counter[str] = field(default_factory=Counter)  # by the test's name without variants
+    failed: dict[str, int] = field(default_factory=dict)  # by the test's name without variants
 
     @property
     def total(self) -> int:
@@ -134,7 +131,8 @@ def _read_report(path: Path) -> FileResult:
     result = FileResult()
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         if any(x.tag in ("failure", "error") for x in case):
-            result.failed[case.attrib["name"].partition("[")[0]] += 1
+            name = case.attrib["name"].partition("[")[0]
+            result.failed[name] = result.failed.get(name, 0) + 1
         elif not any(x.tag == "skipped" for x in case):
             result.passed += 1
     return result

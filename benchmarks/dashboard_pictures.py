@@ -9,19 +9,19 @@ dark. Nothing in them is made up.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import shutil
-import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from benchmarks.program import arguments
 from benchmarks.stacks.product_stack import MIB, Stack, prose
 from tests.redis_server import RedisServer, find_binary
 
@@ -42,18 +42,13 @@ class Speaker(NamedTuple):
     id: str
     agent: str
     num_words: int
-    headers: tuple[tuple[str, str], ...] = ()
+    parent: str = ""
 
 
 SPEAKERS = (
     Speaker(LONG, "OpenAI/Python 2.9.0", 260),
     Speaker("refactor-stock", "claude-cli/2.1.0 (external, cli)", 320),
-    Speaker(
-        "refactor-stock/tests",
-        "claude-cli/2.1.0 (external, cli)",
-        120,
-        (("x-parent-session-id", "refactor-stock"),),
-    ),
+    Speaker("refactor-stock/tests", "claude-cli/2.1.0 (external, cli)", 120, "refactor-stock"),
     Speaker("parcel-labels", "codex_cli_rs/0.98.0", 220),
     Speaker("mira@chat", "Open-WebUI/0.9", 90),
     Speaker("jonas@chat", "Open-WebUI/0.9", 140),
@@ -68,7 +63,6 @@ class Team:
     def __init__(self, url: str) -> None:
         self._url = url
         self._said: dict[str, list[dict[str, str]]] = {}
-        self.failed: Exception | None = None
 
     def say(self, who: Speaker, words: str, system: str = SYSTEM, answer: int = 12) -> None:
         talk = self._said.setdefault(who.id, [{"role": "system", "content": system}])
@@ -76,7 +70,8 @@ class Team:
         talk.append({"role": "user", "content": words})
         body = {"model": MODEL, "messages": talk, "max_tokens": answer, "stream": True}
         body |= {"temperature": 0, "stream_options": {"include_usage": True}}
-        headers = {"x-session-id": who.id, "user-agent": who.agent, **dict(who.headers)}
+        headers = {"x-session-id": who.id, "user-agent": who.agent}
+        headers |= {"x-parent-session-id": who.parent} if who.parent else {}
         text = ""
         for line in self._post("/v1/chat/completions", body, headers).splitlines():
             if line.startswith("data: {"):
@@ -111,105 +106,83 @@ class Team:
 def day(team: Team, slowest: str) -> None:
     """Let the team work; ``slowest`` is the slowest tier that there is."""
     first, *others = SPEAKERS
+    refactor, tests, parcels, mira, jonas, night, desk = others
+    monday = SYSTEM + " Today is Monday."
     team.say(first, prose(first.id, first.num_words))
     team.sleep(first)
     for who in others:
         team.say(who, prose(who.id, who.num_words))
     team.say(first, "And what does it cost? " + prose("a", 40))
-    team.sleep(first, "disk")
-    refactor, tests, parcels, mira, jonas, night, desk = others
-    team.sleep(parcels)
-    team.sleep(jonas, "disk")
-    team.sleep(night, slowest)
+    for who, tier in ((first, "disk"), (parcels, ""), (jonas, "disk"), (night, slowest)):
+        team.sleep(who, tier)
     team.say(first, "Sum it up. " + prose("b", 30))
     team.say(first, "Shorter. " + prose("c", 12))
     team.sleep(first, slowest)
-    team.say(first, "Again, please. " + prose("d", 20), system=SYSTEM + " Today is Monday.")
+    team.say(first, "Again, please. " + prose("d", 20), system=monday)
     team.say(parcels, "Now as a table. " + prose("e", 30))
     team.say(mira, "Thanks! " + prose("f", 20))
-    team.sleep(mira)
-    team.sleep(tests, "disk")
-    team.sleep(desk, "disk")
-    team.say(first, "Last one. " + prose("g", 40), system=SYSTEM + " Today is Monday.")
+    for who, tier in ((mira, ""), (tests, "disk"), (desk, "disk")):
+        team.sleep(who, tier)
+    team.say(first, "Last one. " + prose("g", 40), system=monday)
     team.pin(refactor)
     team.say(parcels, "One more row. " + prose("h", 16))
 
 
-def photograph(chromium: Any, stack: Stack, args: argparse.Namespace, slowest: str) -> None:
-    team = Team(stack.url)
+def photograph(chromium: Any, stack: Stack, out: Path, slowest: str) -> None:
+    team, pool = Team(stack.url), ThreadPoolExecutor()
     page = chromium.new_page(viewport={"width": 1440, "height": 900})
-    page.goto(f"{stack.url}/ui")
-    wait_for(page, lambda: day(team, slowest))
-    page.wait_for_timeout(2500)
-    # Several at once, since any of them may end soon.
-    busy = [
-        threading.Thread(target=team.say, args=(x, prose(x.id, 60)), kwargs={"answer": 60})
-        for x in (SPEAKERS[1], SPEAKERS[3], SPEAKERS[4])
-    ]
-    for speaker in busy:
-        speaker.start()
-    page.get_by_role("cell", name="answering").wait_for()
-    for shade in ("light", "dark"):
-        page.emulate_media(color_scheme=shade)
-        page.wait_for_timeout(300)
-        page.screenshot(path=args.out / f"dashboard-now-{shade}.png")
-    while any(x.is_alive() for x in busy):
-        page.wait_for_timeout(100)
-    for view in (f"sessions//{LONG}", "memory", "quality"):
-        page.evaluate("x => { location.hash = x }", view)
-        page.wait_for_timeout(1500)
+
+    def until(*working: Future[None]) -> None:
+        """Wait while the page goes on."""
+        while not all(x.done() for x in working):
+            page.wait_for_timeout(100)
+        for done in working:
+            done.result()
+
+    def shoot(name: str, *, whole: bool = False) -> None:
         for shade in ("light", "dark"):
             page.emulate_media(color_scheme=shade)
             page.wait_for_timeout(300)
-            name = view.partition("/")[0]
-            file, whole = args.out / f"dashboard-{name}-{shade}.png", name != "sessions"
-            page.screenshot(path=file, full_page=whole)
+            page.screenshot(path=out / f"dashboard-{name}-{shade}.png", full_page=whole)
+
+    page.goto(f"{stack.url}/ui")
+    until(pool.submit(day, team, slowest))
+    page.wait_for_timeout(2500)
+    # Several at once, since any of them may end soon.
+    speakers = (SPEAKERS[1], SPEAKERS[3], SPEAKERS[4])
+    busy = [pool.submit(team.say, x, prose(x.id, 60), answer=60) for x in speakers]
+    page.get_by_role("cell", name="answering").wait_for()
+    shoot("now")
+    until(*busy)
+    for view in (f"sessions//{LONG}", "memory", "quality"):
+        page.evaluate("x => { location.hash = x }", view)
+        page.wait_for_timeout(1500)
+        name = view.partition("/")[0]
+        shoot(name, whole=name != "sessions")
     page.set_viewport_size({"width": 390, "height": 844})
     page.evaluate("x => { location.hash = x }", f"sessions//{LONG}")
     page.wait_for_timeout(1000)
-    page.screenshot(path=args.out / "dashboard-phone-dark.png")
-
-
-def wait_for(page: Any, deed: Any) -> None:
-    """Do something on a thread while the page goes on."""
-    failed: list[BaseException] = []
-
-    def done() -> None:
-        try:
-            deed()
-        except BaseException as error:  # raised again in the main thread
-            failed.append(error)
-
-    thread = threading.Thread(target=done)
-    thread.start()
-    while thread.is_alive():
-        page.wait_for_timeout(100)
-    if failed:
-        raise failed[0]
+    page.screenshot(path=out / "dashboard-phone-dark.png")
 
 
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
-    parser.add_argument("--data", type=Path, help="a data folder with a profile of the model")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    settings = {key: dict(rows) for key, rows in SETTINGS.items()}
-    slowest = "disk"
+    args = arguments(__doc__, "--out docs/pictures --data PATH")
+    out, slowest = Path(args.out), "disk"
+    out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         if find_binary():
             slowest = "redis"
             bounded = ("--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru")
-            settings["store"]["redis_url"] = stack.enter_context(RedisServer(*bounded)).url
+            SETTINGS["store"]["redis_url"] = stack.enter_context(RedisServer(*bounded)).url
         if args.data:
-            settings["store"] |= {"codec": "auto", "accept_loss": False}
-        server = stack.enter_context(Stack(settings, folder=args.data))
+            SETTINGS["store"] |= {"codec": "auto", "accept_loss": False}
+        server = stack.enter_context(Stack(SETTINGS, folder=args.data))
         path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
         playwright = stack.enter_context(sync_playwright())
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        photograph(chromium, server, args, slowest)
+        photograph(chromium, server, out, slowest)
         chromium.close()
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.families.fast_blas import begin_with_blas
 from benchmarks.program import arguments, table, write_json
-from kvstore.blobs.chain import CHUNK, PAGE, RECORD, Piece, as_tokens
+from kvstore.blobs.chain import Piece, as_tokens
 from kvstore.codecs.base import NUM_SINKS, Codec
 from kvstore.codecs.presets import codec_by_name, open_codec
 from kvstore.codecs.profile import load_profile
@@ -51,19 +51,20 @@ class Row:
     codec: str
     num_tokens: int
     bf16_bytes: int
-    chunk_bytes: int
-    record_bytes: int
-    key_bytes: int
     ram_bytes: int  # as the tier itself counts the session, its index included
     disk_bytes: int
     own_ratio: float
-    ratio_ram: float
-    ratio_disk: float
 
     @property
     def shares(self) -> tuple[float, float]:
         """The parts of the own ratio that are reached in RAM and on disk."""
-        return self.ratio_ram / self.own_ratio, self.ratio_disk / self.own_ratio
+        in_ram, on_disk = self.ratios
+        return in_ram / self.own_ratio, on_disk / self.own_ratio
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """How many times smaller it is than bf16, in RAM and on disk."""
+        return self.bf16_bytes / self.ram_bytes, self.bf16_bytes / self.disk_bytes
 
 
 def synthetic_run(layout: KVLayout, num_tokens: int) -> KVRun:
@@ -112,17 +113,8 @@ class Rows:
         """The rows are used again."""
 
 
-@dataclass(frozen=True)
-class Weighed:
-    chunks: int
-    record: int
-    keys: int
-    ram: int
-    disk: int
-
-
-def weigh(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> Weighed:
-    """One session alone in a fresh store; the bytes that each tier reports."""
+def weigh(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> tuple[int, int]:
+    """One session alone in a fresh store; the bytes that RAM and disk report."""
     with tempfile.TemporaryDirectory() as folder:
         tiers: list[Tier] = [RamTier(4 * GIB), DiskTier(Path(folder), 4 * GIB)]
         store = ColdStore(StoreConfig(), StoredModel("density", "density", layout), codec, tiers)
@@ -131,12 +123,9 @@ def weigh(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> Weighe
         chain = store.maker.of_tokens(session.salt, token_ids)
         assert store.save(session, chain, Rows(store, run))
         assert store.flush(600)
-        sizes = [(key, len(blob)) for key, blob in tiers[0].scan(b"")]
         ram, disk = (x.nbytes for x in store.stats().tiers)
         store.close()
-    chunks = sum(n for key, n in sizes if key[:1] == CHUNK)
-    record = sum(n for key, n in sizes if key[:1] in (RECORD, PAGE))
-    return Weighed(chunks, record, sum(len(key) for key, _ in sizes), ram, disk)
+    return ram, disk
 
 
 def own_ratio(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> float:
@@ -152,27 +141,12 @@ def own_ratio(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> fl
 
 def measure(name: str, layout: KVLayout, codec: Codec, run: KVRun) -> list[Row]:
     """Sessions of the lengths for which there are rows."""
-    bf16 = layout.elements_per_token * 2
-    lengths = [n for n in NUM_TOKENS if n <= run[0][0].shape[1]]
-    stored = {n: n // CHUNK_TOKENS * CHUNK_TOKENS for n in lengths}
-    weighed = {n: weigh(layout, codec, run, n) for n in lengths}
-    return [
-        Row(
-            layout=name,
-            codec=codec.id,
-            num_tokens=n,
-            bf16_bytes=bf16 * stored[n],
-            chunk_bytes=x.chunks,
-            record_bytes=x.record,
-            key_bytes=x.keys,
-            ram_bytes=x.ram,
-            disk_bytes=x.disk,
-            own_ratio=own_ratio(layout, codec, run, stored[n]),
-            ratio_ram=bf16 * stored[n] / x.ram,
-            ratio_disk=bf16 * stored[n] / x.disk,
-        )
-        for n, x in weighed.items()
-    ]
+    rows = []
+    for n in (n for n in NUM_TOKENS if n <= run[0][0].shape[1]):
+        stored = n // CHUNK_TOKENS * CHUNK_TOKENS
+        bf16, own = layout.elements_per_token * 2 * stored, own_ratio(layout, codec, run, stored)
+        rows.append(Row(name, codec.id, n, bf16, *weigh(layout, codec, run, n), own))
+    return rows
 
 
 def main() -> None:
@@ -192,7 +166,7 @@ def main() -> None:
     head = ("rows", "codec", "tokens", "own ratio", "in RAM", "on disk", "of own: RAM", "disk")
     cells = [
         [x.layout, x.codec, x.num_tokens]
-        + [f"{ratio:.2f}x" for ratio in (x.own_ratio, x.ratio_ram, x.ratio_disk)]
+        + [f"{ratio:.2f}x" for ratio in (x.own_ratio, *x.ratios)]
         + [f"{share:.1%}" for share in x.shares]
         for x in rows
     ]

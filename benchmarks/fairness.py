@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.program import arguments, write_json
-from benchmarks.stacks.processes import cpu_s, tree
 from benchmarks.stacks.product_stack import MIB, Client, Reply, Stack, client_of, prose
 from benchmarks.stacks.vllm_stack import with_plugin
 from gateway.keys import generate_key
@@ -67,19 +66,18 @@ async def chats(other: Client, seconds: float, name: str) -> list[Reply]:
     return found
 
 
-async def starvation(stack: Stack, busy: Client, other: Client, seconds: float) -> dict[str, Any]:
+async def starvation(busy: Client, other: Client, seconds: float) -> dict[str, Any]:
     await chats(other, 1.0, "warm")
     alone = p95(await chats(other, seconds, "alone"))
-    rates, texts, cores, others = {}, {}, {}, list[Reply]()
+    rates, texts, others = {}, {}, list[Reply]()
     for phase in ("alone", "beside"):
         async with endless(busy, phase) as streams:
-            since, used_s = time.perf_counter(), cpu_s(tree(stack.engine))
+            since = time.perf_counter()
             if phase == "beside":
                 others = await chats(other, 2 * seconds, "beside")
             else:
                 await asyncio.sleep(2 * seconds)  # as long, since a token costs more the later
             until = time.perf_counter()
-            cores[phase] = (cpu_s(tree(stack.engine)) - used_s) / (until - since)
             tokens = [since <= x < until for y in (*streams, *others) for x in y.times]
             rates[phase] = sum(tokens) / (until - since)
             texts[phase] = [x.text for x in streams]
@@ -94,10 +92,6 @@ async def starvation(stack: Stack, busy: Client, other: Client, seconds: float) 
         "tokens_per_s": {name: round(x, 2) for name, x in rates.items()},
         "total_ratio": round(rates["beside"] / rates["alone"], 3),
         "with_prompts_ratio": round((rates["beside"] + prompts) / rates["alone"], 3),  # .95 or more
-        # By the engine's processor time, which other programs of the machine disturb less.
-        "total_ratio_by_cpu": round(
-            rates["beside"] / cores["beside"] / (rates["alone"] / cores["alone"]), 3
-        ),
         "same_text": sum(x[: len(y)] == y[: len(x)] for x, y in pairs),
         "compared_characters": sum(min(len(x), len(y)) for x, y in pairs),
         "streams": PLACES,
@@ -121,7 +115,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as held:
         held.enter_context(stack)
         busy, other = [await held.enter_async_context(client_of(stack, x)) for x, _ in keys]
-        found = await starvation(stack, busy, other, args.seconds)
+        found = await starvation(busy, other, args.seconds)
     return {"engine": args.engine, **found}
 
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
 import thermocline
 import thermocline.mlx
@@ -75,34 +74,6 @@ HEAD: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One method. Speeds are its time over that of a copy."""
-
-    name: str
-    paper: str
-    bits: float
-    kl: float
-    perplexity_pct: float
-    top1: float
-    chain_kl: float | None
-    pack: float
-    restore: float
-
-    def cells(self) -> list[str]:
-        return [
-            f"`{self.name}`",
-            self.paper or "this project",
-            f"{self.bits:.3f}",
-            f"{self.kl:.5f}",
-            f"{self.perplexity_pct:+.2f} %",
-            f"{self.top1:.1%}",
-            "" if self.chain_kl is None else f"{self.chain_kl:.4f}",
-            f"{self.pack:.0f}",
-            f"{self.restore:.0f}",
-        ]
-
-
 def main() -> None:
     args = arguments(
         __doc__,
@@ -137,12 +108,12 @@ def main() -> None:
     )
     run = thermocline.mlx.instrument(model).prefill(held_out[0][:SPEED_TOKENS]).run
     rows = [
-        _row(name, quality, profile if is_learned(name) else None, run)
+        row(name, quality, profile if is_learned(name) else None, run)
         for name, quality in zip(names, qualities, strict=True)
     ]
     text = "\n".join(
         [
-            *table(HEAD, [x.cells() for x in rows]),
+            *table(HEAD, [cells(x) for x in rows]),
             "",
             f"SmolLM2-135M-Instruct in float32, {len(held_out)} held-out texts of {args.context}"
             f" tokens with {NUM_SCORED} scored tokens each, and reasoning chains hidden in each."
@@ -150,33 +121,35 @@ def main() -> None:
             f" {LEARN_TOKENS} tokens.",
         ]
     )
-    write_json(args.json, [asdict(x) for x in rows])
+    write_json(args.json, rows)
     print("", text, sep="\n")
     if args.write:
         replace_table(args.write, text)
 
 
-def _row(
+def row(
     name: str, quality: thermocline.Quality, profile: thermocline.Profile | None, run: KVRun
-) -> Row:
+) -> dict[str, Any]:
+    """One method. Speeds are its time over that of a copy."""
     method = thermocline.codec(name, profile=profile)
-    chunks = [slice_tokens(run, i, i + CHUNK_TOKENS) for i in range(0, SPEED_TOKENS, CHUNK_TOKENS)]
     places = range(0, SPEED_TOKENS, CHUNK_TOKENS)
-    packed = [method.pack_run(x, place) for x, place in zip(chunks, places, strict=True)]
-    plain = _best(lambda: [array.copy() for pair in run for array in pair])
-    pack = _best(lambda: [method.pack_run(x, i) for x, i in zip(chunks, places, strict=True)])
-    restore = _best(lambda: [method.restore_run(x) for x in packed])
-    return Row(
-        name,
-        thermocline.codecs()[family_of(name)].paper,
-        quality.bits_per_element,
-        quality.kl,
-        quality.perplexity_change_pct,
-        quality.top1,
-        quality.chain_kl,
-        pack / plain,
-        restore / plain,
-    )
+    chunks = [(slice_tokens(run, i, i + CHUNK_TOKENS), i) for i in places]
+    packed = [method.pack_run(x, i) for x, i in chunks]
+    copy_s = _best(lambda: [array.copy() for pair in run for array in pair])
+    kept = ("bits_per_element", "kl", "perplexity_change_pct", "top1", "chain_kl")
+    return {
+        "name": name,
+        "paper": thermocline.codecs()[family_of(name)].paper or "this project",
+        **{key: getattr(quality, key) for key in kept},
+        "pack": _best(lambda: [method.pack_run(x, i) for x, i in chunks]) / copy_s,
+        "restore": _best(lambda: [method.restore_run(x) for x in packed]) / copy_s,
+    }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    name, paper, bits, kl, perplexity, top1, chain_kl, pack, restore = row.values()
+    found = [f"`{name}`", paper, f"{bits:.3f}", f"{kl:.5f}", f"{perplexity:+.2f} %", f"{top1:.1%}"]
+    return [*found, "" if chain_kl is None else f"{chain_kl:.4f}", f"{pack:.0f}", f"{restore:.0f}"]
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 
 import aiohttp
 
-from benchmarks.program import arguments, table, write_json
+from benchmarks.program import arguments, write_json
 from benchmarks.stacks.processes import Peak, cpu_s, rss_mib, tree
 from benchmarks.stacks.product_stack import MIB, Client, Stack, client_of, prose
 from benchmarks.stacks.vllm_stack import python_with_vllm
@@ -40,10 +40,6 @@ LEAVES_AFTER_S: Final = 1.0
 REST_S: Final = 1.0  # both processes rest when they took next to nothing for so long
 REST_SHARE: Final = 0.1  # of one core
 GIVE_UP_S: Final = 300.0  # waiting for rest
-HEAD: Final = (
-    *("attack", "chat, worst: alone / beside", "Responses: alone / beside"),
-    *("gateway, engine grow by", "CPU after its client left: gateway, engine", "rest after"),
-)
 KINDS: Final = ("email", "uri", "ipv6", "date-time")
 
 Sent = tuple[str, str, bytes]  # method, path, body
@@ -312,23 +308,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def cells(x: dict[str, Any]) -> list[str]:
-    alone, beside, growth, cpu = (
-        x[name] for name in ("alone", "beside", "growth_mib", "cpu_after_leaving_s")
-    )
-    waits = (f"{alone[y]:.1f} / {beside[y]:.1f} s" for y in ("chat_worst_s", "response_worst_s"))
-    return [
-        *(x["what"], *waits, f"{growth['gateway']:.0f}, {growth['engine']:.0f} MiB"),
-        *(f"{cpu['gateway']:.1f}, {cpu['engine']:.1f} s", f"{x['rests_after_leaving_s']:.1f} s"),
-    ]
-
-
 def main() -> None:
     names = ",".join(x.name for x in ATTACKS)
     args = arguments(__doc__, f"--only {names} --engine mlx|vllm --seconds 60.0 --chats 60000")
-    results = run(args)
-    write_json(args.json, {"attacks": results})
-    print(*table(HEAD, [cells(x) for x in results]), sep="\n")
+    write_json(args.json, {"attacks": run(args)})
 
 
 if __name__ == "__main__":

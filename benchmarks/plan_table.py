@@ -5,14 +5,11 @@ config.json files on which a cache depends. bf16, the engine's chunks, two state
 the model has states. *packed* is ``dense3+state6``: windows and states packed, too, where the gate
 allows it. Bits that are dealt over a state's rows take as many on average, or fewer.
 
-    python benchmarks/plan_table.py              Markdown
-    python benchmarks/plan_table.py --json
+    python -m benchmarks.plan_table
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,7 +119,4 @@ def _ratio(live: int, asleep: int | None) -> str:
 
 
 if __name__ == "__main__":
-    if "--json" in sys.argv[1:]:
-        print(json.dumps(list(rows()), indent=2))
-    else:
-        print("\n".join(markdown()))
+    print("\n".join(markdown()))

@@ -119,19 +119,15 @@ def _answers_of(chains: Sequence[TextQuality]) -> Iterator[str]:
 
 
 def _cells(row: Quality) -> Iterator[str]:
-    yield f"`{row.preset}`"
-    yield str(row.context)
-    yield f"{row.bits_per_element:.3f}"
-    yield f"{16 / row.bits_per_element:.2f}x"
-    yield f"{row.kl:.5f}"
-    yield f"{row.perplexity_change_pct:+.2f} %"
-    yield "" if row.delta_p is None else f"{row.delta_p:.2%}"
-    yield f"{row.top1:.1%}"
-    yield f"{row.needle_found}/{row.needle_total}"
-    yield "" if row.chain_kl is None else f"{row.chain_kl:.4f}"
-    yield "" if row.chain_top1 is None else f"{row.chain_top1:.1%}"
-    yield "" if row.restore_share is None else f"{row.restore_share:.1%}"
-    yield f"{row.cos_k:.4f} / {row.cos_v:.4f}"
+    def cell(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    yield from (f"`{row.preset}`", str(row.context), cell(row.bits_per_element, ".3f"))
+    yield from (f"{16 / row.bits_per_element:.2f}x", cell(row.kl, ".5f"))
+    yield from (f"{row.perplexity_change_pct:+.2f} %", cell(row.delta_p, ".2%"))
+    yield from (cell(row.top1, ".1%"), f"{row.needle_found}/{row.needle_total}")
+    yield from (cell(row.chain_kl, ".4f"), cell(row.chain_top1, ".1%"))
+    yield from (cell(row.restore_share, ".1%"), f"{row.cos_k:.4f} / {row.cos_v:.4f}")
 
 
 def kind(text: str) -> str:

@@ -31,15 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.program import arguments, write_json
-from benchmarks.stacks.product_stack import (
-    MIB,
-    WORD_TOKENS,
-    Client,
-    Reply,
-    Stack,
-    client_of,
-    prose,
-)
+from benchmarks.stacks.product_stack import MIB, Client, Reply, Stack, client_of, words_of
 from benchmarks.stacks.vllm_stack import with_plugin
 
 Messages = list[dict[str, str]]
@@ -72,8 +64,7 @@ class Conversation:
 
     async def fall_asleep(self) -> None:
         began = time.perf_counter()
-        await self.client.post(f"/v1/sessions/{self.name}/demote")
-        await self.client.until(self.name, "cold")
+        await self.client.sleep(self.name)
         self.asleep_s = round(time.perf_counter() - began, 3)
         reply = await self.ask()
         assert reply.cache.startswith("cold"), reply
@@ -82,8 +73,7 @@ class Conversation:
     async def come_back(self, kind: str) -> None:
         await self.client.until(self.name, "idle")
         if kind == "cold":
-            await self.client.post(f"/v1/sessions/{self.name}/demote")
-            await self.client.until(self.name, "cold")
+            await self.client.sleep(self.name)
         reply = await self.ask()
         assert reply.cache.startswith(kind), reply
         self.returns[kind].append(reply)
@@ -100,28 +90,27 @@ class Conversation:
         self.prompt = [*self.prompt, {"role": "assistant", "content": reply.text}, question]
 
     def row(self) -> dict[str, Any]:
-        """Against the prefill of the same prompt; the worst pair is over all of them."""
-        hot = [x.ttft_s for x in self.returns["hot"]]
-        cold = [x.ttft_s for x in self.returns["cold"]]
+        """Against the prefill of the same prompt."""
         again = self.prefilled[-1]
+        hot, cold = (
+            statistics.median(x.ttft_s for x in self.returns[kind]) for kind in ("hot", "cold")
+        )
         return {
             "tokens": again.prompt_tokens,
             "asleep_s": self.asleep_s,
             "left_to_compute": [x.prompt_tokens - x.cached_tokens for x in self.returns["cold"]],
             "prefill_ttft_s": [round(x.ttft_s, 3) for x in self.prefilled],
-            "hot_ttft_s": round(statistics.median(hot), 3),
-            "restore_ttft_s": round(statistics.median(cold), 3),
-            "speedup": round(again.ttft_s / statistics.median(cold), 1),
-            "speedup_worst": round(min(x.ttft_s for x in self.prefilled) / max(cold), 1),
-            "speedup_hot": round(again.ttft_s / statistics.median(hot), 1),
-            "restore_to_hot": round(statistics.median(cold) / statistics.median(hot), 2),
+            "hot_ttft_s": round(hot, 3),
+            "restore_ttft_s": round(cold, 3),
+            "speedup": round(again.ttft_s / cold, 1),
+            "restore_to_hot": round(cold / hot, 2),
         }
 
 
 async def one_length(client: Client, tokens: int, rounds: int) -> dict[str, Any]:
     name = f"t{tokens}"
-    words = prose(name, int(tokens / WORD_TOKENS))
-    first = {"role": "user", "content": f"{words}\nOne word, please."}
+    text = f"{words_of(name, tokens)}\nOne word, please."
+    first = {"role": "user", "content": text}
     conversation = Conversation(client, name, [first])
     await conversation.prefill()
     await conversation.fall_asleep()

@@ -1,64 +1,55 @@
 """What it costs that an engine measures its own model while it serves: time, memory, waiting.
 
-    python benchmarks/self_measurement.py [--engine mlx] [--rounds 4] [--json OUT]
+    python -m benchmarks.self_measurement [--engine mlx] [--rounds 4] [--json OUT]
 
 First an idle server measures its model: seconds to the first verdict and to the one on ``balanced``
-(``--last max``: on all presets), and the most memory that all processes held (anonymous memory,
-which the system cannot drop), against a server that does not measure and answers the same few
-chats: one that keeps them exactly, and one that packs them with the measured codec. Then a first
-start under the chats of four users: seconds to the verdict. Last two servers take turns, one of
-which is measuring, and four users with pauses chat with each; the one whose turn it is not is
-stopped. What they wait longer is given in steps: prompts of as many tokens as a measurement
-prefills at a time. The figures are ratios of one run.
+(``--last max``: on all presets; it learns from 96 texts, minutes later), and the most memory that
+all processes held (anonymous memory, which the system cannot drop), against a server that does not
+measure and answers the same few chats: one that keeps them exactly, and one that packs them with
+the measured codec. Then a first start under the chats of four users: seconds to the verdict. Last
+two servers take turns, one of which is measuring, and four users with pauses chat with each; the
+one whose turn it is not is stopped. What they wait longer is given in steps: prompts of as many
+tokens as a measurement prefills at a time. ``--skip-idle``, ``--skip-traffic`` and ``--skip-users``
+leave one of the three out. The figures are ratios of one run. Minutes for each.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
+import numpy as np
 
 from benchmarks.program import arguments, write_json
-from benchmarks.stacks.product_stack import (
-    MIB,
-    WORD_TOKENS,
-    Client,
-    Stack,
-    client_of,
-    prose,
-)
+from benchmarks.stacks.processes import Peak, cpu_s, rss_mib, tree
+from benchmarks.stacks.product_stack import MIB, Client, Stack, client_of, words_of
+from benchmarks.stacks.vllm_stack import START_S
 
-SAMPLE_EVERY_S = 0.25
 PAUSE_S = 2.0
 POOL_BYTES = 256 * MIB
 STEP_TOKENS = 256  # of both engines' instruments
 NUM_STEPS = 5
-LAST = "preset whose verdict is waited for; max learns from 96 texts, minutes later"
+LOOK_S = 0.5
+MOST_S = 3600.0  # to a verdict
 
 
-def settings(args: argparse.Namespace, *, measures: bool) -> dict[str, dict[str, Any]]:
+def server_of(args: argparse.Namespace, *, measures: bool, folder: Path | None = None) -> Stack:
     store = {"codec": "auto", "accept_loss": False, "calibrate": measures}
     # A stack that was stopped for a while must not take its engine for a dead one. vLLM's pool of
     # blocks is memory that counts once it is used: a large one would be so by measuring alone.
     engine = {"kind": args.engine, "hot_bytes": POOL_BYTES}
-    return {"engine": engine, "store": store}
+    return Stack({"engine": engine, "store": store}, folder, start_timeout_s=START_S)
 
 
-def codec_of(stack: Stack) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{stack.url}/v1/sessions", timeout=30) as answer:
-        found: dict[str, Any] = json.load(answer)["codec"] or {}
-        return found
+async def codec_of(client: Client) -> dict[str, Any]:
+    return (await client.get("/v1/sessions")).get("codec") or {}
 
 
 def measured(codec: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -70,52 +61,28 @@ def measured(codec: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
-def processes(stack: Stack) -> list[psutil.Process]:
-    return [stack.gateway, *stack.gateway.children(recursive=True)]
-
-
-def anonymous_bytes(stack: Stack) -> int:
-    total = 0
-    for process in processes(stack):
-        with suppress(OSError, psutil.Error):
-            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-                if line.startswith("RssAnon:"):
-                    total += int(line.split()[1]) << 10
-    return total
-
-
-def cpu_s(stack: Stack) -> float:
-    times = [x.cpu_times() for x in (stack.engine, *stack.engine.children(recursive=True))]
-    return float(sum(x.user + x.system for x in times))
-
-
-class Peak:
-    """The most anonymous memory that a stack held, looked at four times a second."""
-
-    def __init__(self, stack: Stack) -> None:
-        self.nbytes = 0
-        self._stack = stack
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Peak:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(SAMPLE_EVERY_S):
-            with suppress(psutil.Error, RuntimeError):
-                self.nbytes = max(self.nbytes, anonymous_bytes(self._stack))
+async def verdict(client: Client, last: str) -> dict[str, Any]:
+    """Wait until a preset was measured; returns seconds, and what was found."""
+    began, first_s = time.monotonic(), None
+    async with asyncio.timeout(MOST_S):
+        while last not in measured(codec := await codec_of(client)):
+            if first_s is None and codec.get("unmeasured") is False:
+                first_s = time.monotonic() - began
+            await asyncio.sleep(LOOK_S)
+    seconds = time.monotonic() - began
+    return {
+        "seconds_to_the_first_verdict": round(first_s or seconds),
+        "seconds_to_the_verdict": round(seconds),
+        "codec": codec["id"],
+        "why": codec["why"],
+        "measured": measured(codec),
+    }
 
 
 @contextmanager
 def stopped(stack: Stack) -> Iterator[None]:
     """Stop a stack's processes, so that another has the machine."""
-    held = processes(stack)
+    held = tree(stack.gateway)
     for process in held:
         process.suspend()
     try:
@@ -130,7 +97,7 @@ async def user(client: Client, name: str, args: argparse.Namespace) -> list[floa
     messages: list[dict[str, str]] = []
     found = []
     for turn in range(args.turns):
-        text = prose(f"{name}-{turn}", int(args.tokens / WORD_TOKENS))
+        text = words_of(f"{name}-{turn}", args.tokens)
         messages.append({"role": "user", "content": f"{name}: {text}"})
         reply = await client.chat(messages, session=name, max_tokens=args.answer)
         assert reply.ok, reply
@@ -145,8 +112,7 @@ async def one_round(client: Client, label: str, args: argparse.Namespace) -> lis
         await asyncio.sleep(i * PAUSE_S / args.users)
         return await user(client, f"{label}-{i}", args)
 
-    found = await asyncio.gather(*(late(i) for i in range(args.users)))
-    return [x for each in found for x in each]
+    return sum(await asyncio.gather(*(late(i) for i in range(args.users))), [])
 
 
 async def one_step(client: Client) -> float:
@@ -154,106 +120,73 @@ async def one_step(client: Client) -> float:
     the median."""
     found = []
     for i in range(NUM_STEPS):
-        text = prose(f"step {i}", int(STEP_TOKENS / WORD_TOKENS))
-        reply = await client.chat([{"role": "user", "content": text}], f"step-{i}", max_tokens=1)
+        message = {"role": "user", "content": words_of(f"step {i}", STEP_TOKENS)}
+        reply = await client.chat([message], f"step-{i}", max_tokens=1)
         assert reply.ok, reply
         found.append(reply.ttft_s)
     return statistics.median(found)
 
 
-async def few_chats(stack: Stack, args: argparse.Namespace) -> None:
-    async with client_of(stack) as client:
-        await one_round(client, "few", args)
+async def idle(args: argparse.Namespace) -> dict[str, Any]:
+    """Let an idle server measure its model; others serve the same few chats without."""
 
+    async def peak_of(stack: Stack, act: Callable[[Client], Awaitable[None]]) -> int:
+        with stack:
+            async with (
+                Peak(lambda: {"mib": rss_mib(*tree(stack.gateway))}) as peak,
+                client_of(stack) as client,
+            ):
+                await act(client)
+                await one_round(client, "few", args)
+        return round(peak.most["mib"])
 
-def idle(args: argparse.Namespace) -> dict[str, Any]:
-    with Stack(settings(args, measures=False)) as stack, Peak(stack) as plain:
-        asyncio.run(few_chats(stack, args))
+    found: dict[str, Any] = {}
+
+    async def until_measured(client: Client) -> None:
+        used, pid = cpu_s(tree(measuring.engine)), measuring.engine.pid
+        found.update(await verdict(client, args.last))
+        # On a busy machine the better figure.
+        found["cpu_seconds_of_the_engine"] = round(cpu_s(tree(measuring.engine)) - used)
+        found["engine_restarted"] = measuring.engine.pid != pid
+
+    async def packs(client: Client) -> None:
+        assert (await codec_of(client))["id"] == found["codec"]
+
+    plain = await peak_of(server_of(args, measures=False), lambda _: asyncio.sleep(0))
     with tempfile.TemporaryDirectory() as folder:
-        found, peak = verdict(args, Path(folder))
+        measuring = server_of(args, measures=True, folder=Path(folder))
+        peak = await peak_of(measuring, until_measured)
         # What was measured is known there: it packs, and measures nothing.
-        with Stack(settings(args, measures=False), Path(folder)) as stack, Peak(stack) as packing:
-            asyncio.run(few_chats(stack, args))
-            assert codec_of(stack)["id"] == found["codec"]
-    return found | {
-        "peak_mib": round(peak.nbytes / MIB),
-        "peak_mib_without": round(plain.nbytes / MIB),
-        "peak_mib_packing": round(packing.nbytes / MIB),
-        "extra_mib": round((peak.nbytes - plain.nbytes) / MIB),
-        "extra_mib_over_packing": round((peak.nbytes - packing.nbytes) / MIB),
-    }
+        packing = await peak_of(server_of(args, measures=False, folder=Path(folder)), packs)
+    peaks = {"peak_mib": peak, "peak_mib_without": plain, "peak_mib_packing": packing}
+    return {**found, **peaks, "extra_mib": peak - plain, "extra_mib_over_packing": peak - packing}
 
 
-def verdict(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Peak]:
-    """Let an idle server measure its model to the end, and serve a few chats with its choice."""
-    with Stack(settings(args, measures=True), folder) as stack, Peak(stack) as peak:
-        began, pid = time.monotonic(), stack.engine.pid
-        used = cpu_s(stack)
-        first_s = None
-        while args.last not in measured(codec := codec_of(stack)):
-            assert time.monotonic() - began < args.most_s, codec
-            if first_s is None and codec.get("unmeasured") is False:
-                first_s = time.monotonic() - began
-            time.sleep(0.5)
-        seconds, used = time.monotonic() - began, cpu_s(stack) - used
-        asyncio.run(few_chats(stack, args))
-        restarted = stack.engine.pid != pid
-    found = {
-        "seconds_to_the_first_verdict": round(first_s or seconds),
-        "seconds_to_the_verdict": round(seconds),
-        "cpu_seconds_of_the_engine": round(used),  # on a busy machine the better figure
-        "codec": codec["id"],
-        "why": codec["why"],
-        "measured": measured(codec),
-        "engine_restarted": restarted,
-    }
-    return found, peak
-
-
-async def _until_measured(stack: Stack, args: argparse.Namespace) -> tuple[float, list[float]]:
-    """Let users chat until the verdict; returns its seconds, and those to first tokens."""
-    began, waits, chatting = time.monotonic(), list[float](), True
+async def under_traffic(args: argparse.Namespace) -> dict[str, Any]:
+    """A first start while users chat: how long it takes to the verdict, and what that is."""
+    turns, chatting = 0, True
 
     async def chats(client: Client, i: int) -> None:
+        nonlocal turns
         number = 0
         await asyncio.sleep(i * PAUSE_S / args.users)
         while chatting:
-            waits.extend(await user(client, f"first-{i}-{number}", args))
+            turns += len(await user(client, f"first-{i}-{number}", args))
             number += 1
 
-    async with client_of(stack) as client:
-        users = [asyncio.create_task(chats(client, i)) for i in range(args.users)]
-        while args.last not in measured(codec := await asyncio.to_thread(codec_of, stack)):
-            assert time.monotonic() - began < args.most_s, codec
-            await asyncio.sleep(0.5)
-        seconds, chatting = time.monotonic() - began, False
-        await asyncio.gather(*users)
-    return seconds, waits
-
-
-def under_traffic(args: argparse.Namespace) -> dict[str, Any]:
-    """A first start while users chat: how long it takes to the verdict, and what that is."""
-    with Stack(settings(args, measures=True)) as stack:
-        seconds, waits = asyncio.run(_until_measured(stack, args))
-        codec = codec_of(stack)
-    return {
-        "under_traffic": {
-            "seconds_to_the_verdict": round(seconds),
-            "turns": len(waits),
-            "why": codec["why"],
-            "measured": measured(codec),
-        }
-    }
-
-
-def p95(values: list[float]) -> float:
-    return statistics.quantiles(values, n=20)[-1]
+    with server_of(args, measures=True) as stack:
+        async with client_of(stack) as client:
+            users = [asyncio.create_task(chats(client, i)) for i in range(args.users)]
+            found = await verdict(client, args.last)
+            chatting = False
+            await asyncio.gather(*users)
+    return {"under_traffic": {**found, "turns": turns}}
 
 
 async def beside_users(args: argparse.Namespace) -> dict[str, Any]:
     without: list[float] = []
     beside: list[float] = []
-    with Stack(settings(args, measures=False)) as a, Stack(settings(args, measures=True)) as b:
+    with server_of(args, measures=False) as a, server_of(args, measures=True) as b:
         async with AsyncExitStack() as exits:
             x = await exits.enter_async_context(client_of(a))
             y = await exits.enter_async_context(client_of(b))
@@ -264,34 +197,35 @@ async def beside_users(args: argparse.Namespace) -> dict[str, Any]:
                     without += await one_round(x, f"off{i}", args)
                 with stopped(a):
                     beside += await one_round(y, f"on{i}", args)
-                print(f"  p95 {p95(without):.2f} s, measuring {p95(beside):.2f} s", flush=True)
-        measuring = bool(codec_of(b).get("progress"))
+            measuring = bool((await codec_of(y)).get("progress"))
+    (median, p95), (median_beside, p95_beside) = (
+        np.percentile(found, (50, 95)) for found in (without, beside)
+    )
     return {
         "still_measuring_at_the_end": measuring,
-        "ttft_p95_ratio": round(p95(beside) / p95(without), 3),
-        "ttft_median_ratio": round(statistics.median(beside) / statistics.median(without), 3),
-        "ttft_p95_s": [round(p95(without), 3), round(p95(beside), 3)],
+        "ttft_p95_ratio": round(p95_beside / p95, 3),
+        "ttft_median_ratio": round(median_beside / median, 3),
+        "ttft_p95_s": [round(p95, 3), round(p95_beside, 3)],
         "step_s": round(step_s, 3),
-        "ttft_p95_above_in_steps": round((p95(beside) - p95(without)) / step_s, 2),
+        "ttft_p95_above_in_steps": round((p95_beside - p95) / step_s, 2),
     }
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    alone = {} if args.skip_idle else idle(args)
-    print(alone, flush=True)
-    traffic = {} if args.skip_traffic else under_traffic(args)
-    print(traffic, flush=True)
-    users = {} if args.skip_users else asyncio.run(beside_users(args))
-    return {"engine": args.engine, **alone, **traffic, **users}
 
 
 def main() -> None:
     args = arguments(
         __doc__,
         "--engine mlx|vllm --rounds 4 --users 4 --turns 3 --tokens 100 --answer 16"
-        " --most-s 3600.0 --last balanced|max --skip-idle --skip-traffic --skip-users",
+        " --last balanced|max --skip-idle --skip-traffic --skip-users",
     )
-    write_json(args.json, measure(args))
+    result: dict[str, Any] = {"engine": args.engine}
+    for part, skip in (
+        (idle, args.skip_idle),
+        (under_traffic, args.skip_traffic),
+        (beside_users, args.skip_users),
+    ):
+        result |= {} if skip else asyncio.run(part(args))
+        print(result, flush=True)
+    write_json(args.json, result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ signal.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 import psutil
 
-from benchmarks.program import arguments
+from benchmarks.program import arguments, write_json
 from benchmarks.stacks.product_stack import Client, Stack, client_of, prose
 
 ROOT: Final = Path(__file__).parents[1]
@@ -63,10 +62,7 @@ class Walk:
         self._folder = folder
         (folder / "sitecustomize.py").write_text(TRACER)
         paths = (str(folder), os.environ.get("PYTHONPATH", ""))
-        self.environment = {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            FOLDER: str(folder),
-        }
+        self.environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: str(folder)}
 
     async def of(self, act: Callable[[], Awaitable[Any]]) -> Functions:
         """Return the functions that ran during ``act`` and shortly after it, by file."""
@@ -112,13 +108,10 @@ async def walks(walk: Walk, client: Client) -> dict[str, Any]:
         messages.append({"role": "assistant", "content": reply.text})
         messages.append({"role": "user", "content": prose(len(messages), 20)})
 
-    async def sleep() -> None:
-        await client.post("/v1/sessions/walk/demote", {})
-
     await chat()
     await asyncio.sleep(SETTLE_S)
     idle = await walk.of(lambda: asyncio.sleep(IDLE_S))
-    acts = {"chat": chat, "sleep": sleep, "return": chat}
+    acts = {"chat": chat, "sleep": lambda: client.post("/v1/sessions/walk/demote"), "return": chat}
     return {name: figures(without(await walk.of(act), idle)) for name, act in acts.items()}
 
 
@@ -141,13 +134,9 @@ def figures(found: Functions) -> dict[str, Any]:
 def main() -> None:
     args = arguments(__doc__, "")
     result = asyncio.run(measure())
+    write_json(args.json, result)
     for name, each in result.items():
-        print(
-            f"{name:7} {each['files']:4} files {each['functions']:5} functions  "
-            + "  ".join(f"{x} {n}" for x, n in each["files_by_package"].items())
-        )
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(name, {key: value for key, value in each.items() if key != "walk"})
 
 
 if __name__ == "__main__":

@@ -7,22 +7,18 @@ schemathesis makes them, bounded in number; the fake engine answers, so that it 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 from benchmarks.clients import packages
 from benchmarks.clients.real_agents import server
+from benchmarks.program import arguments
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
-    parser.add_argument("--examples", type=int, default=25, help="of each operation")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    cache = args.cache.expanduser().resolve()
+    args = arguments(__doc__, f"--cache {packages.CACHE} --examples 25 --seed 1")
+    cache = Path(args.cache).expanduser().resolve()
     command = [
         str(packages.pypi(cache, "fuzz") / "schemathesis"),
         "run",

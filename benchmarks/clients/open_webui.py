@@ -10,22 +10,21 @@ reused. Everything stays on loopback. Installing takes minutes and some gigabyte
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
-from urllib.error import URLError
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from benchmarks.clients import packages
 from benchmarks.clients.recorder import Exchange, Recorder, recording
+from benchmarks.program import arguments
+from benchmarks.stacks.lifeline import Running
 from benchmarks.stacks.product_stack import Stack, free_port
 
 START_S: Final = 300.0
@@ -35,20 +34,13 @@ USER_HEADER: Final = "X-OpenWebUI-User-Id"
 STOPPED_S: Final = 3.0  # after the question
 TASKS: Final = ("title", "tags", "follow_up")
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
-    "gateway": {"trust_user_header": USER_HEADER, "default_max_tokens": 48},
+    "gateway": {"trust_user_header": USER_HEADER, "default_max_tokens": 48}
 }
 # Without these it looks for models at the hub, and for other engines.
-OFFLINE: Final = {
-    "OFFLINE_MODE": "true",
-    "HF_HUB_OFFLINE": "1",
-    "RAG_EMBEDDING_ENGINE": "openai",
-    "ENABLE_OLLAMA_API": "false",
-    "ENABLE_FORWARD_USER_INFO_HEADERS": "true",
-    "BYPASS_MODEL_ACCESS_CONTROL": "true",
-    "WEBUI_SECRET_KEY": "of this run",
-    "ENABLE_VERSION_UPDATE_CHECK": "false",
-    "ANONYMIZED_TELEMETRY": "false",
-}
+_OFF = ("ENABLE_OLLAMA_API", "ENABLE_VERSION_UPDATE_CHECK", "ANONYMIZED_TELEMETRY")
+_ON = ("OFFLINE_MODE", "ENABLE_FORWARD_USER_INFO_HEADERS", "BYPASS_MODEL_ACCESS_CONTROL")
+_OWN = {"HF_HUB_OFFLINE": "1", "RAG_EMBEDDING_ENGINE": "openai", "WEBUI_SECRET_KEY": "of this run"}
+OFFLINE: Final = {**dict.fromkeys(_OFF, "false"), **dict.fromkeys(_ON, "true"), **_OWN}
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -68,11 +60,12 @@ def answer_to(url: str, body: Any = None, token: str = "") -> Any:
         return json.load(answer)
 
 
-class User:
+class User(NamedTuple):
     """One user of the page."""
 
-    def __init__(self, url: str, name: str, token: str) -> None:
-        self.url, self.name, self.token = url, name, token
+    url: str
+    name: str
+    token: str
 
     def new_chat(self) -> Chat:
         content = {"title": "New Chat", "models": [MODEL], "history": {}, "messages": []}
@@ -152,25 +145,16 @@ def page(command: Path, recorder: Recorder, folder: Path) -> Iterator[str]:
     port = free_port()
     env = {**os.environ, **OFFLINE, "DATA_DIR": str(folder), "OPENAI_API_KEY": "none"}
     env["OPENAI_API_BASE_URL"] = f"{recorder.url}/v1"
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            [str(command), "serve", "--host", "127.0.0.1", "--port", str(port)],
-            env=env, stdout=log, stderr=log, cwd=folder,
-        )  # fmt: skip
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    serve = [str(command), "serve", "--host", "127.0.0.1", "--port", str(port)]
+    url, server = (
+        f"http://127.0.0.1:{port}",
+        Running(serve, folder / "log.txt", env=env, cwd=folder),
+    )
+    server.wait_for(f"{url}/health", START_S)
     try:
-        while True:
-            try:
-                asked(f"{url}/health").close()
-                break
-            except URLError:
-                if time.monotonic() > end or process.poll() is not None:
-                    raise RuntimeError((folder / "log.txt").read_text()[-2000:]) from None
-                time.sleep(1.0)
         yield url
     finally:
-        process.terminate()
-        process.wait()
+        server.end()
 
 
 def users(url: str) -> tuple[User, User]:
@@ -221,32 +205,30 @@ def work(server: str, url: str) -> list[Chat]:
 def report(chats: list[Chat], exchanges: list[Exchange], sessions: list[dict[str, Any]]) -> str:
     """Say which sessions there were, and what of the prompts of returns was reused."""
     turns = [x for x in exchanges if x.session]
-    lines, prompts, reused = [], 0, 0
+    lines, every = [], list[Exchange]()
     for chat in chats:
         own = [x for x in turns if x.session == chat.id]
         back = [x for x in own[1:] if x.is_turn]
-        prompts += sum(x.prompt_tokens for x in back)
-        reused += sum(x.cached_tokens for x in back)
+        every += back
         each = ", ".join(f"{x.cached_tokens} of {x.prompt_tokens}" for x in back)
         lines.append(f"{chat.user.name}, {chat.id}: {len(own)} turns; of returns reused {each}")
-    tasks = [x for x in sessions if x["kind"] == "task"]
-    mains = [x["id"] for x in sessions if x["kind"] == "main"]
-    wrong = sorted({x.session for x in turns} - {x.id for x in chats} - {x["id"] for x in tasks})
-    tenants = len({x["tenant"] for x in sessions})
+    tasks = {x["id"] for x in sessions if x["kind"] == "task"}
+    mains, tenants = (x["kind"] == "main" for x in sessions), {x["tenant"] for x in sessions}
+    wrong = sorted({x.session for x in turns} - {x.id for x in chats} - tasks)
     errors = [x.error for x in exchanges if x.error]
+    reused, prompts = sum(x.cached_tokens for x in every), sum(x.prompt_tokens for x in every)
     lines += [
-        f"sessions: {len(mains)} of {len(chats)} chats, {len(tasks)} of tasks, {tenants} tenants",
-        f"requests in other sessions: {wrong or 'none'}; errors: {errors or 'none'}",
+        f"sessions: {sum(mains)} of {len(chats)} chats, {len(tasks)} of tasks",
+        f"tenants: {len(tenants)}; requests in other sessions: {wrong or 'none'}",
+        f"errors: {errors or 'none'}",
         f"reused of the prompts of returns: {reused} of {prompts} tokens ({reused / prompts:.0%})",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
-    args = parser.parse_args()
-    command = packages.pypi(args.cache.expanduser(), "open-webui") / "open-webui"
+    args = arguments(__doc__, f"--cache {packages.CACHE}")
+    command = packages.pypi(Path(args.cache).expanduser(), "open-webui") / "open-webui"
     with (
         tempfile.TemporaryDirectory(prefix="thermocline-webui-") as folder,
         Stack(SETTINGS) as stack,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+CACHE: Final = "~/.cache/thermocline/agents"
 NPM: Final[Mapping[str, str]] = {
     "@anthropic-ai/claude-code": "2.1.332",
     "@openai/codex": "0.171.0",

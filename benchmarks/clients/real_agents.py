@@ -14,16 +14,14 @@ loopback.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from typing import Any
 from benchmarks.clients import packages
 from benchmarks.clients.recorder import Exchange, recording
 from benchmarks.clients.roomy_model import roomy_model
+from benchmarks.program import arguments, table, write_json
 from benchmarks.stacks.fake_stack import FakeStack
 from benchmarks.stacks.product_stack import MIB, Stack
 from benchmarks.stacks.vllm_stack import START_S, python_with_vllm
@@ -72,7 +71,7 @@ _AIDER = (
 )
 # Else it asks for as much as ``connect`` allows, and a model without sense takes all of it.
 _SHORT = json.dumps({"env": {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(ANSWER_TOKENS)}})
-AGENTS = (
+_AGENTS = (
     Agent(
         "codex",
         "@openai/codex",
@@ -118,6 +117,12 @@ AGENTS = (
     ),
 )
 
+AGENTS = {x.name: x for x in _AGENTS}
+HEAD = (
+    *("agent", "version", "requests", "with a prompt", "errors", "second prompt, tokens"),
+    *("of it reused", "third prompt, tokens", "of it reused"),
+)
+
 
 @dataclass
 class Prompt:
@@ -140,7 +145,6 @@ class Outcome:
     num_turns: int = 0  # requests that read a prompt
     errors: list[str] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
-    last_words: str = ""  # that the agent printed where it ended with an error
     second: Prompt = field(default_factory=Prompt)
     last: Prompt = field(default_factory=Prompt)
     paths: dict[str, int] = field(default_factory=dict)
@@ -161,17 +165,22 @@ def install(agent: Agent, cache: Path) -> Path:
     return modules / ".bin" / agent.command
 
 
-def perform(agent: Agent, command: Path, url: str, room: Path, bodies: Path | None) -> Outcome:
+def perform(agent: Agent, command: Path, url: str, room: Path) -> Outcome:
     """Let one agent do the task in a home and a project of its own."""
     home, project = room / "home", room / "project"
     for folder in (home, project):
         folder.mkdir(parents=True)
     (project / "notes.txt").write_text("Of 12 stones in the river, 5 are white and 7 are grey.\n")
     env = {**_own_environment(home, project), **agent.env}
-    with recording(url, bodies) as recorder:
+    with recording(url) as recorder:
         connect = [sys.executable, "-m", "launch", "connect", agent.name, "--write"]
         connect += ["--url", recorder.url]
-        connected = subprocess.run(connect, env=_connect_env(env), capture_output=True, text=True)
+        connected = subprocess.run(
+            connect,
+            env={**env, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+        )
         if connected.returncode:
             raise RuntimeError(connected.stderr)
         recorder.exchanges.clear()
@@ -183,43 +192,22 @@ def perform(agent: Agent, command: Path, url: str, room: Path, bodies: Path | No
             log = room / f"{i}.txt"
             outcome.exit_codes.append(_turn([str(command), *line], env, project, log))
             if outcome.exit_codes[-1]:
-                outcome.last_words = log.read_text(errors="replace").strip()[-300:]
+                print(log.read_text(errors="replace").strip()[-300:], flush=True)
     _sum_up(outcome, recorder.exchanges, marks)
     return outcome
 
 
 def _own_environment(home: Path, project: Path) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG", "TERM", "TMPDIR")}
-    return {
-        **kept,
-        "HOME": str(home),
-        "PWD": str(project),
-        "XDG_CONFIG_HOME": str(home / ".config"),
-        "NO_PROXY": "*",
-        "CI": "1",
-        "NO_COLOR": "1",
-    }
-
-
-def _connect_env(env: Mapping[str, str]) -> dict[str, str]:
-    return {**env, "PYTHONPATH": str(Path(__file__).parents[2])}
+    folders = {"HOME": str(home), "PWD": str(project), "XDG_CONFIG_HOME": str(home / ".config")}
+    return {**kept, **folders, "NO_PROXY": "*", "CI": "1", "NO_COLOR": "1"}
 
 
 def _turn(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path) -> int:
-    with log.open("wb") as out:
-        try:
-            done = subprocess.run(
-                command,
-                env=env,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                timeout=TURN_S,
-            )
-        except subprocess.TimeoutExpired:
-            return 124
-    return done.returncode
+    with log.open("wb") as out, suppress(subprocess.TimeoutExpired):
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        return subprocess.run(command, env=env, cwd=folder, timeout=TURN_S, **streams).returncode
+    return 124
 
 
 def _version(command: Path, env: Mapping[str, str]) -> str:
@@ -279,53 +267,26 @@ def server(engine: str, cache: Path, model: str = "") -> Iterator[str]:
         yield stack.url
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Write the figures as a table of Markdown."""
-    rows = [
-        "| agent | version | requests | with a prompt | errors | second prompt, tokens"
-        " | of it reused | third prompt, tokens | of it reused |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for x in outcomes:
-        errors = len(x.errors) or (f"exit {max(x.exit_codes)}" if any(x.exit_codes) else 0)
-        rows.append(
-            f"| {x.agent} | {x.version} | {x.num_requests} | {x.num_turns} | {errors}"
-            f" | {x.second} | {x.last} |"
-        )
-    return "\n".join(rows) + "\n"
+def cells(x: Outcome) -> list[object]:
+    errors = len(x.errors) or (f"exit {max(x.exit_codes)}" if any(x.exit_codes) else 0)
+    return [x.agent, x.version, x.num_requests, x.num_turns, errors, x.second, x.last]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--engine", choices=["mlx", "vllm", "fake"], default="mlx")
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
-    parser.add_argument("--only", default="", help="names of agents, with commas")
-    parser.add_argument("--bodies", type=Path, help="keep requests and the agents' output")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
-    cache = args.cache.expanduser().resolve()
-    wanted = args.only.split(",") if args.only else [x.name for x in AGENTS]
+    line = f"--engine mlx|vllm|fake --cache {packages.CACHE} --only {','.join(AGENTS)}"
+    args = arguments(__doc__, line)
+    cache = Path(args.cache).expanduser().resolve()
     outcomes = []
     with server(args.engine, cache) as url:
-        for agent in (x for x in AGENTS if x.name in wanted):
-            command = install(agent, cache)
-            before = listed(url)
-            with tempfile.TemporaryDirectory(prefix="agent-") as own:
-                room = Path(own)
-                bodies = args.bodies / agent.name if args.bodies else None
-                if bodies:
-                    bodies.mkdir(parents=True, exist_ok=True)
-                outcome = perform(agent, command, url, room, bodies)
-                new = listed(url)
-                outcome.sessions = [f"{x}: {new[x]}" for x in new if x not in before]
-                if bodies:
-                    for log in room.glob("*.txt"):
-                        shutil.copy(log, bodies)
+        for agent in (AGENTS[x] for x in args.only.split(",")):
+            command, before = install(agent, cache), listed(url)
+            with tempfile.TemporaryDirectory(prefix="agent-") as room:
+                outcome = perform(agent, command, url, Path(room))
+            outcome.sessions = [f"{x}: {y}" for x, y in listed(url).items() if x not in before]
             outcomes.append(outcome)
             print(json.dumps(asdict(outcome), indent=1), flush=True)
-    print(table(outcomes))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(x) for x in outcomes], indent=2) + "\n")
+    write_json(args.json, [asdict(x) for x in outcomes])
+    print(*table(HEAD, [cells(x) for x in outcomes]), sep="\n")
     return 1 if any(x.failed for x in outcomes) else 0
 
 

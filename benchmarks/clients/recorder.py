@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -29,7 +28,6 @@ class Exchange:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""  # the server's words, of a status or inside a stream
-    left: bool = False  # the client went away in the middle
 
     @property
     def is_turn(self) -> bool:
@@ -38,25 +36,17 @@ class Exchange:
 
 @dataclass
 class Recorder:
-    """``exchanges`` are in the order in which they ended; bodies go to ``folder``, if any."""
+    """``exchanges`` are in the order in which they ended."""
 
     target: str
-    folder: Path | None = None
     exchanges: list[Exchange] = field(default_factory=list)
     url: str = ""
 
-    def keep_body(self, exchange: Exchange, body: bytes, answer: bytes) -> None:
-        if self.folder is None:
-            return
-        name = f"{len(self.exchanges):03d}{exchange.path.partition('?')[0].replace('/', '-')}"
-        (self.folder / f"{name}.json").write_bytes(body)
-        (self.folder / f"{name}.answer").write_bytes(answer)
-
 
 @contextmanager
-def recording(target: str, folder: Path | None = None) -> Iterator[Recorder]:
+def recording(target: str) -> Iterator[Recorder]:
     """Stand in front of ``target`` for as long as the context lasts."""
-    recorder = Recorder(target, folder)
+    recorder = Recorder(target)
 
     class Relay(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -101,14 +91,12 @@ def _relay(recorder: Recorder, client: BaseHTTPRequestHandler) -> None:
                 try:
                     client.wfile.write(piece)
                     client.wfile.flush()
-                except OSError:
-                    exchange.left = True
+                except OSError:  # the client went away in the middle
                     break
     except OSError as error:
         exchange.error = f"{type(error).__name__}: {error}"
     client.close_connection = True
     _judge(exchange, seen)
-    recorder.keep_body(exchange, body, seen)
     recorder.exchanges.append(exchange)
 
 
@@ -138,18 +126,11 @@ def _judge(exchange: Exchange, answer: bytes) -> None:
 
 
 def _count(exchange: Exchange, said: dict[str, Any]) -> None:
-    usage = said.get("usage") or (said.get("response") or {}).get("usage")
-    if not usage:
-        return
-    if "prompt_tokens" in usage:
-        details = usage.get("prompt_tokens_details") or {}
-        exchange.prompt_tokens = usage["prompt_tokens"]
-        exchange.cached_tokens = details.get("cached_tokens") or 0
-    elif "input_tokens_details" in usage:
-        exchange.prompt_tokens = usage["input_tokens"]
-        exchange.cached_tokens = usage["input_tokens_details"]["cached_tokens"]
-    elif "input_tokens" in usage:
-        read = usage.get("cache_read_input_tokens") or 0
+    usage = said.get("usage") or (said.get("response") or {}).get("usage") or {}
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    read = usage.get("cache_read_input_tokens") or 0  # Anthropic's, beside the others
+    prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+    if prompt or read:
         created = usage.get("cache_creation_input_tokens") or 0
-        exchange.prompt_tokens = usage["input_tokens"] + read + created
-        exchange.cached_tokens = read
+        exchange.prompt_tokens = prompt + read + created
+        exchange.cached_tokens = read or details.get("cached_tokens") or 0

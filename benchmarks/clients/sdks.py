@@ -9,7 +9,6 @@ client itself reports it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -21,12 +20,14 @@ from typing import NamedTuple
 
 from benchmarks.clients import packages
 from benchmarks.clients.real_agents import server
+from benchmarks.program import arguments, table, write_json
 from benchmarks.stacks.product_stack import prose
 
 HERE = Path(__file__).parent
 NPM = ("openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod")
 ASK = f"Here is a list of words. {prose('a conversation', 200)}. Name one of them."
 MORE = "And another one?"
+HEAD = ("client", "version", "result", "second prompt, tokens", "of it reused")
 
 
 class Checked(NamedTuple):
@@ -40,12 +41,11 @@ class Checked(NamedTuple):
     def failed(self) -> bool:
         return self.result != "ok" or not int(self.cached_tokens)
 
-    def row(self) -> str:
+    def cells(self) -> tuple[str, ...]:
         reused = ""
         if self.prompt_tokens:
             reused = f"{int(self.cached_tokens) / int(self.prompt_tokens):.1%}"
-        cells = (self.name, self.version, self.result, self.prompt_tokens, reused)
-        return f"| {' | '.join(cells)} |"
+        return (self.name, self.version, self.result, self.prompt_tokens, reused)
 
 
 def run(command: list[str], folder: Path) -> list[Checked]:
@@ -73,14 +73,9 @@ def langchain(python: Path, url: str, model: str) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/thermocline/agents"))
-    parser.add_argument("--model", default="", help="a folder; default: one layer of the sample's")
-    parser.add_argument("--standard", action="store_true", help="LangChain's standard tests, too")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
-    cache = args.cache.expanduser().resolve()
+    line = f"--engine mlx|fake --cache {packages.CACHE} --model '' --standard"
+    args = arguments(__doc__, line)
+    cache = Path(args.cache).expanduser().resolve()
     npm, python = packages.npm(cache, *NPM), packages.pypi(cache, "sdks") / "python"
     with server(args.engine, cache, args.model) as url:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
@@ -89,14 +84,10 @@ def main() -> int:
         checked = run(node, npm)
         checked += run([str(python), str(HERE / "sdk_checks.py"), url, model, ASK, MORE], cache)
         standard = langchain(python, url, model) if args.standard else None
-    print("| client | version | result | second prompt, tokens | of it reused |")
-    print("|---|---|---|---|---|")
-    for x in checked:
-        print(x.row())
+    print(*table(HEAD, [x.cells() for x in checked]), sep="\n")
     if standard:
         print(f"LangChain's standard tests: {standard[0]}", *standard[1], sep="\n")
-    if args.json:
-        args.json.write_text(json.dumps([x._asdict() for x in checked], indent=2) + "\n")
+    write_json(args.json, [x._asdict() for x in checked])
     return 1 if any(x.failed for x in checked) else 0
 
 

@@ -18,7 +18,6 @@ costs, not how small a model of this kind is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -26,6 +25,8 @@ from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
+
+from benchmarks.program import options_of
 
 ROW_STEP: Final = 8  # latents come in multiples of so many values
 NORM_WEIGHT: Final = 1024.0  # undoes the norm; the constant is this times sqrt(rank)
@@ -138,10 +139,9 @@ def _rewrite(weights: dict[str, mx.array], layer: str, shape: _Shape) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--source", type=Path, required=True, help="the sample model's folder")
-    args = parser.parse_args()
+    options = options_of(__doc__, "--source PATH")
+    options.add_argument("folder", type=Path)
+    args = options.parse_args()
     print(write_latent(args.source, args.folder))
 
 

@@ -15,9 +15,10 @@ that keep all tokens: for vLLM give at least as many layers windows as have none
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+
+from benchmarks.program import options_of
 
 WINDOW = 512
 NARROW = 128
@@ -42,12 +43,9 @@ def write_windowed(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--source", type=Path, required=True, help="the sample model's folder")
-    parser.add_argument("--window", type=int, default=WINDOW)
-    parser.add_argument("--layers", type=int, default=NUM_WINDOWS, help="first ones, with windows")
-    args = parser.parse_args()
+    options = options_of(__doc__, f"--source PATH --window {WINDOW} --layers {NUM_WINDOWS}")
+    options.add_argument("folder", type=Path)
+    args = options.parse_args()
     print(write_windowed(args.source, args.folder, args.window, args.layers))
 
 

@@ -1,7 +1,7 @@
 """The kernels on a CUDA machine: right or wrong, how fast, and at what price to decoding.
 
     python benchmarks/on_vllm/device_codec.py [--codec tq3|tq4|dense3] [--dims 64 128 256]
-        [--layers 32] [--chunk-tokens 32] [--seconds 2] [--json OUT]
+        [--layers 32] [--seconds 2] [--json OUT]
 
 Run it with the Python of vLLM's environment. Without a CUDA device it says so and ends with 2; with
 one that packs other bytes than the host, with 1.
@@ -67,24 +67,16 @@ class Figure:
     gb_per_s: float  # of hot KV
 
 
-@dataclass(frozen=True)
-class Shape:
-    """``layers``: calibrating a codec takes a second or two for each."""
-
-    layers: int = LAYERS
-    chunk_tokens: int = CHUNK_TOKENS
-
-
 class Rig:
     """One session's worth of cache, and the device's way to it."""
 
     def __init__(
-        self, shape: Shape, codec: str, dim: int, layout: str, device: torch.device
+        self, layers: int, codec: str, dim: int, layout: str, device: torch.device
     ) -> None:
-        self.device = device
-        self.chunk_tokens = chunk_tokens = shape.chunk_tokens
+        """``layers``: calibrating a codec takes a second or two for each."""
+        self.device, chunk_tokens = device, CHUNK_TOKENS
         num_blocks = 2 * SESSION_TOKENS // BLOCK_TOKENS
-        caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(shape.layers)}
+        caches = {f"layer{i}": _fused(num_blocks, dim, layout, device) for i in range(layers)}
         self.cache: PagedCache = paged_cache(caches, SplitContent())
         chosen = codec_of(codec, self.cache)
         model = StoredModel("", "", self.cache.layout)
@@ -148,7 +140,7 @@ class Kernels:
         assert not isinstance(self._layout, RawStagingLayout), "the codec has no kernels"
         ids = [i for x in rig.wanted for i in x.block_ids]
         blocks = torch.tensor(ids, device=rig.device)
-        size = rig.chunk_tokens
+        size = CHUNK_TOKENS
         firsts = range(0, SESSION_TOKENS, size)
         self._runs = [TokenRun(blocks, first, size + first) for first in firsts]
         shape = (1, self._layout.nbytes)
@@ -266,30 +258,17 @@ def disturbance(rig: Rig, within_s: float) -> dict[str, dict[str, float]]:
     return found
 
 
-def report(figures: list[Figure]) -> None:
-    copies = {(x.dim, x.layout): x.gb_per_s for x in figures if x.what == "copy on the device"}
-    print(f"{'dim':>4} {'layout':7} {'what':20} {'GB/s':>9} {'of a copy':>10}")
-    for x in figures:
-        share = x.gb_per_s / copies[x.dim, x.layout]
-        print(f"{x.dim:4} {x.layout:7} {x.what:20} {x.gb_per_s:9.1f} {share:10.2f}")
-
-
 def main() -> int:
-    options = arguments(
-        __doc__,
-        f"--codec tq3 --dims 64 128 256 --layers {LAYERS} --chunk-tokens {CHUNK_TOKENS}"
-        " --seconds 2.0",
-    )
+    options = arguments(__doc__, f"--codec tq3 --dims 64 128 256 --layers {LAYERS} --seconds 2.0")
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured", file=sys.stderr)
         return NO_DEVICE
     device, right = torch.device("cuda"), True
     figures: list[Figure] = []
     beside: dict[str, dict[str, float]] = {}
-    shape = Shape(options.layers, options.chunk_tokens)
     for dim in options.dims:
         for layout in ("NHD", "HND"):
-            rig = Rig(shape, options.codec, dim, layout, device)
+            rig = Rig(options.layers, options.codec, dim, layout, device)
             same = kernels_agree(rig.gpu, rig.cache, rig.store)
             print(f"dim {dim}, {layout}: {'the same bytes as the host' if same else 'WRONG'}")
             right = right and same
@@ -297,7 +276,10 @@ def main() -> int:
             if (dim, layout) == (options.dims[0], "NHD"):
                 beside = disturbance(rig, options.seconds)
             rig.close()
-    report(figures)
+    copies = {(x.dim, x.layout): x.gb_per_s for x in figures if x.what == "copy on the device"}
+    for x in figures:
+        share = x.gb_per_s / copies[x.dim, x.layout]
+        print(f"{x.dim:4} {x.layout} {x.what:20} {x.gb_per_s:9.1f} GB/s, {share:.2f} of a copy")
     for name, times in beside.items():
         print(f"decode step as {name}: p50 {times['p50_ms']:.3f} ms, p99 {times['p99_ms']:.3f} ms")
     found = {

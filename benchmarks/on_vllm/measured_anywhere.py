@@ -10,7 +10,7 @@ half of its layers (``benchmarks.families.windowed``), with the bytes of session
 
 Each begins with ``raw`` and waits for the verdict. Then sessions sleep and come back: the last
 question is asked after the live session, and once more after the packed one. The prompt is the
-same, and so should be the answer.
+same, and so should be the answer. Some minutes for each case.
 """
 
 from __future__ import annotations
@@ -20,95 +20,81 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from benchmarks.families.windowed import write_windowed
 from benchmarks.program import arguments, write_json
-from benchmarks.stacks.attached_vllm import started
-from benchmarks.stacks.product_stack import MIB, Client, Stack, client_of, prose
+from benchmarks.stacks.attached_vllm import SMALL, started
+from benchmarks.stacks.product_stack import MIB, Client, Stack, client_of, words_of
 from benchmarks.stacks.vllm_stack import START_S, python_with_vllm
 from launch.machine.folders import default_cache_dir
 from launch.model.find import sample_model
 
 SESSIONS = 6
-WORDS = 500
+TOKENS = 500
 ANSWER = 16
 MOST_S = 1500.0  # to the verdict
-LOOK_S = 0.5
-STORE = {
-    "codec": "auto",
-    "accept_loss": False,
-    "calibrate": True,
-    "ram_bytes": 512 * MIB,
-    "disk_bytes": 0,
-}
-SMALL: tuple[str, ...] = (
-    "--kv-cache-memory-bytes",
-    str(512 * MIB),
-    "--dtype",
-    "float32",
-    "--enforce-eager",
-)
-SMALL += ("--block-size", "32", "--max-model-len", "4096", "--max-num-seqs", "4")
+STORE = {"codec": "auto", "accept_loss": False, "calibrate": True}
+STORE |= {"ram_bytes": 512 * MIB, "disk_bytes": 0}
+CASES = ("windows", "ranks", "attached", "killed")
 
 
-def settings(**vllm: Any) -> dict[str, dict[str, Any]]:
-    engine = {
-        "kind": "vllm",
-        "vllm.python": python_with_vllm(),
-        "hot_bytes": 512 * MIB,
-        "max_context": 4096,
-        "dtype": "float32",
-    }
-    return {
-        "engine": engine | {f"vllm.{name}": value for name, value in vllm.items()},
-        "store": STORE,
-        "scheduler": {"idle_after_s": 3600.0},
-    }
+def stack_of(**engine: Any) -> Stack:
+    own = {"kind": "vllm", "vllm.python": python_with_vllm(), "hot_bytes": 512 * MIB}
+    own |= {"max_context": 4096, "dtype": "float32", **engine}
+    settings = {"engine": own, "store": STORE, "scheduler": {"idle_after_s": 3600.0}}
+    return Stack(settings, start_timeout_s=START_S)
 
 
-async def verdict(client: Client, looks: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Wait for the end of the measurement; ``looks`` is shown the codec each time."""
+async def verdict(client: Client, kills: Stack | None) -> dict[str, Any]:
+    """Wait for the end of the measurement; ``kills``: whose engine is killed in the middle."""
+    seen: list[str] = []
     async with asyncio.timeout(MOST_S):
         while True:
             codec: dict[str, Any] = (await client.get("/v1/sessions")).get("codec") or {}
             if codec and not codec["unmeasured"]:
-                return codec
-            looks(codec)
-            await asyncio.sleep(LOOK_S)
+                return {**codec, "killed_and_went_on_at": seen}
+            progress = codec.get("progress") or ""
+            if kills and len(seen) < 2 and re.search(r"[1-9]\d* of \d+ cases", progress):
+                seen.append(progress)
+                if len(seen) == 1:
+                    await asyncio.to_thread(kills.kill_engine, START_S)
+            await asyncio.sleep(0.5)
 
 
 async def slept(client: Client, number: int) -> dict[str, Any]:
     """Ask after a live session and after the same one from the cold store."""
     name = f"sleeper-{number}"
-    messages = [{"role": "user", "content": f"{name}: {prose(name, WORDS)}. What is this about?"}]
+    text = f"{name}: {words_of(name, TOKENS)}. What is this about?"
+    messages = [{"role": "user", "content": text}]
     first = await client.chat(messages, name, max_tokens=ANSWER, ignore_eos=True)
     messages.append({"role": "assistant", "content": first.text})
     messages.append({"role": "user", "content": "Say it in other words."})
     live = await client.chat(messages, name, max_tokens=ANSWER, ignore_eos=True)
     await client.until(name, "idle")
-    await client.post(f"/v1/sessions/{name}/demote")
-    asleep = await client.until(name, "cold")
+    asleep = await client.sleep(name)
     back = await client.chat(messages, name, max_tokens=ANSWER, ignore_eos=True)
     assert first.ok and live.ok and back.ok, (first, live, back)
-    same = 0
-    while same < min(len(live.text), len(back.text)) and live.text[same] == back.text[same]:
-        same += 1
-    kept = {x: asleep[x] for x in ("tokens", "bytes")}
-    return {"cache": back.cache, "same_share": same / max(1, len(live.text)), "asleep": kept}
+    return {
+        "cache": back.cache,
+        "same_share": len(commonprefix([live.text, back.text])) / max(1, len(live.text)),
+        "asleep": {x: asleep[x] for x in ("tokens", "bytes")},
+    }
 
 
-async def outcome(server: Stack, looks: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+async def outcome(server: Stack, *, kills: bool = False) -> dict[str, Any]:
     began = time.monotonic()
     async with client_of(server) as client:
-        codec = await verdict(client, looks)
+        codec = await verdict(client, server if kills else None)
         took = time.monotonic() - began
         found = [await slept(client, number) for number in range(SESSIONS)]
     return {
         "seconds_to_the_verdict": round(took),
         "codec": codec["id"],
+        "killed_and_went_on_at": codec["killed_and_went_on_at"],
         "rows": [{"preset": x["preset"], "kl": round(x["kl"], 5)} for x in codec["rows"]],
         "from_cold": sum(x["cache"].startswith("cold-") for x in found),
         "of": len(found),
@@ -117,62 +103,28 @@ async def outcome(server: Stack, looks: Callable[[dict[str, Any]], None]) -> dic
     }
 
 
-def nothing(codec: dict[str, Any]) -> None:
-    """Look on."""
-
-
-def ranks() -> dict[str, Any]:
-    with Stack(settings(tensor_parallel=3), start_timeout_s=START_S) as stack:
-        return asyncio.run(outcome(stack, nothing))
-
-
-def attached() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        engine = started(python_with_vllm(), Path(folder), STORE, SMALL)
-        try:
+def case(name: str) -> dict[str, Any]:
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        if name == "attached":
+            engine = started(python_with_vllm(), folder, STORE, SMALL)
+            held.callback(engine.kill)
             engine.wait_for_port(START_S)
-            with Stack(engine.settings) as stack:
-                return asyncio.run(outcome(stack, nothing))
-        finally:
-            engine.kill()
-
-
-def killed() -> dict[str, Any]:
-    with Stack(settings(), start_timeout_s=START_S) as stack:
-        seen: list[str] = []
-        deaths: list[str] = []
-
-        def kill_in_the_middle(codec: dict[str, Any]) -> None:
-            progress = codec.get("progress") or ""
-            seen.append(progress)
-            cases = re.search(r"([1-9]\d*) of \d+ cases", progress)
-            if cases and not deaths:
-                deaths.append(progress)
-                stack.kill_engine(START_S)
-
-        found = asyncio.run(outcome(stack, kill_in_the_middle))
-        after = next((x for x in seen[seen.index(deaths[0]) + 1 :] if "cases" in x), "")
-        return found | {"killed_at": deaths, "went_on_at": after}
-
-
-def windows() -> dict[str, Any]:
-    sample = sample_model(default_cache_dir(os.environ))
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_windowed(sample, Path(folder) / "model", num=15)
-        windowed = settings()
-        windowed["engine"]["model"] = str(model)
-        with Stack(windowed, start_timeout_s=START_S) as stack:
-            return asyncio.run(outcome(stack, nothing))
-
-
-CASES = {"windows": windows, "ranks": ranks, "attached": attached, "killed": killed}
+            stack = Stack(engine.settings)
+        elif name == "windows":
+            sample = sample_model(default_cache_dir(os.environ))
+            stack = stack_of(model=str(write_windowed(sample, folder / "model", num=15)))
+        else:
+            stack = stack_of(**({"vllm.tensor_parallel": 3} if name == "ranks" else {}))
+        held.enter_context(stack)
+        return asyncio.run(outcome(stack, kills=name == "killed"))
 
 
 def main() -> None:
     args = arguments(__doc__, f"--cases {','.join(CASES)}")
     results = {}
     for name in args.cases.split(","):
-        results[name] = CASES[name]()
+        results[name] = case(name)
         print(name, results[name], flush=True)
     write_json(args.json, results)
 

@@ -34,17 +34,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import math
 import random
 import statistics
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.program import arguments, write_json
@@ -124,15 +124,8 @@ class Reader:
     async def ask(
         self, prompt: list[int], session: str = "", num_tokens: int = 1, **fields: Any
     ) -> Answer:
-        body = {
-            "model": MODEL_NAME,
-            "prompt": prompt,
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **fields,
-        }
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": num_tokens, **fields}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         headers = {"X-Session-ID": session} if session else {}
         start = asyncio.get_running_loop().time()
         url = f"{self._url}/v1/completions"
@@ -153,25 +146,19 @@ async def reader_of(url: str, settle: Callable[[], None]) -> AsyncIterator[Reade
         yield reader
 
 
-@dataclass(frozen=True)
-class Returned:
-    restored: list[Answer]
-    lost: list[Answer]
-
-
-async def come_back(reader: Reader, sessions: Iterable[Session], give_up: int) -> Returned:
-    """Let sessions come back until ``give_up`` in a row were lost."""
-    back = Returned([], [])
+async def come_back(reader: Reader, sessions: Iterable[Session], give_up: int) -> list[Answer]:
+    """Let sessions come back until ``give_up`` in a row were lost; returns the others."""
+    restored: list[Answer] = []
     in_a_row = 0
     for session in sessions:
         answer = await reader.turn(session.again, session.name)
         kept = answer.cached_tokens >= RESTORABLE * session.reusable
-        (back.restored if kept else back.lost).append(answer)
+        restored += [answer] if kept else []
         in_a_row = 0 if kept else in_a_row + 1
         print(f"  {session.name}: {answer.cached_tokens}/{session.reusable}", flush=True)
         if in_a_row == give_up:
             break
-    return back
+    return restored
 
 
 @dataclass
@@ -212,19 +199,6 @@ class Reference:
         return agreed
 
 
-@dataclass(frozen=True)
-class Row:
-    system: str
-    restorable: int
-    restored_tokens: int
-    in_turn: int
-    ttft_p50_s: float
-    ttft_p95_s: float
-    first_ttft_p50_s: float  # nothing restored
-    bytes_per_token: int  # at rest; of those who do not pack, as if it were bfloat16
-    top1: float
-
-
 async def first_turns(reader: Reader, sessions: list[Session]) -> list[Answer]:
     answers = [await reader.turn(x.first, x.name) for x in sessions]
     await asyncio.sleep(SETTLE_S)
@@ -233,7 +207,7 @@ async def first_turns(reader: Reader, sessions: list[Session]) -> list[Answer]:
 
 async def measure(
     peer: Peer, system: Any, sessions: list[Session], num_in_turn: int, reference: Reference
-) -> Row:
+) -> dict[str, Any]:
     print(peer.name, flush=True)
     async with reader_of(system.url, partial(peer.settle, system)) as reader:
         if not reference.ids:
@@ -247,19 +221,20 @@ async def measure(
         for _ in range(LAPS):
             in_turn = await come_back(reader, sessions[-num_in_turn:], num_in_turn)
         top1 = await reference.agreement(reader)
-    seconds = sorted(x.seconds for x in back.restored)
+    p50, p95 = np.percentile([x.seconds for x in back], (50, 95)).round(3).tolist()
     weighed = sum(x.reusable for x in sessions[:WEIGHED])
-    return Row(
-        system=peer.name,
-        restorable=len(back.restored),
-        restored_tokens=sum(x.cached_tokens for x in back.restored),
-        in_turn=len(in_turn.restored),
-        ttft_p50_s=round(statistics.median(seconds), 3),
-        ttft_p95_s=round(seconds[math.ceil(0.95 * len(seconds)) - 1], 3),
-        first_ttft_p50_s=round(statistics.median(x.seconds for x in firsts), 3),
-        bytes_per_token=round(weight / weighed) if weight else BYTES_PER_TOKEN // WIDER,
-        top1=round(top1, 4),
-    )
+    return {
+        "system": peer.name,
+        "restorable": len(back),
+        "restored_tokens": sum(x.cached_tokens for x in back),
+        "in_turn": len(in_turn),
+        "ttft_p50_s": p50,
+        "ttft_p95_s": p95,
+        "first_ttft_p50_s": round(statistics.median(x.seconds for x in firsts), 3),
+        # At rest; of those who do not pack, as if it were bfloat16.
+        "bytes_per_token": round(weight / weighed) if weight else BYTES_PER_TOKEN // WIDER,
+        "top1": round(top1, 4),
+    }
 
 
 @dataclass(frozen=True)
@@ -280,12 +255,7 @@ def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[P
     ours = [with_plugin(pool_bytes, codec, ram_bytes, max_context, DTYPE) for codec in args.codecs]
     return [
         Peer("plain vLLM", plain, lambda _: 0.0),
-        Peer(
-            LMCACHE.replace("==", " "),
-            theirs,
-            lambda x: x.ram_used / WIDER,
-            LmcacheVllm.settle,
-        ),
+        Peer(LMCACHE, theirs, lambda x: x.ram_used / WIDER, LmcacheVllm.settle),
         *(
             Peer(f"Thermocline {codec}", stack, ram_tier_bytes)
             for codec, stack in zip(args.codecs, ours, strict=True)
@@ -295,19 +265,6 @@ def peers(args: argparse.Namespace, pool_bytes: int, max_context: int) -> list[P
 
 def ram_tier_bytes(stack: Stack) -> float:
     return gauges(stack, 'thermocline_tier_bytes{tier="ram"} ')
-
-
-def table(rows: list[Row]) -> str:
-    head = (
-        "| | sessions back | in turn | return TTFT p50 / p95 | first TTFT p50 | top-1 | B/token |"
-    )
-    lines = [head, "|---|---|---|---|---|---|---|"]
-    lines += [
-        f"| {x.system} | {x.restorable} | {x.in_turn} | {x.ttft_p50_s} / {x.ttft_p95_s} s"
-        f" | {x.first_ttft_p50_s} s | {x.top1} | {x.bytes_per_token:.0f} |"
-        for x in rows
-    ]
-    return "\n".join(lines)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -321,18 +278,13 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     for peer in peers(args, pool_bytes, max_context):
         with peer.start as system:
             rows.append(asyncio.run(measure(peer, system, sessions, args.in_turn, reference)))
-        print(table(rows), flush=True)
-    lmcache = rows[1].restorable
+        print(rows[-1], flush=True)
     return {
-        "sessions": len(sessions),
-        "tokens": sum(len(x.first) for x in sessions),
-        "in_turn": args.in_turn,
-        "ram_mib": args.ram_mib,
+        **vars(args),
         "pool_mib": round(pool_bytes / MIB, 1),
         "dtype": DTYPE,
-        "positions": len(reference.sessions) * args.positions,
-        "rows": [asdict(x) for x in rows],
-        "sessions_over_lmcache": {x.system: round(x.restorable / lmcache, 2) for x in rows[2:]},
+        "rows": rows,
+        "sessions_over_lmcache": [x["restorable"] / rows[1]["restorable"] for x in rows],
     }
 
 

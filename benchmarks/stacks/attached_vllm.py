@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stacks.lifeline import Running
 from benchmarks.stacks.product_stack import free_port
 from engines.vllm_environment.environment import import_path
 from launch.machine.folders import default_cache_dir
@@ -25,6 +25,10 @@ from launch.model.find import sample_model
 DOC = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
 HEADING = "### A vLLM that was started elsewhere"
 TOKEN = "a-token-of-the-test"
+SMALL = (  # options with which it takes little memory
+    *("--kv-cache-memory-bytes", str(512 << 20), "--dtype", "float32", "--enforce-eager"),
+    *("--block-size", "32", "--max-model-len", "4096", "--max-num-seqs", "4"),
+)
 
 
 @dataclass
@@ -42,22 +46,20 @@ class Elsewhere:
         return self.folder / "vllm.log"
 
     def start(self) -> None:
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                self.argv, env=self.env, stdout=out, stderr=out, start_new_session=True
-            )
+        self._running = Running(self.argv, self.log, env=self.env, group=True)
+        self.process = self._running.process
 
     def end(self, within_s: float) -> int:
         """As a container is stopped: asked by SIGTERM, and then all that is left is killed."""
-        os.kill(self.process.pid, signal.SIGTERM)
+        self.process.terminate()
         code = self.process.wait(within_s)
-        self.kill()
+        self._running.end()
         return code
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self._running.end()
 
     @property
     def settings(self) -> dict[str, dict[str, object]]:

@@ -10,20 +10,18 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
 
 from benchmarks.stacks.constants import configured
-from benchmarks.stacks.lifeline import Lifeline
+from benchmarks.stacks.lifeline import Running
 from benchmarks.stacks.product_stack import free_port
 from engines.config import EngineConfig, WorkerConfig
 from gateway.app import create_app
@@ -58,41 +56,20 @@ class FakeStack:
         self.token = os.urandom(16).hex()
         own = {"runtime_dir": str(self.runtime_dir), "token": self.token}
         self._settings.write_text(json.dumps({**own, **settings}))
-        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> FakeStack:
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__)), str(self._settings)],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=log,
-                stderr=log,
-            )
-        self._lifeline = Lifeline(self._process, patience_s=20)
+        command = [sys.executable, str(Path(__file__)), str(self._settings)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self._running = Running(command, self.log, env=env, cwd=ROOT, patience_s=20)
         self.wait_ready()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        assert self._process is not None
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(20)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._lifeline.let_go()
+    def __exit__(self, *_: object) -> None:
+        self._running.end()
 
     @property
     def process(self) -> psutil.Process:
-        assert self._process is not None
-        return psutil.Process(self._process.pid)
+        return psutil.Process(self._running.process.pid)
 
     @property
     def engine(self) -> psutil.Process:
@@ -113,8 +90,7 @@ class FakeStack:
         self.process.send_signal(signal.SIGTERM)
 
     def wait(self, timeout_s: float) -> int:
-        assert self._process is not None
-        return self._process.wait(timeout_s)
+        return self._running.process.wait(timeout_s)
 
     def status(self, path: str) -> int:
         """Status of a GET; 0 if no server answers."""
@@ -130,8 +106,7 @@ class FakeStack:
         """Wait for an engine that lives: for a moment the gateway calls a dead one ready."""
         end = time.monotonic() + timeout_s
         while True:
-            assert self._process is not None
-            if time.monotonic() > end or self._process.poll() is not None:
+            if time.monotonic() > end or self._running.process.poll() is not None:
                 raise AssertionError("the gateway is not ready:\n" + self.log.read_text()[-4000:])
             if self._engines() and self.status("/readyz") == 200:
                 return

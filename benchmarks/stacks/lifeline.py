@@ -11,6 +11,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,7 @@ class Lifeline:
     """
 
     def __init__(
-        self,
-        process: subprocess.Popen[Any],
-        *,
-        group: bool = False,
-        patience_s: float = PATIENCE_S,
+        self, process: subprocess.Popen[Any], *, group: bool = False, patience_s: float = PATIENCE_S
     ) -> None:
         started = psutil.Process(process.pid).create_time()
         words = (str(process.pid), repr(started), str(int(group)), repr(patience_s))
@@ -51,6 +50,63 @@ class Lifeline:
         except subprocess.TimeoutExpired:
             self._watch.kill()
             self._watch.wait()
+
+
+class Running:
+    """A server as a process, until ``end``; ended, too, when this program is gone.
+
+    Args:
+        out: gets all that it prints; ``tail`` is its end.
+        group: it leads a group, which is killed at last.
+        patience_s: from SIGTERM to SIGKILL.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        out: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        group: bool = False,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.out, self._group, self._patience_s = out, group, patience_s
+        with out.open("ab") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=file, env=env, cwd=cwd, start_new_session=group
+            )
+        self._lifeline = Lifeline(self.process, group=group, patience_s=patience_s)
+
+    def wait_for(self, url: str, timeout_s: float) -> None:
+        """Wait until ``url`` answers 200. Raises ``RuntimeError``: the server ended, or it did not.
+
+        A server that did not start is ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
+                if answer.status == 200:
+                    return
+            time.sleep(0.2)
+        self.end()
+        raise RuntimeError(f"no answer at {url}:\n{self.tail()}")
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.out.read_text(errors="replace").splitlines()[-lines:])
+
+    def end(self) -> int:
+        """End it patiently at first; returns its exit code."""
+        self.process.terminate()
+        try:
+            self.process.wait(self._patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        if self._group:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self._lifeline.let_go()
+        return self.process.wait()
 
 
 def _end(pid: int, started: float, group: bool, patience_s: float) -> None:

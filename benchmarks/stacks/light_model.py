@@ -48,17 +48,10 @@ def _weights(config: dict[str, int], head_dim: int) -> dict[str, np.ndarray]:
     keys = config["num_key_value_heads"] * head_dim
     found = {"model.embed_tokens.weight": matrix(config["vocab_size"], WIDTH)}
     found["model.norm.weight"] = ones
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        found |= {
-            f"{layer}.input_layernorm.weight": ones,
-            f"{layer}.post_attention_layernorm.weight": ones,
-            f"{layer}.self_attn.q_proj.weight": matrix(queries, WIDTH),
-            f"{layer}.self_attn.k_proj.weight": matrix(keys, WIDTH),
-            f"{layer}.self_attn.v_proj.weight": matrix(keys, WIDTH),
-            f"{layer}.self_attn.o_proj.weight": matrix(WIDTH, queries),
-            f"{layer}.mlp.gate_proj.weight": matrix(WIDTH, WIDTH),
-            f"{layer}.mlp.up_proj.weight": matrix(WIDTH, WIDTH),
-            f"{layer}.mlp.down_proj.weight": matrix(WIDTH, WIDTH),
-        }
+    shapes = {"self_attn.q_proj": (queries, WIDTH), "self_attn.o_proj": (WIDTH, queries)}
+    shapes |= {f"self_attn.{x}_proj": (keys, WIDTH) for x in "kv"}
+    shapes |= {f"mlp.{x}_proj": (WIDTH, WIDTH) for x in ("gate", "up", "down")}
+    for layer in (f"model.layers.{i}" for i in range(config["num_hidden_layers"])):
+        found |= {f"{layer}.{x}_layernorm.weight": ones for x in ("input", "post_attention")}
+        found |= {f"{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
     return found

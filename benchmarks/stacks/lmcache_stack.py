@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stacks.lifeline import Lifeline
+from benchmarks.stacks.lifeline import Running
 from benchmarks.stacks.product_stack import free_port
 from benchmarks.stacks.vllm_stack import START_S, FloatName, PlainVllm, python_with_vllm
 
@@ -75,6 +75,9 @@ class LmcacheVllm:
         self._ram_bytes, self._all_bytes = ram_bytes, ram_bytes + headroom_bytes
         self._watermark = ram_bytes / self._all_bytes
         self._port, self._http_port = free_port(), free_port()
+        server = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self._port}
+        transfer: dict[str, Any] = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
+        transfer["kv_connector_extra_config"] = server
         self.vllm = PlainVllm(
             pool_bytes,
             max_context,
@@ -83,7 +86,7 @@ class LmcacheVllm:
             model_path=model_path,
             arguments=(
                 "--disable-hybrid-kv-cache-manager",
-                *("--kv-transfer-config", json.dumps(self._transfer_config())),
+                *("--kv-transfer-config", json.dumps(transfer)),
             ),
         )
 
@@ -94,21 +97,13 @@ class LmcacheVllm:
     @property
     def ram_used(self) -> int:
         """Bytes of KV that the server holds now."""
-        status = self._status() or {}
-        return int(status["storage_manager"]["l1_manager"]["memory_used_bytes"])
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/status") as answer:
+            return int(json.load(answer)["storage_manager"]["l1_manager"]["memory_used_bytes"])
 
     def settle(self) -> None:
         time.sleep(STORED_S)
         while self.ram_used > self._ram_bytes:
             time.sleep(0.2)
-
-    def _transfer_config(self) -> dict[str, Any]:
-        server = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self._port}
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": server,
-        }
 
     def _command(self) -> list[str]:
         return [
@@ -125,43 +120,17 @@ class LmcacheVllm:
             *("--shm-name", f"thermocline-bench-{os.getpid()}"),
         ]
 
-    def _status(self) -> dict[str, Any] | None:
-        url = f"http://127.0.0.1:{self._http_port}/status"
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return json.load(answer)  # type: ignore[no-any-return]
-        except OSError:
-            return None
-
     def __enter__(self) -> LmcacheVllm:
         with ExitStack() as exits:
-            log = exits.enter_context(tempfile.TemporaryFile())
-            self._server = subprocess.Popen(
-                self._command(), stdout=log, stderr=log, env={**os.environ, **QUIET}
-            )
-            lifeline = Lifeline(self._server)
-            exits.callback(lifeline.let_go)
-            exits.callback(self._end_server)
-            self._wait_for_server()
+            folder = exits.enter_context(tempfile.TemporaryDirectory())
+            env = {**os.environ, **QUIET}
+            # It removes its shared memory when it ends.
+            server = Running(self._command(), Path(folder) / "log.txt", env=env, patience_s=30)
+            exits.callback(server.end)
+            server.wait_for(f"http://127.0.0.1:{self._http_port}/status", START_S)
             exits.enter_context(self.vllm)
             self._exits = exits.pop_all()
         return self
-
-    def _wait_for_server(self) -> None:
-        deadline = time.monotonic() + START_S
-        while self._status() is None:
-            if self._server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("LMCache's server did not start")
-            time.sleep(0.2)
-
-    def _end_server(self) -> None:
-        """End the server, patiently at first: it removes its shared memory when it ends."""
-        self._server.terminate()
-        try:
-            self._server.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
 
     def __exit__(self, *_: object) -> None:
         self._exits.close()

@@ -10,13 +10,10 @@ import copy
 import json
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +23,7 @@ from typing import Any, Protocol
 import aiohttp
 import psutil
 
-from benchmarks.stacks.lifeline import Lifeline
+from benchmarks.stacks.lifeline import Running
 
 WORDS = """
 river stone market winter garden engine letter bridge summer harbour window forest music doctor
@@ -112,8 +109,7 @@ class Stack:
         self.root = self.folder or Path(self._own.name)  # type: ignore[union-attr]
         self.root.mkdir(parents=True, exist_ok=True)
         self.log = self.root / "log.txt"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline: Lifeline | None = None
+        self._running: Running | None = None
 
     @property
     def url(self) -> str:
@@ -127,49 +123,24 @@ class Stack:
         config.write_text(toml_of(tables))
         environment = {**os.environ, **self.environment}
         environment["THERMOCLINE_DATA_DIR"] = str(self.root / "data")
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [self.python, "-m", "launch", "serve", "--config", str(config)],
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-        self._lifeline = Lifeline(self._process)
-        try:
-            self._wait_ready(self.start_timeout_s)
-        except BaseException:
-            self._process.terminate()
-            self._process.wait()
-            self._ended()
-            raise
+        command = [self.python, "-m", "launch", "serve", "--config", str(config)]
+        self._running = Running(command, self.log, env=environment, patience_s=120)
+        self.wait_ready(self.start_timeout_s)
         return self
 
-    def _wait_ready(self, timeout_s: float) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the stack ended at once:\n{self.tail()}")
-            try:
-                with urllib.request.urlopen(f"{self.url}/readyz", timeout=2) as answer:
-                    if answer.status == 200:
-                        return
-            except OSError:
-                pass
-            time.sleep(0.2)
-        raise TimeoutError(f"not ready after {timeout_s:g} s:\n{self.tail()}")
-
     def wait_ready(self, timeout_s: float = 120.0) -> None:
-        """Wait until it takes requests."""
-        self._wait_ready(timeout_s)
+        """Wait until it takes requests. Raises ``RuntimeError``: it does not, and is ended."""
+        assert self._running is not None
+        self._running.wait_for(f"{self.url}/readyz", timeout_s)
 
-    def tail(self, lines: int = 30) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def tail(self) -> str:
+        assert self._running is not None
+        return self._running.tail()
 
     @property
     def gateway(self) -> psutil.Process:
-        assert self._process is not None
-        return psutil.Process(self._process.pid)
+        assert self._running is not None
+        return psutil.Process(self._running.process.pid)
 
     @property
     def engine(self) -> psutil.Process:
@@ -180,30 +151,22 @@ class Stack:
 
     def stop(self) -> int:
         """Stop as a user would: SIGTERM, then wait."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-        code = self._process.wait(timeout=120)
-        self._ended()
+        assert self._running is not None
+        code, self._running = self._running.end(), None
         return code
-
-    def _ended(self) -> None:
-        self._process = None
-        if self._lifeline is not None:
-            self._lifeline.let_go()
-            self._lifeline = None
 
     def kill(self, *, engine_too: bool = False) -> None:
         """kill -9 of the gateway; the engine notices by itself, if it is not killed as well."""
-        assert self._process is not None
+        assert self._running is not None
         engine = self.engine
         if engine_too:
             engine.suspend()  # or it would notice first
-        self._process.kill()
-        self._process.wait()
+        self._running.process.kill()
+        self._running.process.wait()
         if engine_too:
             engine.kill()
         engine.wait(timeout=60)
-        self._ended()
+        self.stop()
 
     def kill_engine(self, timeout_s: float = 300.0) -> None:
         """kill -9 of the engine; returns when the gateway has started another."""
@@ -219,13 +182,13 @@ class Stack:
             if any(_is_engine(x) for x in engines):
                 break
             time.sleep(0.1)
-        self._wait_ready(deadline - time.monotonic())
+        self.wait_ready(deadline - time.monotonic())
 
     def __enter__(self) -> Stack:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
+        if self._running is not None:
             self.stop()
         if self._own is not None:
             self._own.cleanup()

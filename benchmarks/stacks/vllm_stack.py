@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import tempfile
-import time
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from benchmarks.stacks.lifeline import Lifeline
+from benchmarks.stacks.lifeline import Running
 from benchmarks.stacks.product_stack import MIB, Stack, free_port
 from engines.config import EngineConfig, WorkerConfig
 from engines.vllm_plugin.process.command import command, default_environment, environment
@@ -69,11 +65,7 @@ def with_plugin(
             "max_context": max_context,
             "dtype": dtype,
         },
-        "store": {
-            "codec": codec,
-            "ram_bytes": ram_bytes,
-            "disk_bytes": disk_bytes,
-        },
+        "store": {"codec": codec, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes},
         "scheduler": {"idle_after_s": idle_after_s},
     }
     return Stack(settings, folder, start_timeout_s=START_S)
@@ -101,14 +93,11 @@ class PlainVllm:
 
     @property
     def process(self) -> psutil.Process:
-        return psutil.Process(self._process.pid)
+        return psutil.Process(self._running.process.pid)
 
     def _settings(self) -> WorkerConfig:
         engine = EngineConfig(
-            kind="vllm",
-            hot_bytes=self.pool_bytes,
-            max_context=self.max_context,
-            dtype=self.dtype,
+            kind="vllm", hot_bytes=self.pool_bytes, max_context=self.max_context, dtype=self.dtype
         )
         return WorkerConfig(
             engine=engine,
@@ -140,37 +129,17 @@ class PlainVllm:
         }
 
     def __enter__(self) -> PlainVllm:
-        self._log = tempfile.TemporaryFile()
         self._folder = tempfile.TemporaryDirectory(prefix="plain-vllm-")  # of vLLM's own sockets
-        self._process = subprocess.Popen(
-            self.command(),
-            stdout=self._log,
-            stderr=self._log,
-            env=self.environment(),
-            start_new_session=True,
+        log = Path(self._folder.name) / "log.txt"
+        self._running = Running(
+            self.command(), log, env=self.environment(), group=True, patience_s=10
         )
-        self._lifeline = Lifeline(self._process, group=True, patience_s=10)
-        deadline = time.monotonic() + START_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.__exit__()
-                raise RuntimeError("plain vLLM did not start")
-            time.sleep(0.2)
+        self._running.wait_for(f"{self.url}/health", START_S)
         return self
 
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
     def __exit__(self, *_: object) -> None:
-        """Kill vLLM with all its processes, which do not always end with the first one."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._lifeline.let_go()
-        self._log.close()
+        """End vLLM with all its processes, which do not always end with the first one."""
+        self._running.end()
         self._folder.cleanup()
 
 

@@ -13,17 +13,18 @@ code is 1 if there were errors, and 130 after Ctrl-C, which still prints what is
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 
 from benchmarks.program import options_of
 from benchmarks.users.capacity import BY_TIME, Found, Search
-from benchmarks.users.figures import Report, Run, Target, report_of
+from benchmarks.users.figures import Run, Target, report_of
 from benchmarks.users.workload import PRESETS, Habits, workload_of
 from launch.errors import LaunchError, UsageError
 from launch.printing import check_output, print_table, say, write_json
@@ -78,8 +79,8 @@ def play_workload(target: Target, args: Namespace) -> int:
     report = report_of(run, finished=played(run.play))
     print_report(report)
     if args.json:
-        write_json(report, args.json)
-    return int(report.num_errors > 0) if report.finished else INTERRUPTED
+        args.json.write_text(json.dumps(report, indent=2))
+    return int(bool(report["errors"])) if report["finished"] else INTERRUPTED
 
 
 def find_capacity(target: Target, args: Namespace) -> int:
@@ -94,34 +95,22 @@ def find_capacity(target: Target, args: Namespace) -> int:
     return 0 if finished else INTERRUPTED
 
 
-def print_report(report: Report) -> None:
-    done = len(report.requests)
-    state = "" if report.finished else f", interrupted after {done} of {report.planned_requests}"
-    say(f"{report.workload} against {report.model} at {report.url}: {done} requests{state}\n")
-    phases = [
-        [
-            *(x.name, str(x.users), str(x.requests), str(x.errors)),
-            *(f"{x.tokens_per_s:.1f}", f"{x.tokens_per_s_user:.1f}"),
-            *map(_seconds, (x.ttft_s.p50, x.ttft_s.p90, x.ttft_s.p99, x.itl_s.p50, x.itl_s.p90)),
-        ]
-        for x in report.phases
-    ]
-    print_table(PHASES, phases, right=PHASES[1:])
-    sources = [
-        [
-            *(x.source, str(x.requests), str(x.prompt_tokens)),
-            "" if x.reused_share is None else f"{x.reused_share:.1%}",
-            *map(_seconds, (x.ttft_s.p50, x.ttft_s.p90, x.ttft_s.p99, x.itl_s.p50, x.itl_s.p90)),
-        ]
-        for x in report.sources
-    ]
-    say()
-    print_table(SOURCES, sources, right=SOURCES[1:])
-    for row in report.sources:
-        if meaning := _MEANINGS.get(row.source):
-            say(f"{row.source}: {meaning}")
-    say(f"\nerrors: {report.num_errors}")
-    for words, count in report.errors.items():
+def print_report(report: dict[str, Any]) -> None:
+    done = f"{len(report['requests'])} requests"
+    if not report["finished"]:
+        done += f", interrupted; {report['planned_requests']} were planned"
+    say(f"{report['workload']} against {report['model']} at {report['url']}: {done}")
+    for head, rows, form in (
+        (PHASES, report["phases"], ".1f"),
+        (SOURCES, report["sources"], ".1%"),
+    ):
+        say()
+        print_table(head, [_cells(x, form) for x in rows], right=head[1:])
+    for row in report["sources"]:
+        if meaning := _MEANINGS.get(row["source"]):
+            say(f"{row['source']}: {meaning}")
+    say(f"\nerrors: {sum(report['errors'].values())}")
+    for words, count in report["errors"].items():
         say(f"  {count} x {words}")
 
 
@@ -138,6 +127,12 @@ def print_found(found: Found) -> None:
     print_table(ROUNDS, rows, right=ROUNDS[:4], empty="nothing was measured")
     most = " or more: none was lost" if found.at_least else ""
     say(f"capacity: {found.capacity} sessions{most}")
+
+
+def _cells(row: dict[str, Any], form: str) -> list[str]:
+    *figures, ttft, itl = row.values()
+    shown = ["" if x is None else format(x, form if isinstance(x, float) else "") for x in figures]
+    return [*shown, *map(_seconds, (*ttft, *itl[:2]))]
 
 
 def _seconds(value: float | None) -> str:

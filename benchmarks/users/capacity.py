@@ -8,7 +8,6 @@ and the sessions that still come back are those that the server kept.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from statistics import median_high
 from typing import Final
 
@@ -21,9 +20,8 @@ from launch.errors import LaunchError
 from launch.remote.turn import Message, RemoteTurn, take_turn
 
 KEPT_SHARE: Final = 0.5  # of its beginning that a returning session has to reuse
-QUICK_SHARE: Final = (
-    0.5  # of the first turn's time to first token; for servers that do not report their reuse
-)
+# Of the first turn's time to first token; for servers that do not report their reuse.
+QUICK_SHARE: Final = 0.5
 LOST_IN_A_ROW: Final = 4  # then all older ones count as lost, too
 BY_TIME: Final = "time"
 ANSWER_TOKENS: Final = 8
@@ -66,19 +64,12 @@ class Search:
     """One search. ``found`` may be read at any time."""
 
     def __init__(
-        self,
-        target: Target,
-        *,
-        words: int = 300,
-        most: int = 256,
-        start: int = 4,
-        on_turn: Callable[[str], None] = lambda what: None,
+        self, target: Target, *, words: int = 300, most: int = 256, start: int = 4
     ) -> None:
         self.found = Found(target.address.base, target.model, words)
         self._target = target
         self._most = most
         self._start = min(start, most)
-        self._on_turn = on_turn
         self._tag = f"{time.time_ns():x}"
         self._sessions: list[_Session] = []
 
@@ -140,16 +131,16 @@ class Search:
         return (back.cached_tokens or 0) >= KEPT_SHARE * session.first.prompt_tokens
 
     async def _open(self, http: aiohttp.ClientSession, session: _Session) -> None:
-        session.first = turn = await self._turn(http, session.name, session.messages, "open")
+        session.first = turn = await self._turn(http, session.name, session.messages)
         session.messages.append({"role": "assistant", "content": turn.text})
 
     async def _return(self, http: aiohttp.ClientSession, session: _Session) -> RemoteTurn:
         """Ask the same each time, so that sessions stay as long as they are."""
         asked = [*session.messages, {"role": "user", "content": "And another one?"}]
-        return await self._turn(http, session.name, asked, "return")
+        return await self._turn(http, session.name, asked)
 
     async def _turn(
-        self, http: aiohttp.ClientSession, name: str, messages: list[Message], what: str
+        self, http: aiohttp.ClientSession, name: str, messages: list[Message]
     ) -> RemoteTurn:
         turn = await take_turn(
             http,
@@ -164,7 +155,6 @@ class Search:
         if not turn.ok:
             status = f" ({turn.status})" if turn.status else ""
             raise LaunchError(f"a turn failed{status}: {turn.error}")
-        self._on_turn(what)
         return turn
 
 

@@ -148,59 +148,7 @@ _MISTAKES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-class Percentiles(msgspec.Struct, frozen=True):
-    """Seconds; None = nothing was measured."""
-
-    p50: float | None = None
-    p90: float | None = None
-    p99: float | None = None
-
-
-class PhaseFigures(msgspec.Struct, frozen=True):
-    """One phase of the run."""
-
-    name: str
-    users: int
-    requests: int
-    errors: int
-    wall_s: float
-    answer_tokens: int
-    tokens_per_s: float  # of all users together
-    tokens_per_s_user: float  # of one
-    ttft_s: Percentiles
-    itl_s: Percentiles  # time between two chunks of an answer
-
-
-class SourceFigures(msgspec.Struct, frozen=True):
-    """All turns whose KV came from one source."""
-
-    source: str
-    requests: int
-    prompt_tokens: int
-    reused_share: float | None  # of the prompts' tokens; None = the server does not say
-    ttft_s: Percentiles
-    itl_s: Percentiles
-
-
-class Report(msgspec.Struct, frozen=True):
-    """All that a run found out."""
-
-    url: str
-    model: str
-    workload: str
-    finished: bool  # False: it was interrupted
-    planned_requests: int
-    phases: list[PhaseFigures]
-    sources: list[SourceFigures]
-    errors: dict[str, int]
-    requests: list[Result]
-
-    @property
-    def num_errors(self) -> int:
-        return sum(self.errors.values())
-
-
-def report_of(run: Run, *, finished: bool) -> Report:
+def report_of(run: Run, *, finished: bool) -> dict[str, Any]:
     """Sum up the results of a run so far."""
     results = run.results
     good = [x for x in results if x.turn.ok]
@@ -208,54 +156,52 @@ def report_of(run: Run, *, finished: bool) -> Report:
     sources = sorted(
         {x.source for x in good}, key=lambda x: (ORDER.index(x) if x in ORDER else len(ORDER), x)
     )
-    return Report(
-        run.target.address.base,
-        run.model,
-        run.workload.name,
-        finished,
-        run.workload.num_steps,
-        [_phase(x, [y for y in results if y.phase == x], run.walls.get(x, 0)) for x in names],
-        [_source(x, [y for y in good if y.source == x]) for x in sources],
-        dict(Counter(_words(x) for x in results if not x.ok).most_common(MOST_ERRORS)),
-        list(results),
-    )
+    errors = Counter(_words(x) for x in results if not x.ok)
+    return {
+        "url": run.target.address.base,
+        "model": run.model,
+        "workload": run.workload.name,
+        "finished": finished,  # False: it was interrupted
+        "planned_requests": run.workload.num_steps,
+        "phases": [
+            _phase(x, [y for y in results if y.phase == x], run.walls.get(x, 0)) for x in names
+        ],
+        "sources": [_source(x, [y for y in good if y.source == x]) for x in sources],
+        "errors": dict(errors.most_common(MOST_ERRORS)),
+        "requests": msgspec.to_builtins(results),
+    }
 
 
-def percentiles(values: Iterable[float | None]) -> Percentiles:
-    """The value that so many per cent of all stay within."""
+def percentiles(values: Iterable[float | None]) -> tuple[float | None, ...]:
+    """The value that 50, 90 and 99 per cent of all stay within; None = nothing was measured."""
     known = [x for x in values if x is not None]
-    return Percentiles(*np.percentile(known, (50, 90, 99)).round(4).tolist() if known else ())
+    return tuple(np.percentile(known, (50, 90, 99)).round(4).tolist()) if known else (None,) * 3
 
 
-def _phase(name: str, results: Sequence[Result], wall_s: float) -> PhaseFigures:
+def _phase(name: str, results: Sequence[Result], wall_s: float) -> dict[str, Any]:
     users = len({x.user for x in results})
     tokens = sum(x.turn.answer_tokens for x in results)
     speed = tokens / wall_s if wall_s else 0.0
-    return PhaseFigures(
-        name,
-        users,
-        len(results),
-        sum(not x.ok for x in results),
-        round(wall_s, 3),
-        tokens,
-        round(speed, 2),
-        round(speed / max(1, users), 2),
-        *_times([x for x in results if x.turn.ok]),
-    )
+    found = {"phase": name, "users": users, "requests": len(results)}
+    found["errors"] = sum(not x.ok for x in results)
+    found |= {"tokens_per_s": round(speed, 2), "per_user": round(speed / max(1, users), 2)}
+    return found | _times([x for x in results if x.turn.ok])
 
 
-def _source(name: str, results: Sequence[Result]) -> SourceFigures:
+def _source(name: str, results: Sequence[Result]) -> dict[str, Any]:
     prompt = sum(x.turn.prompt_tokens for x in results)
     reported = [x.turn.cached_tokens for x in results if x.turn.cached_tokens is not None]
+    # Of the prompts' tokens; None = the server does not say.
     share = round(sum(reported) / prompt, 4) if reported and prompt else None
-    return SourceFigures(name, len(results), prompt, share, *_times(results))
+    found = {"source": name, "requests": len(results), "prompt_tokens": prompt}
+    return {**found, "reused_share": share, **_times(results)}
 
 
-def _times(results: Iterable[Result]) -> tuple[Percentiles, Percentiles]:
-    """Times to the first token, and between two chunks."""
+def _times(results: Iterable[Result]) -> dict[str, Any]:
+    """Times to the first token, and between two chunks of an answer."""
     turns = [x.turn for x in results]
-    gaps = (gap for x in turns for gap in x.gaps_s)
-    return percentiles(x.ttft_s for x in turns), percentiles(gaps)
+    gaps = percentiles(gap for x in turns for gap in x.gaps_s)
+    return {"ttft_s": percentiles(x.ttft_s for x in turns), "itl_s": gaps}
 
 
 def _words(result: Result) -> str:

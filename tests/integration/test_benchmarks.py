@@ -22,7 +22,6 @@ OF_THE_SAMPLE_MODEL = {
     "capacity": "--sessions 5 --tokens 200 --hot-for 4 --room 2",
     "cycles": "--cycles 2 --tokens 100",
     "density": "--codec tq3",
-    "live_cache": "--tokens 200 --codecs tq3 --scored 2 --steps 1 --rounds 1",
     "live_sessions": "--tokens 200 --users 2 --rounds 1 --answer 4 --hot-mib 64 --enough 1",
     "methods": "--only tq3 --context 256 --texts 1 --learn 1",
     "restore_ttft": "--tokens 300 --rounds 1",
