@@ -184,7 +184,8 @@ class Moves:
         session.keep_until = self._clock() + KEPT_RETRY_S
         with self._table.forgetting(session.ref):
             await self._engine.forget(session.ref)
-        if session.last_used == last_used and session.can(Event.LOST):
+        unused = session.last_used == last_used and not session.num_turns
+        if unused and session.can(Event.LOST):
             session.apply(Event.LOST, "forgotten")
         else:
             session.keep_until = 0.0

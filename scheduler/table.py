@@ -125,8 +125,8 @@ class SessionTable:
             session.num_turns = 1
             session.began = session.last_used
         else:
+            session.num_turns += 1  # first: the row of a leaving session leaves its queue by that
             session.apply(event)
-            session.num_turns += 1
         session.saving = False
         session.last_used = self._clock()  # the row is in no queue now
         if hints is not None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.base import CacheOutcome, EngineUnavailable, KVSize, Notice, SessionRef
@@ -297,6 +297,8 @@ STEPS = st.lists(
 
 
 @given(STEPS)
+@example([("turn", 0, 0), ("turn", 1, 0), ("forget", 0, 0), ("turn", 0, 0), ("sweep", 0, 0)])
+@example([("turn", 0, 0), ("turn", 1, 0), ("forget", 0, 0), ("turn", 0, 0), ("turn", 1, 1)])
 def test_any_history_ends_in_a_table_that_agrees_with_itself(steps):
     asyncio.run(_live_through(steps))
 
