@@ -94,7 +94,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats: StatsFeed | None = None
         self._events: KVEvents | None = None  # where vLLM reports KV events
         self._worker: WorkerSide | None = None
-        self._ended = Ended()  # in the worker's present step
+        self._ended = Ended()  # in the worker, and not reported to vLLM yet
         if role is KVConnectorRole.SCHEDULER:
             given = self._settings, vllm_config, self._groups, vllm.__version__
             with record_refusal(self._folder, OSError, ValueError):  # sockets that cannot be opened
@@ -237,18 +237,21 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
     # At the end of a step vLLM calls these three, in this order.
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        self._ended = self._worker.pop_ended() if self._worker is not None else Ended()
-        loads = self._ended.loads
+        ended = self._worker.pop_ended() if self._worker is not None else Ended()
+        self._ended.loads |= ended.loads
+        self._ended.jobs |= ended.jobs
+        loads = ended.loads
         # With one group vLLM keeps the blocks before the first bad one. With several groups it
         # accepts no list of bad blocks, so the whole load is reported as failed.
         failed = {x for x, bad in loads.items() if bad} if self._groups.states else set[str]()
         return KVConnectorTransferResults(finished_recving={*loads}, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._groups.states else set[int]().union(*self._ended.loads.values())
+        loads, self._ended.loads = self._ended.loads, {}
+        return set() if self._groups.states else set[int]().union(*loads.values())
 
     def build_connector_worker_meta(self) -> BlockAcks | None:
-        jobs = self._ended.jobs
+        jobs, self._ended.jobs = self._ended.jobs, {}
         return BlockAcks(Counter({*jobs}), {x for x in jobs if jobs[x]}) if jobs else None
 
     def shutdown(self) -> None:
