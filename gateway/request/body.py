@@ -14,7 +14,7 @@ from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -114,7 +114,11 @@ async def body_for_engine(
     body = await read_json_body(request, gateway.config) or empty
     if only is None:
         named = await _off_loop(len(body), partial(_model_named, body))
-        model = gateway.models.meant(named, gateway.config)
+        if named is _UNREAD:
+            async with _parsed(gateway, request, body) as early:
+                model = early.model
+        else:
+            model = gateway.models.meant(named, gateway.config)
         if not model.is_there:
             async with _parsed(gateway, request, body) as early:
                 if check is not None:
@@ -163,13 +167,16 @@ class _Named(msgspec.Struct):
     model: object = None
 
 
+_UNREAD: Final = object()
+
+
 def _model_named(body: bytes) -> object:
-    """Return the model that a body names; what is wrong with the rest is seen later."""
+    """Return the model that a body names; ``_UNREAD`` where only parsing all of it can say."""
     check_weight(body)
     try:
         return msgspec.json.decode(body, type=_Named).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _whole(body).json.get("model")
+        return _UNREAD
 
 
 async def _off_loop(nbytes: int, work: Callable[[], T]) -> T:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 import tracemalloc
 from typing import ClassVar
 
@@ -20,6 +22,7 @@ from gateway.edge.key_limits import ROUTE_COSTS
 from gateway.edge.rates import Taken
 from gateway.keys import generate_key
 from gateway.models import ServedModel
+from gateway.request import body as request_body
 from gateway.request.callers import RequestState, enter
 from scheduler.config import SchedulerConfig
 from scheduler.sessions import SessionManager
@@ -87,6 +90,29 @@ async def test_a_request_that_waits_for_its_model_holds_bytes_and_no_values():
     for task in (first, *others):
         task.cancel()
     await asyncio.gather(first, *others, return_exceptions=True)
+
+
+async def test_large_bodies_that_only_a_parser_can_read_are_parsed_one_at_a_time(monkeypatch):
+    """Half a character hides the model's name from a look at the field alone."""
+    app, lock, running, most = TwoModels(), threading.Lock(), 0, 0
+    whole = request_body._whole
+
+    def counted(body: bytes) -> object:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        with lock:
+            running -= 1
+        return whole(body)
+
+    monkeypatch.setattr(request_body, "_whole", counted)
+    many = ",".join(["[]"] * NUM_VALUES)
+    said = f'"model":"{MODEL}","messages":[{{"role":"user","content":"\\ud800"}}]'
+    body = f'{{"unknown":[{many}],{said}}}'.encode()
+    replies = await asyncio.gather(*(app.post("/v1/chat/completions", body) for _ in range(4)))
+    assert {x.status for x in replies} <= {200, 400} and most == 1
 
 
 async def test_it_is_asked_as_it_was_sent_once_its_model_is_there():
