@@ -312,7 +312,11 @@ def _store(effective: EffectiveSettings, model: Model) -> StoreConfig:
 
 
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:
-    """Read the keys, and check that whoever can reach the server needs one. ``UsageError``."""
+    """Read the keys.
+
+    Raises:
+        UsageError: they cannot be read, or other machines could use the server without one.
+    """
     config = settings.gateway
     try:
         tenants = Tenants(secret_of(settings, data_dir), *lines_of(config))
