@@ -18,6 +18,7 @@ from gateway.identity.names import (
 )
 from gateway.identity.outline import Outline, hashed
 from tests.unit.gateway.in_process import MODEL, App, HoldingEngine
+from tests.waiting import eventually
 
 CLAUDE = {"x-claude-code-session-id": "s1"}
 SALT = b"s" * 32
@@ -95,31 +96,34 @@ def test_other_user_ids_name_nothing(metadata: object) -> None:
     assert by_user_id({"user_id": '{"session_id": 3}'}, [user("x")]) is None
 
 
-async def asked_as(app: App, headers: dict[str, str], **fields: Any) -> str:
-    body = {"model": MODEL, "messages": [user("hi")], **fields}
-    assert (await app.post("/v1/chat/completions", body, **headers)).status == 200
-    return app.engine.asked[-1].headers["x-session"]
+async def session_of(app: App, body: dict[str, Any], **headers: str) -> str:
+    """The session of a turn, as the engine and the client are given it."""
+    asked = {"model": MODEL, "messages": [user("hi")], **body}
+    reply = await app.post("/v1/chat/completions", asked, **headers)
+    assert reply.status == 200, reply.body
+    return reply.headers["x-thermocline-session"]
 
 
 async def test_the_order_of_names(app: App) -> None:
     body = {"session_id": "b", "metadata": {"user_id": "u_session_abc"}}
-    assert await asked_as(app, {"x_session_id": "h", "x_session_affinity": "o"}, **body) == "h"
-    assert await asked_as(app, {"x_session_affinity": "o"}, **body) == "o"
-    assert await asked_as(app, {}, **body) == "b"
-    assert (await asked_as(app, {}, metadata=body["metadata"])).startswith("abc/")
-    assert (await asked_as(app, {}, previous_response_id="resp_1")).startswith("chat-")
+    assert await session_of(app, body, x_session_id="h", x_session_affinity="o") == "h"
+    assert await session_of(app, body, x_session_affinity="o") == "o"
+    assert await session_of(app, body) == "b"
+    assert (await session_of(app, {"metadata": body["metadata"]})).startswith("abc/")
+    assert (await session_of(app, {"previous_response_id": "resp_1"})).startswith("chat-")
 
 
 async def test_a_shared_key_is_no_session(app: App) -> None:
-    one = await asked_as(app, {}, prompt_cache_key="team")
-    two = await asked_as(app, {}, prompt_cache_key="team", messages=[user("other")])
-    again = await asked_as(app, {}, prompt_cache_key="team", messages=[user("hi"), user("so")])
+    asked = ([user("hi")], [user("other")], [user("hi"), user("so")])
+    one, two, again = [
+        await session_of(app, {"prompt_cache_key": "team", "messages": x}) for x in asked
+    ]
     assert one == again != two
 
 
 def chat(system: str | None, *texts: str) -> dict[str, Any]:
     first = [{"role": "system", "content": system}] if system else []
-    return {"model": "m", "messages": first + [{"role": "user", "content": x} for x in texts]}
+    return {"model": MODEL, "messages": first + [user(x) for x in texts]}
 
 
 MAIN = chat("you code", "fix it " * 200)
@@ -174,19 +178,9 @@ def test_a_conversation_that_comes_while_its_title_is_made_keeps_a_row_of_its_ow
     assert session.take(PROBE) == SessionChoice("s", True)
 
 
-async def answered_as(app: App, body: dict[str, Any], **headers: str) -> str:
-    reply = await app.post("/v1/chat/completions", {**body, "model": MODEL}, **headers)
-    assert reply.status == 200, reply.body
-    return reply.headers["x-thermocline-session"]
-
-
 async def test_a_title_is_asked_beside_and_goes_with_its_session(app: App) -> None:
-    agent = {"x_session_affinity": "o"}
-    assert [await answered_as(app, x, **agent) for x in (MAIN, TITLE, LATER)] == [
-        "o",
-        "o/beside",
-        "o",
-    ]
+    rows = [await session_of(app, x, x_session_affinity="o") for x in (MAIN, TITLE, LATER)]
+    assert rows == ["o", "o/beside", "o"]
     shown = {x["id"]: x for x in (await app.get("/v1/sessions")).json["data"]}
     assert (shown["o/beside"]["kind"], shown["o/beside"]["parent"]) == ("child", "o")
     assert shown["o"]["kind"] == "main"
@@ -194,24 +188,24 @@ async def test_a_title_is_asked_beside_and_goes_with_its_session(app: App) -> No
     assert (await app.get("/v1/sessions")).json["data"] == []
 
 
-async def test_an_id_that_a_user_chose_is_obeyed(app: App) -> None:
+@pytest.mark.parametrize(
+    ("headers", "settings", "row"),
+    [
+        ({"x_session_id": "mine"}, {}, "mine"),  # a user chose it
+        ({}, {"sessions": 1}, "o"),  # the key has room for no other session
+    ],
+)
+async def test_where_there_is_no_row_beside_a_title_is_asked_in_the_session(headers, settings, row):
+    app = App(**settings)
     for body in (MAIN, TITLE):
-        assert await answered_as(app, body, x_session_id="mine", x_session_affinity="o") == "mine"
-
-
-async def test_a_key_without_room_for_another_session_is_served_all_the_same() -> None:
-    app = App(sessions=1)
-    for body in (MAIN, TITLE):
-        assert await answered_as(app, body, session_id="", x_session_affinity="o") == "o"
+        assert await session_of(app, body, x_session_affinity="o", **headers) == row
 
 
 async def test_both_at_once() -> None:
     app = App(engine := HoldingEngine())
-    first = asyncio.create_task(answered_as(app, TITLE, x_session_affinity="o"))
-    while not app.engine.asked:
-        await asyncio.sleep(0)
-    second = asyncio.create_task(answered_as(app, MAIN, x_session_affinity="o"))
-    while len(app.engine.asked) < 2:
-        await asyncio.sleep(0)
+    turns = []
+    for body in (TITLE, MAIN):
+        turns.append(asyncio.create_task(session_of(app, body, x_session_affinity="o")))
+        await eventually(lambda: len(engine.asked) == len(turns))
     engine.going_on.set()
-    assert [await first, await second] == ["o", "o/beside"]
+    assert [await x for x in turns] == ["o", "o/beside"]

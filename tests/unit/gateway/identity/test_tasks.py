@@ -58,14 +58,10 @@ def test_tasks_share_a_few_rows() -> None:
     assert shared_task_session(chat(TITLE)) != shared_task_session(chat(TAGS))
 
 
-def anthropic(text: str) -> dict[str, Any]:
-    return {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": text}]}
-
-
 DIALECTS = [
     ("/v1/chat/completions", chat),
     ("/v1/responses", lambda text: {"model": MODEL, "input": text, "store": False}),
-    ("/v1/messages", anthropic),
+    ("/v1/messages", lambda text: chat(text, max_tokens=64)),
 ]
 
 
@@ -76,9 +72,8 @@ async def test_every_dialect_lists_tasks_apart(path: str, body: Any) -> None:
     for text in (TITLE, TAGS):
         reply = await app.post(path, body(text), x_openwebui_chat_id="c")
         assert (reply.status, reply.headers["x-thermocline-session"]) == (200, "c/task")
-    (alone,) = {
-        (await app.post(path, body(TITLE))).headers["x-thermocline-session"] for _ in range(2)
-    }
+    replies = [await app.post(path, body(TITLE)) for _ in range(2)]
+    (alone,) = {x.headers["x-thermocline-session"] for x in replies}
     assert is_task_session(alone)
     assert [x["id"] for x in (await app.get("/v1/sessions")).json["data"]] == ["c"]
     tasks = {x["id"]: x for x in (await app.get("/v1/sessions?kind=task")).json["data"]}
