@@ -237,10 +237,16 @@ class App:
 
         The client goes when ``leaves`` is set, and takes the body only while ``reads`` is.
         """
-        given = {"host": "localhost", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        given = {k.replace("_", "-"): v for k, v in headers.items()}
         if body:
             given.setdefault("content-length", str(len(body)))
-        scope = {
+        scope = self.scope(method, path, given)
+        return await _collect(self.app, scope, body, leaves or asyncio.Event(), reads)
+
+    def scope(self, method: str, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
+        """What a server gives the app of a request's head."""
+        given = {"host": "localhost", **headers}
+        return {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
@@ -254,7 +260,6 @@ class App:
             "client": ("127.0.0.1", 1),
             "server": self.address,
         }
-        return await _collect(self.app, scope, body, leaves or asyncio.Event(), reads)
 
 
 async def _collect(

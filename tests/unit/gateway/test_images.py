@@ -166,7 +166,7 @@ def after_a_tool(path: str, parts: Any) -> dict[str, Any]:
         output = {"type": "function_call_output", "call_id": "c1", "output": parts}
         return body | {"input": [HI, called, output]}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": parts}
-    use = {"role": "assistant", "content": [TOOL_USE]}
+    use = {"role": "assistant", "content": [{**TOOL_USE}]}
     return body | {"max_tokens": 5, "messages": [HI, use, {"role": "user", "content": [result]}]}
 
 

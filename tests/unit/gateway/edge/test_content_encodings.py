@@ -122,11 +122,6 @@ async def test_streams_may_follow_one_another(encoding: str, pack: Pack) -> None
         with pytest.raises(InvalidRequest) as error:
             await out_of(damaged, encoding)
         assert error.value.status == 400
-    body = json.dumps(CHAT).encode()
-    app = App(RecordingEngine(chat_answer()))
-    both = pack(body[:99]) + pack(body[99:])
-    answer = await app.post("/v1/chat/completions", both, content_encoding=encoding)
-    assert answer.status == 200, answer.body
 
 
 @EACH

@@ -9,7 +9,7 @@ import pytest
 
 from engines.openai.errors import InvalidRequest
 from gateway.edge.bodies import REPLACED_HEADER, parse_whole
-from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply, chat_answer
 from tests.unit.gateway.test_images import PATHS, after_a_tool, heard, text_of, text_part
 
 HALF, OTHER_HALF = "\ud83d", "\ude00"
@@ -38,60 +38,68 @@ async def test_halves_of_users_are_refused_by_name(path: str) -> None:
     assert reply.json["error"]["message"].startswith(f"{name}[0]: it has half a character")
 
 
-async def test_halves_in_a_call_of_anthropics() -> None:
-    to = App()
-    body = after_a_tool("/v1/messages", "done")
-    body["messages"][1] = {
-        "role": "assistant",
-        "content": [{"type": "tool_use", "id": "c1", "name": "read", "input": {"at": CUT}}],
-    }
-    await to.post("/v1/messages", body)
-    call = heard(to)[1]["tool_calls"][0]
-    assert json.loads(call["function"]["arguments"]) == {"at": MENDED}
+def use(kind: str = "tool_use", **fields: Any) -> tuple[str, dict[str, Any]]:
+    """A block of Anthropic's; no prompt has those of its own tools, but clients send them again."""
+    return "/v1/messages", {"type": kind, "id": "s1", "tool_use_id": "s1", "name": "f", **fields}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"type": "mcp_call", "id": "m1", "name": "f", "server_label": "s", "arguments": "{}"},
-        {"type": "local_shell_call", "id": "l1", "call_id": "c1", "status": "completed"},
-        {"type": "mcp_list_tools", "id": "l1", "server_label": "s"},
-    ],
-)
-async def test_halves_in_calls_of_the_server_with_their_results(call: dict[str, str]) -> None:
-    fields = {
-        "mcp_call": {"output": CUT},
-        "local_shell_call": {"action": {"command": [CUT]}},
-        "mcp_list_tools": {"tools": [{"name": "f", "description": CUT}]},
-    }
-    body = after_a_tool("/v1/responses", "done")
-    body["input"].insert(1, {**call, **fields[call["type"]]})
-    to = App()
-    reply = await to.post("/v1/responses", body)
+def call(kind: str, text: str) -> tuple[str, dict[str, Any]]:
+    """A call in a chat."""
+    field = "arguments" if kind == "function" else "input"
+    said = {"id": "s1", "type": kind, kind: {"name": "f", field: text}}
+    return "/v1/chat/completions", said
+
+
+def item(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """An item of Responses."""
+    return "/v1/responses", {"type": kind, "id": "s1", "call_id": "s1", "name": "f", **fields}
+
+
+IN_JSON = json.dumps({"at": CUT})  # as a model writes them: vLLM reads it, and takes no half
+SAID: list[tuple[tuple[str, dict[str, Any]], Any]] = [
+    (use(input={"at": CUT}), {"at": MENDED}),
+    (use("server_tool_use", input={"query": CUT}), None),
+    (use("web_search_tool_result", content=[{"type": "web_search_result", "title": CUT}]), None),
+    (use("mcp_tool_use", server_name="s", input={"at": CUT}), None),
+    (use("mcp_tool_result", content=[{"type": "text", "text": CUT}]), None),
+    (use("bash_code_execution_tool_result", content={"type": "x", "stdout": CUT}), None),
+    (item("mcp_call", server_label="s", arguments="{}", output=CUT), None),
+    (item("local_shell_call", status="completed", action={"command": [CUT]}), None),
+    (item("mcp_list_tools", server_label="s", tools=[{"name": "f", "description": CUT}]), None),
+    (item("function_call", arguments=CUT), MENDED),
+    (item("function_call", arguments=IN_JSON), {"at": MENDED}),
+    (item("custom_tool_call", input=CUT), {"input": MENDED}),
+    (call("function", CUT), MENDED),
+    (call("function", IN_JSON), {"at": MENDED}),
+    (call("custom", CUT), {"input": MENDED}),
+]
+
+
+async def arguments_after(path: str, said: dict[str, Any]) -> tuple[Reply, Any]:
+    """The answer, and the arguments of the first call, where an assistant ``said`` this before."""
+    body, to = after_a_tool(path, "done"), App(RecordingEngine(chat_answer()))
+    if path == "/v1/responses":
+        body["input"].insert(1, said)
+    else:
+        place = "content" if path == "/v1/messages" else "tool_calls"
+        body["messages"][1][place].insert(0, said)
+    reply = await to.post(path, body)
+    text = heard(to)[1]["tool_calls"][0]["function"]["arguments"]
+    return reply, json.loads(text) if text[:1] in '{"' else text
+
+
+@pytest.mark.parametrize(("said", "arguments"), SAID)
+async def test_halves_in_what_an_assistant_said_are_replaced(said: Any, arguments: Any) -> None:
+    reply, found = await arguments_after(*said)
     assert (reply.status, reply.headers[REPLACED_HEADER]) == (200, "4")
+    assert found == arguments or arguments is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        ("server_tool_use", {"name": "web_search", "input": {"query": CUT}}),
-        ("web_search_tool_result", {"content": [{"type": "web_search_result", "title": CUT}]}),
-        ("mcp_tool_use", {"name": "f", "server_name": "s", "input": {"at": CUT}}),
-        ("mcp_tool_result", {"content": [{"type": "text", "text": CUT}]}),
-        (
-            "bash_code_execution_tool_result",
-            {"content": {"type": "bash_code_execution_result", "stdout": CUT}},
-        ),
-    ],
-)
-async def test_halves_in_blocks_of_anthropics_own_tools(kind: str, fields: dict[str, Any]) -> None:
-    """No prompt has them, but a client sends them again at every turn."""
-    block = {"type": kind, "id": "s1", "tool_use_id": "s1", **fields}
-    said = {"role": "assistant", "content": [block, {"type": "text", "text": "so"}]}
-    hi = {"role": "user", "content": "hi"}
-    body = {"model": MODEL, "max_tokens": 5, "messages": [hi, said, hi]}
-    reply = await App(RecordingEngine(chat_answer())).post("/v1/messages", body)
-    assert (reply.status, reply.headers[REPLACED_HEADER]) == (200, "4")
+@pytest.mark.parametrize("said", [call("function", r'"\\ud83d"'),
+                                  item("function_call", arguments=r'"\\ud83d"')])  # fmt: skip
+async def test_an_escaped_backslash_and_letters_are_no_half(said: Any) -> None:
+    reply, found = await arguments_after(*said)
+    assert found == r"\ud83d" and REPLACED_HEADER not in reply.headers
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
@@ -112,39 +120,6 @@ async def test_halves_that_a_model_writes_end_no_call(path: str) -> None:
         body = {"model": MODEL, "input": "hi", "tools": [{"type": "custom", "name": "write"}]}
         (item,) = (await to.post(path, body)).json["output"]
         assert item["input"] == MENDED
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-async def test_halves_in_a_call_of_openais(path: str) -> None:
-    for kind, field in (("function", "arguments"), ("custom", "input")):
-        body = after_a_tool(path, "done")
-        if path == "/v1/responses":
-            call = {"type": f"{kind}_call" if kind == "function" else "custom_tool_call"}
-            body["input"][1] = {**call, "call_id": "c1", "name": "read", field: CUT}
-        else:
-            call = {"id": "c1", "type": kind, kind: {"name": "read", field: CUT}}
-            body["messages"][1] = {"role": "assistant", "tool_calls": [call]}
-        to = App()
-        reply = await to.post(path, body)
-        (call,) = heard(to)[1]["tool_calls"]
-        arguments = call["function"]["arguments"]
-        assert (json.loads(arguments)["input"] if kind == "custom" else arguments) == MENDED
-        assert reply.headers[REPLACED_HEADER] == "4"
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-async def test_halves_that_a_model_wrote_into_arguments_are_replaced(path: str) -> None:
-    """vLLM reads them, and its tokenizer takes no half: the conversation would end there."""
-    for written, wanted in ((json.dumps({"at": CUT}), {"at": MENDED}), ('"\\\\ud83d"', r"\ud83d")):
-        body = after_a_tool(path, "done")
-        if path == "/v1/responses":
-            body["input"][1]["arguments"] = written
-        else:
-            body["messages"][1]["tool_calls"][0]["function"]["arguments"] = written
-        to = App()
-        reply = await to.post(path, body)
-        assert json.loads(heard(to)[1]["tool_calls"][0]["function"]["arguments"]) == wanted
-        assert reply.headers.get(REPLACED_HEADER) == ("4" if wanted == {"at": MENDED} else None)
 
 
 async def test_halves_in_items_of_a_conversation_are_replaced() -> None:

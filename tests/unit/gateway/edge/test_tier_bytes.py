@@ -1,11 +1,13 @@
-"""A tenant's bytes of a tier on engines with real tiers: one number for each engine."""
+"""A tenant's bytes of a tier on engines with real tiers: one number for each engine.
+
+How a tier keeps within a limit, and whose blobs go, is in ``tests/contract/test_tenant_limits``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,8 +16,6 @@ from engines.base import EngineUnavailable, TenantLimits, TierName
 from engines.wire import TenantUses, Welcome
 from gateway.edge.tier_bytes import TierBytes
 from gateway.keys import Limits, Tenants
-from kvstore.tiers.base import Tier
-from kvstore.tiers.disk_tier import DiskTier
 from kvstore.tiers.ram_tier import RamTier
 from tests.unit.gateway.in_process import WELCOME
 
@@ -29,28 +29,26 @@ DIGEST = "0" * 64
 class TierOfEngine:
     """An engine's side of the limits: a real tier, to which the test writes."""
 
-    def __init__(self, tier: Tier | None = None) -> None:
-        self.welcome: Welcome | None = None
+    def __init__(self) -> None:
         self.is_away = False
         self.num_told = 0
         self._numbers = count()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.begin(tier or RamTier(1 << 30))
+        self.begin()
 
-    def begin(self, tier: Tier) -> None:
+    def begin(self) -> None:
         """Begin another life."""
-        self.tier = tier
-        self.name: TierName = tier.name  # type: ignore[assignment]
-        self.welcome = msgspec.structs.replace(WELCOME)
+        self.tier = RamTier(1 << 30)
+        self.welcome: Welcome | None = msgspec.structs.replace(WELCOME)
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
         await self.may_answer.wait()
         if self.is_away:
             raise EngineUnavailable("the connection was lost")
         self.num_told += 1
-        uses = self.tier.limit_tenants(tiers.get(self.name, TenantLimits()))
-        return TenantUses({} if uses is None else {self.name: uses})
+        uses = self.tier.limit_tenants(tiers.get("ram", TenantLimits()))
+        return TenantUses({} if uses is None else {"ram": uses})
 
     def save(self, tenant: str = TENANT, times: int = 1) -> bool:
         """Write sessions more; returns whether all of each was kept."""
@@ -69,10 +67,10 @@ class TierOfEngine:
 class OneGateway:
     """The limits of one gateway and its engines, round by round."""
 
-    def __init__(self, *engines: TierOfEngine, most: int = MOST, tier: TierName = "ram") -> None:
+    def __init__(self, *engines: TierOfEngine, most: int = MOST) -> None:
         self.engines = list(engines) or [TierOfEngine()]
         self.tenants = Tenants(b"s" * 16, [f"{TENANT}:{DIGEST}", f"bob:{DIGEST[1:]}1"])
-        self.usual = Limits(**{f"{tier}_bytes": most})
+        self.usual = Limits(ram_bytes=most)
         self.full: dict[str, int] = {}
         self.begin()
 
@@ -90,15 +88,10 @@ class OneGateway:
                 self.bytes.round(group)
 
 
-async def one_engine() -> tuple[OneGateway, TierOfEngine]:
-    """A gateway and its engine, which knows the limits."""
-    gateway = OneGateway()
-    await gateway.rounds()
-    return gateway, gateway.engines[0]
-
-
 async def test_an_engine_gives_a_tenant_all_that_it_may_have_and_no_more():
-    gateway, engine = await one_engine()
+    gateway = OneGateway()
+    (engine,) = gateway.engines
+    await gateway.rounds()
     assert engine.save(times=30)
     assert MOST - 2 * SESSION < engine.held <= MOST
     await gateway.rounds()
@@ -118,16 +111,6 @@ async def test_the_number_is_each_engines_own():
     assert other.held > 2 * SESSION
     await gateway.rounds()
     assert gateway.bytes.used(TENANT)["ram"]["held"] == one.held  # the one with most
-
-
-async def test_another_tenants_bytes_are_not_touched():
-    gateway, engine = await one_engine()
-    assert engine.save("bob")
-    bobs = engine.held
-    assert engine.save(times=30)
-    assert engine.held <= MOST + bobs
-    await gateway.rounds()
-    assert gateway.bytes.used("bob")["ram"]["held"] == bobs
 
 
 async def test_a_user_of_a_key_has_that_keys_bytes():
@@ -183,18 +166,11 @@ async def test_a_tenant_whose_key_was_revoked_has_the_usual_limit():
     assert engine.held <= MOST
 
 
-async def test_a_lower_limit_evicts_the_oldest_copies():
-    gateway, engine = await one_engine()
-    engine.save(times=9)
-    gateway.usual = Limits(ram_bytes=3 * SESSION)
-    await gateway.rounds()
-    assert SESSION < engine.held <= 3 * SESSION
-    assert engine.tier.why_evicted([f"{id(engine)}-0-3".encode()]) == ["limit"]
-
-
 async def test_an_engine_that_begins_anew_has_the_limits_again():
-    gateway, engine = await one_engine()
-    engine.begin(RamTier(1 << 30))
+    gateway = OneGateway()
+    (engine,) = gateway.engines
+    await gateway.rounds()
+    engine.begin()
     await gateway.rounds(1)
     engine.save(times=30)
     assert engine.held <= MOST
@@ -216,12 +192,3 @@ async def test_an_engine_that_does_not_answer_or_is_slow_delays_no_other():
     for engine in gateway.engines:
         engine.save(times=30)
         assert engine.held <= MOST
-
-
-async def test_disks_hold_to_it(tmp_path: Path):
-    engine = TierOfEngine(DiskTier(tmp_path, 1 << 30))
-    gateway = OneGateway(engine, tier="disk")
-    await gateway.rounds()
-    engine.save(times=30)
-    assert engine.held <= MOST
-    engine.tier.close()
