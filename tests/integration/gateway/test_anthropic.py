@@ -46,20 +46,6 @@ def test_a_stream_carries_the_same(client: anthropic.Anthropic) -> None:
     assert usage.output_tokens == 5
 
 
-def test_a_message_starts_with_the_counts_of_its_prompt(client: anthropic.Anthropic) -> None:
-    asked: Any = {"model": MODEL, "max_tokens": 5, "messages": HELLO}
-    asked["extra_headers"] = {"x-session-id": "counted"}
-    counts = []
-    for _ in range(2):
-        with client.messages.stream(**asked) as stream:
-            first = next(iter(stream))
-            assert first.type == "message_start"
-            usage = first.message.usage
-            counts.append((usage.input_tokens, usage.cache_read_input_tokens))
-    assert counts[0] == (4, 0)
-    assert sum(x or 0 for x in counts[1]) == 4 and counts[1][1]
-
-
 def test_a_conversation_reuses_what_is_there(client: anthropic.Anthropic) -> None:
     kept: Any = {"type": "ephemeral", "ttl": "1h"}
     system: Any = [{"type": "text", "text": "you are kind", "cache_control": kept}]
@@ -80,14 +66,6 @@ def test_a_conversation_reuses_what_is_there(client: anthropic.Anthropic) -> Non
         assert after.cache_read_input_tokens is not None
         total = (before.cache_read_input_tokens or 0) + (before.cache_creation_input_tokens or 0)
         assert after.cache_read_input_tokens > total
-
-
-def test_a_prefetch_fills_the_cache(client: anthropic.Anthropic) -> None:
-    messages: list[Any] = [{"role": "user", "content": "a b c d e f g"}]
-    filled = client.messages.create(model=MODEL, max_tokens=0, messages=messages)
-    assert (filled.content, filled.usage.output_tokens) == ([], 0)
-    asked = client.messages.create(model=MODEL, max_tokens=5, messages=messages)
-    assert asked.usage.cache_read_input_tokens == 7  # all but the last
 
 
 def test_the_model_is_listed(client: anthropic.Anthropic) -> None:

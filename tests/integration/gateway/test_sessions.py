@@ -141,12 +141,6 @@ async def test_prefetch_wakes_before_the_turn(alice: Caller) -> None:
     assert headers["x-thermocline-cache"].startswith("hot")
 
 
-async def test_pin_and_unpin(alice: Caller) -> None:
-    await alice.chat("one", session="pinned")
-    assert (await alice.verb("pinned", "pin"))[1]["pinned"] is True
-    assert (await alice.verb("pinned", "unpin"))[1]["pinned"] is False
-
-
 async def test_a_session_that_is_served_stays_awake_and_the_caller_hears_it(alice: Caller) -> None:
     await alice.chat("one", session="served")
     endless = {"fake": "chunks=1000 delay_s=1"}
@@ -159,28 +153,23 @@ async def test_a_session_that_is_served_stays_awake_and_the_caller_hears_it(alic
     talking.cancel()
 
 
-async def test_forget_leaves_nothing(alice: Caller) -> None:
-    await alice.chat("one two", session="secret")
-    status, body, _ = await alice.call("DELETE", "/v1/sessions/secret")
-    assert (status, body["deleted"]) == (200, True)
-    assert (await alice.call("GET", "/v1/sessions/secret"))[0] == 404
-    assert (await alice.call("DELETE", "/v1/sessions/secret"))[0] == 404
-    _, headers = await alice.chat("one two", session="secret")
-    assert headers["x-thermocline-cache"].startswith("miss")
-
-
 @pytest.mark.parametrize(
     "session", ["a/b..c", "/a//b/", "%2e%2E", "with blank", "käse:@%41?q#f", "demote", "x" * 256]
 )
-async def test_odd_ids(alice: Caller, session: str) -> None:
+async def test_a_session_of_any_id_is_pinned_and_forgotten(alice: Caller, session: str) -> None:
     _, headers = await alice.chat("hi", session=quote(session, safe=""))
     assert (await alice.one(session))["id"] == session
-    assert (await alice.verb(session, "pin"))[1]["id"] == session
+    pinned = (await alice.verb(session, "pin"))[1]
+    assert (pinned["id"], pinned["pinned"]) == (session, True)
     again, _ = await alice.chat("hi", session=headers["x-thermocline-session"])
     assert cached(again) == 1  # its own header names the same session
+    assert (await alice.verb(session, "unpin"))[1]["pinned"] is False
     path = f"/v1/sessions/{quote(session, safe='')}"
-    assert (await alice.call("DELETE", path))[0] == 200
-    assert (await alice.call("GET", path))[0] == 404
+    status, body = await alice.ask("DELETE", path)
+    assert (status, body["deleted"]) == (200, True)
+    assert [(await alice.ask(x, path))[0] for x in ("GET", "DELETE")] == [404, 404]
+    _, headers = await alice.chat("hi", session=quote(session, safe=""))
+    assert headers["x-thermocline-cache"].startswith("miss")
 
 
 async def test_unfit_requests(alice: Caller) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from engines.wire import TemplateRules
-from tests.unit.gateway.in_process import MODEL, WELCOME, App, RecordingEngine, Reply
+from tests.stored_objects import stored_in
+from tests.unit.gateway.in_process import MODEL, WELCOME, App, RecordingEngine, Reply, chat_answer
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
 SHOWN = "(The result is the image in the next message.)"
@@ -89,6 +91,18 @@ async def test_other_servers_are_not_asked_unless_the_operator_says_so(dialect: 
     to = app(remote_images=True)
     await show(to, dialect, FAR)
     assert heard(to)[0]["content"][1] == image_of(FAR)
+
+
+async def test_what_is_stored_has_the_image_for_the_next_turn(
+    tmp_path: Path,
+) -> None:
+    stored, path = stored_in(tmp_path / "stored.sqlite"), "/v1/responses"
+    to = App(RecordingEngine(chat_answer(), welcome=SEEING), stored=stored)
+    first = await show(to, path, PNG)
+    body = {"model": MODEL, "input": "and now?", "previous_response_id": first.json["id"]}
+    assert (await to.post(path, body)).status == 200
+    assert heard(to)[0]["content"][1] == image_of(PNG)
+    await stored.close()
 
 
 BAD = ["file:///etc/passwd", "", "ftp://x/y", "data:text/html;base64,AA==", "http:/x", "//host/x"]

@@ -61,16 +61,6 @@ async def test_the_engines_report_of_its_cache_is_passed_on() -> None:
     assert reply.body == b'{"usage": null}'
 
 
-async def test_turns_of_a_chat_share_a_session_and_its_salt(app: App) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    await app.post("/v1/chat/completions", {"model": MODEL, "messages": messages})
-    messages += [{"role": "assistant", "content": "yo"}, {"role": "user", "content": "more"}]
-    await app.post("/v1/chat/completions", {"model": MODEL, "messages": messages})
-    first, second = (x.headers for x in app.engine.asked)
-    assert first["x-session"] == second["x-session"]
-    assert len(bytes.fromhex(first["x-salt"])) == 32
-
-
 async def test_text_completions_take_the_same_walk(app: App) -> None:
     body = {"model": MODEL, "prompt": "once upon", "prompt_cache_key": "tale"}
     assert (await app.post("/v1/completions", body)).status == 200

@@ -1,15 +1,20 @@
-"""Anthropic's system text and messages become a chat's, in place."""
+"""Requests of Anthropic's dialect become chats, or are refused; what is left out is counted."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import validate_chat
 from gateway.anthropic.conversation import ATTRIBUTION
+from gateway.anthropic.routes import num_unknown
 from gateway.anthropic.translation import translated
+from tests.unit.gateway.anthropic.test_errors import BODY
+from tests.unit.gateway.in_process import App, RecordingEngine, chat_answer
 
 HI = {"role": "user", "content": "hi"}
 NONCE = f"{ATTRIBUTION} cc_version=2.1; cch=a1b2c;"
@@ -54,17 +59,12 @@ def test_a_tool_call_and_its_results_in_order() -> None:
         {"role": "assistant", "content": [thought, {"type": "text", "text": "ok"}, call]},
         {"role": "user", "content": [failed, fine, empty, {"type": "text", "text": "go on"}]},
     )
+    function = {"name": "ls", "arguments": '{"b":1,"a":[2]}'}
     assert found[1] == {
         "role": "assistant",
         "content": "ok",
         "reasoning_content": "hm",
-        "tool_calls": [
-            {
-                "id": "t1",
-                "type": "function",
-                "function": {"name": "ls", "arguments": '{"b":1,"a":[2]}'},
-            }
-        ],
+        "tool_calls": [{"id": "t1", "type": "function", "function": function}],
     }
     assert found[2:] == [
         {"role": "tool", "content": "Error: gone", "tool_call_id": "t1"},
@@ -115,21 +115,12 @@ def test_parts_that_mean_nothing_to_a_model_are_left_out_and_counted() -> None:
         {"type": "text", "text": "rest"},
     ]
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
-    raw = {"model": "m", "max_tokens": 1, "tools": tools}
-    raw = {
-        **raw,
-        "messages": [{"role": "user", "content": blocks}],
-        "container": {"id": "c"},
-        "mcp_servers": [{"name": "x"}],
-    }
-    made = translated(raw)
-    assert made.left_out == [
-        "block_server_tool_use",
-        "block_other",
-        "tool",
-        "container",
-        "mcp_servers",
-    ]
+    raw = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": blocks}]}
+    made = translated(
+        {**raw, "tools": tools, "container": {"id": "c"}, "mcp_servers": [{"name": "x"}]}
+    )
+    left_out = "block_server_tool_use block_other tool container mcp_servers"
+    assert made.left_out == left_out.split()
     assert made.raw["messages"] == [{"role": "user", "content": "rest"}]
     assert "tools" not in made.raw
 
@@ -141,12 +132,8 @@ def test_a_turn_of_which_nothing_is_left_stays_a_turn() -> None:
 
 def test_documents_of_text_are_read() -> None:
     document = {"type": "document", "title": "T", "source": {"type": "text", "data": "D"}}
-    result = {
-        "type": "search_result",
-        "title": "R",
-        "source": "u",
-        "content": [{"type": "text", "text": "C"}],
-    }
+    content = [{"type": "text", "text": "C"}]
+    result = {"type": "search_result", "title": "R", "source": "u", "content": content}
     found = said({"role": "user", "content": [document, result]})
     assert found == [{"role": "user", "content": "T\nD\nR\nu\nC"}]
 
@@ -193,22 +180,10 @@ def test_refusals_name_the_field(messages: Any, fields: Any, param: str) -> None
 
 
 def test_tools_and_their_choice() -> None:
-    tool = {
-        "name": "f",
-        "description": "d",
-        "input_schema": {"type": "object"},
-        "strict": True,
-        "cache_control": {"type": "ephemeral"},
-        "defer_loading": True,
-        "input_examples": [],
-    }
+    tool = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "strict": True}
+    tool |= {"cache_control": {"type": "ephemeral"}, "defer_loading": True, "input_examples": []}
     made = chat(HI, tools=[tool], tool_choice={"type": "any", "disable_parallel_tool_use": True})
-    function = {
-        "name": "f",
-        "description": "d",
-        "parameters": {"type": "object"},
-        "strict": True,
-    }
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
     assert made["tools"] == [{"type": "function", "function": function}]
     assert (made["tool_choice"], made["parallel_tool_calls"]) == ("required", False)
     named = chat(HI, tools=[tool], tool_choice={"type": "tool", "name": "f"})
@@ -234,3 +209,91 @@ def test_thinking_and_output() -> None:
     with pytest.raises(InvalidRequest, match="send one of them"):
         chat(HI, output_format=form, output_config={"format": form})
     assert "chat_template_kwargs" not in chat(HI)
+
+
+# ---- counts in the metrics
+
+
+def test_only_unknown_betas_are_counted() -> None:
+    assert num_unknown("") == 0
+    assert num_unknown("cache-diagnosis-2026-04-07, effort-2025-11-24") == 0
+    assert num_unknown("made-up-2026-01-01,,context-management-2025-06-27 ") == 2
+
+
+async def test_left_out_parts_show_in_the_metrics() -> None:
+    app = App(RecordingEngine(chat_answer("x")))
+    blocks = [{"type": "compaction", "content": "x"}, {"type": "text", "text": "hi"}]
+    nonce = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    body = {**BODY, "system": [nonce], "messages": [{"role": "user", "content": blocks}]}
+    assert (await app.post("/v1/messages", body, anthropic_beta="made-up-1")).status == 200
+    text = (await app.get("/metrics")).body.decode()
+    for kind in ("attribution", "block_compaction", "beta"):
+        assert f'thermocline_left_out_total{{kind="{kind}"}} 1.0' in text
+
+
+async def test_a_changed_prompt_shows_in_the_metrics() -> None:
+    app = App(RecordingEngine(chat_answer("x")))
+    for text in ("one", "two"):
+        body = {**BODY, "system": text}
+        await app.post("/v1/messages", body, x_session_id="s")
+    metrics = (await app.get("/metrics")).body.decode()
+    assert 'thermocline_prompt_divergences_total{changed="system"} 1.0' in metrics
+
+
+# ---- any bodies
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=8), x, max_size=3),
+    max_leaves=8,
+)
+KINDS = st.sampled_from(
+    ["text", "tool_use", "tool_result", "thinking", "image", "document", "search_result"]
+    + ["mid_conv_system", "redacted_thinking", "server_tool_use", "nothing", None, 3, []]
+)
+SOURCES = st.fixed_dictionaries({"type": st.sampled_from(["text", "content", "url"])}) | JSON
+
+
+@st.composite
+def blocks(draw: Any) -> dict[str, Any]:
+    block = {"type": draw(KINDS)}
+    names = ["text", "thinking", "id", "name", "tool_use_id", "title", "is_error", "cache_control"]
+    for name in draw(st.lists(st.sampled_from(names), unique=True)):
+        block[name] = draw(st.text(max_size=3) | JSON)
+    for name in draw(st.lists(st.sampled_from(["content", "input", "source"]), unique=True)):
+        inner = st.lists(st.fixed_dictionaries({"type": KINDS, "text": st.text(max_size=3)}))
+        block[name] = draw(SOURCES | inner)
+    return block
+
+
+TURNS = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": st.text(max_size=5) | st.lists(blocks(), max_size=4),
+    }
+)
+BODIES = st.fixed_dictionaries(
+    {
+        "model": st.just("m"),
+        "max_tokens": st.sampled_from([0, 1, 50]),
+        "messages": st.lists(TURNS | JSON, min_size=1, max_size=4),
+    },
+    optional={
+        "system": st.text(max_size=5) | st.lists(blocks(), max_size=3) | JSON,
+        "tools": st.lists(st.dictionaries(st.sampled_from(["name", "input_schema"]), JSON)) | JSON,
+        "tool_choice": JSON,
+        "thinking": JSON,
+        "output_config": JSON,
+        "cache_control": JSON,
+        "diagnostics": JSON,
+    },
+)
+
+
+@given(BODIES)
+def test_a_body_is_a_chat_or_refused(body: dict[str, Any]) -> None:
+    try:
+        made = translated(body, True).raw
+        validate_chat(made)
+    except InvalidRequest as refusal:
+        assert refusal.status == 400 and refusal.message

@@ -1,18 +1,22 @@
-"""Sessions' pasts are bounded, and go when their session is forgotten."""
+"""Turns, their speeds, sessions' pasts and the gate's verdicts, as a reader is shown them."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from engines.http import CacheOutcome
-from engines.wire import SessionRef
-from gateway.watch.live import MAX_STEPS, MAX_TURNS, Histories, title_of
+from engines.wire import CodecReport, SessionRef
+from gateway.watch.figures import Sums
+from gateway.watch.live import MAX_STEPS, MAX_TURNS, MAX_VERDICTS, Histories, Verdicts, title_of
 from gateway.watch.requests import LiveRequest, PromptDetails, Stretch, Usage
 from gateway.watch.shape import TurnRecord
 from gateway.watch.tally import Pace, PrefillSpeed, Tally
-from scheduler.session import Step
+from scheduler.session import State, Step
 from tests.clock import Clock
+from tests.unit.engines.calibration.gate.test_bound import GOOD
 from tests.unit.gateway.watch.streamed import answered, said
+from tests.unit.scheduler.test_session import new_session
 
 REF = SessionRef("alice", "s", b"")
 KEY = ("alice", "s")
@@ -87,14 +91,6 @@ def test_pasts_are_bounded_each_and_together():
         pasts.turned(("bob", str(i)), turn(clock))
     assert pasts.of(KEY) is None, "the longest quiet goes first"
     assert sum(pasts.of(("bob", str(i))) is not None for i in range(100)) == 100
-
-
-def test_a_forgotten_session_leaves_no_past():
-    pasts = Histories(Clock())
-    pasts.turned(KEY, turn(Clock()))
-    pasts.forget(KEY)
-    pasts.forget(KEY)
-    assert pasts.of(KEY) is None
 
 
 def test_sums_of_today_begin_again_at_midnight():
@@ -228,3 +224,40 @@ def test_steps_say_from_where_to_where_a_session_went(steps, moves):
 )
 def test_a_title_is_the_first_that_a_user_said(messages, title):
     assert title_of(messages) == title
+
+
+# ---- sums, and the verdicts of the gate
+
+RAW = CodecReport(name="raw", id="raw.1", why="not measured", unmeasured=True)
+DENSE = CodecReport(name="dense3", id="dense3.1", why="within the bound", rows=(GOOD,))
+
+
+def test_only_a_cold_session_sleeps_and_a_hot_one_has_a_copy():
+    sums = Sums()
+    for state in (State.ACTIVE, State.IDLE, State.COLD, State.WAKING):
+        session = new_session(state)
+        session.tier = "ram"
+        sums.add(session, hot_bytes=1, bf16_bytes=1)
+    assert (sums.asleep["ram"], sums.copied["ram"]) == (1, 3)
+
+
+def test_each_verdict_is_remembered_once_with_its_time():
+    now = [100.0]
+    verdicts = Verdicts(lambda: now[0])
+    assert verdicts.note(None) == []
+    for _ in range(3):
+        verdicts.note(RAW)
+        now[0] += 60
+    measuring = msgspec.structs.replace(RAW, progress="measuring: 3 of 12 cases")
+    assert len(verdicts.note(measuring)) == 1, "that is no verdict"
+    before, after = verdicts.note(DENSE)
+    assert (before.at, before.measured, before.worst_kl) == (100.0, False, None)
+    assert (after.at, after.measured, after.worst_kl) == (280.0, True, GOOD.kl)
+    assert after.codec == "dense3.1"
+
+
+def test_the_oldest_verdicts_go():
+    verdicts = Verdicts(lambda: 1.0)
+    for i in range(MAX_VERDICTS + 5):
+        verdicts.note(msgspec.structs.replace(RAW, why=str(i)))
+    assert [x.why for x in verdicts.note(None)] == [str(i) for i in range(5, MAX_VERDICTS + 5)]

@@ -49,23 +49,15 @@ def test_a_json_line_has_the_ids_in_fields_of_their_own() -> None:
     found.request_id, found.session = "req_1", "s\n1"
     line = OneObject().format(found)
     assert "\n" not in line
-    fields = json.loads(line)
-    assert (fields["message"], fields["request_id"], fields["session"]) == (
-        "turn of x\ny",
-        "req_1",
-        "s\n1",
-    )
+    wanted = {"message": "turn of x\ny", "request_id": "req_1", "session": "s\n1"}
+    assert json.loads(line).items() >= wanted.items()
     assert "session" not in json.loads(OneObject().format(record("plain")))
-
-
-def info(text: str, level: int = logging.INFO) -> logging.LogRecord:
-    return logging.LogRecord("thermocline.engines", level, "f", 1, text, (), None)
 
 
 def test_it_keeps_the_last_lines_and_returns_the_new_ones():
     ring = LogRing(max_lines=3)
     for i in range(5):
-        ring.handle(info(f"line {i}"))
+        ring.handle(record(f"line {i}"))
     assert [x.text for x in ring.lines(0, 10)] == ["line 2", "line 3", "line 4"]
     assert [x.text for x in ring.lines(4, 10)] == ["line 4"]
     assert [x.text for x in ring.lines(0, 1)] == ["line 4"]
@@ -74,10 +66,9 @@ def test_it_keeps_the_last_lines_and_returns_the_new_ones():
 
 def test_a_record_that_cannot_be_read_raises_nothing(capsys: pytest.CaptureFixture[str]):
     ring = LogRing()
-    broken = logging.LogRecord("thermocline.engines", logging.INFO, "f", 1, "%d", ("x",), None)
-    ring.handle(broken)
+    ring.handle(record("%d", "x"))
     assert "Logging error" in capsys.readouterr().err
-    ring.handle(info("next"))
+    ring.handle(record("next"))
     assert [x.text for x in ring.lines(0, 10)] == ["next"]
 
 
@@ -92,7 +83,7 @@ def test_a_record_that_cannot_be_read_raises_nothing(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("secret", [generate_key("t")[0], "hunter2-hunter2"], ids=["key", "word"])
 def test_secrets_are_not_kept(text: str, secret: str):
     ring = LogRing()
-    ring.handle(info(text.replace("SECRET", secret)))
+    ring.handle(record(text.replace("SECRET", secret)))
     assert secret not in ring.lines(0, 1)[0].text
 
 
@@ -145,7 +136,7 @@ def test_a_context_that_is_not_well_formed_is_dropped(parent: str):
 
 
 async def test_a_turn_is_a_span_between_the_clients_and_the_engines():
-    app, exporter = App(RecordingEngine(answer())), InMemorySpanExporter()
+    app, exporter = App(RecordingEngine(answer()), session_titles=True), InMemorySpanExporter()
     app.gateway.tracing = OtlpTracing("", "1", exporter)
     assert (await chat(app, traceparent=PARENT)).status == 200
     app.gateway.tracing.close()
