@@ -24,18 +24,12 @@ from tests.unit.gateway.in_process import (
     App,
     RecordingEngine,
     Reply,
-    json_answer,
+    chat_answer,
 )
 
 LOOK = {"name": "look", "parameters": {"type": "object"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 HEAD = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": MODEL}
-
-
-def answer(reason: str = "stop", **message: Any) -> Answered:
-    choice = {"index": 0, "message": {"role": "assistant", "content": None, **message}}
-    body = {**HEAD, "choices": [{**choice, "finish_reason": reason, "logprobs": None}]}
-    return json_answer(body)
 
 
 def stream(*deltas: Any, reason: str = "stop") -> bytes:
@@ -65,7 +59,7 @@ def chunks_of(body: bytes) -> list[ChatCompletionChunk]:
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[App]:
     stored = stored_in(tmp_path / "stored.sqlite")
-    yield App(RecordingEngine(answer(content="yo")), stored=stored)
+    yield App(RecordingEngine(chat_answer()), stored=stored)
     await stored.close()
 
 
@@ -78,7 +72,7 @@ async def app(tmp_path: Path) -> AsyncIterator[App]:
     ],
 )
 async def test_functions_are_tools_of_an_older_form(choice: Any, wanted: Any) -> None:
-    app = App(RecordingEngine(answer("tool_calls", tool_calls=[CALL])))
+    app = App(RecordingEngine(chat_answer(None, "tool_calls", tool_calls=[CALL])))
     past = [
         {"role": "assistant", "function_call": {"name": "look", "arguments": "{}"}},
         {"role": "function", "name": "look", "content": "seen"},
@@ -113,7 +107,7 @@ async def test_custom_tools() -> None:
     custom = {"type": "custom", "custom": {"name": "write", "description": "Writes"}}
     function = {"name": "write", "arguments": '{"input":"a b"}'}
     made = {"id": "call_2", "type": "function", "function": function}
-    app = App(RecordingEngine(answer("tool_calls", tool_calls=[CALL, made])))
+    app = App(RecordingEngine(chat_answer(None, "tool_calls", tool_calls=[CALL, made])))
     earlier = {"id": "c", "type": "custom", "custom": {"name": "write", "input": "x"}}
     reply = await app.chat(
         messages=[{"role": "assistant", "tool_calls": [earlier]}, {"role": "user", "content": ""}],
@@ -158,7 +152,7 @@ def test_custom_tools_in_a_stream_however_it_is_cut(cuts: list[int]) -> None:
 
 
 async def test_allowed_tools() -> None:
-    app = App(RecordingEngine(answer(content="yo")))
+    app = App(RecordingEngine(chat_answer()))
     tools = [{"type": "function", "function": {"name": x}} for x in "ab"]
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "b"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
@@ -171,7 +165,7 @@ async def test_allowed_tools() -> None:
 
 
 async def test_fields_that_change_nothing_are_taken() -> None:
-    app = App(RecordingEngine(answer(content="yo")))
+    app = App(RecordingEngine(chat_answer()))
     reply = await app.chat(
         metadata={"a": "b"},
         user="u",
