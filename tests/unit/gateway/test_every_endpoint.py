@@ -13,16 +13,9 @@ import pytest
 
 from gateway.keys import generate_key
 from tests.stored_objects import stored_in
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
+from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, Reply, chat_answer
 
 JSON = {"content-type": "application/json"}
-CHOICE = {"message": {"role": "assistant", "content": "yo"}, "finish_reason": "stop", "index": 0}
-ANSWER = {
-    "id": "chatcmpl-mine",
-    "model": MODEL,
-    "choices": [CHOICE],
-    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
-}
 NO_JSON = [b"{", b"[]", b"null", b'"x"', b"\xff", b"[" * 100_000, b'{"a":' * 3000, b'{"a": NaN}']
 NO_JSON += [b'{"a": 1e999}', b'{"a": "\xff"}']
 USERS = {name: generate_key(name) for name in ("alice", "bob")}
@@ -37,8 +30,11 @@ def auth(name: str) -> dict[str, str]:
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[App]:
     stored = stored_in(tmp_path / "stored.sqlite")
-    engine = RecordingEngine(Answered(200, JSON, json.dumps(ANSWER).encode()))
-    yield App(engine, stored=stored, api_keys=tuple(line for _, line in USERS.values()))
+    yield App(
+        RecordingEngine(chat_answer()),
+        stored=stored,
+        api_keys=tuple(line for _, line in USERS.values()),
+    )
     await stored.close()
 
 

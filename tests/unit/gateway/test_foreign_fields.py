@@ -271,6 +271,7 @@ async def test_an_engines_refusal_has_the_clients_own_name() -> None:
         ({"options": {"mirostat": 2}}, "mirostat"),
         ({"options": {"made_up": 2}}, "options.made_up"),
         ({"options": 7}, "options"),
+        ({"output_config": "low"}, "output_config"),
         ({"repeat_penalty": -3}, "repeat_penalty"),
         ({"n_predict": "many"}, "n_predict"),
         ({"messages": [*HI, {"role": "assistant", "content": "A", "prefix": True}]}, "messages[1]"),

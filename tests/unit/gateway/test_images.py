@@ -164,6 +164,14 @@ async def test_images_of_tools_come_after_all_results() -> None:
     assert heard(to) == anthropic  # the same conversation is the same prompt
 
 
+async def test_an_image_of_a_result_stays_before_what_came_later() -> None:
+    to, path = app(), "/v1/responses"
+    body = after_a_tool(path, [image_part(path, PNG)])
+    await to.post(path, {**body, "input": [*body["input"], HI]})
+    assert [x["role"] for x in heard(to)] == ["user", "assistant", "tool", "user", "user"]
+    assert heard(to)[3]["content"] == [image_of(PNG)]
+
+
 IMAGE = "(An image was left out here: it cannot be shown to this model.)"
 FILE = "(A file was left out here: it cannot be shown to this model.)"
 

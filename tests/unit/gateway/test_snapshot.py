@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import gzip
-from typing import Any
 
 import msgspec
 import pytest
-from starlette.requests import Request
 
 from engines.base import SessionRef
 from engines.wire import KVSize
-from gateway.dashboard.routes import show_snapshot
-from gateway.edge.bodies import BodyShare
 from gateway.keys import generate_key
-from gateway.request.callers import RequestState, caller_of, sees_all
 from tests.unit.gateway.in_process import MODEL, WELCOME, Answered, App, RecordingEngine
 
 ROOT = generate_key("root")
@@ -60,41 +55,30 @@ async def test_who_saw_everything_without_a_key_does_not_once_admins_have_one(ap
     assert not (await app.get("/v1/snapshot")).json["server"]["admin"]
 
 
-def request(app: App, port: int, **headers: str) -> Request:
-    scope: dict[str, Any] = {
-        "type": "http",
-        "app": app.app,
-        "endpoint": show_snapshot,
-        "server": ("127.0.0.1", port),
-        "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
-    }
-    scope["state"] = {"request": RequestState("r", headers, BodyShare(app.gateway.bodies))}
-    return Request(scope)
+KEY = (ROOT[1],)
+AT_9000 = {"admin_address": "127.0.0.1:9000"}
 
 
-def is_admin(app: App, port: int = 8080, **headers: str) -> bool:
-    asked = request(app, port, **headers)
-    return sees_all(asked, caller_of(asked))
-
-
-BY_KEY = {"authorization": f"Bearer {ROOT[0]}"}
-
-
-async def test_the_one_user_of_an_open_loopback_server_is_its_admin():
-    assert is_admin(App())
-    assert not is_admin(App(host="0.0.0.0"))
-    assert not is_admin(App(admin_keys=(ROOT[1],)))
-    assert is_admin(App(admin_keys=(ROOT[1],)), **BY_KEY)
-    assert is_admin(App(host="0.0.0.0", admin_keys=(ROOT[1],)), **BY_KEY)
-
-
-async def test_with_a_port_of_their_own_admins_have_no_rights_elsewhere():
-    app = App(admin_keys=(ROOT[1],), admin_address="127.0.0.1:9000")
-    assert is_admin(app, 9000, **BY_KEY)
-    assert not is_admin(app, 8080, **BY_KEY)
-    assert not is_admin(app, 9000)
-    alone = App(admin_address="127.0.0.1:9000")
-    assert is_admin(alone, 9000) and not is_admin(alone, 8080)
+@pytest.mark.parametrize(
+    ("settings", "port", "key", "is_admin"),
+    [
+        ({}, 8080, "", True),  # the one user of an open server
+        ({"host": "0.0.0.0"}, 8080, "", False),
+        ({"admin_keys": KEY}, 8080, "", False),
+        ({"admin_keys": KEY}, 8080, ROOT[0], True),
+        ({"host": "0.0.0.0", "admin_keys": KEY}, 8080, ROOT[0], True),
+        ({"admin_keys": KEY, **AT_9000}, 9000, ROOT[0], True),
+        ({"admin_keys": KEY, **AT_9000}, 8080, ROOT[0], False),  # admins have a port of their own
+        ({"admin_keys": KEY, **AT_9000}, 9000, "", False),
+        (AT_9000, 9000, "", True),
+        (AT_9000, 8080, "", False),
+    ],
+)
+async def test_who_is_an_admin_where(settings, port, key, is_admin):
+    app = App(**settings)
+    app.address = ("127.0.0.1", port)
+    said = await app.get("/v1/snapshot", authorization=f"Bearer {key}" if key else "")
+    assert said.json.get("server", {}).get("admin", False) == is_admin
 
 
 async def test_a_page_of_another_site_cannot_act(app: App):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,13 +22,9 @@ LINE = f"ui:{hashlib.sha256(b'tc-front-end').hexdigest()}"
 SAID: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello there"}]}
 
 
-@pytest.fixture
-def made() -> Callable[..., App]:
-    def make(*, header: str = HEADER, line: str = LINE, **settings: Any) -> App:
-        engine = RecordingEngine(chat_answer())
-        return App(engine, api_keys=(line,), trust_user_header=header, **settings)
-
-    return make
+def made(*, header: str = HEADER, line: str = LINE, **settings: Any) -> App:
+    engine = RecordingEngine(chat_answer())
+    return App(engine, api_keys=(line,), trust_user_header=header, **settings)
 
 
 async def ask(app: App, user: str = "", **headers: str) -> int:
@@ -41,7 +36,7 @@ def asked_as(app: App) -> list[tuple[str, str]]:
     return [(x.headers["x-tenant"], x.headers["x-salt"]) for x in app.engine.asked]
 
 
-async def test_users_of_one_key_share_no_session_and_no_name_of_cold_data(made: Any) -> None:
+async def test_users_of_one_key_share_no_session_and_no_name_of_cold_data() -> None:
     app = made()
     for user in ("u1", "u2", ""):
         for session in ("", "s"):  # found by its messages, and named
@@ -57,18 +52,18 @@ async def test_users_of_one_key_share_no_session_and_no_name_of_cold_data(made: 
         assert answer.status == (200 if found else 404)
 
 
-async def test_limits_are_each_users(made: Any) -> None:
+async def test_limits_are_each_users() -> None:
     app = made(line=f"{LINE} requests_per_minute=2")
     assert [await ask(app, x) for x in ("a", "a", "a", "b")] == [200, 200, 429, 200]
 
 
-async def test_without_the_setting_the_header_means_nothing(made: Any) -> None:
+async def test_without_the_setting_the_header_means_nothing() -> None:
     app = made(header="")
     assert await ask(app, "u1") == 200
     assert [x for x, _ in asked_as(app)] == ["ui"]
 
 
-async def test_an_admin_names_a_user_as_a_tenant(made: Any) -> None:
+async def test_an_admin_names_a_user_as_a_tenant() -> None:
     line = f"ops:{hashlib.sha256(b'tc-admin').hexdigest()}"
     app = made(admin_keys=(line,))
     assert await ask(app, "u1", x_session_id="s") == 200

@@ -60,12 +60,8 @@ async def test_packed_bytes_are_the_same_page(app: App):
 
 @pytest.mark.parametrize("name", ["", "nothing.js", "../routes.py", "..%2froutes.py", "index.html"])
 async def test_only_the_pages_files_are_served(name):
-    path = f"/ui/{page_files().version}/{name}"
-    assert (await App().get(path)).status == 404
-
-
-async def test_another_version_has_no_files():
-    assert (await App().get("/ui/0123456789abcdef/app.js")).status == 404
+    for path in (f"/ui/{page_files().version}/{name}", "/ui/0123456789abcdef/app.js"):
+        assert (await App().get(path)).status == 404
 
 
 async def test_browsers_are_led_to_the_page_and_programs_are_told_what_is_where(app: App):

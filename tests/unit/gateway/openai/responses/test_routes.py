@@ -68,7 +68,8 @@ async def test_tools_become_functions_and_others_are_counted() -> None:
         {"type": "custom", "name": "patch", "format": {"type": "grammar", "definition": "S: x"}},
         {"type": "brand_new"},
     ]
-    assert (await respond(app, tools=tools, parallel_tool_calls=False)).status == 200
+    reply = await respond(app, tools=tools, parallel_tool_calls=False)
+    assert [x["type"] for x in reply.json["tools"]] == [x["type"] for x in tools], "all come back"
     body = app.engine.asked[0].body
     look, patch = (x["function"] for x in body["tools"])
     assert look == {"name": "look", "parameters": {"type": "object"}, "strict": True}
