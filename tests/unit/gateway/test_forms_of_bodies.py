@@ -25,13 +25,13 @@ EACH = pytest.mark.parametrize(
 )
 
 
-def app_for(path: str, **settings: Any) -> App:
+def app_of(**settings: Any) -> App:
     return App(RecordingEngine(chat_answer("yo", "length")), **settings)
 
 
 @EACH
 async def test_a_mark_of_byte_order_is_skipped(path: str, fields: Any, limit: str) -> None:
-    app = app_for(path)
+    app = app_of()
     body = MARK + json.dumps({"model": MODEL, **fields}).encode()
     assert (await app.post(path, body)).status == 200
     assert (await app.post(path, MARK + body)).status == 400
@@ -39,7 +39,7 @@ async def test_a_mark_of_byte_order_is_skipped(path: str, fields: Any, limit: st
 
 @EACH
 async def test_an_integer_may_be_written_as_a_fraction(path: str, fields: Any, limit: str) -> None:
-    app = app_for(path)
+    app = app_of()
     asked = {"model": MODEL, **fields, limit: 4.0, "top_k": 3.0, "temperature": 1.0}
     answer = await app.post(path, asked)
     assert answer.status == 200, answer.body
@@ -80,7 +80,7 @@ def test_there_are_not_too_many_of_them() -> None:
 @EACH
 @pytest.mark.parametrize("no_limit", [-1, -1.0])
 async def test_a_limit_of_minus_one_is_none(path, fields, limit, no_limit):
-    app = app_for(path, default_max_tokens=7)
+    app = app_of(default_max_tokens=7)
     answer = await app.post(path, {"model": MODEL, **fields, limit: no_limit})
     assert answer.status == 200, answer.body
     sent = app.engine.asked[0].body
@@ -98,7 +98,7 @@ async def test_a_limit_of_minus_one_is_none(path, fields, limit, no_limit):
 @EACH
 async def test_a_seed_of_minus_one_is_none(path: str, fields: Any, limit: str) -> None:
     """It means another one each time to llama.cpp, LM Studio and vLLM."""
-    app = app_for(path)
+    app = app_of()
     for seed in (-1, -1.0, 7):
         assert (await app.post(path, {"model": MODEL, **fields, "seed": seed})).status == 200
     assert [x.body.get("seed") for x in app.engine.asked] == [None, None, 7]

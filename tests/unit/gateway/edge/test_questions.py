@@ -11,6 +11,7 @@ import pytest
 from gateway.edge.bodies import LARGE_BODY_BYTES
 from scheduler.sessions import QUESTIONS_AT_ONCE
 from tests.unit.gateway.in_process import MODEL, App, HoldingEngine, RecordingEngine, json_answer
+from tests.waiting import eventually
 
 HI = [{"role": "user", "content": "hi"}]
 QUESTIONS = {
@@ -42,10 +43,8 @@ async def test_a_question_runs_until_it_is_answered(path: str) -> None:
     engine = HoldingEngine(json_answer({"count": 3}))
     app = App(engine, concurrent_requests=1)
     first = asyncio.create_task(app.post(path, QUESTIONS[path]))
-    async with asyncio.timeout(10):
-        while not engine.asked:
-            await asyncio.sleep(0)
-        assert (await app.post(path, QUESTIONS[path])).status == 429
+    await eventually(lambda: engine.asked)
+    assert (await app.post(path, QUESTIONS[path])).status == 429
     engine.going_on.set()
     assert (await first).status == 200
     assert (await app.post(path, QUESTIONS[path])).status == 200
@@ -56,9 +55,7 @@ async def test_few_questions_are_with_the_engine_at_once() -> None:
     engine = HoldingEngine(json_answer({"count": 3}))
     app = App(engine)
     asking = [asyncio.create_task(app.post("/tokenize", QUESTIONS["/tokenize"])) for _ in range(9)]
-    async with asyncio.timeout(10):
-        while len(engine.asked) < QUESTIONS_AT_ONCE:
-            await asyncio.sleep(0)
+    await eventually(lambda: len(engine.asked) >= QUESTIONS_AT_ONCE)
     for _ in range(1000):
         await asyncio.sleep(0)
     assert len(engine.asked) == QUESTIONS_AT_ONCE

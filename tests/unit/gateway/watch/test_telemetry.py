@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -13,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from gateway.keys import generate_key
 from gateway.watch.otlp import OtlpTracing
 from gateway.watch.telemetry import LogRing, OneLine, OneObject, context_of, redacted
-from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine
+from tests.unit.gateway.in_process import MODEL, Answered, App, RecordingEngine, Reply
 
 
 def record(message, *arguments, exc_info=None):
@@ -106,9 +105,10 @@ def answer() -> Answered:
     return Answered(200, headers, json.dumps({"usage": usage}).encode())
 
 
-async def chat(app: App, **headers: str) -> Any:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "a secret"}]}
-    return await app.post("/v1/chat/completions", {**body, "session_id": "s"}, **headers)
+async def chat(app: App, **headers: str) -> Reply:
+    said = [{"role": "user", "content": "a secret"}]
+    body = {"model": MODEL, "messages": said, "session_id": "s"}
+    return await app.post("/v1/chat/completions", body, **headers)
 
 
 async def test_a_clients_context_goes_on_to_the_engine():
