@@ -13,7 +13,7 @@ from gateway.identity.known_chats import MAX_TENANTS, KnownChats, Link
 from gateway.keys import Tenant, Tenants
 from gateway.watch.tally import MAX_TENANTS as MAX_TALLIES
 from gateway.watch.tally import Tallies
-from tests.unit.gateway.identity.test_names import none_known
+from tests.unit.gateway.identity.test_known_chats import none_known
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 
 HEADER = "X-OpenWebUI-User-Id"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.unit.gateway.identity.test_names import ALICE, Answered, chain_of
+from tests.unit.gateway.identity.test_known_chats import ALICE, Answered, chain_of
 
 SYSTEM = {"role": "system", "content": "rules " * 200}
 DATE = "The date is Tuesday. "
