@@ -12,7 +12,6 @@ from engines.openai.requests import (
     InvalidRequest,
     parse_json,
     read_chat,
-    read_completion,
     validate_chat,
     validate_completion,
 )
@@ -138,14 +137,6 @@ def test_refuses_bodies_that_are_no_objects(body: bytes) -> None:
         read_chat(body)
     with pytest.raises(InvalidRequest):
         validate_chat(parse_json(body))
-
-
-def test_error_has_all_four_keys() -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        read_completion(b"{}")
-    body = refusal.value.body()
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["type"] == "invalid_request_error"
 
 
 def test_what_was_checked_is_read_as_it_was_and_not_checked_again() -> None:

@@ -6,16 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from engines.host.grammar import GrammarWish, source_of
-from engines.openai.requests import validate_chat
 from engines.openai.schemas.keywords import left_out, with_enforceable_formats
 from engines.openai.schemas.vllm_check import passing
+from tests.unit.engines.openai.asked import BYTES, TEXT, held, of
 
-BYTES = LLTokenizer("byte")
 NAMED = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
-TEXT = {"type": "string"}
 
 
 def takes(schema: dict[str, Any], value: object) -> bool:
@@ -52,10 +50,7 @@ def test_a_schema_with_named_patterns_means_the_same(other, good, bad):
 
 def test_patterns_without_quotes_are_named_in_formats_on_vllm() -> None:
     """Its llguidance, 1.7, lets an escaped quote through."""
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": '^[^"]{2}$'}}}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    messages = [{"role": "user", "content": "x"}]
-    asked = validate_chat({"model": "m", "messages": messages, "response_format": form})
+    asked = held(of(**TEXT, pattern='^[^"]{2}$'))
     assert left_out(asked.held_schemas, "vllm") == ["pattern"]
     assert left_out(asked.held_schemas, "mlx") == []
 
