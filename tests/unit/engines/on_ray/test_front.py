@@ -10,7 +10,7 @@ import msgspec
 from engines.base import Demoted, EngineUnavailable, SessionRef, TierName
 from engines.on_ray.front import AT_ONCE, Front, save_all
 from engines.wire import EngineReport
-from tests.unit.engines.pool.test_replica_pool import Engine, report
+from tests.unit.engines.pool.replicas import Engine, report
 
 
 class Slow:

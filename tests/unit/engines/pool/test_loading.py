@@ -22,7 +22,7 @@ from engines.wire import EngineReport, Notice
 from scheduler.config import SchedulerConfig
 from scheduler.session import Event
 from scheduler.sessions import Overloaded, SessionManager
-from tests.unit.engines.pool.test_replica_pool import NO_WORK
+from tests.unit.engines.pool.replicas import NO_WORK
 from tests.unit.gateway.in_process import WELCOME, RecordingEngine
 from tests.waiting import eventually
 
@@ -171,17 +171,6 @@ async def test_a_model_that_loads_for_long_keeps_no_other_from_a_free_place():
         await rig.begin(2)
 
 
-async def test_nothing_is_loaded_once_the_server_ends():
-    async with Rig() as rig:
-        await rig.begin(0)
-        waiting = await rig.waiting(1)
-        rig.loading.leave(rig.models[0])  # its place would be given away now
-        rig.loading.end()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await asyncio.sleep(0.1)
-        assert rig.models[1].engine.num_starts == 0
-
-
 async def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason_and_tried_again_later():
     async with Rig() as rig:
         broken = rig.models[0].engine
@@ -258,15 +247,18 @@ async def test_a_client_that_leaves_in_the_moment_of_loading_is_not_counted():
         assert rig.models[0].num_uses == entered
 
 
-async def test_the_end_refuses_all_that_wait():
+async def test_once_the_server_ends_all_that_wait_are_refused_and_nothing_is_loaded():
     async with Rig() as rig:
         await rig.begin(0)
         waiting = await rig.waiting(1)
+        rig.loading.leave(rig.models[0])  # its place would be given away now
         rig.loading.end()
         with pytest.raises(EngineUnavailable, match="shutting down"):
             await waiting
         with pytest.raises(EngineUnavailable, match="shutting down"):
             await rig.begin(0)
+        await asyncio.sleep(0.1)
+        assert rig.models[1].engine.num_starts == 0
 
 
 async def test_sessions_of_an_unloaded_model_are_cold_on_the_tier_that_outlives_it():
