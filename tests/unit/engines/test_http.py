@@ -66,12 +66,9 @@ def test_a_session_is_read_as_it_was_written(session: SessionRef) -> None:
     assert session_from(headers) == session
 
 
-def test_a_request_without_the_header_has_no_session() -> None:
+def test_a_request_without_the_header_has_no_session_and_an_odd_salt_is_refused() -> None:
     assert session_from({}) is None
     assert session_from({SESSION_HEADER: "", SALT_HEADER: "00"}) is None
-
-
-def test_a_salt_that_is_not_hexadecimal_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=SALT_HEADER):
         session_from({SESSION_HEADER: "s", SALT_HEADER: "xx"})
 
@@ -129,49 +126,33 @@ class Connection:
         return {"type": "http.disconnect"}
 
 
-async def test_work_gives_its_result_while_the_client_stays() -> None:
-    async def work() -> int:
-        await asyncio.sleep(0)
-        return 7
-
-    assert await while_client_stays(Connection().receive, work) == 7
-
-
-async def test_work_is_cancelled_when_the_client_leaves() -> None:
-    connection, ended = Connection(), []
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_work_is_cancelled_when_the_client_leaves_or_its_caller_is(leaves: bool) -> None:
+    connection, begun, ended = Connection(), asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
         try:
-            connection.left.set()
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    with pytest.raises(ClientGone):
-        await while_client_stays(connection.receive, work)
-    assert ended
-
-
-async def test_work_that_fails_says_so() -> None:
-    async def work() -> None:
-        raise TimeoutError("its own")
-
-    with pytest.raises(TimeoutError, match="its own"):
-        await while_client_stays(Connection().receive, work)
-
-
-async def test_the_waiting_task_may_be_cancelled_too() -> None:
-    ended = asyncio.Event()
-
-    async def work() -> None:
-        try:
+            begun.set()
             await asyncio.Event().wait()
         finally:
             ended.set()
 
-    waiting = asyncio.create_task(while_client_stays(Connection().receive, work))
-    await asyncio.sleep(0.01)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
+    working = asyncio.create_task(while_client_stays(connection.receive, work))
+    await begun.wait()
+    if leaves:
+        connection.left.set()
+    else:
+        working.cancel()
+    with pytest.raises(ClientGone if leaves else asyncio.CancelledError):
+        await working
     assert ended.is_set()
+
+
+async def test_work_gives_its_result_or_its_error_while_the_client_stays() -> None:
+    async def work(then: float = 7) -> float:
+        await asyncio.sleep(0)
+        return 1 / then
+
+    assert await while_client_stays(Connection().receive, work) == 1 / 7
+    with pytest.raises(ZeroDivisionError):
+        await while_client_stays(Connection().receive, lambda: work(0))

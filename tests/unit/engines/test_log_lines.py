@@ -17,10 +17,7 @@ def record(name: str, message: str, exc_info: object = None) -> logging.LogRecor
 def test_a_written_line_is_read() -> None:
     line = LevelAndWords().format(record("engines.mlx_worker.owner", "too\nlate"))
     assert read_line(line) == (logging.WARNING, "too | late")
-
-
-def test_libraries_are_named() -> None:
-    line = LevelAndWords().format(record("mlx_lm", "slow"))
+    line = LevelAndWords().format(record("mlx_lm", "slow"))  # libraries are named
     assert read_line(line) == (logging.WARNING, "mlx_lm: slow")
 
 

@@ -100,16 +100,6 @@ def pages_of(everything: list[SessionReport]) -> list[Sessions]:
     return pages
 
 
-def test_a_list_of_sessions_too_long_for_a_frame_comes_in_pages() -> None:
-    everything = reports([f"{i:05d}" + "\U0001f9ca" * 251 for i in range(16_000)])
-    with pytest.raises(WireError):
-        frame(ControlReply(1, Sessions(everything)))
-    pages = pages_of(list(reversed(everything)))
-    assert len(pages) > 3
-    assert all(len(frame(ControlReply(1, x))) < PAGE_BYTES + 1000 for x in pages)
-    assert [x for page in pages for x in page.sessions] == everything
-
-
 def test_a_session_larger_than_a_page_is_a_page() -> None:
     everything = reports(["a", "b" + "x" * PAGE_BYTES, "c"])
     pages = pages_of(everything)

@@ -59,11 +59,15 @@ def test_the_command_sets_options_that_must_not_be_left_to_defaults(tmp_path):
     assert "--enforce-eager" in argv
 
 
-def test_on_a_gpu_block_size_and_compilation_are_vllms(tmp_path):
-    argv = command(worker(tmp_path), tmp_path / "p", cpu=False)
-    assert "--block-size" not in argv
-    assert "--enforce-eager" not in argv
+def test_on_gpus_block_size_and_compilation_are_vllms_and_the_pool_is_shared(tmp_path):
+    wishes = VllmConfig(tensor_parallel=2, args=("--seed", "1"))
+    argv = command(worker(tmp_path, vllm=wishes, max_context=4096), tmp_path / "p", cpu=False)
+    assert not {"--block-size", "--enforce-eager"} & set(argv)
     assert option(argv, "--gpu-memory-utilization") == "0.6"  # has to be free at the start
+    assert option(argv, "--tensor-parallel-size") == "2"
+    assert option(argv, "--kv-cache-memory-bytes") == str(1 << 27)
+    assert option(argv, "--max-model-len") == "4096"
+    assert argv[-2:] == ["--seed", "1"], "own wishes come last"
 
 
 def test_blocks_that_the_cpu_kernels_cannot_take_are_refused_before_vllm_starts(tmp_path):
@@ -71,20 +75,6 @@ def test_blocks_that_the_cpu_kernels_cannot_take_are_refused_before_vllm_starts(
         given = worker(tmp_path, vllm=VllmConfig(block_tokens=block_tokens))
         assert ("want a multiple of 32" in refusal(given, cpu=cpu)) == refused
     assert not refusal(worker(tmp_path), cpu=True)
-
-
-def test_own_wishes_are_passed_on_last(tmp_path):
-    wishes = VllmConfig(block_tokens=64, tensor_parallel=2, args=("--seed", "1"))
-    argv = command(worker(tmp_path, vllm=wishes, max_context=4096), tmp_path / "p", cpu=False)
-    assert option(argv, "--tensor-parallel-size") == "2"
-    assert option(argv, "--gpu-memory-utilization") == "0.6"
-    assert option(argv, "--max-model-len") == "4096"
-    assert argv[-2:] == ["--seed", "1"]
-
-
-def test_the_pool_is_shared_by_the_gpus(tmp_path):
-    argv = command(worker(tmp_path, vllm=VllmConfig(tensor_parallel=2)), tmp_path / "p", cpu=False)
-    assert option(argv, "--kv-cache-memory-bytes") == str(1 << 27)
 
 
 def test_on_a_cpu_the_models_dtype_is_widened_unless_it_is_chosen(tmp_path):
@@ -180,13 +170,10 @@ def test_settings_travel_in_a_private_file(tmp_path):
     assert settings_from({"settings": str(path)}) == settings
 
 
-@pytest.mark.parametrize("extra", [{}, {"settings": "/nowhere/x"}, {"settings": 3}])
-def test_settings_that_are_not_there(extra):
-    with pytest.raises(BadSettings, match="settings"):
-        settings_from(extra)
-
-
-def test_settings_that_make_no_sense(tmp_path):
+def test_settings_that_are_not_there_or_make_no_sense(tmp_path):
+    for extra in ({}, {"settings": "/nowhere/x"}, {"settings": 3}):
+        with pytest.raises(BadSettings, match="settings"):
+            settings_from(extra)
     (tmp_path / "x").write_text('{"store": 1}')
     with pytest.raises(BadSettings, match="make no sense"):
         settings_from({"settings": str(tmp_path / "x")})

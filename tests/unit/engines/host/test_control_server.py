@@ -154,11 +154,6 @@ async def test_the_socket_of_a_process_that_was_killed_is_replaced(folder: Path)
     server.close()
 
 
-async def test_a_folder_that_is_not_there(folder: Path) -> None:
-    with pytest.raises(OSError):
-        await Served(folder).control.serve(f"unix:{folder}/no/control.sock")
-
-
 async def test_it_listens_on_tcp_too(served: Served) -> None:
     server = await served.control.serve("tcp://127.0.0.1:0")
     port = server.sockets[0].getsockname()[1]

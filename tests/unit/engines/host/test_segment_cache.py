@@ -144,14 +144,6 @@ def test_the_self_check_sees_a_wrong_rule(name: str):
     assert not holds(wrong, *[lambda x: whole(backend, x)] * 2)
 
 
-@pytest.mark.parametrize("name", ["metaspace first", "metaspace first, unsplit"])
-def test_a_cut_after_the_token_differs(name: str):
-    """SentencePiece's mark is put before the text at a part's start."""
-    backend = with_tokens(kind(name), controls())
-    assert whole(backend, "a<s>") + whole(backend, "b") != whole(backend, "a<s>b")
-    assert whole(backend, "a") + whole(backend, "<s>b") == whole(backend, "a<s>b")
-
-
 def test_a_tokenizer_without_cuts_encodes_the_whole():
     backend = with_tokens(kind("gpt2"), controls())
     backend.model.dropout = 0.1

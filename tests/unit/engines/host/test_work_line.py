@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from engines.host.work_line import QueueFull, QueueLimit, WorkLine
+from engines.host.work_line import QueueFull, WorkLine
 
 
 async def take(line: WorkLine, name: str, num_pieces: int, order: list[str]) -> None:
@@ -49,14 +49,3 @@ async def test_no_turn_is_lost_when_clients_leave_at_any_moment() -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
             await take(line, "last", 2, order)
         assert order[-2:] == ["last", "last"]
-
-
-def test_waiting_is_bounded() -> None:
-    limit = QueueLimit(2)
-    limit.enter()
-    limit.enter()
-    with pytest.raises(QueueFull, match="2 requests are waiting"):
-        limit.enter()
-    limit.leave()
-    limit.enter()
-    assert limit.num_waiting == 2
