@@ -11,7 +11,7 @@ import pytest
 
 from engines.mlx_worker.generation import SequenceSampling
 from kvstore.session import CHUNK_TOKENS
-from tests.integration.mlx_owner.harness import Engine, engine, read, session, text, whole
+from tests.integration.mlx_owner.harness import Answer, Engine, engine, session, text, whole
 
 pytestmark = pytest.mark.mlx
 
@@ -77,24 +77,27 @@ async def test_the_peak_of_one_step_is_inside_the_budget_too():
 
 
 async def test_rows_that_outgrow_the_budget_step_back_and_finish_all_the_same(tmp_path: Path):
-    """Four rows are let in while they are short; there is room for two once they are long."""
-    prompts = [text(i, 40) for i in range(4)]
+    """Four rows are let in while they are short; there is room for two once they are long.
+
+    Every position is sampled once: seeded samplers and grammars count on it.
+    """
     budget = 4 * (200 + 256) * TOKEN_BYTES
+
+    async def ask(it: Engine, number: int) -> Answer:
+        ref = session(f"s{number}") if number % 2 else None
+        counting = SequenceSampling(Counting())
+        return await it.turn(text(number, 40), ref, sampling=[counting], max_tokens=200)
+
     async with engine("llama", tmp_path) as roomy:
-        expected = await asyncio.gather(*(roomy.turn(x, max_tokens=200) for x in prompts))
+        expected = await asyncio.gather(*(ask(roomy, i) for i in range(4)))
     async with engine("llama", tmp_path / "small", hot_bytes=budget, prefill_step=512) as it:
         peak = Peak(it)
         watching = asyncio.create_task(peak.watch())
-        streams = [
-            it.submit(x, session(f"s{i}") if i % 2 else None, max_tokens=200)
-            for i, x in enumerate(prompts)
-        ]
-        answers = await asyncio.gather(*(read(x) for x in streams))
+        answers = await asyncio.gather(*(ask(it, i) for i in range(4)))
         watching.cancel()
-        counters = it.reports.engine().counters
-    assert counters["sent_back"] >= 1
-    assert [x.tokens for x in answers] == [x.tokens for x in expected]
+        assert it.reports.engine().counters["sent_back"] >= 1
     for answer, other in zip(answers, expected, strict=True):
+        assert answer.tokens == [i % 400 for i in range(200)]
         np.testing.assert_allclose(answer.logprobs, other.logprobs, atol=1e-3)
     assert peak.nbytes <= budget
 
@@ -108,7 +111,7 @@ async def test_an_answer_that_steps_back_gives_its_name_to_no_other(tmp_path: Pa
         def shortest() -> int:
             return min((y.num_tokens for x in requests.all() for y in x.sequences), default=0)
 
-        sampling = [SequenceSampling(Always(x)) for x in (20, 30)]
+        sampling = [SequenceSampling(lambda _, x=x: mx.array([x])) for x in (20, 30)]
         reading = asyncio.create_task(
             it.turn(prompt, session("s"), sampling=sampling, max_tokens=400)
         )
@@ -126,34 +129,6 @@ async def test_an_answer_that_steps_back_gives_its_name_to_no_other(tmp_path: Pa
     assert set(answer.rows[1]) == {30}
     assert record.names == expected[: record.num_chunks]
     assert record.num_chunks == (len(prompt) + 400 - 1) // CHUNK_TOKENS
-
-
-async def test_a_row_that_steps_back_samples_every_position_once(tmp_path: Path):
-    """Seeded samplers and grammars count on it."""
-    budget = 4 * (200 + 256) * TOKEN_BYTES
-    async with engine("llama", tmp_path, hot_bytes=budget) as it:
-        samplers = [Counting() for _ in range(4)]
-        answers = await asyncio.gather(
-            *(
-                it.turn(
-                    text(i, 40), session(f"s{i}"), sampling=(SequenceSampling(x),), max_tokens=200
-                )
-                for i, x in enumerate(samplers)
-            )
-        )
-        assert it.reports.engine().counters["sent_back"] >= 1
-    for answer in answers:
-        assert answer.tokens == [i % 400 for i in range(200)]
-
-
-class Always:
-    """Every token is this one."""
-
-    def __init__(self, token: int) -> None:
-        self._token = token
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        return mx.array([self._token])
 
 
 class Counting:

@@ -53,6 +53,8 @@ async def test_another_session_of_the_tenant_shares_a_prefix_and_one_of_another_
         shared = await it.turn(prompt[:60] + text(3, 10), session("two"))
         strange = await it.turn(prompt[:60] + text(3, 10), session("one", "stranger"))
         first = await it.turn(prompt + [7], session("one"))
+        fresh = await it.turn(prompt + [7])
+    assert first.tokens == fresh.tokens, "its copy was written to"
     assert shared.cache.header() == "hot; tokens=60"
     assert strange.cache.source == "miss"
     assert shared.tokens == strange.tokens
@@ -202,14 +204,19 @@ def _bad_processor(after: int) -> Any:
     return process
 
 
-@pytest.mark.parametrize("after", [0, 3])
-async def test_a_processor_that_raises_kills_its_own_request_only(after: int):
+def _bad_sampler(logprobs: mx.array) -> mx.array:
+    raise Boom("no more")
+
+
+BAD = [SequenceSampling(None, (_bad_processor(x),)) for x in (0, 3)]
+
+
+@pytest.mark.parametrize("bad_sampling", [*BAD, SequenceSampling(_bad_sampler)])
+async def test_a_processor_or_sampler_that_raises_kills_its_own_request_only(bad_sampling):
     async with engine("llama") as it:
         expected = await it.turn(text(1, 50), max_tokens=20)
         good = it.submit(text(1, 50), max_tokens=20)
-        bad = it.submit(
-            text(2, 30), sampling=(SequenceSampling(None, (_bad_processor(after),)),), max_tokens=20
-        )
+        bad = it.submit(text(2, 30), sampling=(bad_sampling,), max_tokens=20)
         answers = await asyncio.gather(read(good), read(bad))
     assert answers[0].tokens == expected.tokens
     assert answers[1].failed == "Boom: no more"

@@ -18,17 +18,15 @@ from engines.calibration.gate.profiles import save
 from engines.config import EngineConfig
 from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, CannotServe, probe
-from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed_model import with_packed_caches
 from engines.mlx_worker.measuring.instrument import MlxInstrument
 from engines.mlx_worker.model.loading import load_model
 from engines.mlx_worker.sessions.store_opening import store_opener
-from kvstore.codecs import floats
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.packed_codec import packed_codec
-from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout
+from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
-from kvstore.shapes import KVPair, KVRun
+from kvstore.shapes import KVPair
 from tests.integration.calibration.surveys import small_order
 from tests.integration.mlx_owner.harness import Engine, engine, session, text
 from tests.integration.tiny_models import tiny_model, write_model
@@ -44,35 +42,6 @@ WHOLE = 288  # tokens of its full chunks
 def hot_caches(it: Engine, name: str) -> Caches:
     hot = it.owner.batching.hot_cache.sessions.get(("tenant", name))
     return hot.caches
-
-
-@pytest.mark.parametrize("codec", ["tq3", "tq4"])
-async def test_nothing_is_packed_twice_by_going_to_sleep(tmp_path, codec):
-    """Packed rows go into the store and come back as they are; rows that were not packed yet come
-    back packed once."""
-    async with engine("llama", tmp_path, codec=codec, hot_codec=codec, prefill_step=STEP) as it:
-        await it.turn(LONG, session("a"), max_tokens=1)
-        await it.settled()
-        kept = kv_arrays.growing_run(hot_caches(it, "a"), len(LONG))
-        assert isinstance(hot_caches(it, "a")[0], PackedKVCache)
-        for _ in range(3):
-            await it.demote_all()
-            answer = await it.turn([*LONG, 7], session("a"), max_tokens=1)
-            assert (answer.cache.source, answer.cache.cached_tokens) == ("cold-ram", WHOLE)
-            await it.settled()
-        woken = kv_arrays.growing_run(hot_caches(it, "a"), len(LONG))
-    for one, other in zip(flat(kept), flat(woken), strict=True):
-        one, other = one[:, :WHOLE], other[:, :WHOLE]  # the rest was computed again
-        packed = one.scales != 0
-        assert packed[:, 4:192].all()
-        assert not packed[:, 192:].any()
-        np.testing.assert_array_equal(other.codes[packed], one.codes[packed])
-        np.testing.assert_array_equal(other.scales[packed], one.scales[packed])
-        np.testing.assert_array_equal(other.exact[:, :4], one.exact[:, :4])
-        rows = floats.widen(one.exact[:, 192:].reshape(-1, 64), "bfloat16")
-        codes, scales = one.rows.pack(rows)
-        np.testing.assert_array_equal(other.codes[:, 192:].reshape(codes.shape), codes)
-        np.testing.assert_array_equal(other.scales[:, 192:].reshape(-1), scales)
 
 
 FAINT = 5  # a token; ``text`` has none of it
@@ -117,10 +86,6 @@ def make_faint(it: Engine) -> None:
     """Make the embedding of a token so small that K and V of the first layer nearly vanish."""
     embedding = it.owner.loaded.model.model.model.embed_tokens
     embedding.weight[FAINT] *= 1e-8
-
-
-def flat(run: KVRun) -> list[PackedArray]:
-    return [cast(PackedArray, array) for pair in run for array in pair]
 
 
 async def test_the_store_holds_what_encoding_once_gives(tmp_path):

@@ -12,7 +12,7 @@ from engines.mlx_worker.batch.prefill import (
     state_positions,
 )
 from engines.mlx_worker.batch.prefix_reuse import PrefillFollowers
-from engines.mlx_worker.batch.request import PrefillTask, Request, split_request
+from engines.mlx_worker.batch.request import PrefillTask, Request
 from engines.mlx_worker.generation import EventQueue, Generation, SequenceSampling
 from kvstore.session import SessionRef
 
@@ -36,11 +36,7 @@ def test_chunks_follow_the_speed_of_the_machine() -> None:
     for _ in range(60):
         chunks.took(100, 0.001)
     assert (chunks.chunk(busy=True), chunks.chunk(busy=False)) == (512, 512)
-
-
-def test_a_slow_machine_is_not_given_ever_smaller_chunks() -> None:
-    chunks = ChunkSizer(512)
-    for _ in range(60):
+    for _ in range(60):  # a slow machine is not given ever smaller ones
         chunks.took(128, 30.0)
     assert (chunks.chunk(busy=True), chunks.chunk(busy=False)) == (32, 128)
     assert ChunkSizer(16).chunk(busy=False) == 16  # the setting is a limit
@@ -69,20 +65,21 @@ def test_a_chunk_may_take_as_long_as_a_slow_step_does() -> None:
     assert chunks.chunk(busy=True, step_s=9.0) == 64  # within a second at most
 
 
-def test_states_are_taken_in_the_system_prompt_and_before_the_answer() -> None:
-    assert state_positions(task(1000, 0, (300, 950)), 32) == [288, 928]
-    assert state_positions(task(1000, 288, (300, 950)), 32) == [928]
-    assert state_positions(task(1000, 928, (300, 950)), 32) == []
-    assert state_positions(task(1000, 0, (950,)), 32) == [928]
-    assert state_positions(task(1000, 0), 32) == [992]
-    assert state_positions(task(1000, 0, (900, 910)), 32) == [896]  # one chunk's end for both
-    assert state_positions(task(30, 0, (10,)), 32) == []  # shorter than a chunk
+STATES = [
+    ((1000, 0, (300, 950)), [288, 928]),
+    ((1000, 288, (300, 950)), [928]),
+    ((1000, 928, (300, 950)), []),
+    ((1000, 0, (950,)), [928]),
+    ((1000, 0, (900, 910)), [896]),  # one chunk's end for both
+    ((30, 0, (10,)), []),  # shorter than a chunk
+    ((97, 0, (97,)), [96]),
+    *(((x, 0, ()), [y]) for x, y in ((1000, 992), (97, 96), (96, 64))),  # of a prompt as a whole
+]
 
 
-def test_without_boundaries_the_prompt_ends_before_the_answer() -> None:
-    assert state_positions(task(97), 32) == [96]
-    assert state_positions(task(96), 32) == [64]
-    assert state_positions(task(97, 0, (97,)), 32) == [96]
+@pytest.mark.parametrize(("prompt", "positions"), STATES)
+def test_states_are_taken_in_the_system_prompt_and_before_the_answer(prompt, positions) -> None:
+    assert state_positions(task(*prompt), 32) == positions
 
 
 @pytest.mark.parametrize("boundaries", [(), (40, 95)])
@@ -102,15 +99,6 @@ def test_a_prompt_stops_at_each_state_and_at_its_end() -> None:
         one.num_cached = one.next_stop
         stops.append(one.num_cached)
     assert stops == [32, 64, 99]
-
-
-def test_a_request_is_split_into_groups_of_sequences() -> None:
-    generation = Generation([1, 2, 3], [SequenceSampling()] * 5, 7, [])
-    request = Request(generation, EventQueue(5, lambda index: None))
-    tasks = split_request(request, 7, 2)
-    assert [[x.index for x in task.sequences] for task in tasks] == [[0, 1], [2, 3], [4]]
-    assert all(x.target == 2 for x in tasks)
-    assert all(x.remaining == 7 and x.tokens.tolist() == [1, 2, 3] for x in request.sequences)
 
 
 @pytest.mark.parametrize("shared, own, followed", [(80, 40, 0), (158, 100, 0), (80, 0, 64)])

@@ -9,7 +9,7 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, CannotServe, leaves, probe
 from engines.mlx_worker.sessions.store_opening import restore_fault
 from engines.wire import KVSize
-from kvstore.blobs.state_tree import StateArray, StateTree, decode_state, encode_state
+from kvstore.blobs.state_tree import StateTree, decode_state, encode_state
 from kvstore.errors import Mismatch
 from kvstore.shapes import KVLayer, KVLayout
 
@@ -145,20 +145,6 @@ def test_a_cache_class_that_cannot_be_batched_is_refused(monkeypatch: pytest.Mon
         probe(model)
 
 
-def test_the_self_test_notices_a_cache_that_forgets(monkeypatch: pytest.MonkeyPatch):
-    model = Model("RK")
-    plan = probe(model)
-    rebuild = kv_arrays.rebuild
-
-    def forgetful(*arguments: object) -> Caches:
-        caches = rebuild(*arguments)  # type: ignore[arg-type]
-        caches[0].keys = mx.zeros_like(caches[0].keys)
-        return caches
-
-    monkeypatch.setattr(kv_arrays, "rebuild", forgetful)
-    assert restore_fault(model, plan, 500) == "its caches came back from a test with other contents"
-
-
 class Wide(Model):
     """Its window is wider than the self-test's text is long."""
 
@@ -166,19 +152,28 @@ class Wide(Model):
         return [RotatingKVCache(50 * WINDOW), KVCache()]
 
 
-def test_the_self_test_looks_at_windows_that_have_gone_round(monkeypatch: pytest.MonkeyPatch):
-    model = Wide("RK")
-    plan = probe(model)
-    assert restore_fault(model, plan, 500) == ""
-    rebuild = kv_arrays.rebuild
+def forgets(window: RotatingKVCache) -> None:
+    window.keys = mx.zeros_like(window.keys)
 
-    def loses_its_place(*arguments: object) -> Caches:
+
+def loses_its_place(window: RotatingKVCache) -> None:
+    if window.offset > window.max_size:
+        window.keys = window.keys[..., ::-1, :]
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"), [(Model("RK"), forgets), (Wide("RK"), loses_its_place)]
+)
+def test_the_self_test_notices_other_contents_also_once_windows_go_round(model, fault, monkeypatch):
+    plan, rebuild = probe(model), kv_arrays.rebuild
+    assert restore_fault(model, plan, 500) == ""
+
+    def faulty(*arguments: object) -> Caches:
         caches = rebuild(*arguments)  # type: ignore[arg-type]
-        if caches[0].offset > caches[0].max_size:
-            caches[0].keys = caches[0].keys[..., ::-1, :]
+        fault(caches[0])
         return caches
 
-    monkeypatch.setattr(kv_arrays, "rebuild", loses_its_place)
+    monkeypatch.setattr(kv_arrays, "rebuild", faulty)
     assert restore_fault(model, plan, 500) == "its caches came back from a test with other contents"
 
 
@@ -210,15 +205,6 @@ def test_pieces_of_another_model_are_refused():
     for bad_run, bad_state, num_tokens in wrong:
         with pytest.raises(Mismatch):
             kv_arrays.rebuild(model, layout, bad_run, bad_state, num_tokens)
-
-
-def test_bf16_travels_as_its_bits():
-    model = Model("RK", mx.bfloat16)
-    caches = fed(model, 20)
-    ((keys, _),) = kv_arrays.growing_run(caches, 20)
-    assert keys.dtype == np.uint16 and keys.shape == (2, 20, 4)
-    ((_, state),) = kv_arrays.state_tree(caches)  # type: ignore[misc]
-    assert isinstance(state[0], StateArray) and state[0].dtype == "bfloat16"  # type: ignore[index]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -99,20 +99,13 @@ def test_kv_of_another_mlx_version_is_another_models(library, folder, monkeypatc
     assert fingerprint(loaded(folder), PLAN) != before
 
 
-QWEN = {
-    "temperature": 0.7,
-    "top_p": 0.8,
-    "top_k": 20,
-    "repetition_penalty": 1.05,
-    "do_sample": True,
-}
+QWEN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_what_a_request_names_goes_before_what_the_model_asks_for(tmp_path: Path) -> None:
-    (tmp_path / SAMPLING_FILE).write_text(
-        json.dumps({**QWEN, "do_sample": True, "eos_token_id": [1, 2]})
-    )
+    content = {**QWEN, "do_sample": True, "eos_token_id": [1, 2]}
+    (tmp_path / SAMPLING_FILE).write_text(json.dumps(content))
     usual = UsualSampling.of(tmp_path)
     plain = usual.filled_in(validate_chat(dict(HI)))
     assert (plain.temperature, plain.top_p, plain.top_k) == (0.7, 0.8, 20)
@@ -121,18 +114,11 @@ def test_what_a_request_names_goes_before_what_the_model_asks_for(tmp_path: Path
     assert (own.temperature, own.top_p, own.top_k) == (0, 0.8, -1)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        '"temperature": "hot"',
-        '"temperature": NaN',
-        '"temperature": true',
-        '"min_p": 7',
-        '"repetition_penalty": 1e400',
-        '"max_length": Infinity',
-        f'"max_length": 1{"0" * 400}',
-    ],
-)
+ODD = ['"temperature": "hot"', '"temperature": NaN', '"temperature": true', '"min_p": 7']
+ODD += ['"repetition_penalty": 1e400', '"max_length": Infinity', f'"max_length": 1{"0" * 400}']
+
+
+@pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_one_odd_value_takes_no_other_with_it(tmp_path: Path, odd: str, mark: str) -> None:
     content = f'{mark}{{{odd}, "top_p": 0.8, "top_k": 20.0}}'

@@ -57,19 +57,6 @@ def test_a_seed_repeats_and_rows_differ() -> None:
     assert draws(-(2**63), 0) == draws(-(2**63), 0)
 
 
-def test_a_seed_ignores_other_draws() -> None:
-    mx.random.seed(0)
-    alone = draws(7, 0)
-    other = SeededSampler(SamplingParams(), 1, 0)
-    sampler = SeededSampler(SamplingParams(), 7, 0)
-    mixed = []
-    for _ in alone:
-        other(logprobs(0.5, 0.5))
-        mx.random.uniform()
-        mixed.append(int(sampler(logprobs(0.25, 0.25, 0.25, 0.25)).item()))
-    assert mixed == alone
-
-
 def test_draws_follow_the_distribution() -> None:
     sampler = SeededSampler(SamplingParams(temperature=1.0), 3, 0)
     drawn = [int(sampler(logprobs(0.7, 0.2, 0.1)).item()) for _ in range(2000)]

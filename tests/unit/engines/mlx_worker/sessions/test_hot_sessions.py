@@ -71,36 +71,6 @@ def test_a_session_is_never_offered_to_another_salt() -> None:
     assert sessions.best_prefix(SessionRef("t", "one", b"other"), prompt, 79) is None
 
 
-def test_one_token_at_least_is_left_to_feed() -> None:
-    sessions = HotSessions(itertools.count(1.0).__next__)
-    sessions.put(hot("one", list(range(60))))
-    best = sessions.best_prefix(SessionRef("t", "one", b"t"), np.arange(60, dtype=np.int32), 59)
-    assert best.num_tokens == 59
-    assert best.pop_caches()[0].offset == 59
-
-
-def test_a_cache_that_cannot_be_cut_is_offered_whole_or_not_at_all() -> None:
-    sessions = HotSessions(itertools.count(1.0).__next__)
-    sessions.put(hot("one", list(range(60)), caches=filled(60, window=16)))
-    ref = SessionRef("t", "one", b"t")
-    extended, edited = np.arange(80, dtype=np.int32), np.arange(80, dtype=np.int32)
-    edited[50] = 7
-    assert sessions.best_prefix(ref, extended, 79).num_tokens == 60
-    assert sessions.best_prefix(ref, edited, 79) is None
-
-
-def test_a_copy_of_anothers_beginning_leaves_the_other_whole() -> None:
-    sessions = HotSessions(itertools.count(1.0).__next__)
-    original = hot("one", list(range(60)))
-    sessions.put(original)
-    best = sessions.best_prefix(SessionRef("t", "two", b"t"), np.arange(50, dtype=np.int32), 49)
-    assert not best.own
-    (copy,) = best.pop_caches()
-    copy.update_and_fetch(mx.full((1, 1, 5, 1), -1.0), mx.full((1, 1, 5, 1), -1.0))
-    assert copy.offset == 54 and original.caches[0].offset == 60
-    assert original.caches[0].keys[0, 0, :60, 0].tolist() == list(range(60))
-
-
 def test_victims_come_in_order() -> None:
     sessions = HotSessions(itertools.count(1.0).__next__)
     for name in ("pinned", "old", "saving", "new"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models
@@ -15,15 +17,21 @@ import thermocline.mlx
 from engines.config import EngineConfig
 from engines.mlx_worker.cache.layout import probe
 from engines.mlx_worker.cache.packed.host_rows import HostRowPacker
+from engines.mlx_worker.cache.packed.kv_cache import PackedKVCache
 from engines.mlx_worker.cache.packed_model import (
     NAME,
     AttentionSeam,
     PackedAttention,
     PackedCacheModel,
     attending,
+    attends_better,
     modules_of,
+    says_the_same,
     with_packed_caches,
 )
+from engines.mlx_worker.model.loading import load_model
+from launch.machine.folders import default_cache_dir
+from launch.model.find import sample_model
 from tests.integration.mlx_owner.harness import text
 from tests.integration.tiny_models import tiny_model
 
@@ -36,8 +44,8 @@ mamba2 mistral3 olmo pixtral prism_hadamard_qwen35 qwen2_vl qwen3_5 qwen3_5_moe 
 qwen3_vl_moe rwkv7 smollm3"""
 
 
-def live_model(name: str = "llama") -> PackedCacheModel:
-    model = tiny_model(name).model
+def live_model(model: Any = None) -> PackedCacheModel:
+    model = model or tiny_model("llama").model
     return with_packed_caches(model, probe(model), EngineConfig(hot_codec="tq3"))[0]
 
 
@@ -166,3 +174,30 @@ def test_families_of_mlx_lm_without_the_seam_are_these():
     without = {name for name, text in families.items() if NAME not in text}
     assert len(families) > 100
     assert without == {*WITHOUT.split()}
+
+
+ON_CPU = mx.default_device().type == mx.DeviceType.cpu
+
+
+class SharperCache(PackedKVCache):
+    """Attends with another scale than the model means."""
+
+    def attended(self, queries, scale):
+        return super().attended(queries, 8 * scale)
+
+
+def test_a_model_that_attends_otherwise_is_noticed_at_the_start():
+    live = live_model()
+    assert says_the_same(live.model, live.make_cache())
+    caches = [SharperCache(x.packers, x.dtype, x.seam) for x in live.make_cache()]
+    assert not says_the_same(live.model, caches)
+    assert not attends_better(live.model, caches, [x.packers[0].kind.dim for x in caches])
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_real_model_says_the_same():
+    model = load_model(str(sample_model(default_cache_dir(os.environ)))).model
+    model.model.layers = model.model.layers[:2]  # all thirty take a minute without a BLAS
+    live = live_model(model)
+    assert says_the_same(live.model, live.make_cache())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
 from engines.kv_budget import BLOCK, MOST_EXACT, NUM_RECENT
@@ -29,8 +26,6 @@ pytestmark = pytest.mark.mlx
 
 KIND = RowKind(3, 64, "bfloat16")
 WAYS = {"host": HostRowPacker, "mlx": MlxRowPacker}
-NEW_TOKENS = 6
-PREFILL_STEP = 64
 
 
 @pytest.fixture(params=WAYS)
@@ -38,53 +33,6 @@ def live(request: pytest.FixtureRequest) -> PackedCacheModel:
     model = tiny_model("llama").model
     rows = WAYS[request.param](KIND)
     return PackedCacheModel(model, [(rows, rows)] * len(model.layers), "float32")
-
-
-@dataclass
-class Session:
-    """A prompt on its way through a generator, with the caches and tokens that it continues."""
-
-    prompt: list[int]
-    caches: list[Any] | None = None
-    seen: list[int] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
-
-
-def run(model: Any, sessions: Sequence[Session], fed_alone: bool = True) -> None:
-    """One more session joins at every step, so batches are merged, extended and filtered.
-
-    ``fed_alone``: prompts go into their caches one at a time, as the engine does it; else two at a
-    time, padded on the right.
-    """
-    generator = BatchGenerator(
-        model,
-        max_tokens=NEW_TOKENS,
-        completion_batch_size=8,
-        prefill_batch_size=2,
-        prefill_step_size=PREFILL_STEP,
-    )
-    running: dict[int, Session] = {}
-    waiting, num_done = list(sessions), 0
-    while waiting or num_done < len(sessions):
-        for _ in range(1 if fed_alone else 2):
-            if waiting:
-                session = waiting.pop(0)
-                caches = None if session.caches is None else [session.caches]
-                (uid,) = generator.insert(
-                    [session.prompt], caches=caches, all_tokens=[list(session.seen)]
-                )
-                running[uid] = session
-        for response in generator.next()[1]:
-            session = running[response.uid]
-            session.answer.append(response.token)
-            if response.finish_reason:
-                session.caches, session.seen = response.prompt_cache, list(response.all_tokens)
-                num_done += 1
-    generator.close()
-
-
-def sessions_of(lengths: Sequence[int]) -> list[Session]:
-    return [Session(text(i + 1, length)) for i, length in enumerate(lengths)]
 
 
 def same_kv(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -95,57 +43,9 @@ def same_kv(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [[20, 300], [150, 77, 300, 3]])
-@pytest.mark.parametrize("fed_alone", [True, False])
-def test_a_batch_answers_and_holds_the_same_as_its_rows_alone(live, lengths, fed_alone):
-    together, alone = sessions_of(lengths), sessions_of(lengths)
-    run(live, together, fed_alone)
-    for session in alone:
-        run(live, [session])
-    assert [x.answer for x in together] == [x.answer for x in alone]
-    for one, other in zip(together, alone, strict=True):
-        assert one.caches is not None
-        assert other.caches is not None
-        assert [x.offset for x in one.caches] == [len(one.seen)] * len(one.caches)
-        # K and V come out of batched products, which round differently; packed rows do not.
-        for a, b in zip(one.caches, other.caches, strict=True):
-            assert a.sides[0].num_packed == b.sides[0].num_packed
-            assert a.sides[0].num_packed == max(0, packed_end(len(one.seen) - 1) - 4)
-
-
 def packed_end(num_tokens: int) -> int:
     """The end of the packed part of a session of so many tokens."""
     return (num_tokens - NUM_RECENT) // BLOCK * BLOCK
-
-
-def test_trimmed_and_reused_in_an_uneven_batch(live):
-    """Users edit the end of their last message."""
-    first = sessions_of([300, 20, 150])
-    run(live, first)
-    second = []
-    for session in first:
-        assert session.caches is not None
-        assert trim_prompt_cache(session.caches, 3) == 3
-        seen = session.seen[:-3]
-        second.append(Session([*session.seen[-3:], 7, 8, 9], session.caches, seen))
-    alone = copy.deepcopy(second)
-    run(live, second)
-    for session in alone:
-        run(live, [session])
-    assert [x.answer for x in second] == [x.answer for x in alone]
-
-
-def test_copies_go_their_own_way(live):
-    caches = live.make_cache()
-    live(mx.array([text(1, 200)]), caches)
-    mine = [cache.copied() for cache in caches]
-    live(mx.array([text(2, 80)]), caches)
-    trim_prompt_cache(caches, 100)
-    assert [x.offset for x in mine] == [200] * len(mine)
-    again = live.make_cache()
-    live(mx.array([text(1, 200)]), again)
-    assert same_kv(mine, again)
 
 
 @pytest.mark.parametrize("num_left", [0, 3, 100, 290])

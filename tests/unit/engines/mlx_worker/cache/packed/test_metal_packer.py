@@ -6,7 +6,6 @@ arithmetic, the tables and the bit order are proven on any machine that has one.
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,7 +23,6 @@ from engines.mlx_worker.cache.packed.metal_packer import (
 from engines.mlx_worker.cache.packed.rows import RowKind
 from engines.mlx_worker.cache.packed_model import agrees, sample_rows
 from kvstore.codecs import floats
-from kvstore.codecs.rows import rotation
 
 pytestmark = pytest.mark.mlx
 
@@ -103,25 +101,6 @@ def ran(main: str, given: bytes, folder: Path) -> bytes:
     source.write_text(f'#include "{SHIM}"\nint main() {{{main}}}\n')
     subprocess.run(["g++", *FLAGS, str(source), "-o", str(program)], check=True)
     return subprocess.run([program], input=given, stdout=subprocess.PIPE, check=True).stdout
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=name)
-def test_the_tables_in_the_text_are_the_definitions(kind):
-    assert constants(unpack_source(kind), "levels") == kind.format.levels.tolist()
-    assert constants(pack_source(kind), "bounds") == kind.format.bounds.tolist()
-    for source in (pack_source(kind), unpack_source(kind)):
-        words = re.search(r"uint signs\[(\d+)\] = \{(.*?)\}", source)
-        assert int(words[1]) == kind.dim // 32
-        bits = np.array([int(word.strip(" u"), 16) for word in words[2].split(",")], "<u4")
-        signs = np.unpackbits(bits.view(np.uint8), bitorder="little")
-        np.testing.assert_array_equal(signs, rotation.sign_masks(kind.dim) >> 31)
-
-
-def constants(source: str, array: str) -> list[int]:
-    found = re.search(rf"{array}\[(\d+)\] = \{{(.*?)\}};", source)
-    numbers = [int(x) for x in found[2].split(",")]
-    assert len(numbers) == int(found[1])
-    return numbers
 
 
 def test_only_powers_of_two_from_64_have_a_kernel():
