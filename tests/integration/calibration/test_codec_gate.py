@@ -181,21 +181,3 @@ async def test_a_model_with_states_is_judged_by_whole_sessions(kind: str, tmp_pa
     with pytest.raises(CannotServe, match="above the bound"):
         async with engine(kind, tmp_path, codec=bad, gate=between):
             pass
-
-
-async def test_a_damaged_profile_is_as_none(tmp_path: Path) -> None:
-    calibrate(tmp_path, "dense3")
-    (path,) = (tmp_path / "profiles").glob("*.tcpf")
-    path.write_bytes(path.read_bytes()[:-1])
-    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
-        report = await report_of(it)
-        assert (report.name, report.unmeasured) == ("raw", True)
-        calibrate(tmp_path, "dense3", "tq4")  # over the damaged one
-        assert not (await it.verbs.adopt()).unmeasured
-
-
-async def test_a_data_folder_that_another_engine_has_is_refused(tmp_path: Path) -> None:
-    async with engine("llama", tmp_path):
-        with pytest.raises(CannotServe, match="another"):
-            async with engine("llama", tmp_path):
-                pass

@@ -91,20 +91,6 @@ async def test_delays_drops_and_users_change_nothing(kind: str, tmp_path: Path) 
     assert busy == quiet
 
 
-async def test_other_steps_teach_something_else(tmp_path: Path) -> None:
-    """So the test above can fail."""
-    async with engine("llama", tmp_path, codec="auto", gate={}) as it:
-        owner = it.owner
-        assert owner.held is not None
-        found = []
-        for step in (64, 32):
-            beside = Instrument(owner.loaded, owner.plan, "f", owner.idle_steps, owner.held, step)
-            reader = await asyncio.to_thread(TextReader, beside)
-            samples = await asyncio.to_thread(reader.samples, [text(x, 192) for x in (1, 2, 3)])
-            found.append(learn_profile(samples, "f", ["dense3"]).ids)
-    assert found[0] != found[1]
-
-
 def test_what_is_learned_while_another_is_measured_is_the_same(tmp_path, monkeypatch):
     """An order whose report a command awaits learns the next preset meanwhile."""
     write_model("llama", tmp_path)

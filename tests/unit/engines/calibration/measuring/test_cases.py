@@ -45,15 +45,9 @@ def test_a_needle_hides_at_its_depth_and_nowhere_else() -> None:
         assert code.isdigit() and prefix.count(code) == 1
         assert abs(prefix.index(code) - depth * 600) < 120
 
-
-def test_the_same_needles_every_time() -> None:
-    first, second = (list(needle_cases([LONG], encode, 600)) for _ in range(2))
-    assert first == second
-    assert len({case.rest for case in first}) == len(first)
-
-
-def test_a_tokenizer_that_joins_the_question_with_its_answer() -> None:
-    for case in needle_cases([LONG], pairs, 300):
+    assert cases == list(needle_cases([SHORT, LONG], encode, 600, (0.1, 0.9)))
+    assert len({case.rest for case in cases}) == 2
+    for case in needle_cases([LONG], pairs, 300):  # the question is joined with its answer
         assert 0 < case.num_answer <= 3
 
 
@@ -94,7 +88,9 @@ def chosen(case: Case, seed: int) -> list[Problem]:
 @pytest.mark.parametrize("context", [512, 2048])
 def test_all_facts_are_in_the_prefix_and_all_answers_after_it(context: int) -> None:
     cases = list(cases_of(TEXTS, encode, context, 4, 1000))
-    assert len(cases) == 4 and all(x.is_chains and not x.is_text for x in cases)
+    assert len(cases) == len({x.prefix for x in cases}) == 4
+    assert all(x.is_chains and not x.is_text for x in cases)
+    assert cases == list(cases_of(TEXTS, encode, context, 4, 1000)), "the same every time"
     for seed, case in enumerate(cases):
         assert len(case.prefix) == context and len(case.rest) <= 1000
         prefix, used = words(case.prefix), chosen(case, seed)
@@ -119,11 +115,6 @@ def test_every_other_prefix_begins_as_its_text_does() -> None:
     assert words(second.prefix[:256]) != TEXTS[1][:256]
 
 
-def test_the_same_cases_every_time() -> None:
-    first, second = (list(cases_of(TEXTS, encode, 600, 3, 500)) for _ in range(2))
-    assert first == second and len({x.prefix for x in first}) == 3
-
-
 def test_the_token_that_begins_a_prompt_is_there_once() -> None:
     for case in cases_of(TEXTS, with_begin, 700, 2, 600):
         assert case.prefix[0] == 256 and 256 not in (*case.prefix[1:], *case.rest)
@@ -142,9 +133,6 @@ def test_a_tokenizer_that_joins_answers_with_their_neighbours() -> None:
 def test_where_no_problem_fits_there_is_no_case() -> None:
     for context, most_rest, tokens in (64, 500, encode), (1024, 8, encode), (1024, 8, with_begin):
         assert not list(cases_of(TEXTS, tokens, context, 4, most_rest))
-
-
-def test_nor_where_no_text_is_long_enough() -> None:
     assert not list(cases_of(TEXTS[2:], encode, 512, 4, 500))
 
 

@@ -33,12 +33,6 @@ def tally(*texts: Drift, **figures: Any) -> LossTally:
     return LossTally("tq3", "tq3.2", 64, texts=named, **(usual | figures))
 
 
-def test_equal_distributions_have_no_drift() -> None:
-    scores = logs([0.5, 0.3, 0.2], [0.1, 0.1, 0.8])
-    found = drift(scores, scores.copy(), [2])
-    assert found == ([0, 0], [True, True], [0], [0])
-
-
 def test_divergence_loss_and_top_token() -> None:
     exact = logs([0.5, 0.5, 1e-9], [0.9, 0.05, 0.05])
     packed = logs([0.25, 0.75, 1e-9], [0.9, 0.05, 0.05])

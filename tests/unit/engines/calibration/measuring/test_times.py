@@ -108,11 +108,8 @@ def test_each_attempt_reads_another_prompt():
     assert len(instrument.beginnings) == TRIES
 
 
-def test_times_that_are_no_better_change_nothing():
+def test_times_that_are_no_better_and_those_of_another_codec_stay_as_they_are():
     assert timed([row("tq3", 0.5)], *[0.7] * 2 * TRIES) == []
-
-
-def test_a_row_of_another_codec_stays_as_it_is():
     other = msgspec.structs.replace(row("tq3", 0.5), codec_id="earlier")
     assert timed([other]) == []
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from engines.calibration.instrument import NOTHING, HeldSession
-from engines.calibration.measuring.cases import common_length
 from engines.calibration.measuring.stopwatch import Stopwatch
 from engines.calibration.measuring.trials import (
     SLEEPS,
@@ -153,9 +152,3 @@ def test_rows_are_unpacked_in_batches_as_a_store_does() -> None:
     assert codec.num_chunks == [BATCH - 1, BATCH, 20 - 2 * BATCH]  # others come alone
     ((keys, _),) = trip.session.run
     assert keys[0, :, 0].tolist() == list(exact.tokens)
-
-
-def test_the_length_of_the_common_prefix() -> None:
-    assert common_length([1, 2, 3], [1, 2, 4]) == 2
-    assert common_length([1, 2], [1, 2, 4]) == 2
-    assert common_length([], [1]) == 0

@@ -28,7 +28,7 @@ from engines.wire import frame
 from kvstore.codecs.profile import Profile
 from kvstore.codecs.quality import Quality
 from kvstore.shapes import KVLayout
-from tests.unit.engines.calibration.gate.test_worst_of_ranks import row
+from tests.unit.engines.calibration.gate.test_bound import ranked as row
 from tests.waiting import until
 
 
