@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.stacks.product_stack import prose
 from benchmarks.users.figures import Result, Run, Target, percentiles, report_of
-from benchmarks.users.workload import PRESETS, STRESS_REQUESTS, Habits, Workload, workload_of
+from benchmarks.users.workload import PRESETS, Habits, Workload, workload_of
 from launch.errors import UsageError
 from launch.remote.server import Address
 from launch.remote.turn import RemoteTurn
@@ -58,19 +57,9 @@ def test_presets_are_whole_and_every_conversation_has_its_own_name(preset):
     assert workload.num_steps > 0
 
 
-def test_the_stress_table_has_as_many_requests_as_the_prototypes():
-    stress = workload_of("stress", Habits(), 1)
-    assert stress.num_steps == STRESS_REQUESTS
-
-
 def test_a_workload_is_bounded():
     with pytest.raises(UsageError, match="at most 100000"):
         workload_of("chat", Habits(turns=501), 200, 1)
     with pytest.raises(UsageError, match="words in a message"):
         workload_of("chat", Habits(words=0), 1)
     assert Workload("none").phases == ()
-
-
-def test_prose_is_the_same_for_a_seed_and_differs_between_seeds():
-    assert prose("a", 50) == prose("a", 50) != prose("b", 50)
-    assert len(prose("a", 50).split()) == 50

@@ -13,6 +13,7 @@ from engines.base import CacheOutcome, EngineRefused, Notice
 from scheduler.config import SchedulerConfig
 from scheduler.follower import Follower
 from scheduler.sessions import SessionManager
+from scheduler.table import LATE_REPORT_S
 
 from .conftest import Held, RowsEngine, salt_of
 
@@ -130,8 +131,10 @@ async def test_the_engine_may_wake_a_session_but_an_older_save_does_not(
     """A turn whose client left restores the KV; a save may have been of the session still hot."""
     await talk(manager, ref("a"))
     await manager.demote(ref("a"))
-    manager.follower.receive(Notice(cause=cause, session=Held().report("alice", "a")))
-    assert manager.get(ref("a")).state == state
+    report = Held(tokens=1234).report("alice", "a")
+    manager.follower.receive(Notice(cause=cause, session=report))
+    view = manager.get(ref("a"))
+    assert (view.state, view.tokens) == (state, 1234)
 
 
 async def test_a_list_of_thousands_leaves_turns_their_share_of_the_loop(manager, engine, ref):
@@ -157,6 +160,7 @@ async def test_a_late_report_does_not_bring_a_forgotten_session_back(
     await asyncio.sleep(0)
     manager.follower.receive(gone)  # the engine's own news may come before its answer
     manager.follower.receive(late)
+    clock.now += LATE_REPORT_S  # it takes the engine long
     engine.forget_gate.set()
     assert await forgetting
     assert manager.get(ref("a")) is None

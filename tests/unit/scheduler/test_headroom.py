@@ -66,22 +66,16 @@ def test_a_burst_of_turns_shares_one_look(headroom, machine, clock):
     assert machine.num_looks == 2
 
 
-def test_where_memory_is_unknown_nothing_is_scarce(headroom, machine, clock, log):
-    machine.available = None
+@pytest.mark.parametrize(("marks", "available", "looks"), [(MARKS, None, 1), ({}, 1, 0)])
+def test_where_memory_is_unknown_or_not_watched_nothing_is_scarce(
+    machine, clock, log, marks, available, looks
+):
+    config = configured(SchedulerConfig, **marks)
+    headroom = Headroom(machine, config, clock=clock, observer=log)
+    machine.available = available
     headroom.admit()
     assert (headroom.available_bytes, headroom.missing_bytes(), log.levels) == (None, 0, [])
-
-
-def test_unwatched_memory_is_not_read(machine, clock, log):
-    headroom = Headroom(machine, SchedulerConfig(), clock=clock, observer=log)
-    machine.available = 1
-    headroom.admit()
-    assert (headroom.available_bytes, headroom.missing_bytes(), machine.num_looks) == (None, 0, 0)
-
-
-def test_the_lower_marks_follow_from_the_first():
-    config = SchedulerConfig(memory_low_bytes=12 << 30)
-    assert (config.memory_stop_bytes, config.memory_end_bytes) == (9 << 30, 6 << 30)
+    assert machine.num_looks == looks
 
 
 async def test_scarce_memory_refuses_turns_and_prefetches(manager, machine, clock, ref, talk, log):

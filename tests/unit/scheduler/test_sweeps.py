@@ -7,7 +7,6 @@ from itertools import count
 
 import pytest
 
-from engines.base import SessionRef
 from scheduler.config import SchedulerConfig
 from scheduler.headroom import LOOK_EVERY_S, Headroom
 from scheduler.moves import Moves
@@ -24,18 +23,14 @@ from scheduler.sweeps import (
 )
 from scheduler.table import SessionTable
 from tests.unit.scheduler.test_follower import running
+from tests.unit.scheduler.test_session import new_session
 
 NUMBERS = count()
 
 
-def idle(name: str, tenant: str = "t", **facts) -> Session:
-    ref = SessionRef(tenant=tenant, id=name, salt=b"")
-    session = Session(
-        ref=ref, state=State.IDLE, last_used=0.0, listener=lambda *_: None, number=next(NUMBERS)
-    )
-    for key, fact in {"tokens": 1000, "hot_bytes": 100, "tier": "ram", **facts}.items():
-        setattr(session, key, fact)
-    return session
+def idle(name: str, **facts) -> Session:
+    usual = {"state": State.IDLE, "tokens": 1000, "hot_bytes": 100, "tier": "ram"}
+    return new_session(id=name, number=next(NUMBERS), **usual | facts)
 
 
 async def steps() -> None:
@@ -67,9 +62,10 @@ def test_victims_stop_when_enough_is_freed():
     assert victims([idle("p", pinned=True)], 1 << 40, 1e9, 1.0) == []
 
 
-def test_a_session_without_a_cold_copy_is_the_last_to_go():
-    rows = [idle("unsaved", tier=None, last_used=0.0), idle("saved", last_used=99.0)]
-    assert names(victims(rows, 200, 100.0, 600.0)) == ["saved", "unsaved"]
+def test_those_go_first_that_cost_least_to_wake():
+    rows = [idle(str(tier), tier=tier) for tier in (None, "redis", "disk", "ram")]
+    assert names(victims(rows, 400, 100.0, 600.0)) == ["ram", "disk", "redis", "None"]
+    assert wake_seconds(idle("s", tokens=8000)) > 8 * wake_seconds(idle("s", tokens=1000))
 
 
 def test_long_silence_outweighs_everything():
@@ -80,12 +76,6 @@ def test_long_silence_outweighs_everything():
 def test_value_halves_per_half_life():
     session = idle("s")
     assert value(session, 600.0, 600.0) == pytest.approx(value(session, 0.0, 600.0) / 2)
-
-
-def test_slower_tiers_and_longer_prompts_cost_more_to_wake():
-    costs = [wake_seconds(idle("s", tier=tier)) for tier in ("ram", "disk", "redis", None)]
-    assert costs == sorted(costs)
-    assert wake_seconds(idle("s", tokens=8000)) > 8 * wake_seconds(idle("s", tokens=1000))
 
 
 @pytest.mark.parametrize(("hot", "over"), [(0, 0), (850, 0), (851, 201), (1000, 350), (2000, 1350)])
@@ -136,7 +126,7 @@ def test_a_wish_reaches_as_far_as_the_tenants_share():
 
 
 async def test_pressure_takes_the_least_valuable_down_to_low_water(
-    manager, engine, clock, ref, talk
+    manager, engine, clock, ref, talk, log
 ):
     for i in range(9):
         await talk(manager, ref(f"s{i}"))
@@ -144,6 +134,7 @@ async def test_pressure_takes_the_least_valuable_down_to_low_water(
     await manager.sweeps.sweep()  # 900 of 1000 bytes: over 850, down to 650
     states = [manager.get(ref(f"s{i}")).state for i in range(9)]
     assert states == ["cold"] * 3 + ["idle"] * 6
+    assert log.departures == [(f"s{i}", "hot", "pressure") for i in range(3)]
 
 
 async def test_pinned_sessions_stay_hot(manager, engine, clock, ref, talk):

@@ -16,11 +16,19 @@ from tests.clock import Clock
 from .conftest import Held
 
 
-async def test_the_table_is_bounded_and_drops_the_longest_idle_row(manager_with, clock, ref, talk):
+@pytest.mark.parametrize("sleeps", [True, False])
+async def test_the_table_is_bounded_and_drops_the_longest_idle_row(
+    manager_with, clock, ref, talk, sleeps
+):
+    """With hibernation off no session is ever cold, and an engine may report none of them."""
     manager = manager_with(max_sessions=3)
     for i in range(5):
-        await talk(manager, ref(f"s{i}"))
-        await manager.demote(ref(f"s{i}"))
+        if sleeps:
+            await talk(manager, ref(f"s{i}"))
+            await manager.demote(ref(f"s{i}"))
+        else:
+            async with manager.turn(ref(f"s{i}")) as turn:
+                turn.engine_answered(CacheOutcome("miss", 0, "disabled"))
         clock.now += 1
     assert [x.id for x in manager.list("alice")] == ["s4", "s3", "s2"]
 
@@ -32,18 +40,6 @@ async def test_refused_turns_leave_no_rows(manager, ref, log):
                 raise EngineRefused("status 400")
     assert len(manager.table) == 0
     assert log.departures == []
-
-
-async def test_a_table_of_sessions_that_never_sleep_is_bounded_as_well(
-    manager_with, engine, clock, ref
-):
-    """With hibernation off no session is ever cold, and an engine may report none of them."""
-    manager = manager_with(max_sessions=3)
-    for i in range(10):
-        async with manager.turn(ref(f"s{i}")) as turn:
-            turn.engine_answered(CacheOutcome("miss", 0, "disabled"))
-        clock.now += 1
-    assert [x.id for x in manager.list("alice")] == ["s9", "s8", "s7"]
 
 
 async def test_running_turns_keep_their_rows(manager_with, clock, ref):

@@ -13,7 +13,6 @@ import pytest
 import thermocline
 from kvstore.codecs.base import check_claim
 from kvstore.codecs.floats import to_stored, widen
-from kvstore.codecs.names import CODECS
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
 from tests.unit.kvstore.codecs.samples import uneven
@@ -120,15 +119,7 @@ def test_a_payload_that_was_cut_is_corrupt():
         check_claim(METHOD.codec, layout, 1 << 40, 0, len(payload))
 
 
-@pytest.fixture
-def table():
-    before = dict(CODECS)
-    yield
-    CODECS.clear()
-    CODECS.update(before)
-
-
-def test_it_is_registered_as_any_method_is(table):
+def test_it_is_registered_as_any_method_is():
     thermocline.register("mine", lambda: METHOD.codec)
     assert thermocline.codecs()["mine"].bits == 4.125
     rows = uneven((2, 20, 64))

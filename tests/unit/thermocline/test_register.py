@@ -29,15 +29,6 @@ from tests.unit.kvstore.codecs.learning.calibration import (
 from tests.unit.kvstore.codecs.samples import uneven
 
 
-@pytest.fixture(autouse=True)
-def table():
-    """The table as it is shipped, before and after."""
-    before = dict(CODECS)
-    yield
-    CODECS.clear()
-    CODECS.update(before)
-
-
 def mine(bits: int = 5) -> RowCodec:
     """Rotates rows, as an example. More words."""
     return RowCodec(f"mine{bits}.1", RotatedRows(bits))
