@@ -82,19 +82,3 @@ def test_the_readmes_commands_run_as_pasted(tmp_path):
     done = program("bash", "-c", "\n".join(lines), cwd=tmp_path, env=bare)
     assert done.returncode == 0, done.stderr
     assert {"connect", "top", "plan"} <= {*commands}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "made by: thermocline keys add TENANT",
-        "run `thermocline serv`",
-        "`thermocline serve --keys FILE`",
-        "thermocline keys new NAME --append",
-        "`thermocline serve | bake`",
-    ],
-)
-def test_a_wrong_mention_is_found(wrong):
-    with pytest.raises(UsageError):
-        for words in mentions(wrong):
-            check(words)

@@ -34,16 +34,18 @@ def option(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-def test_there_is_one_for_each_script():
-    assert PROFILES == ["apple", "cpu", "cuda", "gb10"]
+KINDS = {"apple": "mlx", "cpu": "mlx", "cuda": "vllm", "gb10": "vllm"}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("apple", "mlx"), ("cpu", "mlx"), ("cuda", "vllm"), ("gb10", "vllm")]
-)
-def test_a_profile_names_its_engine_and_the_user_may_name_another(name, kind):
-    assert settings_of(name).engine.kind == kind
+@pytest.mark.parametrize("name", KINDS)
+def test_a_profile_names_its_engine_and_serves_on_this_machine_only(name):
+    assert sorted(KINDS) == PROFILES
+    settings = settings_of(name)
+    assert settings.engine.kind == KINDS[name]
     assert settings_of(name, flags={"--engine": "fake"}).engine.kind == "fake"
+    assert flat(settings)["gateway.host"] == "127.0.0.1"
+    assert settings.scheduler.max_running == 0  # as many as the engine computes together
+    assert (settings.scheduler.memory_low_bytes > 0) == (name == "gb10")  # elsewhere: not watched
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -93,15 +95,3 @@ def test_cuda_fits_its_pool_to_the_gpu():
     assert option(argv, "--max-num-seqs") == "65"
     assert option(argv, "--tensor-parallel-size") == "2"
     assert "--max-num-batched-tokens" not in argv
-
-
-@pytest.mark.parametrize("name", ["apple", "cpu", "cuda"])
-def test_elsewhere_memory_is_not_watched(name):
-    assert settings_of(name).scheduler.memory_low_bytes == 0
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_the_engine_gets_as_many_turns_as_it_computes_together(name):
-    settings = settings_of(name)
-    assert settings.scheduler.max_running == 0  # ``engine.max_batch``
-    assert flat(settings)["gateway.host"] == "127.0.0.1"

@@ -178,12 +178,6 @@ def test_cuda_serves_on_gpus_with_memory_of_their_own(machine):
     assert "GPU" not in done.stderr
 
 
-def test_cuda_sends_a_gb10_to_its_own_script(machine):
-    machine.says("nvidia-smi", "NVIDIA GB10")
-    done = machine.run("cuda.sh", "org/m")
-    refused(done, 1, "bash launch/gb10.sh MODEL")
-
-
 @pytest.mark.parametrize(("gpu", "warned"), [("NVIDIA GB10", False), ("NVIDIA H200", True)])
 def test_gb10_serves_on_a_gb10_and_warns_of_another_gpu(machine, gpu, warned):
     machine.says("nvidia-smi", gpu)
@@ -224,26 +218,22 @@ def test_vllm_on_cpus_if_asked(machine, flag):
     refused(done, 1, "bash launch/cuda.sh MODEL")
 
 
-def test_cpu_is_for_linux(machine):
-    machine.says("uname", "Darwin")
-    done = machine.run("cpu.sh", "org/m")
-    refused(done, 1, "on a Mac: bash launch/apple.sh MODEL")
-
-
 UNAME = "#!/bin/sh\ncase $1 in -s) echo %s ;; *) echo %s ;; esac\n"
 
 
 @pytest.mark.parametrize(
-    ("system", "processor", "words"),
+    ("script", "system", "gpu", "words"),
     [
-        ("Linux", "aarch64", "this is no Mac; on Linux: bash launch/cpu.sh MODEL"),
-        ("Darwin", "x86_64", "mlx needs Apple silicon"),
+        ("cuda.sh", "Linux x86_64", "NVIDIA GB10", "bash launch/gb10.sh MODEL"),
+        ("cpu.sh", "Darwin arm64", "", "on a Mac: bash launch/apple.sh MODEL"),
+        ("apple.sh", "Linux aarch64", "", "this is no Mac; on Linux: bash launch/cpu.sh MODEL"),
+        ("apple.sh", "Darwin x86_64", "", "mlx needs Apple silicon"),
     ],
 )
-def test_apple_needs_apple_silicon(machine, system, processor, words):
-    _program(machine.commands / "uname", UNAME % (system, processor))
-    done = machine.run("apple.sh", "org/m")
-    refused(done, 1, words)
+def test_a_script_for_another_machine_names_the_right_one(machine, script, system, gpu, words):
+    _program(machine.commands / "uname", UNAME % tuple(system.split()))
+    machine.says("nvidia-smi", gpu)
+    refused(machine.run(script, "org/m"), 1, words)
 
 
 def test_apple_serves_and_names_the_wired_limit(machine):

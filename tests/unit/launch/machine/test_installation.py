@@ -13,11 +13,10 @@ import pytest
 from engines.config import EngineConfig, VllmConfig
 from engines.vllm_environment.environment import import_path
 from kvstore.config import StoreConfig
-from launch.cli.options import layers
 from launch.errors import LaunchError
 from launch.machine.installation import FOLDER, find_python, require_own_packages, require_vllm
 from launch.machine.resources import Gpu, parse_gpus
-from launch.settings.effective_settings import effective_settings, engine_kind
+from launch.settings.effective_settings import engine_kind
 from tests.command_line import program
 from tests.small_wheel import unpacked
 
@@ -96,18 +95,13 @@ def test_without_vllm_the_cure_is_named():
 )
 def test_redis_is_needed_beside_vllm_where_it_is_used(tmp_path, store, asked):
     """A Python that has everything but redis-py."""
-    lacking, whole = (
-        json.dumps(
-            {
-                "vllm": "0.32.1",
-                "cpu": True,
-                "missing": missing,
-                "plugin": True,
-                "plugin_version": version("thermocline"),
-            }
-        )
-        for missing in (["redis"], [])
-    )
+    found = {
+        "vllm": "0.32.1",
+        "cpu": True,
+        "plugin": True,
+        "plugin_version": version("thermocline"),
+    }
+    lacking, whole = (json.dumps({**found, "missing": x}) for x in (["redis"], []))
     python = tmp_path / "python"
     python.write_text(
         f"#!/bin/sh\ncase \"$2\" in *\"'redis'\"*) echo '{lacking}';; *) echo '{whole}';; esac\n"
@@ -133,26 +127,14 @@ def test_gpus_with_memory_of_their_own_and_without():
         (EngineConfig(kind="vllm", url="http://there:8000"), [], "attached"),
         (EngineConfig(kind="fake", url="http://there:8000"), [], "fake"),
         (EngineConfig(url="http://there:8000"), [Gpu("x", 1)], "attached"),
+        (EngineConfig(vllm=VllmConfig(python="/opt/vllm/python")), [Gpu("x", 1)], "vllm"),
+        (EngineConfig(vllm=VllmConfig(python="/opt/vllm/python")), [], "mlx"),
     ],
 )
 def test_which_engine(engine, gpus, expected):
     assert engine_kind(engine, gpus) == expected
 
 
-def test_on_nvidia_vllm_is_chosen_where_it_is_installed():
-    engine = EngineConfig(vllm=VllmConfig(python="/opt/vllm/bin/python"))
-    assert engine_kind(engine, [Gpu("x", 1)]) == "vllm"
-    assert engine_kind(engine, []) == "mlx"
-
-
 def test_our_own_packages_do_not_hide_vllms(tmp_path):
     assert import_path(tmp_path) == str(tmp_path)
     assert import_path(Path("/usr/lib/python3.11/site-packages")) == ""
-
-
-def test_the_interpreter_is_part_of_the_settings(tmp_path):
-    sources = layers({}, assignments=["engine.kind=vllm", "engine.vllm.python=/opt/vllm/python"])
-    found = effective_settings(sources, {"HOME": str(tmp_path)})
-    assert found.engine_kind == "vllm"
-    assert found.settings.engine.vllm.python == "/opt/vllm/python"
-    assert found.resolved.origin("engine.vllm.python") == "--set"

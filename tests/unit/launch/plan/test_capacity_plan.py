@@ -1,24 +1,30 @@
+"""How many sessions fit, and pages that show today's plan."""
+
 from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks import plan_sentences, plan_table
 from engines.calibration.gate.choice import Choice
 from kvstore.codecs.names import READY
 from kvstore.codecs.presets import codec_by_name
 from kvstore.config import StoreConfig
-from kvstore.shapes import NUMPY_DTYPES, KVLayer
+from kvstore.shapes import NUMPY_DTYPES
 from launch.cli.plan import print_plan
-from launch.families.cache_shape import CacheShape
-from launch.families.table import cache_shape
+from launch.families.table import FAMILIES, NESTED, REFUSED, cache_shape
 from launch.plan.capacity_plan import CapacityPlan, SessionSizes, make_plan
 from launch.plan.served_model import HotBudget
-from tests.unit.launch.plan.published import DEEPSEEK_V3, LLAMA_8B, QWEN35_35B
+from tests.command_line import program
+from tests.unit.launch.plan.published import DEEPSEEK_V3, LLAMA_8B, PUBLISHED, QWEN35_35B
 from tests.unit.launch.plan.test_families import GEMMA3_4B
 
 GIB = 1 << 30
 MIB = 1 << 20
 STORE = StoreConfig(ram_bytes=4 * GIB, disk_bytes=16 * GIB)
-TINY = CacheShape((KVLayer(2, 64, 64),) * 3)
 
 
 def plan_of(
@@ -109,12 +115,6 @@ def test_latents_beside_an_index_are_planned_with_raw_only():
     assert all("a sparse index" in reason for reason in refused.values())
 
 
-def test_latents_are_planned_like_other_rows():
-    plan = plan_of(DEEPSEEK_V3)
-    cold = {x.codec: x for x in plan.contexts[0].cold}["dense3"]
-    assert 4.5 < cold.times_smaller_than_bf16 < 5.24
-
-
 def test_layers_that_do_not_grow_are_shown(capsys):
     plan = plan_of(GEMMA3_4B)
     assert plan.state_bytes == 29 * 1024 * 2 * 4 * 256 * 2
@@ -124,3 +124,50 @@ def test_layers_that_do_not_grow_are_shown(capsys):
     assert "packed where that was measured: a cold session has 2 of them" in text
     print_plan(plan_of({**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128}))
     assert "refused" in capsys.readouterr().out
+
+
+DOCS = Path(__file__).parents[4] / "docs"
+BENCH, MODELS = DOCS / "bench.md", DOCS / "models.md"
+TOUR = (DOCS / "tour.md").read_text("utf-8")
+COMMAND = "$ thermocline plan Qwen3-32B --machines --weights 62GiB --context 8192\n"
+
+
+def test_the_tour_shows_the_plan_for_other_machines(tmp_path):
+    (tmp_path / "Qwen3-32B").mkdir()
+    config = json.dumps(PUBLISHED["Qwen3-32B"])
+    (tmp_path / "Qwen3-32B" / "config.json").write_text(config)
+    before, command, after = TOUR.partition(COMMAND)
+    shown = after.partition("...\n```")[0].splitlines()
+    assert command and len(shown) == 7
+
+    asked = COMMAND.split()[2:]
+    done = program(
+        sys.executable,
+        "-m",
+        "launch",
+        *asked,
+        cwd=tmp_path,
+        env={"COLUMNS": "160", "PATH": "", "HOME": str(tmp_path)},
+    )
+    assert [line.rstrip() for line in done.stdout.splitlines()[: len(shown)]] == shown, done.stderr
+
+
+@pytest.mark.slow
+def test_the_sentences_are_todays():
+    assert "\n".join(plan_sentences.markdown()) in BENCH.read_text("utf-8")
+
+
+def test_the_figures_are_todays():
+    assert "\n".join(plan_table.markdown()) in MODELS.read_text()
+
+
+def test_families_are_called_as_the_table_calls_them():
+    section = (
+        MODELS.read_text().partition("## How layers keep KV")[2].partition("Attention sinks")[0]
+    )
+    lines = [x.split("|")[3] for x in section.splitlines() if x.startswith("|")][2:]
+    words = {w for line in lines for w in line.replace(",", " ").replace(";", " ").split()}
+    known = {*FAMILIES, *NESTED, *REFUSED}
+    # Types have digits or underscores in their names, plain words have not.
+    named = {w for w in words if "_" in w or any(c.isdigit() for c in w)} - {"mlx_lm"}
+    assert named and named <= known

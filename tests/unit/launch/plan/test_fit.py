@@ -136,15 +136,13 @@ def test_a_wish_in_words_and_impossible_ones(run, model):
         (("--sessions", "9"), "belong together"),
         (("--sessions", "9", "--context", "5000"), "takes 1 to 4096 tokens"),
         (("--sessions", "9", "--context", "100", "--engine", "fake"), "not fake"),
+        (
+            (*wish[2:], "--set", "engine.max_context=512", "--sessions", "2", "--context", "1024"),
+            "engine.max_context = 512 allows less",
+        ),
     ):
         code, _, err = run("serve", "--model", str(model), "--port", "0", *arguments)
         assert (code, words in err) == (2, True), err
-
-
-def test_a_session_longer_than_the_settings_allow_is_refused(run, model):
-    limited = ("--model", str(model), "--set", "engine.kind=mlx", "--set", "engine.max_context=512")
-    code, _, err = run("plan", *limited, "--sessions", "2", "--context", "1024")
-    assert (code, "engine.max_context = 512 allows less" in err) == (2, True)
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from engines.config import EngineConfig
-from engines.kv_budget import alone_bytes, longest_context, packed_cost
+from engines.kv_budget import alone_bytes, packed_cost
 from kvstore.shapes import KVLayer
 from launch.doctor import examine
 from launch.errors import UsageError
-from launch.families.cache_shape import CacheShape, ModelRefused, Window
+from launch.families.cache_shape import CacheShape, ModelRefused
 from launch.families.table import cache_shape
 from launch.machine.resources import has_matrix_tiles
 from launch.model.find import Model, find_model
@@ -149,13 +149,6 @@ def served_settings(tmp_path: Path, content: dict[str, object], values: dict[str
 
 MIB = 1 << 20
 SMOLLM2 = CacheShape((KVLayer(3, 64, 64),) * 30)
-MIXED = CacheShape((KVLayer(2, 64, 64),) * 3, (Window(KVLayer(1, 32, 32), 512),) * 9, 100, 50, 2)
-
-
-def mlx_settings(folder: Path, hot_codec: str) -> EffectiveSettings:
-    fields = {"engine.kind": "mlx", "engine.hot_codec": hot_codec, "engine.hot_bytes": 1 << 30}
-    layer = {name: Value(value, "test") for name, value in fields.items()}
-    return effective_settings([layer], {"HOME": str(folder)})
 
 
 def budget(
@@ -175,13 +168,6 @@ def test_work_is_paid_out_of_the_budget_of_mlx(hot_mib, usable, sessions):
     found = budget(hot_mib)
     assert found.longest_context() == usable
     assert found.sessions(1000) == sessions
-
-
-@pytest.mark.parametrize("shape", [SMOLLM2, MIXED])
-@pytest.mark.parametrize("hot_mib", [1, 30, 120, 4000])
-def test_the_longest_context_is_the_engines(shape, hot_mib):
-    expected = longest_context(shape.cost(4), hot_mib * MIB, 8192)
-    assert budget(hot_mib, shape).longest_context() == expected
 
 
 def test_one_session_is_answered_and_the_others_idle():
@@ -233,8 +219,9 @@ def test_a_session_without_a_cache_divides_nothing_by_zero():
 
 def test_the_plan_counts_packed_sessions_as_the_engine_does(tmp_path):
     shape = cache_shape(LLAMA)
-    budgets = [hot_budget_of(mlx_settings(tmp_path, x), LLAMA, shape) for x in ("", "tq3")]
-    plain, packed = budgets
+    plain, packed = (
+        hot_budget_of(settings(tmp_path, engine__hot_codec=x), LLAMA, shape) for x in ("", "tq3")
+    )
     assert packed.idle_bytes(4096) == packed_cost(shape.growing, 3, 4, 512).idle_bytes(4096)
     assert plain.idle_bytes(4096) > 8 * packed.idle_bytes(4096)  # of float32
     assert packed.sessions(4096) > 4 * plain.sessions(4096)

@@ -1,14 +1,11 @@
-"""Ports, folders of cold sessions and memory, looked at before the start."""
+"""Ports, folders of cold sessions, memory and the secret, looked at before the start."""
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,7 +15,6 @@ from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from kvstore.tiers.disk_folder import DiskFolder
 from launch.errors import LaunchError, UsageError
-from launch.machine.resources import machine_memory
 from launch.serve.preflight import (
     check_memory,
     check_tiers,
@@ -27,11 +23,9 @@ from launch.serve.preflight import (
     take_path,
     take_port,
 )
+from launch.serve.secret import NUM_BYTES, server_secret
+from tests.waiting import until
 
-OWNER = (
-    "import sys; from pathlib import Path; from kvstore.tiers.disk_folder import DiskFolder;"
-    " folder = DiskFolder(Path(sys.argv[1])); print('mine', flush=True); sys.stdin.read()"
-)
 GIB = 1 << 30
 
 
@@ -40,35 +34,15 @@ def store(tmp_path: Path) -> StoreConfig:
     return StoreConfig(disk_path=str(tmp_path))
 
 
-@pytest.fixture
-def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the folder until its input ends."""
-    command = [sys.executable, "-c", OWNER, str(tmp_path / "cold")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "mine\n"
-        yield process
-
-
 def test_the_folder_is_free_afterwards(store, tmp_path):
     check_tiers(store)
     DiskFolder(tmp_path / "cold").release(clean=False)
 
 
 def test_a_second_server_is_refused_at_once_and_the_first_named(tmp_path):
-    program = (
-        "import sys; from pathlib import Path; from launch.serve.preflight import sole_server\n"
-        "with sole_server(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
-    )
-    command, pipe = [sys.executable, "-c", program, str(tmp_path)], subprocess.PIPE
-    for _ in range(2):  # a killed one leaves nothing behind that counts
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as first:
-            assert first.stdout.readline() == "mine\n"
-            said = rf"{tmp_path} belongs to a server that runs \(process {first.pid}\)"
-            with pytest.raises(LaunchError, match=said), sole_server(tmp_path):
-                pass
-            first.kill()
+    said = rf"{tmp_path} belongs to a server that runs \(process {os.getpid()}\)"
+    with sole_server(tmp_path), pytest.raises(LaunchError, match=said), sole_server(tmp_path):
+        pass
     with sole_server(tmp_path):
         pass
 
@@ -85,22 +59,26 @@ def test_each_worker_of_vllm_has_a_folder_of_its_own(store, tmp_path):
         check_tiers(little, vllm_ranks=2)
 
 
-def test_a_folder_of_another_process_is_named_with_a_way_out(store, owner):
-    with pytest.raises(LaunchError, match=f"pid {owner.pid}.*--data-dir FOLDER, or --disk 0"):
+def test_a_folder_that_is_in_use_is_named_with_a_way_out(store, tmp_path):
+    owner = DiskFolder(tmp_path / "cold")
+    with pytest.raises(LaunchError, match=f"pid {os.getpid()}.*--data-dir FOLDER, or --disk 0"):
         check_tiers(store, in_use_wait_s=0)
+    owner.release(clean=False)
 
 
-def test_a_process_that_is_leaving_is_waited_for(store, owner, caplog):
+def test_a_process_that_is_leaving_is_waited_for(store, tmp_path, caplog):
+    owner = DiskFolder(tmp_path / "cold")
+    waiting = "waiting up to 60 s until another process leaves"
+
     def leave() -> None:
-        while "until another process leaves" not in caplog.text:
-            time.sleep(0.01)
-        owner.stdin.close()
+        until(lambda: waiting in caplog.text)
+        owner.release(clean=False)
 
     leaving = threading.Thread(target=leave, daemon=True)
     leaving.start()
     check_tiers(store, in_use_wait_s=60)
     leaving.join()
-    assert caplog.text.count("waiting up to 60 s until another process leaves") == 1
+    assert caplog.text.count(waiting) == 1
 
 
 def test_a_folder_that_cannot_be_made(store, tmp_path):
@@ -161,15 +139,6 @@ def test_where_memory_is_unknown_that_is_said(caplog):
     assert "memory is not watched" in caplog.text
 
 
-def test_the_machines_memory_is_read_from_meminfo(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  128000000 kB\nMemFree: 1 kB\nMemAvailable:   2048 kB\n")
-    assert machine_memory(meminfo) == 2 << 20
-    meminfo.write_text("MemTotal:  128000000 kB\n")
-    assert machine_memory(meminfo) is None
-    assert machine_memory(tmp_path / "missing") is None
-
-
 CONFIG = GatewayConfig(port=0)
 
 
@@ -223,3 +192,54 @@ def test_a_server_leaves_a_unix_socket_that_another_has_put_in_place_of_its_own(
             path.unlink()
             other.bind(str(path))
         assert path.is_socket()
+
+
+def test_it_is_made_once_and_for_its_owner_only(tmp_path):
+    folder = tmp_path / "data"
+    secret = server_secret(folder)
+    assert len(secret) == NUM_BYTES
+    assert server_secret(folder) == secret
+    assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [x.name for x in folder.iterdir()] == ["secret"]
+    assert server_secret(tmp_path / "other") != secret
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(tmp_path):
+    path, synced = tmp_path / "secret", []
+
+    def sync(descriptor):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            synced.append(("folder", path.exists()))
+        else:
+            synced.append((status.st_size, path.exists()))
+        os.fsync(descriptor)
+
+    server_secret(tmp_path, sync)
+    assert synced == [(NUM_BYTES, False), ("folder", True)]
+    server_secret(tmp_path, sync)
+    assert len(synced) == 2  # nothing is written for one that exists
+
+
+def test_a_draft_that_a_power_cut_left_does_no_harm(tmp_path):
+    (tmp_path / f".secret.{os.getpid()}").write_bytes(b"")
+    assert len(server_secret(tmp_path)) == NUM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("mode", "length", "words"),
+    [(0o644, NUM_BYTES, "chmod 600"), (0o600, 5, "damaged; remove it")],
+)
+def test_one_that_others_can_read_or_that_was_cut_short_is_refused(tmp_path, mode, length, words):
+    server_secret(tmp_path)
+    os.truncate(tmp_path / "secret", length)
+    (tmp_path / "secret").chmod(mode)
+    with pytest.raises(LaunchError, match=words):
+        server_secret(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(LaunchError, match="--data-dir"):
+        server_secret(tmp_path / "file" / "data")

@@ -37,16 +37,6 @@ def found(objects: Objects) -> Steps[bytes | None]:
     return objects.show("a", "completion", "1")
 
 
-async def test_a_file_in_the_data_folder(tmp_path: Path) -> None:
-    path = tmp_path / "stored" / "stored.sqlite"
-    stored = stored_objects(GatewayConfig(), StoreConfig(), tmp_path, KEY_OF)
-    assert stored.enabled and not path.exists()
-    assert await stored.ask("a", put, False)
-    assert path.exists()
-    assert (tmp_path / "stored.sealed").exists()  # beside the secret, and not in their folder
-    await stored.close()
-
-
 async def test_nowhere(tmp_path: Path) -> None:
     stored = stored_objects(GatewayConfig(stored_bytes=0), StoreConfig(), tmp_path, KEY_OF)
     assert not stored.enabled
@@ -73,7 +63,9 @@ async def test_redis_if_there_is_one(tmp_path: Path) -> None:
 async def test_no_file_has_a_word_of_a_prompt(tmp_path: Path, encrypt: bool) -> None:
     """Looked for while the file is in use, its log beside it, as a copy of the folder would."""
     stored = stored_objects(GatewayConfig(), StoreConfig(encrypt=encrypt), tmp_path, KEY_OF)
+    assert stored.enabled and not (tmp_path / "stored" / "stored.sqlite").exists()
     assert await stored.ask("a", put, False)
+    assert (tmp_path / "stored.sealed").exists()  # beside the secret, and not in their folder
     assert MARKER.encode() in (await stored.ask("a", found, None) or b"")
     assert (tmp_path / "stored" / "stored.sqlite-wal").stat().st_size
     assert MARKER.encode() not in content_of(tmp_path)

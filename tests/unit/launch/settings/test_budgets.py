@@ -79,10 +79,6 @@ def test_weights_come_first_and_half_of_the_rest_stays_free():
     assert hot + ram <= 8 * GIB
 
 
-def test_unknown_weights_are_taken_for_half():
-    assert values(32 * GIB, None) == values(32 * GIB, 16 * GIB)
-
-
 def test_a_model_that_does_not_fit_leaves_the_smallest_budgets():
     found = values(8 * GIB, 16 * GIB)
     assert found["engine.hot_bytes"] == found["store.ram_bytes"] == SMALLEST
