@@ -58,7 +58,7 @@ class OneServer:
             GatewayConfig(),
             Metrics(),
         )
-        self.redis = ShiftedRedis(url, 2.0)
+        self.redis = ShiftedRedis(url, 10.0)  # a busy machine takes its time
         self.shared = SharedSessions([self.model], self.tenants, self.redis)
         self._hearing: asyncio.Task[None] | None = None
 

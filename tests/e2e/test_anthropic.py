@@ -15,16 +15,6 @@ from benchmarks.stacks.product_stack import Stack
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.share("vllm_stack")]
 
 SYSTEM = "You are a helpful assistant who answers in one short sentence."
-TOOL: dict[str, Any] = {
-    "name": "weather",
-    "description": "Tells the weather of a city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
 
 
 @pytest.fixture(
@@ -42,6 +32,11 @@ def sdk(running: Stack) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+@pytest.fixture
+def model(sdk: anthropic.Anthropic) -> str:
+    return sdk.models.list().data[0].id
+
+
 def text_of(message: Any) -> str:
     return "".join(x.text for x in message.content if x.type == "text")
 
@@ -51,9 +46,7 @@ def total(usage: Any) -> int:
     return sum(x or 0 for x in parts)
 
 
-def test_a_conversation_of_an_agent(running: Stack, sdk: anthropic.Anthropic) -> None:
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
-        model = client.models.list().data[0].id
+def test_a_conversation_of_an_agent(running, sdk, model) -> None:
     nonce = {"type": "text", "text": "x-anthropic-billing-header: cch=0;"}
     messages: list[Any] = [{"role": "user", "content": "Name a colour. " * 20}]
     usages: list[Any] = []
@@ -82,9 +75,8 @@ def test_a_conversation_of_an_agent(running: Stack, sdk: anthropic.Anthropic) ->
         assert after.cache_read_input_tokens >= total(before) - 32  # vLLM reuses whole blocks
 
 
-def test_the_same_prompt_and_answer_as_in_the_chat_dialect(running, sdk):
+def test_the_same_prompt_and_answer_as_in_the_chat_dialect(running, sdk, model):
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
-        model = client.models.list().data[0].id
         said = client.chat.completions.create(
             model=model,
             messages=[
@@ -105,42 +97,7 @@ def test_the_same_prompt_and_answer_as_in_the_chat_dialect(running, sdk):
     assert text_of(message) == said.choices[0].message.content
 
 
-def test_a_call_that_must_be_made(sample_stack: Stack) -> None:
-    """On mlx: vLLM holds a call to its schema only where tools are strict; the model is weak."""
-    asked: Any = {
-        "max_tokens": 60,
-        "tools": [TOOL],
-        "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
-        "messages": [{"role": "user", "content": "How is the weather in Rome?"}],
-    }
-    with anthropic.Anthropic(base_url=sample_stack.url, api_key="any", max_retries=0) as sdk:
-        asked["model"] = sdk.models.list().data[0].id
-        whole = sdk.messages.create(**asked)
-        with sdk.messages.stream(**asked) as stream:
-            streamed = stream.get_final_message()
-    for said in (whole, streamed):
-        (call,) = (x for x in said.content if x.type == "tool_use")
-        assert (call.name, said.stop_reason) == ("weather", "tool_use")
-        assert call.input["city"] in ("Paris", "Rome")
-        assert call.id
-
-
-def test_a_stop_sequence_is_named(running: Stack, sdk: anthropic.Anthropic) -> None:
-    model = sdk.models.list().data[0].id
-    asked: Any = {
-        "model": model,
-        "max_tokens": 60,
-        "stop_sequences": ["zzzz", " "],
-        "messages": [{"role": "user", "content": "Tell me a long story."}],
-    }
-    said = sdk.messages.create(**asked)
-    assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", " ")
-    with sdk.messages.stream(**asked) as stream:
-        assert stream.get_final_message().stop_sequence == " "
-
-
-def test_a_prefetch(running: Stack, sdk: anthropic.Anthropic) -> None:
-    model = sdk.models.list().data[0].id
+def test_a_prefetch(running, sdk, model) -> None:
     messages: Any = [{"role": "user", "content": f"{running.port} " + "read this text. " * 40}]
     filled = sdk.messages.create(model=model, max_tokens=0, messages=messages)
     assert (filled.content, filled.stop_reason) == ([], "max_tokens")
@@ -148,8 +105,7 @@ def test_a_prefetch(running: Stack, sdk: anthropic.Anthropic) -> None:
     assert (asked.usage.cache_read_input_tokens or 0) >= total(asked.usage) - 32
 
 
-def test_too_long_a_prompt(running: Stack, sdk: anthropic.Anthropic) -> None:
-    model = sdk.models.list().data[0].id
+def test_too_long_a_prompt(sdk, model) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         sdk.messages.create(
             model=model, max_tokens=4, messages=[{"role": "user", "content": "word " * 40_000}]
@@ -157,12 +113,11 @@ def test_too_long_a_prompt(running: Stack, sdk: anthropic.Anthropic) -> None:
     assert "prompt is too long" in str(caught.value)
 
 
-def test_a_stop_string_that_is_whole_at_the_limit(running: Stack, sdk: anthropic.Anthropic) -> None:
+def test_a_stop_string_that_is_whole_at_the_limit(running, sdk, model) -> None:
     """It is a stop in each dialect, streamed or not, whichever engine found it."""
     limit = 6
     hi: Any = [{"role": "user", "content": "Name three colours."}]
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        model = client.models.list().data[0].id
         chat = partial(client.chat.completions.create, model=model, messages=hi, temperature=0)
         text = partial(client.completions.create, model=model, prompt="Red,", temperature=0)
         free = chat(max_tokens=limit).choices[0].message.content or ""

@@ -72,36 +72,6 @@ def test_a_stream_wakes_a_session_with_the_very_same_text(sdk):
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens >= 288
 
 
-def test_a_bad_request_is_answered_in_openais_shape(sdk):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(sdk, [{"role": "user", "content": "Hello"}], "bad", logit_bias={"x": 1})
-    assert caught.value.body["message"]
-
-
-def test_tools_need_no_flag(sdk):
-    city = {"type": "string", "enum": ["Paris", "Rome"]}
-    schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
-    schema["additionalProperties"] = False
-    tool = {
-        "type": "function",
-        "function": {"name": "weather", "strict": True, "parameters": schema},
-    }
-    said = {}
-    for choice in ("auto", "required"):
-        answer = ask(
-            sdk,
-            [{"role": "user", "content": "Weather in Paris?"}],
-            f"tools-{choice}",
-            tools=[tool],
-            tool_choice=choice,
-            max_tokens=64,
-        ).parse()
-        said[choice] = answer.choices[0].message
-        assert answer.usage.prompt_tokens > 60  # the tool was described to the model
-    assert said["auto"].content or said["auto"].tool_calls
-    assert said["required"].tool_calls[0].function.name == "weather"
-
-
 FORECAST = {
     "type": "object",
     "properties": {
@@ -143,8 +113,9 @@ def called(sdk: openai.OpenAI, session: str, choice: object, stream: bool):
     return [tuple(x) for x in found.values()], chunks[-1].usage.prompt_tokens
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("choice", ["required", "named"])
+@pytest.mark.parametrize(
+    ("choice", "stream"), [("required", False), ("required", True), ("named", True)]
+)
 def test_the_arguments_of_a_forced_call_satisfy_the_schema(sdk, choice, stream):
     named = {"type": "function", "function": {"name": "forecast"}}
     forced = named if choice == "named" else "required"

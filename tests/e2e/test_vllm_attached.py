@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.stacks.attached_vllm import Elsewhere, started
 from benchmarks.stacks.product_stack import MIB, Stack, prose
 from tests.e2e.conftest import python_with_vllm
+from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -67,15 +68,13 @@ def ask(sdk: openai.OpenAI, session: str, num_words: int = 400):
 def wait_for(
     sdk: openai.OpenAI, session: str, state: str, tier: str | None = None, within_s: float = 60
 ) -> None:
-    end = time.monotonic() + within_s
-    while True:
-        row: dict[str, object] = {}
+    def is_there() -> bool:
         with suppress(openai.APIStatusError):  # not attached, perhaps
-            row = sdk.get(f"/sessions/{session}", cast_to=object)
-        if row.get("state") == state and (tier is None or row["tier"] == tier):
-            return
-        assert time.monotonic() < end, row
-        time.sleep(0.05)
+            row: dict[str, object] = sdk.get(f"/sessions/{session}", cast_to=object)
+            return row["state"] == state and (tier is None or row["tier"] == tier)
+        return False
+
+    until(is_there, within_s, what=(session, state, tier))
 
 
 def put_to_sleep(sdk: openai.OpenAI, elsewhere: Elsewhere, session: str) -> None:

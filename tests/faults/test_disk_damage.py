@@ -67,37 +67,7 @@ def test_a_damaged_reader_table_or_mark_does_not_matter(folder: Path) -> None:
         assert check_usable(folder, blobs) == len(blobs)
 
 
-FLIPS = """
-import pathlib, random, shutil, sys
-from kvstore.tiers.disk_tier import DiskTier
-source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-whole = (source / "data.mdb").read_bytes()
-tree = [i for i in range(0, len(whole), 4096) if whole[i + 10] & 0x0B]  # branch, leaf, meta
-for seed in range(150):
-    chance = random.Random(seed)
-    data = bytearray(whole)
-    for _ in range(chance.choice((1, 1, 4, 64))):
-        page = chance.choice(tree) if seed % 2 else chance.randrange(0, len(data), 4096)
-        data[page + chance.randrange(4096)] ^= 1 << chance.randrange(8)
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    (target / "data.mdb").write_bytes(data)
-    tier = DiskTier(target, 64 << 20)
-    tier.get_many([b"c%032d" % i for i in range(12)])
-    tier.put_many([(b"n%d" % i, bytes(100_000)) for i in range(8)])
-    tier.delete_many([b"c%032d" % i for i in range(12)])
-    assert tier.get_many([b"n1"]) == [bytes(100_000)]
-    tier.close()
-"""
-
-
-def test_flipped_bits_never_end_the_process(folder: Path, tmp_path: Path) -> None:
-    fill(folder, length=70_000)
-    run_in_background(FLIPS, str(folder), str(tmp_path / "flipped"))
-
-
-# Bits that rot leave the time unchanged: the file looks as it was closed, and is not verified.
-ROT = """
+FLIPPED = """
 import contextlib, pathlib, random, shutil, sys
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.disk_tier import DiskTier
@@ -105,15 +75,44 @@ source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 whole = (source / "data.mdb").read_bytes()
 tree = [i for i in range(0, len(whole), 4096) if whole[i + 10] & 0x0B]  # branch, leaf, meta
 keys = [b"c%032d" % i for i in range(12)]
-for seed in range(120):
-    chance = random.Random(seed)
-    data = bytearray(whole)
-    for _ in range(chance.choice((1, 1, 4, 64))):
-        place = chance.choice((chance.randrange(32), chance.randrange(4096)))
-        data[chance.choice(tree) + place] ^= 1 << chance.randrange(8)
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    (target / "data.mdb").write_bytes(data)
+
+def files(number, place):
+    for seed in range(number):
+        chance = random.Random(seed)
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 1, 4, 64))):
+            data[place(seed, chance)] ^= 1 << chance.randrange(8)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        (target / "data.mdb").write_bytes(data)
+        yield seed
+"""
+FLIPS = """
+def place(seed, chance):
+    page = chance.choice(tree) if seed % 2 else chance.randrange(0, len(whole), 4096)
+    return page + chance.randrange(4096)
+
+for _ in files(150, place):
+    tier = DiskTier(target, 64 << 20)
+    tier.get_many(keys)
+    tier.put_many([(b"n%d" % i, bytes(100_000)) for i in range(8)])
+    tier.delete_many(keys)
+    assert tier.get_many([b"n1"]) == [bytes(100_000)]
+    tier.close()
+"""
+
+
+def test_flipped_bits_never_end_the_process(folder: Path, tmp_path: Path) -> None:
+    fill(folder, length=70_000)
+    run_in_background(FLIPPED + FLIPS, str(folder), str(tmp_path / "flipped"))
+
+
+# Bits that rot leave the time unchanged: the file looks as it was closed, and is not verified.
+ROT = """
+def place(seed, chance):
+    return chance.choice(tree) + chance.choice((chance.randrange(32), chance.randrange(4096)))
+
+for seed in files(120, place):
     stat = (target / "data.mdb").stat()
     (target / "closed").write_bytes(b"%d %d" % (stat.st_size, stat.st_mtime_ns))
     tier = DiskTier(target, 64 << 20)
@@ -130,7 +129,7 @@ for seed in range(120):
 
 def test_rot_costs_the_blobs_and_not_the_tier(folder: Path, tmp_path: Path) -> None:
     fill(folder, length=70_000)
-    run_in_background(ROT, str(folder), str(tmp_path / "rotten"))
+    run_in_background(FLIPPED + ROT, str(folder), str(tmp_path / "rotten"))
 
 
 def test_a_damaged_index_entry_is_noticed_at_the_start(folder: Path) -> None:

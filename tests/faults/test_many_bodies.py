@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.stacks.fake_stack import MODEL, FakeStack
+from tests.faults.test_http_edge import ask
+from tests.faults.test_http_edge import posted as chat_of
 
 MIB = 1 << 20
 TOO_LONG = b"context_length_exceeded"  # the engine's word: the body came through
@@ -26,14 +28,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeStack]:
 
 
 def posted(stack: FakeStack, body: bytes) -> bytes:
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-    head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with socket.create_connection(("127.0.0.1", stack.port), timeout=60) as sock:
-        sock.sendall(head + body)
-        answer = b""
-        while piece := sock.recv(65536):
-            answer += piece
-    return answer
+    return ask(stack, chat_of(body, more=b"connection: close\r\n"))
 
 
 def tiny_objects(nbytes: int) -> bytes:

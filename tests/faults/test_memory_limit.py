@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from engines.client.child_engine import FakeServer
+from engines.wire import SessionRef
 from launch.machine.resources import CGROUP, available_memory
+from scheduler.config import SchedulerConfig
+from scheduler.sessions import MemoryScarce, SessionManager
 from tests.asking import asked
 from tests.faults.cgroups import Group, limited_group
 from tests.integration.launch.test_serve import Server
-from tests.waiting import until
-
-pytestmark = pytest.mark.slow
+from tests.reports import worker_config
+from tests.waiting import eventually, until
 
 MIB = 1 << 20
 LIMIT, LOW, STOP = 700 * MIB, 240 * MIB, 180 * MIB
@@ -72,6 +77,7 @@ def states(server: Server) -> set[tuple[str, str | None]]:
     return {(x["state"], x["tier"]) for x in rows}
 
 
+@pytest.mark.slow
 def test_below_a_containers_limit_sessions_leave_memory_and_turns_wait(group, tmp_path):
     server = Server(tmp_path, "--set", f"scheduler.memory_low_bytes={LOW}", within=group.within)
     try:
@@ -90,3 +96,47 @@ def test_below_a_containers_limit_sessions_leave_memory_and_turns_wait(group, tm
         assert after == before
     finally:
         server.stop()
+
+
+PLENTY, USED_UP = 5000, 299
+MARKS = SchedulerConfig(memory_low_bytes=1000)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """Short enough for the path of a unix socket."""
+    with tempfile.TemporaryDirectory(prefix="tc-") as name:
+        yield Path(name)
+
+
+@asynccontextmanager
+async def running(engine: FakeServer, manager: SessionManager) -> AsyncIterator[None]:
+    await engine.start()
+    keeping = asyncio.create_task(manager.run())
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeping
+        await engine.stop(0)
+
+
+async def test_the_engine_is_ended_and_started_again(short: Path) -> None:
+    engine = FakeServer(worker_config(str(short)))
+    machine = [PLENTY]
+    manager = SessionManager(engine, MARKS, salt_of=str.encode, memory=lambda: machine[0])
+    ref = SessionRef(tenant="alice", id="s", salt=b"alice")
+    async with running(engine, manager):
+        await eventually(lambda: engine.ready)
+        first = engine.pid
+        machine[0] = USED_UP
+        await eventually(lambda: engine.pid != first)
+        with pytest.raises(MemoryScarce):
+            async with manager.turn(ref):
+                raise AssertionError("it was admitted")
+        machine[0] = PLENTY
+        await eventually(lambda: engine.ready and engine.pid not in (None, first))
+        await eventually(lambda: not manager.headroom.scarce)
+        async with manager.turn(ref):
+            pass

@@ -10,7 +10,6 @@ import pytest
 
 from gateway.stored.redis_table import RedisTable
 from gateway.stored.table import StoredLimits, StoreFailed
-from kvstore.errors import TierUnavailable
 from kvstore.tiers.redis_server.link import RedisLink
 from kvstore.tiers.redis_server.redis_tier import RedisTier
 from tests.kv_sessions import come_back, open_store, ram, ref, save, tokens
@@ -44,25 +43,6 @@ def sentinel(master: RedisServer) -> Iterator[RedisSentinel]:
 
 def info(link: RedisLink) -> dict[str, Any]:
     return link.call(lambda client: client.info("replication"))
-
-
-def test_a_link_goes_on_with_the_master_that_is_named_next(master, sentinel):
-    link = RedisLink(sentinel.url, 2.0, longest_wait_s=0.5)
-    assert link.run([("SET", "x", "1"), ("GET", "x")]) == [True, b"1"]
-    link.run([("WAIT", "1", "5000")])
-    master.kill()
-    with pytest.raises(TierUnavailable):
-        link.run([("GET", "x")])
-
-    def answers() -> bool:
-        try:
-            return bool(link.run([("SET", "y", "2")]) == [True])
-        except TierUnavailable:
-            return False
-
-    until(answers)
-    assert link.run([("GET", "x")]) == [b"1"]
-    link.close()
 
 
 def test_sessions_sleep_and_return_over_a_failover(master: RedisServer, sentinel: RedisSentinel):

@@ -51,13 +51,6 @@ def test_a_listener_that_says_nothing_is_not_available() -> None:
         assert not tier.stats().available
 
 
-def test_a_server_is_available_from_its_first_answer_on(server: RedisServer) -> None:
-    with tier_at(server.url) as (tier, _):
-        assert not tier.stats().available
-        tier.greet()
-        assert tier.stats().available
-
-
 def test_a_server_is_greeted_when_the_tiers_are_opened(server: RedisServer, tmp_path: Path) -> None:
     config = StoreConfig(ram_bytes=0, disk_bytes=0, redis_url=server.url)
     (tier,) = open_tiers(config, tmp_path)

@@ -11,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.client import HTTPResponse
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ import pytest
 from benchmarks.stacks.product_stack import Stack
 from gateway.keys import generate_key
 from tests.asking import asked
+from tests.waiting import until
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -42,17 +42,6 @@ class Server:
     def __init__(self, stack: Stack) -> None:
         self.url = stack.url
 
-    def open(
-        self, method: str, path: str, key: str, body: Any = None, session: str = ""
-    ) -> HTTPResponse:
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-        if session:
-            headers["x-session-id"] = session
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
-        answer: HTTPResponse = urllib.request.urlopen(request, timeout=WAIT_S)
-        return answer
-
     def ask(self, method: str, path: str, key: str, body: Any = None) -> tuple[int, Any]:
         answer = asked(self.url + path, body, method=method, key=key)
         return answer.status, answer.content
@@ -66,20 +55,21 @@ class Server:
     def still_answers(self) -> bool:
         """Whether a request is in flight; the figures may be a second old."""
         for _ in range(15):
-            if self._num_running():
+            if self.ask("GET", "/v1/snapshot", ADMIN[0])[1]["now"]["running"]:
                 return True
             time.sleep(0.1)
         return False
-
-    def _num_running(self) -> int:
-        return int(self.ask("GET", "/v1/snapshot", ADMIN[0])[1]["now"]["running"])
 
     def answer(
         self, key: str, session: str, act: Callable[[], None] | None = None, **fields: Any
     ) -> list[Any]:
         """A whole streamed answer; ``act`` is done in the midst of it."""
-        body = {**BODY, **fields}
-        with self.open("POST", "/v1/chat/completions", key, body, session) as answer:
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        headers["x-session-id"] = session
+        request = urllib.request.Request(
+            f"{self.url}/v1/chat/completions", json.dumps({**BODY, **fields}).encode(), headers
+        )
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
             events, acted = [], act is None
             for line in answer:
                 if line.startswith(b"data: {"):
@@ -165,13 +155,11 @@ def test_a_session_that_was_forgotten_while_it_answered_is_gone_with_what_it_sav
         assert server.ask("GET", path, key)[0] == 404
 
     assert text_of(server.answer(key, "gone", act)) == text_of(undisturbed)
-    end = time.monotonic() + WAIT_S
-    while True:  # a sweep removes the blobs saved at its end
-        _, snapshot = server.ask("GET", "/v1/snapshot", ADMIN[0])
-        if "gone" not in [x["id"] for x in snapshot["sessions"]]:
-            break
-        assert time.monotonic() < end
-        time.sleep(0.2)
+
+    def listed() -> list[str]:
+        return [x["id"] for x in server.ask("GET", "/v1/snapshot", ADMIN[0])[1]["sessions"]]
+
+    until(lambda: "gone" not in listed(), WAIT_S)  # a sweep removes the blobs saved at its end
     assert server.ask("GET", path, key)[0] == 404
 
 

@@ -27,18 +27,15 @@ pytestmark = pytest.mark.slow
 FEW_FILES = 256  # the fewest with which a server starts
 
 
-async def snapshot_on(path: Path) -> bytes:
-    """The snapshot on the socket, for a client with an unknown key."""
+async def asked_on(path: Path, target: str, body: Any = None) -> tuple[int, bytes]:
+    """Ask on the socket, as a client with an unknown key."""
     headers = {"authorization": "Bearer nonsense"}
+    method = "GET" if body is None else "POST"
     async with (
         aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http,
-        http.get("http://localhost/v1/snapshot", headers=headers) as answer,
+        http.request(method, f"http://localhost{target}", json=body, headers=headers) as answer,
     ):
-        assert answer.status == 200
-        body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
-        async with http.post("http://localhost/v1/chat/completions", json=body) as said:
-            assert said.status == 200
-        return await answer.read()
+        return answer.status, await answer.read()
 
 
 def test_only_clients_of_the_socket_are_admins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -58,7 +55,10 @@ def test_only_clients_of_the_socket_are_admins(tmp_path: Path, monkeypatch: pyte
         assert "carol" in run("list").output and "carol:" in keys.read_text()
         for api_key in ("", key):
             assert run("list", url=server.url, api_key=api_key).exit_code == 1
-        assert b'"admin":true' in asyncio.run(snapshot_on(path))
+        status, snapshot = asyncio.run(asked_on(path, "/v1/snapshot"))
+        assert status == 200 and b'"admin":true' in snapshot
+        body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
+        assert asyncio.run(asked_on(path, "/v1/chat/completions", body))[0] == 200
     finally:
         assert server.stop() == 0
     assert not path.exists()
@@ -97,14 +97,6 @@ def test_who_opens_the_socket_gets_into_a_server_that_is_full(tmp_path, monkeypa
             assert one.recv(1)  # the last of them is being served, too
             with pytest.raises(urllib.error.HTTPError, match="503"):
                 urllib.request.urlopen(f"{server.url}/livez", timeout=30)
-            assert asyncio.run(status_on(path, "/livez")) == 200
+            assert asyncio.run(asked_on(path, "/livez"))[0] == 200
     finally:
         assert server.stop() == 0
-
-
-async def status_on(path: Path, target: str) -> int:
-    async with (
-        aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http,
-        http.get(f"http://localhost{target}") as answer,
-    ):
-        return answer.status

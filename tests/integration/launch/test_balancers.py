@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import socket
 import subprocess
@@ -11,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
+from benchmarks.stacks.product_stack import free_port
 from tests.asking import asked
 from tests.integration.launch.test_serve import Server
 from tests.waiting import until
@@ -51,44 +50,24 @@ def balanced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
 @contextmanager
 def balancer(program: str, text: str, folder: Path) -> Iterator[str]:
     """Run the program with this configuration; its address, once it listens there."""
-    config = folder / "balancer.conf"
+    port, config = free_port(), folder / "balancer.conf"
+    assert "127.0.0.1:8000" in text
+    config.write_text(text.replace("127.0.0.1:8000", f"127.0.0.1:{port}"))
     options = ["-f", str(config)]
     if program.endswith("nginx"):
         options = ["-c", str(config), "-p", str(folder), "-g", "daemon off;"]
-    printed = folder / "balancer.log"
-    for _ in range(5):  # another program may take the port that was free
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        assert "127.0.0.1:8000" in text
-        config.write_text(text.replace("127.0.0.1:8000", address))
-        with printed.open("w") as log:
-            process = subprocess.Popen([program, *options], stdout=log, stderr=log)
-        if listens(process, address):
-            break
-    else:
-        raise AssertionError(printed.read_text())
-    try:
-        yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
+    with subprocess.Popen([program, *options]) as process:
+        try:
+            until(lambda: listens(process, port), 30)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
 
 
-def listens(process: subprocess.Popen[bytes], address: str) -> bool:
-    """Wait until the process or one of its workers listens there; False once it has ended."""
-    port = int(address.rpartition(":")[2])
-    while process.poll() is None:
-        family = [process.pid]
-        with contextlib.suppress(psutil.Error):
-            family += [x.pid for x in psutil.Process(process.pid).children(recursive=True)]
-        for one in family:
-            with contextlib.suppress(psutil.Error):
-                for x in psutil.Process(one).net_connections():
-                    if x.status == psutil.CONN_LISTEN and x.laddr.port == port:
-                        return True
-        time.sleep(0.05)
-    return False
+def listens(process: subprocess.Popen[bytes], port: int) -> bool:
+    assert process.poll() is None, "it has ended"
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def chat(url: str, session: str) -> int:

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from engines.calibration.orders import FIRST_PRESETS
-from kvstore.codecs.profile import load_profile
 from tests.asking import asked
 from tests.command_line import thermocline
 from tests.integration.launch.test_serve import Server
@@ -64,17 +63,13 @@ def codec_of(server: Server) -> dict[str, Any]:
 
 def engine_of(server: Server) -> psutil.Process:
     """The engine process that this gateway runs now."""
-    (found,) = processes(server, "engines.mlx_worker")
-    return found
-
-
-def processes(server: Server, module: str) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(server.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if module in child.cmdline():
+            if "engines.mlx_worker" in child.cmdline():
                 found.append(child)
-    return found
+    (engine,) = found
+    return engine
 
 
 def run(folder: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -236,22 +231,6 @@ def test_doctor_judges_what_packs_live_kv(folder: Path, setting: str, verdict: s
     assert found["codec"]["text"].startswith(said)
 
 
-@pytest.mark.thorough
-def test_it_learns_on_once(tmp_path: Path):
-    write_tiny(tmp_path, SHORT)
-    server = start(tmp_path, "--set", "store.learn_on=true")
-    try:
-        until(lambda: (codec_of(server) or {}).get("unmeasured") is False, 600)
-        until(lambda: "learned from more texts in" in "".join(server.log), 700)
-        until(lambda: codec_of(server)["progress"] == "")
-        assert codec_of(server)["ended"]["error"] == ""
-        assert codec_of(server)["name"] in (*FIRST_PRESETS, "max")
-    finally:
-        assert server.stop() == 0
-    (path,) = (tmp_path / "data" / "profiles").glob("*.tcpf")
-    assert "max" in {x.preset for x in load_profile(path).rows}
-
-
 def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path):
     """The window is too short for any text."""
     write_tiny(tmp_path, 200)
@@ -261,24 +240,3 @@ def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path):
         assert codec_of(server)["name"] == "raw"
     finally:
         assert server.stop() == 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind, presets", [("mamba2", 7), ("gemma3_text", 6)])
-def test_models_with_states_are_measured_whole(kind, presets, tmp_path_factory):
-    """Nothing is packed before, and afterwards the measurement has a row for each preset."""
-    folder = tmp_path_factory.mktemp(kind)
-    write_tiny(folder, SHORT, kind)
-    server = start(folder, "--set", "store.max_kl=1e6")
-    try:
-        assert codec_of(server)["name"] == "raw" and codec_of(server)["unmeasured"]
-        until(lambda: (codec_of(server) or {}).get("unmeasured") is False, 600)
-        assert "the model is not measured" not in "".join(server.log)
-        (path,) = (folder / "data" / "profiles").glob("*.tcpf")
-        rows = load_profile(path).rows
-        assert len({x.preset for x in rows}) == presets
-        # Weights at random hardly prefer a token: a loss may change the likeliest, and is refused.
-        served, refused = codec_of(server), "of the most likely tokens, under 90%"
-        assert served["name"] in {x.preset for x in rows} or refused in served["why"], served
-    finally:
-        server.stop()

@@ -77,19 +77,6 @@ def test_the_real_tokenizer_gives_known_tokens(sample):
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.slow
-@pytest.mark.model
-def test_the_capital_of_france(sample):
-    mx = pytest.importorskip("mlx.core")
-    from mlx_lm import generate, load
-
-    model, tokenizer = load(str(sample))
-    model.set_dtype(mx.float32)
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    assert generate(model, tokenizer, prompt, max_tokens=8) == "The capital of France is Paris."
-
-
 @pytest.mark.model
 def test_every_held_out_text_fills_the_usual_contexts(sample):
     """Or a codec would be judged there by fewer kinds of text than we say."""
