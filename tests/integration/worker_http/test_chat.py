@@ -86,7 +86,9 @@ async def test_reasoning(toy: Open) -> None:
         chunks = await stage.chunks()
     message = reply.choices[0].message
     assert (message.reasoning_content, message.content) == ("two and two", "four")
-    assert reply.usage.completion_tokens_details.reasoning_tokens > 0
+    thought = stage.tokenizer.encode("two and two", add_special_tokens=False)
+    reasoning_tokens = reply.usage.completion_tokens_details.reasoning_tokens
+    assert len(thought) <= reasoning_tokens <= len(thought) + 1
     deltas = [c.choices[0].delta for c in chunks]
     thoughts = [getattr(x, "reasoning_content", None) or "" for x in deltas]
     assert "".join(thoughts) == "two and two"

@@ -199,6 +199,15 @@ LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_even
 Loop = Callable[[], asyncio.AbstractEventLoop]
 
 
+@contextmanager
+def one_waits_at(engine: Engine, loop: Loop) -> Iterator[tuple[socket.socket, asyncio.Runner]]:
+    """A socket with room for one connection that nothing takes up yet, and a loop to run on."""
+    with socket.socket(socket.AF_UNIX) as listener, asyncio.Runner(loop_factory=loop) as runner:
+        listener.bind(engine.path)
+        listener.listen(1)
+        yield listener, runner
+
+
 @LOOPS
 def test_a_full_line_of_connections_is_waited_for(folder: Path, loop: Loop) -> None:
     async def main(listener: socket.socket) -> None:
@@ -216,9 +225,7 @@ def test_a_full_line_of_connections_is_waited_for(folder: Path, loop: Loop) -> N
                 exchange.close()
 
     engine = Engine(folder, [OK] * 40)
-    with socket.socket(socket.AF_UNIX) as listener, asyncio.Runner(loop_factory=loop) as runner:
-        listener.bind(engine.path)
-        listener.listen(1)
+    with one_waits_at(engine, loop) as (listener, runner):
         runner.run(main(listener))
 
 
@@ -287,9 +294,7 @@ def test_the_wait_in_a_full_line_ends_with_the_engine(folder: Path, loop: Loop) 
             exchange.close()
 
     engine = Engine(folder, [])
-    with socket.socket(socket.AF_UNIX) as listener, asyncio.Runner(loop_factory=loop) as runner:
-        listener.bind(engine.path)
-        listener.listen(1)
+    with one_waits_at(engine, loop) as (_, runner):
         runner.run(main())
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -20,7 +17,7 @@ from engines.calibration.measuring.measure import TRIES, timed_again
 from engines.calibration.measuring.stopwatch import Stopwatch, processor_waits
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.quality import Quality
-from kvstore.workers import processors, usable_cores
+from kvstore.workers import processors
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 from tests.unit.engines.calibration.test_learn import Blind
 
@@ -121,24 +118,3 @@ def test_a_thread_that_had_no_processor_is_seen(tmp_path: Path):
     (tmp_path / "9").mkdir()  # it has just ended
     assert processor_waits(tmp_path) == {7: 2.0, 8: 0.5}
     assert processor_waits(tmp_path / "none") == {}
-
-
-@pytest.mark.skipif(not processor_waits(), reason="this system does not count waits")
-def test_work_beside_others_has_waited():
-    """Twice as many processes spin as there are cores: this thread has half of one at most."""
-    spin = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(spin) for _ in range(2 * usable_cores())]
-    try:
-        with Stopwatch() as watch:
-            _spin(1.0)
-        assert watch.waited > QUIET
-    finally:
-        for x in others:
-            x.kill()
-            x.wait()
-
-
-def _spin(cpu_s: float) -> None:
-    end = time.thread_time() + cpu_s
-    while time.thread_time() < end:
-        pass
