@@ -52,10 +52,6 @@ def test_pairs_and_angles(num_pairs: int, interleaved: bool, stretch: float, dig
     assert np.abs(np.array(rope.frequencies) - frequencies(num_pairs)).max() < 5e-6
 
 
-def test_nothing_is_turned() -> None:
-    assert read_rope(lambda position: np.eye(DIM, dtype=np.float32)) is None
-
-
 def test_a_turn_that_speeds_up_is_not_understood() -> None:
     plain = turning(8)
     with pytest.raises(ValueError, match="not understood"):
@@ -113,6 +109,7 @@ def test_keys_of_a_past_that_is_short_may_be_others() -> None:
 
 
 def test_keys_that_are_not_turned_at_all() -> None:
+    assert read_rope(lambda position: np.eye(DIM, dtype=np.float32)) is None
     check_turning(OneTokenModel(turning(8)), [Rope(tuple(frequencies(8).tolist()))])
     check_turning(OneTokenModel(lambda position: np.eye(DIM, dtype=np.float32)), [None])
     with pytest.raises(ValueError, match="not understood"):

@@ -71,12 +71,8 @@ def test_other_models_stay_remembered(file: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"[1]", b'{"x": 1}', b"\xff\xfe", b"{"])
-def test_a_damaged_memory_costs_reading_and_nothing_else(file: Path, tmp_path: Path, damage: bytes):
+def test_a_damaged_memory_or_none_costs_reading_and_nothing_else(file, tmp_path, damage):
     expected = weight_digests([file], tmp_path, later)
     (tmp_path / CACHE_NAME).write_bytes(damage)
     assert weight_digests([file], tmp_path, later) == expected
-
-
-def test_no_folder_to_remember_in(file: Path, tmp_path: Path):
-    expected = weight_digests([file], None)
     assert weight_digests([file], tmp_path / "missing", later) == expected

@@ -48,7 +48,7 @@ def test_the_kernels_give_the_definitions_bytes_on_metal(kind):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("kind", KINDS, ids=name)
-def test_the_packing_kernels_text_gives_the_definitions_bytes(kind, tmp_path):
+def test_the_kernels_text_gives_the_definitions_bytes(kind, tmp_path):
     stored = sample_rows(kind)[-12:]
     codes, scales = kind.format.pack(floats.widen(stored, kind.stored))
     row_nbytes = kind.format.packed_nbytes(kind.dim)
@@ -70,14 +70,7 @@ def test_the_packing_kernels_text_gives_the_definitions_bytes(kind, tmp_path):
     assert 0 < whole.sum() < len(scales)
     np.testing.assert_array_equal(got_scales, scales)
     np.testing.assert_array_equal(got_codes[whole], codes[whole])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("kind", KINDS, ids=name)
-def test_the_unpacking_kernels_text_gives_the_definitions_bytes(kind, tmp_path):
-    stored = sample_rows(kind)[-12:]
-    codes, scales = kind.format.pack(floats.widen(stored, kind.stored))
+    # And back again.
     values = floats.narrow(kind.format.unpack(codes, scales, kind.dim), kind.stored)
     right = np.where((scales == 0)[:, None], 0, floats.to_stored(values, kind.stored))
     main = f"""
