@@ -157,3 +157,14 @@ def test_kv_of_another_length_than_its_tokens_is_never_kept() -> None:
     hot_cache.keep(HotSession(SessionRef("t", "s", b"salt"), [cache], len(IDS), IDS))
     assert hot_cache.counters["keep_failures"] == 1
     assert hot_cache.sessions.all() == []
+
+
+def test_a_prompt_takes_its_own_hot_session_out_and_leaves_anothers() -> None:
+    """Its KV is written to from then on, and must be offered to no other prompt."""
+    hot_cache = HotCache(HotSessions(lambda: 0.0), None, lambda cause, session: None, lambda: None)
+    hot_cache.sessions.put(hot("one", list(range(60))))
+    for name, is_left in (("two", True), ("one", False)):
+        ref, prompt = SessionRef("t", name, b"t"), np.arange(80, dtype=np.int32)
+        found = hot_cache.take_prefix(ref, prompt, 79)
+        assert found is not None and found.num_tokens == 60
+        assert (hot_cache.sessions.get(("t", "one")) is not None) == is_left
