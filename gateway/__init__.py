@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI in, OpenAI out; knows sessions by id only.
+"""The HTTP face: OpenAI's and Anthropic's dialects to clients, OpenAI's to engines; sees no KV.
 
 A request's way: ``edge/protocol`` receives it within bounds, ``request/middleware`` gives it an
 id, ``request/callers`` finds its key and charges its cost, ``turns`` checks its body, ``identity``

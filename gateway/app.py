@@ -41,8 +41,18 @@ log = logging.getLogger("thermocline.gateway")
 
 RESTART_LOOP_S = 1.0
 ROUTES = (
-    *(chat, stored_chats, responses, conversations, models, anthropic),
-    *(sessions, openapi, admin, findings, shelf, dashboard),
+    chat,
+    stored_chats,
+    responses,
+    conversations,
+    models,
+    anthropic,
+    sessions,
+    openapi,
+    admin,
+    findings,
+    shelf,
+    dashboard,
 )
 
 

@@ -1,7 +1,8 @@
 """One walk from a request to the engine and back, for every dialect that asks for an answer.
 
-authenticate -> read the body -> recall, translate, validate -> find the session (here) -> wait for
-a slot -> open the engine -> relay its answer (gateway.relay.turn_response)
+authenticate and charge the key -> wait for the model -> read the body -> recall, translate and
+validate it -> find the session -> wait for a slot -> open the engine -> relay its answer (the last
+three in gateway.relay.turn_response)
 
 A dialect is an ``Operation``: how its body becomes a body that engines know, and how the engine's
 answer becomes one of its own. Where the translation needs what is stored, the operation recalls it
@@ -73,7 +74,7 @@ class Translated(NamedTuple):
     raw: Json  # the body for the engine; its ``model`` is the name that the client gave
     answer: AnswerFormat
     keep: StoreAnswer | None = None  # None: nothing of the answer is stored
-    left_out: Sequence[str] = ()  # a word of few for each thing that engines have no use for
+    dropped: Sequence[str] = ()  # kinds of parts that engines cannot use, for metrics
     retain_s: float = 0.0  # how long the client asks its session to be kept
 
 
@@ -117,7 +118,7 @@ class CheckedRequest(NamedTuple):
     task_session: str | None  # None: it is no task
     foreign: Mapping[str, str]  # the client's names of the engine's fields, if they are others
     ignored: Sequence[str]  # fields that this server does not know
-    left_out: Sequence[str]  # keywords of JSON schemas
+    left_out: Sequence[str]  # keywords of JSON schemas that no grammar enforces
     num_answers: int
 
 
@@ -170,7 +171,7 @@ async def _prepared(
         served, images = model.served, model.image_support  # it may go away meanwhile
         asked = await body.off_loop(partial(check, served, images, body.json))
         raw, answer = asked.translated.raw, asked.translated.answer
-        gateway.metrics.left_out(asked.translated.left_out)
+        gateway.metrics.left_out(asked.translated.dropped)
         is_ahead = any(x.get(name) == 0 for x in (raw, body.json) for name in LIMITS)
         is_silent = _fit(raw, model, gateway.config, asked)
         answer.hides_usage = _have_usage_sent(raw)
@@ -209,7 +210,11 @@ async def _prepared(
 
 
 def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedRequest) -> bool:
-    """Make a checked body one that its engine serves as it is meant; True if it shows nothing."""
+    """Write a checked body as its engine understands it.
+
+    Returns True if the answer's text is to be hidden: vLLM refuses ``max_tokens: 0``, which asks
+    for none, so it is asked for one token.
+    """
     raw["model"] = served_name(model, config, asked.model)
     if config.keep_reasoning and "messages" in raw:
         keep_reasoning(raw, model.served.template)

@@ -101,7 +101,7 @@ def _bounds() -> list[tuple[str, str, str]]:
             f"`gateway.max_body_bytes` ({show_bytes(gateway.max_body_bytes)}), unpacked;"
             f" {bodies.MAX_WEIGHT:,} values, a list as four and an object as eight;"
             f" {gateway.body_timeout_s:g} s",
-            "gateway/config.py gateway/edge/bodies.py",
+            "gateway/request/body.py engines/http.py gateway/edge/bodies.py",
         ),
         (
             "all bodies together, with stored objects that requests go on from",

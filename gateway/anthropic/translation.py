@@ -74,7 +74,7 @@ def translated(
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     answer = MessageFormat(_asked(request), bool(request.stream), request_id)
     retain_s = seconds_of(answer.asked.ttl)
-    return Translated(chat, answer, left_out=left_out, retain_s=retain_s)
+    return Translated(chat, answer, dropped=left_out, retain_s=retain_s)
 
 
 def prompt_fields(request: CountRequest, image_support: ImageSupport) -> tuple[Json, list[str]]:

@@ -1,7 +1,7 @@
 """The edge to the network: connections, bodies and keys within bounds of number, bytes and time.
 
-``server.py`` gives uvicorn the protocol of ``protocol.py``, which counts a request's bytes and
-asks ``connections.py`` for a place.
+``gateway/server.py`` gives uvicorn the protocol of ``protocol.py``, which counts a request's bytes
+and asks ``connections.py`` for a place.
 
 ``bodies.py`` bounds what all bodies take together, unpacks and parses them; ``key_limits.py`` lets
 requests in by key, and lists each route's share of a key's limits and the bound on the rest of its

@@ -233,7 +233,7 @@ class ConnectionObserver(Protocol):
         """Note how many connections are open."""
 
     def connection_ended(self, reason: str) -> None:
-        """Note a connection that was refused or cut; ``reason`` is one of few words."""
+        """Note a connection that was refused or cut; ``reason``: a metric's label."""
 
 
 class Connections:

@@ -157,7 +157,12 @@ class Compared:
     """One request: its outline, where it left the one before, its tokens and those it reused."""
 
     __slots__ = (
-        *("answer_tokens", "cached_tokens", "change", "is_ahead", "outline", "prompt_tokens"),
+        "answer_tokens",
+        "cached_tokens",
+        "change",
+        "is_ahead",
+        "outline",
+        "prompt_tokens",
     )
 
     def __init__(self, outline: Outline, change: PromptChange | None) -> None:

@@ -209,12 +209,12 @@ class AnswerStream:
             if is_hidden and not line.strip():  # the empty line after it
                 is_hidden = False
                 continue
-            is_hidden = self._is_usage(line) and self._hides_usage
+            is_hidden = self._read_line(line) and self._hides_usage
             if not is_hidden:
                 yield line
 
-    def _is_usage(self, line: bytes) -> bool:
-        """Learn from a line; True for the event that only counts tokens."""
+    def _read_line(self, line: bytes) -> bool:
+        """Note what a line says; True for the event that only counts tokens."""
         if line.startswith(b":"):
             self._comment(line)
         if not line.startswith(_EVENT):
@@ -332,7 +332,7 @@ STORED_HEADER = "x-thermocline-stored"
 class NotStored(NamedTuple):
     """An answer could not be stored."""
 
-    reason: str  # one of ``NOT_STORED``, see docs/generators/headers_page.py
+    reason: str  # one of those in docs/generators/headers_page.py
     body: bytes | None = None  # what goes out in place of the answer, or its end; None: nothing
 
     @property

@@ -215,7 +215,7 @@ class TurnResponse(Response):
             words.end()
         self._live.answered(parse_usage(body))
         shown, head = self._answer.whole(body), self._head(upstream)
-        if lost := await self._kept():
+        if lost := await self._store_answer():
             shown = shown if lost.body is None else lost.body
             head.append(lost.header)
         self._live.error = ""
@@ -248,11 +248,12 @@ class TurnResponse(Response):
         if failure is not None:
             log.warning("request %s ended in mid-stream: %s", self._request_id, failure.message)
         ending = events.ending(failure)
-        if (lost := await self._kept()) and lost.body is not None:
+        if (lost := await self._store_answer()) and lost.body is not None:
             ending = lost.body
         return partial(send_end, body=ending)
 
-    async def _kept(self) -> NotStored | None:
+    async def _store_answer(self) -> NotStored | None:
+        """Store the answer if that was asked for; return why it could not be, None if it was."""
         return await self._keep(self._session) if self._keep is not None else None
 
     def _count(self, turn: Turn) -> None:
@@ -325,5 +326,5 @@ class AwaitingModel(Response):
 
 
 def _word(failure: Failure) -> str:
-    """Name a failure by a word for a metric's label: one of few."""
+    """Name a failure for a metric's label: by its code, of which there are few, or its status."""
     return failure.code or str(failure.status)

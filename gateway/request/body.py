@@ -66,7 +66,7 @@ class ParsedBody:
         return gateway_of(self._request).config.max_body_bytes - self.nbytes
 
     def recall(self, nbytes: int) -> None:
-        """Count what it is about to recall. Raises ``Refused`` (503)."""
+        """Count what it is about to recall. Raises ``RequestRefused`` (503)."""
         state_of(self._request.scope).body.add(nbytes)
         self.nbytes += nbytes
 

@@ -79,7 +79,7 @@ class RowWriter:
         self._changed.pop(key, None)
 
     def note_if_begun(self, key: OwnSession) -> None:
-        """Do the same if the session began here, and not for all that an engine lists."""
+        """Do as ``note`` does if the session's first turn was here: engines list others, too."""
         session = self._models[key.model].sessions.table.row(key.tenant, key.id)
         if session is None or not session.known or session.state.value not in QUIET:
             return

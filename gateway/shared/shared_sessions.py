@@ -76,7 +76,7 @@ class SharedSessions:
     # ---- for requests
 
     async def page(self, tenant: str, most: int, below: int | None) -> RowPage | None:
-        """See ``SessionRows.page``; None: Redis does not answer."""
+        """See ``SharedSessionRows.page``; None: Redis does not answer."""
         try:
             return await self._rows.page(tenant, most, below)
         except TierUnavailable:
@@ -135,7 +135,7 @@ class SharedSessions:
         return Elsewhere(rows, is_away)
 
     async def before_first_turn(self, model: ServedModel, session: SessionRef) -> None:
-        """See ``Deletions.before_first_turn``; does nothing for a session that is known here."""
+        """See ``SharedDeletions.before_first_turn``. A session that is known here needs none."""
         if model.sessions.get(session) is None:
             await self.deletions.before_first_turn(model, session)
 

@@ -5,8 +5,7 @@
          4     2  format version
          6     1  kind: c chunk, w windows' rows of a chunk, s state, r session record, p page of
                   a session's chain
-         7     1  flags, 0 (reserved: bit 0 will say that the payload is sealed with AES-GCM, this
-                  header being the associated data)
+         7     1  flags, 0: reserved
          8    24  codec id, ASCII, zero padded
         32    32  digest of the model fingerprint
         64    32  digest of the key that the blob was stored under

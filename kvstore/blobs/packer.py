@@ -256,9 +256,9 @@ class Packer:
         kind = piece.key[:1]
         codec = codec or self.writer_of(kind)
         payload = sinks.encode(codec, run, self.layout_of(kind), piece.first_token)
-        return self.seal_rows(piece, payload, codec)
+        return self.blob_of_rows(piece, payload, codec)
 
-    def seal_rows(self, piece: Piece, payload: bytes | memoryview, codec: Codec) -> bytearray:
+    def blob_of_rows(self, piece: Piece, payload: bytes | memoryview, codec: Codec) -> bytearray:
         """Make the blob of the payload that a codec made, on whichever device."""
         return blobs.pack(self._header(piece, blobs.codec_field(codec.id)), payload)
 

@@ -62,7 +62,8 @@ class Ledger:
         monotonic: Callable[[], float],
     ) -> None:
         self.records = records
-        self.likeness = Likeness()  # to the data on the Redis
+        # To the data on the Redis: it explains misses, and is closed with this ledger.
+        self.likeness = Likeness()
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
         self.claims = claims
@@ -123,10 +124,6 @@ class Ledger:
         else:
             self.expire()
             self.profiles.renew()
-
-    def compare(self, likeness: Likeness) -> None:
-        """Take reasons of misses from ``likeness``, which is closed with this ledger."""
-        self.likeness = likeness
 
     # ---- sessions between their turns
 

@@ -81,7 +81,7 @@ async def take_turn(
     timeout_s: float = 600.0,
     on_text: Callable[[str], None] | None = None,
 ) -> RemoteTurn:
-    """Take one turn. An error is stored in ``Turn.error``, never raised.
+    """Take one turn. An error is stored in ``RemoteTurn.error``, never raised.
 
     Args:
         session: goes along as ``X-Session-ID``; other servers ignore that.

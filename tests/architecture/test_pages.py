@@ -44,6 +44,10 @@ def test_links_lead_somewhere():
 def test_files_that_are_named_exist():
     """A path may leave out its first folders where the page has said which are meant."""
     named = {(names(page), x) for page in PAGES for x in OUR_FILE.findall(page.read_text("utf-8"))}
+    architecture = ROOT / "docs" / "architecture.md"
+    bare = re.findall(r"`(\w+\.(?:py|sh))`", architecture.read_text("utf-8"))
+    assert bare
+    named |= {(names(architecture), x) for x in bare}
     assert {x for x in named if not is_file(x[1])} == set()
 
 

@@ -151,7 +151,7 @@ def test_a_payload_that_lies_about_its_rows_is_refused(rigs):
     codec, honest = rig.store.packer.open_rows(blob, piece)
     payload = np.frombuffer(honest, np.uint8).copy()
     payload[:2] = 0xFF
-    forged = rig.store.packer.seal_rows(piece, payload.data, codec)
+    forged = rig.store.packer.blob_of_rows(piece, payload.data, codec)
     assert rig.filled(rig.device, [Filling(piece, forged, 0, [0, 6])])[0] == set()
 
 

@@ -128,7 +128,7 @@ def test_a_payload_of_another_length_fills_nothing(cut):
     blob = rig.blobs(rig.device, [7, 2, 10, 4])[1]
     payload = bytes(rig.store.packer.open_rows(blob, piece)[1])
     wrong = payload[:-cut] if cut > 0 else payload + b"\0"
-    forged = rig.store.packer.seal_rows(piece, wrong, rig.codec)
+    forged = rig.store.packer.blob_of_rows(piece, wrong, rig.codec)
     assert rig.device.fill([Filling(piece, forged, 0, [0, 6])], rig.device.mark()) == set()
 
 
@@ -142,7 +142,7 @@ def test_what_codes_no_packer_writes_are_restored_as_by_the_host():
         payload = np.frombuffer(packer.open_rows(blob, piece)[1], np.uint8)
         forged = payload.copy()
         forged[4:] = chance.integers(0, 256, len(payload) - 4)
-        forgeries.append(packer.seal_rows(piece, forged.data, rig.codec))
+        forgeries.append(packer.blob_of_rows(piece, forged.data, rig.codec))
     found, right = (rig.restored(x, forgeries, target) for x in (rig.device, rig.host))
     assert torch.equal(found[0], right[0])
 

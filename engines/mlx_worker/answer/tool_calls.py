@@ -4,7 +4,7 @@ Three ways in which models write them, one reader for each:
 
 - ``MarkedCalls``: between the markers that the model was trained on, in any syntax that mlx_lm
   parses;
-- ``LineCalls``: our own grammar's (``grammar.grammar_source``): one JSON object per line,
+- ``LineCalls``: our own grammar's (``engines.host.grammar.source_of``): one JSON object per line,
   ``{"name": ..., "arguments": ...}``, whose arguments are passed on as they are generated;
 - ``BareCalls``: the same JSON, in any spelling, from a model that was only asked to use it.
 

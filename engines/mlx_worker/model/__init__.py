@@ -1,1 +1,1 @@
-"""The loaded model: loading, fingerprint, vocabulary, and the instrument that measures it."""
+"""The loaded model: weights, fingerprint and vocabulary (``loading``), ``ropes``, layers' calls."""

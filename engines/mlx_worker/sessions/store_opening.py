@@ -202,7 +202,7 @@ def store_opener(
             encrypt=config.encrypt,
         )
         store = ColdStore(config, model, codecs.codecs, tiers)
-        store.ledger.compare(likeness_of(config, stored))
+        store.ledger.likeness = likeness_of(config, stored)
         store.ledger.profiles.opened = codecs.opened
         return OpenedStore(store, codecs)
 

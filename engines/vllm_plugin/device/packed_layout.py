@@ -95,7 +95,7 @@ class PackedBlockLayout:
 
     def seal(self, piece: Piece, staged: np.ndarray, rescued: bytes) -> Blob:
         payload = self._payload.payload_of(staged, rescued)
-        return self._packer.seal_rows(piece, payload, self._codec)
+        return self._packer.blob_of_rows(piece, payload, self._codec)
 
     def open(self, blob: AnyBlob, piece: Piece, staged: np.ndarray) -> list[KeptRows]:
         return self._payload.stage(opened(self._packer, blob, piece, self._codec), staged)
@@ -136,7 +136,7 @@ class FirstChunkLayout:
     def seal(self, piece: Piece, staged: np.ndarray, rescued: bytes) -> Blob:
         thin = self._thin.encode(self._head.rows(staged))
         rest = memoryview(self._rest.payload_of(staged[self._head_end :], rescued))
-        return self._packer.seal_rows(piece, sinks.join(thin, rest), self._codec)
+        return self._packer.blob_of_rows(piece, sinks.join(thin, rest), self._codec)
 
     def open(self, blob: AnyBlob, piece: Piece, staged: np.ndarray) -> list[KeptRows]:
         thin, rest = sinks.split(opened(self._packer, blob, piece, self._codec))

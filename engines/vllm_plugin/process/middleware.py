@@ -183,9 +183,10 @@ class AdmissionReports:
 
 
 class CacheHeaderMiddleware:
-    """Adds the cache header to chat and text completions.
+    """Lets chats and completions into vLLM, and says in each answer's head where its KV came from.
 
-    It is pure ASGI, so that streams pass through unchanged.
+    Before that it has their grammars tried, and limits how long they wait. It is pure ASGI, so that
+    streams pass through unchanged.
     """
 
     def __init__(self, app: App) -> None:

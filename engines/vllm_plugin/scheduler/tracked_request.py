@@ -83,7 +83,7 @@ class Restore:
 
 
 class Restoring(enum.Enum):
-    """Names the phases of a request's restores; only the first one is ever left."""
+    """Names the phases of a request's restores: it begins as ``OPEN``; the others are final."""
 
     OPEN = "more of its prompt may be restored"
     OVER = "no more of it may be restored"

@@ -231,7 +231,7 @@ def _open_store(
         encrypt=config.encrypt,
         hash_seed=os.environ.get("PYTHONHASHSEED", ""),  # as vLLM itself reads it
     )
-    store.ledger.compare(likeness_of(config, stored))
+    store.ledger.likeness = likeness_of(config, stored)
     store.ledger.profiles.opened = codecs.opened
     return store
 

@@ -96,7 +96,7 @@ def test_a_store_says_why_a_session_of_another_secret_is_unknown(server, client)
         config = StoreConfig(codec="raw")
         store = ColdStore(config, model, codec_by_name("raw"), [kv_sessions.ram()])
         chain = kv_sessions.chain_of(store, kv_sessions.ref(), tokens)
-        store.ledger.compare(likeness)
+        store.ledger.likeness = likeness
         unknown = kv_sessions.ref("unknown")
         assert store.match(unknown, chain).reason == "foreign-secret"
         kv_sessions.save(store, kv_sessions.ref(), tokens)

@@ -98,7 +98,7 @@ def test_system_messages_in_the_middle_stay_there() -> None:
 def test_the_attribution_line_is_taken_out_of_the_top(system: Any) -> None:
     assert said(HI, system=system)[0] == {"role": "system", "content": "You are"}
     raw = {"model": "m", "max_tokens": 1, "messages": [HI], "system": system}
-    assert translated(raw).left_out == ["attribution"]
+    assert translated(raw).dropped == ["attribution"]
 
 
 def test_attribution_lines_elsewhere_are_the_clients_own_words() -> None:
@@ -120,7 +120,7 @@ def test_parts_that_mean_nothing_to_a_model_are_left_out_and_counted() -> None:
         {**raw, "tools": tools, "container": {"id": "c"}, "mcp_servers": [{"name": "x"}]}
     )
     left_out = "block_server_tool_use block_other tool container mcp_servers"
-    assert made.left_out == left_out.split()
+    assert made.dropped == left_out.split()
     assert made.raw["messages"] == [{"role": "user", "content": "rest"}]
     assert "tools" not in made.raw
 
