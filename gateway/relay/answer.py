@@ -254,7 +254,7 @@ class AnswerStream:
 
 
 class TranslatedStream(AnswerStream, ABC):
-    """A stream whose events are each made anew: a subclass says what of."""
+    """A stream whose events are each made anew, from those of the engine, by a subclass."""
 
     comment = KEEPALIVE  # what goes out for a comment of the engine's
 
