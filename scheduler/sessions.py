@@ -1,9 +1,9 @@
 """Manages the sessions of one engine: turns begin and end, quiet sessions are put to sleep.
 
-The gateway uses ``SessionManager``, and may read its table. It owns the table of all
-sessions, a follower that keeps the table true to the engine's reports, sweeps that decide which
-sessions are to sleep, and moves that put them to sleep. Everything runs on one event loop, so a
-row changes only at an ``await``.
+The gateway uses ``SessionManager``, and may read its table. It owns the table of all sessions, a
+follower that keeps the table true to the engine's reports, sweeps that decide which sessions are to
+sleep, and moves that put them to sleep. Everything runs on one event loop, so a row changes only at
+an ``await``.
 """
 
 from __future__ import annotations
