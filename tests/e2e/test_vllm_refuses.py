@@ -15,7 +15,7 @@ from tests.command_line import thermocline_apart
 from tests.e2e.conftest import python_with_vllm
 from tests.fields import fields
 
-# In CI tests/vllm/start/test_refusals.py asks the plug-in itself.
+# In CI tests/vllm/start/test_support.py asks the plug-in itself.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
 
 PYTHON = python_with_vllm()

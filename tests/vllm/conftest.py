@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from engines.vllm_plugin.process.command import SCHEDULER
 from kvstore.config import StoreConfig
 from tests.foreign_warnings import FOREIGN
 from tests.vllm.rig.device import runs_models
-from tests.vllm.rig.engine import RealEngine
+from tests.vllm.rig.engine import RealEngine, opened
 from tests.vllm.rig.faulty_codec import Faults
 from tests.vllm.rig.tiny_model import VOCAB, write_tiny_model
 
@@ -25,10 +26,6 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 MODEL_VARIABLE = "SAMPLE_MODEL"
 NUM_TOKENS = 600
 FAULTY_RAW = "tests.vllm.rig.faulty_codec:FaultyRaw"
-DEAF_CONNECTOR = {  # ours, until a test deafens it
-    "kv_connector": "DeafConnector",
-    "kv_connector_module_path": "tests.vllm.rig.deaf_connector",
-}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,17 +45,12 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 
 @pytest.fixture(scope="session")
 def shared_engine(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    """Of a step's 256 tokens a prompt gets 64 while others wait: four could run side by side."""
     store = StoreConfig(codec=FAULTY_RAW, ram_bytes=1 << 30, disk_bytes=1 << 30)
-    model = write_tiny_model(tmp_path_factory.mktemp("model"))
-    engine = RealEngine(
-        str(model),
-        tmp_path_factory.mktemp("vllm"),
-        store,
-        connector=DEAF_CONNECTOR,
-        skip_tokenizer_init=True,
-    )
-    yield engine
-    engine.close()
+    steps = {"max_num_batched_tokens": 256, "long_prefill_token_threshold": 64}
+    steps |= {"scheduler_cls": SCHEDULER}
+    with opened(tmp_path_factory.mktemp("shared"), write_tiny_model, store, **steps) as engine:
+        yield engine
 
 
 @pytest.fixture

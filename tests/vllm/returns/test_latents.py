@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.config import StoreConfig
-from tests.vllm.rig.engine import RealEngine, Result
+from tests.vllm.rig.engine import RealEngine, Result, opened
 from tests.vllm.rig.tiny_families import write_latents
 
 pytestmark = pytest.mark.vllm
@@ -32,19 +32,11 @@ def reuse_prefixes(config: Any) -> None:
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealEngine]:
-    engine = RealEngine(
-        str(write_latents(tmp_path_factory.mktemp("model"))),
-        tmp_path_factory.mktemp("vllm"),
-        StoreConfig(codec=request.param, accept_loss=True, ram_bytes=1 << 30, disk_bytes=0),
-        prepare=reuse_prefixes,
-        skip_tokenizer_init=True,
-        block_size=BLOCK,
-        num_gpu_blocks_override=60,
-        max_model_len=512,
-        attention_backend="CPU_MLA",
-    )
-    yield engine
-    engine.close()
+    store = StoreConfig(codec=request.param, accept_loss=True, ram_bytes=1 << 30, disk_bytes=0)
+    sizes = {"block_size": BLOCK, "num_gpu_blocks_override": 60, "max_model_len": 512}
+    options: dict[str, Any] = {"prepare": reuse_prefixes, "attention_backend": "CPU_MLA", **sizes}
+    with opened(tmp_path_factory.mktemp("latents"), write_latents, store, **options) as engine:
+        yield engine
 
 
 def furthest(a: Result, b: Result) -> float:
@@ -67,11 +59,3 @@ def test_what_slept_goes_on_as_vllms_own_prefix_does(engine):
     else:
         assert furthest(back, own) < 0.5
         assert kept.cold_bytes < 2 * WHOLE * 576 * 4 / 5
-
-
-def test_another_prompt_has_none_of_it(engine):
-    engine.ask(PROMPT, "one", tokens=2)
-    engine.wait_saved("one")
-    assert engine.forget_local()
-    other = [PROMPT[0] + 1, *PROMPT[1:]]
-    assert engine.ask(other, tokens=2).cached == 0

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.rig.engine import BLOCK, RealEngine, Result
+from engines.wire import Done, Forget
+from tests.vllm.rig.engine import BLOCK, RealEngine, Result, ref
 
 pytestmark = pytest.mark.vllm
 WHOLE = 599 // BLOCK * BLOCK  # of 600 tokens; one at least is always computed
@@ -34,20 +35,6 @@ def test_after_real_eviction_nothing_has_changed(engine, sessions):
     assert [x.restored for x in back] == [WHOLE] * 3
     assert [x.tokens for x in back] == [x.tokens for x in own] == [x.tokens for x in fresh]
     assert max(difference(a, b) for a, b in zip(back, own, strict=True)) == 0.0
-
-
-def test_the_next_turn_prefills_only_what_is_new(engine, sessions):
-    first = engine.ask(sessions[0], "chat")
-    turn = sessions[0] + first.tokens + sessions[4][:100]
-    engine.wait_saved("chat")
-    engine.forget_local()
-    back = engine.ask(turn, "chat")
-    # The last token was never computed; those after the last full chunk are computed again.
-    history = (len(sessions[0]) + len(first.tokens) - 1) // BLOCK * BLOCK
-    assert back.restored == back.cached == history
-    assert back.reason is None
-    again = engine.ask(turn, "chat")
-    assert (again.restored, again.tokens) == (0, back.tokens)
 
 
 def test_turn_after_turn_through_the_cold(engine, sessions):
@@ -117,3 +104,17 @@ def test_sessions_restored_at_the_same_time(engine, sessions):
     back = engine.ask_all([(sessions[i], f"both{i}") for i in range(2)])
     assert [x.restored for x in back] == [WHOLE] * 2
     assert [x.tokens for x in back] == [x.tokens for x in alone]
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "saved just now"])
+def test_a_forgotten_session_is_gone_everywhere(engine, sessions, saved):
+    prompt, name = sessions[4][::-1], f"forgotten {saved}"
+    engine.ask(prompt, name, tokens=2)
+    if saved:
+        engine.wait_saved(name)
+    done = engine.control(Forget(ref(name)))
+    assert isinstance(done, Done) and (done.report is not None or not saved)
+    assert engine.ask(prompt, "next", tokens=2).cached == 0
+    engine.wait_saved("next")  # saved one after the other: all earlier saves have ended
+    assert name not in engine.sessions()
+    engine.control(Forget(ref("next")))

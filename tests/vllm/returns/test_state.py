@@ -110,13 +110,6 @@ def test_a_state_without_a_block_to_go_to_fails(rank):
     assert rank.load(0, 24, [61, 0, 63, 60]) == ({"r"}, {61, 0, 63, 60})
 
 
-def test_a_failure_is_reported_with_its_load_only(rank):
-    rank.save(states={24: [11, 12, 13, 14]})
-    rank.transfer.load(Load(9, "other", 0, [1], []))  # nothing is staged for it
-    assert rank.ended_load() == ({"other"}, {1})
-    assert not rank.transfer.pop_ended().loads
-
-
 def test_the_state_of_another_shape_is_refused_and_dropped(rank):
     rank.save(states={24: [11, 12, 13, 14]})
     rank.tensors[1].resize_(64, 6)  # in place: the engine has this very tensor

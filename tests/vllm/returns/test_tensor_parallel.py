@@ -8,32 +8,24 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import StoreConfig
-from tests.vllm.rig.engine import BLOCK, RealEngine
+from tests.vllm.rig.engine import BLOCK, RealEngine, opened
 from tests.vllm.rig.faulty_codec import Faults
 from tests.vllm.rig.tiny_model import write_tiny_model
 from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 WHOLE = 599 // BLOCK * BLOCK
-NUM_RANKS = 2
 
 
 @pytest.fixture(scope="module")
 def two_ranks(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
     codec = "tests.vllm.rig.rank_faults:OneRankFaulty"
     store = StoreConfig(codec=codec, ram_bytes=1 << 28, disk_bytes=1 << 28)
-    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    folder = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be one core for both
-        engine = RealEngine(
-            str(model),
-            tmp_path_factory.mktemp("ranks"),
-            store,
-            skip_tokenizer_init=True,
-            tensor_parallel_size=NUM_RANKS,
-        )
-    yield engine
-    engine.close()
+        with opened(folder, write_tiny_model, store, tensor_parallel_size=2) as engine:
+            yield engine
 
 
 @pytest.fixture
@@ -47,7 +39,7 @@ def engine(two_ranks: RealEngine, faults: Faults) -> Iterator[RealEngine]:
 def leave(engine: RealEngine) -> None:
     """Every rank has ended its saves, well or badly, and vLLM's own cache is empty."""
     assert engine.forget_local(), "a rank did not give the blocks back"
-    until(lambda: not engine.save_queue_bytes(), what="a save did not end")
+    until(lambda: not engine.report().save_queue_bytes, what="a save did not end")
 
 
 def test_every_rank_keeps_its_own_heads(engine, sessions):
@@ -92,18 +84,3 @@ def test_what_one_rank_cannot_load_is_computed_again_on_all(engine, faults, sess
     leave(engine)
     healed = engine.ask(sessions[2], name)
     assert (healed.tokens, healed.restored) == (right, WHOLE)
-
-
-def test_the_next_turn_goes_on_from_the_last_full_chunk_on_every_rank(engine, sessions):
-    """The reference is a request that was never cold."""
-    first = engine.ask(sessions[3], "next", tokens=5)
-    engine.wait_saved("next")
-    leave(engine)
-    prompt = sessions[3] + first.tokens + sessions[0][:20]
-    back = engine.ask(prompt, "next")
-    assert back.restored == back.cached == len(sessions[3]) // BLOCK * BLOCK
-    leave(engine)
-    right = engine.ask(prompt, skip_reading_prefix_cache=True)
-    assert back.tokens == right.tokens
-    pairs = zip(back.logprobs, right.logprobs, strict=True)
-    assert max(abs(a - b) for a, b in pairs) < 1e-4  # added up in another order

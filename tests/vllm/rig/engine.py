@@ -8,7 +8,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,12 @@ ROOT = Path(__file__).resolve().parents[3]
 class Result:
     tokens: list[int]
     logprobs: list[float]
-    leads: list[float]  # of each token's logprob over the next best one's
     cached: int
     restored: int
     tier: str | None
     reason: str | None
     finish: str | None
-    first_s: float
-    seconds: float
+    first_s: float  # until its first token
 
 
 def may_fork() -> bool:
@@ -119,30 +118,18 @@ class RealEngine:
         self.engine.engine_core.shutdown()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
-    def ask(
-        self,
-        ids: Sequence[int],
-        session: str = "",
-        *,
-        tokens: int = 24,
-        salt: str | None = None,
-        abort_when: Callable[[], bool] | None = None,
-        **sampling: Any,
-    ) -> Result:
+    def ask(self, ids: Sequence[int], session: str = "", **how: Any) -> Result:
         """One request alone; ``session`` "" = anonymous: restored by content, never saved."""
-        return self.ask_all([(ids, session)], tokens, salt, abort_when, **sampling)[0]
+        return self.ask_all([(ids, session)], **how)[0]
 
     def ask_all(
         self,
         prompts: Sequence[tuple[Sequence[int], str]],
-        tokens: int = 24,
-        salt: str | None = None,
         abort_when: Callable[[], bool] | None = None,
-        **sampling: Any,
+        **how: Any,
     ) -> list[Result]:
-        started = time.perf_counter()
-        names = [self.begin(x, y, tokens=tokens, salt=salt, **sampling) for x, y in prompts]
-        return self._drain(names, started, abort_when)
+        """``how``: see ``begin``."""
+        return self.finish([self.begin(x, y, **how) for x, y in prompts], abort_when)
 
     def begin(
         self,
@@ -163,7 +150,7 @@ class RealEngine:
             max_tokens=tokens,
             temperature=0,
             ignore_eos=True,
-            logprobs=2,
+            logprobs=1,
             extra_args={"kv_transfer_params": ours} if session else None,
             **sampling,
         )
@@ -173,13 +160,11 @@ class RealEngine:
         self.engine.add_request(name, prompt, params)
         return name
 
-    def finish(self, names: list[str]) -> list[Result]:
-        """The answers to these requests, all that were begun."""
-        return self._drain(names, time.perf_counter(), None)
-
-    def _drain(
-        self, names: list[str], started: float, abort_when: Callable[[], bool] | None
+    def finish(
+        self, names: list[str], abort_when: Callable[[], bool] | None = None
     ) -> list[Result]:
+        """The answers to these requests, all that were begun."""
+        started = time.perf_counter()
         last: dict[str, Any] = {}
         first_s: dict[str, float] = {}
         while self.engine.has_unfinished_requests():
@@ -189,8 +174,7 @@ class RealEngine:
             if abort_when is not None and abort_when():
                 self.engine.abort_request(names)
                 abort_when = None
-        took = time.perf_counter() - started
-        return [_result(last.get(x), first_s.get(x, took), took) for x in names]
+        return [_result(last.get(x), first_s.get(x, 0.0)) for x in names]
 
     def forget_local(self, within_s: float = 60.0) -> bool:
         """Empty vLLM's own prefix cache; it refuses while any block is held."""
@@ -219,13 +203,7 @@ class RealEngine:
         return {x.id: x for x in answer.sessions}
 
     def counters(self) -> dict[str, int]:
-        answer = self.control(GetStats())
-        assert isinstance(answer, Stats), answer
-        return answer.report.counters
-
-    def save_queue_bytes(self) -> int:
-        """Bytes of ended turns that have yet to be saved, on all ranks."""
-        return self.report().save_queue_bytes
+        return self.report().counters
 
     def report(self) -> EngineReport:
         answer = self.control(GetStats())
@@ -236,7 +214,7 @@ class RealEngine:
         """Wait until the newest turn of the session is in the store."""
         end = time.monotonic() + within_s
         while time.monotonic() < end:
-            waiting = self.save_queue_bytes()
+            waiting = self.report().save_queue_bytes
             found = self.sessions().get(session)
             if not waiting and found and found.tier:
                 return found
@@ -244,27 +222,35 @@ class RealEngine:
         raise AssertionError(f"session {session} was not saved")
 
 
+@contextmanager
+def opened(
+    folder: Path, write: Callable[[Path], Path], store: StoreConfig, **options: Any
+) -> Iterator[RealEngine]:
+    """An engine of the model that ``write`` makes, without a tokenizer if it has none."""
+    (folder / "model").mkdir()
+    (folder / "vllm").mkdir()
+    model = write(folder / "model")
+    plain = not (model / "tokenizer.json").exists()
+    engine = RealEngine(str(model), folder / "vllm", store, skip_tokenizer_init=plain, **options)
+    yield engine
+    engine.close()
+
+
 def ref(session: str) -> SessionRef:
     return SessionRef("t", session, b"")
 
 
-def _result(output: Any, first_s: float, seconds: float) -> Result:
+def _result(output: Any, first_s: float) -> Result:
     if output is None:
-        return Result([], [], [], 0, 0, None, None, None, first_s, seconds)
+        return Result([], [], 0, 0, None, None, None, first_s)
     answer, params = output.outputs[0], output.kv_transfer_params or {}
-    steps = [
-        (x.pop(t).logprob, max(y.logprob for y in x.values()))
-        for x, t in zip(answer.logprobs, answer.token_ids, strict=True)
-    ]
     return Result(
         list(answer.token_ids),
-        [chosen for chosen, _ in steps],
-        [chosen - second for chosen, second in steps],
+        [x[t].logprob for x, t in zip(answer.logprobs, answer.token_ids, strict=True)],
         output.num_cached_tokens or 0,
         params.get("restored_tokens", 0),
         params.get("tier"),
         params.get("reason"),
         answer.finish_reason,
         first_s,
-        seconds,
     )

@@ -63,11 +63,6 @@ class EventReader:
             assert time.monotonic() < end, {k: len(v) for k, v in self.counts.items()}
             self.read(0.1)
 
-    def forget(self) -> None:
-        """Drop everything, as a router does with an engine that has ended."""
-        self.counts.clear()
-        self.events.clear()
-
     def close(self) -> None:
         self._closed.set()
         self._thread.join()

@@ -3,7 +3,7 @@
 ``fail``: first tokens, comma separated, of chunks that cannot be decoded. ``break``: of those whose
 decoding itself breaks, so that they stay in the store. ``delay_s``: how long each decode takes; it
 then says so in ``decoding``; likewise ``encode_delay_s`` and ``encoding``. The real engine is
-exercised with nothing of the product changed, but for ``deaf``: see ``deaf_connector``.
+exercised with nothing of the product changed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,6 @@ class FaultyRaw(RawCodec):
         return super().encode(run, layout, first_token)
 
 
-def is_deaf() -> bool:
-    return _file("deaf").exists()
-
-
 def tokens_named(name: str) -> list[int]:
     return [int(x) for x in _read(name).split(",") if x]
 
@@ -76,9 +72,6 @@ class Faults:
 
     def break_decoding(self, *first_tokens: int) -> None:
         (self._folder / "break").write_text(",".join(map(str, first_tokens)))
-
-    def deafen(self) -> None:
-        (self._folder / "deaf").touch()
 
     def delay(self, seconds: float) -> None:
         (self._folder / "delay_s").write_text(str(seconds))

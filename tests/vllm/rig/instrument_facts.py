@@ -1,11 +1,8 @@
-"""A process that takes KV of a tiny model out of a serving vLLM, and prints what it saw."""
+"""What ``rig.instrument`` sees of KV that it takes out of a serving vLLM, and puts back."""
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,6 @@ import numpy as np
 from engines.calibration.instrument import HeldSession
 from engines.calibration.rope_probe import check_turning
 from kvstore.shapes import KVRun, slice_tokens
-from tests.vllm.rig.instrument import seen_by
 
 CONTEXT = 1024
 TOKENS = [(37 * i * i + 11 * i + 3) % 1000 for i in range(CONTEXT + 64)]
@@ -47,7 +43,3 @@ def look(instrument: Any) -> dict[str, object]:
 def _difference(a: KVRun, b: KVRun) -> float:
     pairs = [pair for p, q in zip(a, b, strict=True) for pair in zip(p, q, strict=True)]
     return max(float(np.abs(x - y).max()) for x, y in pairs)
-
-
-if __name__ == "__main__":
-    print("facts:", json.dumps(seen_by(look, Path(sys.argv[1]))))

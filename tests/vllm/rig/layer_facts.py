@@ -1,10 +1,7 @@
-"""A process that looks at a tiny model's layers in a serving vLLM, and prints what it saw."""
+"""What ``rig.instrument`` sees of a tiny model's layers in a serving vLLM."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,6 @@ from engines.calibration.instrument import LayerNotice, NotObservable
 from engines.calibration.learn import TextReader, deal
 from kvstore.codecs.states import fp32, narrowed
 from kvstore.shapes import DType, KVRun, slice_tokens
-from tests.vllm.rig.instrument import seen_by
 from tests.vllm.rig.instrument_facts import TOKENS
 
 PAST, WINDOW = 160, 200  # the first a whole number of blocks
@@ -110,10 +106,3 @@ def _refusal(views: object, run: KVRun, instrument: object) -> str:
     except NotObservable as error:
         return str(error)
     return ""
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    config = json.loads((folder / "config.json").read_text())
-    dtype = config.get("dtype") or config["torch_dtype"]
-    print(f"facts: {json.dumps(seen_by(look, folder, dtype=dtype))}", flush=True)

@@ -21,7 +21,7 @@ from engines.vllm_plugin.messages import FrontHello, RunForward, decode_to_front
 from engines.wire import frame
 from kvstore.config import StoreConfig
 from tests.vllm.rig.byte_tokenizer import write_tokenizer
-from tests.vllm.rig.engine import RealEngine
+from tests.vllm.rig.engine import RealEngine, opened
 
 
 @contextmanager
@@ -29,13 +29,14 @@ def measuring_engine(
     folder: Path, write: Callable[[Path], Path], store: StoreConfig, **options: Any
 ) -> Iterator[RealEngine]:
     """An engine of the model that ``write`` makes, in a folder of a test."""
-    (folder / "model").mkdir()
-    (folder / "vllm").mkdir()
-    write_tokenizer(write(folder / "model"))
+
+    def with_tokenizer(model: Path) -> Path:
+        write_tokenizer(write(model))
+        return model
+
     taking = {"logits_processors": [LOGITS_PROCESSOR], "worker_extension_cls": WORKER_EXTENSION}
-    engine = RealEngine(str(folder / "model"), folder / "vllm", store, **taking, **options)
-    yield engine
-    engine.close()
+    with opened(folder, with_tokenizer, store, **taking, **options) as engine:
+        yield engine
 
 
 class SteppedClient:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -14,25 +14,31 @@ from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.wire import EngineReport, SessionRef
 from kvstore.config import StoreConfig
 from tests.vllm.rig.device import skip_without_device
+from tests.waiting import eventually
+
+HISTORY = "The quick brown fox jumps over the lazy dog and runs far away. " * 40
 
 
 def session(name: str, tenant: str = "t") -> SessionRef:
     return SessionRef(tenant, name, blake2b(tenant.encode(), digest_size=32).digest())
 
 
+def body_of(name: str, fields: Mapping[str, object]) -> dict[str, object]:
+    """Every session's text is its own from the beginning, or they would share blocks."""
+    return {
+        "model": "smol",
+        "messages": [{"role": "user", "content": f"This is {name}. {HISTORY}"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        **fields,
+    }
+
+
 class Served:
     """The server and an event loop that lives as long as it does."""
 
-    def __init__(
-        self,
-        folder: Path,
-        codec: str,
-        model: str,
-        *args: str,
-        max_context: int = 4096,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        """``args``, ``env``: of vLLM."""
+    def __init__(self, folder: Path, codec: str, model: str, *args: str) -> None:
+        """``args``: of vLLM."""
         skip_without_device()
         folder.chmod(0o700)
         self.store = StoreConfig(codec=codec, disk_path=str(folder / "cold"), ram_bytes=512 << 20)
@@ -40,7 +46,7 @@ class Served:
             engine=EngineConfig(
                 kind="vllm",
                 hot_bytes=256 << 20,
-                max_context=max_context,
+                max_context=4096,
                 dtype="float32",
                 max_batch=4,
                 vllm=VllmConfig(python=sys.executable, args=args),
@@ -53,30 +59,44 @@ class Served:
             log_level="warning",
         )
         self.loop = asyncio.new_event_loop()
-        self.server = VllmServer(worker, env)
+        self.server = VllmServer(worker)
         self.run(self.server.start())
-        self.wait_ready()
+        self.run(self._until_ready())
 
     def run(self, work):
         return self.loop.run_until_complete(work)
 
-    def wait_ready(self) -> None:
-        async def ready() -> None:
-            async with asyncio.timeout(900):
-                while not self.server.ready:
-                    assert "keeps failing" not in self.server.trouble, self.server.trouble
-                    await asyncio.sleep(0.2)
+    async def _until_ready(self) -> None:
+        async with asyncio.timeout(900):
+            while not self.server.ready:
+                assert "keeps failing" not in self.server.trouble, self.server.trouble
+                await asyncio.sleep(0.2)
 
-        self.run(ready())
-
-    async def post(
-        self, body: dict, who: SessionRef, path: str = "/v1/chat/completions"
-    ) -> tuple[int, dict, bytes]:
+    async def post(self, body: dict, who: SessionRef) -> tuple[int, dict, bytes]:
         body = self.server.prepare_body(body, who)
         headers = {**self.server.session_headers(who), "content-type": "application/json"}
         data = json.dumps(body).encode()
-        async with self.server.open(path, data, headers) as upstream:
+        async with self.server.open("/v1/chat/completions", data, headers) as upstream:
             return upstream.status, dict(upstream.headers), await upstream.read()
+
+    def chat(self, name: str, tenant: str = "t", **fields):
+        status, headers, answer = self.run(self.post(body_of(name, fields), session(name, tenant)))
+        assert status == 200, answer
+        return headers, answer
+
+    def leave(self, names: Sequence[str], when: Callable[[], object], **fields) -> None:
+        """Ask for all of these at once, and close the connections ``when`` it is time."""
+
+        async def left() -> None:
+            asking = [asyncio.create_task(self.post(body_of(x, fields), session(x))) for x in names]
+            await self._until_served(len(names))
+            await eventually(when)
+            assert not any(x.done() for x in asking), "an answer came too early"
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+        self.run(left())
 
     def wait_saved(self, name: str):
         async def saved():
@@ -89,7 +109,7 @@ class Served:
 
         return self.run(saved())
 
-    async def until_served(self, count: int) -> None:
+    async def _until_served(self, count: int) -> None:
         async with asyncio.timeout(60):
             while (report := await self.server.stats()).num_running + report.num_waiting < count:
                 await asyncio.sleep(0.01)

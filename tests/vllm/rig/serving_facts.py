@@ -1,4 +1,4 @@
-"""A process that lets a tiny model be measured while it serves, and prints what was seen.
+"""A process that lets a compiled tiny model be measured while it serves, and prints what it saw.
 
 A process of its own: vLLM runs in one process here, so that its model can be looked at.
 """
@@ -33,7 +33,7 @@ class Notes(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def main(model: Path, compiled: bool) -> dict[str, object]:
+def main(model: Path) -> dict[str, object]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CACHE_ROOT"] = str(model.with_name("cache"))
     notes = Notes()
@@ -51,7 +51,7 @@ def main(model: Path, compiled: bool) -> dict[str, object]:
         store,
         logits_processors=[LOGITS_PROCESSOR],
         worker_extension_cls=WORKER_EXTENSION,
-        enforce_eager=not compiled,
+        enforce_eager=False,
         max_model_len=400,  # a quick measurement: of 256 tokens
     )
     front = MeasuringFront(engine)
@@ -94,4 +94,4 @@ def _seen(model: Any) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(f"facts: {json.dumps(main(Path(sys.argv[1]), sys.argv[2] == 'compiled'))}", flush=True)
+    print(f"facts: {json.dumps(main(Path(sys.argv[1])))}", flush=True)

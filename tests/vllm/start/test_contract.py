@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import re
 import tomllib
-import warnings
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,16 +74,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def is_own_init(owner: type, name: str) -> bool:
     return name == "__init__" and not is_dataclass(owner)
-
-
-def test_what_we_are_warned_of_is_an_error_and_what_others_are_is_none():
-    """A release of torch that warns of itself must not end the collection of these tests."""
-    with pytest.raises(DeprecationWarning):
-        warnings.warn("a line of ours", DeprecationWarning, stacklevel=1)
-    with warnings.catch_warnings(record=True) as found:
-        for module in ("torch.jit._script", "vllm.config", "testsuite.ours"):
-            warnings.warn_explicit("a line of theirs", DeprecationWarning, "x.py", 1, module)
-    assert len(found) == 3
 
 
 def test_vllm_has_every_parser_that_we_choose():

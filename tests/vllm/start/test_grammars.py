@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.tool_parsers import ToolParser
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
-from engines.host.grammar_trial import MAX_CPU_S
 from engines.openai.errors import InvalidRequest
 from engines.openai.schemas.keywords import with_enforceable_formats
 from engines.openai.schemas.vllm_check import passing
@@ -330,13 +328,7 @@ def test_calls_are_held_to_what_a_schema_means(schema, taken, refused):
     assert [x for x in refused if takes(x)] == []
 
 
-def test_what_takes_too_much_is_refused_before_vllm_sees_it(vllm_server: Served) -> None:
-    ask(vllm_server, answer_in(SMALL))
-    engine = psutil.Process(vllm_server.server.pid)
-    (core,) = [x for x in engine.children(recursive=True) if x.name().startswith("VLLM::EngineCor")]
-    before = sum(core.cpu_times()[:2])
+def test_what_takes_too_much_is_refused_by_the_server(vllm_server: Served) -> None:
     status, answer = ask(vllm_server, forced(wide(2000)))
     assert (status, answer["error"]["param"]) == (400, "tools")
     assert "it takes too" in answer["error"]["message"]
-    time.sleep(MAX_CPU_S)
-    assert sum(core.cpu_times()[:2]) - before < MAX_CPU_S

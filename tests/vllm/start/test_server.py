@@ -11,8 +11,8 @@ import pytest
 from engines.http import CACHE_HEADER
 from kvstore.blobs.chain import RECORD, record_key
 from kvstore.tiers.registry import open_tiers
-from tests.vllm.rig.served import session
-from tests.vllm.start.conftest import HISTORY, STEP_TOKENS
+from tests.vllm.rig.served import HISTORY, session
+from tests.vllm.start.conftest import STEP_TOKENS
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -58,27 +58,10 @@ def test_another_tenant_gets_nothing(vllm_server):
     assert cached_tokens(answer) == 0
 
 
-def test_bad_input_is_vllms_own_error(vllm_server):
-    body = {"model": "smol", "messages": "nothing"}
-    status, _, answer = vllm_server.run(vllm_server.post(body, session("bad")))
-    assert status == 400
-    assert "error" in json.loads(answer)
-
-
 def test_vllms_own_sockets_are_in_the_run_folder(vllm_server):
     """So a kill leaves none in /tmp: the next start removes those in the folder."""
     names = [x.name for x in Path(vllm_server.store.disk_path).parent.iterdir() if x.is_socket()]
     assert [x for x in names if re.fullmatch(r"[0-9a-f-]{36}", x)], names
-
-
-def test_forget_and_stats(vllm_server):
-    vllm_server.chat("gone")
-    vllm_server.wait_saved("gone")
-    assert vllm_server.run(vllm_server.server.forget(session("gone"))) is not None
-    assert "gone" not in [x.id for x in vllm_server.run(vllm_server.server.sessions())]
-    report = vllm_server.run(vllm_server.server.stats())
-    assert report.hot_capacity_bytes > 0
-    assert {x.name for x in report.tiers} == {"ram", "disk"}
 
 
 def test_clients_that_leave_during_loads_and_saves_leave_nothing_behind(vllm_server, faults):

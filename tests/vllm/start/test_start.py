@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from engines.vllm_plugin.groups import DENSE
 from engines.vllm_plugin.process.server import FOLDER_VARIABLE, read_refusal
 from kvstore.config import StoreConfig
 from kvstore.errors import TierInUse
-from kvstore.tiers.registry import open_usable_tiers
 
 pytestmark = pytest.mark.vllm
 
@@ -50,22 +48,6 @@ def worker_side(tmp_path, monkeypatch) -> ThermoclineConnector:
     )
     path = write_settings(settings)
     return ThermoclineConnector(engine({"settings": str(path)}), KVConnectorRole.WORKER, EMPTY)
-
-
-def test_a_disk_that_cannot_be_used_is_done_without(tmp_path: Path, caplog):
-    (tmp_path / "rank").write_text("a file where the folder should be")
-    (tier,) = open_usable_tiers(STORE, tmp_path / "rank")
-    assert tier.name == "ram"
-    assert "not kept on disk" in caplog.text
-
-
-def test_a_disk_that_another_engine_uses_is_a_mistake(tmp_path: Path):
-    tiers = open_usable_tiers(STORE, tmp_path)
-    assert [x.name for x in tiers] == ["ram", "disk"]
-    with pytest.raises(TierInUse):
-        open_usable_tiers(STORE, tmp_path)
-    for tier in tiers:
-        tier.close()
 
 
 @pytest.mark.parametrize("given", [True, False])

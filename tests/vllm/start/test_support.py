@@ -1,66 +1,141 @@
-"""What is refused at start, on the cache configurations that vLLM itself makes of a model."""
+"""What is served, and what is refused at start and why; on vLLM's own configuration objects."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
+import torch
+from vllm.config import WeightTransferConfig
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
+from engines.vllm_plugin.blocks.block_layout import UnknownLayout
+from engines.vllm_plugin.groups import Groups, StateGroup
 from engines.vllm_plugin.support import Unsupported, check
+from engines.vllm_plugin.worker.worker_side import attention_cache
 
 pytestmark = pytest.mark.vllm
-BLOCK = 16
 
-FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+BLOCK = 32
+HEADS: dict[str, Any] = {
+    "block_size": BLOCK,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "dtype": torch.bfloat16,
+}
+FULL = FullAttentionSpec(**HEADS)
+WINDOW = SlidingWindowSpec(**HEADS, sliding_window=100)
+RECURRENT = MambaSpec(
+    block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+
 LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
 
-
-def engine(**parallel: int) -> SimpleNamespace:
-    """The fields of ``VllmConfig`` that are read, for an engine that can be served."""
-    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "tensor_parallel_size": 2}
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**(sizes | parallel)),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=BLOCK),
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
-        speculative_config=None,
-        model_config=SimpleNamespace(enable_sleep_mode=False),
-        weight_transfer_config=None,
-    )
+FORM = "((4, 4),) (torch.float32,)"  # which distinguishes states
 
 
-def cache(*specs: KVCacheSpec, **more: int) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups, **more)
+def cache_config(*specs: Any, **fields: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer.{i}"], x) for i, x in enumerate(specs)]
+    return KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=groups, **fields)
 
 
-def test_dense_models_are_served():
-    check(engine(), cache(FULL))
+PARALLEL = {  # fields, and what their refusal names
+    "pipeline_parallel_size": "pipeline parallelism",
+    "data_parallel_size": "data parallelism",
+    "nnodes": "one machine",
+    "decode_context_parallel_size": "context parallelism",
+    "prefill_context_parallel_size": "context parallelism",
+}
+
+
+@dataclass
+class Engine:
+    """The fields of vLLM's configuration that are read."""
+
+    parallel: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
+    transfer: dict[str, Any] = field(default_factory=dict)
+    speculative: Any = None
+    sleep: bool = False
+    weight_transfer: Any = None
+
+    @property
+    def config(self) -> Any:
+        one = dict.fromkeys(PARALLEL, 1)
+        cache = {"enable_prefix_caching": True, "block_size": BLOCK}
+        transfer = {"kv_load_failure_policy": "recompute", "kv_role": "kv_both"}
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(**(one | self.parallel)),
+            cache_config=SimpleNamespace(**(cache | self.cache)),
+            kv_transfer_config=SimpleNamespace(**(transfer | self.transfer)),
+            speculative_config=self.speculative,
+            model_config=SimpleNamespace(enable_sleep_mode=self.sleep),
+            weight_transfer_config=self.weight_transfer,
+        )
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("specs", "groups"),
     [
-        cache(LATENT),
-        cache(UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"layer0": LATENT})),
-        cache(LATENT, kv_tp_replicas=2),  # each rank holds all, live and cold
+        ([FULL], Groups(0, ("layer.0",))),
+        ([LATENT], Groups(0, ("layer.0",))),
+        ([UniformTypeKVCacheSpecs(BLOCK, {"layer.0": LATENT})], Groups(0, ("layer.0",))),
+        (
+            [WINDOW, FULL],
+            Groups(1, ("layer.1",), (StateGroup(0, ("layer.0",), 4, False),)),
+        ),
+        (
+            [FULL, RECURRENT],
+            Groups(0, ("layer.0",), (StateGroup(1, ("layer.1",), 1, True, FORM),)),
+        ),
     ],
-    ids=["one kind", "uniform", "two ranks"],
 )
-def test_latents_are_served(config):
-    assert check(engine(), config).layers
+def test_what_can_be_served(specs, groups):
+    assert check(Engine().config, cache_config(*specs)) == groups
+
+
+def test_windows_among_layers_that_keep_all_anyway():
+    """A layer with a window keeps all tokens, too, if vLLM's hybrid allocator is off."""
+    kept = replace(FULL, sliding_window=100)
+    uniform = UniformTypeKVCacheSpecs(BLOCK, {"layer.0": kept, "other": FULL})
+    assert check(Engine().config, cache_config(uniform)).states == ()
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(1, 0), (2, 1), (33, 1), (34, 2), (1024, 32)])
+def test_how_far_a_window_reaches(window, blocks):
+    groups = check(Engine().config, cache_config(replace(WINDOW, sliding_window=window), FULL))
+    assert groups.states[0].num_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ([WINDOW], "no layer of the model keeps all tokens"),
+        ([replace(RECURRENT, mamba_cache_mode="all"), FULL], "--mamba-cache-mode to align"),
+        ([FULL, FULL, WINDOW], "form 2 groups .*--disable-hybrid-kv-cache-manager"),
+        ([ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64), FULL], "ChunkedLocal"),
+        ([replace(FULL, dtype=torch.float8_e4m3fn)], "quantised"),
+        ([replace(FULL, dtype=torch.uint8), WINDOW], "quantised"),
+        ([replace(WINDOW, block_size=64), FULL], "different numbers of tokens"),
+    ],
+)
+def test_models_that_cannot(specs, reason):
+    with pytest.raises(Unsupported, match=f"cold sessions are not possible here: .*{reason}"):
+        check(Engine().config, cache_config(*specs))
 
 
 @pytest.mark.parametrize(
@@ -69,23 +144,47 @@ def test_latents_are_served(config):
 )
 def test_latents_with_an_index_are_refused_in_one_sentence(fields):
     with pytest.raises(Unsupported, match="the keys of an index") as refused:
-        check(engine(), cache(replace(LATENT, **fields)))
+        check(Engine().config, cache_config(replace(LATENT, **fields)))
     assert "\n" not in str(refused.value)
 
 
 def test_latents_are_refused_where_vllm_reuses_no_prefixes_of_them():
-    without = engine()
-    without.cache_config.enable_prefix_caching = False
+    without = Engine(cache={"enable_prefix_caching": False})
     with pytest.raises(Unsupported, match="no prefixes of models with latents"):
-        check(without, cache(LATENT))
+        check(without.config, cache_config(LATENT))
 
 
-def test_more_ranks_than_heads_are_refused():
+def test_ranks_may_share_latents_but_no_heads():
+    """Each rank has all latents, live and cold."""
+    assert check(Engine().config, cache_config(LATENT, kv_tp_replicas=2)).layers
     with pytest.raises(Unsupported, match="tensor parallel size up to the KV heads"):
-        check(engine(), cache(FULL, kv_tp_replicas=2))
+        check(Engine().config, cache_config(FULL, kv_tp_replicas=2))
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "data"])
-def test_other_kinds_of_parallelism_are_refused(kind):
-    with pytest.raises(Unsupported, match=f"{kind} parallelism"):
-        check(engine(**{f"{kind}_parallel_size": 2}), cache(FULL))
+def test_hashes_finer_than_blocks():
+    with pytest.raises(Unsupported, match="different numbers of tokens"):
+        check(Engine().config, cache_config(WINDOW, FULL, hash_block_size=16))
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        *((Engine(parallel={name: 2}), reason) for name, reason in PARALLEL.items()),
+        (Engine(speculative=object()), "speculative decoding"),
+        (Engine(sleep=True), "leave sleep mode off"),
+        (Engine(weight_transfer=WeightTransferConfig()), "leave weight transfer off"),
+        (Engine(cache={"enable_prefix_caching": False}), "leave prefix caching on"),
+        (Engine(transfer={"kv_role": "kv_producer"}), "set kv_role to kv_both"),
+        (Engine(transfer={"kv_load_failure_policy": "fail"}), "kv_load_failure_policy"),
+    ],
+)
+def test_engines_that_cannot(engine, reason):
+    with pytest.raises(Unsupported, match=reason) as refused:
+        check(engine.config, cache_config(FULL))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_backend_that_cuts_blocks_into_smaller_ones():
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=64))
+    with pytest.raises(UnknownLayout, match=r"blocks of 64 tokens into ones of 32;.*another"):
+        attention_cache(config, {"layer.0": torch.zeros(4, 2, 32, 128)}, ["layer.0"])

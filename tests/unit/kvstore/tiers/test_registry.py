@@ -61,7 +61,10 @@ def test_a_folder_that_another_engine_has_is_a_mistake_and_no_outage(tmp_path: P
         tier.close()
 
 
-def test_without_a_usable_folder_the_other_tiers_are_opened(tmp_path: Path):
+def test_without_a_usable_folder_the_other_tiers_are_opened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     (tmp_path / "file").touch()
     tiers = open_usable_tiers(StoreConfig(), tmp_path / "file" / "below")
     assert [x.name for x in tiers] == ["ram"]
+    assert "not kept on disk" in caplog.text

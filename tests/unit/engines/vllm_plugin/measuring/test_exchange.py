@@ -30,9 +30,19 @@ class Cache:
 RUN: KVRun = [(np.array([[[8.0], [9.0]]], np.float32),) * 2]
 
 
-def test_blocks_get_the_given_rows():
-    exchange, cache = Exchange(), Cache()
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
+
+
+@pytest.fixture
+def exchange(cache: Cache) -> Exchange:
+    exchange = Exchange()
     exchange.bind(cache)  # type: ignore[arg-type]
+    return exchange
+
+
+def test_blocks_get_the_given_rows(exchange, cache):
     exchange.open(1, RUN, num_rows=1)
     exchange.fill([Given("r", 1, [4, 3])])
     assert cache.blocks == {4: 8.0, 3: 9.0}
@@ -40,9 +50,7 @@ def test_blocks_get_the_given_rows():
     assert exchange.scores().shape == (1, 5)
 
 
-def test_scores_after_other_kv_are_none():
-    exchange, cache = Exchange(), Cache()
-    exchange.bind(cache)  # type: ignore[arg-type]
+def test_scores_after_other_kv_are_none(exchange, cache):
     exchange.open(2, RUN)
     # Of an order that was given up.
     exchange.fill([Given("r", 1, [4, 3])])
@@ -65,8 +73,8 @@ class Views:
         self.disarmed += 1
 
 
-def test_layers_are_seen_in_the_orders_own_step_alone():
-    exchange, views = Exchange(), Views()
+def test_layers_are_seen_in_the_orders_own_step_alone(exchange):
+    views = Views()
     exchange.begin_step(StepWork())
     exchange.watch(views)  # type: ignore[arg-type]
     exchange.open(5)
@@ -81,8 +89,7 @@ def test_layers_are_seen_in_the_orders_own_step_alone():
     assert views.armed == 1
 
 
-def test_it_is_known_whether_an_order_had_its_step_alone():
-    exchange = Exchange()
+def test_it_is_known_whether_an_order_had_its_step_alone(exchange):
     exchange.open(5)
     exchange.begin_step(StepWork())  # with others
     assert not exchange.was_alone
@@ -95,9 +102,7 @@ def test_it_is_known_whether_an_order_had_its_step_alone():
     assert not exchange.was_alone
 
 
-def test_the_blocks_that_the_order_wants_are_read():
-    exchange, cache = Exchange(), Cache()
-    exchange.bind(cache)  # type: ignore[arg-type]
+def test_the_blocks_that_the_order_wants_are_read(exchange):
     exchange.open(2)
     exchange.read([WantedBlocks(10, 1, [3]), WantedBlocks(11, 2, [4])])
     assert exchange.found(0.0).rows[0][0].ravel() == [4.0]
@@ -105,16 +110,8 @@ def test_the_blocks_that_the_order_wants_are_read():
         exchange.found(0.0)
 
 
-def test_a_failure_ends_the_measurement_and_nothing_else():
-    class Broken(Cache):
-        def read(self, block_ids: Sequence[int]) -> list[KVPair]:
-            raise TypeError("no such array")
-
-        def write(self, block_ids: Sequence[int], run: KVRun, first_block: int) -> None:
-            raise TypeError("no such array")
-
-    exchange = Exchange()
-    exchange.bind(Broken())  # type: ignore[arg-type]
+def test_a_failure_ends_the_measurement_and_nothing_else(exchange, cache):
+    cache.blocks = None
     exchange.open(1, RUN)
     exchange.fill([Given("r", 1, [4, 3])])
     exchange.read([WantedBlocks(10, 1, [3])])
@@ -124,8 +121,7 @@ def test_a_failure_ends_the_measurement_and_nothing_else():
         exchange.scores()
 
 
-def test_only_the_logits_of_the_prompt_itself_are_noted():
-    exchange = Exchange()
+def test_only_the_logits_of_the_prompt_itself_are_noted(exchange):
     exchange.open(4, num_rows=3)
     assert not exchange.wants_rows(), "others' logits before the request is in a step"
     for row in (np.zeros((2, 5), np.float32), np.ones((1, 5), np.float32)):  # prefilled in two
@@ -139,8 +135,7 @@ def test_only_the_logits_of_the_prompt_itself_are_noted():
 
 
 @pytest.mark.parametrize("num_rows", [0, 2, 4])
-def test_scores_of_too_many_or_too_few_tokens_are_none(num_rows):
-    exchange = Exchange()
+def test_scores_of_too_many_or_too_few_tokens_are_none(exchange, num_rows):
     exchange.open(5, num_rows=3)
     exchange.expect_rows(4)  # an order that was given up
     assert not exchange.wants_rows()

@@ -33,10 +33,6 @@ def cpus_of_a_new_thread() -> set[int]:
     return found
 
 
-def test_a_thread_is_bound_like_the_one_that_starts_it(bound):
-    assert cpus_of_a_new_thread() == bound
-
-
 def test_threads_that_are_started_while_roaming_stay_free(bound):
     with unbound_threads():
         assert cpus_of_a_new_thread() == os.sched_getaffinity(os.getppid())

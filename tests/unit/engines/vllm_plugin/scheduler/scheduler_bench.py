@@ -8,6 +8,7 @@ from typing import Any
 
 from engines.vllm_plugin.groups import DENSE, Groups
 from engines.vllm_plugin.messages import Forward, Release, Stage, Staged
+from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.measured_requests import MeasuredRequests
 from engines.vllm_plugin.scheduler.request_tracker import RequestTracker
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
@@ -132,6 +133,21 @@ class Bench:
         request = Request(tokens, **fields)
         self.tracker.add(request)
         return request
+
+    def end_turn(self, tokens: list[int] = PROMPT, session: str = "s", **fields: Any) -> list[Save]:
+        """A turn ends that left its blocks in vLLM's pool; the saves that are planned then."""
+        fields = {"num_computed_tokens": len(tokens), "name": session} | fields
+        request = self.add(tokens, session=session, **fields)
+        self.tracker.finished(request, [self.pool.fill(request.block_hashes)])
+        return self.planned()
+
+    def planned(self) -> list[Save]:
+        return self.tracker.take_step([], []).saves
+
+    def acknowledge(self, save: Save, num_ranks: int = 2, skipped: bool = False) -> None:
+        """So many ranks have ended the save; ``skipped``: one of them had no room for it."""
+        jobs = {save.job} if skipped else set()
+        self.tracker.absorb(set(), [], {save.job: num_ranks}, [], skipped=jobs)
 
 
 def new_bench(

@@ -43,13 +43,6 @@ def test_all_ranks_stage_and_the_answer_is_theirs(engine):
     assert [len(x.take(1).fetched.blobs) for x in engine.staging] == [12, 12]
 
 
-def test_the_answer_can_be_waited_for(engine):
-    engine.save()
-    engine.hub.send(Stage(1, ref(), 0, b"".join(CHAIN)))
-    assert engine.hub.staged(1, 60).end_block == 24
-    assert engine.hub.staged(2, 0.01) is None
-
-
 def test_the_rank_that_has_least_counts(engine):
     engine.save(ranks=1)
     staged = engine.stage()
@@ -92,17 +85,6 @@ def test_the_gateway_is_served_only_once_the_http_server_has_come(tmp_path):
 
 def hub_path(folder: Path) -> str:
     return str(folder / "hub.sock")
-
-
-def test_ranks_may_come_before_the_hub(tmp_path):
-    store, staging = open_store(), StagingArea()
-    link = link_to(hub_path(tmp_path), store, staging, hello=RankHello(0, 1, 1))
-    hub = Hub(str(tmp_path / "hub.sock"), 1, lambda saved: None)
-    hub.start()
-    until(lambda: hub.ready)
-    link.close()
-    store.close()
-    hub.close()
 
 
 @pytest.fixture
@@ -162,12 +144,6 @@ def test_a_rank_that_skipped_leaves_nothing_behind_for_the_next_save() -> None:
     assert len(acks) == 0
     assert completed(acks, 3, True, True, True) == [False, False, True]
     assert len(acks) == 0
-
-
-def test_saves_of_one_session_are_kept_apart() -> None:
-    acks = SaveAcks(2)
-    assert completed(acks, 1, True) + completed(acks, 2, True) == [False, False]
-    assert completed(acks, 1, True) + completed(acks, 2, True) == [True, True]
 
 
 def test_saves_that_a_lost_rank_never_reports_are_bounded() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+
+import pytest
 
 from engines.config import CalibrationOrder
 from engines.vllm_plugin.scheduler import verbs
@@ -15,6 +18,7 @@ from engines.wire import (
     Done,
     Forget,
     GetStats,
+    LimitTenants,
     ListSessions,
     Measure,
     Pin,
@@ -22,8 +26,10 @@ from engines.wire import (
     Refused,
     Sessions,
     Stats,
+    TenantUses,
     Unpin,
 )
+from kvstore.session import TenantLimits
 from tests.block_sessions import BLOCK, ref, save
 from tests.unit.engines.vllm_plugin.hub_engine import CHAIN, Engine
 from tests.waiting import until
@@ -38,32 +44,56 @@ def test_a_session_is_cold_only_where_every_rank_has_it(engine):
     assert report.cold_bytes == sum(x.record(ref()).packed_bytes for x in engine.stores)
 
 
-def test_demote_waits_for_a_save_that_is_under_way(engine):
-    threading.Timer(0.1, engine.begin_save().set).start()
-    done = engine.done(Demote(ref(), "disk"))
-    assert (done.report.tier, done.kept) == ("disk", None)
+def saving(engine: Engine) -> Callable[[], None]:
+    """The ranks have a save, and end it once the test lets them."""
+    return engine.begin_save().set
 
 
-def test_demote_waits_until_the_blocks_are_handed_over(engine):
+def handing_over(engine: Engine) -> Callable[[], None]:
+    """A save is planned, and no rank has heard of it."""
     engine.save()
-    engine.hot.begin(ref())
+    quiet(engine)
     engine.hot.count_save(ref(), +1)
+    return lambda: engine.hot.count_save(ref(), -1)
+
+
+def quiet(engine: Engine) -> None:
+    """A turn of the session, whose blocks are in vLLM's pool, has ended."""
+    engine.hot.begin(ref())
+    engine.pool.fill(CHAIN)
     engine.hot.end(ref(), CHAIN)
-    threading.Timer(0.1, engine.hot.count_save, (ref(), -1)).start()
-    assert engine.done(Demote(ref())).kept is None
-    assert not engine.hot.is_saving(("t", "s"))
+
+
+@pytest.mark.parametrize("begin", [saving, handing_over])
+@pytest.mark.parametrize(
+    "verb", [Demote(ref(), "disk"), Pin(ref()), Forget(ref())], ids=["demote", "pin", "forget"]
+)
+def test_a_verb_waits_for_a_save_that_is_under_way(engine, begin, verb):
+    end, held = begin(engine), []
+
+    def end_save() -> None:
+        held.extend(x.record(ref()) is not None for x in engine.stores)  # none is gone so far
+        end()
+
+    threading.Timer(0.1, end_save).start()
+    done = engine.done(verb)
+    assert held == [begin is handing_over] * 2
+    assert done.kept is None
+    if isinstance(verb, Demote):
+        assert done.report.tier == "disk"
+    elif isinstance(verb, Pin):
+        assert done.report.pinned
+    else:
+        assert [x.record(ref()) for x in engine.stores] == [None, None]
+        assert [x.num_blobs for store in engine.stores for x in store.stats().tiers] == [0] * 4
 
 
 def test_demote_says_that_a_save_is_still_under_way(engine, monkeypatch):
     for waiting in (verbs, rank):
         monkeypatch.setattr(waiting, "SETTLE_S", 0.05)
-    engine.save()
-    engine.hot.begin(ref())
-    engine.pool.fill(CHAIN)
-    engine.hot.count_save(ref(), +1)
-    engine.hot.end(ref(), CHAIN)
-    assert engine.done(Demote(ref())).kept == "saving"  # not handed over to the ranks yet
-    engine.hot.count_save(ref(), -1)
+    hand_over = handing_over(engine)
+    assert engine.done(Demote(ref())).kept == "saving"
+    hand_over()
     go_on = engine.begin_save()  # the ranks have it, and have not packed it yet
     done = engine.done(Demote(ref()))
     assert (done.kept, done.report.hot) == ("saving", True)
@@ -92,9 +122,7 @@ def test_demote_drops_the_live_blocks(engine):
 
 
 def test_without_a_cold_copy_the_live_one_is_kept(engine):
-    engine.hot.begin(ref())
-    engine.pool.fill(CHAIN)
-    engine.hot.end(ref(), CHAIN)
+    quiet(engine)
     done = engine.done(Demote(ref()))
     assert (done.kept, done.report.hot, done.report.tier) == ("no-cold-copy", True, None)
 
@@ -128,30 +156,6 @@ def test_forget_reports_the_session_that_it_removes(engine):
     assert engine.ask(ListSessions()) == Sessions([])
 
 
-def test_forget_waits_for_a_save_that_is_under_way(engine):
-    threading.Timer(0.1, engine.begin_save().set).start()
-    engine.done(Forget(ref()))
-    assert [x.record(ref()) for x in engine.stores] == [None, None]
-    assert [x.num_blobs for store in engine.stores for x in store.stats().tiers] == [0] * 4
-
-
-def test_forget_waits_until_the_blocks_are_handed_over(engine):
-    engine.save()
-    engine.hot.begin(ref())
-    engine.hot.count_save(ref(), +1)
-    engine.hot.end(ref(), CHAIN)
-    there = []
-
-    def hand_over() -> None:
-        there.extend(x.record(ref()) is not None for x in engine.stores)  # no rank was asked yet
-        engine.hot.count_save(ref(), -1)
-
-    threading.Timer(0.1, hand_over).start()
-    engine.done(Forget(ref()))
-    assert there == [True, True]
-    assert [x.record(ref()) for x in engine.stores] == [None, None]
-
-
 def test_a_session_that_cannot_be_forgotten_now_is_refused(engine, monkeypatch):
     monkeypatch.setattr(rank, "FORGET_S", 0.1)
     engine.save()
@@ -160,11 +164,6 @@ def test_a_session_that_cannot_be_forgotten_now_is_refused(engine, monkeypatch):
     assert isinstance(refused, Refused) and "does not end" in refused.message
     assert engine.stores[0].record(ref()) is not None
     go_on.set()
-
-
-def test_a_turn_that_has_just_ended_is_pinned(engine):
-    threading.Timer(0.1, engine.begin_save().set).start()
-    assert engine.done(Pin(ref())).report.pinned
 
 
 def test_a_list_of_any_length_reaches_the_gateway(engine):
@@ -209,3 +208,20 @@ def test_a_measurement_runs_until_every_rank_has_ended_it(engine: Engine) -> Non
     answer = engine.ask(GetStats())
     assert isinstance(answer, Stats) and answer.report.codec is not None
     assert answer.report.codec.progress == "measuring: 1 of 8 cases"
+
+
+def test_a_limit_is_divided_among_the_ranks_and_its_use_added_up(engine: Engine) -> None:
+    def in_ram() -> list[int]:
+        tiers = [store.ledger.stats(0).tiers for store in engine.stores]
+        return [tier.nbytes for x in tiers for tier in x if tier.name == "ram"]
+
+    for i in range(3):
+        engine.save(f"s{i}")
+    tenant = ref("s").tenant
+    most = sum(in_ram()) // 2
+    answer = engine.ask(LimitTenants({"ram": TenantLimits({tenant: most}), "disk": TenantLimits()}))
+    assert isinstance(answer, TenantUses)
+    held = in_ram()
+    assert answer.tiers["ram"][tenant] == sum(held)
+    assert all(0 < x <= most // 2 for x in held)
+    assert answer.tiers["disk"] == {}

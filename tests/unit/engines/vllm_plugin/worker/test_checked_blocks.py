@@ -61,27 +61,6 @@ class Device:
         """Nothing is held."""
 
 
-def test_the_device_packs_with_the_codec_its_kernels_were_checked_for(rig):
-    device = Device(rig.host)
-    blocks = rig.checked(device, no_kernels)
-    assert blocks.block_bytes == BLOCK * LAYOUT.bytes_per_token
-    wanted = rig.chunks
-    keys = [x.piece.key for x in wanted]
-    blobs = [x.result() for x in blocks.pack(wanted, None)]
-    assert device.packed == keys
-    assert [codec_in(x) for x in blobs] == [b"tq3.2"] * 12
-    rig.store.adopt(StoreCodecs(TQ4))
-    device.packed.clear()
-    assert codec_in(blocks.pack(wanted[:1], None)[0].result()) == b"tq4.2"
-    assert device.packed == []
-    fillings = [
-        Filling(x.piece, blob, 0, ELSEWHERE[PER_CHUNK * i : PER_CHUNK * (i + 1)])
-        for i, (x, blob) in enumerate(zip(wanted, blobs, strict=True))
-    ]
-    assert blocks.fill(fillings, None) == set(ELSEWHERE)
-    assert device.filled == keys
-
-
 def no_kernels() -> Device:
     raise KernelsUnusable("they are wrong")
 
@@ -147,10 +126,16 @@ def test_kernels_are_checked_again_for_a_codec_that_is_adopted(rig):
     old, new = Device(rig.host), Device(rig.host)
     proof = Proof(new)
     blocks = rig.checked(old, proof)
+    assert blocks.block_bytes == BLOCK * LAYOUT.bytes_per_token
     wanted = rig.chunks
     (before,) = (x.result() for x in blocks.pack(wanted[:1], None))
+    assert codec_in(before) == b"tq3.2" and old.packed == [wanted[0].piece.key]
+    filling = Filling(wanted[0].piece, before, 0, ELSEWHERE[:PER_CHUNK])
+    assert blocks.fill([filling], None) == set(ELSEWHERE[:PER_CHUNK])
+    assert old.filled == [wanted[0].piece.key]
     rig.store.adopt(StoreCodecs(TQ4))
     old.packed.clear()
+    old.filled.clear()
     for x in wanted[:3]:  # the host packs, and the check is asked for once
         assert codec_in(blocks.pack([x], None)[0].result()) == b"tq4.2"
     assert proof.asked.acquire(timeout=20) and not proof.asked.acquire(blocking=False)

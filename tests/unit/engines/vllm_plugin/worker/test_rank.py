@@ -12,7 +12,6 @@ import pytest
 
 from engines.calibration.gate.profiles import save as write_profile
 from engines.calibration.gate.served_codecs import ServedCodecs
-from engines.vllm_plugin.blocks.host_blocks import HostBlocks
 from engines.vllm_plugin.messages import (
     RankNews,
     Stage,
@@ -22,12 +21,10 @@ from engines.vllm_plugin.messages import (
 from engines.vllm_plugin.plan import Save
 from engines.vllm_plugin.scheduler.hub import Hub
 from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
-from engines.vllm_plugin.worker.rank import StagingArea, packed_bytes_per_token
-from engines.vllm_plugin.worker.transfer import RankBlocks, Transfer
+from engines.vllm_plugin.worker.rank import packed_bytes_per_token
 from engines.wire import MAX_FRAME_BYTES
 from kvstore.codecs.profile import Profile
 from tests.block_sessions import (
-    BLOCK,
     FINGERPRINT,
     LAYOUT,
     chain_of,
@@ -45,24 +42,20 @@ from tests.faulty_tier import FaultyTier
 from tests.unit.engines.calibration.gate.test_bound import GOOD
 from tests.unit.engines.vllm_plugin.hub_engine import link_to, verbs_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
-from tests.unit.engines.vllm_plugin.worker.numpy_blocks import NoStream, NumpyBlocks
+from tests.unit.engines.vllm_plugin.worker.rank_rig import CHAIN, IDS, Rank
 from tests.waiting import until
 
-CHAIN = hashes(tokens_of(24))
 OTHER = hashes(tokens_of(24, first=5000))
-IDS = list(range(len(CHAIN)))
 
 
-class Rank:
+class LinkedRank(Rank):
+    """A rank with a hub, on tiers that a test can hang; its blocks are read once it lets them."""
+
     def __init__(self, folder: Path, codecs: ServedCodecs | None = None) -> None:
-        self.blocks = NumpyBlocks()
-        self.go_on, self.reading = self.blocks.hold_reads()
         self.ram, self.disk = (FaultyTier(x) for x in ram_and_disk(folder / "disk"))
-        self.store = open_store([self.ram, self.disk])
-        self.staging = StagingArea()
+        super().__init__([self.ram, self.disk])
+        self.go_on, self.reading = self.pages.hold_reads()
         self.news: list[RankNews] = []
-        host = HostBlocks(self.blocks, self.store, NoStream())
-        self.transfer = Transfer(RankBlocks(host, None, self.store, BLOCK), self.staging)
         self.path = str(folder / "hub.sock")
         self.hub = self._open_hub()
         hot = ResidentSessions()
@@ -83,15 +76,14 @@ class Rank:
 
     def begin_save(self, session: str = "s") -> None:
         """Begin a save that reads its blocks until the test lets it go on."""
-        self.blocks.compute(CHAIN, IDS)
-        self.transfer.save(Save(1, ref(session), CHAIN, IDS), lambda *_: None)
+        self.begin(Save(1, ref(session), CHAIN, IDS))
         assert self.reading.wait(10)
 
-    def stage(self, ticket: int, chain: list[bytes]) -> None:
+    def ask_to_stage(self, ticket: int, chain: list[bytes]) -> None:
         self.hub.send(Stage(ticket, ref(), 0, b"".join(chain)))
 
     def staged(self, ticket: int, chain: list[bytes]) -> Staged:
-        self.stage(ticket, chain)
+        self.ask_to_stage(ticket, chain)
         staged = self.hub.staged(ticket, 30)
         assert staged is not None
         return staged
@@ -108,13 +100,13 @@ class Rank:
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    rank = Rank(tmp_path)
+def rank(tmp_path: Path) -> Iterator[LinkedRank]:
+    rank = LinkedRank(tmp_path)
     yield rank
     rank.close()
 
 
-def test_a_session_that_is_deleted_while_it_is_saved_leaves_nothing(rank: Rank) -> None:
+def test_a_session_that_is_deleted_while_it_is_saved_leaves_nothing(rank: LinkedRank) -> None:
     rank.begin_save()
     forgetting = rank.hub.submit(rank.verbs.forget(ref()))
     with pytest.raises(TimeoutError):
@@ -125,14 +117,14 @@ def test_a_session_that_is_deleted_while_it_is_saved_leaves_nothing(rank: Rank) 
     assert [x.num_blobs for x in rank.store.stats().tiers] == [0, 0]
 
 
-def test_saves_of_other_sessions_hold_up_no_delete(rank: Rank) -> None:
+def test_saves_of_other_sessions_hold_up_no_delete(rank: LinkedRank) -> None:
     rank.begin_save("other")
     forgetting = rank.hub.submit(rank.verbs.forget(ref()))
     assert forgetting.result(30).report is None
 
 
 def test_a_codec_is_adopted_once_it_was_measured(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, served("tq3", tmp_path))
+    rank = LinkedRank(tmp_path, served("tq3", tmp_path))
     save(rank.store, ref(), CHAIN)
     waiting = rank.hub.submit(rank.verbs.codec()).result(30)
     assert (waiting.name, waiting.unmeasured) == ("raw", True)
@@ -152,13 +144,13 @@ def test_a_codec_is_adopted_once_it_was_measured(tmp_path: Path) -> None:
 # ---- the end
 
 
-def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: Rank) -> None:
+def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: LinkedRank) -> None:
     rank.disk.hanging = "put_many"
     rank.disk.go_on.clear()
     save(rank.store, ref(), CHAIN)
     assert rank.disk.entered.wait(10)
     rank.ram.go_on.clear()
-    rank.stage(1, CHAIN)
+    rank.ask_to_stage(1, CHAIN)
     assert rank.ram.entered.wait(10)
     rank.transfer.close()
     rank.link.close()
@@ -174,7 +166,7 @@ def test_a_tier_that_hangs_keeps_no_rank_from_its_last_flush(rank: Rank) -> None
     assert not closing.is_alive()
 
 
-def test_a_verb_that_waits_holds_up_no_end(rank: Rank) -> None:
+def test_a_verb_that_waits_holds_up_no_end(rank: LinkedRank) -> None:
     rank.begin_save()
     forgetting = rank.hub.submit(rank.verbs.forget(ref()))
     with pytest.raises(TimeoutError):
@@ -183,20 +175,10 @@ def test_a_verb_that_waits_holds_up_no_end(rank: Rank) -> None:
     assert not rank.store.is_saved  # the save that it waits for is still under way
 
 
-def test_a_session_saved_when_a_rank_ends_is_there_when_it_comes_back(tmp_path: Path) -> None:
-    rank = Rank(tmp_path)
-    rank.begin_save()
-    rank.close()
-    again = Rank(tmp_path)
-    staged = again.staged(1, CHAIN)
-    again.close()
-    assert (staged.end_block, staged.tier) == (len(CHAIN), "disk")
-
-
 # ---- a hub that comes anew
 
 
-def test_blobs_staged_for_an_earlier_hub_are_dropped(rank: Rank) -> None:
+def test_blobs_staged_for_an_earlier_hub_are_dropped(rank: LinkedRank) -> None:
     save(rank.store, ref(), CHAIN)
     assert rank.staged(1, CHAIN).end_block == len(CHAIN)
     assert len(rank.staging) == 1
@@ -206,11 +188,11 @@ def test_blobs_staged_for_an_earlier_hub_are_dropped(rank: Rank) -> None:
     assert rank.staged(1, CHAIN).end_block == len(CHAIN)
 
 
-def test_a_request_of_an_earlier_hub_does_not_answer_a_later_one(rank: Rank) -> None:
+def test_a_request_of_an_earlier_hub_does_not_answer_a_later_one(rank: LinkedRank) -> None:
     """It counts its tickets from 1 again: these blobs would be another prompt's."""
     save(rank.store, ref(), CHAIN)
     rank.ram.go_on.clear()
-    rank.stage(1, CHAIN)
+    rank.ask_to_stage(1, CHAIN)
     assert rank.ram.entered.wait(10)
     rank.restart_hub()
     assert rank.staged(1, OTHER).end_block == 0

@@ -160,11 +160,3 @@ def test_without_kv_events_there_is_no_note(rank):
     block_sessions.save(rank.store, ref(), CHAIN)
     rank.watch.look_at(ref())
     assert rank.take() == []
-
-
-def test_a_note_is_read_back_by_the_chunk():
-    note = note_of(TOKENS)
-    size = len(note) // 12
-    assert read_event_note(note, 12, PER_CHUNK) == (CHAIN, ids_of(TOKENS))
-    shorter = read_event_note(note[: 5 * size], 5, PER_CHUNK)
-    assert shorter == (CHAIN[:10], ids_of(TOKENS[: 10 * BLOCK]))

@@ -83,31 +83,19 @@ def test_the_thread_that_fills_blocks_decodes_blobs_that_no_codec_thread_has_beg
     assert rank.pages.holds(CHAIN, 0, ELSEWHERE)
 
 
-def test_runs_are_kept_up_to_a_number_and_only_used_where_they_fit():
-    runs = RunPool(LAYOUT, 2, 1 << 30)
-    taken = [runs.take(16) for _ in range(3)]
-    for run in taken:
-        runs.give(run)
-    again = [runs.take(16) for _ in range(3)]
-    assert [any(x is y for y in taken) for x in again] == [True, True, False]
-    runs.give(again[0])
-    assert runs.take(8)[0][0].shape[1] == 8
-
-
-def test_runs_are_kept_up_to_so_many_bytes():
+def test_runs_are_kept_up_to_so_many_and_so_many_bytes_and_only_used_where_they_fit():
     size = 16 * LAYOUT.bytes_per_token
-    runs = RunPool(LAYOUT, 10, 3 * size + size // 2)
+    runs = RunPool(LAYOUT, 4, 3 * size + size // 2)
     taken = [runs.take(16) for _ in range(5)]
     for number, run in enumerate(taken, 1):
         runs.give(run)
         assert runs.nbytes == min(number, 3) * size
     runs.give(LAYOUT.empty(8))  # a smaller one has room yet
+    runs.give(LAYOUT.empty(0))  # and there are four by now
     assert runs.nbytes == 3 * size + size // 2
-    runs.take(8)
-    runs.take(16)
-    assert runs.nbytes == 2 * size
-    for _ in range(4):
-        runs.take(16)
+    assert runs.take(8)[0][0].shape[1] == 8
+    again = [runs.take(16) for _ in range(4)]
+    assert [any(x is y for y in taken) for x in again] == [True] * 3 + [False]
     assert runs.nbytes == 0
 
 
@@ -153,20 +141,6 @@ def test_long_turns_of_stored_sessions_that_end_together_are_all_saved(rank):
     assert all(num_blocks_in(fetch(rank.store, x)) == 24 for x in chains.values())
 
 
-@bounded
-def test_a_save_of_stored_blocks_is_never_one_too_many(rank):
-    rank.save()
-    gate, _ = rank.pages.hold_reads()
-    other = hashes(tokens_of(24, first=500))
-    rank.begin(Save(2, ref("new"), other, IDS))
-    rank.begin(Save(3, ref(), CHAIN, IDS))
-    rank.begin(Save(4, ref("branch"), CHAIN, IDS))
-    gate.set()
-    assert rank.store.wait_saved(ref("branch"), 10)
-    assert rank.ended == [(1, True), (2, True), (3, True), (4, True)]
-    assert rank.store.counters.as_dict().get("saves_skipped", 0) == 0
-
-
 def test_evicted_blocks_are_charged_once_the_eviction_is_known(rank):
     rank.save()
     for piece in rank.store.keys.chunks(chain_of(rank.store, CHAIN)):
@@ -197,17 +171,6 @@ def test_a_save_that_a_store_always_refuses_is_not_made_up_for_again_and_again(r
     assert rank.ended == [(1, False), (2, False)]
     assert rank.transfer.pop_ended().jobs == {1: True, 2: False}
     assert rank.transfer.is_settled
-
-
-def test_who_waits_for_a_save_waits_for_this_sessions_only(rank):
-    gate, _ = rank.pages.hold_reads()
-    rank.begin(Save(1, ref(), CHAIN, IDS))
-    rank.store.wait_saved(ref("other"), 10)
-    rank.store.wait_saved(ref(), 0.01)
-    assert rank.ended == []
-    gate.set()
-    rank.store.wait_saved(ref(), 10)
-    assert rank.ended == [(1, True)]
 
 
 def test_news_end_the_wait_for_them(rank):
