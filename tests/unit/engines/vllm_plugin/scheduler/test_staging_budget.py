@@ -16,9 +16,7 @@ from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import (
 
 @pytest.fixture
 def bench() -> Bench:
-    bench = new_bench(max_staged_bytes=400)
-    bench.ranks.packed_bytes_per_token = 1
-    return bench
+    return new_bench(max_staged_bytes=400)
 
 
 def waiting(bench: Bench, *names: str) -> list[Request]:
