@@ -120,13 +120,11 @@ def test_it_ends_measured_without_a_restart(ranks, sessions, pytestconfig):
 
 
 def test_an_order_is_carried_out_by_all_ranks(ranks):
-    presets = ("raw", "tq4", "dense3")
-    report = ranks.report(presets=presets)
+    report = ranks.report()
     kls = kls_of(report.rows)
-    assert tuple(kls) == presets
+    assert tuple(kls) == ("raw", "tq4")
     assert kls["raw"] < 1e-6 < kls["tq4"]
-    profile = load_profile(Path(report.profile))
-    assert profile.fingerprint == report.fingerprint
+    assert load_profile(Path(report.profile)).fingerprint == report.fingerprint
     assert {kls_of(x.rows)["tq4"] for x in ranks.profiles} == {kls["tq4"]}
 
 

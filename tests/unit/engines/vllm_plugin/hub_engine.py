@@ -137,24 +137,11 @@ class Engine:
         self.verbs = verbs_of(self.hub, self.hot)
         self.address = str(folder / "control.sock")
         self.hub.start(ControlServer("secret", welcomed, self.verbs).serve(f"unix:{self.address}"))
-        self.stores = [self._store(i, folder) for i in range(2)]
+        self.stores = [open_store(ram_and_disk(folder / f"disk{i}")) for i in range(2)]
         self.staging = [StagingArea(), StagingArea()]
         self.measurements = [Unmeasured(), Unmeasured()]
         self.links = [self._link(i, folder) for i in range(2)]
         until(lambda: self.hub.ready)
-        self._folder = folder
-
-    def restart_rank(self, i: int, **config: Any) -> None:
-        """End rank ``i`` and start it again, with these fields of its store's configuration."""
-        self.links[i].close()
-        self.stores[i].close()
-        until(lambda: not self.hub.ready)
-        self.stores[i] = self._store(i, self._folder, **config)
-        self.links[i] = self._link(i, self._folder)
-        until(lambda: self.hub.ready)
-
-    def _store(self, i: int, folder: Path, **config: Any) -> ColdStore:
-        return open_store(ram_and_disk(folder / f"disk{i}"), **config)
 
     def _link(self, i: int, folder: Path) -> RankLink:
         parts = {"hello": RankHello(i, 1000, 1000), "measuring": self.measurements[i]}

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from engines.vllm_plugin.blocks.blocks import RestoredBlocks
-from engines.vllm_plugin.plan import Load, Save
-from engines.vllm_plugin.worker.transfer import BlockRows
+from engines.vllm_plugin.plan import Load
 from kvstore.blobs.chain import STATE, WINDOW
 from kvstore.blobs.packer import StoreCodecs
 from kvstore.codecs.presets import codec_by_name
@@ -130,71 +129,6 @@ def test_the_record_of_a_block_goes_with_its_hash():
     assert not blocks.has_any([2], [b"c"])
     blocks.note([2], [b"b"], lossy=False)
     assert not blocks.has_any([2], [b"b"])
-
-
-# ---- blocks are released
-
-
-def held(rank: Rank, released: list[str]) -> BlockRows:
-    save = Save(1, ref(), CHAIN, IDS)
-    return BlockRows(save, rank.access, None, lambda: released.append("released"))
-
-
-def offer(rank: Rank, rows: BlockRows) -> bool:
-    return rank.store.save(ref(), chain_of(rank.store, CHAIN), rows)
-
-
-def broken(*args: object) -> Any:
-    raise RuntimeError("the device is gone")
-
-
-@pytest.mark.parametrize("fails", ["nothing", "reading", "packing", "no tier", "closed"])
-def test_blocks_are_released_once_whatever_fails(tmp_path, fails, caplog):
-    rank, released = Rank(ram_and_disk(tmp_path), codecs=StoreCodecs(TQ3)), list[str]()
-    rows = held(rank, released)
-    if fails == "reading":
-        rank.pages.read = broken
-    if fails == "packing":
-        rank.store.packer.pack_rows = broken
-    if fails == "no tier":
-        for tier in rank.tiers:
-            tier.put_many = broken
-    if fails == "closed":
-        rank.store.close()
-    assert offer(rank, rows) == (fails != "closed")
-    assert rank.store.wait_all_saved(200)
-    rank.close()
-    rows.release()
-    assert released == ["released"]
-
-
-def test_blocks_of_a_save_that_is_dropped_or_superseded_are_released_once(rank):
-    gate, entered = rank.pages.hold_reads()
-    rank.begin(Save(1, ref("other"), CHAIN, IDS))
-    assert entered.wait(10)
-    releases: list[list[str]] = [[], [], []]
-    rows = [held(rank, x) for x in releases]
-    assert offer(rank, rows[0]) and offer(rank, rows[1])
-    assert releases == [["released"], [], []]
-    rank.store.forget(ref())
-    assert releases == [["released"], ["released"], []]
-    assert offer(rank, rows[2])
-    gate.set()
-    assert rank.store.wait_all_saved(200)
-    assert releases == [["released"]] * 3
-
-
-def test_a_superseded_save_acknowledges_its_job_and_ends_with_the_newer_one(rank):
-    gate, _ = rank.pages.hold_reads()
-    rank.begin(Save(1, ref("other"), CHAIN, IDS))
-    rank.begin(Save(2, ref(), CHAIN[:8], IDS[:8]))
-    rank.begin(Save(3, ref(), CHAIN, IDS))
-    assert rank.transfer.pop_ended().jobs == {2: False}
-    gate.set()
-    assert rank.store.wait_all_saved(200)
-    assert rank.transfer.pop_ended().jobs == {1: False, 3: False}
-    assert rank.ended == [(1, True), (2, True), (3, True)]
-    assert rank.transfer.is_settled
 
 
 # ---- states with windows

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from engines.vllm_plugin.blocks.host_blocks import RunPool
+from engines.vllm_plugin.blocks.host_blocks import SPARE_BYTES, RunPool
 from engines.vllm_plugin.plan import Load, Save
 from engines.vllm_plugin.worker.rank import StagedBlobs, StagingArea
 from kvstore.tiers.ram_tier import RamTier
@@ -58,16 +59,6 @@ def test_only_the_blocks_that_are_asked_for_are_written(rank):
     assert not any(page[[1, 6, 7]].any() for sides in rank.pages.pages for page in sides)
 
 
-def test_memory_is_decoded_into_again_and_again(rank):
-    rank.save()
-    for _ in range(3):
-        rank.stage()
-        assert rank.load(0, ELSEWHERE) == ({"r"}, set())
-        assert rank.pages.holds(CHAIN, 0, ELSEWHERE)
-        for page in (page for sides in rank.pages.pages for page in sides):
-            page[ELSEWHERE] = 0
-
-
 def test_the_thread_that_fills_blocks_decodes_blobs_that_no_codec_thread_has_begun(rank):
     """They are all busy here, with saves of others perhaps."""
     rank.save()
@@ -99,13 +90,16 @@ def test_runs_are_kept_up_to_so_many_and_so_many_bytes_and_only_used_where_they_
     assert runs.nbytes == 0
 
 
-def test_loads_go_on_where_there_is_no_room_for_spare_runs():
-    rank = Rank(spare_bytes=0)
+@pytest.mark.parametrize("spare_bytes", [SPARE_BYTES, 0])
+def test_load_after_load_fills_blocks_with_and_without_memory_to_spare(spare_bytes):
+    rank = Rank(spare_bytes=spare_bytes)
     rank.save()
-    for ticket in (7, 8):
+    for ticket in (7, 8, 9):
         rank.stage(ticket=ticket)
         assert rank.load(0, ELSEWHERE, ticket) == ({"r"}, set())
         assert rank.pages.holds(CHAIN, 0, ELSEWHERE)
+        for page in (page for sides in rank.pages.pages for page in sides):
+            page[ELSEWHERE] = 0
     rank.close()
 
 
@@ -154,14 +148,26 @@ def test_evicted_blocks_are_charged_once_the_eviction_is_known(rank):
     assert num_blocks_in(fetch(rank.store, CHAIN)) == 24
 
 
-def test_a_save_that_no_tier_takes_is_reported_as_failed():
-    rank = Rank([RamTier(10)])
+def broken(*args: object) -> Any:
+    raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("fails", ["reading", "packing", "no tier", "no room"])
+def test_a_save_that_fails_is_acknowledged_once(fails, caplog):
+    rank = Rank([RamTier(10 if fails == "no room" else 1 << 26)], codec="tq3")
+    if fails == "reading":
+        rank.pages.read = broken
+    if fails == "packing":
+        rank.store.packer.pack_rows = broken
+    if fails == "no tier":
+        rank.tiers[0].put_many = broken
     rank.save()
-    assert rank.ended == [(1, False)]
     assert rank.transfer.pop_ended().jobs == {1: False}
     counters = rank.store.counters.as_dict()
     assert (counters.get("saves", 0), counters["saves_failed"]) == (0, 1)
     rank.close()
+    assert rank.ended == [(1, False)]
+    assert rank.transfer.pop_ended().jobs == {}
 
 
 def test_a_save_that_a_store_always_refuses_is_not_made_up_for_again_and_again(rank):
@@ -171,6 +177,31 @@ def test_a_save_that_a_store_always_refuses_is_not_made_up_for_again_and_again(r
     assert rank.ended == [(1, False), (2, False)]
     assert rank.transfer.pop_ended().jobs == {1: True, 2: False}
     assert rank.transfer.is_settled
+
+
+def test_a_superseded_save_acknowledges_its_job_and_ends_with_the_newer_one(rank):
+    gate, _ = rank.pages.hold_reads()
+    rank.begin(Save(1, ref("other"), CHAIN, IDS))
+    rank.begin(Save(2, ref(), CHAIN[:8], IDS[:8]))
+    rank.begin(Save(3, ref(), CHAIN, IDS))
+    assert rank.transfer.pop_ended().jobs == {2: False}
+    gate.set()
+    assert rank.store.wait_all_saved(200)
+    assert rank.transfer.pop_ended().jobs == {1: False, 3: False}
+    assert rank.ended == [(1, True), (2, True), (3, True)]
+    assert rank.transfer.is_settled
+
+
+def test_a_save_of_a_session_that_is_forgotten_acknowledges_its_job_at_once(rank):
+    gate, entered = rank.pages.hold_reads()
+    rank.begin(Save(1, ref("other"), CHAIN, IDS))
+    assert entered.wait(10)
+    rank.begin(Save(2, ref(), CHAIN, IDS))
+    rank.store.forget(ref())
+    assert rank.transfer.pop_ended().jobs == {2: False}
+    gate.set()
+    assert rank.store.wait_all_saved(200)
+    assert rank.transfer.pop_ended().jobs == {1: False}
 
 
 def test_news_end_the_wait_for_them(rank):
@@ -212,9 +243,6 @@ def test_a_load_of_unstaged_blocks_fails_as_a_whole(rank):
 def test_a_load_whose_copy_fails_is_still_reported(rank, caplog):
     rank.save()
     rank.stage()
-
-    def broken(block_ids, run, first_block):
-        raise RuntimeError("the device is gone")
 
     rank.pages.write = broken
     assert rank.load(0, [1, 2, 3]) == ({"r"}, {1, 2, 3})
