@@ -151,7 +151,10 @@ def test_a_session_is_pinned_only_where_every_rank_has_it_pinned(engine):
 
 def test_forget_reports_the_session_that_it_removes(engine):
     engine.save()
+    quiet(engine)
     assert engine.done(Forget(ref())).report.tokens == 24 * BLOCK
+    engine.hot.drop_asked()
+    assert not engine.pool.cached
     assert engine.done(Forget(ref())).report is None
     assert engine.ask(ListSessions()) == Sessions([])
 

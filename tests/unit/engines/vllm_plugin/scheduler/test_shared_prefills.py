@@ -154,6 +154,7 @@ def test_one_that_gets_no_tokens_is_not_waited_for_long(bench):
     second = follower(bench)
     assert [waits(bench, second, 4 * BLOCK) for _ in range(MAX_STALLED)] == [True] * MAX_STALLED
     assert not waits(bench, second, 4 * BLOCK)
+    assert bench.tracker.num_held_back == 0
     run(first, 4 * BLOCK)
     assert waits(bench, second, 8 * BLOCK)  # it goes on meanwhile
 

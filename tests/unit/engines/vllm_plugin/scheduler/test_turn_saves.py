@@ -206,6 +206,8 @@ def test_a_session_that_is_dropped_does_not_come_back(bench):
     assert bench.planned() == []
     assert bench.tracker.is_settled
     assert not bench.hot.is_saving(("t", "b"))
+    bench.end_turn(OTHER, "b")
+    assert bench.hot.is_saving(("t", "b"))
 
 
 def test_only_so_many_are_kept_in_mind(bench, monkeypatch):
