@@ -213,7 +213,8 @@ async def with_patience(app: Any, folder: Path, patience_s: float) -> list[Any]:
         await asyncio.Event().wait()
         return {}
 
-    await front(scope, receive, sent)
+    async with asyncio.timeout(10):
+        await front(scope, receive, sent)
     return sent
 
 
