@@ -78,30 +78,37 @@ def test_a_branch_that_moves_on_is_another_model(branch, tmp_path):
     assert digests[0] == digests[2] == digest_of(named(HUB_ID, COMMITS[0]), tmp_path)
 
 
-@pytest.mark.parametrize("revision", [None, "main", "v1.0"])
-def test_a_model_without_a_commit_has_a_new_name_at_every_start(revision, tmp_path):
-    """The commit is unknown if the hub is another one, or cannot be reached."""
-    model = named(HUB_ID, revision)
-    assert digest_of(model, tmp_path) != digest_of(model, tmp_path)
+@pytest.mark.parametrize(
+    ("config", "load_format"),
+    [
+        (named(HUB_ID), "auto"),  # the commit is unknown: another hub, or one out of reach
+        (named(HUB_ID, "main"), "auto"),
+        (named(HUB_ID, "v1.0"), "auto"),
+        (named("written", weights="s3://bucket/model"), "auto"),
+        (named("written"), "tensorizer"),
+        (named("written"), "somebodys_own"),
+        (named("empty"), "auto"),
+    ],
+)
+def test_weights_that_cannot_be_looked_at_have_a_new_name_at_every_start(
+    config, load_format, tmp_path
+):
+    made(tmp_path / "written")
+    (tmp_path / "empty").mkdir()
+    if config.model != HUB_ID:
+        config = named(str(tmp_path / config.model), weights=config.model_weights)
+    assert digest_of(config, tmp_path, load_format) != digest_of(config, tmp_path, load_format)
 
 
-def test_one_file_counts_with_its_content(tmp_path):
-    file = tmp_path / "model.gguf"
-    digests = set()
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_model_in_files_counts_with_the_content_of_all_of_them(num_files, tmp_path):
+    files = [tmp_path / f"model[q4]-0000{i}-of-0000{num_files}.gguf" for i in (1, 2)][:num_files]
+    digests = []
     for content in (b"one", b"two", b"one"):
-        file.write_bytes(content)
-        digests.add(digest_of(named(str(file)), tmp_path))
-    assert len(digests) == 2
-
-
-def test_a_model_in_several_files_counts_with_all_of_them(tmp_path):
-    parts = [tmp_path / f"model[q4]-0000{i}-of-00002.gguf" for i in (1, 2)]
-    digests = set()
-    for content in (b"one", b"two"):
-        parts[0].write_bytes(b"same")
-        parts[1].write_bytes(content)
-        digests.add(digest_of(named(str(parts[0])), tmp_path))
-    assert len(digests) == 2
+        files[0].write_bytes(b"same")
+        files[-1].write_bytes(content)
+        digests.append(digest_of(named(str(files[0])), tmp_path))
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_a_folder_counts_with_every_byte_and_with_its_code(model, tmp_path):
@@ -109,23 +116,6 @@ def test_a_folder_counts_with_every_byte_and_with_its_code(model, tmp_path):
     assert first == digest_of(named(str(model)), tmp_path)
     (model / "modeling_own.py").write_text("x = 1")
     assert digest_of(named(str(model)), tmp_path) != first
-
-
-@pytest.mark.parametrize("load_format", ["tensorizer", "somebodys_own"])
-def test_weights_that_come_from_elsewhere_are_not_the_folders(load_format, model, tmp_path):
-    config = named(str(model))
-    assert digest_of(config, tmp_path, load_format) != digest_of(config, tmp_path, load_format)
-
-
-def test_weights_streamed_from_an_object_store_are_not_the_folders(model, tmp_path):
-    config = named(str(model), weights="s3://bucket/model")
-    assert digest_of(config, tmp_path) != digest_of(config, tmp_path)
-
-
-def test_a_folder_without_weights_names_nothing(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    model = named(str(tmp_path))
-    assert digest_of(model, tmp_path) != digest_of(model, tmp_path)
 
 
 def test_the_whole_of_it_on_vllms_own_objects(model, tmp_path):

@@ -18,7 +18,7 @@ from kvstore.config import StoreConfig
 from tests.fields import fields
 from tests.vllm.rig.engine import BLOCK, RealEngine, opened
 from tests.vllm.rig.measuring_front import MeasuringFront, measuring_engine
-from tests.vllm.rig.tiny_hybrids import write_gated_delta, write_recurrent, write_windowed
+from tests.vllm.rig.tiny_families import write_gated_delta, write_recurrent, write_windowed
 from tests.vllm.rig.tiny_model import HEAD_DIM, write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

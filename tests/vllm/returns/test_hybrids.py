@@ -11,7 +11,7 @@ from kvstore.config import StoreConfig
 from tests.vllm.conftest import FAULTY_RAW
 from tests.vllm.rig.engine import BLOCK, RealEngine, Result, opened
 from tests.vllm.rig.faulty_codec import Faults
-from tests.vllm.rig.tiny_hybrids import write_recurrent, write_windowed
+from tests.vllm.rig.tiny_families import write_recurrent, write_windowed
 
 pytestmark = pytest.mark.vllm
 

@@ -19,7 +19,7 @@ WHOLE = 599 // BLOCK * BLOCK
 
 @pytest.fixture(scope="module")
 def two_ranks(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
-    codec = "tests.vllm.rig.rank_faults:OneRankFaulty"
+    codec = "tests.vllm.rig.faulty_codec:OneRankFaulty"
     store = StoreConfig(codec=codec, ram_bytes=1 << 28, disk_bytes=1 << 28)
     folder = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:

@@ -41,6 +41,25 @@ class FaultyRaw(RawCodec):
         return super().encode(run, layout, first_token)
 
 
+class OneRankFaulty(FaultyRaw):
+    """Faults that strike one rank of several only; ``break``: what it cannot even encode."""
+
+    def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
+        codec = FaultyRaw if _is_unlucky() else RawCodec
+        codec.decode(self, payload, layout, first_token, out)
+
+    def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> bytes:
+        if _is_unlucky() and first_token in tokens_named("break"):
+            raise RuntimeError("a fault that the test asked for")
+        return super().encode(run, layout, first_token)
+
+
+def _is_unlucky() -> bool:
+    import torch
+
+    return torch.distributed.get_rank() == 1
+
+
 def tokens_named(name: str) -> list[int]:
     return [int(x) for x in _read(name).split(",") if x]
 
