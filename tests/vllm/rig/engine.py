@@ -54,7 +54,6 @@ class Result:
     tier: str | None
     reason: str | None
     finish: str | None
-    first_s: float  # until its first token
 
 
 def may_fork() -> bool:
@@ -164,17 +163,13 @@ class RealEngine:
         self, names: list[str], abort_when: Callable[[], bool] | None = None
     ) -> list[Result]:
         """The answers to these requests, all that were begun."""
-        started = time.perf_counter()
         last: dict[str, Any] = {}
-        first_s: dict[str, float] = {}
         while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                last[output.request_id] = output
-                first_s.setdefault(output.request_id, time.perf_counter() - started)
+            last |= {x.request_id: x for x in self.engine.step()}
             if abort_when is not None and abort_when():
                 self.engine.abort_request(names)
                 abort_when = None
-        return [_result(last.get(x), first_s.get(x, 0.0)) for x in names]
+        return [_result(last.get(x)) for x in names]
 
     def forget_local(self, within_s: float = 60.0) -> bool:
         """Empty vLLM's own prefix cache; it refuses while any block is held."""
@@ -240,9 +235,9 @@ def ref(session: str) -> SessionRef:
     return SessionRef("t", session, b"")
 
 
-def _result(output: Any, first_s: float) -> Result:
+def _result(output: Any) -> Result:
     if output is None:
-        return Result([], [], 0, 0, None, None, None, first_s)
+        return Result([], [], 0, 0, None, None, None)
     answer, params = output.outputs[0], output.kv_transfer_params or {}
     return Result(
         list(answer.token_ids),
@@ -252,5 +247,4 @@ def _result(output: Any, first_s: float) -> Result:
         params.get("tier"),
         params.get("reason"),
         answer.finish_reason,
-        first_s,
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 import torch
-from vllm.config import WeightTransferConfig
+from transformers import Qwen2_5_VLConfig
+from vllm.config import ModelConfig, WeightTransferConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -25,8 +29,10 @@ from vllm.v1.kv_cache_interface import (
 
 from engines.vllm_plugin.blocks.block_layout import UnknownLayout
 from engines.vllm_plugin.groups import Groups, StateGroup
+from engines.vllm_plugin.scheduler.welcome import sees_images
 from engines.vllm_plugin.support import Unsupported, check
 from engines.vllm_plugin.worker.worker_side import attention_cache
+from tests.vllm.conftest import model_path
 
 pytestmark = pytest.mark.vllm
 
@@ -188,3 +194,28 @@ def test_a_backend_that_cuts_blocks_into_smaller_ones():
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=64))
     with pytest.raises(UnknownLayout, match=r"blocks of 64 tokens into ones of 32;.*another"):
         attention_cache(config, {"layer.0": torch.zeros(4, 2, 32, 128)}, ["layer.0"])
+
+
+# ---- whether a model sees images: vLLM itself says so, by its class and by its settings
+
+
+def test_a_model_of_text_sees_nothing() -> None:
+    assert not sees_images(ModelConfig(model=model_path(), max_model_len=512))
+    assert not sees_images(object())
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="models that see need torchvision"
+)
+def test_a_model_sees_images_unless_its_limit_is_zero(tmp_path: Path) -> None:
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(model_path()) / name).read_bytes())
+    for limit, sees in (({}, True), ({"image": 2}, True), ({"image": 0}, False)):
+        made = ModelConfig(
+            model=str(tmp_path), max_model_len=512, dtype="float32", limit_mm_per_prompt=limit
+        )
+        assert sees_images(made) is sees

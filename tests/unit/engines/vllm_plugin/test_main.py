@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import psutil
@@ -135,11 +134,6 @@ def test_a_starter_that_is_killed_takes_the_server_along(started: Started) -> No
     """The server's own processes watch it; the connector sees to that."""
     started.main.kill()
     until(lambda: is_gone(started.server))
-
-
-def test_vllms_own_sockets_are_in_the_run_folder(start: Callable[[Path], Started]) -> None:
-    with TemporaryDirectory() as folder:
-        assert start(Path(folder)).sockets == Path(folder)
 
 
 def test_a_start_removes_the_sockets_of_one_that_was_killed(start, tmp_path):

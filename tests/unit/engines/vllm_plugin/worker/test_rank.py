@@ -106,17 +106,6 @@ def rank(tmp_path: Path) -> Iterator[LinkedRank]:
     rank.close()
 
 
-def test_a_session_that_is_deleted_while_it_is_saved_leaves_nothing(rank: LinkedRank) -> None:
-    rank.begin_save()
-    forgetting = rank.hub.submit(rank.verbs.forget(ref()))
-    with pytest.raises(TimeoutError):
-        forgetting.result(0.2)  # it waits
-    rank.go_on.set()
-    forgetting.result(30)
-    assert rank.store.record(ref()) is None
-    assert [x.num_blobs for x in rank.store.stats().tiers] == [0, 0]
-
-
 def test_saves_of_other_sessions_hold_up_no_delete(rank: LinkedRank) -> None:
     rank.begin_save("other")
     forgetting = rank.hub.submit(rank.verbs.forget(ref()))
