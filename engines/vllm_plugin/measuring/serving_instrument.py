@@ -153,9 +153,10 @@ class ServingInstrument:
         tokens before is given, not taken from vLLM's cache, and a step that other requests share is
         repeated, ``MOST_TRIES`` times at most.
         """
-        if self.states is not None:
-            return self._found(tokens, first).rows
         skipped = first % self._cache.block_tokens
+        wanted = skipped, skipped + len(tokens) - first
+        if self.states is not None:
+            return slice_tokens(self._found(tokens, first).rows, *wanted)
         whole = first - skipped
         past = HeldSession(slice_tokens(run, 0, whole), whole)
         for number in range(1, MOST_TRIES + 1):
@@ -165,7 +166,7 @@ class ServingInstrument:
                 break
             if number < MOST_TRIES:
                 self.waited_s += time.perf_counter() - began
-        return slice_tokens(rows, skipped, skipped + len(tokens) - first)
+        return slice_tokens(rows, *wanted)
 
     def _found(
         self, tokens: Sequence[int], first: int, past: HeldSession | None = None

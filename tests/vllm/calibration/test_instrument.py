@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 
 from engines.calibration.orders import EARLY_WINDOWS
+from engines.vllm_plugin.groups import DENSE
+from engines.vllm_plugin.measuring.exchange import FoundRows
+from engines.vllm_plugin.measuring.serving_instrument import ServingInstrument
+from kvstore.shapes import KVLayer, KVLayout
 from tests.vllm.rig.byte_tokenizer import write_tokenizer
 from tests.vllm.rig.instrument import facts_of
 from tests.vllm.rig.instrument_facts import CONTEXT
@@ -26,6 +32,40 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "sinks": write_gpt_oss,
     "caps": write_gemma2,
 }
+
+
+BLOCK = 16
+LAYOUT = KVLayout("float32", (KVLayer(1, 1, 1),))
+
+
+class Blocks:
+    """vLLM's whole blocks of what was ordered; a row is the number of its token."""
+
+    was_alone = True
+
+    def next_number(self) -> int:
+        return 1
+
+    def open(self, *order: Any, **more: Any) -> None:
+        """Any order will do."""
+
+    def order(self, number: int, tokens: Any, salt: str, wanted_from: int, **more: Any) -> None:
+        self.first, self.end = wanted_from // BLOCK * BLOCK, -(-len(tokens) // BLOCK) * BLOCK
+
+    def found(self, within_s: float) -> FoundRows:
+        rows = np.arange(self.first, self.end, dtype=np.float32).reshape(1, -1, 1)
+        return FoundRows([(rows, rows)], None)
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_rows_end_where_the_prompt_does_and_not_with_a_block(has_states):
+    blocks: Any = Blocks()
+    cache: Any = SimpleNamespace(layout=LAYOUT, block_tokens=BLOCK)
+    states: Any = SimpleNamespace(layout="windows") if has_states else None
+    instrument = ServingInstrument(blocks, blocks, cache, states, DENSE, "", None, "salt")
+    for num_tokens in (1, 300):
+        for side in instrument.rows(range(num_tokens))[0]:
+            assert side.ravel().tolist() == [*range(num_tokens)]
 
 
 def written(write: Callable[[Path], Path], folder: Path) -> str:
