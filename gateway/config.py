@@ -42,8 +42,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # keys are needed, else addresses and names without a dot. Otherwise a page in a browser could
     # reach this server under a name of the page's own (DNS rebinding).
     allowed_hosts: tuple[str, ...] = ()
-    # Web origins whose pages may call, besides this server's own.
-    allowed_origins: tuple[str, ...] = ()
+    # Web origins whose pages may call, besides this server's own, such as https://ui.example.
+    allowed_origins: tuple[
+        Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9+.-]*://[^/\s]+$")], ...
+    ] = ()
     # "auto": open on loopback or if no key is needed anywhere, else a key is needed.
     metrics_access: Literal["auto", "open", "key"] = "auto"
     # Further names for the served model, for clients whose model name cannot be changed; "*" = any.
@@ -66,7 +68,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     remote_images: bool = False
     # Where spans of turns are sent, such as http://localhost:4318/v1/traces; "" = nowhere. It needs
     # the extra ``otlp``.
-    otlp_endpoint: str = ""
+    otlp_endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://\S+)?$")] = ""
     # Write the reasoning of earlier turns into prompts, if the template has a switch for that.
     keep_reasoning: bool = False
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0

@@ -24,6 +24,7 @@ _CHOICES = {
     "tool_choice": "use none, auto, required or {type: function, function: {name}}",
     "response_format.type": "use text, json_object or json_schema",
     "reasoning_effort": "use none, minimal, low, medium, high, xhigh or max",
+    "thinking.type": "use enabled, disabled or adaptive",
     "type": "only function is known here",
 }
 

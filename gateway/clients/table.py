@@ -38,6 +38,15 @@ CLIENTS: Final[Mapping[str, Client]] = {
 }
 
 
+def client_of(name: str) -> Client:
+    """Find a client by its name, in any case, with or without hyphens. Raises ``LookupError``."""
+    spelt = {known.replace("-", ""): x for known, x in CLIENTS.items()}
+    found = spelt.get(name.lower().replace("-", ""))
+    if found is None:
+        raise LookupError(f"there is no client {name!r}; there are: {', '.join(CLIENTS)}")
+    return found
+
+
 def connection(client: str, server: Server, home: Path) -> Connection:
     """Say what a client needs.
 
@@ -45,13 +54,10 @@ def connection(client: str, server: Server, home: Path) -> Connection:
         LookupError: that client is unknown.
         ValueError: the server's model has no name that a file of settings can hold.
     """
+    found = client_of(client)
     for words, value in (("a model", server.model), ("an address", server.url)):
         if not value or not value.isprintable():  # a line break would begin a setting of its own
             raise ValueError(f"{words} with control characters cannot be used: {value!r}")
-    spelt = {name.replace("-", ""): x for name, x in CLIENTS.items()}
-    found = spelt.get(client.lower().replace("-", ""))
-    if found is None:
-        raise LookupError(f"there is no client {client!r}; there are: {', '.join(CLIENTS)}")
     needs = found.needs(server, home)
     return replace(needs, notes=[*needs.notes, *_too_long(found, server.max_context)])
 

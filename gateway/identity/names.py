@@ -12,8 +12,10 @@ request goes to the one that begins as it does.
 Programs ask questions beside a conversation, too (*tasks*): Open WebUI for titles, tags, follow-up
 questions and searches, LibreChat for titles, LangChain for summaries. Each is one message whose
 first words no person types, and is continued by nothing; its KV is the first to go. Those of a
-known conversation have one row, ``ID/task``, which is deleted with it. All others of a tenant share
-a few rows, by their first words: most of such a prompt is the program's, and is found there again.
+known conversation have one row, ``ID/(task)``, which is deleted with it. All others of a tenant
+share a few rows, ``(task-0)`` to ``(task-f)``, by their first words: most of such a prompt is the
+program's, and is found there again. After a restart a task is known by its row's id alone, so no
+client may give a session such an id.
 
 A time that a client asks for is the least that its session is kept: it only gives the session a
 place in the order in which sessions are given up, and budgets go first.
@@ -84,7 +86,7 @@ _CHILDREN = ("child", "subagent")
 _OLD_CLAUDE = re.compile(r"_session_([A-Za-z0-9][A-Za-z0-9._-]{0,127})$")
 SUFFIX: Final = "/beside"
 _MUCH_SHORTER: Final = 2  # times
-TASK_SUFFIX: Final = "/task"
+TASK_SUFFIX: Final = "/(task)"
 # The length of an answer whose request names none: follow-up questions take some 150 tokens, and a
 # small model may think before a title.
 TASK_TOKENS: Final = 384
@@ -98,7 +100,7 @@ _BEGINNINGS: Final = re.compile(
 )
 # Open WebUI's. A question about documents begins so as well, and may quote such a prompt in them.
 _OPEN_WEBUI: Final = "### Task:\n", "</chat_history>"
-_SHARED_ROW: Final = re.compile(r"task-[0-9a-f]")
+_SHARED_ROW: Final = re.compile(r"\(task-[0-9a-f]\)")
 
 
 def named_in_body(raw: Json) -> str | None:
@@ -129,9 +131,15 @@ def checked_id(value: object, where: str) -> str:
     session could not be deleted, and an attempt might delete another one.
 
     Raises:
-        InvalidRequest: it is no name, or has such a part; ``where`` names it.
+        InvalidRequest: it is no name, has such a part, or is that of a task; ``where`` names it.
     """
     name = checked_name(value, where)
+    if is_task_session(name):
+        raise InvalidRequest(
+            f'{where} must not end in "{TASK_SUFFIX}" nor be like "(task-0)": such an id names the'
+            " questions that programs ask beside conversations.",
+            where,
+        )
     if _DOTS.isdisjoint(name.split("/")):
         return name
     raise InvalidRequest(
@@ -373,7 +381,7 @@ def shared_task_session(chat: Json) -> str | None:
     text = _first_text(last.get("content")).lstrip()
     if first["role"] in ("assistant", "tool", "function") or not _asks_for_task(text):
         return None
-    return f"task-{crc32(text[:_NUM_FIRST_CHARS].encode()) % _NUM_SHARED_ROWS:x}"
+    return f"(task-{crc32(text[:_NUM_FIRST_CHARS].encode()) % _NUM_SHARED_ROWS:x})"
 
 
 def _asks_for_task(text: str) -> bool:
@@ -384,7 +392,7 @@ def _asks_for_task(text: str) -> bool:
 
 
 def is_task_session(session_id: str) -> bool:
-    """Say whether tasks were served under an id, as far as it shows."""
+    """Say whether tasks are served under an id: no client can give it to a session."""
     return session_id.endswith(TASK_SUFFIX) or bool(_SHARED_ROW.fullmatch(session_id))
 
 

@@ -229,11 +229,15 @@ def connect(
 ) -> None:
     """Show what an agent, a chat page or an editor needs to use a running server."""
     from gateway.clients.needs import NO_KEY, Server
-    from gateway.clients.table import connection
+    from gateway.clients.table import client_of, connection
     from launch.cli import client_file
     from launch.remote.server import server_url  # pulls in the HTTP client
 
     base = server_url(url)  # as agents need it, so no unix socket
+    try:
+        client_of(client)
+    except LookupError as error:
+        raise UsageError(error.args[0]) from error
     models = _remote(base, api_key).models()
     if named:
         there = ", ".join(str(x["id"]) for x in models)
@@ -248,8 +252,6 @@ def connect(
     server = Server(base, str(model["id"]), int(model["max_model_len"]), api_key or NO_KEY)
     try:
         needs = connection(client, server, Path.home())
-    except LookupError as error:
-        raise UsageError(error.args[0]) from error
     except ValueError as error:
         raise LaunchError(str(error)) from error
     if not write:

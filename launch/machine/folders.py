@@ -11,6 +11,7 @@ folder of the admins' socket, whose place another user could take.
 
 from __future__ import annotations
 
+import fcntl
 import grp
 import os
 import pwd
@@ -21,7 +22,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from engines.files import replace_file
 from engines.runtime_folder import remove_abandoned, runtime_folder
 from launch.errors import LaunchError
 
@@ -101,17 +101,21 @@ def folders(data_dir: str, cache_dir: str, environ: Mapping[str, str]) -> Folder
 
 @contextmanager
 def announced(data: Path, url: str) -> Iterator[None]:
-    """Keep the address of a server in its data folder while it runs."""
+    """Keep the address of a server in its data folder while it runs.
+
+    That of a server which has the folder already and still runs stays.
+    """
     file = data / ADDRESS_FILE
-    line = f"{url}\n".encode()
-    with suppress(OSError):  # it is a convenience: the server runs without
-        replace_file(file, line, _PRIVATE)
-    try:
+    with ExitStack() as stack:
+        with suppress(OSError):  # it is a convenience: the server runs without
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _PRIVATE)
+            kept = stack.enter_context(os.fdopen(descriptor, "r+b"))
+            fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kept.truncate()
+            kept.write(f"{url}\n".encode())
+            kept.flush()
+            stack.callback(file.unlink, missing_ok=True)
         yield
-    finally:
-        with suppress(OSError):
-            if file.read_bytes() == line:  # another server may have come meanwhile
-                file.unlink()
 
 
 def server_address(environ: Mapping[str, str]) -> str:

@@ -87,7 +87,7 @@ def sole_server(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise LaunchError(
                 f"{folder} belongs to a server that runs (process {file.read(20).strip()}); stop"
-                " it, or give this one a folder of its own with --data-dir FOLDER, or --disk 0"
+                " it, or give this one a folder of its own with --data-dir FOLDER"
             ) from error
         file.truncate(0)
         file.write(f"{os.getpid()}\n")

@@ -71,14 +71,14 @@ async def test_every_dialect_lists_tasks_apart(path: str, body: Any) -> None:
     assert (await app.post(path, body("hi"), x_openwebui_chat_id="c")).status == 200
     for text in (TITLE, TAGS):
         reply = await app.post(path, body(text), x_openwebui_chat_id="c")
-        assert (reply.status, reply.headers["x-thermocline-session"]) == (200, "c/task")
+        assert (reply.status, reply.headers["x-thermocline-session"]) == (200, "c/(task)")
     replies = [await app.post(path, body(TITLE)) for _ in range(2)]
     (alone,) = {x.headers["x-thermocline-session"] for x in replies}
     assert is_task_session(alone)
     assert [x["id"] for x in (await app.get("/v1/sessions")).json["data"]] == ["c"]
     tasks = {x["id"]: x for x in (await app.get("/v1/sessions?kind=task")).json["data"]}
-    assert tasks.keys() == {"c/task", alone}
-    assert {x["kind"] for x in tasks.values()} == {"task"} and tasks["c/task"]["parent"] == "c"
+    assert tasks.keys() == {"c/(task)", alone}
+    assert {x["kind"] for x in tasks.values()} == {"task"} and tasks["c/(task)"]["parent"] == "c"
     assert app.sessions.num_sessions("local") == 1
     assert (await app.call("DELETE", "/v1/sessions/c", b"", {})).status == 200
     assert [x["id"] for x in (await app.get("/v1/sessions?kind=task")).json["data"]] == [alone]
@@ -100,8 +100,13 @@ async def test_a_wrong_kind_is_refused() -> None:
     assert (reply.status, reply.error["param"]) == (400, "kind")
 
 
-async def test_a_conversation_in_a_row_of_that_name_counts() -> None:
+async def test_no_client_names_a_conversation_as_tasks_are_named() -> None:
+    """After a restart a task is known by its id alone; conversations count in a key's limit."""
     app = App(RecordingEngine(chat_answer()))
-    await app.post("/v1/chat/completions", chat("hi"), x_session_id="mine/task")
-    assert [x["id"] for x in (await app.get("/v1/sessions")).json["data"]] == ["mine/task"]
-    assert app.sessions.num_sessions("local") == 1
+    for id in ("mine/(task)", "(task-3)"):
+        reply = await app.post("/v1/chat/completions", chat("hi"), x_session_id=id)
+        assert (reply.status, reply.error["param"]) == (400, "X-Session-ID")
+    for id in ("mine/task", "task-3"):
+        assert not is_task_session(id)
+        await app.post("/v1/chat/completions", chat("hi"), x_session_id=id)
+    assert app.sessions.num_sessions("local") == 2

@@ -231,9 +231,13 @@ def test_a_server_that_runs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_another_servers_address_stays(tmp_path: Path):
+    environ = {"THERMOCLINE_DATA_DIR": str(tmp_path)}
+    (tmp_path / ADDRESS_FILE).write_text("http://127.0.0.1:999999 of a server that was killed\n")
     with announced(tmp_path, "http://127.0.0.1:1"):
-        (tmp_path / ADDRESS_FILE).write_text("http://127.0.0.1:2\n")
-    assert address_here({"THERMOCLINE_DATA_DIR": str(tmp_path)}) == "http://127.0.0.1:2"
+        with announced(tmp_path, "http://127.0.0.1:2"):
+            assert address_here(environ) == "http://127.0.0.1:1"
+        assert address_here(environ) == "http://127.0.0.1:1"
+    assert not (tmp_path / ADDRESS_FILE).exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"ftp://x", b"http://x\x1b[0m", b"\xff\xfe", b"x" * 999])
