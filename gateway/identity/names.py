@@ -135,11 +135,8 @@ def checked_id(value: object, where: str) -> str:
     """
     name = checked_name(value, where)
     if is_task_session(name):
-        raise InvalidRequest(
-            f'{where} must not end in "{TASK_SUFFIX}" nor be like "(task-0)": such an id names the'
-            " questions that programs ask beside conversations.",
-            where,
-        )
+        refused = f'{where} must not end in "{TASK_SUFFIX}" nor be like "(task-0)"'
+        raise InvalidRequest(f"{refused}: tasks of programs have such ids.", where)
     if _DOTS.isdisjoint(name.split("/")):
         return name
     raise InvalidRequest(
