@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -164,7 +165,10 @@ STREAM = streamed()
 
 
 def names(reply: Reply) -> list[str]:
-    return [x[7:] for x in reply.body.decode().splitlines() if x.startswith("event: ")]
+    lines = reply.body.decode().splitlines()
+    found = [x[7:] for x in lines if x.startswith("event: ")]
+    assert [json.loads(x[6:])["type"] for x in lines if x.startswith("data: ")] == found
+    return found
 
 
 async def test_signs_of_life_do_not_wait_for_the_engine() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.http import CACHE_HEADER, PROMPT_HEADER
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import validate_chat
 from gateway.anthropic.conversation import ATTRIBUTION
 from gateway.anthropic.routes import num_unknown
 from gateway.anthropic.translation import translated
 from tests.unit.gateway.anthropic.test_errors import BODY
-from tests.unit.gateway.in_process import App, RecordingEngine, chat_answer
+from tests.unit.gateway.in_process import App, RecordingEngine, chat_answer, streamed
 
 HI = {"role": "user", "content": "hi"}
 NONCE = f"{ATTRIBUTION} cc_version=2.1; cch=a1b2c;"
@@ -238,6 +240,15 @@ async def test_a_changed_prompt_shows_in_the_metrics() -> None:
         await app.post("/v1/messages", body, x_session_id="s")
     metrics = (await app.get("/metrics")).body.decode()
     assert 'thermocline_prompt_divergences_total{changed="system"} 1.0' in metrics
+
+
+async def test_a_stream_begins_with_the_counts_of_its_prompt() -> None:
+    answer = streamed()
+    answer.headers = {**answer.headers, CACHE_HEADER: "hot; tokens=30", PROMPT_HEADER: "70"}
+    reply = await App(RecordingEngine(answer)).post("/v1/messages", {**BODY, "stream": True})
+    start = json.loads(reply.body.partition(b"data: ")[2].partition(b"\n")[0])
+    usage = start["message"]["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (40, 30)
 
 
 # ---- any bodies

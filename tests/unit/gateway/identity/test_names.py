@@ -138,10 +138,11 @@ def directive(priority: object, **more: object) -> dict[str, object]:
     ],
 )
 def test_how_long_a_router_or_openais_field_asks_to_keep_a_session(directives, seconds):
-    asked = {"retention_directives": directives}
+    asked = {"retention_directives": directives, "prompt_cache_retention": "24h"}
     assert asked_seconds(asked) == seconds
-    for options, least in (({"ttl": "30s"}, 30.0), ({"ttl": "9d"}, MAX_RETAIN_S), ("30m", 0.0)):
-        assert asked_seconds({**asked, "prompt_cache_options": options}) == max(seconds, least)
+    options = [({"ttl": "30s"}, 30.0), ({"ttl": "30m"}, 1800.0), ({"ttl": "9d"}, MAX_RETAIN_S)]
+    for option, least in [*options, ("30m", 0.0)]:
+        assert asked_seconds({**asked, "prompt_cache_options": option}) == max(seconds, least)
 
 
 # ---- agents, and the sessions that they start

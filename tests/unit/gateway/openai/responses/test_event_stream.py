@@ -147,6 +147,18 @@ def test_a_stored_response_is_sent_again_in_the_same_order() -> None:
     assert rest.count(b"\n\n") == 2
 
 
+def test_every_item_is_added_before_it_is_spoken_of_and_done_once() -> None:
+    events = events_of(answered([everything("stop")])[0])
+    ids = {x["output_index"]: x["item"]["id"] for x in events if x["type"].endswith("item.added")}
+    done = {x["output_index"]: x["item"] for x in events if x["type"].endswith("item.done")}
+    assert list(ids) == [0, 1, 2, 3]
+    assert {k: v["id"] for k, v in done.items()} == ids
+    assert [done[i] for i in range(4)] == events[-1]["response"]["output"]
+    for event in events:
+        if "item_id" in event:
+            assert event["item_id"] == ids[event["output_index"]]
+
+
 @given(st.lists(st.integers(0, len(everything("stop"))), max_size=30))
 def test_boundaries_of_chunks_change_nothing(cuts: list[int]) -> None:
     whole = everything("stop")
