@@ -221,24 +221,35 @@ async def test_a_result_with_an_image_or_a_file_is_taken_without_it(path: str, i
     assert (image_of(PNG) in shown) == (image == PNG)
 
 
+# MCP's image has ``data`` beside its type; agents pass it on as it came.
+OF_OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "image", "data": "aGk=", "mimeType": "image/png"}, IMAGE),
+    ({"type": "image", "source": source(PNG)}, IMAGE),
+    ({"type": "image_url", "image_url": {"url": PNG}}, IMAGE),
+    ({"type": "input_image", "image_url": PNG}, IMAGE),
+    ({"type": "image_file", "image_file": {}}, IMAGE),
+    ({"type": "document", "source": {"type": "base64", "data": "aGk="}}, FILE),
+    ({"type": "file", "file": {"file_data": "aGk="}}, FILE),
+    ({"type": "audio", "data": "aGk="}, FILE),
+    ({"type": "resource", "resource": {"uri": "a:b", "blob": "aGk="}}, FILE),
+]
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_result_in_the_parts_of_another_dialect_ends_no_conversation(path: str) -> None:
-    """MCP's image has ``data`` beside its type; agents pass it on as it came."""
-    known = result_parts(path, PNG)[0]
-    parts: list[tuple[dict[str, Any], str]] = [
-        ({"type": "image", "data": "aGk=", "mimeType": "image/png"}, IMAGE),
-        ({"type": "image_file", "image_file": {}}, IMAGE),
-        ({"type": "audio", "data": "aGk="}, FILE),
-        ({"type": "resource", "resource": {"uri": "x"}}, FILE),
-        ({"type": "image_url", "image_url": {"url": PNG}}, IMAGE),
-        ({"type": "input_image", "image_url": PNG}, IMAGE),
-        ({"type": "output_text", "text": "more"}, "more"),
-    ]
-    for part, wanted in parts:
+    for part, wanted in [*OF_OTHERS, ({"type": "output_text", "text": "more"}, "more")]:
         to = App()
-        await to.post(path, after_a_tool(path, [known, part]))
-        said = text_of(heard(to)[-1])
-        assert said.replace("seen", "").strip() == wanted
+        await to.post(path, after_a_tool(path, [text_part(path, "seen"), part]))
+        assert text_of(heard(to)[-1]).replace("seen", "").strip() == wanted
+
+
+@pytest.mark.parametrize(("part", "wanted"), OF_OTHERS)
+async def test_only_images_or_files_of_another_dialect_are_a_content(part, wanted):
+    """Their base64 went into the prompt as a text."""
+    to = App()
+    for given in ([part], {"content": [part], "isError": False}):
+        await to.post("/v1/responses", after_a_tool("/v1/responses", given))
+        assert heard(to)[-1]["content"] == wanted
 
 
 @pytest.mark.parametrize("to", [App(), app()])
@@ -299,15 +310,9 @@ async def test_other_parts_of_answers_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("path", DIALECTS)
 async def test_an_image_of_another_dialect_in_a_users_message_is_refused(path: str) -> None:
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": PNG}},
-        {"type": "input_image", "image_url": PNG},
-        {"type": "image", "data": "aGk=", "mimeType": "image/png"},
-        {"type": "image", "source": source(PNG)},
-        {"type": "input_audio", "input_audio": {}},
-    ]
     to, name = App(), "input" if path == "/v1/responses" else "messages"
-    for part in parts:
+    images = [x for x, _ in OF_OTHERS[:4]]
+    for part in [*images, {"type": "input_audio", "input_audio": {}}]:
         reply = await to.post(path, body_of(path, user(part)))
         assert (reply.status, to.engine.asked) == (400, [])
         assert f"{name}[0].content[0]" in reply.json["error"]["message"]
@@ -330,26 +335,6 @@ async def test_a_list_that_a_tool_gave_is_no_content() -> None:
     for given in ([{"type": "dir", "name": "a"}, {"type": "file", "name": "b"}], found):
         await to.post("/v1/responses", after_a_tool("/v1/responses", given))
         assert msgspec.json.decode(heard(to)[-1]["content"]) == given
-
-
-@pytest.mark.parametrize(
-    ("part", "wanted"),
-    [
-        ({"type": "image", "data": "aGk=", "mimeType": "image/png"}, IMAGE),
-        ({"type": "image", "source": source(PNG)}, IMAGE),
-        ({"type": "image_url", "image_url": {"url": PNG}}, IMAGE),
-        ({"type": "document", "source": {"type": "base64", "data": "aGk="}}, FILE),
-        ({"type": "file", "file": {"file_data": "aGk="}}, FILE),
-        ({"type": "audio", "data": "aGk="}, FILE),
-        ({"type": "resource", "resource": {"uri": "a:b", "blob": "aGk="}}, FILE),
-    ],
-)
-async def test_only_images_or_files_of_another_dialect_are_a_content(part, wanted):
-    """Their base64 went into the prompt as a text."""
-    to = App()
-    for given in ([part], {"content": [part], "isError": False}):
-        await to.post("/v1/responses", after_a_tool("/v1/responses", given))
-        assert heard(to)[-1]["content"] == wanted
 
 
 @pytest.mark.parametrize("shown", [PNG, None])
