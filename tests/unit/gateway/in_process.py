@@ -69,7 +69,7 @@ def chat_answer(
     said = {"role": "assistant", "content": text, **message}
     head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": MODEL}
     choice = {"index": 0, "message": said, "finish_reason": ending}
-    usage = usage or {"prompt_tokens": 3, "completion_tokens": 1}
+    usage = usage or {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
     return json_answer({**head, "choices": [choice], "usage": usage})
 
 

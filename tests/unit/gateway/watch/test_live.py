@@ -14,7 +14,7 @@ from gateway.watch.shape import TurnRecord
 from gateway.watch.tally import Pace, PrefillSpeed, Tally
 from scheduler.session import State, Step
 from tests.clock import Clock
-from tests.unit.engines.calibration.gate.test_bound import GOOD
+from tests.qualities import GOOD
 from tests.unit.gateway.watch.streamed import answered, said
 from tests.unit.scheduler.test_session import new_session
 

@@ -18,8 +18,8 @@ from gateway.watch.gauges import Gauges
 from gateway.watch.metrics import Metrics
 from gateway.watch.requests import LiveRequest, PromptDetails, Usage
 from scheduler.session import Step
+from tests.qualities import GOOD
 from tests.reports import engine_report
-from tests.unit.engines.calibration.gate.test_bound import GOOD
 
 REPORT = engine_report(
     10,

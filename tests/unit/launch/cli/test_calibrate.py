@@ -24,7 +24,7 @@ from launch.errors import LaunchError, UsageError
 from launch.model.find import find_model
 from launch.remote.server import Remote
 from launch.settings.effective_settings import EffectiveSettings, effective_settings
-from tests.unit.engines.calibration.gate.test_bound import GOOD
+from tests.qualities import GOOD
 
 OLD = MeasurementEnd(1.0)
 ROW = msgspec.structs.replace(GOOD, preset="tq4", context=512, bits_per_element=4.3, kl=0.005)

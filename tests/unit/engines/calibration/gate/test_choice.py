@@ -20,7 +20,7 @@ from kvstore.codecs.rows.packed_layout import PackedLayout
 from kvstore.config import StoreConfig
 from kvstore.errors import CodecRefused, UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout
-from tests.unit.engines.calibration.gate.test_bound import GOOD
+from tests.qualities import GOOD
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile
 
 LAYOUT = model_layout()

@@ -13,7 +13,7 @@ import pytest
 from engines.calibration.gate.profiles import make_folder, profile_path, save
 from kvstore.codecs.profile import Profile, load_profile
 from kvstore.codecs.quality import Quality
-from tests.unit.engines.calibration.gate.test_bound import GOOD
+from tests.qualities import GOOD
 from tests.unit.kvstore.codecs.learning.calibration import model_profile
 
 

@@ -18,7 +18,7 @@ from engines.calibration.measuring.stopwatch import Stopwatch, processor_waits
 from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.quality import Quality
 from kvstore.workers import processors
-from tests.unit.engines.calibration.gate.test_bound import GOOD
+from tests.qualities import GOOD
 from tests.unit.engines.calibration.test_learn import Blind
 
 CODECS = {name: codec_by_name(name) for name in ("tq3", "tq4")}

@@ -39,7 +39,7 @@ from tests.block_sessions import (
     tokens_of,
 )
 from tests.faulty_tier import FaultyTier
-from tests.unit.engines.calibration.gate.test_bound import GOOD
+from tests.qualities import GOOD
 from tests.unit.engines.vllm_plugin.hub_engine import link_to, verbs_of
 from tests.unit.engines.vllm_plugin.scheduler.scheduler_bench import Pool
 from tests.unit.engines.vllm_plugin.worker.rank_rig import CHAIN, IDS, Rank
