@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.config import SPARE_PLACE
 from engines.host.work_line import QueueFull
 from kvstore.session import CHUNK_TOKENS
 from kvstore.store.restorer import Match, Restored
@@ -159,4 +160,4 @@ async def test_many_sessions_that_return_at_once(many: int, tmp_path: Path) -> N
     short = sum(len(prompt_of(i, 0, right[i])) + TOKENS <= CHUNK_TOKENS for i in range(many))
     assert sources["miss"] <= short  # those without a full chunk are not stored
     assert sources["cold-ram"] > many // 2
-    assert 1 <= most <= FEW_PLACES
+    assert 1 <= most <= FEW_PLACES + SPARE_PLACE
