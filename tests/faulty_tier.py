@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from kvstore.errors import TierUnavailable
 from kvstore.session import TenantLimits, TierName
 from kvstore.tiers.base import Blob, EvictionCause, Tier, TierStats
+
+T = TypeVar("T")
+
+
+def within(limit_s: float, call: Callable[[], T], go_on: threading.Event) -> T:
+    """Return what a call does that ends in time, although a tier waits for ``go_on``."""
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call)
+        try:
+            return calling.result(limit_s)
+        finally:
+            go_on.set()
 
 
 class FaultyTier:
     """Passes everything on to ``inner``.
 
     ``fails(number, method)`` decides, call by call from 0 on, which ones raise ``TierUnavailable``.
-    While ``go_on`` is clear, calls of ``hanging`` wait; ``entered`` says that one does.
+    After ``hang(method)`` its calls wait until ``go_on`` is set; ``entered`` says that one does.
     """
 
     def __init__(self, inner: Tier, name: str = "") -> None:
@@ -28,6 +42,10 @@ class FaultyTier:
         self.go_on.set()
         self.calls: list[str] = []
         self._lock = threading.Lock()
+
+    def hang(self, method: str = "get_many") -> None:
+        self.hanging = method
+        self.go_on.clear()
 
     @property
     def name(self) -> TierName:

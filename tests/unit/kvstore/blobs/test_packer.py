@@ -148,16 +148,6 @@ def test_an_exact_state_can_be_packed_later_as_far_as_it_was_marked():
         packer(layout=layout).unpack_state(packed, asked)
 
 
-def test_an_exact_chunk_is_packed_later_and_only_once():
-    layout = KVLayout("float32", (KVLayer(2, 64, 64),))
-    by = packer(StoreCodecs(codec_by_name("tq3"), readable=(RAW,)), layout)
-    run = kv_of(TOKENS, layout)
-    blob = packer(layout=layout).pack_rows(piece(), run)
-    packed = packed_again(by, blob, piece())
-    assert packed == by.pack_rows(piece(), run)
-    assert packed_again(by, packed, piece()) is None
-
-
 @pytest.mark.parametrize("num_tokens", [SIZE + 1, 1 << 31])
 @pytest.mark.parametrize("codec", ["raw", "tq3"])
 def test_a_small_blob_cannot_ask_for_a_lot_of_memory(codec, num_tokens):
@@ -205,16 +195,3 @@ def test_adopting_changes_the_writer_and_keeps_what_can_be_read():
     for blob in (old, newer):
         with pytest.raises(RefusedCodec):
             unpack(by, blob)
-
-
-def test_what_other_stores_pack_outlives_an_adoption_and_can_be_released():
-    layout = KVLayout("bfloat16", (KVLayer(2, 64, 64),))
-    theirs, run = packer("tq3", layout), kv_of(TOKENS, layout)
-    blob, by = theirs.pack_rows(piece(), run), packer("tq4", layout)
-    by.read_too([theirs.codecs])
-    by.adopt(StoreCodecs(RAW), keep=False)
-    unpack(by, blob)
-    by.read_too([])
-    with pytest.raises(ForeignCodec) as error:
-        unpack(by, blob)
-    assert not isinstance(error.value, RefusedCodec)

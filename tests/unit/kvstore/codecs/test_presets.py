@@ -20,11 +20,6 @@ from kvstore.shapes import KVLayout
 from tests.unit.kvstore.codecs.samples import layout_of
 
 
-def test_every_name_gives_the_codec_of_that_name():
-    for name in [name for name, entry in CODECS.items() if entry.make]:
-        assert codec_by_name(name).id.split(".")[0] == name
-
-
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
         UnknownCodec, match=r"'tq9' \(did you mean tq\d*\?\); there are raw, lm3, tq3, tq4"

@@ -88,16 +88,6 @@ def test_a_chunk_takes_no_more_memory_than_it_is_charged_for() -> None:
     assert taken <= charged <= 150
 
 
-def test_another_history_has_other_keys(store):
-    save(store, ref(), HISTORY)
-    before = store.record(ref())
-    save(store, ref(), [*HISTORY[:150], 1, 2])
-    after = store.record(ref())
-    listed = store.ledger.index.blob_keys
-    assert listed(before) == [x.key for x in store.keys.chunks(before.names)] != listed(after)
-    assert listed(after) == [x.key for x in store.keys.chunks(after.names)]
-
-
 def test_the_list_of_sessions_is_bounded_and_loses_the_oldest(opened):
     store = opened([ram()], index_bytes=2200)  # a session of 50 tokens takes about 920
     for name in "abc":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvstore.ledger.notices import StoreNotice
 from tests.clock import Clock
 from tests.faulty_tier import FaultyTier
-from tests.kv_sessions import come_back, disk, everything, ram, ref, save, tokens
+from tests.kv_sessions import come_back, everything, ram, ref, save, tokens
 
 HISTORY = tokens(200)
 
@@ -45,21 +44,3 @@ def test_a_clock_that_jumps_back_expires_nothing(opened):
     clock.now -= 86400
     store.expire()
     assert come_back(store, ref(), HISTORY)[1].num_tokens == 192
-
-
-def test_a_listener_hears_that_a_session_went_down_a_tier(tmp_path, opened):
-    store = opened([ram(93_000), disk(tmp_path)])
-    left = []
-    store.listen(left.append)
-    save(store, ref("first"), tokens(100, 1))
-    assert store.flush(200)
-    store.expire()
-    for i in range(2, 8):
-        save(store, ref(str(i)), tokens(100, i))
-        assert store.flush(200)
-        store.expire()
-    assert left[0] == StoreNotice(ref("first", salt=b""), "budget", is_gone=False)
-    assert not any(x.is_gone for x in left)
-    assert [x.session.id for x in left].count("first") == 1
-    record = store.record(ref("first"))
-    assert record is not None and store.tier_of(record) == "disk"

@@ -98,13 +98,6 @@ def test_a_record_is_bound_to_its_key():
         OURS.unpack(chunk, rows, reader({}))
 
 
-def test_only_sessions_of_this_model_in_chunks_of_this_size_are_usable():
-    record = record_of(5)
-    assert OURS.is_usable(record)
-    assert not records("another").is_usable(record)
-    assert not records(chunk_tokens=32).is_usable(record)
-
-
 def test_a_chain_that_grows_keeps_its_pages_and_sessions_share_them():
     one, longer = record_of(2 * PAGE_CHUNKS + 1), record_of(2 * PAGE_CHUNKS + 100)
     other = msgspec.structs.replace(longer, id="other", tenant="t")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -14,6 +15,7 @@ from kvstore.blobs.chain import RECORD, STATE
 from kvstore.ledger.stack import TierStack
 from kvstore.ledger.writing import Delivery, WriteBehind, deliver
 from kvstore.stats import Counters
+from kvstore.tiers.base import Tier
 from kvstore.tiers.ram_tier import RamTier
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import CHUNK, begin_save, come_back, open_store, ram, ref, save, tokens
@@ -24,17 +26,30 @@ RECORD_KEY = RECORD + bytes(32)
 OLD_STATE = STATE + bytes(32)
 
 
-def delivery(keys=KEYS, fresh=KEYS, obsolete=(), record=b"new") -> Delivery:
+def delivery(keys=KEYS, fresh=KEYS, obsolete=(), record=b"new", record_key=RECORD_KEY) -> Delivery:
     blobs = dict.fromkeys(fresh, b"blob")
-    return Delivery(RECORD_KEY, record, keys, blobs, obsolete, done=Future())
+    return Delivery(record_key, record, keys, blobs, obsolete, done=Future())
 
 
 def stack_of(*tiers) -> TierStack:
     return TierStack(tiers, Counters())
 
 
-def slow(nbytes: int = 1 << 26) -> FaultyTier:
-    return FaultyTier(ram(nbytes), "disk")
+def slow() -> FaultyTier:
+    return FaultyTier(ram(), "disk")
+
+
+@pytest.fixture
+def behind() -> Iterator[Callable[..., WriteBehind]]:
+    """Opens queues for the second of two tiers, and closes them at the end."""
+    with ExitStack() as stack:
+
+        def open(near: Tier, far: Tier, max_bytes: int = 1 << 20, **more: Any) -> WriteBehind:
+            more = {"counters": Counters()} | more
+            queue = WriteBehind(stack_of(near, far), 1, max_bytes, **more)
+            return stack.enter_context(closing(queue))
+
+        yield open
 
 
 def test_the_record_is_written_last_and_the_obsolete_go_after_it():
@@ -126,77 +141,62 @@ def test_a_tier_that_lost_the_end_of_a_chain_gets_all_that_it_lacks():
     assert all(far.inner.contains_many(KEYS))
 
 
-def test_the_next_delivery_brings_what_one_before_it_left_out():
+def test_the_next_delivery_brings_what_one_before_it_left_out(behind):
     near, far = ram(), slow()
     chain = [*KEYS[:10], OLD_STATE, *KEYS[10:]]
     near.put_many([(x, b"blob") for x in chain])
     far.inner.put_many([(x, b"blob") for x in KEYS[:20]])
     far.fails = lambda number, called: called == "put_many"
-    queue = WriteBehind(stack_of(near, far), 1, 1 << 20, Counters())
+    queue = behind(near, far)
     queue.offer(first := replace(delivery(chain[:21], [OLD_STATE]), first=9))
     assert not first.done.result(5)
     far.fails = lambda number, called: False
     queue.offer(second := replace(delivery(chain, KEYS[20:]), first=20))
     assert second.done.result(5)
     assert all(far.inner.contains_many(chain))
-    queue.close()
 
 
-def test_the_queue_is_bounded_and_says_who_is_behind():
-    stack = stack_of(ram(), slow())
-    tier = stack._tiers[1]
-    tier.go_on.clear()
-    tier.inner.put_many([])
-    counters = Counters()
-    queue = WriteBehind(stack, 1, 1000, counters)
-    blocked = Delivery(b"r1", b"x" * 900, KEYS, {}, done=Future())
-    stack._tiers[0].put_many([(x, b"blob") for x in KEYS])
-    first = FaultyTier(stack._tiers[0])
-    stack._tiers = (first, tier)
-    first.go_on.clear()  # the read of the blobs to be written
-    queue.offer(blocked)
-    refused = Delivery(b"r2", b"x" * 900, KEYS, {}, done=Future())
-    queue.offer(refused)
-    assert refused.done.result(5) is False
-    assert queue.take_behind() == {b"r2"}
+@pytest.mark.parametrize("key", [RECORD_KEY, b"r2"], ids=["the same session", "another"])
+def test_a_full_queue_refuses_and_says_who_is_behind(behind, key):
+    """An older delivery of the session that ends well does not hide it."""
+    tier, counters = slow(), Counters()
+    tier.hang("put_many")
+    queue = behind(ram(), tier, 400, counters=counters)
+    older, newer = delivery(), delivery(record=b"n" * 1000, record_key=key)
+    queue.offer(older)
+    assert tier.entered.wait(10)
+    queue.offer(newer)
+    assert newer.done.result(10) is False
+    tier.go_on.set()
+    assert older.done.result(10) is True
+    assert queue.wait_idle(10) and queue.nbytes == 0
+    assert queue.take_behind() == {key}
     assert counters.as_dict() == {"behind.disk": 1}
-    first.go_on.set()
-    assert blocked.done.result(5) is True
-    assert queue.wait_idle(5)
-    assert queue.nbytes == 0
-    queue.close()
 
 
-def test_of_a_tier_that_stays_away_only_so_many_sessions_are_remembered():
-    stack = stack_of(ram(), slow())
-    stack._tiers[1].fails = lambda number, method: True
-    queue = WriteBehind(stack, 1, 1000, Counters(), max_behind=3)
+def test_of_a_tier_that_stays_away_only_so_many_sessions_are_remembered(behind):
+    tier = slow()
+    tier.fails = lambda number, method: True
+    queue = behind(ram(), tier, max_behind=3)
     for name in (b"r1", b"r2", b"r3", b"r1", b"r4"):
-        late = Delivery(name, b"record", KEYS, {}, done=Future())
-        queue.offer(late)
+        queue.offer(late := delivery(record_key=name))
         assert late.done.result(5) is False
     assert queue.take_behind() == {b"r1", b"r3", b"r4"}
-    queue.close()
 
 
-def test_what_another_session_has_taken_over_since_is_not_deleted():
+def test_what_another_session_has_taken_over_since_is_not_deleted(behind):
     tier, kept, gone = ram(), *(CHUNK_KIND + bytes([i]) * 32 for i in (98, 99))
     tier.put_many([(kept, b"blob"), (gone, b"blob")])
-    queue = WriteBehind(
-        stack_of(ram(), tier), 1, 1 << 20, Counters(), lambda keys: [x for x in keys if x != kept]
-    )
+    queue = behind(ram(), tier, unused=lambda keys: [x for x in keys if x != kept])
     queue.offer(delivery(obsolete=[kept, gone]))
     assert queue.wait_idle(5)
     assert tier.contains_many([kept, gone]) == [True, False]
-    queue.close()
 
 
-def test_closing_drops_waiting_deliveries():
-    stack = stack_of(ram(), slow())
-    queue = WriteBehind(stack, 1, 1000, Counters())
+def test_a_closed_queue_refuses_deliveries(behind):
+    queue = behind(ram(), slow())
     queue.close()
-    late = delivery()
-    queue.offer(late)
+    queue.offer(late := delivery())
     assert late.done.result(5) is False
 
 
@@ -218,20 +218,3 @@ def test_a_tier_that_was_down_is_caught_up(opened, by):
         assert all(tier.inner.contains_many(store.ledger.index.blob_keys(store.record(ref()))))
     assert store.demote(ref(), "disk") == "disk"
     assert come_back(store, ref(), HISTORY)[1].num_tokens == (192 if by == "the next save" else 96)
-
-
-def test_an_older_delivery_does_not_hide_that_a_newer_one_was_refused():
-    tier = slow()
-    tier.hanging = "put_many"
-    tier.go_on.clear()
-    queue = WriteBehind(stack_of(ram(), tier), 1, 400, Counters())
-    older, newer = delivery(), delivery(record=b"n" * 1000)
-    queue.offer(older)
-    assert tier.entered.wait(10)
-    queue.offer(newer)
-    assert newer.done.result(10) is False
-    tier.go_on.set()
-    assert older.done.result(10) is True
-    assert queue.wait_idle(10)
-    assert queue.take_behind() == {RECORD_KEY}
-    queue.close()

@@ -90,15 +90,6 @@ def test_a_chunk_in_a_codec_that_is_not_known_any_more_ends_what_comes_back(
     assert everything(near) == everything(far) == {}
 
 
-def test_a_restarted_store_reads_the_codecs_that_it_is_given(tmp_path, tiers, opened):
-    store = opened(tiers, codecs=StoreCodecs(DENSE))
-    save(store, ref(), HISTORY)
-    store.close()
-    store = opened([ram(), disk(tmp_path)], codecs=StoreCodecs(FAST, readable=(DENSE,)))
-    restored = wake(store, ref(), HISTORY)
-    assert (restored.num_tokens, wear(restored, HISTORY)) == (WHOLE, [{16}] * WHOLE)
-
-
 def test_a_codec_that_cannot_take_the_layout_changes_nothing(opened):
     layout = KVLayout("float32", (KVLayer(1, 16, 16),))
     store = opened([ram()], layout=layout)

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import hypothesis.strategies as st
-import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -108,14 +107,6 @@ class Lives(RuleBasedStateMachine):
     def teardown(self):
         self.store.close()
         self.folder.cleanup()
-
-
-def test_two_passages_would_be_seen():
-    run = kv_of(tokens(20))
-    worn = [(k.copy(), v.copy()) for k, v in run]
-    for array in (x for pair in worn for x in pair):
-        array += np.uint16(2)
-    assert not any(x in ONCE for x in wear_of(worn, run))
 
 
 TestLives = Lives.TestCase

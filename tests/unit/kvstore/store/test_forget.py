@@ -13,7 +13,6 @@ from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
     begin_save,
     chain_of,
-    come_back,
     everything,
     ram,
     ref,
@@ -22,14 +21,6 @@ from tests.kv_sessions import (
 )
 
 HISTORY = tokens(200)
-
-
-def test_a_branch_left_behind_stays_while_another_session_is_on_it(store, tiers):
-    save(store, ref("a"), HISTORY[:100])
-    save(store, ref("b"), HISTORY[:90])
-    save(store, ref("a"), tokens(50, 7))
-    assert store.forget(ref("a"))
-    assert come_back(store, ref("b"), HISTORY)[1].num_tokens == 80
 
 
 class SlowRedis(RamTier):
@@ -90,8 +81,7 @@ def test_forgetting_waits_for_blobs_on_their_way_to_a_tier(place, opened):
     if place == 0:  # a promotion after a restore
         save(store, ref(), HISTORY)
         store.demote(ref(), "disk")
-    tiers[place].hanging = "put_many"
-    tiers[place].go_on.clear()
+    tiers[place].hang("put_many")
     if place == 0:
         store.restore(store.prepare(ref())[0])
     else:  # write-behind after a save
@@ -112,8 +102,7 @@ def test_a_copy_that_is_mended_meanwhile_does_not_come_back(opened):
     save(store, ref(), HISTORY)
     damage(tiers[0], lambda name: name[:1] == CHUNK)
     match = store.match(ref(), chain_of(store, ref(), HISTORY))
-    tiers[0].hanging = "replace"
-    tiers[0].go_on.clear()
+    tiers[0].hang("replace")
     waking = threading.Thread(target=store.restore, args=(match, 20.0))
     waking.start()
     assert tiers[0].entered.wait(10)

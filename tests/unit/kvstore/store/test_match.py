@@ -41,19 +41,14 @@ def test_full_chunks_of_the_prompt_come_back(store, limit):
     assert match.reason is None
 
 
-@pytest.mark.parametrize("cut", [0, 1, 15, 16, 17, 40, 80, 95])
+@pytest.mark.parametrize("cut", [0, 1, 15, 16, 17, 40, 80, 95, 98])
 def test_a_prompt_that_leaves_the_history_keeps_the_common_chunks(store, cut):
     save(store, ref(), HISTORY)
     match, restored = come_back(store, ref(), [*HISTORY[:cut], *[7] * 20])
-    assert (match.num_tokens, match.reason) == (cut // CHUNK * CHUNK, "diverged")
+    lost = None if cut >= WHOLE else "diverged"  # nothing after the last full chunk was stored
+    assert (match.num_tokens, match.reason) == (cut // CHUNK * CHUNK, lost)
     assert (restored.num_tokens, restored.tier) == (match.num_tokens, match.tier)
     assert match.tier == ("ram" if cut >= CHUNK else None)
-
-
-def test_a_prompt_that_departs_after_the_last_full_chunk_has_lost_nothing(store):
-    save(store, ref(), HISTORY)
-    match, _ = come_back(store, ref(), [*HISTORY[:98], 7, 7])
-    assert (match.num_tokens, match.reason) == (WHOLE, None)
 
 
 def test_an_unknown_session(store):
@@ -112,23 +107,6 @@ def test_another_model_or_chunk_size_is_a_miss_with_its_reason(tmp_path, change,
     assert (match.num_tokens, match.reason) == (0, "fingerprint")
     assert after.records() == []
     assert after.record(ref()) is None
-
-
-def test_another_codec_is_a_miss_when_it_is_read(tmp_path, opened):
-    layout = KVLayout("bfloat16", (KVLayer(2, 32, 32),))
-    before = opened([ram(), disk(tmp_path)], layout=layout, codec="tq3")
-    save(before, ref(), HISTORY)
-    before.close()
-    after = opened([disk(tmp_path)], layout=layout, codec="tq4")
-    restored = after.restore(after.match(ref(), chain_of(after, ref(), HISTORY)))
-    assert (restored.num_tokens, restored.reason) == (0, "fingerprint")
-
-
-def test_everything_a_record_covers_can_be_prepared(store):
-    save(store, ref(), HISTORY)
-    match, chain = store.prepare(ref())
-    assert list(chain) == chain_of(store, ref(), HISTORY)
-    assert store.restore(match).num_tokens == match.num_tokens == WHOLE
 
 
 def test_misses_are_counted_by_reason(store):

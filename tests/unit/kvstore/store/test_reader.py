@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from tests.faulty_tier import FaultyTier
+from tests.contract.store_rig import damage
+from tests.faulty_tier import FaultyTier, within
 from tests.kv_sessions import (
     RenamedRam,
     chain_of,
     come_back,
     everything,
-    open_store,
     ram,
     ref,
     save,
@@ -34,25 +34,13 @@ def test_the_thread_that_waits_unpacks_chunks_that_no_codec_thread_has_begun(ope
     assert all(x.result() for x in busy), "they were busy until the restore was done"
 
 
-def test_a_hanging_tier_that_is_asked_in_need_does_not_outlast_the_deadline() -> None:
+def test_a_hanging_tier_that_is_asked_in_need_does_not_outlast_the_deadline(opened) -> None:
     """A blob is damaged in memory, and the tier after it hangs: prefill does the rest."""
     fast, slow = ram(), FaultyTier(RenamedRam(1 << 26))
-    store = open_store([fast, slow], restore_deadline_s=0.5)
+    store = opened([fast, slow], restore_deadline_s=0.5)
     save(store, ref(), HISTORY)
-    damaged = sorted(key for key in everything(fast) if key[:1] == b"c")[0]
-    blob = bytearray(everything(fast)[damaged])
-    blob[-1] ^= 1
-    fast.delete_many([damaged])
-    fast.put_many([(damaged, bytes(blob))])
-    slow.go_on.clear()
+    first = min(key for key in everything(fast) if key[:1] == b"c")
+    damage(fast, lambda name: name == first)
+    slow.hang()
     match = store.match(ref(), chain_of(store, ref(), HISTORY))
-    answers: list[int] = []
-    waiting = threading.Thread(target=lambda: answers.append(store.restore(match).num_tokens))
-    waiting.start()
-    try:
-        waiting.join(15)
-        assert answers and answers[0] < len(HISTORY)
-    finally:
-        slow.go_on.set()
-        waiting.join(60)
-        store.close()
+    assert within(15, lambda: store.restore(match).num_tokens, slow.go_on) < len(HISTORY)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.stacks.constants import configured
@@ -172,24 +171,6 @@ def test_a_shared_prefix_is_stored_once(store):
     assert store.stats().tiers[0].num_blobs == 7 + 2
 
 
-@pytest.mark.parametrize("codec", ["raw", "tq3"])
-def test_a_hundred_cycles_leave_the_same_bytes(codec, opened):
-    layout = KVLayout("bfloat16", (KVLayer(2, 64, 64),))
-    tier = ram()
-    store = opened([tier], codec=codec, layout=layout)
-    assert begin_save(store, ref(), HISTORY) and store.flush(200)
-    before = dict(tier.scan(CHUNK_KIND))
-    first = store.restore(store.prepare(ref())[0]).run
-    for _ in range(100):
-        restored = store.restore(store.prepare(ref())[0])
-        assert begin_save(store, ref(), HISTORY, restored) and store.flush(200)
-    assert dict(tier.scan(CHUNK_KIND)) == before
-    assert store.stats().counters["chunks_packed"] == 200 // CHUNK
-    again = store.restore(store.prepare(ref())[0]).run
-    for got, want in zip(again, first, strict=True):
-        assert all(map(np.array_equal, got, want))
-
-
 def test_a_note_is_kept_as_far_as_the_chain_is(opened):
     store = opened([ram()])
     assert begin_save(store, ref(), HISTORY, note=b"".join(b"%03d" % i for i in range(12)))
@@ -255,9 +236,12 @@ def test_a_newer_save_takes_the_place_of_a_waiting_one(gated):
 
     begin_save(store, ref("first"), HISTORY[:40])
     assert codec.entered.wait(20)
-    for n in (50, 60, 70):
+    older = Rows(store, kv_of(HISTORY[:50]))
+    chain = chain_of(store, ref(), HISTORY[:50])
+    assert store.save(ref(), chain, older, on_done=listener("50"))
+    for n in (60, 70):
         assert begin_save(store, ref(), HISTORY[:n], on_done=listener(str(n)))
-    assert not store.wait_saved(ref(), 0.0)
+    assert older.is_released and not store.wait_saved(ref(), 0.0)
     codec.gate.set()
     assert store.flush(200)
     store.close()
@@ -355,12 +339,16 @@ def test_a_listener_that_fails_keeps_no_tier_open(gated):
         called.append(record)
         raise RuntimeError("of the listener")
 
-    for number in range(2):
-        begin_save(store, ref(f"s{number}"), HISTORY, on_done=fails)
-    assert store.forget(ref("s1"))
+    sources = [Rows(store, kv_of(HISTORY)) for _ in range(3)]
+    for number, source in enumerate(sources):
+        session = ref(f"s{number}")
+        store.save(session, chain_of(store, session, HISTORY), source, on_done=fails)
+    assert codec.entered.wait(20)
+    assert store.forget(ref("s1")) and sources[1].is_released and not sources[2].is_released
     codec.gate.set()
     store.close()
-    assert called[0] is None and len(called) == 2
+    assert called[0] is None and len(called) == 3
+    assert all(x.is_released for x in sources)
     assert store.match(ref("s0"), chain_of(store, ref("s0"), HISTORY)).reason == "disabled"
 
 
@@ -392,13 +380,3 @@ def test_all_threads_end_with_the_store():
     assert all(x.name.startswith("kvstore-") for x in mine)
     store.close()
     assert not [x for x in mine if x.is_alive()]
-
-
-def test_packed_bytes_are_those_of_the_blobs(opened):
-    for n in (16, 96, 100):
-        tier = ram()
-        store = opened([tier])
-        save(store, ref(), HISTORY[:n])
-        sizes = [len(x) for _, x in tier.scan(CHUNK_KIND)]
-        assert store.record(ref()).packed_bytes == sum(sizes)
-        assert len(sizes) == n // CHUNK

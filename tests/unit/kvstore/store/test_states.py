@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from kvstore.shapes import KVLayout
 from kvstore.store.cold_store import ColdStore
 from kvstore.store.states import StateAt
 from tests.codec_sessions import FAST, wake
-from tests.faulty_tier import FaultyTier
+from tests.faulty_tier import FaultyTier, within
 from tests.kv_sessions import (
     CHUNK,
     LAYOUT,
@@ -70,17 +69,16 @@ def test_the_end_of_any_chunk_will_do(store, position):
     assert trees_equal(restored.state, state_at(HISTORY, position))
 
 
-def test_without_a_state_in_reach_there_is_nothing(store):
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [([*HISTORY[:50], *[7] * 30], "diverged"), (HISTORY[:70], "evicted")],
+    ids=["it leaves the history", "it ends before"],
+)
+def test_a_prompt_with_no_state_in_reach_finds_nothing(store, prompt, reason):
     save(store, ref(), HISTORY[:100], [80, 96])
-    match, restored = come_back(store, ref(), [*HISTORY[:50], *[7] * 30])
-    assert (match.num_tokens, match.reason) == (0, "diverged")
+    match, restored = come_back(store, ref(), prompt)
+    assert (match.num_tokens, match.reason) == (0, reason)
     assert (restored.num_tokens, restored.state) == (0, None)
-
-
-def test_a_prompt_that_ends_before_the_first_state_has_a_reason(store):
-    save(store, ref(), HISTORY, [192, 208])
-    match, restored = come_back(store, ref(), HISTORY[:100])
-    assert (match.num_tokens, match.reason, restored.num_tokens) == (0, "evicted", 0)
 
 
 @pytest.mark.parametrize("session", [None, ref("new")])
@@ -245,26 +243,26 @@ def test_models_that_can_be_cut_keep_no_states(opened):
 
 def test_a_restored_state_is_not_packed_again(opened):
     """A source that restored it says so; the state after newer tokens is a new one."""
-    store = opened([ram()], needs_state=True, codec="raw")
-    state = StateArray("uint8", kv_of(HISTORY[:1])[0][0].view("uint8"))
-    source = Rows(store, kv_of(HISTORY[:96]), [StateAt(64, state), StateAt(96, state)], 64)
-    chain = chain_of(store, ref(), HISTORY[:96])
-    assert store.save(ref(), chain, source, states=[4, 6]) and store.flush(200)
+    store = opened([ram()], needs_state=True)
+    tree = StateArray("uint8", np.zeros(16, np.uint8))
+    states, chain = [StateAt(64, tree), StateAt(96, tree)], chain_of(store, ref(), HISTORY[:96])
+
+    def continued() -> Rows:
+        source = Rows(store, kv_of(HISTORY[:96]), states, restored_tokens=64)
+        assert store.save(ref(), chain, source, states=[4, 6]) and store.flush(200)
+        return source
+
+    continued()
     assert store.record(ref()) is None  # of restored rows none is held anywhere
-    source = Rows(store, kv_of(HISTORY[:96]))
-    assert store.save(ref(), chain, source) and store.flush(200)
-    source = Rows(store, kv_of(HISTORY[:96]), [StateAt(64, state), StateAt(96, state)], 64)
-    assert store.save(ref(), chain, source, states=[4, 6]) and store.flush(200)
-    assert [x.first_token for x in source.packed] == [96]
+    save(store, ref(), HISTORY[:96])
+    assert [x.first_token for x in continued().packed] == [96]
     assert states_of(store) == (96,)
 
 
 def test_restored_states_and_rows_are_reported_as_lossy(opened):
-    store = opened([ram()], needs_state=True, codecs=None)
-    store.adopt(type(store.codecs)(FAST))
+    store = opened([ram()], needs_state=True, codecs=StoreCodecs(FAST))
     save(store, ref(), HISTORY[:96], [96])
-    match = store.match(ref(), chain_of(store, ref(), HISTORY))
-    restored = store.restore(match)
+    restored = wake(store, ref(), HISTORY)
     assert (restored.num_tokens, restored.lossy_tokens) == (96, 96)
     assert trees_equal(restored.state, state_at(HISTORY, 96))
 
@@ -300,14 +298,5 @@ def test_a_state_in_an_unknown_codec_costs_no_more_than_the_deadline(opened, tmp
     tier = FaultyTier(disk(tmp_path))
     store = opened([tier], needs_state=True, restore_deadline_s=60.0)
     match = store.match(ref(), chain_of(store, ref(), HISTORY))
-    tier.hanging = "lengths"  # by which a profile is looked for
-    tier.go_on.clear()
-    answers: list[int] = []
-    waking = threading.Thread(target=lambda: answers.append(store.restore(match, 0.5).num_tokens))
-    waking.start()
-    waking.join(10)
-    try:
-        assert answers == [0]
-    finally:
-        tier.go_on.set()
-        waking.join(60)
+    tier.hang("lengths")  # by which a profile is looked for
+    assert within(10, lambda: store.restore(match, 0.5).num_tokens, tier.go_on) == 0

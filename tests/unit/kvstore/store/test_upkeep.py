@@ -93,8 +93,7 @@ def test_a_pin_is_not_undone_by_a_save_that_still_waits(tmp_path, opened, pinned
     if not pinned:
         store.pin(ref(), True)
     assert store.flush(200)
-    below.hanging = "put_many"
-    below.go_on.clear()
+    below.hang("put_many")
     begin_save(store, ref(), HISTORY)  # its delivery hangs, with the older record
     assert below.entered.wait(10)
     store.pin(ref(), pinned)
@@ -125,8 +124,7 @@ def test_discard_removes_blobs_that_a_restore_brings_near(tmp_path, opened):
     match, _ = store.prepare(ref())
     bad = match.reads[0].key
     store.demote(ref(), "disk")
-    near.hanging = "put_many"
-    near.go_on.clear()
+    near.hang("put_many")
     store.fetch(store.prepare(ref())[0])
     assert near.entered.wait(10)  # the blobs are on their way up
     discarding = threading.Thread(target=store.discard, args=(bad,))

@@ -8,13 +8,12 @@ from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.store.cold_store import ColdStore
 from kvstore.tiers.base import Tier
-from tests.codec_sessions import DENSE, FAST, HISTORY, WHOLE, codecs_in, evict, turn, wake, wear
+from tests.codec_sessions import FAST, HISTORY, WHOLE, evict, turn, wake, wear
 from tests.kv_sessions import (
     CHUNK,
     Rows,
     begin_save,
     chain_of,
-    come_back,
     everything,
     kv_of,
     ref,
@@ -79,21 +78,6 @@ def test_a_session_of_which_nothing_is_left_is_saved_when_it_is_computed_again(s
     assert wear(wake(store, ref(), HISTORY), HISTORY) == [{1}] * WHOLE
 
 
-def test_a_copy_on_disk_is_enough_not_to_pack_a_restored_chunk_again(store, tiers):
-    save(store, ref(), HISTORY)
-    restored = wake(store, ref(), HISTORY)
-    assert store.flush(200)
-    evict(store, 0)
-    before = everything(tiers[1])
-    FAST.packed.clear()
-    assert begin_save(store, ref(), HISTORY, restored)
-    assert store.flush(200)
-    assert FAST.packed == []
-    chunks = {k: x for k, x in before.items() if k[:1] == CHUNK_KIND}
-    assert chunks.items() <= everything(tiers[1]).items()
-    assert store.record(ref()).num_tokens == WHOLE
-
-
 def test_a_hot_session_that_is_edited_inside_a_restored_chunk_ends_before_it(store):
     """The chunk would have restored rows and new ones."""
     save(store, ref(), HISTORY)
@@ -112,23 +96,6 @@ def test_a_hot_session_that_is_edited_inside_a_restored_chunk_ends_before_it(sto
     turn(store, ref(), edited)
     again = wake(store, ref(), edited)
     assert (again.num_tokens, wear(again, edited)) == (128, [{1}] * 128)
-
-
-def test_a_codec_that_was_adopted_packs_computed_rows_only(store, tiers):
-    save(store, ref(), HISTORY)
-    store.adopt(StoreCodecs(DENSE))
-    longer = [*HISTORY, *tokens(60, 2)]
-    turn(store, ref(), longer)
-    assert codecs_in(tiers[0]) == ["dense.1"] * 4 + ["fast.1"] * 12
-    again = wake(store, ref(), longer)
-    assert wear(again, longer) == [{1}] * WHOLE + [{16}] * 64
-    assert again.lossy_tokens == again.num_tokens == 256
-
-
-def test_exact_codecs_have_nothing_to_remember(tiers, opened):
-    store = opened(tiers)
-    save(store, ref(), HISTORY)
-    assert come_back(store, ref(), HISTORY)[1].lossy_tokens == 0
 
 
 # ---- a hundred sleeps

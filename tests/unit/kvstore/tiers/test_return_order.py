@@ -115,13 +115,6 @@ def test_what_several_chains_share_outlives_each_of_them():
     assert order.nbytes == 60
 
 
-def test_a_blob_that_cannot_fit_evicts_nothing():
-    order = order_of(50)
-    order.add(chain("a", 5))
-    assert order.add({b"c large": 51}) == ([], [])
-    assert held(order, chain("a", 5)) == 5
-
-
 def test_the_order_costs_nothing_for_what_was_there_before():
     order = order_of(10**9)
     keys = list(chain("a", 5000))
@@ -304,28 +297,7 @@ def test_a_pin_stays_with_its_session_when_another_one_shares_its_chain():
     check(order)
 
 
-def test_pinned_runs_go_when_nothing_else_is_left():
-    order = order_of(60)
-    for name in ("a", "b"):
-        order.pin(names(name, 0)[0], True)
-        order.add(chain(name, 3))
-    assert order.add(chain("d", 2)).evicted == names("a", 2, 1)
-    assert order.add(chain("e", 2)).evicted == names("d", 1, 0)
-    assert held(order, chain("b", 3)) == 3
-
-
 # ---- tenants
-
-
-def test_a_tenant_never_holds_more_than_its_limit():
-    order = order_of(200, flood=50)
-    order.add(chain("steady", 10), "steady")
-    for i in range(9):
-        order.add(chain(f"once{i}", 4), "flood")
-    assert held(order, chain("steady", 10)) == 10
-    assert order.nbytes == 150
-    assert len(order.add(chain("long", 9), "flood").added) == 5
-    assert order.uses(TenantLimits({"flood": 50})) == {"flood": 50}
 
 
 def test_a_lower_limit_evicts_at_once_and_pinned_blobs_last():
@@ -354,16 +326,6 @@ def test_remove_takes_what_continues_a_link_and_leaves_what_comes_before():
     assert held(order, chain("b", 4, shared=2)) == 1
     order.remove([b"c shared 0", b"c absent"])
     assert order.nbytes == 0
-
-
-def test_what_could_not_be_written_leaves_the_books():
-    order = order_of(100)
-    turn(order, chain("a", 4), "t", b"r a")
-    update = order.add(chain("d", 9), "u")
-    rest = update.added[4:]
-    assert order.remove(rest) == rest[::-1]
-    assert held(order, chain("d", 9)) == 4
-    check(order)
 
 
 def test_a_blob_of_another_size_takes_the_place_of_one_in_the_middle():
@@ -410,22 +372,6 @@ def restarted(order: ReturnOrder[int]) -> ReturnOrder[int]:
     check(again)
     assert set(again.keys(b"")) == set(order.keys(b""))
     return again
-
-
-def test_after_a_restart_sessions_in_turn_come_back_as_before():
-    order = order_of(19 * 43 + 10)
-    sessions = {b"r %d" % s: chain(str(s), 4, shared=1) for s in range(24)}
-    for _ in range(4):
-        for record, keys in sessions.items():
-            turn(order, keys, record=record)
-    again = restarted(order)
-    for record, keys in sessions.items():
-        again.own("t", [record, *keys])
-    check(again)
-    for _ in range(3):
-        back = [turn(again, keys, "t", record) for record, keys in sessions.items()]
-        assert back.count(4) >= 16
-    check(again)
 
 
 def test_blobs_of_an_earlier_life_go_in_the_order_in_which_they_get_their_owner():

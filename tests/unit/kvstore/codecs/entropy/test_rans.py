@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -145,18 +143,6 @@ def test_length_is_close_to_the_entropy():
     assert coder.nbytes(512) == pytest.approx(nbytes, rel=0.03)
 
 
-def test_an_independent_coder_needs_as_many_bytes():
-    constriction = pytest.importorskip("constriction")
-    classes = np.full(400, classes_of(np.array([1.0]))[0])
-    symbols = symbols_of(classes, 256)
-    shares = TABLES.frequencies[classes[0]] / TOTAL
-    model = constriction.stream.model.Categorical(shares[shares > 0], perfect=False)
-    oracle = constriction.stream.stack.AnsCoder()
-    oracle.encode_reverse(symbols.reshape(-1).astype(np.int32), model)
-    ours = len(encoded(symbols, classes)) - rans.HEAD_BYTES
-    assert ours == pytest.approx(4 * len(oracle.get_compressed()), rel=0.01)
-
-
 @given(
     st.lists(st.floats(0.01, 900), min_size=1, max_size=12),
     st.integers(0, 70),
@@ -199,24 +185,3 @@ def test_no_byte_of_levels_needs_a_symbol_for_a_large_code():
     with pytest.raises(ValueError, match="symbol"):
         SymbolTables(frequencies, largest.astype(np.uint8))
     assert TABLES.largest[:FIRST_WIDE].max() == MOST_NARROW
-
-
-WITHOUT_NUMBA = """
-import sys
-sys.modules["numba"] = None
-import numpy as np
-from tests.unit.kvstore.codecs.entropy import test_rans as known
-coder = known.ClassCoder(known.classes_of(known.RATIOS)[None], known.TABLES)
-codes = known.codes_of(known.RATIOS, 40).T[None]
-payload = coder.write(codes)
-assert np.array_equal(coder.read(known.Reader(memoryview(payload)), 40), codes)
-sys.stdout.write(payload.hex())
-"""
-
-
-def test_without_numba_the_bytes_are_the_same():
-    coder = ClassCoder(classes_of(RATIOS)[None], TABLES)
-    command = [sys.executable, "-c", WITHOUT_NUMBA]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert bytes.fromhex(done.stdout) == coder.write(codes_of(RATIOS, 40).T[None])

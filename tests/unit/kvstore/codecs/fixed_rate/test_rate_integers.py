@@ -72,14 +72,13 @@ def test_a_mean_that_is_no_number_is_refused(value: float):
     assert is_refused(changed(PROFILE, "means", means))
 
 
-@pytest.mark.parametrize("ropes", [(), (rope_of(64),), (rope_of(64),) * 3])
+OTHER_TURNS = [(), (rope_of(64),), (rope_of(64),) * 3]
+TOO_WIDE = (rope_of(128),) * 2  # the kernels would turn the memory after the row
+
+
+@pytest.mark.parametrize("ropes", [*OTHER_TURNS, TOO_WIDE])
 def test_turns_of_other_layers_are_refused(ropes: tuple[Rope, ...]):
     assert is_refused(dataclasses.replace(PROFILE, ropes=ropes))
-
-
-def test_turns_of_more_channels_than_a_head_has_are_refused():
-    """The kernels would turn the memory after the row."""
-    assert is_refused(dataclasses.replace(PROFILE, ropes=(rope_of(128),) * 2))
 
 
 def test_an_array_that_is_missing_is_refused():

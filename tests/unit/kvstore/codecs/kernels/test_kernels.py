@@ -37,6 +37,7 @@ RARE_SHAPES = [
     *((bits, 64, "bfloat16") for bits in (2, 5, 6, 7)),
     *((bits, 80, "float32") for bits in (1, 2, 5, 8)),
 ]
+SHAPES += [pytest.param(*x, marks=[pytest.mark.slow, pytest.mark.thorough]) for x in RARE_SHAPES]
 
 
 def awkward(dim, dtype, num_tokens=150):
@@ -93,13 +94,6 @@ def assert_same(num_bits, dim, dtype, source, num_layers=1):
 
 @pytest.mark.parametrize(("num_bits", "dim", "dtype"), SHAPES)
 def test_same_bytes_as_numpy(num_bits, dim, dtype):
-    assert_same(num_bits, dim, dtype, awkward(dim, dtype))
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize(("num_bits", "dim", "dtype"), RARE_SHAPES)
-def test_same_bytes_as_numpy_for_rare_shapes(num_bits, dim, dtype):
     assert_same(num_bits, dim, dtype, awkward(dim, dtype))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 CODECS = Path(__file__).parents[1]
 SUITES = (
-    *("rows/test_golden.py", "kernels/test_kernels.py", "attention/test_rotated.py"),
+    *("rows/test_golden.py", "kernels/test_kernels.py", "rows/test_row_attention.py"),
     *("fixed_rate/test_fused_rate.py", "one_step/test_fused_loop.py"),
 )
 # Each shape of rows is compiled again: one for each width of vectors that an instruction set has.

@@ -56,22 +56,3 @@ def test_gradients_are_those_of_finite_differences(how: Attention) -> None:
                 pair.append(total(moved, values) if side == 0 else total(keys, moved))
             slope = (pair[0] - pair[1]) / (2 * step)
             np.testing.assert_allclose(found[side][(slice(None), *place)], slope, atol=4e-3)
-
-
-def test_a_token_outside_of_every_window_has_no_gradient() -> None:
-    queries, keys, values, cotangents = _arrays()
-    by_keys, by_values = gradients(KINDS["a window"], queries, keys, values, cotangents, KNOWN)
-    first = TOKENS - QUERIES - 6 + 1  # seen by the first query
-    assert not by_keys[:, :, :first].any() and not by_values[:, :, :first].any()
-    assert by_keys[:, :, first:].all() and by_values[:, :, first:].all()
-
-
-def test_bias_of_queries_and_keys_is_in_the_stored_arrays() -> None:
-    """A bias is a part of the queries and keys that are seen, so it changes the gradients."""
-    queries, keys, values, cotangents = _arrays()
-    bias = np.float32(0.3)
-    with_bias = gradients(PLAIN, queries + bias, keys + bias, values, cotangents, KNOWN)
-    without = gradients(PLAIN, queries, keys, values, cotangents, KNOWN)
-    moved = outputs(PLAIN, queries + bias, keys + bias, values)
-    assert not np.allclose(moved, outputs(PLAIN, queries, keys, values), atol=1e-3)
-    assert not np.allclose(with_bias[0], without[0], atol=1e-3)

@@ -13,10 +13,10 @@ from kvstore.codecs.literature.eight_bits import (
     float8_values,
 )
 from kvstore.codecs.literature.groups import MinMaxGroups, Rounded
-from kvstore.codecs.literature.seeds import Digits, Levels, Residual, laplace_levels
+from kvstore.codecs.literature.seeds import Digits, Levels, laplace_levels
 from kvstore.codecs.literature.stages.levels import LloydMax, SignHadamard
 from kvstore.codecs.reader import Reader
-from kvstore.codecs.rows.lloyd_max import gauss_error, gauss_table
+from kvstore.codecs.rows.lloyd_max import gauss_error
 from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.errors import Corrupt, UnknownCodec
 from tests.unit.kvstore.codecs.samples import layout_of, shape_of, uneven
@@ -105,15 +105,6 @@ def test_lloyd_max_reaches_the_error_of_its_tables():
     assert np.isfinite(quantiser.restore(np.full((1, 3, 8), 255, np.uint8))).all()
 
 
-def test_two_stages_see_more_than_one():
-    exact = np.random.default_rng(0).standard_normal((1, 20_000, 4)).astype(np.float32)
-    signs = Levels(gauss_table(2).all_levels())
-    two = Residual(signs, 1, signs, np.sqrt(gauss_error(2)))
-    errors = [np.mean((exact - q.restore(q.quantise(exact))) ** 2) for q in (signs, two)]
-    assert errors[0] == pytest.approx(0.363, abs=0.02) and errors[1] < 0.2
-    assert two.quantise(exact).max() == 3
-
-
 def test_levels_of_a_laplacian_variable_are_the_known_ones():
     """Each is the mean of its cell; for eight levels as in tables of Lloyd-Max quantisers."""
     assert laplace_levels(2) == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-15)
@@ -148,8 +139,3 @@ def test_digits_are_those_of_whole_numbers_also_of_bytes_that_were_never_written
             whole = int.from_bytes(row[16 * number : 16 * number + 16].tobytes(), "little")
             right = [whole // 11**k % 11 for k in range(min(37, width - first))]
             assert codes[first : first + 37].tolist() == right
-
-
-def test_thirty_seven_base_eleven_digits_take_sixteen_bytes():
-    assert Digits(shape_of(37, 1)).nbytes(1) == 2 * 16
-    assert Digits(shape_of(128, 1)).nbytes(1) == 2 * (3 * 16 + 8)

@@ -14,21 +14,19 @@ import pytest
 
 from kvstore.codecs.floats import narrow, widen
 from kvstore.codecs.learning.samples import Samples
-from kvstore.codecs.literature.polar_quant import angle_levels
 from kvstore.codecs.literature.rate_quant import RateQuant
 from kvstore.codecs.literature.spectral_quant import effective_dimensions
-from kvstore.codecs.literature.stages.vectors import nearest, normal_draws, normal_vectors
+from kvstore.codecs.literature.stages.vectors import nearest, normal_vectors
 from kvstore.codecs.names import LITERATURE
-from kvstore.codecs.presets import codec_by_name, open_codec
+from kvstore.codecs.presets import codec_by_name
 from kvstore.codecs.rows.lloyd_max import gauss_error
 from kvstore.shapes import KVLayer, KVLayout
 from tests.unit.kvstore.codecs.learning.calibration import (
     model_layout,
     model_metrics,
     model_profile,
-    model_run,
 )
-from tests.unit.kvstore.codecs.samples import cosine, layout_of, uneven, values_of
+from tests.unit.kvstore.codecs.samples import cosine, layout_of, uneven
 
 KEYS, VALUES = 0, 1
 LAYOUT = layout_of(128, num_heads=4)
@@ -79,10 +77,13 @@ SIZES = {  # bits for each element at D = 64, 128, 256, chunks of 128 tokens
     "tqprod": (3.5, 3.25, 3.125),
     "base11": (3.75, 3.625, 3.531),
     "rvq": (2.25, 2.125, 2.0625),
+    "rvq:bits=2": (4.25, 4.125, 4.0625),
+    "rvq:bits=3": (6.25, 6.125, 6.0625),
     "vecinfer": (2.3125, 2.1875, 2.125),
     "polar": (3.875, 3.875, 3.875),
     "qjl": (2.125, 2.0625, 2.031),
     "rabitq": (2.8125, 2.6875, 2.625),
+    "rabitq:bits=4": (4.3125, 4.1875, 4.125),
     "playground": (3.125, 3.0625, 3.031),
     "kivi": (3.0, 3.0, 3.0),
     "gear": (5.125, 4.75, 4.4375),
@@ -94,6 +95,9 @@ SIZES = {  # bits for each element at D = 64, 128, 256, chunks of 128 tokens
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_as_stated(name):
     assert [bits_of(name, dim) for dim in (64, 128, 256)] == pytest.approx(SIZES[name], abs=0.004)
+    stored, codec = narrow(rows_of("uneven"), "bfloat16"), codec_by_name(name)
+    payload = codec.encode([(stored, stored)], LAYOUT, 128)
+    assert len(payload) == codec.packed_nbytes(LAYOUT, 128, 128)
 
 
 COSINES = {  # alike rows: K, V; uneven rows: K, V
@@ -123,37 +127,6 @@ def test_manthan_is_the_codec_that_was_called_lm3():
     assert payloads[0] == payloads[1]
 
 
-def test_manthan_reaches_the_error_of_eight_levels_on_rows_alike():
-    assert error_of("manthan", "alike") == pytest.approx(gauss_error(8), rel=0.05)
-    assert error_of("manthan", "uneven") > 3 * gauss_error(8)
-
-
-def test_manthan_is_8_per_cent_better_than_uniform_levels_not_two_and_a_half_times():
-    x = normal_draws("uniform levels", 400, 1000)
-    errors = [
-        np.mean((x - step * (np.clip(np.floor(x / step), -4, 3) + 0.5)) ** 2)
-        for step in np.linspace(0.4, 0.8, 41)
-    ]
-    assert min(errors) / gauss_error(8) == pytest.approx(1.08, abs=0.02)
-
-
-@pytest.mark.parametrize("factor", [-1, 0.25, 1024])
-def test_manthan_scales_with_its_rows(factor):
-    rows = rows_of("uneven")
-    assert np.array_equal(
-        through("manthan", factor * rows)[0], factor * both("manthan", "uneven")[1][0]
-    )
-
-
-def test_manthan_packs_every_token_by_itself():
-    stored = narrow(rows_of("uneven"), "bfloat16")
-    codec, out = codec_by_name("manthan"), LAYOUT.empty(30)
-    part = [(stored[:, 50:80],) * 2]
-    codec.decode(memoryview(codec.encode(part, LAYOUT, 178)), LAYOUT, 178, out)
-    whole = both("manthan", "uneven")[1][0][:, 50:80]
-    assert np.array_equal(widen(out[0][0], "bfloat16"), whole)
-
-
 @pytest.mark.parametrize(
     "num_bits", [1, 3, 4, 8, *(pytest.param(x, marks=pytest.mark.thorough) for x in (2, 5, 6, 7))]
 )
@@ -178,40 +151,11 @@ def test_sketches_give_unbiased_products(name):
     assert slope(rows, restored[KEYS]) == pytest.approx(1, abs=0.05)
 
 
-def test_a_sketch_of_the_residual_costs_more_than_it_brings():
-    """Unbiased, but with five times the error that a third bit for levels leaves, at more bits."""
-    assert error_of("tqprod", "uneven") > 4 * error_of("tq3", "uneven")
-    assert bits_of("tqprod") > bits_of("tq3")
-    assert error_of("tqprod", "uneven") > error_of("tq2", "uneven")
-    assert error_of("qjl", "uneven") > 1
-
-
-def test_eleven_levels_two_to_a_byte_are_four_bits():
-    """Sixteen levels fit those too, at half the error; as one number eleven take 3.5."""
-    assert bits_of("base11", 64) - 16 / 64 == pytest.approx(3.5, abs=0.01)
-    assert error_of("base11", "alike") == pytest.approx(gauss_error(11), rel=0.05)
-    assert gauss_error(16) < 0.5 * gauss_error(11)
-
-
-def test_two_signs_come_near_four_levels():
-    assert gauss_error(4) < error_of("rvq", "alike") < 1.15 * gauss_error(4)
-
-
 def test_more_bits_in_both_passes_lose_less_but_more_than_levels_of_as_many():
     for kind in ("alike", "uneven"):
         errors = [error_of(f"rvq:bits={bits}", kind) for bits in (1, 2, 3)]
         assert all(more < 0.25 * less for less, more in itertools.pairwise(errors))
         assert all(x > error_of(f"tq{2 * n}", kind) for n, x in enumerate(errors, 1))
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_bits_of_both_passes_are_counted(bits):
-    for dim in (64, 128, 256):
-        assert bits_of(f"rvq:bits={bits}", dim) == pytest.approx(2 * bits + 16 / dim, abs=0.004)
-    stored = narrow(rows_of("uneven"), "bfloat16")
-    codec = codec_by_name(f"rvq:bits={bits}")
-    payload = codec.encode([(stored, stored)], LAYOUT, 128)
-    assert len(payload) == codec.packed_nbytes(LAYOUT, 128, 128)
 
 
 def test_one_bit_in_both_passes_gives_the_bytes_of_earlier_releases():
@@ -224,33 +168,11 @@ def test_one_bit_in_both_passes_gives_the_bytes_of_earlier_releases():
     assert hashlib.blake2b(restored.tobytes(), digest_size=8).hexdigest() == "d77fd46aa422f0ec"
 
 
-def test_vectors_beat_numbers_and_smoothing_helps_uneven_keys():
-    assert error_of("vecinfer", "alike") < 0.9 * gauss_error(4)
-    assert error_of("vecinfer", "uneven", KEYS) < error_of("vecinfer", "uneven", VALUES)
-
-
 def test_the_codebook_is_the_same_everywhere():
     vectors = normal_vectors(4)
     assert np.array_equal(vectors * 1024, np.rint(vectors * 1024))
     assert len(np.unique(vectors, axis=0)) == 256
     assert np.array_equal(nearest(vectors, vectors), np.arange(256))
-
-
-def test_later_angles_crowd_around_45_degrees():
-    spreads = [np.ptp(angle_levels(level)) for level in (1, 2, 3)]
-    assert spreads[0] > spreads[1] > spreads[2]
-    for level in (1, 2, 3):
-        assert angle_levels(level) + angle_levels(level)[::-1] == pytest.approx(np.pi / 2, abs=1e-3)
-
-
-def test_polar_angles_do_no_better_than_three_bits_of_levels():
-    """3.875 bits for the error of TurboQuant's 3.125."""
-    assert error_of("polar", "uneven") == pytest.approx(error_of("tq3", "uneven"), rel=0.1)
-
-
-def test_one_sign_is_not_enough_for_keys():
-    assert error_of("rabitq", "uneven", KEYS) > 0.3
-    assert error_of("rabitq", "uneven", VALUES) < 0.01
 
 
 def test_more_bits_and_more_clusters_lose_less():
@@ -267,36 +189,14 @@ def test_more_bits_and_more_clusters_lose_less():
 
 
 def test_bits_of_clusters_are_counted():
-    assert bits_of("rabitq:bits=4") == pytest.approx(bits_of("rabitq") + 1.5, abs=0.004)
     stored, number = 15 * 16 / 128, 4 / 128  # of a key's value: 15 centroids more
     assert bits_of("rabitq:clusters=16") - bits_of("rabitq") == (stored + number) / 2
 
 
-def test_groups_along_tokens_suit_uneven_keys_and_nothing_else():
-    assert cosine_of("kivi", "uneven", KEYS) > 0.92 > cosine_of("kivi", "uneven", VALUES)
-
-
-@functools.cache
-def model_error(name):
-    """Squared error over squared size without mean, and bits, of the model that is none."""
-    run, out = model_run(MODEL, 128, first_token=256), MODEL.empty(128)
-    codec = open_codec(name, model_profile("bfloat16"))
-    payload = codec.encode(run, MODEL, 256)
-    codec.decode(memoryview(payload), MODEL, 256, out)
-    before, after = (
-        np.concatenate([values_of(x, "bfloat16").reshape(-1) for pair in r for x in pair])
-        for r in (run, out)
-    )
-    error = np.sum((before - after) ** 2) / np.sum((before - before.mean()) ** 2)
-    return float(error), 8 * len(payload) / 128 / MODEL.elements_per_token
-
-
-@pytest.mark.slow
 def test_spectral_bits_follow_the_effective_dimension():
     assert effective_dimensions(np.array([[1.0] * 8, [1.0] + [0.0] * 7])).tolist() == [8, 1]
     learned = model_profile("bfloat16").learned["spectral"]["bits.0"]
     assert set(np.unique(learned)) == {2, 5}
-    assert model_error("spectral")[0] < 0.5 * model_error("tq3")[0]
 
 
 def test_ratequant_gives_bits_to_the_heads_that_matter():
@@ -322,14 +222,6 @@ def test_ratequant_meets_any_target(bits, by_layer):
         assert np.array_equal(dealt[:, 0], dealt[:, 1])
 
 
-def test_learned_vectors_beat_two_bits_of_levels():
-    assert model_error("commvq")[0] < 0.5 * model_error("tq2")[0]
-
-
-def test_keys_before_rope_suit_groups_along_tokens():
-    assert model_error("kvquant")[0] < 0.6 * model_error("kivi")[0]
-
-
 def test_eight_bits_lose_next_to_nothing():
     for kind in ("alike", "uneven"):
         assert error_of("q8", kind) < 1e-4 < error_of("fp8", kind) < 1e-3
@@ -347,4 +239,5 @@ def test_gear_finds_errors_that_groups_missed(kind):
 def test_every_method_has_its_figures():
     learned = {name for name, entry in LITERATURE.items() if entry.learn}
     assert learned == {"spectral", "ratequant", "kvquant", "commvq", "rabitq"}
-    assert set(SIZES) | {"tq5", "tq6", "tq7"} | learned == set(LITERATURE)
+    plain = {name for name in SIZES if ":" not in name}
+    assert plain | {"tq5", "tq6", "tq7"} | learned == set(LITERATURE)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.codecs.base import decode_each
 from kvstore.codecs.reader import count_bytes
 from kvstore.codecs.stacks.fused import for_sizes_alone
 from kvstore.codecs.stacks.pipeline import Pipeline
@@ -160,17 +159,6 @@ def test_extreme_codes(data, parts, layout):
     assert raw(outs[0]) == raw(outs[1])
 
 
-@MODELS
-def test_extreme_codes_of_chunks_that_are_restored_together(parts, layout):
-    rng = np.random.default_rng(0)
-    chunks = [codes_of(parts, 32, lambda x: extreme(rng, EXTREMES, x, 0.05)) for _ in range(3)]
-    payloads = [memoryview(payload_of(parts, x, 32)) for x in chunks]
-    together, each = layout.empty(96), layout.empty(96)
-    codec_of(parts).decode_chunks(payloads, layout, 32, together)
-    decode_each(codec_of(parts), payloads, layout, 32, each)
-    assert raw(together) == raw(each)
-
-
 def test_a_codec_that_is_asked_for_sizes_alone_compiles_nothing():
     with for_sizes_alone():
         parts = parts_of(profile_of(LAYOUT, rope_of(64), SPECTRA))
@@ -218,15 +206,6 @@ def test_layouts_that_kernels_cannot_do_stay_with_the_pieces(dims, rope):
     parts = parts_of(profile_of(layout, rope))
     assert not is_fused(parts)
     assert_same(parts, run_of(layout, 20), layout, 9)
-
-
-def test_fp16_engines_get_the_values_of_the_pieces():
-    layout = layout_with((64, 64), dtype="float16")
-    parts = parts_of(profile_of(layout, rope_of(64)))
-    assert not is_fused(parts)
-    run = run_of(layout, 20)
-    out = restored(codec_of(parts), codec_of(parts).encode(run, layout, 0), layout, 20, 0)
-    assert np.array_equal(out[0][0][:, :4], run[0][0][:, :4])  # first tokens are exact
 
 
 @MODELS

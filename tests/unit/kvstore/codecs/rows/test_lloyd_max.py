@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.codecs.rows.lloyd_max import gauss_table
+from kvstore.codecs.rows.lloyd_max import gauss_table, greedy_bits
 
 # Part of the wire format: a change here makes every stored session unreadable.
 LEVELS = {
@@ -47,9 +47,11 @@ def test_tables_of_any_number_of_levels(num_levels):
         gauss_table(257)
 
 
-def test_levels_are_the_means_of_their_cells():
-    table = gauss_table(11)
-    samples = np.random.default_rng(1).standard_normal(2_000_000)
-    cells = np.searchsorted(table.all_bounds(), samples)
-    means = np.bincount(cells, samples) / np.bincount(cells)
-    assert np.allclose(means, table.all_levels(), atol=0.01)
+def test_bits_go_where_the_error_shrinks_most():
+    bits = greedy_bits(np.array([[64.0, 16.0], [1.0, 1e-9]]), 6)
+    assert bits.sum() == 6 and bits.tolist()[0][0] >= bits.tolist()[0][1] >= bits.tolist()[1][0]
+    assert bits[1, 1] == 0
+    assert greedy_bits(np.ones(5), 15).tolist() == [3] * 5
+    assert greedy_bits(np.ones(2), 16).tolist() == [8, 8]
+    with pytest.raises(ValueError, match="bits"):
+        greedy_bits(np.ones(2), 17)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.codecs.rows.row_format import PlainRows
-from tests.unit.kvstore.codecs.samples import cosine, uneven
+from tests.unit.kvstore.codecs.samples import uneven
 
 
 def described(row):
@@ -17,27 +17,12 @@ def described(row):
     return np.array(centroids)[codes] * norm / np.sqrt(len(row))
 
 
-def test_100_bytes_for_256_values():
-    rows = PlainRows()
-    nbytes = rows.packed_nbytes(256) + rows.scale_dtype.itemsize
-    assert nbytes == 100
-    assert 2 * 256 / nbytes == 5.12
-
-
 def test_it_packs_as_described():
     rows, values = PlainRows(), uneven((300, 128))
     packed, norms = rows.pack(values)
     expected = np.array([described(row) for row in values])
     assert np.allclose(norms, np.linalg.norm(values, axis=1), rtol=1e-6)
     assert np.allclose(rows.unpack(packed, norms, 128), expected, rtol=1e-4)
-
-
-def test_the_claimed_cosine_holds_for_equal_channels_only():
-    values = np.random.default_rng(0).standard_normal((3000, 128)).astype(np.float32)
-    rows = PlainRows()
-    assert cosine(values, rows.unpack(*rows.pack(values), 128)) > 0.98
-    values = uneven((3000, 128))
-    assert cosine(values, rows.unpack(*rows.pack(values), 128)) < 0.95
 
 
 def test_scales_are_recognised():

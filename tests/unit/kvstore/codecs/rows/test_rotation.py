@@ -12,19 +12,12 @@ DIMS = [16, 32, 64, 72, 80, 96, 104, 112, 120, 128, 160, 192, 256]
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_it_is_a_hadamard_matrix(dim):
-    matrix = rotation.rotate(np.eye(dim, dtype=np.float32))
-    assert set(np.unique(matrix)) == {-1, 1}
-    assert np.array_equal(matrix @ matrix.T, dim * np.eye(dim))
-
-
-@pytest.mark.parametrize("dim", DIMS)
-def test_the_way_back(dim):
+def test_it_is_a_hadamard_matrix_and_its_way_back(dim):
     eye = np.eye(dim, dtype=np.float32)
-    assert np.array_equal(rotation.rotate_back(rotation.rotate(eye)), dim * eye)
-    rows = uneven((7, dim))
-    back = rotation.rotate_back(rotation.rotate(rows)) / dim
-    assert np.allclose(back, rows, atol=1e-5 * np.abs(rows).max())
+    matrix = rotation.rotate(eye)
+    assert set(np.unique(matrix)) == {-1, 1}
+    assert np.array_equal(matrix @ matrix.T, dim * eye)
+    assert np.array_equal(rotation.rotate_back(matrix), dim * eye)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -45,29 +45,21 @@ def test_the_definition_is_restoring_and_multiplying(num_bits, dim):
 
 OTHERS = [
     *((bits, 64) for bits in (1, 2, 4, 5, 6, 7)),
-    (3, 16),
-    (5, 80),
-    (7, 112),
-    (8, 128),
-    (4, 256),
+    *((3, 16), (5, 80), (7, 112), (8, 128), (4, 256)),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_bits", "dim"), [(3, 64), (8, 16)])
+@pytest.mark.parametrize(
+    ("num_bits", "dim"),
+    [(3, 64), (8, 16), *(pytest.param(*x, marks=pytest.mark.thorough) for x in OTHERS)],
+)
 def test_compiled_code_agrees(num_bits, dim):
     pytest.importorskip("numba")
     attention = row_attention(RotatedRows(num_bits), dim)
     assert not isinstance(attention, ReferenceAttention)
     for num_tokens in (2, 4, 37):
         check(attention, num_bits, dim, 5, num_tokens)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_bits", "dim"), OTHERS)
-def test_compiled_code_of_other_kinds(num_bits, dim):
-    test_compiled_code_agrees(num_bits, dim)
 
 
 @pytest.mark.slow
@@ -107,12 +99,3 @@ def test_parts_of_longer_arrays_are_read():
     right = np.einsum("hqd,htd->hqt", query, restored[:, :24])
     assert np.allclose(wide[:, :, 5:29], right, rtol=0, atol=2e-5 * np.abs(right).max())
     assert (wide[:, :, :5] == 7).all() and (wide[:, :, 29:] == 7).all()
-
-
-def test_products_need_no_rounding_of_the_sum():
-    """One query that is a packed row itself: its product is its squared length."""
-    codes, scales, restored = packed(4, 64, 8)
-    out = np.empty((2, 8, 8), np.float32)
-    ReferenceAttention(RotatedRows(4), 64).scores(restored, codes, scales, out)
-    lengths = np.einsum("htd,htd->ht", restored, restored)
-    assert np.allclose(np.diagonal(out, axis1=1, axis2=2), lengths, rtol=1e-5)

@@ -112,14 +112,6 @@ def test_nothing_is_written_before_the_payload_is_checked():
     assert all(map(np.array_equal, (array for pair in out for array in pair), before))
 
 
-def test_a_payload_of_another_shape_is_refused():
-    codec, layout = tq3(), layout_of(64)
-    payload = memoryview(codec.encode(run_of(layout, 8), layout, 0))
-    for other, num_tokens, first_token in ((layout, 9, 0), (layout, 8, 4), (layout_of(32), 8, 0)):
-        with pytest.raises(Corrupt):
-            codec.decode(payload, other, first_token, other.empty(num_tokens))
-
-
 def test_a_scale_that_was_never_written_is_refused():
     codec, layout = tq3(), layout_of(64)
     payload = bytearray(codec.encode(run_of(layout, 8), layout, 100))
@@ -129,16 +121,6 @@ def test_a_scale_that_was_never_written_is_refused():
     payload[0:2] = b"\x00\x00"  # would claim one more kept row
     with pytest.raises(Corrupt, match="expected"):
         codec.decode(memoryview(payload), layout, 100, layout.empty(8))
-
-
-def test_kept_rows_are_counted_in_the_payload():
-    codec, layout = tq3(), layout_of(64)
-    run = run_of(layout, 20)
-    plain = codec.packed_nbytes(layout, 20, 100)
-    assert len(codec.encode(run, layout, 100)) == plain
-    run[0][1][1, 7] = 0
-    run[0][0][0, 19] = 0x7F80
-    assert len(codec.encode(run, layout, 100)) == plain + 2 * 2 * 64
 
 
 def test_a_run_that_is_not_of_the_layout_is_a_defect_of_the_caller():

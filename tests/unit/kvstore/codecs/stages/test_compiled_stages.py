@@ -8,6 +8,8 @@ import sys
 
 import numpy as np
 
+from kvstore.codecs.entropy.class_coder import ClassCoder
+from kvstore.codecs.entropy.tables import classes_of
 from kvstore.codecs.literature.stages.levels import LloydMax
 from kvstore.codecs.literature.stages.vectors import nearest_of_each
 from kvstore.codecs.reader import Reader
@@ -17,6 +19,7 @@ from kvstore.codecs.stacks.stack_shape import Scope, stack_shapes
 from kvstore.codecs.stages.model_transforms import UnRope
 from kvstore.codecs.stages.planes import BitPlanes
 from kvstore.shapes import Rope
+from tests.unit.kvstore.codecs.entropy.test_rans import RATIOS, TABLES, codes_of
 from tests.unit.kvstore.codecs.samples import layout_of, uneven
 
 
@@ -48,6 +51,8 @@ def digest():
     for interleaved in (False, True):
         turn = UnRope(shape, (Rope((1.0, 0.3, 0.1), interleaved),))
         parts.append(turn.backward(uneven((1, 9, 64)), 77, None))
+    coder = ClassCoder(classes_of(RATIOS)[None], TABLES)
+    parts.append(np.frombuffer(coder.write(codes_of(RATIOS, 40).T[None]), np.uint8))
     return hashlib.blake2b(b"".join(x.tobytes() for x in parts), digest_size=8).hexdigest()
 
 
