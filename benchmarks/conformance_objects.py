@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from gateway.stored.forms import Entry, Item, Kind, stored_form
-from gateway.stored.objects import Objects
+from gateway.stored.objects import Objects, ObjectStore
+from gateway.stored.rows import Item, Kind
 from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.table import Steps, StoredLimits
 
@@ -81,16 +81,15 @@ def store() -> Iterator[Objects]:
     def key_of(tenant: str, purpose: bytes) -> bytes:
         return hmac.digest(secret, purpose + tenant.encode(), "sha256")
 
-    opened = Objects(SqliteTable(path, LIMITS), key_of)
-    yield opened
+    opened = ObjectStore(SqliteTable(path, LIMITS), key_of)
+    yield opened.of(TENANT)
     opened.table.close()
 
 
 @pytest.fixture(autouse=True)
 def objects(store: Objects) -> None:
     def put(kind: Kind, body: dict[str, Any], item: dict[str, Any]) -> None:
-        entry = Entry(kind, body["id"], body["id"], stored_form(kind, body))
-        _done(store.put(TENANT, entry, [_item(item)]))
+        _done(store.put(kind, body, body["id"], [_item(item)]))
 
     for id in RESPONSE_IDS:
         # The item that is asked for has the id of the one that is said.

@@ -136,7 +136,7 @@ async def forget(request: Request) -> Response:
     num_stored, not_removed = 0, None
     try:
         num_stored = await gateway.stored.ask(
-            session.tenant, lambda objects: objects.forget(session.tenant, session.id), 0
+            session.tenant, lambda objects: objects.forget(session.id), 0
         )
     except StoreFailed as error:  # the session goes all the same
         not_removed = error

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import pytest
 
 from gateway.keys import Tenants
-from gateway.stored.forms import Entry, Item, Kind, stored_form
-from gateway.stored.objects import ObjectList, Objects, Query
+from gateway.stored.objects import ObjectList, Objects, ObjectStore, Query
 from gateway.stored.older import bring_over
+from gateway.stored.rows import Item, KeyOf, Kind
 from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.stored import Stored
 from gateway.stored.table import Steps, StoredLimits
@@ -53,21 +53,43 @@ def objects_in(
     *,
     keeps_damaged: bool = True,
 ) -> Objects:
-    """Open a file, and bring over what is in it of earlier releases."""
+    """Open a file, and bring over what is in it of earlier releases; returns tenant a's objects."""
+    return store_in(path, limits, clock, keeps_damaged=keeps_damaged).of("a")
+
+
+def store_in(
+    path: Path,
+    limits: StoredLimits,
+    clock: Callable[[], float] = time.time,
+    *,
+    keeps_damaged: bool = True,
+) -> ObjectStore:
     table = SqliteTable(path, limits, clock, keeps_damaged=keeps_damaged)
-    objects = Objects(table, KEY_OF)
-    bring_over(objects, table, KEY_OF, mark_of(path))
-    return objects
+    bring_over(table, KEY_OF, mark_of(path))
+    return ObjectStore(table, KEY_OF)
+
+
+def anew(objects: Objects, tenant: str = "a", key_of: KeyOf = KEY_OF) -> Objects:
+    """Objects in the same table that have not read anything: of another server, or tenant."""
+    return ObjectStore(objects.table, key_of).of(tenant)
 
 
 def stored_in(path: Path, tenant_bytes: int = 1_000_000) -> Stored:
     """Make a store in a file; nothing is opened yet."""
     limits = StoredLimits(tenant_bytes, max_age_s=1000.0)
-    return Stored(lambda: objects_in(path, limits))
+    return Stored(lambda: store_in(path, limits))
+
+
+class Entry(NamedTuple):
+    """An object as it is put."""
+
+    kind: Kind
+    object: dict[str, Any]
+    session: str
 
 
 def entry(id: str, session: str = "s", kind: Kind = "conversation", **fields: Any) -> Entry:
-    return Entry(kind, id, session, stored_form(kind, {"id": id, **fields}))
+    return Entry(kind, {"id": id, **fields}, session)
 
 
 def items(*ids: str, text: str = "") -> list[Item]:
@@ -75,19 +97,19 @@ def items(*ids: str, text: str = "") -> list[Item]:
 
 
 def put(objects: Objects, made: Entry, own: Iterable[Item] = (), tenant: str = "a") -> bool:
-    return done(objects.put(tenant, made, list(own)))
+    of = objects if tenant == "a" else anew(objects, tenant)
+    return done(of.put(*made, list(own)))
 
 
-def shown(objects: Objects, id: str, kind: Kind = "conversation", tenant: str = "a") -> Any:
-    body = done(objects.show(tenant, kind, id))
+def shown(objects: Objects, id: str, kind: Kind = "conversation") -> Any:
+    body = done(objects.show(kind, id))
     return None if body is None else msgspec.json.decode(body)
 
 
 def page(
     objects: Objects, id: str, query: Query | None = None, kind: Kind = "conversation"
 ) -> ObjectList | None:
-    object = objects.find("a", kind, id)
-    return None if object is None else done(objects.page("a", object, query or Query(1000)))
+    return done(objects.page(kind, id, query or Query(1000)))
 
 
 def ids_of(objects: Objects, id: str, query: Query | None = None) -> list[str]:
@@ -97,10 +119,10 @@ def ids_of(objects: Objects, id: str, query: Query | None = None) -> list[str]:
 
 def read_all(objects: Objects, id: str, kind: Kind = "conversation") -> list[str] | None:
     """The ids of all items, as a prompt is made of them."""
-    object = objects.find("a", kind, id)
+    object = objects.find(kind, id)
     if object is None:
         return None
-    rows = done(objects.read_all("a", object))
+    rows = done(objects.read_all(object))
     return None if rows is None else [x.id for x in rows]
 
 

@@ -23,8 +23,8 @@ from gateway.openai.stored_objects import Metadata, MetadataChange, StoredKind, 
 from gateway.request.body import parsed
 from gateway.request.callers import caller_of, gateway_of
 from gateway.request.routing import json_response, new_router, takes
-from gateway.stored.forms import Entry, Item, stored_form
 from gateway.stored.objects import MAX_ITEMS, ObjectList, Objects, Outgrown
+from gateway.stored.rows import Item
 from gateway.stored.table import Steps
 
 router = new_router()
@@ -54,12 +54,12 @@ async def create_conversation(request: Request) -> Response:
     tenant, stored = caller_of(request).name, gateway_of(request).stored
     metadata, rows = await _read(request, NewConversation)
     id = new_id("conv")
-    form = stored_form("conversation", _conversation(id, metadata))
-    entry = Entry("conversation", id, id, form)
-    if not await stored.ask(tenant, lambda objects: objects.put(tenant, entry, rows), False):
+    made = {"id": id, "object": "conversation", "created_at": int(time.time())}
+    made["metadata"] = metadata
+    if not await stored.ask(tenant, lambda x: x.put("conversation", made, id, rows), False):
         message = "Nothing is stored here, or it is too large (see gateway.stored_bytes)."
         raise InvalidRequest(message, None, "not_stored")
-    return json_response(form.body)
+    return json_response(made)
 
 
 @router.get(_ONE)
@@ -85,9 +85,7 @@ async def add_items(request: Request) -> Response:
     caller_of(request)
     _, rows = await _read(request, AddedItems)
     try:
-        await CONVERSATION.change(
-            request, lambda objects, *of: objects.append(of[0], "conversation", of[1], rows)
-        )
+        await CONVERSATION.ask(request, lambda x, id: x.append("conversation", id, rows))
     except Outgrown:
         message = f"items: a conversation has at most {MAX_ITEMS}: begin a new one"
         raise InvalidRequest(message, "items", "conversation_too_large") from None
@@ -102,12 +100,9 @@ async def list_items(request: Request) -> Response:
 @router.get(_ITEM)
 async def show_item(request: Request) -> Response:
     item = request.path_params["item_id"]
-
-    def work(objects: Objects, tenant: str, id: str) -> Steps[bytes | None]:
-        object = objects.find(tenant, "conversation", id)
-        return None if object is None else (yield from objects.item(tenant, object, item))
-
-    return json_response(await CONVERSATION.ask(request, work))
+    return json_response(
+        await CONVERSATION.ask(request, lambda x, id: x.item("conversation", id, item))
+    )
 
 
 @router.delete(_ITEM)
@@ -115,9 +110,9 @@ async def delete_item(request: Request) -> Response:
     """Remove one item; answers with the conversation."""
     item = request.path_params["item_id"]
 
-    def work(objects: Objects, tenant: str, id: str) -> Steps[bytes | None]:
-        there = yield from objects.remove_item(tenant, "conversation", id, item)
-        return (yield from objects.show(tenant, "conversation", id)) if there else None
+    def work(objects: Objects, id: str) -> Steps[bytes | None]:
+        there = yield from objects.remove_item("conversation", id, item)
+        return (yield from objects.show("conversation", id)) if there else None
 
     return json_response(await CONVERSATION.ask(request, work))
 
@@ -145,8 +140,3 @@ def _checked(
     writer.add_all(items, "items")
     metadata = body.metadata if isinstance(body, NewConversation) else None
     return metadata or {}, rows_of(full_items(items))
-
-
-def _conversation(id: str, metadata: Json) -> Json:
-    row = {"id": id, "object": "conversation", "created_at": int(time.time())}
-    return {**row, "metadata": metadata}

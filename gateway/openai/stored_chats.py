@@ -15,8 +15,8 @@ from engines.openai.messages import Json
 from gateway.openai.stored_objects import MetadataChange, StoredKind, query_of, shown_list
 from gateway.request.callers import caller_of, gateway_of, state_of
 from gateway.request.routing import new_router, takes
-from gateway.stored.forms import Entry, Item, Label, label_of, stored_form
 from gateway.stored.objects import ObjectList, Objects
+from gateway.stored.rows import Item
 from gateway.stored.stored import Stored
 from gateway.stored.table import Steps
 
@@ -49,8 +49,8 @@ async def keep_completion(
         for i, message in enumerate(messages):
             named = {**msgspec.json.decode(message), "id": f"{id}-{i}"}
             rows.append(Item(named["id"], msgspec.json.encode(named)))
-        entry = Entry("completion", id, session.id, stored_form("completion", completion))
-        return "" if (yield from objects.put(session.tenant, entry, rows)) else "too-large"
+        stored = yield from objects.put("completion", completion, session.id, rows)
+        return "" if stored else "too-large"
 
     return await stored.keep(f"completion {id}", session.tenant, work)
 
@@ -60,11 +60,11 @@ async def list_completions(request: Request) -> Response:
     """List stored completions; ``model`` and ``metadata[key]`` choose among them."""
     tenant, stored = caller_of(request).name, gateway_of(request).stored
     query = query_of(request, ascending=True)
-    labels = _labels(request)
+    like = _like(request)
     return shown_list(
         await stored.ask(
             tenant,
-            lambda objects: objects.listed(tenant, "completion", labels, query),
+            lambda objects: objects.listed("completion", like, query),
             ObjectList([], False),
             state_of(request.scope).body.add,
         )
@@ -94,10 +94,9 @@ async def list_messages(request: Request) -> Response:
     return await COMPLETION.list_items(request, ascending=True)
 
 
-def _labels(request: Request) -> list[Label]:
-    model = request.query_params.get("model")
+def _like(request: Request) -> Json:
     pairs = [(_LABEL.fullmatch(k), v) for k, v in request.query_params.items()]
-    labels = [label_of(found[1], value) for found, value in pairs if found]
-    if len(labels) > MAX_LABELS:
+    metadata = {found[1]: value for found, value in pairs if found}
+    if len(metadata) > MAX_LABELS:
         raise InvalidRequest(f"metadata: ask for at most {MAX_LABELS} pairs", "metadata")
-    return [*labels, ("model", model)] if model else labels
+    return {"metadata": metadata, "model": request.query_params.get("model") or None}

@@ -7,7 +7,6 @@ and one of another tenant, get the same 404.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -20,9 +19,8 @@ from engines.openai.requests import checked
 from gateway.request.body import parsed
 from gateway.request.callers import caller_of, gateway_of, state_of
 from gateway.request.routing import json_response, limit_of
-from gateway.stored.forms import Form, Kind, stored_form
-from gateway.stored.head import Object
 from gateway.stored.objects import ObjectList, Objects, Query
+from gateway.stored.rows import Kind
 from gateway.stored.table import Steps
 
 MAX_ROWS = 100
@@ -87,25 +85,19 @@ class StoredKind(NamedTuple):
         """The code of the error that nothing was found."""
         return f"{self.kind}_not_found"
 
-    async def ask(
-        self, request: Request, work: Callable[[Objects, str, str], Steps[T | None]]
-    ) -> T:
-        """Ask the store for something, by tenant and id.
+    async def ask(self, request: Request, work: Callable[[Objects, str], Steps[T | None]]) -> T:
+        """Ask the caller's objects for something by its id.
 
         What the answer holds counts in the budget of all bodies.
 
         Raises:
-            InvalidRequest: 404, it is not there.
+            InvalidRequest: 404, it is not there: ``work`` returned None or False.
             RequestRefused: 503, the bodies of all requests take too much.
         """
         tenant, id = caller_of(request).name, request.path_params[self.param]
-        found = await gateway_of(request).stored.ask(
-            tenant,
-            lambda objects: work(objects, tenant, id),
-            None,
-            state_of(request.scope).body.add,
-        )
-        if found is None:
+        hold = state_of(request.scope).body.add
+        found = await gateway_of(request).stored.ask(tenant, lambda x: work(x, id), None, hold)
+        if found is None or found is False:
             raise self._unknown(request)
         return found
 
@@ -117,63 +109,36 @@ class StoredKind(NamedTuple):
 
     async def body(self, request: Request) -> bytes:
         """Return the object as it is shown. Raises ``InvalidRequest``, 404."""
-        return await self.ask(request, lambda objects, *of: objects.show(of[0], self.kind, of[1]))
+        return await self.ask(request, lambda objects, id: objects.show(self.kind, id))
 
     async def require(self, request: Request) -> None:
         """Raise ``InvalidRequest``, 404, if the object is not there."""
-        await self.ask(request, partial(_found, kind=self.kind))
+        await self.ask(request, lambda objects, id: objects.page(self.kind, id, Query(0)))
 
     async def show(self, request: Request) -> Response:
         return json_response(await self.body(request))
 
     async def delete(self, request: Request) -> Response:
         """Remove the object and its items, for good."""
-        await self.change(request, lambda objects, *of: objects.delete(of[0], self.kind, of[1]))
+        await self.ask(request, lambda objects, id: objects.delete(self.kind, id))
         id = request.path_params[self.param]
         return json_response({"id": id, "object": self.deleted_as, "deleted": True})
 
     async def label(self, request: Request) -> Response:
         """Replace the object's metadata."""
         caller_of(request)  # before the body is read
-        change = checked(await json_of(request), MetadataChange)
-
-        def labelled(body: bytes) -> Form:
-            anew = {**msgspec.json.decode(body), "metadata": change.metadata or {}}
-            return stored_form(self.kind, anew)
-
+        metadata = checked(await json_of(request), MetadataChange).metadata or {}
         return json_response(
-            await self.ask(
-                request, lambda objects, *of: objects.relabel(of[0], self.kind, of[1], labelled)
-            )
+            await self.ask(request, lambda objects, id: objects.relabel(self.kind, id, metadata))
         )
-
-    async def change(
-        self, request: Request, work: Callable[[Objects, str, str], Steps[bool]]
-    ) -> None:
-        """Change the object. Raises ``InvalidRequest``, 404, if ``work`` returns False."""
-
-        def changed(objects: Objects, tenant: str, id: str) -> Steps[bool | None]:
-            return (yield from work(objects, tenant, id)) or None
-
-        await self.ask(request, changed)
 
     async def list_items(self, request: Request, *, ascending: bool) -> Response:
         """List the object's items; ``ascending`` is the order if the request names none."""
         caller_of(request)
         query = query_of(request, ascending=ascending)
-        return shown_list(await self.ask(request, partial(_page, kind=self.kind, query=query)))
-
-
-def _found(objects: Objects, tenant: str, id: str, *, kind: Kind) -> Steps[Object | None]:
-    yield 0
-    return objects.find(tenant, kind, id)
-
-
-def _page(
-    objects: Objects, tenant: str, id: str, *, kind: Kind, query: Query
-) -> Steps[ObjectList | None]:
-    object = objects.find(tenant, kind, id)
-    return None if object is None else (yield from objects.page(tenant, object, query))
+        return shown_list(
+            await self.ask(request, lambda objects, id: objects.page(self.kind, id, query))
+        )
 
 
 async def json_of(request: Request) -> Json:

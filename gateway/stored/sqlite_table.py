@@ -1,29 +1,39 @@
-"""Stored objects in a SQLite file: the place for one gateway."""
+"""Stored objects in a SQLite file: the place for one gateway.
+
+Many threads read it at once, one writes. Every change is one short transaction in a write-ahead
+log, so a crash leaves it done or not done. What is deleted is overwritten. A file that cannot be
+read is put aside for a week: what it held is lost, the gateway is not. A file beside keeps the room
+that a deletion needs on a full disk, for its log.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from gateway.stored.sqlite_file import SqliteFile
-from gateway.stored.table import (
-    ROW_BYTES,
-    SLICE_BYTES,
-    SLICE_ITEMS,
-    StoredLimits,
-    StoreFailed,
-    Top,
-    Write,
-    size_of,
-)
+from gateway.stored.table import SLICE_ITEMS, StoredLimits, StoreFailed, Top, Trouble, Write
 
-TOUCH_EVERY_S = 60.0  # a use within this of the last one is not written down
-MAX_TOUCHED = 1024
+T = TypeVar("T")
+log = logging.getLogger("thermocline.gateway")
+BUSY_S: Final = 5.0
+RESERVE_BYTES: Final = 8 << 20
+TOUCH_EVERY_S: Final = 60.0  # a use within this of the last one is not written down
+MAX_TOUCHED: Final = 1024
+KEEP_DAMAGED_S: Final = 7 * 86400.0
+_FULL = frozenset({"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"})
 # A row without a name is deleted; its pages are there yet. ``totals`` has each tenant's bytes.
 _SCHEMA = """
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+PRAGMA secure_delete = ON;
 CREATE TABLE IF NOT EXISTS objects (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     tenant TEXT NOT NULL, name TEXT, head BLOB NOT NULL, used REAL NOT NULL,
@@ -43,10 +53,38 @@ CREATE INDEX IF NOT EXISTS by_listed ON terms (object);
 CREATE TABLE IF NOT EXISTS totals (tenant TEXT PRIMARY KEY, nbytes INTEGER NOT NULL);
 """
 _ONE = "FROM objects WHERE tenant = ? AND name = ?"
+_PAGE = (
+    f"SELECT CAST(content AS BLOB) FROM pages WHERE page = ? AND object = (SELECT number {_ONE})"
+)
+_LISTED = f"""
+SELECT number, name FROM terms JOIN objects ON number = object
+WHERE terms.tenant = ? AND term = ? AND object %s ? ORDER BY object %s LIMIT {SLICE_ITEMS}
+"""
+_JOIN = "INSERT OR IGNORE INTO terms (object, term, tenant) VALUES (?, ?, ?)"
+_LEAVE = "DELETE FROM terms WHERE object = ? AND term = ? AND tenant = ?"
+_COUNT = """
+INSERT INTO totals VALUES (?, ?)
+ON CONFLICT (tenant) DO UPDATE SET nbytes = nbytes + excluded.nbytes
+"""
+# The row that is to go next: deleted, too old, or the last of a budget that is exceeded.
+_OUTLIVED = """
+SELECT number FROM
+    (SELECT number, used FROM objects WHERE tenant = ?1 ORDER BY used, number LIMIT 1)
+WHERE used < ? OR ? < (SELECT nbytes FROM totals WHERE tenant = ?1)
+"""
+_DROP_PAGES = """
+DELETE FROM pages WHERE object = ?1
+AND page IN (SELECT page FROM pages WHERE object = ?1 LIMIT 2)
+"""
+_DROP = "DELETE FROM objects WHERE number = ? RETURNING tenant, -CAST(nbytes AS INTEGER)"
 
 
 class SqliteTable:
-    """Implements ``table.Table`` in the file at ``path``."""
+    """Implements ``table.Table`` in a file, which is made if it is not there.
+
+    Raises:
+        StoreFailed: there can be no file.
+    """
 
     place = "sqlite"
 
@@ -54,26 +92,32 @@ class SqliteTable:
         self,
         path: Path,
         limits: StoredLimits,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.time,  # seconds since 1970
         *,
-        keeps_damaged: bool = True,
+        keeps_damaged: bool = True,  # beside, though it may hold plain text
     ) -> None:
-        """
-        Args:
-            clock: gives seconds since 1970.
-            keeps_damaged: see ``SqliteFile``.
-
-        Raises:
-            StoreFailed: there can be no file.
-        """
         self.limits = limits
         self._clock = clock
+        self._path = path
+        self._damaged = path.with_name(f"{path.name}.damaged")
+        self._reserve = path.with_name(f"{path.name}.reserve")
+        self._keeps_damaged = keeps_damaged
         self._touched: dict[int, float] = {}  # uses that are not written down yet
-        self.file = SqliteFile(path, _SCHEMA, keeps_damaged=keeps_damaged)
+        self._writes = threading.Lock()
+        self._mine = threading.local()
+        self._all: list[sqlite3.Connection] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._open()
+        except (OSError, sqlite3.Error) as error:
+            raise StoreFailed(f"{path} cannot be used: {error}") from error
+        self._take_reserve()
+
+    # ---- rows
 
     def find_all(self, tenant: str, names: Sequence[str], *, uses: bool) -> list[Top | None]:
         sql = f"SELECT number, CAST(head AS BLOB), CAST(used AS REAL) {_ONE}"
-        with self.file.reading() as db:
+        with self.reading() as db:
             rows = [db.execute(sql, (tenant, x)).fetchone() for x in names]
         now = self._clock()
         for number, _, used in filter(None, rows):
@@ -82,161 +126,205 @@ class SqliteTable:
         return [x and Top(*x[:2]) for x in rows]
 
     def pages(self, tenant: str, name: str, numbers: Sequence[int]) -> list[bytes | None]:
-        sql = "SELECT CAST(content AS BLOB) FROM pages WHERE object = ? AND page = ?"
-        with self.file.reading() as db:
-            object = db.execute(f"SELECT number {_ONE}", (tenant, name)).fetchone() or (None,)
-            rows = [db.execute(sql, (*object, x)).fetchone() for x in numbers]
+        with self.reading() as db:
+            rows = [db.execute(_PAGE, (x, tenant, name)).fetchone() for x in numbers]
         return [x and x[0] for x in rows]
 
     def listed(
-        self, tenant: str, term: bytes, beyond: int | None, *, ascending: bool, limit: int
+        self, tenant: str, term: bytes, beyond: int | None, *, ascending: bool
     ) -> list[tuple[int, str]]:
-        sign, order = (">", "ASC") if ascending else ("<", "DESC")
+        sql = _LISTED % ((">", "ASC") if ascending else ("<", "DESC"))
         if beyond is None:
             beyond = 0 if ascending else 1 << 62
-        sql = (
-            "SELECT number, name FROM terms JOIN objects ON number = object"
-            f" WHERE terms.tenant = ? AND term = ? AND object {sign} ?"
-            f" ORDER BY object {order} LIMIT ?"
-        )
-        with self.file.reading() as db:
-            return db.execute(sql, (tenant, term, beyond, limit)).fetchall()
+        with self.reading() as db:
+            return db.execute(sql, (tenant, term, beyond)).fetchall()
 
     def write(self, tenant: str, name: str, write: Write) -> bool:
-        with self.file.writing() as db:
-            row = db.execute(f"SELECT number, head, nbytes {_ONE}", (tenant, name)).fetchone()
-            if write.was is not None and (row is None or row[1] != write.was):
-                return False
-            now = self._clock()
+        sql = f"SELECT number, head, CAST(nbytes AS INTEGER) {_ONE}"
+        with self.writing() as db:
+            number, head, nbytes = db.execute(sql, (tenant, name)).fetchone() or (0, None, 0)
             if write.was is None:
-                if row is not None:
-                    _hide(db, row[0])
-                sql = (
-                    "INSERT INTO objects (tenant, name, head, used, nbytes) VALUES (?, ?, ?, ?, ?)"
-                )
-                nbytes = size_of(write.head, write.pages)
-                made = db.execute(sql, (tenant, name, write.head, now, nbytes))
-                assert made.lastrowid is not None
-                number, grown = made.lastrowid, nbytes
-            else:
-                number, head, nbytes = row
-                sql = "SELECT length(content) FROM pages WHERE object = ? AND page = ?"
-                gone = [db.execute(sql, (number, x)).fetchone() or (0,) for x in write.dropped]
-                grown = size_of(write.head, write.pages) - len(head) - ROW_BYTES
-                grown -= sum(x + ROW_BYTES for (x,) in gone)
-                sql = "UPDATE objects SET head = ?, used = ?, nbytes = nbytes + ? WHERE number = ?"
-                db.execute(sql, (write.head, now, grown, number))
-                sql = "DELETE FROM pages WHERE object = ? AND page = ?"
-                db.executemany(sql, [(number, x) for x in write.dropped])
-                sql = "DELETE FROM terms WHERE tenant = ? AND term = ? AND object = ?"
-                db.executemany(sql, [(tenant, x, number) for x in write.left])
-            pages = [(number, x, content) for x, content in write.pages.items()]
+                _hide(db, number)
+                sql = "INSERT INTO objects VALUES (NULL, ?, ?, '', 0, 0)"
+                number, nbytes = db.execute(sql, (tenant, name)).lastrowid, 0
+            elif head != write.was:
+                return False
+            sql = "UPDATE objects SET head = ?, used = ?, nbytes = ? WHERE number = ?"
+            db.execute(sql, (write.head, self._clock(), write.nbytes, number))
+            db.execute(_COUNT, (tenant, write.nbytes - nbytes))
+            sql = "DELETE FROM pages WHERE object = ? AND page = ?"
+            db.executemany(sql, [(number, x) for x in write.dropped])
+            pages = [(number, *x) for x in write.pages.items()]
             db.executemany("INSERT OR REPLACE INTO pages VALUES (?, ?, ?)", pages)
-            terms = [(tenant, x, number) for x in write.terms]
-            db.executemany("INSERT OR IGNORE INTO terms VALUES (?, ?, ?)", terms)
-            _count(db, tenant, grown)
+            db.executemany(_LEAVE, [(number, x, tenant) for x in write.left])
+            db.executemany(_JOIN, [(number, x, tenant) for x in write.terms])
             self._write_uses(db)
         return True
 
-    def delete(self, tenant: str, name: str) -> bool:
-        def hidden(db: sqlite3.Connection) -> bool:
-            row = db.execute(f"SELECT number {_ONE}", (tenant, name)).fetchone()
-            if row is not None:
-                _hide(db, row[0])
-            return row is not None
+    def delete(self, tenant: str, names: Sequence[str]) -> int:
+        def hidden(db: sqlite3.Connection) -> int:
+            found = [db.execute(f"SELECT number {_ONE}", (tenant, x)).fetchone() for x in names]
+            return sum(_hide(db, *x) for x in found if x)
 
-        return self.file.remove(hidden)
-
-    def drop_copies(self) -> None:
-        self.file.drop_damaged()
+        try:
+            self._damaged.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreFailed(f"{self._damaged} cannot be removed: {error.strerror}") from error
+        return self.remove(hidden) if names else 0
 
     def tidy(self, tenant: str) -> bool:
-        with self.file.reading() as db:
-            if self._outlived(db, tenant) is None:
-                return False
-        return self.file.remove(lambda db: self._tidied(db, tenant))
-
-    def chores(self) -> Iterator[None]:
         oldest = self._clock() - self.limits.max_age_s
-        stale = "SELECT tenant FROM objects WHERE used < ? LIMIT 1"
-        while True:
-            with self.file.reading() as db:
-                row = db.execute(stale, (oldest,)).fetchone()
-            if row is None or not self.tidy(row[0]):
-                return
-            yield
+
+        def outlived(db: sqlite3.Connection) -> Any:
+            sql = "SELECT tenant FROM objects WHERE used < ? LIMIT 1"
+            of = (tenant,) if tenant else db.execute(sql, (oldest,)).fetchone() or ("",)
+            return db.execute(_OUTLIVED, (*of, oldest, self.limits.tenant_bytes)).fetchone()
+
+        def tidied(db: sqlite3.Connection) -> bool:
+            self._write_uses(db)
+            if (found := outlived(db)) is None:
+                return False
+            _hide(db, *found)
+            if not db.execute(_DROP_PAGES, found).rowcount:
+                db.executemany(_COUNT, db.execute(_DROP, found).fetchall())
+            return True
+
+        with self.reading() as db:
+            if outlived(db) is None:
+                return False
+        return self.remove(tidied)
 
     def close(self) -> None:
-        if self._touched:
-            with suppress(StoreFailed), self.file.writing() as db:
-                self._write_uses(db)
-        self.file.close()
-
-    def set_used(self, tenant: str, name: str, used: float) -> None:
-        """Note that a row was used last then."""
-        with self.file.writing() as db:
-            sql = "UPDATE objects SET used = ? WHERE tenant = ? AND name = ?"
-            db.execute(sql, (used, tenant, name))
+        with suppress(StoreFailed), self.writing() as db:
+            self._write_uses(db)
+        for db in self._all:
+            db.close()
 
     def _write_uses(self, db: sqlite3.Connection) -> None:
         touched, self._touched = self._touched, {}
-        rows = [(used, number) for number, used in list(touched.items())]
-        db.executemany("UPDATE objects SET used = ? WHERE number = ? AND name IS NOT NULL", rows)
+        sql = "UPDATE objects SET used = ? WHERE number = ? AND name IS NOT NULL"
+        db.executemany(sql, [(used, number) for number, used in list(touched.items())])
 
-    def _outlived(self, db: sqlite3.Connection, tenant: str) -> tuple[int, bool] | None:
-        """Return the number of a row that is to go, and whether it is hidden already.
+    # ---- the file
 
-        It is deleted, too old, or the budget's last.
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Use this thread's connection. Raises ``StoreFailed``."""
+        try:
+            yield self._connection()
+        except sqlite3.Error as error:
+            name = getattr(error, "sqlite_errorname", "")
+            trouble: Trouble = "busy" if "BUSY" in name else "unavailable"
+            if name in _FULL:
+                trouble = "full"
+            raise StoreFailed(f"the store of responses failed: {error}", trouble) from error
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """Run a block in one transaction, after those of other threads. Raises ``StoreFailed``."""
+        if not self._writes.acquire(timeout=BUSY_S):
+            raise StoreFailed("others write for too long", "busy")
+        try:
+            with self.reading() as db:
+                db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield db
+                    db.execute("COMMIT")
+                finally:
+                    if db.in_transaction:
+                        db.execute("ROLLBACK")
+        finally:
+            self._writes.release()
+
+    def remove(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do ``work``, which removes something, in one transaction, on a full disk too.
+
+        There what is removed is not overwritten at once. It is sealed. Raises ``StoreFailed``.
         """
-        sql = (
-            "SELECT number, name IS NULL, CAST(used AS REAL) FROM objects WHERE tenant = ?"
-            " ORDER BY used, number LIMIT 1"
-        )
-        row = db.execute(sql, (tenant,)).fetchone()
-        if row is None:
-            return None
-        sql = "SELECT nbytes FROM totals WHERE tenant = ?"
-        (nbytes,) = db.execute(sql, (tenant,)).fetchone() or (0,)
-        too_old = row[2] < self._clock() - self.limits.max_age_s
-        goes = row[1] or too_old or nbytes > self.limits.tenant_bytes
-        return (row[0], bool(row[1])) if goes else None
+        try:
+            with self.writing() as db:
+                return work(db)
+        except StoreFailed as error:
+            if error.trouble != "full":
+                raise
+        self._reserve.unlink(missing_ok=True)
+        try:
+            self.pragma("secure_delete = FAST")
+            with self.writing() as db:
+                return work(db)
+        finally:
+            with suppress(StoreFailed):
+                self.pragma("wal_checkpoint(TRUNCATE)")
+                self.pragma("secure_delete = ON")
+            self._take_reserve()
 
-    def _tidied(self, db: sqlite3.Connection, tenant: str) -> bool:
-        self._write_uses(db)
-        row = self._outlived(db, tenant)
-        if row is None:
-            return False
-        number, is_hidden = row
-        if not is_hidden:
-            _hide(db, number)
-        sql = "SELECT page, length(content) FROM pages WHERE object = ? LIMIT ?"
-        gone: list[tuple[int, int]] = []
-        held = 0
-        for page, nbytes in db.execute(sql, (number, SLICE_ITEMS)).fetchall():
-            if gone and held + nbytes > SLICE_BYTES:
-                break
-            gone.append((number, page))
-            held += nbytes
-        if gone:
-            db.executemany("DELETE FROM pages WHERE object = ? AND page = ?", gone)
-        left = db.execute("SELECT 1 FROM pages WHERE object = ? LIMIT 1", (number,)).fetchone()
-        if left is None:
-            sql = "DELETE FROM objects WHERE number = ? RETURNING CAST(nbytes AS INTEGER)"
-            ((nbytes,),) = db.execute(sql, (number,)).fetchall()
-            _count(db, tenant, -nbytes)
-        return True
+    def pragma(self, words: str) -> Any:
+        with self.reading() as db:
+            return db.execute(f"PRAGMA {words}").fetchone()
+
+    def _connection(self) -> sqlite3.Connection:
+        db: sqlite3.Connection | None = getattr(self._mine, "db", None)
+        if db is None:
+            # It is closed by another thread than its own.
+            db = sqlite3.connect(
+                self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            # Bytes that are no text become a text that nothing has, not an error of the whole file.
+            db.text_factory = partial(str, encoding="utf-8", errors="replace")
+            try:
+                db.executescript(_SCHEMA)
+                db.execute("SELECT number FROM objects ORDER BY number DESC LIMIT 1").fetchone()
+            except sqlite3.Error:
+                db.close()
+                raise
+            self._all.append(db)
+            self._mine.db = db
+        return db
+
+    def _open(self, *, again: bool = True) -> None:
+        with suppress(FileNotFoundError):
+            age_s = time.time() - self._damaged.stat().st_mtime
+            if age_s > KEEP_DAMAGED_S or not self._keeps_damaged:
+                self._damaged.unlink()
+        self._path.touch(mode=0o600)
+        self._path.chmod(0o600)  # SQLite gives its log the same
+        try:
+            self._connection()
+        except sqlite3.DatabaseError as error:
+            is_wreck = not isinstance(error, sqlite3.OperationalError)  # else: busy, or no room
+            if not again or not (is_wreck or self._reserve.exists()):
+                raise
+            if is_wreck:
+                self._put_aside(error)
+            else:
+                self._reserve.unlink()
+            self._open(again=False)
+
+    def _put_aside(self, error: sqlite3.Error) -> None:
+        if self._keeps_damaged:
+            self._path.replace(self._damaged)
+            os.utime(self._damaged)  # kept from now on
+        for name in ("", "-wal", "-shm"):
+            self._path.with_name(self._path.name + name).unlink(missing_ok=True)
+        kept = f"put aside as {self._damaged.name}" if self._keeps_damaged else "removed"
+        log.error("%s is damaged (%s); it was %s", self._path, error, kept)
+
+    def _take_reserve(self) -> None:
+        """Keep room for deletions; where there is none now, it is tried again after the next."""
+        try:
+            with self._reserve.open("ab") as file:
+                self._reserve.chmod(0o600)
+                # Random: a file system that packs must not save the room.
+                file.write(os.urandom(max(0, RESERVE_BYTES - file.tell())))
+        except OSError as error:
+            log.warning("no room is kept for deletions on a full disk: %s", error.strerror)
+            with suppress(OSError):
+                self._reserve.unlink()
 
 
-def _hide(db: sqlite3.Connection, number: int) -> None:
-    """Delete a row but for its pages, which cannot be found without it."""
+def _hide(db: sqlite3.Connection, number: int) -> int:
+    """Delete a row but for its pages, which cannot be found without it; returns 1."""
     sql = "UPDATE objects SET name = NULL, head = x'', used = -1 WHERE number = ?"
     db.execute(sql, (number,))
     db.execute("DELETE FROM terms WHERE object = ?", (number,))
-
-
-def _count(db: sqlite3.Connection, tenant: str, nbytes: int) -> None:
-    sql = (
-        "INSERT INTO totals VALUES (?, ?)"
-        " ON CONFLICT (tenant) DO UPDATE SET nbytes = nbytes + excluded.nbytes"
-    )
-    db.execute(sql, (tenant, nbytes))
+    return 1

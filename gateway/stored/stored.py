@@ -7,13 +7,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
 
-from gateway.stored.objects import Objects
+from gateway.stored.objects import Objects, ObjectStore
 from gateway.stored.table import Misshapen, Steps, StoreFailed
 
 T = TypeVar("T")
@@ -22,91 +21,21 @@ NUM_THREADS: Final = 4
 THREADS_PER_TENANT: Final = 2
 MAX_WAITING: Final = 256  # questions of one tenant
 SLICE_S: Final = 0.01  # steps that hold nothing go on for so long without another's between them
-CHORES_EVERY_S: Final = 600.0
-_NO_TENANT: Final = ""  # the tenant of work that is done for none
-
-
-class LineFull(Exception):
-    """Too much of this tenant waits already."""
-
-
-class TenantThreads:
-    """Runs pieces of work on threads that tenants take in turns. Belongs to the event loop.
-
-    The threads take work in order; of one tenant's at most ``per_tenant`` pieces stand in their
-    line or run, so another's wait for few.
-
-    Args:
-        max_waiting: of one tenant's, so many wait besides.
-    """
-
-    def __init__(self, num_threads: int, per_tenant: int, max_waiting: int) -> None:
-        self._per_tenant = per_tenant
-        self._most = max_waiting + per_tenant
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="stored")
-        self._asked: Counter[str] = Counter()
-        self._places: dict[str, asyncio.Semaphore] = {}
-
-    async def do(self, tenant: str, work: Callable[[], T]) -> T:
-        """Run ``work`` when it is its tenant's turn; what is cancelled before is not run.
-
-        Raises:
-            LineFull: too much of the tenant waits.
-        """
-        if self._asked[tenant] >= self._most:
-            raise LineFull
-        place = self._places.setdefault(tenant, asyncio.Semaphore(self._per_tenant))
-        self._asked[tenant] += 1
-        try:
-            await place.acquire()
-        except asyncio.CancelledError:
-            self._leave(tenant)
-            raise
-        loop = asyncio.get_running_loop()
-        job = self._threads.submit(work)
-
-        def ended(job: Future[T]) -> None:  # on any thread, even if the caller waits no more
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._end, tenant, place)
-
-        job.add_done_callback(ended)
-        try:
-            return await asyncio.shield(asyncio.wrap_future(job))
-        except asyncio.CancelledError:
-            job.cancel()
-            raise
-
-    async def close(self) -> None:
-        """Wait for the work that runs; nothing else is begun."""
-        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
-
-    def _end(self, tenant: str, place: asyncio.Semaphore) -> None:
-        place.release()
-        self._leave(tenant)
-
-    def _leave(self, tenant: str) -> None:
-        self._asked[tenant] -= 1
-        if not self._asked[tenant]:
-            del self._asked[tenant], self._places[tenant]
-
-
-class _Step(NamedTuple):
-    """The bytes that the next step will hold, or the result."""
-
-    nbytes: int
-    result: list[object] | None
+TIDY_EVERY_S: Final = 600.0
 
 
 class Stored:
-    """The stored objects of one gateway."""
+    """The stored objects of one gateway. Belongs to the event loop."""
 
-    def __init__(self, opened: Callable[[], Objects] | None = None) -> None:
+    def __init__(self, opened: Callable[[], ObjectStore] | None = None) -> None:
         """``opened`` is called on a thread at the first use; None: nothing is stored here."""
         self._open = opened
-        self._objects: Objects | None = None
+        self._store: ObjectStore | None = None
         self._opening = threading.Lock()
-        self._threads = TenantThreads(NUM_THREADS, THREADS_PER_TENANT, MAX_WAITING)
-        self._chores: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="stored")
+        self._asked: Counter[str] = Counter()
+        self._places: dict[str, asyncio.Semaphore] = {}
+        self._tidying: asyncio.Task[None] | None = None
 
     @property
     def enabled(self) -> bool:
@@ -114,9 +43,9 @@ class Stored:
         return self._open is not None
 
     def start(self) -> None:
-        """Begin the chores, which are done now and then in the background."""
+        """Begin to remove now and then what is too old of tenants that ask for nothing."""
         if self.enabled:
-            self._chores = asyncio.create_task(self._do_chores(), name="stored-chores")
+            self._tidying = asyncio.create_task(self._tidy(), name="stored-tidy")
 
     async def ask(
         self,
@@ -125,33 +54,31 @@ class Stored:
         absent: T,
         hold: Callable[[int], None] = lambda nbytes: None,
     ) -> T:
-        """Do ``work``, step by step; ``absent`` is the answer where nothing is stored.
+        """Do ``work`` with a tenant's objects, step by step, each when it is the tenant's turn.
 
-        It is the answer, too, where something is found that this code has not written. When this is
-        cancelled, the step that runs is the last one.
+        When this is cancelled, the step that runs is the last one.
 
         Args:
+            absent: the answer where nothing is stored, or something that this code has not written.
             hold: called with the bytes that the next step will hold; what it raises ends the work.
 
         Raises:
             StoreFailed: the table cannot be read or written now.
         """
-        if self._open is None:
-            return absent
-        steps: list[Steps[T]] = []
-        while True:
+        loop, steps = asyncio.get_running_loop(), list[Steps[T]]()
+        while self.enabled:
             try:
-                step = await self._threads.do(tenant, partial(self._go_on, steps, work))
-            except LineFull:
-                raise StoreFailed("too many questions of this tenant wait", "busy") from None
+                async with self._turn(tenant):
+                    go_on = loop.run_in_executor(self._threads, self._go_on, tenant, work, steps)
+                    nbytes, result = await go_on
             except Misshapen as error:
                 log.warning("stored objects: %s", error)
-                return absent
-            if step.result is not None:
-                result: T = step.result[0]  # type: ignore[assignment]
-                return result
-            if step.nbytes:
-                hold(step.nbytes)
+                break
+            if result is not None:
+                return result[0]
+            if nbytes:
+                hold(nbytes)
+        return absent
 
     async def keep(self, what: str, tenant: str, work: Callable[[Objects], Steps[str]]) -> str:
         """Store an answer by ``work``; return "", or a word for why it was not stored.
@@ -160,60 +87,66 @@ class Stored:
             what: names the answer in the log.
         """
         try:
-            why = await self.ask(tenant, work, "unavailable")
+            why = said = await self.ask(tenant, work, "unavailable")
         except StoreFailed as error:
-            log.warning("%s was not stored: %s", what, error)
-            return error.trouble
+            why, said = error.trouble, str(error)
         if why:
-            log.warning("%s was not stored: %s", what, why)
+            log.warning("%s was not stored: %s", what, said)
         return why
 
     async def close(self) -> None:
         """Finish what runs, and let go of files and connections."""
-        if self._chores is not None:
-            self._chores.cancel()
-            await asyncio.wait([self._chores])
-        await self._threads.close()
-        if self._objects is not None:
-            self._objects.table.close()
-            self._objects = None
+        if self._tidying is not None:
+            self._tidying.cancel()
+            await asyncio.wait([self._tidying])
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        if self._store is not None:
+            self._store.table.close()
+            self._store = None
 
-    def _go_on(self, steps: list[Steps[T]], work: Callable[[Objects], Steps[T]]) -> _Step:
-        """Do some steps; ``steps`` has the work itself once it was begun."""
+    @asynccontextmanager
+    async def _turn(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for one of a tenant's places in the line of the threads: so others wait for few."""
+        if self._asked[tenant] >= MAX_WAITING + THREADS_PER_TENANT:
+            raise StoreFailed("too many questions of this tenant wait", "busy")
+        place = self._places.setdefault(tenant, asyncio.Semaphore(THREADS_PER_TENANT))
+        self._asked[tenant] += 1
+        try:
+            async with place:
+                yield
+        finally:
+            self._asked[tenant] -= 1
+            if not self._asked[tenant]:
+                del self._asked[tenant], self._places[tenant]
+
+    def _go_on(
+        self, tenant: str, work: Callable[[Objects], Steps[T]], steps: list[Steps[T]]
+    ) -> tuple[int, list[T] | None]:
+        """Do some steps of the work, which ``steps`` has once it was begun.
+
+        Returns the bytes that the next step will hold, and the result after the last one.
+        """
         if not steps:
-            steps.append(work(self._opened()))
+            with self._opening:
+                if self._store is None:
+                    assert self._open is not None
+                    self._store = self._open()
+            steps.append(work(self._store.of(tenant)))
         until = time.perf_counter() + SLICE_S
         while True:
             try:
                 nbytes = next(steps[0])
             except StopIteration as end:
-                return _Step(0, [end.value])
+                return 0, [end.value]
             if nbytes or time.perf_counter() > until:
-                return _Step(nbytes, None)
+                return nbytes, None
 
-    def _opened(self) -> Objects:
-        with self._opening:
-            if self._objects is None:
-                assert self._open is not None
-                self._objects = self._open()
-            return self._objects
-
-    async def _do_chores(self) -> None:
+    async def _tidy(self) -> None:
         while True:
             try:
-                await self._chores_once()
-            except (StoreFailed, LineFull) as error:
+                await self.ask("", Objects.tidy, None)
+            except StoreFailed as error:
                 log.warning("stored objects are not looked after now: %s", error)
             except Exception:  # the edge of a task: a defect here must not end the others' work
                 log.exception("looking after stored objects failed")
-            await asyncio.sleep(CHORES_EVERY_S)
-
-    async def _chores_once(self) -> None:
-        """Do all chores; between two pieces as much time is left to others as one has taken."""
-        steps: list[Steps[None]] = []
-        while True:
-            began = time.perf_counter()
-            go_on = partial(self._go_on, steps, Objects.chores)
-            if (await self._threads.do(_NO_TENANT, go_on)).result is not None:
-                return
-            await asyncio.sleep(time.perf_counter() - began)
+            await asyncio.sleep(TIDY_EVERY_S)

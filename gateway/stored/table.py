@@ -1,16 +1,15 @@
-"""The table of stored objects: the one interface of the places where they lie.
+"""The table in which stored objects lie: one interface of a SQLite file and a Redis server.
 
-A row has a name, a small head and numbered pages, all opaque here (``objects`` seals them), and is
-listed under terms, which are keyed hashes. A row that is not there, one that was evicted and
-another tenant's are the same: None. Every method is one short piece of work: where there may be
-more to do, its result says so.
+A row has a name, a small head and numbered pages, all sealed, and is listed under terms, which are
+keyed hashes. A row that is not there, one that was evicted and another tenant's are the same: None.
+Every method is one short piece of work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
 # Work in steps: between two of them others have their turn. It yields the number of bytes that
@@ -18,11 +17,10 @@ T = TypeVar("T")
 Steps: TypeAlias = Generator[int, None, T]
 # Why nothing can be read or written now.
 Trouble: TypeAlias = Literal["unavailable", "busy", "full"]
-# About what one piece of work reads or removes.
-SLICE_BYTES = 512 << 10
-SLICE_ITEMS = 512
-ROW_BYTES = 200  # that a head or a page takes besides its content, about
-TERM_BYTES = 16
+# About what one step reads or removes.
+SLICE_BYTES: Final = 512 << 10
+SLICE_ITEMS: Final = 512
+TERM_BYTES: Final = 16
 
 
 class StoreFailed(Exception):
@@ -47,8 +45,9 @@ class Top(NamedTuple):
 class Write(NamedTuple):
     """A change of a row, all or nothing."""
 
-    head: bytes
     was: bytes | None  # the head that it is made for; None: the row is put anew
+    head: bytes
+    nbytes: int  # that the whole row counts from then on
     pages: Mapping[int, bytes] = {}  # put besides those that are there
     dropped: Collection[int] = ()  # pages
     terms: Collection[bytes] = ()  # it is listed under these besides
@@ -79,38 +78,21 @@ class Table(Protocol):
         """Read pages of a row."""
 
     def listed(
-        self, tenant: str, term: bytes, beyond: int | None, *, ascending: bool, limit: int
+        self, tenant: str, term: bytes, beyond: int | None, *, ascending: bool
     ) -> list[tuple[int, str]]:
-        """List numbers and names under a term, in order, from after the number ``beyond`` on.
-
-        Rows that are gone may still be in it.
-        """
+        """List some numbers and names under a term, after ``beyond``; rows may be gone by now."""
 
     def write(self, tenant: str, name: str, write: Write) -> bool:
-        """Put or change a row; call ``tidy`` if it has grown.
+        """Put or change a row; False: its head is not the one that the change was made for."""
 
-        Returns False if its head is not the one that the change was made for.
-        """
-
-    def delete(self, tenant: str, name: str) -> bool:
-        """Remove a row from all eyes; ``tidy`` removes what it took. False: it is not there."""
-
-    def drop_copies(self) -> None:
-        """Remove what was put aside as damaged: it may hold what is deleted."""
+    def delete(self, tenant: str, names: Sequence[str]) -> int:
+        """Remove rows from all eyes, and damaged files that were put aside; returns how many."""
 
     def tidy(self, tenant: str) -> bool:
-        """Remove a piece of the rows that were deleted, are too old or exceed a tenant's budget.
+        """Free a piece of the room of rows that are deleted, too old, or beyond the budget.
 
         Returns True if there may be more.
         """
 
-    def chores(self) -> Iterator[None]:
-        """Do what no tenant's request does, a piece at each step."""
-
     def close(self) -> None:
         """Let go of files and connections."""
-
-
-def size_of(head: bytes, pages: Mapping[int, bytes]) -> int:
-    """Return what a row counts in its tenant's budget."""
-    return len(head) + sum(len(x) for x in pages.values()) + ROW_BYTES * (1 + len(pages))

@@ -18,9 +18,9 @@ from gateway.keys import Tenants
 from gateway.models import ServedModel
 from gateway.shared.redis_client import AsyncRedis
 from gateway.shared.shared_sessions import SharedSessions
-from gateway.stored.objects import Objects
-from gateway.stored.older import NotMarked, bring_over
-from gateway.stored.seal import KeyOf
+from gateway.stored.objects import ObjectStore
+from gateway.stored.older import bring_over
+from gateway.stored.rows import KeyOf
 from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.stored import Stored
 from gateway.stored.table import StoredLimits, StoreFailed
@@ -110,25 +110,22 @@ def stored_objects(
 
 def in_sqlite(
     path: Path, limits: StoredLimits, key_of: KeyOf, mark: Path, keeps_damaged: bool = True
-) -> Objects:
+) -> ObjectStore:
     """Open a file of stored objects, with all that earlier releases have left in it.
 
     Raises ``StoreFailed``, as for a full disk: a half of it is not served, or what users delete
     meanwhile would come back.
     """
     table = SqliteTable(path, limits, keeps_damaged=keeps_damaged)
-    objects = Objects(table, key_of)
     try:
-        bring_over(objects, table, key_of, mark)
-    except NotMarked as error:
-        log.warning("plain text of an earlier release would still be believed: %s", error)
+        bring_over(table, key_of, mark)
     except StoreFailed:
         table.close()
         raise
-    return objects
+    return ObjectStore(table, key_of)
 
 
-def _in_redis(store: StoreConfig, limits: StoredLimits, key_of: KeyOf) -> Objects:
+def _in_redis(store: StoreConfig, limits: StoredLimits, key_of: KeyOf) -> ObjectStore:
     try:
         from gateway.stored.redis_table import RedisTable  # redis-py is an extra
     except ImportError as error:
@@ -138,7 +135,7 @@ def _in_redis(store: StoreConfig, limits: StoredLimits, key_of: KeyOf) -> Object
         return key_of(tenant, b"names of keys").hex()[:32]
 
     table = RedisTable(store.redis_url, limits, hidden, store.redis_deadline_s)
-    return Objects(table, key_of)
+    return ObjectStore(table, key_of)
 
 
 def differences_from_redis(

@@ -27,9 +27,8 @@ from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import MAX_ITEMS, ResponseFields
 from gateway.request.body import ParsedBody
-from gateway.stored.forms import Entry, Item, stored_form
-from gateway.stored.head import Head
 from gateway.stored.objects import Objects, Outgrown
+from gateway.stored.rows import Head, Item
 from gateway.stored.stored import Stored
 from gateway.stored.table import Steps
 
@@ -141,7 +140,7 @@ async def context_of(
         return Context(EarlierItems(), fields.items)
     field = "conversation" if fields.conversation_id else "previous_response_id"
     room = _RecallRoom(body.room, field if named else "input")
-    read = partial(_read, tenant=tenant.name, fields=fields, room=room)
+    read = partial(_read, fields=fields, room=room)
 
     async def ask() -> _Recalled | None:
         found = await stored.ask(tenant.name, read, None, body.recall)
@@ -169,18 +168,18 @@ def _parsed(found: _Recalled, own: Sequence[Json]) -> Context:
 
 
 def _read(
-    objects: Objects, *, tenant: str, fields: ResponseFields, room: _RecallRoom
+    objects: Objects, *, fields: ResponseFields, room: _RecallRoom
 ) -> Steps[_Recalled | None]:
     """Read all that a request recalls; None if what it goes on from is not there."""
     items: list[Item] | None = []
     session = None
     if fields.conversation_id:
         session = fields.conversation_id
-        items = yield from _conversation(objects, tenant, session, None, room)
+        items = yield from _conversation(objects, session, None, room)
     elif fields.previous_response_id:
-        chain = yield from _chain(objects, tenant, fields.previous_response_id, room)
+        chain = yield from _chain(objects, fields.previous_response_id, room)
         items, session = chain or (None, None)
-        session = _branch(objects, tenant, fields.previous_response_id, session)
+        session = _branch(objects, fields.previous_response_id, session)
     if items is None:
         return None
     known = {x.id for x in items}
@@ -193,25 +192,23 @@ def _read(
             if id in known:
                 continue
             if id not in referred:
-                referred[id] = yield from _referred(objects, tenant, id)
+                referred[id] = yield from _referred(objects, id)
             room.take(len(referred[id]), 1)
             yield len(referred[id])  # named again, it stands in the prompt again
     return _Recalled(items, session, referred)
 
 
-def _branch(objects: Objects, tenant: str, id: str, session: str | None) -> str | None:
+def _branch(objects: Objects, id: str, session: str | None) -> str | None:
     """Return the session to go on in: a response that another followed begins one of its own.
 
     Two conversations that began alike, and two branches of one, would else overwrite each other.
     """
-    if session is None or objects.find(tenant, "conversation", session) is not None:
+    if session is None or objects.find("conversation", session) is not None:
         return id
-    return session if objects.latest(tenant, "response", session) == id else id
+    return session if objects.latest("response", session) == id else id
 
 
-def _chain(
-    objects: Objects, tenant: str, id: str, room: _RecallRoom
-) -> Steps[tuple[list[Item], str] | None]:
+def _chain(objects: Objects, id: str, room: _RecallRoom) -> Steps[tuple[list[Item], str] | None]:
     """Read a response and all before it; None if one of them is not there."""
 
     nbytes = 0
@@ -225,17 +222,18 @@ def _chain(
             room.take(head.nbytes, max(1, head.num))
             nbytes += head.nbytes
 
-    line = yield from objects.line(tenant, "response", id, take)
+    line = yield from objects.line(id, take)
     if line is None:
         return None
     yield nbytes
     items: list[Item] = []
     for object in reversed(line):
         if before := object.head.about.get("conversation"):
-            last = object.head.last_item
-            turn = yield from _conversation(objects, tenant, before, last, room)
+            pages = object.head.pages
+            last = pages[-1].ids[-1] if pages else None
+            turn = yield from _conversation(objects, before, last, room)
         else:
-            turn = yield from objects.read_all(tenant, object)
+            turn = yield from objects.read_all(object)
         if turn is None:
             return None
         items += turn
@@ -243,21 +241,21 @@ def _chain(
 
 
 def _conversation(
-    objects: Objects, tenant: str, id: str, until: str | None, room: _RecallRoom
+    objects: Objects, id: str, until: str | None, room: _RecallRoom
 ) -> Steps[list[Item] | None]:
     """Read a conversation up to the item ``until``; all of it if that is None, or not in it."""
-    object = objects.find(tenant, "conversation", id)
+    object = objects.find("conversation", id)
     if object is None:
         return None
     room.take_all(object.head)
     yield object.head.nbytes
-    items = yield from objects.read_all(tenant, object)
+    items = yield from objects.read_all(object)
     ends = [i for i, x in enumerate(items or ()) if x.id == until]
     return items[: ends[-1] + 1] if items and ends else items
 
 
-def _referred(objects: Objects, tenant: str, id: str) -> Steps[bytes]:
-    body = yield from objects.find_item(tenant, id)
+def _referred(objects: Objects, id: str) -> Steps[bytes]:
+    body = yield from objects.find_item(id)
     if body is None:
         message = f"Item with id {id[:128]!r} not found."
         raise InvalidRequest(message, "input", "item_not_found", 404)
@@ -308,26 +306,22 @@ async def keep_response(stored: Stored, turn: KeptTurn, response: Json, session:
 
     Returns "", or why it could not be stored (``NotStored``).
     """
-    tenant = session.tenant
 
     def work(objects: Objects) -> Steps[str]:
-        form = stored_form("response", response)
         if turn.conversation_id:
-            added = [*turn.own, *form.outputs]
+            added = [*turn.own, *rows_of(response["output"])]
             try:
-                kept = yield from objects.append(
-                    tenant, "conversation", turn.conversation_id, added
-                )
+                kept = yield from objects.append("conversation", turn.conversation_id, added)
             except Outgrown:
                 return "too-large"
             if not kept:
                 return "gone"
         if not turn.stores:
             return ""
-        entry = Entry("response", response["id"], session.id, form)
-        return "" if (yield from objects.put(tenant, entry, turn.own)) else "too-large"
+        kept = yield from objects.put("response", response, session.id, turn.own)
+        return "" if kept else "too-large"
 
-    return await stored.keep(f"response {response['id']}", tenant, work)
+    return await stored.keep(f"response {response['id']}", session.tenant, work)
 
 
 def _unknown(fields: ResponseFields) -> InvalidRequest:

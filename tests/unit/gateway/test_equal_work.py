@@ -18,9 +18,9 @@ import pytest
 
 from engines.openai.requests import InvalidRequest
 from gateway.keys import Tenants, generate_key
-from gateway.stored.forms import Kind
+from gateway.stored.rows import Kind
 from gateway.stored.table import StoredLimits
-from tests.stored_objects import done, entry, items, objects_in, put
+from tests.stored_objects import anew, done, entry, items, objects_in, put
 from tests.unit.gateway.in_process import MODEL, App
 
 ROOT = Path(__file__).parents[3]
@@ -139,19 +139,20 @@ async def test_a_foreign_session_takes_the_same_steps_as_none_at_all(method: str
 @pytest.mark.parametrize("kind", ["response", "conversation", "completion"])
 def test_a_foreign_stored_object_takes_the_same_steps_as_none_at_all(tmp_path: Path, kind: Kind):
     objects = objects_in(tmp_path / "stored.sqlite", StoredLimits(1 << 20, 1e6))
-    put(objects, entry("secret-one", kind=kind), items("secret-item"), tenant="alice")
+    alices, bobs = (anew(objects, x) for x in ("alice", "bob"))
+    put(alices, entry("secret-one", kind=kind), items("secret-item"))
 
     def steps(id: str, item: str) -> Work:
         with noted() as work:
             found = (
-                done(objects.show("bob", kind, id)),
-                done(objects.find_item("bob", item)),
-                done(objects.delete("bob", kind, id)),
+                done(bobs.show(kind, id)),
+                done(bobs.find_item(item)),
+                done(bobs.delete(kind, id)),
             )
         assert found == (None, None, False)
         return work
 
     steps("absent-one", "absent-item")
     assert steps("secret-one", "secret-item") == steps("absent-one", "absent-item")
-    assert done(objects.show("alice", kind, "secret-one")) is not None
+    assert done(alices.show(kind, "secret-one")) is not None
     objects.table.close()

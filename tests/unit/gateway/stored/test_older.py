@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.stored.forms import label_of
-from gateway.stored.objects import Objects, Query
+from gateway.stored.objects import Objects, ObjectStore, Query
 from gateway.stored.older import bring_over
 from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.table import StoredLimits, StoreFailed
 from tests.old_stored import OldFile, seal_old_file, write_old_chats
 from tests.stored_objects import (
     KEY_OF,
+    anew,
     content_of,
     done,
     entry,
@@ -83,22 +83,23 @@ def test_all_of_it_is_there_as_it_was(any_path: Path) -> None:
     assert shown(objects, "resp_1", "response") == FIRST
     assert read_all(objects, "resp_1", "response") == ["msg_0", "msg_1"]
     assert read_all(objects, "resp_2", "response") == ["msg_2", "msg_3"]
-    line = done(objects.line("a", "response", "resp_2", lambda head: None))
+    line = done(objects.line("resp_2", lambda head: None))
     assert [x.id for x in line or ()] == ["resp_2", "resp_1"]
     assert shown(objects, "conv_1") == TALK
     assert ids_of(objects, "conv_1") == read_all(objects, "conv_1") == ["msg_0", "msg_1"]
-    assert json.loads(done(objects.find_item("a", "msg_2")) or b"")["id"] == "msg_2"
-    found = done(objects.listed("a", "completion", [label_of("a", "b"), ("model", "m")], Query(9)))
+    assert json.loads(done(objects.find_item("msg_2")) or b"")["id"] == "msg_2"
+    found = done(objects.listed("completion", {"metadata": {"a": "b"}, "model": "m"}, Query(9)))
     assert [json.loads(x.body) for x in found.rows] == [CHAT]
-    assert objects.latest("a", "response", "s") == "resp_2"
-    assert done(objects.append("a", "conversation", "conv_1", items("new")))
-    assert done(objects.remove_item("a", "conversation", "conv_1", "msg_0"))
+    assert objects.latest("response", "s") == "resp_2"
+    assert done(objects.append("conversation", "conv_1", items("new")))
+    assert done(objects.remove_item("conversation", "conv_1", "msg_0"))
     assert read_all(objects, "conv_1") == ["msg_1", "new"]
-    assert done(objects.show("b", "response", "resp_1")) is not None
-    assert done(objects.show("b", "response", "resp_2")) is None
-    assert done(objects.delete("a", "conversation", "conv_1"))
-    assert done(objects.forget("a", "s")) == 3
-    assert done(objects.forget("b", "of b")) == 1
+    other = anew(objects, "b")
+    assert shown(other, "resp_1", "response") == FIRST
+    assert shown(other, "resp_2", "response") is None
+    assert done(objects.delete("conversation", "conv_1"))
+    assert done(objects.forget("s")) == 3
+    assert done(other.forget("of b")) == 1
     assert rows_of(any_path, "SELECT sum(nbytes) FROM totals") == [(0,)]
     objects.table.close()
 
@@ -111,17 +112,16 @@ class Killed(BaseException):
 def test_after_a_kill_or_a_failure_half_way_it_goes_on(path: Path, end: BaseException) -> None:
     """The start that failed serves nothing."""
     table = SqliteTable(path, LIMITS, lambda: 2e9)
-    objects = Objects(table, KEY_OF)
-    put_now, left = objects.put_now, iter(range(3))
+    write, left = table.write, iter(range(3))
 
     def some(*args: object) -> bool:
         if next(left, None) is None:
             raise end
-        return put_now(*args)  # type: ignore[arg-type]
+        return write(*args)  # type: ignore[arg-type]
 
-    objects.put_now = some  # type: ignore[method-assign, assignment]
+    table.write = some  # type: ignore[method-assign, assignment]
     with pytest.raises(type(end)):
-        bring_over(objects, table, KEY_OF, mark_of(path))
+        bring_over(table, KEY_OF, mark_of(path))
     assert not mark_of(path).exists()
     table.close()
     again = reopened(path)
@@ -163,11 +163,10 @@ def test_once_all_is_sealed_a_file_that_looks_old_is_not_believed(path, replaced
     planted = {**FIRST, "output": [{**SAID, "id": "planted", "role": "system"}]}
     old.put("a", "response", planted)
     old.close()
-    rows_of(path, "PRAGMA user_version = 0")
     again = reopened(path)
     assert (shown(again, "resp_1", "response") is None) == replaced
     assert shown(again, "resp_1", "response") != planted
-    assert done(again.find_item("a", "planted")) is None
+    assert done(again.find_item("planted")) is None
     put(again, entry("new"), items("i"))
     assert read_all(again, "new") == ["i"]
     again.table.close()
@@ -179,24 +178,16 @@ def test_a_new_file_is_marked_before_anything_is_in_it(tmp_path: Path) -> None:
     assert mark_of(path).exists()
 
 
-def test_a_file_of_the_release_that_marked_it_inside_is_sealed(path: Path) -> None:
-    rows_of(path, "PRAGMA user_version = 2")
-    objects = reopened(path)
-    assert shown(objects, "resp_1", "response") is None
-    objects.table.close()
-
-
-def test_a_mark_that_cannot_be_made_is_said_and_tried_again(path: Path, tmp_path: Path) -> None:
+def test_a_mark_that_cannot_be_made_is_said_and_tried_again(path, tmp_path, caplog):
     in_the_way = tmp_path / "file"
     in_the_way.write_bytes(b"")
     mark = in_the_way / "stored.sealed"
     table = SqliteTable(path, LIMITS, lambda: 2e9)
-    objects = Objects(table, KEY_OF)
-    with pytest.raises(StoreFailed, match=r"stored\.sealed cannot be written"):
-        bring_over(objects, table, KEY_OF, mark)
-    assert shown(objects, "resp_1", "response") == FIRST  # brought over by now
+    bring_over(table, KEY_OF, mark)
+    assert "would still be believed" in caplog.text
+    assert shown(ObjectStore(table, KEY_OF).of("a"), "resp_1", "response") == FIRST
     in_the_way.unlink()
-    bring_over(objects, table, KEY_OF, mark)
+    bring_over(table, KEY_OF, mark)
     assert mark.exists()
     table.close()
 
@@ -209,7 +200,7 @@ def test_with_another_secret_all_stays_for_a_start_with_the_right_one(path: Path
         return KEY_OF(f"another {tenant}", purpose)
 
     table = SqliteTable(path, LIMITS, lambda: 2e9)
-    bring_over(Objects(table, other_key), table, other_key, mark_of(path))
+    bring_over(table, other_key, mark_of(path))
     table.close()
     assert rows_of(path, "SELECT count(*) FROM entries") == [(5,)]
     objects = reopened(path)
@@ -219,13 +210,12 @@ def test_with_another_secret_all_stays_for_a_start_with_the_right_one(path: Path
 
 def test_an_object_that_is_over_and_was_changed_is_not_replaced_by_its_older_form(path):
     objects = reopened(path)
-    assert done(objects.append("a", "conversation", "conv_1", items("new")))
+    assert done(objects.append("conversation", "conv_1", items("new")))
     objects.table.close()
     mark_of(path).unlink()
     old = OldFile(path)  # its entry was not removed
     old.put("a", "conversation", TALK, [ASKED, SAID], session="conv_1")
     old.close()
-    rows_of(path, "PRAGMA user_version = 0")
     again = reopened(path)
     assert read_all(again, "conv_1") == ["msg_0", "msg_1", "new"]
     again.table.close()
@@ -246,10 +236,10 @@ def test_the_longest_unused_of_all_make_room(path: Path) -> None:
     for i in range(3):
         old.put("c", "conversation", {**TALK, "id": f"old-{i}", "x": "x" * 4000}, used=1e9 + i)
     old.close()
-    objects = objects_in(path, StoredLimits(10_000, 1e10), lambda: 2e9)
-    assert done(objects.show("c", "conversation", "old-0"))  # used now
-    put(objects, entry("new"), tenant="c")
-    there = [i for i in range(3) if done(objects.show("c", "conversation", f"old-{i}"))]
+    objects = anew(objects_in(path, StoredLimits(10_000, 1e10), lambda: 2e9), "c")
+    assert shown(objects, "old-0")  # used now
+    put(objects, entry("new"))
+    there = [i for i in range(3) if shown(objects, f"old-{i}")]
     assert there == [0, 2]
     objects.table.close()
 

@@ -10,15 +10,23 @@ from pathlib import Path
 import pytest
 import redis
 
-from gateway.stored.forms import KINDS, Entry, Form, label_of, stored_form
-from gateway.stored.objects import MAX_ITEMS, PAGE_BYTES, ObjectList, Objects, Outgrown, Query
+from gateway.stored.objects import (
+    MAX_ITEMS,
+    PAGE_BYTES,
+    ObjectList,
+    Objects,
+    ObjectStore,
+    Outgrown,
+    Query,
+)
 from gateway.stored.redis_table import RedisTable
-from gateway.stored.sqlite_table import SqliteTable
+from gateway.stored.rows import KINDS
 from gateway.stored.table import StoredLimits, StoreFailed
 from tests.clock import Clock
 from tests.redis_server import RedisServer
 from tests.stored_objects import (
     KEY_OF,
+    anew,
     done,
     entry,
     hidden,
@@ -41,7 +49,7 @@ def clock() -> Clock:
 
 
 def redis_objects(server: RedisServer, limits: StoredLimits, clock: Clock) -> Objects:
-    return Objects(RedisTable(server.url, limits, hidden, 5.0, clock), KEY_OF)
+    return ObjectStore(RedisTable(server.url, limits, hidden, 5.0, clock), KEY_OF).of("a")
 
 
 def opened(request: pytest.FixtureRequest, limits: StoredLimits, clock: Clock) -> Objects:
@@ -80,25 +88,26 @@ def test_an_object_is_found_until_it_is_deleted(objects: Objects) -> None:
     assert put(objects, entry("1", x=1), items("i", "j"))
     assert shown(objects, "1") == {"id": "1", "x": 1}
     assert ids_of(objects, "1") == read_all(objects, "1") == ["i", "j"]
-    assert done(objects.delete("a", "conversation", "1"))
-    assert not done(objects.delete("a", "conversation", "1"))
+    assert done(objects.delete("conversation", "1"))
+    assert not done(objects.delete("conversation", "1"))
     assert shown(objects, "1") is None
     assert page(objects, "1") is None
-    assert done(objects.find_item("a", "i")) is None
+    assert done(objects.find_item("i")) is None
 
 
 def test_another_tenant_and_another_kind_find_nothing(objects: Objects) -> None:
     put(objects, entry("1"), items("i"))
-    for tenant, kind in (("b", KINDS[1]), ("a", KINDS[0])):
-        assert objects.find(tenant, kind, "1") is None
-        assert not done(objects.delete(tenant, kind, "1"))
-        assert not done(objects.append(tenant, kind, "1", items("x")))
-        assert not done(objects.remove_item(tenant, kind, "1", "i"))
-        assert done(objects.relabel(tenant, kind, "1", lambda body: Form(body))) is None
-    assert done(objects.find_item("b", "i")) is None
-    assert done(objects.forget("b", "s")) == 0
-    assert done(objects.find_item("a", "i")) == items("i")[0].body
-    assert objects.latest("b", "conversation", "s") is None
+    other = anew(objects, "b")
+    for asked, kind in ((other, KINDS[1]), (objects, KINDS[0])):
+        assert asked.find(kind, "1") is None
+        assert not done(asked.delete(kind, "1"))
+        assert not done(asked.append(kind, "1", items("x")))
+        assert not done(asked.remove_item(kind, "1", "i"))
+        assert done(asked.relabel(kind, "1", {})) is None
+    assert done(other.find_item("i")) is None
+    assert done(other.forget("s")) == 0
+    assert done(objects.find_item("i")) == items("i")[0].body
+    assert other.latest("conversation", "s") is None
 
 
 def test_the_same_id_again_replaces_all_of_it(objects: Objects) -> None:
@@ -106,17 +115,17 @@ def test_the_same_id_again_replaces_all_of_it(objects: Objects) -> None:
     put(objects, entry("1", new=1), items("j"))
     assert shown(objects, "1") == {"id": "1", "new": 1}
     assert ids_of(objects, "1") == read_all(objects, "1") == ["j"]
-    assert done(objects.find_item("a", "i")) is None
+    assert done(objects.find_item("i")) is None
 
 
 def test_items_are_added_and_removed(objects: Objects) -> None:
     put(objects, entry("1"), items("i"))
-    assert done(objects.append("a", "conversation", "1", items("j", "i", "k")))
+    assert done(objects.append("conversation", "1", items("j", "i", "k")))
     assert ids_of(objects, "1") == read_all(objects, "1") == ["i", "j", "k"]
-    assert done(objects.remove_item("a", "conversation", "1", "j"))
-    assert done(objects.remove_item("a", "conversation", "1", "nope"))
+    assert done(objects.remove_item("conversation", "1", "j"))
+    assert done(objects.remove_item("conversation", "1", "nope"))
     assert ids_of(objects, "1") == read_all(objects, "1") == ["i", "k"]
-    assert done(objects.append("a", "conversation", "1", items("j")))
+    assert done(objects.append("conversation", "1", items("j")))
     assert read_all(objects, "1") == ["i", "k", "j"]
 
 
@@ -124,25 +133,25 @@ def test_an_answer_is_put_together_again_and_its_items_are_found(objects: Object
     output = [{"id": "msg_1", "type": "message"}, {"id": "rs_1", "type": "reasoning"}]
     about = {"previous_response_id": "0", "conversation": {"id": "c"}}
     response = {"id": "r", "metadata": {}, "output": output, **about}
-    put(objects, Entry("response", "r", "s", stored_form("response", response)), items("i", "j"))
+    put(objects, entry(kind="response", **response), items("i", "j"))
     assert shown(objects, "r", "response") == response
     for query in (Query(9), Query(9, ascending=False)):
         assert {x.id for x in page(objects, "r", query, "response").rows} == {"i", "j"}
     assert read_all(objects, "r", "response") == ["i", "j", "msg_1", "rs_1"]
-    assert b"reasoning" in (done(objects.find_item("a", "rs_1")) or b"")
-    assert done(objects.find_item("b", "rs_1")) is None
-    object = objects.find("a", "response", "r")
+    assert b"reasoning" in (done(objects.find_item("rs_1")) or b"")
+    assert done(anew(objects, "b").find_item("rs_1")) is None
+    object = objects.find("response", "r")
     assert object.head.about == {"previous": "0", "conversation": "c"}
-    assert done(objects.delete("a", "response", "r"))
-    assert done(objects.find_item("a", "rs_1")) is None
+    assert done(objects.delete("response", "r"))
+    assert done(objects.find_item("rs_1")) is None
 
 
 def test_of_several_that_have_an_item_the_latest_is_asked(objects: Objects) -> None:
     for id in "123":
         put(objects, entry(id), items("i", text=id))
-    assert done(objects.find_item("a", "i")) == items("i", text="3")[0].body
-    done(objects.delete("a", "conversation", "3"))
-    assert done(objects.find_item("a", "i")) == items("i", text="2")[0].body
+    assert done(objects.find_item("i")) == items("i", text="3")[0].body
+    done(objects.delete("conversation", "3"))
+    assert done(objects.find_item("i")) == items("i", text="2")[0].body
 
 
 PAGES = [
@@ -164,8 +173,11 @@ def test_pages(objects: Objects, query: Query, ids: str, more: bool) -> None:
     assert ("".join(x.id for x in found.rows), found.more) == (ids, more)
 
 
-def chats(objects: Objects, *chosen: tuple[str, str], query: Query | None = None) -> ObjectList:
-    return done(objects.listed("a", "completion", chosen, query or Query(100)))
+def chats(
+    objects: Objects, query: Query | None = None, model: str | None = None, **metadata: str
+) -> ObjectList:
+    like = {"model": model, "metadata": metadata}
+    return done(objects.listed("completion", like, query or Query(100)))
 
 
 @pytest.mark.parametrize(("query", "ids", "more"), PAGES)
@@ -174,7 +186,7 @@ def test_pages_of_entries(objects: Objects, query: Query, ids: str, more: bool) 
         metadata = {"wanted": "yes"} if id.islower() else {}
         put(objects, entry(id, kind="completion", metadata=metadata, model="m"))
     put(objects, entry("b", kind="conversation"))
-    found = chats(objects, label_of("wanted", "yes"), query=query)
+    found = chats(objects, query, wanted="yes")
     assert ("".join(x.id for x in found.rows), found.more) == (ids, more)
 
 
@@ -183,31 +195,27 @@ def test_entries_are_found_by_all_that_they_are_labelled_with(objects: Objects) 
         metadata = {"parity": str(i % 2), "half": str(i // 4)}
         put(objects, entry(str(i), kind="completion", metadata=metadata, model=f"m{i % 4}"))
 
-    def ids(*chosen: tuple[str, str]) -> str:
-        return "".join(x.id for x in chats(objects, *chosen).rows)
+    def ids(**like: str) -> str:
+        return "".join(x.id for x in chats(objects, **like).rows)  # type: ignore[arg-type]
 
-    odd, late = label_of("parity", "1"), label_of("half", "1")
     assert ids() == "01234567"
-    assert (ids(odd), ids(odd, late), ids(odd, late, ("model", "m1"))) == ("1357", "57", "5")
-    assert ids(label_of("parity", "2")) == ids(label_of("half", "")) == ids(("parity", "1")) == ""
-
-    def relabelled(body: bytes) -> Form:
-        return stored_form("completion", {"id": "1", "metadata": {"parity": "2"}})
-
-    assert done(objects.relabel("a", "completion", "1", relabelled))
-    assert (ids(odd), ids(label_of("parity", "2"))) == ("357", "1")
+    assert (ids(parity="1"), ids(parity="1", half="1")) == ("1357", "57")
+    assert (ids(model="m1"), ids(parity="1", half="1", model="m1")) == ("15", "5")
+    assert ids(parity="2") == ids(half="") == ids(model="1") == ids(m1="model") == ""
+    assert done(objects.relabel("completion", "1", {"parity": "2"}))
+    assert (ids(parity="1"), ids(parity="2"), ids(model="m1")) == ("357", "1", "15")
     assert ids() == "01234567"
-    done(objects.delete("a", "completion", "3"))
-    assert (ids(odd), ids()) == ("57", "0124567")
-    assert chats(objects, odd, query=Query(9, "3")).rows == []
+    done(objects.delete("completion", "3"))
+    assert (ids(parity="1"), ids()) == ("57", "0124567")
+    assert chats(objects, Query(9, "3"), parity="1").rows == []
 
 
 def test_a_list_of_many_is_looked_through_in_steps(roomy: Objects) -> None:
     for i in range(1300):
         metadata = {"all": "1", "rare": str(i)}
         put(roomy, entry(str(i), kind="completion", metadata=metadata))
-    all_, one = label_of("all", "1"), label_of("rare", "1299")
-    steps = roomy.listed("a", "completion", [all_, one], Query(9))
+    like = {"metadata": {"all": "1", "rare": "1299"}}
+    steps = roomy.listed("completion", like, Query(9))
     num_steps = 0
     while True:
         try:
@@ -223,7 +231,7 @@ def test_a_page_holds_no_more_bytes_than_a_page_may(roomy: Objects) -> None:
     put(roomy, entry("1"))
     for i in range(12):
         added = items(str(i), text=text(PAGE_BYTES // 10))
-        assert done(roomy.append("a", "conversation", "1", added))
+        assert done(roomy.append("conversation", "1", added))
         put(roomy, entry(str(i), kind="completion", text=text(PAGE_BYTES // 8)))
     seen: list[str] = []
     while True:
@@ -235,39 +243,39 @@ def test_a_page_holds_no_more_bytes_than_a_page_may(roomy: Objects) -> None:
     assert seen == [str(i) for i in range(12)]
     some = chats(roomy)
     assert some.more and len(some.rows) < 12
-    assert [x.id for x in chats(roomy, query=Query(99, some.rows[-1].id)).rows][-1] == "11"
+    assert [x.id for x in chats(roomy, Query(99, some.rows[-1].id)).rows][-1] == "11"
 
 
 def test_a_step_says_before_how_much_it_will_hold(roomy: Objects) -> None:
     put(roomy, entry("1", text=text(100_000)), items("i", text=text(200_000)))
-    assert sum(roomy.show("a", "conversation", "1")) >= 100_000
-    object = roomy.find("a", "conversation", "1")
+    assert sum(roomy.show("conversation", "1")) >= 100_000
+    object = roomy.find("conversation", "1")
     assert object.head.nbytes > 200_000
-    assert sum(roomy.page("a", object, Query(9))) >= 200_000
+    assert sum(roomy.page("conversation", "1", Query(9))) >= 200_000
 
 
 def test_a_large_conversation_is_read_and_deleted_in_steps(roomy: Objects) -> None:
     put(roomy, entry("1"))
     for i in range(4):
         added = items(*(f"{i}-{n}" for n in range(500)), text=text(2000))
-        done(roomy.append("a", "conversation", "1", added))
-    object = roomy.find("a", "conversation", "1")
+        done(roomy.append("conversation", "1", added))
+    object = roomy.find("conversation", "1")
     assert object is not None
-    reading = list(roomy.read_all("a", object))
+    reading = list(roomy.read_all(object))
     assert len(reading) >= object.head.nbytes // (1 << 20)
-    steps = roomy.delete("a", "conversation", "1")
+    steps = roomy.delete("conversation", "1")
     assert next(steps, 0) == 0
     assert shown(roomy, "1") is None  # for all others it is gone at once
     num_steps = len(list(steps))
     assert num_steps >= 3 or roomy.table.place == "redis"  # which frees it in the background
-    assert done(roomy.find_item("a", "0-0")) is None
+    assert done(roomy.find_item("0-0")) is None
 
 
 def test_an_object_has_so_many_items_and_no_more(roomy: Objects) -> None:
     put(roomy, entry("1"), items(*(str(i) for i in range(MAX_ITEMS - 1))))
     with pytest.raises(Outgrown):
-        done(roomy.append("a", "conversation", "1", items("x", "y")))
-    assert done(roomy.append("a", "conversation", "1", items("x", "1")))
+        done(roomy.append("conversation", "1", items("x", "y")))
+    assert done(roomy.append("conversation", "1", items("x", "1")))
 
 
 def test_a_session_is_forgotten_as_a_whole(objects: Objects) -> None:
@@ -275,11 +283,11 @@ def test_a_session_is_forgotten_as_a_whole(objects: Objects) -> None:
     put(objects, entry("2"))
     put(objects, entry("3", session="other"))
     put(objects, entry("4", kind="completion"))
-    assert objects.latest("a", "conversation", "s") == "2"
-    assert objects.latest("a", "response", "s") is None
-    assert objects.latest("b", "conversation", "s") is None
-    assert done(objects.forget("a", "s")) == 3
-    assert objects.latest("a", "conversation", "s") is None
+    assert objects.latest("conversation", "s") == "2"
+    assert objects.latest("response", "s") is None
+    assert anew(objects, "b").latest("conversation", "s") is None
+    assert done(objects.forget("s")) == 3
+    assert objects.latest("conversation", "s") is None
     assert shown(objects, "1") is None and chats(objects).rows == []
     assert shown(objects, "3") is not None
 
@@ -307,11 +315,10 @@ def test_the_budget_holds_over_changes(objects: Objects) -> None:
     """Every way to add and remove bytes is counted, or the budget would drift."""
     for round in range(30):
         put(objects, entry("kept", kind="completion"), items(*"ij"))
-        grown = stored_form("completion", {"id": "kept", "text": text(5000)})
-        done(objects.relabel("a", "completion", "kept", lambda body, grown=grown: grown))  # type: ignore[misc]
+        done(objects.relabel("completion", "kept", {"text": text(2500)}))
         put(objects, entry("talk"))
-        done(objects.append("a", "conversation", "talk", items(f"{round}", text=text(3000))))
-        done(objects.remove_item("a", "conversation", "talk", f"{round}"))
+        done(objects.append("conversation", "talk", items(f"{round}", text=text(3000))))
+        done(objects.remove_item("conversation", "talk", f"{round}"))
     assert put(objects, entry("other", text=text(10_000)))
     assert shown(objects, "kept", "completion") is not None
 
@@ -324,7 +331,7 @@ def test_old_entries_go(objects: Objects, clock: Clock) -> None:
     clock.now += 200
     put(objects, entry("3"))
     assert shown(objects, "1") is None
-    assert done(objects.find_item("a", "i")) is None
+    assert done(objects.find_item("i")) is None
     assert shown(objects, "2") is not None
 
 
@@ -344,11 +351,11 @@ def test_another_change_between_is_no_loss(objects: Objects) -> None:
 
         def write(self, *args: object) -> bool:
             for added in others:
-                assert done(objects.append("a", "conversation", "1", added))
+                assert done(objects.append("conversation", "1", added))
             return write(*args)  # type: ignore[arg-type]
 
-    slow = Objects(Slow(), KEY_OF)  # type: ignore[arg-type]
-    assert done(slow.append("a", "conversation", "1", items("mine")))
+    slow = ObjectStore(Slow(), KEY_OF).of("a")  # type: ignore[arg-type]
+    assert done(slow.append("conversation", "1", items("mine")))
     assert read_all(objects, "1") == ["i", "other", "mine"]
 
 
@@ -359,8 +366,8 @@ def test_several_gateways_share_a_server(clock: Clock) -> None:
         put(one, entry("1"), items("i"))
         put(one, entry("2", kind="completion", metadata={"a": "b"}))
         assert shown(other, "1") is not None
-        assert done(other.delete("a", "conversation", "1"))
-        assert done(other.delete("a", "completion", "2"))
+        assert done(other.delete("conversation", "1"))
+        assert done(other.delete("completion", "2"))
         assert shown(one, "1") is None
         with redis.Redis.from_url(server.url) as client:
             left = {x.rpartition(b":")[2] for x in client.scan_iter()}
@@ -383,7 +390,7 @@ def test_a_full_server_takes_deletions(clock: Clock) -> None:
                 number += 1
         assert caught.value.trouble == "full"
         assert number > 3 and shown(objects, "0")
-        assert done(objects.delete("a", "conversation", "0"))
+        assert done(objects.delete("conversation", "0"))
         assert shown(objects, "0") is None
         assert put(objects, entry("again", text=text(50_000)))
         objects.table.close()
@@ -400,7 +407,7 @@ def test_the_file_is_its_owners_and_outlives_the_process(tmp_path: Path) -> None
     second = objects_in(path, LIMITS)
     ((sealed,),) = rows_of(path, "SELECT content FROM pages LIMIT 1")
     assert shown(second, "1") is not None
-    done(second.delete("a", "conversation", "1"))
+    done(second.delete("conversation", "1"))
     first.table.close()
     second.table.close()
     assert sealed not in path.read_bytes()
@@ -423,16 +430,6 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, wreck: bytes, keeps: bool) 
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     db.close()
-
-
-def test_a_transaction_that_sqlite_ended_says_why(tmp_path: Path, clock: Clock) -> None:
-    objects = objects_in(tmp_path / "objects.sqlite", LIMITS, clock)
-    table = objects.table
-    assert isinstance(table, SqliteTable)
-    with pytest.raises(StoreFailed, match="disk I/O"), table.file.reading() as db:
-        db.execute("ROLLBACK")  # as after an error that leaves no transaction
-        raise sqlite3.OperationalError("disk I/O error")
-    table.close()
 
 
 def test_a_use_before_the_end_is_written_down(tmp_path: Path, clock: Clock) -> None:

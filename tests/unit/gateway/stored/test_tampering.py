@@ -12,14 +12,14 @@ import pytest
 import redis
 
 from gateway.keys import Tenants
-from gateway.stored.forms import Entry, stored_form
-from gateway.stored.objects import Objects
+from gateway.stored.objects import Objects, ObjectStore
 from gateway.stored.redis_table import Keys, RedisTable
 from gateway.stored.stored import Stored
-from gateway.stored.table import Steps, StoredLimits
+from gateway.stored.table import StoredLimits
 from tests.redis_server import RedisServer
 from tests.stored_objects import (
     KEY_OF,
+    anew,
     done,
     entry,
     hidden,
@@ -33,7 +33,6 @@ from tests.stored_objects import (
     stored_in,
 )
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
-from tests.waiting import eventually
 
 LIMITS = StoredLimits(tenant_bytes=1 << 20, max_age_s=1e6)
 NAMES = {"1": "conversation:1", "2": "conversation:2", "r": "response:r"}
@@ -83,7 +82,7 @@ class InRedis:
         self.client = redis.Redis.from_url(server.url)
         self.client.flushall()
         self._keys = Keys(hidden("a"))
-        self.objects = Objects(RedisTable(server.url, LIMITS, hidden, 5.0), KEY_OF)
+        self.objects = store_at(server).of("a")
 
     def read(self, id: str, page: int) -> bytes:
         found = self.client.hget(self._keys.row(NAMES[id]), str(page))
@@ -114,6 +113,10 @@ class InRedis:
         self.client.close()
 
 
+def store_at(server: RedisServer) -> ObjectStore:
+    return ObjectStore(RedisTable(server.url, LIMITS, hidden, 5.0), KEY_OF)
+
+
 Attacker = InSqlite | InRedis
 
 
@@ -128,10 +131,9 @@ def attacker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Attacke
     for id, text in (("1", "one"), ("2", "two")):
         put(objects, entry(id, text=text), items("i"))
         for item in "jk":  # each lies on a page of its own
-            assert done(objects.append("a", "conversation", id, items(item)))
+            assert done(objects.append("conversation", id, items(item)))
     output = [{"id": "msg_1", "text": "said"}, {"id": "msg_2", "text": "more"}]
-    response = stored_form("response", {"id": "r", "output": output})
-    put(objects, Entry("response", "r", "s", response), items("asked"))
+    put(objects, entry("r", kind="response", output=output), items("asked"))
     yield made
     made.close()
 
@@ -161,7 +163,7 @@ def test_nor_is_an_object_with_a_changed_head(attacker: Attacker):
         attacker.write_head("1", head)
         assert shown(attacker.objects, "1") is None
         assert read_all(attacker.objects, "1") is None
-        assert not done(attacker.objects.append("a", "conversation", "1", items("x")))
+        assert not done(attacker.objects.append("conversation", "1", items("x")))
 
 
 def test_a_changed_item_is_not_there_nor_the_conversation_that_has_it(attacker: Attacker):
@@ -169,7 +171,7 @@ def test_a_changed_item_is_not_there_nor_the_conversation_that_has_it(attacker: 
         attacker.write("2", J, content)
         assert read_all(attacker.objects, "2") is None
         assert [x.id for x in page(attacker.objects, "2").rows] == ["i", "k"]
-        assert done(attacker.objects.find_item("a", "j")) is None
+        assert done(attacker.objects.find_item("j")) is None
     assert read_all(attacker.objects, "1") == ["i", "j", "k"]
 
 
@@ -199,10 +201,10 @@ def test_items_that_are_swapped_taken_or_put_back_end_the_conversation(attacker:
         attacker.write("1", FIRST, one)
         attacker.write("1", K, other)
         assert read_all(objects, "1") == (["i", "j", "k"] if one == i else None)
-    assert done(objects.remove_item("a", "conversation", "1", "k"))
+    assert done(objects.remove_item("conversation", "1", "k"))
     attacker.write("1", K, k)
     assert read_all(objects, "1") == ["i", "j"]
-    assert done(objects.append("a", "conversation", "1", items("l")))
+    assert done(objects.append("conversation", "1", items("l")))
     attacker.write("1", 4, k)
     assert read_all(objects, "1") is None
     attacker.take("2", J)
@@ -213,7 +215,7 @@ def test_an_answer_that_lost_an_item_is_not_there(attacker: Attacker):
     objects = attacker.objects
     assert len(shown(objects, "r", "response")["output"]) == 2
     attacker.take("r", 2)
-    objects = Objects(objects.table, KEY_OF)  # which has not read it
+    objects = anew(objects)
     assert shown(objects, "r", "response") is None
     assert read_all(objects, "r", "response") is None
 
@@ -221,14 +223,14 @@ def test_an_answer_that_lost_an_item_is_not_there(attacker: Attacker):
 def test_an_object_given_to_another_tenant_is_not_there(attacker: Attacker):
     attacker.give("b")
     for kind, id in (("conversation", "1"), ("response", "r")):
-        assert done(attacker.objects.show("b", kind, id)) is None  # type: ignore[arg-type]
-    assert done(attacker.objects.find_item("b", "i")) is None
+        assert shown(anew(attacker.objects, "b"), id, kind) is None  # type: ignore[arg-type]
+    assert done(anew(attacker.objects, "b").find_item("i")) is None
 
 
 def test_another_secret_finds_nothing(attacker: Attacker):
-    other = Objects(attacker.objects.table, Tenants(b"another secret, of 16 or more").key_of)
+    other = anew(attacker.objects, "a", Tenants(b"another secret, of 16 or more").key_of)
     assert shown(other, "1") is None
-    assert done(other.find_item("a", "i")) is None
+    assert done(other.find_item("i")) is None
 
 
 @pytest.mark.redis
@@ -283,17 +285,15 @@ def half(client: Any, keys: Keys, name: str) -> None:
 def test_a_value_of_another_type_is_not_there(tmp_path: Path, column: str, value: str):
     file = InSqlite(tmp_path / "objects.sqlite")
     put(file.objects, entry("1"), items("i"))
-    output = [{"id": "msg_1"}]
-    form = stored_form("response", {"id": "r", "output": output})
-    put(file.objects, Entry("response", "r", "s", form))
+    put(file.objects, entry("r", kind="response", output=[{"id": "msg_1"}]))
     table, name = column.split(".")
     rows_of(tmp_path / "objects.sqlite", f"UPDATE {table} SET {name} = {value}")
     there = shown(file.objects, "r", "response")
     assert (there is not None) == (name in ("used", "nbytes"))
-    assert (done(file.objects.find_item("a", "i")) is not None) == (name in ("used", "nbytes"))
+    assert (done(file.objects.find_item("i")) is not None) == (name in ("used", "nbytes"))
     page(file.objects, "1")
     put(file.objects, entry("2"))
-    done(file.objects.delete("a", "conversation", "1"))
+    done(file.objects.delete("conversation", "1"))
     assert shown(file.objects, "1") is None
     file.close()
 
@@ -310,14 +310,8 @@ async def test_a_row_that_is_no_text_is_404_and_the_rest_goes_on(tmp_path: Path,
     assert (await app.call("DELETE", "/v1/sessions/x", b"", {})).status == 404
     rows_of(path, "UPDATE objects SET used = 0")  # too old, all of them
     async with asyncio.timeout(30):
-        await app.gateway.stored.ask("", everything_looked_after, 0)
+        await app.gateway.stored.ask("", Objects.tidy, None)
     await app.gateway.stored.close()
-
-
-def everything_looked_after(objects: Objects) -> Steps[int]:
-    for _ in objects.chores():
-        yield 0
-    return 0
 
 
 @pytest.mark.redis
@@ -327,7 +321,7 @@ def everything_looked_after(objects: Objects) -> Steps[int]:
 async def test_no_nonsense_makes_an_error_of_ours(server, harm):
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
-        stored = Stored(lambda: Objects(RedisTable(server.url, LIMITS, hidden, 5.0), KEY_OF))
+        stored = Stored(lambda: store_at(server))
         app = App(RecordingEngine(chat_answer()), stored=stored)
         first = (await app.post("/v1/responses", {"model": MODEL, "input": "x"})).json
         conversation = (await app.post("/v1/conversations", {"items": [user("x")]})).json["id"]
@@ -371,7 +365,7 @@ def asked(first: Any, conversation: str) -> Iterator[tuple[str, str, Any]]:
 @pytest.mark.redis
 async def test_changed_entries_are_never_a_prompt(server: RedisServer):
     engine = RecordingEngine(chat_answer())
-    stored = Stored(lambda: Objects(RedisTable(server.url, LIMITS, hidden, 5.0), KEY_OF))
+    stored = Stored(lambda: store_at(server))
     app = App(engine, stored=stored)
     first = (await app.post("/v1/responses", {"model": MODEL, "input": "x"})).json
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
@@ -390,22 +384,3 @@ async def test_changed_entries_are_never_a_prompt(server: RedisServer):
     assert (await app.get(f"/v1/responses/{first['id']}")).status == 404
     assert len(engine.asked) == 1
     await stored.close()
-
-
-@pytest.mark.redis
-async def test_objects_that_an_older_release_left_there_are_removed(server: RedisServer):
-    """They lie in plain text, and may have been changed."""
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
-        for i in range(1500):
-            client.hset(f"thermocline:stored:{{a}}:entry:response:{i}", "body", "plain words")
-        client.zadd("thermocline:stored:{a}:used", {"response:1": 1.0})
-        client.set("thermocline:blob", "another's")
-        stored = Stored(lambda: Objects(RedisTable(server.url, LIMITS, hidden, 5.0), KEY_OF))
-        put_first = await stored.ask("a", lambda objects: objects.put("a", entry("1"), []), False)
-        assert put_first
-        stored.start()
-        await eventually(lambda: not any(b"stored:{a}" in key for key in client.scan_iter()))
-        assert client.get("thermocline:blob") == b"another's"
-        assert await stored.ask("a", lambda objects: objects.show("a", "conversation", "1"), None)
-        await stored.close()

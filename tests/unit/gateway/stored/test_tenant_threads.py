@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from gateway.stored.objects import Objects
-from gateway.stored.stored import MAX_WAITING, NUM_THREADS, Stored, TenantThreads
+from gateway.stored.stored import MAX_WAITING, NUM_THREADS, Stored
 from gateway.stored.table import Steps, StoreFailed
 from tests.stored_objects import entry, stored_in
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[TenantThreads]:
-    made = TenantThreads(num_threads=2, per_tenant=1, max_waiting=100)
+async def stored(tmp_path: Path) -> AsyncIterator[Stored]:
+    made = stored_in(tmp_path / "stored.sqlite")
     yield made
     await made.close()
 
@@ -28,79 +27,51 @@ class Gate:
 
     def __init__(self) -> None:
         self.order: list[str] = []
-        self._open = threading.Event()
-        self.begun = threading.Event()
+        self.opened = threading.Event()
+        self.full = threading.Event()
 
-    def work(self, name: str) -> str:
-        self.order.append(name)
-        self.begun.set()
-        assert self._open.wait(20)
-        return name
+    def work(self, name: str, waits: bool = True) -> Callable[[Objects], Steps[str]]:
+        def noted(objects: Objects) -> Steps[str]:
+            self.order.append(name)
+            if len(self.order) == NUM_THREADS:
+                self.full.set()
+            assert not waits or self.opened.wait(20)
+            yield 0
+            return name
 
-    def open(self) -> None:
-        self._open.set()
+        return noted
 
 
-async def test_one_tenant_leaves_a_thread_for_others(threads: TenantThreads) -> None:
+async def test_tenants_take_turns_and_who_was_cancelled_has_none(stored: Stored) -> None:
     gate = Gate()
-    slow = [asyncio.create_task(threads.do("a", partial(gate.work, f"a{i}"))) for i in range(9)]
-    await asyncio.to_thread(gate.begun.wait, 20)
-    assert await asyncio.wait_for(threads.do("b", lambda: "b"), 20) == "b"
-    assert gate.order == ["a0"]
-    gate.open()
-    assert await asyncio.gather(*slow) == [f"a{i}" for i in range(9)]
-
-
-async def test_tenants_take_turns(threads: TenantThreads) -> None:
-    gate, order = Gate(), []
-
-    def note(name: str) -> None:
-        order.append(name)
-
-    held = [asyncio.create_task(threads.do(x, partial(gate.work, x))) for x in ("x", "y")]
-    await asyncio.to_thread(gate.begun.wait, 20)
+    held = [asyncio.create_task(stored.ask(x, gate.work("held"), "")) for x in "xxyy"]
+    await asyncio.to_thread(gate.full.wait, 20)
     waiting = [
-        asyncio.create_task(threads.do(tenant, partial(note, tenant)))
-        for tenant in ("a", "a", "a", "a", "b", "c")
+        asyncio.create_task(stored.ask(x[0], gate.work(x, waits=False), ""))
+        for x in ("a1", "a2", "a3", "a4", "b", "c", "d")
     ]
     await asyncio.sleep(0)
-    gate.open()
-    await asyncio.gather(*held, *waiting)
-    assert {order.index("b"), order.index("c")} <= {1, 2, 3}
-    assert order.count("a") == 4
+    waiting[3].cancel()
+    waiting[6].cancel()
+    await asyncio.sleep(0.01)
+    gate.opened.set()
+    assert await asyncio.gather(*held, *waiting[:3], *waiting[4:6]) == [
+        *["held"] * 4,
+        *("a1", "a2", "a3", "b", "c"),
+    ]
+    ran = gate.order[NUM_THREADS:]
+    assert sorted(ran) == ["a1", "a2", "a3", "b", "c"]
+    assert max(ran.index("b"), ran.index("c")) <= 3
 
 
-async def test_work_that_is_cancelled_before_its_turn_is_not_done(threads: TenantThreads) -> None:
-    gate = Gate()
-    held = asyncio.create_task(threads.do("a", partial(gate.work, "first")))
-    await asyncio.to_thread(gate.begun.wait, 20)
-    waiting = asyncio.create_task(threads.do("a", partial(gate.work, "second")))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    last = asyncio.create_task(threads.do("a", partial(gate.work, "third")))
-    await asyncio.sleep(0)
-    gate.open()
-    assert await held == "first" and await last == "third"
-    assert gate.order == ["first", "third"]
-
-
-async def test_an_error_is_that_of_who_asked(threads: TenantThreads) -> None:
-    def fails() -> None:
+async def test_an_error_is_that_of_who_asked(stored: Stored) -> None:
+    def fails(objects: Objects) -> Steps[None]:
+        yield 0
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await threads.do("a", fails)
-    assert await threads.do("a", lambda: 1) == 1
-
-
-# ---- in steps
-
-
-@pytest.fixture
-async def stored(tmp_path: Path) -> AsyncIterator[Stored]:
-    made = stored_in(tmp_path / "stored.sqlite")
-    yield made
-    await made.close()
+        await stored.ask("a", fails, None)
+    assert await stored.ask("a", lambda objects: objects.forget("s"), 1) == 0
 
 
 def endless(stop: threading.Event, begun: threading.Event) -> Callable[[Objects], Steps[int]]:
@@ -121,8 +92,8 @@ async def test_work_without_end_keeps_no_other_tenant_waiting(stored: Stored) ->
     tasks = [asyncio.create_task(x) for x in asks]
     await asyncio.to_thread(begun.wait, 20)
     made = entry("1")
-    assert await stored.ask("b", lambda objects: objects.put("b", made, []), False)
-    assert await stored.ask("b", lambda objects: objects.show("b", "conversation", "1"), None)
+    assert await stored.ask("b", lambda objects: objects.put(*made), False)
+    assert await stored.ask("b", lambda objects: objects.show("conversation", "1"), None)
     assert not any(x.done() for x in tasks)
     stop.set()
     await asyncio.gather(*tasks)
@@ -181,9 +152,7 @@ async def test_too_many_questions_of_one_tenant_are_refused(stored: Stored) -> N
     tasks = [asyncio.create_task(stored.ask("a", work, 0)) for _ in range(MAX_WAITING + 50)]
     done, _ = await asyncio.wait(tasks, timeout=20, return_when=asyncio.FIRST_EXCEPTION)
     assert isinstance(done.pop().exception(), StoreFailed)
-    assert (
-        await stored.ask("b", lambda objects: objects.show("b", "conversation", "1"), None) is None
-    )
+    assert await stored.ask("b", lambda objects: objects.show("conversation", "1"), None) is None
     stop.set()
     await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -192,8 +161,8 @@ async def test_a_place_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> N
     (tmp_path / "folder").write_text("a file in its place")
     stored = stored_in(tmp_path / "folder" / "stored.sqlite")
     with pytest.raises(StoreFailed):
-        await stored.ask("a", lambda objects: objects.show("a", "conversation", "1"), None)
+        await stored.ask("a", lambda objects: objects.show("conversation", "1"), None)
     (tmp_path / "folder").unlink()
-    put = await stored.ask("a", lambda objects: objects.put("a", entry("1"), []), False)
+    put = await stored.ask("a", lambda objects: objects.put(*entry("1")), False)
     assert put
     await stored.close()

@@ -30,11 +30,11 @@ MARKER = "the words of a prompt"
 
 def put(objects: Objects) -> Steps[bool]:
     made = entry("1", kind="completion", text=MARKER, metadata={MARKER: MARKER})
-    return objects.put("a", made, items("i", text=MARKER))
+    return objects.put(*made, items("i", text=MARKER))
 
 
 def found(objects: Objects) -> Steps[bytes | None]:
-    return objects.show("a", "completion", "1")
+    return objects.show("completion", "1")
 
 
 async def test_nowhere(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ async def test_nor_one_that_an_older_release_left(tmp_path: Path) -> None:
     assert content_of(tmp_path).count(MARKER.encode()) >= 2
     store = StoreConfig(encrypt=True)
     stored = stored_objects(GatewayConfig(), store, tmp_path, KEY_OF)
-    await stored.ask("a", chores, 0)
+    await stored.ask("", Objects.tidy, None)
     assert MARKER.encode() in (await stored.ask("a", found, None) or b"")
     assert MARKER.encode() not in content_of(tmp_path)
     old.close()
@@ -97,8 +97,8 @@ async def test_a_deletion_reaches_the_file_that_was_put_aside(tmp_path: Path) ->
     stored = stored_objects(GatewayConfig(), StoreConfig(), tmp_path, KEY_OF)
     aside = folder / "stored.sqlite.damaged"
     deletions: list[Callable[[Objects], Steps[int]]] = [
-        lambda objects: objects.delete("a", "response", "of the lost ones"),
-        lambda objects: objects.forget("a", "a session"),
+        lambda objects: objects.delete("response", "of the lost ones"),
+        lambda objects: objects.forget("a session"),
     ]
     for delete in deletions:
         aside.write_bytes(b"no database")
@@ -107,12 +107,6 @@ async def test_a_deletion_reaches_the_file_that_was_put_aside(tmp_path: Path) ->
         assert await stored.ask("a", delete, 1) == 0
         assert not aside.exists()
     await stored.close()
-
-
-def chores(objects: Objects) -> Steps[int]:
-    for _ in objects.chores():
-        yield 0
-    return 0
 
 
 def all_of(server: RedisServer) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import Response, ResponseItemList
 
-from gateway.stored.objects import Objects
+from gateway.stored.objects import ObjectStore
 from gateway.stored.redis_table import RedisTable
 from gateway.stored.stored import Stored
 from gateway.stored.table import StoredLimits, StoreFailed
@@ -187,7 +187,7 @@ async def test_the_second_turn_of_the_vercel_ai_sdk(tmp_path: Path, place: str) 
         if place == "redis":
             server = stack.enter_context(RedisServer())
             made = Stored(
-                lambda: Objects(
+                lambda: ObjectStore(
                     RedisTable(server.url, StoredLimits(10**6, 1000.0), hidden, 5.0), KEY_OF
                 )
             )

@@ -1,0 +1,179 @@
+"""Rows of stored objects: what they are made of, and how they are sealed.
+
+A row has a head, a body, and items in pages, each page a JSON list. The head says which pages there
+are, in order, and which items they hold; no number of a page is used twice. Each part is sealed by
+AES-256-GCM and bound to its place, so what was changed, moved, taken out or put back where it lies
+is not there:
+
+    1 byte of version | 12 bytes of nonce | the content, encrypted | 16 bytes of tag
+
+The key is made of the server's secret and the tenant's name: nothing opens for another tenant, nor
+after a change of the secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from gateway.stored.table import SLICE_BYTES, SLICE_ITEMS, TERM_BYTES
+
+Kind: TypeAlias = Literal["response", "conversation", "completion"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+# Makes a tenant's key of its name and a purpose (``Tenants.key_of``).
+KeyOf: TypeAlias = Callable[[str, bytes], bytes]
+_VERSION: Final = b"\x01"
+_NONCE_BYTES: Final = 12
+_PART_BYTES: Final = 200  # that a head, a body or a page takes besides its content
+
+
+class NotOurs(Exception):
+    """This was not sealed here for this tenant and this place, or was changed since."""
+
+
+class ObjectSeal:
+    """Seals and opens all that one tenant has in one kind of place."""
+
+    def __init__(self, key_of: KeyOf, place: str, tenant: str) -> None:
+        self._cipher = AESGCM(key_of(tenant, b"stored"))
+        self._terms_key = key_of(tenant, b"labels")
+        self._place = (place, tenant)
+
+    def close(self, content: bytes, *part: str | int) -> bytes:
+        """Return the content sealed; it opens as this part of this object only."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return _VERSION + nonce + self._cipher.encrypt(nonce, content, self._bound(part))
+
+    def open(self, sealed: bytes, *part: str | int) -> bytes:
+        """Return the content that ``close`` was given. Raises ``NotOurs``."""
+        nonce, rest = sealed[1 : 1 + _NONCE_BYTES], sealed[1 + _NONCE_BYTES :]
+        if sealed[:1] != _VERSION or len(nonce) < _NONCE_BYTES:
+            raise NotOurs
+        try:
+            return self._cipher.decrypt(nonce, rest, self._bound(part))
+        except InvalidTag:
+            raise NotOurs from None
+
+    def term(self, *words: str) -> bytes:
+        """Return the term that stands for some words."""
+        return keyed_hash(self._terms_key, *words)
+
+    def _bound(self, part: tuple[str | int, ...]) -> bytes:
+        return _VERSION + msgspec.json.encode([*self._place, *part])
+
+
+def keyed_hash(key: bytes, *words: str | int) -> bytes:
+    return hmac.digest(key, msgspec.json.encode(words), "sha256")[:TERM_BYTES]
+
+
+class Item(NamedTuple):
+    """One of an object's items; its id is unique within the object."""
+
+    id: str
+    body: bytes
+
+
+class Page(msgspec.Struct, frozen=True, array_like=True):
+    """A page of an object: its number, the bytes in it, and the ids of its items in order."""
+
+    number: int
+    nbytes: int
+    ids: tuple[str, ...] = ()
+
+    def items(self, content: bytes) -> list[Item]:
+        bodies = msgspec.json.decode(content, type=list[msgspec.Raw])
+        return [Item(id, bytes(x)) for id, x in zip(self.ids, bodies, strict=True)]
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """The small part of an object that is read whenever anything of it is."""
+
+    session: str  # the object goes when this session is forgotten
+    next: int  # number of the next page
+    body: Page
+    pages: tuple[Page, ...] = ()
+    outputs: int = 0  # how many of the last pages the answer added
+    about: dict[str, str] = {}  # of a response: the previous one, its conversation
+    labels: tuple[tuple[str, str], ...] | None = None  # None: it is in no list
+    line: tuple[str, ...] = ()  # some responses before it, the last one first
+
+    @property
+    def num(self) -> int:
+        """The number of items."""
+        return sum(len(x.ids) for x in self.pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the items."""
+        return sum(x.nbytes for x in self.pages)
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the row, about."""
+        return self.body.nbytes + self.nbytes + _PART_BYTES * (2 + len(self.pages))
+
+    @property
+    def num_own(self) -> int:
+        """The number of the first pages, of the items that the object was made with."""
+        return len(self.pages) - self.outputs
+
+    def words(self, kind: Kind) -> set[tuple[str, ...]]:
+        """Return what the object is found by, besides its id."""
+        words = {("session", self.session), ("session", self.session, kind)}
+        if kind != "completion":  # requests refer to items of the others
+            words |= {("item", id) for page in self.pages for id in page.ids}
+        if self.labels is not None:
+            words |= {("list", kind), *(("label", kind, *x) for x in self.labels)}
+        return words
+
+
+class Object(NamedTuple):
+    """An object that is there."""
+
+    kind: Kind
+    id: str
+    head: Head
+    seen: bytes  # the head as it lies
+    number: int  # one that was put later has a higher one
+
+
+class PageDraft:
+    """Collects the new pages of an object, each under a number that was never used."""
+
+    def __init__(self, next: int = 0) -> None:
+        self.next = next
+        self.contents: dict[int, bytes] = {}
+
+    def page(self, content: bytes, ids: Iterable[str] = ()) -> Page:
+        made = Page(self.next, len(content), tuple(ids))
+        self.contents[made.number] = content
+        self.next += 1
+        return made
+
+    def items(self, items: Iterable[Item]) -> tuple[Page, ...]:
+        listed = ((b"[%b]" % b",".join(x.body for x in some), some) for some in slices(items))
+        return tuple(self.page(content, (x.id for x in some)) for content, some in listed)
+
+
+_Row = TypeVar("_Row", Item, Page)
+
+
+def slices(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
+    """Yield the rows in slices of few bytes; one that is larger is a slice by itself."""
+    some: list[_Row] = []
+    held = 0
+    for row in rows:
+        nbytes = row.nbytes if isinstance(row, Page) else len(row.body)
+        if some and (held + nbytes > SLICE_BYTES or len(some) >= SLICE_ITEMS):
+            yield some
+            some, held = [], 0
+        some.append(row)
+        held += nbytes
+    if some:
+        yield some
