@@ -94,20 +94,6 @@ class OldFile:
         self._db.close()
 
 
-def write_old_chats(path: Path, tenant: str, number: int) -> None:
-    """Write many stored chats, each with a number in its metadata and a message."""
-    file = OldFile(path)
-    for i in range(number):
-        message = {"role": "assistant", "content": "said " * 40, "refusal": None}
-        choice = {"index": 0, "finish_reason": "stop", "logprobs": None, "message": message}
-        head = {"id": f"chatcmpl-{i}", "object": "chat.completion", "created": 1, "model": "fake-1"}
-        metadata = {"number": str(i), "parity": str(i % 2)}
-        body = {**head, "choices": [choice], "metadata": metadata}
-        asked = {"id": f"chatcmpl-{i}-0", "role": "user", "content": "asked " * 20}
-        file.put(tenant, "completion", body, [asked])
-    file.close()
-
-
 def _encoded(body: dict[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 

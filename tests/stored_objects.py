@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -46,27 +45,18 @@ def mark_of(path: Path) -> Path:
     return path.parent.parent / f"{path.parent.name}.sealed"
 
 
-def objects_in(
-    path: Path,
-    limits: StoredLimits,
-    clock: Callable[[], float] = time.time,
-    *,
-    keeps_damaged: bool = True,
-) -> Objects:
-    """Open a file, and bring over what is in it of earlier releases; returns tenant a's objects."""
-    return store_in(path, limits, clock, keeps_damaged=keeps_damaged).of("a")
-
-
 def store_in(
-    path: Path,
-    limits: StoredLimits,
-    clock: Callable[[], float] = time.time,
-    *,
-    keeps_damaged: bool = True,
+    path: Path, limits: StoredLimits, *clock: Callable[[], float], **to: Any
 ) -> ObjectStore:
-    table = SqliteTable(path, limits, clock, keeps_damaged=keeps_damaged)
+    """Open a file, and bring over what is in it of earlier releases."""
+    table = SqliteTable(path, limits, *clock, **to)
     bring_over(table, KEY_OF, mark_of(path))
     return ObjectStore(table, KEY_OF)
+
+
+def objects_in(path: Path, limits: StoredLimits, *clock: Callable[[], float], **to: Any) -> Objects:
+    """Do as ``store_in``; returns tenant a's objects."""
+    return store_in(path, limits, *clock, **to).of("a")
 
 
 def anew(objects: Objects, tenant: str = "a", key_of: KeyOf = KEY_OF) -> Objects:

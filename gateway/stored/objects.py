@@ -1,26 +1,26 @@
 """Stored responses, conversations and chat completions: put, shown, listed, changed, deleted.
 
-The output items of a response are items of their own, so that they are found by id, and read
-without the rest of it.
-
 Methods are made of steps: between two of them another tenant has its turn (see ``stored``). A step
-that will hold bytes says how many before it reads them.
+that will hold bytes says how many before it reads them. A page never changes, so those that were
+read last stay in memory under their row's number; which pages there are, the row's head says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Final, NamedTuple, cast
 
 import msgspec
 from msgspec.structs import replace
 
+from gateway.stored.recent import Recent
 from gateway.stored.rows import (
     Head,
     Item,
+    Json,
     KeyOf,
     Kind,
     NotOurs,
@@ -28,13 +28,15 @@ from gateway.stored.rows import (
     ObjectSeal,
     Page,
     PageDraft,
+    labels_of,
+    parts_of,
     slices,
 )
 from gateway.stored.table import Steps, StoreFailed, Table, Write
 
-Json: TypeAlias = dict[str, Any]
 MAX_ITEMS: Final = 16 << 10  # of one object
 PAGE_BYTES: Final = 4 << 20  # of a list; it may end before its limit
+_ITEM_BYTES: Final = 200  # that an item in memory takes besides its body
 _LINE: Final = 32  # of a line of responses so many are asked for at once
 _MAX_TRIES: Final = 16  # of a change that others come between
 
@@ -58,23 +60,30 @@ class ObjectList(NamedTuple):
     more: bool
 
 
-class ObjectStore(NamedTuple):
+class ObjectStore:
     """The objects of all tenants in one table. Used by several threads."""
 
-    table: Table
-    key_of: KeyOf
+    def __init__(self, table: Table, key_of: KeyOf) -> None:
+        self.table = table
+        self.key_of = key_of
+        # Of pages so many bytes, by tenant, name and number of the row.
+        self.pages = Recent[tuple[str, str, int, Page], list[Item]](16 << 20)
+        # Of so many responses the one before, by tenant.
+        self.before = Recent[tuple[str, str], str](16 << 10)
 
     def of(self, tenant: str) -> Objects:
         """Return a tenant's own objects."""
-        return Objects(self.table, ObjectSeal(self.key_of, self.table.place, tenant), tenant)
+        return Objects(self, tenant)
 
 
 class Objects:
     """One tenant's objects."""
 
-    def __init__(self, table: Table, seal: ObjectSeal, tenant: str) -> None:
-        self.table = table
-        self._seal = seal
+    def __init__(self, store: ObjectStore, tenant: str) -> None:
+        self.table = store.table
+        self._pages = store.pages
+        self._before = store.before
+        self._seal = ObjectSeal(store.key_of, store.table.place, tenant)
         self._tenant = tenant
 
     def find(self, kind: Kind, id: str, *, uses: bool = True) -> Object | None:
@@ -86,15 +95,15 @@ class Objects:
         object = self.find(kind, id)
         if object is None:
             return None
-        pages = (object.head.body, *object.head.pages[object.head.num_own :])
-        yield sum(x.nbytes for x in pages)
-        parts = [x for x in self._read(object, pages) if x is not None]
-        if len(parts) < len(pages):
+        answer = object.head.pages[object.head.num_own :]
+        yield object.head.body.nbytes + sum(x.nbytes for x in answer)
+        body = self._read(object, [object.head.body])[0]
+        items = yield from self.read_all(object, answer)
+        if body is None or items is None:
             return None
-        body, *answer = parts
         if kind != "response":
             return body
-        return b'%b,"output":[%b]}' % (body[:-1], b",".join(x[1:-1] for x in answer))
+        return b'%b,"output":[%b]}' % (body[:-1], b",".join(x.body for x in items))
 
     def page(self, kind: Kind, id: str, query: Query) -> Steps[ObjectList | None]:
         """List items that an object was made with; those that were changed are passed over."""
@@ -120,17 +129,25 @@ class Objects:
             rows += [there[item] for _, item in some if item in there]
         return ObjectList(rows, len(places) > query.limit)
 
-    def read_all(self, object: Object) -> Steps[list[Item] | None]:
-        """Read all items; None if one was changed, moved, put back or taken away.
+    def read_all(
+        self, object: Object, pages: Sequence[Page] | None = None
+    ) -> Steps[list[Item] | None]:
+        """Read all items, or those of some pages, in slices.
 
-        The caller has said that it will hold the ``nbytes`` of the object's head.
+        Returns None if one was changed, moved, put back or taken away. The caller has said that it
+        will hold the bytes.
         """
         items: list[Item] = []
-        for pages in slices(object.head.pages):
-            for page, content in zip(pages, self._read(object, pages), strict=True):
+        row = (self._tenant, object.name, object.number)
+        for some in slices(object.head.pages if pages is None else pages):
+            found = {x: self._pages.get((*row, x)) for x in some}
+            unread = [x for x in some if found[x] is None]
+            for page, content in zip(unread, self._read(object, unread), strict=True):
                 if content is None:
                     return None
-                items += page.items(content)
+                found[page] = read = page.items(content)
+                self._pages.put((*row, page), read, page.nbytes + _ITEM_BYTES * len(read))
+            items += chain.from_iterable(found[x] or () for x in some)
             yield 0
         return items
 
@@ -158,7 +175,7 @@ class Objects:
         last = None
         if query.after is not None and (last := self.find(kind, query.after, uses=False)) is None:
             return ObjectList([], False)
-        labels = _labels_of(like)
+        labels = labels_of(like)
         words = ("label", kind, *labels[0]) if labels else ("list", kind)
         rows: list[Item] = []
         held = 0
@@ -176,21 +193,24 @@ class Objects:
 
     def latest(self, kind: Kind, session: str) -> str | None:
         """Return the id of a session's object that was stored last."""
-        return next((x.id for x in self._under("session", session, kind) if x), None)
+        last = next(self._under("session", session, kind), None)
+        return last and last.id
 
     def line(self, id: str, take: Callable[[Head], None]) -> Steps[list[Object] | None]:
         """Find a response and all before it, the last one first; None if one is not there.
 
-        Each names the one before it, and some more as they were when it was put: these are asked
-        for at once. What each of them says now still counts.
+        Each names the one before it. A line that was found before is asked for piece by piece, by
+        the names that it had; what each of them says now still counts.
 
         Args:
             take: called with the head of each; an error that it raises ends the line.
         """
         line: list[Object] = []
-        asked: Sequence[str] = (id,)
         following: str | None = id
         while following is not None:
+            asked = [following]
+            while len(asked) < _LINE and (before := self._before.get((self._tenant, asked[-1]))):
+                asked.append(before)
             for id, object in zip(asked, self._find_all("response", asked), strict=True):
                 if id != following:  # it goes on from another one than it did
                     break
@@ -199,43 +219,24 @@ class Objects:
                 take(object.head)
                 line.append(object)
                 following = object.head.about.get("previous")
-            known = line[-1].head.line
-            asked = known if following in known[:1] else (following or "",)
+                if following is not None:
+                    self._before.put((self._tenant, id), following)
             yield 0
         return line
 
     def put(
         self, kind: Kind, object: Json, session: str, items: Iterable[Item] = ()
     ) -> Steps[bool]:
-        """Store an object and its items, all or nothing; one of that id is replaced.
+        """Store an object and its items, all or nothing, in place of one of that id.
 
         Returns False if it is larger than all that the tenant may store.
-
-        Args:
-            session: it goes when this one is forgotten.
         """
-        outputs, about, line = list[Item](), dict[str, str](), list[str]()
-        if kind == "response":
-            outputs = [Item(x["id"], msgspec.json.encode(x)) for x in object.get("output") or ()]
-            object = {name: x for name, x in object.items() if name != "output"}
-            talk = object.get("conversation")
-            links = {
-                "previous": object.get("previous_response_id"),
-                "conversation": talk.get("id") if isinstance(talk, dict) else None,
-            }
-            about = {name: x for name, x in links.items() if isinstance(x, str)}
-        if "previous" in about:
-            last = self.find(kind, about["previous"], uses=False)
-            line = [about["previous"], *(last.head.line if last else ())][:_LINE]
-        draft, body = PageDraft(), msgspec.json.encode(object)
-        page = draft.page(body)
-        own, answer = draft.items(items), draft.items(outputs)
-        labels = _labels_of(object) if kind == "completion" else None
+        parts, draft = parts_of(kind, object), PageDraft()
+        body, own, answer = draft.page(parts.body), draft.items(items), draft.items(parts.answer)
         pages = own + answer
-        head = Head(session, draft.next, page, pages, len(answer), about, labels, tuple(line))
-        if head.taken > self.table.limits.tenant_bytes:
+        head = Head(session, draft.next, body, pages, len(answer), parts.about, parts.labels)
+        if not self._write(kind, object["id"], head, draft, None):
             return False
-        self._write(kind, object["id"], head, draft, None)
         yield 0
         yield from self.tidy()
         return True
@@ -252,7 +253,7 @@ class Objects:
         def grown(object: Object, draft: PageDraft) -> Head:
             known = {id for page in object.head.pages for id in page.ids}
             fresh = [x for x in items if x.id not in known]
-            if len(known) + len(fresh) > MAX_ITEMS:
+            if object.head.num + len(fresh) > MAX_ITEMS:
                 raise Outgrown
             return replace(object.head, pages=object.head.pages + draft.items(fresh))
 
@@ -284,7 +285,7 @@ class Objects:
                 return object.head
             anew = {**msgspec.json.decode(body), "metadata": metadata}
             body = msgspec.json.encode(anew)
-            labels = None if object.head.labels is None else _labels_of(anew)
+            labels = None if object.head.labels is None else labels_of(anew)
             return replace(object.head, body=draft.page(body), labels=labels)
 
         object = self.find(kind, id)
@@ -293,18 +294,18 @@ class Objects:
 
     def delete(self, kind: Kind, id: str) -> Steps[bool]:
         """Remove an object and its items, for good; returns False if it is not there."""
-        there = self.table.delete(self._tenant, [f"{kind}:{id}"])
+        there = self._remove(f"{kind}:{id}")
         yield from self.tidy()
         return bool(there)
 
     def forget(self, session: str) -> Steps[int]:
         """Remove all objects of a session; returns how many."""
-        number, beyond = self.table.delete(self._tenant, []), None
+        number, beyond = self._remove(), None
         term = self._seal.term("session", session)
         while some := self.table.listed(self._tenant, term, beyond, ascending=True):
             beyond = some[-1][0]
             for _, name in some:
-                number += self.table.delete(self._tenant, [name])
+                number += self._remove(name)
                 yield 0
         yield from self.tidy()
         return number
@@ -313,6 +314,11 @@ class Objects:
         """Free the room of objects that are deleted, too old, or beyond the budget."""
         while self.table.tidy(self._tenant):
             yield 0
+
+    def _remove(self, *names: str) -> int:
+        number = self.table.delete(self._tenant, names)
+        self._pages.forget(lambda x: x[0] == self._tenant and x[1] in names)
+        return number
 
     def _find_all(
         self, kind: Kind, ids: Sequence[str], *, uses: bool = True
@@ -342,9 +348,11 @@ class Objects:
 
     def _read(self, object: Object, pages: Sequence[Page]) -> list[bytes | None]:
         """Read and open pages; None for each that is not as it was."""
+        if not pages:
+            return []
         kind, id, numbers = object.kind, object.id, [x.number for x in pages]
         opened: list[bytes | None] = [None] * len(pages)
-        for i, sealed in enumerate(self.table.pages(self._tenant, f"{kind}:{id}", numbers)):
+        for i, sealed in enumerate(self.table.pages(self._tenant, object.name, numbers)):
             with suppress(NotOurs):
                 if sealed is not None:
                     opened[i] = self._seal.open(sealed, kind, id, "page", numbers[i])
@@ -371,25 +379,22 @@ class Objects:
         raise StoreFailed("too many change the same object at once", "busy")
 
     def _write(self, kind: Kind, id: str, head: Head, draft: PageDraft, was: Object | None) -> bool:
-        """Put an object, or change the one that there was, if it is so yet."""
+        """Put an object if there is room, or change the one that there was, if it is so yet."""
         sealed = self._seal.close(msgspec.msgpack.encode(head), kind, id, "top")
-        before = was.head if was else Head("", 0, head.body)
-        old, new = ({x.number for x in (y.body, *y.pages)} for y in (before, head))
-        words, left = head.words(kind), before.words(kind) if was else set()
+        nbytes = head.taken + len(sealed)
+        if was is None and nbytes > self.table.limits.tenant_bytes:
+            return False
+        old = {was.head.body, *was.head.pages} if was else set()
+        new = {head.body, *head.pages}
+        words = head.words(kind, new - old)
+        left = was.head.words(kind, old - new) if was else set()
         write = Write(
             was and was.seen,
             sealed,
-            head.taken + len(sealed),
+            nbytes,
             {n: self._seal.close(x, kind, id, "page", n) for n, x in draft.contents.items()},
-            old - new,
+            [x.number for x in old - new],
             [self._seal.term(*x) for x in words - left],
             [self._seal.term(*x) for x in left - words],
         )
         return self.table.write(self._tenant, f"{kind}:{id}", write)
-
-
-def _labels_of(object: Json) -> tuple[tuple[str, str], ...]:
-    metadata, model = object.get("metadata"), object.get("model")
-    pairs = metadata.items() if isinstance(metadata, dict) else ()
-    labels = [(f"metadata.{name}", x) for name, x in pairs if isinstance(x, str)]
-    return (*labels, ("model", model)) if isinstance(model, str) else tuple(labels)

@@ -10,7 +10,7 @@
 ``tenant`` is a keyed hash of the name: the server sees no tenants' names. All keys of a tenant lie
 in one slot of a cluster, and each change is one transaction. A row expires by itself, and the
 server may evict it at any time; what the index still says of it then is passed over. What a
-deletion needs is done on a full server, too.
+deletion needs is done on a full server, too; counting it may wait there until the row is too old.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any, Final
 
 from gateway.stored.table import (
     SLICE_ITEMS,
     TERM_BYTES,
     Misshapen,
+    Steps,
     StoredLimits,
     StoreFailed,
     Top,
@@ -38,6 +40,8 @@ except ImportError as error:
     raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
 
 _NUMBER_BYTES: Final = 8
+_PLAIN: Final = "thermocline:stored:{*"  # the keys of releases that sealed nothing
+_PLAIN_AT_ONCE: Final = 64
 
 
 class Keys:
@@ -48,8 +52,8 @@ class Keys:
         )
         self.index, self.terms, self.used, self.sizes, self.total, self.seq = self.all
 
-    def row(self, name: str) -> str:
-        return f"{self._prefix}:row:{name}"
+    def row(self, name: bytes) -> bytes:
+        return f"{self._prefix}:row:".encode() + name
 
 
 class RedisTable:
@@ -74,23 +78,23 @@ class RedisTable:
         self.limits = limits
         self._hidden = hidden
         self._clock = clock
+        self._life_ms = int(limits.max_age_s * 1000)
+        self._plain_is_bounded = False
         self._servers = RedisServers(url, deadline_s)
 
     def find_all(self, tenant: str, names: Sequence[str], *, uses: bool) -> list[Top | None]:
         with self._exchange(tenant) as (server, keys), server.pipeline(transaction=False) as asked:
             for name in names:
-                asked.hmget(keys.row(name), "head", "number")
+                asked.hmget(keys.row(name.encode()), "head", "number")
             found = [None if None in x else Top(int(x[1]), x[0]) for x in asked.execute()]
-            if uses and (used := [x for x, top in zip(names, found, strict=True) if top]):
-                with suppress(redis.OutOfMemoryError):
-                    self._keep(asked, keys, used)
-                    asked.zadd(keys.used, dict.fromkeys(used, self._clock()), xx=True)
-                    asked.execute()
+        if uses and (used := [x for x, top in zip(names, found, strict=True) if top]):
+            with suppress(StoreFailed):  # a server that is full, or writes nothing, can be read
+                self._use(tenant, used)
         return found
 
     def pages(self, tenant: str, name: str, numbers: Sequence[int]) -> list[bytes | None]:
         with self._exchange(tenant) as (server, keys):
-            return list(server.hmget(keys.row(name), numbers)) if numbers else []
+            return list(server.hmget(keys.row(name.encode()), numbers)) if numbers else []
 
     def listed(
         self, tenant: str, term: bytes, beyond: int | None, *, ascending: bool
@@ -110,7 +114,8 @@ class RedisTable:
 
     def write(self, tenant: str, name: str, write: Write) -> bool:
         with self._exchange(tenant) as (server, keys):
-            row = keys.row(name)
+            id = name.encode()
+            row = keys.row(id)
 
             def change(made: Any) -> bool:
                 head, said = made.hmget(row, "head", "number")
@@ -118,10 +123,10 @@ class RedisTable:
                     return False
                 if not (made.get(keys.total) or b"0").removeprefix(b"-").isdigit():
                     made.delete(keys.total)  # no number of ours: it is counted anew
-                nbytes, terms = _number(made.hget(keys.sizes, name)), _terms(made, keys, name)
-                number = int(said) if write.was else made.incr(keys.seq)
-                left = write.left if write.was else terms
-                gone, new = _members(left, said, name), _members(write.terms, number, name)
+                nbytes, terms = _number(made.hget(keys.sizes, id)), _terms(made, keys, id)
+                number = int(said) if write.was is not None else made.incr(keys.seq)
+                left = write.left if write.was is not None else terms
+                gone, new = _members(left, said, id), _members(write.terms, number, id)
                 terms = terms.difference(left).union(write.terms)
                 fields: dict[Any, Any] = {"head": write.head, "number": number, **write.pages}
                 made.multi()
@@ -138,14 +143,14 @@ class RedisTable:
                 made.zadd(keys.used, {name: self._clock()})
                 made.hset(keys.sizes, name, write.nbytes)
                 made.incrby(keys.total, write.nbytes - nbytes)
-                self._keep(made, keys, [name])
+                self._keep(made, keys, [id])
                 return True
 
             return bool(server.transaction(change, row, value_from_callable=True))
 
     def delete(self, tenant: str, names: Sequence[str]) -> int:
         with self._exchange(tenant) as (server, keys):
-            return sum(self._remove(server, keys, x) for x in names)
+            return sum(self._remove(server, keys, x.encode())[0] for x in names)
 
     def tidy(self, tenant: str) -> bool:
         with self._exchange(tenant) as (server, keys):
@@ -161,9 +166,21 @@ class RedisTable:
             too_old = used < self._clock() - self.limits.max_age_s
             if not too_old and int(total or 0) <= self.limits.tenant_bytes:
                 return False
-            self._remove(server, keys, name.decode(errors="replace"))
-            server.zrem(keys.used, name)  # as it lies there, be it a name or not
-            return True
+            return self._remove(server, keys, name)[1]
+
+    def chores(self) -> Steps[None]:
+        """Have keys of old releases, of which nothing is believed, end some time."""
+        if self._plain_is_bounded:
+            return
+        with self._reported():
+            client = self._servers.client()
+            keys = client.scan_iter(_PLAIN, SLICE_ITEMS)
+            while some := list(islice(keys, _PLAIN_AT_ONCE)):
+                for key in some:
+                    if client.pttl(key) == -1:
+                        client.pexpire(key, self._life_ms)
+                yield 0
+        self._plain_is_bounded = True
 
     def close(self) -> None:
         self._servers.close()
@@ -171,8 +188,13 @@ class RedisTable:
     @contextmanager
     def _exchange(self, tenant: str) -> Iterator[tuple[Any, Keys]]:
         keys = Keys(self._hidden(tenant))
-        try:
+        with self._reported():
             yield self._servers.node_of(keys.total), keys
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
         except redis.OutOfMemoryError:
             raise StoreFailed("redis is full", "full") from None
         except redis.ResponseError as error:
@@ -187,38 +209,59 @@ class RedisTable:
         except (ValueError, TypeError, IndexError, OverflowError) as error:
             raise Misshapen(f"redis holds something else there ({error})") from None
 
-    def _keep(self, change: Any, keys: Keys, names: Sequence[str]) -> None:
+    def _use(self, tenant: str, names: Sequence[str]) -> None:
+        with self._exchange(tenant) as (server, keys), server.pipeline(False) as change:
+            self._keep(change, keys, [x.encode() for x in names])
+            change.zadd(keys.used, dict.fromkeys(names, self._clock()), xx=True)
+            change.execute()
+
+    def _keep(self, change: Any, keys: Keys, names: Sequence[bytes]) -> None:
         """Give rows their whole life again, and all that is said of them."""
         for key in (*map(keys.row, names), *keys.all):
-            change.pexpire(key, int(self.limits.max_age_s * 1000))
+            change.pexpire(key, self._life_ms)
 
-    def _remove(self, server: Any, keys: Keys, name: str) -> bool:
-        """Remove a row, and all that is said of it; a full server takes the first half, too."""
-        number, nbytes = server.hget(keys.row(name), "number"), server.hget(keys.sizes, name)
-        listed = _members(_terms(server, keys, name), number, name)
-        with server.pipeline() as change:
-            change.unlink(keys.row(name))
+    def _remove(self, server: Any, keys: Keys, name: bytes) -> tuple[bool, bool]:
+        """Remove a row, and all that is said of it, once even if two servers do.
+
+        Returns whether it was there, and whether it is counted out: a full server may not do that.
+        """
+        row, there = keys.row(name), False
+
+        def change(made: Any) -> None:
+            number, nbytes = made.hget(row, "number"), _number(made.hget(keys.sizes, name))
+            listed = _members(_terms(made, keys, name), number, name)
+            made.multi()
+            made.unlink(row)
             if listed:
-                change.zrem(keys.index, *listed)
-            there = change.execute()[0]
-        with suppress(redis.OutOfMemoryError), server.pipeline() as change:
-            change.hdel(keys.terms, name)
-            change.hdel(keys.sizes, name)
-            change.zrem(keys.used, name)
-            change.decrby(keys.total, _number(nbytes))
-            change.execute()
-        return bool(there)
+                made.zrem(keys.index, *listed)
+            made.hdel(keys.terms, name)
+            made.hdel(keys.sizes, name)
+            made.zrem(keys.used, name)
+            if nbytes:
+                made.decrby(keys.total, nbytes)
+                made.pexpire(keys.total, self._life_ms)
+
+        for _ in range(2):
+            try:
+                return bool(server.transaction(change, row, keys.sizes)[0]) or there, True
+            except redis.OutOfMemoryError:  # which is that of any transaction on a full server
+                number = server.hget(row, "number")
+                listed = _members(_terms(server, keys, name), number, name)
+                there |= bool(server.unlink(row))
+                if listed:
+                    server.zrem(keys.index, *listed)
+        return there, False
 
 
-def _terms(server: Any, keys: Keys, name: str) -> set[bytes]:
+def _terms(server: Any, keys: Keys, name: bytes) -> set[bytes]:
     said = server.hget(keys.terms, name) or b""
     return {said[i : i + TERM_BYTES] for i in range(0, len(said), TERM_BYTES)}
 
 
-def _members(terms: Collection[bytes], number: int | bytes | None, name: str) -> list[bytes]:
+def _members(terms: Collection[bytes], number: int | bytes | None, name: bytes) -> list[bytes]:
     if number is None:
         return []
-    return [x + int(number).to_bytes(_NUMBER_BYTES) + name.encode() for x in terms]
+    return [x + int(number).to_bytes(_NUMBER_BYTES) + name for x in terms]
 
 
 def _number(said: bytes | None) -> int:

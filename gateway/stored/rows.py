@@ -16,7 +16,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
 from cryptography.exceptions import InvalidTag
@@ -26,6 +26,8 @@ from gateway.stored.table import SLICE_BYTES, SLICE_ITEMS, TERM_BYTES
 
 Kind: TypeAlias = Literal["response", "conversation", "completion"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+Json: TypeAlias = dict[str, Any]
+Labels: TypeAlias = tuple[tuple[str, str], ...]
 # Makes a tenant's key of its name and a purpose (``Tenants.key_of``).
 KeyOf: TypeAlias = Callable[[str, bytes], bytes]
 _VERSION: Final = b"\x01"
@@ -100,8 +102,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     pages: tuple[Page, ...] = ()
     outputs: int = 0  # how many of the last pages the answer added
     about: dict[str, str] = {}  # of a response: the previous one, its conversation
-    labels: tuple[tuple[str, str], ...] | None = None  # None: it is in no list
-    line: tuple[str, ...] = ()  # some responses before it, the last one first
+    labels: Labels | None = None  # None: it is in no list
 
     @property
     def num(self) -> int:
@@ -123,11 +124,11 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
         """The number of the first pages, of the items that the object was made with."""
         return len(self.pages) - self.outputs
 
-    def words(self, kind: Kind) -> set[tuple[str, ...]]:
-        """Return what the object is found by, besides its id."""
+    def words(self, kind: Kind, pages: Iterable[Page]) -> set[tuple[str, ...]]:
+        """Return what the object is found by, besides its id; of its items those on ``pages``."""
         words = {("session", self.session), ("session", self.session, kind)}
         if kind != "completion":  # requests refer to items of the others
-            words |= {("item", id) for page in self.pages for id in page.ids}
+            words |= {("item", id) for page in pages for id in page.ids}
         if self.labels is not None:
             words |= {("list", kind), *(("label", kind, *x) for x in self.labels)}
         return words
@@ -141,6 +142,44 @@ class Object(NamedTuple):
     head: Head
     seen: bytes  # the head as it lies
     number: int  # one that was put later has a higher one
+
+    @property
+    def name(self) -> str:
+        """The name of its row."""
+        return f"{self.kind}:{self.id}"
+
+
+class Parts(NamedTuple):
+    """What lies apart of an object; the items of a response's answer are items of their own."""
+
+    body: bytes
+    about: dict[str, str] = {}
+    labels: Labels | None = None
+    answer: Iterable[Item] = ()
+
+
+def parts_of(kind: Kind, object: Json) -> Parts:
+    """Take an object apart."""
+    if kind != "response":
+        labels = labels_of(object) if kind == "completion" else None
+        return Parts(msgspec.json.encode(object), {}, labels)
+    talk = object.get("conversation")
+    links = {
+        "previous": object.get("previous_response_id"),
+        "conversation": talk.get("id") if isinstance(talk, dict) else None,
+    }
+    body = msgspec.json.encode({name: x for name, x in object.items() if name != "output"})
+    about = {name: x for name, x in links.items() if isinstance(x, str)}
+    answer = [Item(x["id"], msgspec.json.encode(x)) for x in object.get("output") or ()]
+    return Parts(body, about, None, answer)
+
+
+def labels_of(object: Json) -> Labels:
+    """Return what the lists of an object choose by: its metadata, and its model."""
+    metadata, model = object.get("metadata"), object.get("model")
+    pairs = metadata.items() if isinstance(metadata, dict) else ()
+    labels = [(f"metadata.{name}", x) for name, x in pairs if isinstance(x, str)]
+    return (*labels, ("model", model)) if isinstance(model, str) else tuple(labels)
 
 
 class PageDraft:

@@ -2,8 +2,8 @@
 
 Many threads read it at once, one writes. Every change is one short transaction in a write-ahead
 log, so a crash leaves it done or not done. What is deleted is overwritten. A file that cannot be
-read is put aside for a week: what it held is lost, the gateway is not. A file beside keeps the room
-that a deletion needs on a full disk, for its log.
+read is put aside for a week: what it held is lost, the gateway is not. One that a newer release
+wrote is left as it is. A file beside keeps the room that a deletion needs on a full disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from gateway.stored.table import SLICE_ITEMS, StoredLimits, StoreFailed, Top, Trouble, Write
+from gateway.stored.table import (
+    SLICE_BYTES,
+    SLICE_ITEMS,
+    Steps,
+    StoredLimits,
+    StoreFailed,
+    Top,
+    Trouble,
+    Write,
+)
 
 T = TypeVar("T")
 log = logging.getLogger("thermocline.gateway")
@@ -28,6 +37,8 @@ RESERVE_BYTES: Final = 8 << 20
 TOUCH_EVERY_S: Final = 60.0  # a use within this of the last one is not written down
 MAX_TOUCHED: Final = 1024
 KEEP_DAMAGED_S: Final = 7 * 86400.0
+# The highest ``user_version``: of a release that marked so a file in which everything was sealed.
+SEALED: Final = 2
 _FULL = frozenset({"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"})
 # A row without a name is deleted; its pages are there yet. ``totals`` has each tenant's bytes.
 _SCHEMA = """
@@ -70,13 +81,22 @@ ON CONFLICT (tenant) DO UPDATE SET nbytes = nbytes + excluded.nbytes
 _OUTLIVED = """
 SELECT number FROM
     (SELECT number, used FROM objects WHERE tenant = ?1 ORDER BY used, number LIMIT 1)
-WHERE used < ? OR ? < (SELECT nbytes FROM totals WHERE tenant = ?1)
+WHERE CAST(used AS REAL) < ? OR ? < (SELECT nbytes FROM totals WHERE tenant = ?1)
 """
-_DROP_PAGES = """
-DELETE FROM pages WHERE object = ?1
-AND page IN (SELECT page FROM pages WHERE object = ?1 LIMIT 2)
+# Pages of few bytes together, at least one of them.
+_DROP_PAGES = f"""
+DELETE FROM pages WHERE object = ?1 AND page IN (
+    SELECT page FROM (
+        SELECT page, nbytes, sum(nbytes) OVER (ORDER BY page) AS so_far FROM
+        (SELECT page, length(content) AS nbytes FROM pages WHERE object = ?1
+            ORDER BY page LIMIT {SLICE_ITEMS})
+    ) WHERE so_far <= {SLICE_BYTES} OR so_far = nbytes
+)
 """
-_DROP = "DELETE FROM objects WHERE number = ? RETURNING tenant, -CAST(nbytes AS INTEGER)"
+_DROP = """
+DELETE FROM objects WHERE number = ?1 AND NOT EXISTS (SELECT 1 FROM pages WHERE object = ?1)
+RETURNING tenant, -CAST(nbytes AS INTEGER)
+"""
 
 
 class SqliteTable:
@@ -173,20 +193,17 @@ class SqliteTable:
         return self.remove(hidden) if names else 0
 
     def tidy(self, tenant: str) -> bool:
-        oldest = self._clock() - self.limits.max_age_s
-
         def outlived(db: sqlite3.Connection) -> Any:
-            sql = "SELECT tenant FROM objects WHERE used < ? LIMIT 1"
-            of = (tenant,) if tenant else db.execute(sql, (oldest,)).fetchone() or ("",)
-            return db.execute(_OUTLIVED, (*of, oldest, self.limits.tenant_bytes)).fetchone()
+            of = (tenant, self._oldest(), self.limits.tenant_bytes)
+            return db.execute(_OUTLIVED, of).fetchone()
 
         def tidied(db: sqlite3.Connection) -> bool:
             self._write_uses(db)
             if (found := outlived(db)) is None:
                 return False
             _hide(db, *found)
-            if not db.execute(_DROP_PAGES, found).rowcount:
-                db.executemany(_COUNT, db.execute(_DROP, found).fetchall())
+            db.execute(_DROP_PAGES, found)
+            db.executemany(_COUNT, db.execute(_DROP, found).fetchall())
             return True
 
         with self.reading() as db:
@@ -194,11 +211,25 @@ class SqliteTable:
                 return False
         return self.remove(tidied)
 
+    def chores(self) -> Steps[None]:
+        while True:
+            with self.reading() as db:
+                sql = "SELECT tenant FROM objects WHERE used < ? LIMIT 1"
+                row = db.execute(sql, (self._oldest(),)).fetchone()
+            if row is None or not self.tidy(*row):
+                return
+            yield 0
+
     def close(self) -> None:
-        with suppress(StoreFailed), self.writing() as db:
-            self._write_uses(db)
+        if self._touched:
+            with suppress(StoreFailed), self.writing() as db:
+                self._write_uses(db)
         for db in self._all:
             db.close()
+
+    def _oldest(self) -> float:
+        """Return the time of last use before which rows go; those that are deleted have -1."""
+        return max(0.0, self._clock() - self.limits.max_age_s)
 
     def _write_uses(self, db: sqlite3.Connection) -> None:
         touched, self._touched = self._touched, {}
@@ -272,9 +303,13 @@ class SqliteTable:
             # Bytes that are no text become a text that nothing has, not an error of the whole file.
             db.text_factory = partial(str, encoding="utf-8", errors="replace")
             try:
+                (version,) = db.execute("PRAGMA user_version").fetchone()
+                if version > SEALED:
+                    why = f"a newer release wrote it, in form {version}"
+                    raise StoreFailed(f"{self._path} cannot be used: {why}")
                 db.executescript(_SCHEMA)
                 db.execute("SELECT number FROM objects ORDER BY number DESC LIMIT 1").fetchone()
-            except sqlite3.Error:
+            except (sqlite3.Error, StoreFailed):
                 db.close()
                 raise
             self._all.append(db)

@@ -7,9 +7,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Final, TypeVar
 
 from gateway.stored.objects import Objects, ObjectStore
@@ -21,7 +22,8 @@ NUM_THREADS: Final = 4
 THREADS_PER_TENANT: Final = 2
 MAX_WAITING: Final = 256  # questions of one tenant
 SLICE_S: Final = 0.01  # steps that hold nothing go on for so long without another's between them
-TIDY_EVERY_S: Final = 600.0
+CHORES_EVERY_S: Final = 600.0
+_NO_TENANT: Final = ""  # the tenant of work that is done for none
 
 
 class Stored:
@@ -35,7 +37,7 @@ class Stored:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="stored")
         self._asked: Counter[str] = Counter()
         self._places: dict[str, asyncio.Semaphore] = {}
-        self._tidying: asyncio.Task[None] | None = None
+        self._chores: asyncio.Task[None] | None = None
 
     @property
     def enabled(self) -> bool:
@@ -43,9 +45,9 @@ class Stored:
         return self._open is not None
 
     def start(self) -> None:
-        """Begin to remove now and then what is too old of tenants that ask for nothing."""
+        """Begin the chores, which are done now and then in the background."""
         if self.enabled:
-            self._tidying = asyncio.create_task(self._tidy(), name="stored-tidy")
+            self._chores = asyncio.create_task(self._do_chores(), name="stored-chores")
 
     async def ask(
         self,
@@ -65,12 +67,11 @@ class Stored:
         Raises:
             StoreFailed: the table cannot be read or written now.
         """
-        loop, steps = asyncio.get_running_loop(), list[Steps[T]]()
+        steps: list[Steps[T]] = []
         while self.enabled:
             try:
-                async with self._turn(tenant):
-                    go_on = loop.run_in_executor(self._threads, self._go_on, tenant, work, steps)
-                    nbytes, result = await go_on
+                go_on = partial(self._go_on, tenant, work, steps)
+                nbytes, result = await self._in_turn(tenant, go_on)
             except Misshapen as error:
                 log.warning("stored objects: %s", error)
                 break
@@ -96,28 +97,45 @@ class Stored:
 
     async def close(self) -> None:
         """Finish what runs, and let go of files and connections."""
-        if self._tidying is not None:
-            self._tidying.cancel()
-            await asyncio.wait([self._tidying])
+        if self._chores is not None:
+            self._chores.cancel()
+            await asyncio.wait([self._chores])
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         if self._store is not None:
             self._store.table.close()
             self._store = None
 
-    @asynccontextmanager
-    async def _turn(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for one of a tenant's places in the line of the threads: so others wait for few."""
+    async def _in_turn(self, tenant: str, work: Callable[[], T]) -> T:
+        """Do ``work`` on a thread when it is its tenant's turn; not if it is cancelled before.
+
+        The threads take work in order; a tenant has few places in their line, so others wait for
+        few. A place is free when its work has ended, not when the one who asked has left.
+        """
         if self._asked[tenant] >= MAX_WAITING + THREADS_PER_TENANT:
             raise StoreFailed("too many questions of this tenant wait", "busy")
         place = self._places.setdefault(tenant, asyncio.Semaphore(THREADS_PER_TENANT))
         self._asked[tenant] += 1
         try:
-            async with place:
-                yield
-        finally:
-            self._asked[tenant] -= 1
-            if not self._asked[tenant]:
-                del self._asked[tenant], self._places[tenant]
+            await place.acquire()
+        except asyncio.CancelledError:
+            self._leave(tenant)
+            raise
+        loop = asyncio.get_running_loop()
+        job = self._threads.submit(work)
+
+        def ended(job: Future[T]) -> None:  # on any thread
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._leave, tenant, place)
+
+        job.add_done_callback(ended)
+        return await asyncio.wrap_future(job)
+
+    def _leave(self, tenant: str, place: asyncio.Semaphore | None = None) -> None:
+        if place is not None:
+            place.release()
+        self._asked[tenant] -= 1
+        if not self._asked[tenant]:
+            del self._asked[tenant], self._places[tenant]
 
     def _go_on(
         self, tenant: str, work: Callable[[Objects], Steps[T]], steps: list[Steps[T]]
@@ -141,12 +159,22 @@ class Stored:
             if nbytes or time.perf_counter() > until:
                 return nbytes, None
 
-    async def _tidy(self) -> None:
+    async def _do_chores(self) -> None:
         while True:
             try:
-                await self.ask("", Objects.tidy, None)
+                await self._chores_once()
             except StoreFailed as error:
                 log.warning("stored objects are not looked after now: %s", error)
             except Exception:  # the edge of a task: a defect here must not end the others' work
                 log.exception("looking after stored objects failed")
-            await asyncio.sleep(TIDY_EVERY_S)
+            await asyncio.sleep(CHORES_EVERY_S)
+
+    async def _chores_once(self) -> None:
+        """Do all chores; between two pieces as much time is left to others as one has taken."""
+        steps: list[Steps[None]] = []
+        go_on = partial(self._go_on, _NO_TENANT, lambda objects: objects.table.chores(), steps)
+        while True:
+            began = time.perf_counter()
+            if (await self._in_turn(_NO_TENANT, go_on))[1] is not None:
+                return
+            await asyncio.sleep(time.perf_counter() - began)

@@ -94,5 +94,8 @@ class Table(Protocol):
         Returns True if there may be more.
         """
 
+    def chores(self) -> Steps[None]:
+        """Do what no tenant's request does."""
+
     def close(self) -> None:
         """Let go of files and connections."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from gateway.stored.objects import Objects
 from gateway.stored.rows import Head
 from gateway.stored.table import StoredLimits, Top
 from tests.clock import Clock
-from tests.stored_objects import anew, done, entry, items, objects_in, put, read_all, stored_in
+from tests.stored_objects import anew, done, entry, items, put, read_all, stored_in
 from tests.unit.gateway.in_process import MODEL, App, RecordingEngine, chat_answer
 from tests.unit.gateway.stored.test_tables import BOTH, opened
 
@@ -47,9 +46,10 @@ def ids(num: int) -> list[str]:
     return [x for i in range(num) for x in (f"in-{i}", f"out-{i}")]
 
 
-def test_a_line_is_found_in_few_questions(objects, monkeypatch):
+def test_a_line_that_was_found_before_is_found_in_few_questions(objects, monkeypatch):
     """A Redis may be milliseconds away; three hundred questions to it took seconds."""
     put_line(objects, 70)
+    assert recalled(objects, "r68") == ids(69)
     asked, find_all = list[int](), objects.table.find_all
 
     def counted(tenant: str, names: Sequence[str], *, uses: bool) -> list[Top | None]:
@@ -98,20 +98,6 @@ def test_a_conversation_is_read_as_two_servers_have_changed_it(objects: Objects)
     assert done(other.remove_item("conversation", "1", "c"))
     assert done(objects.append("conversation", "1", items("e")))
     assert read_all(other, "1") == [*"ae"]
-
-
-def test_all_of_a_line_is_used(tmp_path: Path) -> None:
-    clock = Clock()
-    objects = objects_in(tmp_path / "stored.sqlite", StoredLimits(1 << 28, 1000.0), clock)
-    put_line(objects, 3)
-    put(objects, entry("aside"))
-    clock.now += 900.0
-    assert recalled(objects, "r2") == ids(3)
-    clock.now += 200.0
-    put(objects, entry("new"))  # then what is too old goes
-    assert recalled(objects, "r2") == ids(3)
-    assert read_all(objects, "aside") is None
-    objects.table.close()
 
 
 def test_a_line_ends_where_there_is_no_room(objects: Objects) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from gateway.stored.objects import Objects, ObjectStore, Query
 from gateway.stored.older import bring_over
 from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.table import StoredLimits, StoreFailed
-from tests.old_stored import OldFile, seal_old_file, write_old_chats
+from tests.old_stored import OldFile, seal_old_file
 from tests.stored_objects import (
     KEY_OF,
     anew,
@@ -108,9 +109,8 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("end", [Killed(), StoreFailed("the disk is full", "full")])
-def test_after_a_kill_or_a_failure_half_way_it_goes_on(path: Path, end: BaseException) -> None:
-    """The start that failed serves nothing."""
+def bring_some(path: Path, end: BaseException) -> None:
+    """Bring over a part, until ``end``."""
     table = SqliteTable(path, LIMITS, lambda: 2e9)
     write, left = table.write, iter(range(3))
 
@@ -124,6 +124,12 @@ def test_after_a_kill_or_a_failure_half_way_it_goes_on(path: Path, end: BaseExce
         bring_over(table, KEY_OF, mark_of(path))
     assert not mark_of(path).exists()
     table.close()
+
+
+@pytest.mark.parametrize("end", [Killed(), StoreFailed("the disk is full", "full")])
+def test_after_a_kill_or_a_failure_half_way_it_goes_on(path: Path, end: BaseException) -> None:
+    """The start that failed serves nothing."""
+    bring_some(path, end)
     again = reopened(path)
     for id, kind in (("resp_1", "response"), ("conv_1", "conversation"), ("chat_1", "completion")):
         assert shown(again, id, kind) is not None  # type: ignore[arg-type]
@@ -172,12 +178,6 @@ def test_once_all_is_sealed_a_file_that_looks_old_is_not_believed(path, replaced
     again.table.close()
 
 
-def test_a_new_file_is_marked_before_anything_is_in_it(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "stored.sqlite"
-    objects_in(path, LIMITS).table.close()
-    assert mark_of(path).exists()
-
-
 def test_a_mark_that_cannot_be_made_is_said_and_tried_again(path, tmp_path, caplog):
     in_the_way = tmp_path / "file"
     in_the_way.write_bytes(b"")
@@ -192,9 +192,45 @@ def test_a_mark_that_cannot_be_made_is_said_and_tried_again(path, tmp_path, capl
     table.close()
 
 
-def test_with_another_secret_all_stays_for_a_start_with_the_right_one(path: Path) -> None:
-    seal_old_file(path, KEY_OF)
-    mark_of(path).touch()
+def test_a_new_file_is_marked_so_that_it_outlives_a_power_cut(tmp_path: Path, monkeypatch) -> None:
+    written, fsync = list[int](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        written.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    path = tmp_path / "new" / "stored.sqlite"
+    objects_in(path, LIMITS).table.close()
+    assert written == [x.stat().st_ino for x in (mark_of(path), tmp_path)]
+
+
+def test_a_file_of_the_release_that_marked_it_inside_is_sealed(path: Path) -> None:
+    rows_of(path, "PRAGMA user_version = 2")
+    objects = reopened(path)
+    assert shown(objects, "resp_1", "response") is None
+    objects.table.close()
+
+
+def test_a_file_of_a_newer_release_is_left_as_it_is(path: Path) -> None:
+    rows_of(path, "PRAGMA user_version = 3")
+    before = path.read_bytes()
+    with pytest.raises(StoreFailed, match="a newer release wrote it, in form 3"):
+        reopened(path)
+    assert path.read_bytes() == before and not mark_of(path).exists()
+
+
+@pytest.mark.parametrize("sealed", ["by an older release", "by a start that was killed"])
+def test_with_another_secret_all_stays_for_a_start_with_the_right_one(path, sealed) -> None:
+    """Plain text, too: sealed with that secret it would be lost."""
+    if sealed == "by an older release":
+        seal_old_file(path, KEY_OF)
+        old = OldFile(path)
+        old.put("a", "conversation", {**TALK, "id": "plain"})
+        old.close()
+    else:
+        bring_some(path, Killed())
+    before = rows_of(path, "SELECT seq, body FROM entries ORDER BY seq")
 
     def other_key(tenant: str, purpose: bytes) -> bytes:
         return KEY_OF(f"another {tenant}", purpose)
@@ -202,9 +238,12 @@ def test_with_another_secret_all_stays_for_a_start_with_the_right_one(path: Path
     table = SqliteTable(path, LIMITS, lambda: 2e9)
     bring_over(table, other_key, mark_of(path))
     table.close()
-    assert rows_of(path, "SELECT count(*) FROM entries") == [(5,)]
+    assert rows_of(path, "SELECT seq, body FROM entries ORDER BY seq") == before
+    assert not mark_of(path).exists()
     objects = reopened(path)
     assert shown(objects, "resp_1", "response") == FIRST
+    assert shown(objects, "chat_1", "completion") == CHAT
+    assert sealed == "by a start that was killed" or shown(objects, "plain")
     objects.table.close()
 
 
@@ -246,8 +285,15 @@ def test_the_longest_unused_of_all_make_room(path: Path) -> None:
 
 async def test_requests_that_need_what_is_old_wait_for_it(tmp_path: Path) -> None:
     path = tmp_path / "stored.sqlite"
-    write_old_chats(path, "local", 2000)
     old = OldFile(path)
+    for i in range(2000):
+        message = {"role": "user", "content": "said " * 40, "id": f"chat-{i}-0"}
+        old.put(
+            "local",
+            "completion",
+            {**CHAT, "id": f"chat-{i}", "metadata": {"number": str(i)}},
+            [message],
+        )
     old.put("local", "response", FIRST, [ASKED])
     old.close()
     stored = stored_in(path, 1 << 26)

@@ -64,6 +64,20 @@ async def test_tenants_take_turns_and_who_was_cancelled_has_none(stored: Stored)
     assert max(ran.index("b"), ran.index("c")) <= 3
 
 
+async def test_who_left_takes_a_place_until_the_work_has_ended(stored: Stored) -> None:
+    """Or a tenant whose clients leave would have all threads."""
+    gate = Gate()
+    for _ in range(2):
+        left = [asyncio.create_task(stored.ask("a", gate.work("a"), "")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+    assert await asyncio.wait_for(stored.ask("b", gate.work("b", waits=False), ""), 5) == "b"
+    assert gate.order == ["a", "a", "b"]
+    gate.opened.set()
+
+
 async def test_an_error_is_that_of_who_asked(stored: Stored) -> None:
     def fails(objects: Objects) -> Steps[None]:
         yield 0
