@@ -133,19 +133,13 @@ async def show_session(request: Request) -> Response:
 async def forget(request: Request) -> Response:
     """Remove a session from every tier, for good."""
     session, gateway = _session(request), gateway_of(request)
-    num_stored, not_removed = 0, None
-    try:
-        num_stored = await gateway.stored.ask(
-            session.tenant, lambda objects: objects.forget(session.id), 0
-        )
-    except StoreFailed as error:  # the session goes all the same
-        not_removed = error
     rows = [msgspec.structs.replace(session, id=session.id + x) for x in ("", SUFFIX, TASK_SUFFIX)]
     models, known = _models(request), []
     elsewhere = Elsewhere()
     if (shared := gateway.shared_sessions) is not None:
         elsewhere = await shared.delete(rows, models, _model_name(request))
     unseen: dict[str, Exception] = {}  # models that could not be loaded to look for it
+    kept: Exception | None = None  # why something of it is still there
     for model in models:  # one after the other: to use two at once would be to wait for oneself
         if not any(map(model.may_have, rows)):
             continue
@@ -154,10 +148,18 @@ async def forget(request: Request) -> Response:
                 known += [await model.sessions.forget(x) for x in rows]
         except (EngineUnavailable, Overloaded) as error:
             if model.is_listed:  # it is there, and stays
-                raise
-            unseen[model.label] = error
-    if not_removed is not None:
-        raise not_removed
+                kept = error
+            else:
+                unseen[model.label] = error
+    num_stored = 0
+    try:  # last: a turn that still runs stores nothing any more
+        num_stored = await gateway.stored.ask(
+            session.tenant, lambda objects: objects.forget(session.id), 0
+        )
+    except StoreFailed as error:
+        kept = kept or error
+    if kept is not None:
+        raise kept
     if not any(known) and not num_stored and not elsewhere.rows:
         raise next(iter(unseen.values()), _unknown(elsewhere))
     for model in models:

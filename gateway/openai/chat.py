@@ -31,7 +31,7 @@ from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.openai.chat_fields import ChatCalls, custom_input, for_engine, metadata_of
 from gateway.openai.stored_chats import keep_completion, rows_of
-from gateway.relay.answer import AnswerFormat, NotStored, TranslatedStream
+from gateway.relay.answer import DELETED, AnswerFormat, NotStored, TranslatedStream
 from gateway.request.body import ParsedBody
 from gateway.request.routing import new_router, takes
 from gateway.turns import Operation, Translate, Translated, accept, as_it_is
@@ -242,11 +242,14 @@ async def _keep(
     metadata: Json,
     answer: ChatAnswer,
     session: SessionRef,
+    is_deleted: bool,
 ) -> NotStored | None:
     if answer.completion is None:
         return None
     completion = {**answer.completion, "metadata": metadata}
-    why = await keep_completion(gateway.stored, messages, completion, session)
+    why = DELETED
+    if not is_deleted:
+        why = await keep_completion(gateway.stored, messages, completion, session)
     return NotStored(why) if why else None
 
 

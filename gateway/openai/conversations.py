@@ -81,15 +81,15 @@ async def delete_conversation(request: Request) -> Response:
 
 @router.post(_ONE + "/items", openapi_extra=takes(AddedItems))
 async def add_items(request: Request) -> Response:
-    """Add items after the others; answers with those that were added."""
+    """Add items after the others; answers with them, under new ids where theirs were there."""
     caller_of(request)
     _, rows = await _read(request, AddedItems)
     try:
-        await CONVERSATION.ask(request, lambda x, id: x.append("conversation", id, rows))
+        added = await CONVERSATION.ask(request, lambda x, id: x.append("conversation", id, rows))
     except Outgrown:
         message = f"items: a conversation has at most {MAX_ITEMS}: begin a new one"
         raise InvalidRequest(message, "items", "conversation_too_large") from None
-    return shown_list(ObjectList(rows, False))
+    return shown_list(ObjectList(added, False))
 
 
 @router.get(_ONE + "/items")

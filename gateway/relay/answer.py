@@ -341,9 +341,11 @@ class NotStored(NamedTuple):
         return STORED_HEADER.encode(), f"no; reason={self.reason}".encode()
 
 
-# Stores what must outlive an answer. Called once, when the answer is whole and before its end goes
-# out, so that a client which has seen the end finds it. It must not raise: the answer goes on.
-StoreAnswer: TypeAlias = Callable[[SessionRef], Awaitable[NotStored | None]]
+DELETED: Final = "gone"  # the session, or its conversation, was deleted while it was answered
+# Stores what must outlive an answer, unless its session was deleted (then the second argument is
+# True). Called once, when the answer is whole and before its end goes out, so that a client which
+# has seen the end finds it. It must not raise: the answer goes on.
+StoreAnswer: TypeAlias = Callable[[SessionRef, bool], Awaitable[NotStored | None]]
 
 
 class AnswerFormat:

@@ -254,7 +254,10 @@ class TurnResponse(Response):
 
     async def _store_answer(self) -> NotStored | None:
         """Store the answer if that was asked for; return why it could not be, None if it was."""
-        return await self._keep(self._session) if self._keep is not None else None
+        if self._keep is None:
+            return None
+        is_deleted = self._model.sessions.get(self._session) is None  # while it was answered
+        return await self._keep(self._session, is_deleted)
 
     def _count(self, turn: Turn) -> None:
         """Count what the turn used, however it ended."""

@@ -241,25 +241,24 @@ class Objects:
         yield from self.tidy()
         return True
 
-    def append(self, kind: Kind, id: str, items: Sequence[Item]) -> Steps[bool]:
-        """Add items after the others; those whose id is there already are left out.
+    def append(self, kind: Kind, id: str, items: Sequence[Item]) -> Steps[list[Item] | None]:
+        """Add items after the others; one whose id is there already gets another.
 
-        Returns False if there is no such object, or none any more: it had outgrown the budget.
-
-        Raises:
-            Outgrown: it would have more than ``MAX_ITEMS``.
+        Returns them as they are stored; None if there is no such object, or none any more: it had
+        outgrown the budget. Raises ``Outgrown`` if it would have more than ``MAX_ITEMS``.
         """
+        added: list[Item] = []
 
         def grown(object: Object, draft: PageDraft) -> Head:
             known = {id for page in object.head.pages for id in page.ids}
-            fresh = [x for x in items if x.id not in known]
-            if object.head.num + len(fresh) > MAX_ITEMS:
+            added[:] = [x.renamed() if x.id in known else x for x in items]
+            if object.head.num + len(added) > MAX_ITEMS:
                 raise Outgrown
-            return replace(object.head, pages=object.head.pages + draft.items(fresh))
+            return replace(object.head, pages=object.head.pages + draft.items(added))
 
         yield from self._change(kind, id, grown)
         yield from self.tidy()
-        return self.find(kind, id) is not None
+        return added if self.find(kind, id) is not None else None
 
     def remove_item(self, kind: Kind, id: str, item: str) -> Steps[bool]:
         """Remove one item, if it is there; returns False if there is no such object."""

@@ -32,6 +32,7 @@ Labels: TypeAlias = tuple[tuple[str, str], ...]
 KeyOf: TypeAlias = Callable[[str, bytes], bytes]
 _VERSION: Final = b"\x01"
 _NONCE_BYTES: Final = 12
+_KEPT_OF_ID: Final = 128  # characters of an id that is replaced
 _PART_BYTES: Final = 200  # that a head, a body or a page takes besides its content
 
 
@@ -79,6 +80,11 @@ class Item(NamedTuple):
 
     id: str
     body: bytes
+
+    def renamed(self) -> Item:
+        """Return it under an id that no other item has."""
+        id = f"{self.id[:_KEPT_OF_ID]}-{secrets.token_hex(8)}"
+        return Item(id, msgspec.json.encode({**msgspec.json.decode(self.body), "id": id}))
 
 
 class Page(msgspec.Struct, frozen=True, array_like=True):

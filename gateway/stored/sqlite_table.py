@@ -2,8 +2,9 @@
 
 Many threads read it at once, one writes. Every change is one short transaction in a write-ahead
 log, so a crash leaves it done or not done. What is deleted is overwritten. A file that cannot be
-read is put aside for a week: what it held is lost, the gateway is not. One that a newer release
-wrote is left as it is. A file beside keeps the room that a deletion needs on a full disk.
+read, at the start or in use, is put aside for a week: what it held is lost, the gateway is not. One
+that a newer release wrote is left as it is. A file beside keeps the room that a deletion needs on a
+full disk.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MAX_TOUCHED: Final = 1024
 KEEP_DAMAGED_S: Final = 7 * 86400.0
 # The highest ``user_version``: of a release that marked so a file in which everything was sealed.
 SEALED: Final = 2
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")  # beginnings of names
 _FULL = frozenset({"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"})
 # A row without a name is deleted; its pages are there yet. ``totals`` has each tenant's bytes.
 _SCHEMA = """
@@ -126,6 +128,8 @@ class SqliteTable:
         self._writes = threading.Lock()
         self._mine = threading.local()
         self._all: list[sqlite3.Connection] = []
+        self._file = 0  # the number of the present file: those before were damaged in use
+        self._replacing = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._open()
@@ -224,7 +228,7 @@ class SqliteTable:
         if self._touched:
             with suppress(StoreFailed), self.writing() as db:
                 self._write_uses(db)
-        for db in self._all:
+        for db in reversed(self._all):  # one of an older file would remove the log of the present
             db.close()
 
     def _oldest(self) -> float:
@@ -240,11 +244,17 @@ class SqliteTable:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Use this thread's connection. Raises ``StoreFailed``."""
+        """Use this thread's connection. Raises ``StoreFailed``.
+
+        A file that turns out to be damaged is put aside; the next use makes a new one.
+        """
+        file = self._file
         try:
             yield self._connection()
         except sqlite3.Error as error:
             name = getattr(error, "sqlite_errorname", "")
+            if name.startswith(_DAMAGED):
+                self._replace(file, error)
             trouble: Trouble = "busy" if "BUSY" in name else "unavailable"
             if name in _FULL:
                 trouble = "full"
@@ -295,7 +305,8 @@ class SqliteTable:
 
     def _connection(self) -> sqlite3.Connection:
         db: sqlite3.Connection | None = getattr(self._mine, "db", None)
-        if db is None:
+        if db is None or self._mine.file != self._file:
+            file = self._file
             # It is closed by another thread than its own.
             db = sqlite3.connect(
                 self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
@@ -313,7 +324,7 @@ class SqliteTable:
                 db.close()
                 raise
             self._all.append(db)
-            self._mine.db = db
+            self._mine.db, self._mine.file = db, file
         return db
 
     def _open(self, *, again: bool = True) -> None:
@@ -334,6 +345,15 @@ class SqliteTable:
             else:
                 self._reserve.unlink()
             self._open(again=False)
+
+    def _replace(self, file: int, error: sqlite3.Error) -> None:
+        """Put a file aside in which a thread has found damage, once if several find it."""
+        with self._replacing:
+            if file == self._file:
+                self._put_aside(error)
+                self._touched = {}
+                self._path.touch(mode=0o600)
+                self._file += 1
 
     def _put_aside(self, error: sqlite3.Error) -> None:
         if self._keeps_damaged:

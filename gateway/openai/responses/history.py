@@ -10,7 +10,7 @@ before it is parsed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from gateway.keys import Tenant
 from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import MAX_ITEMS, ResponseFields
+from gateway.relay.answer import DELETED
 from gateway.request.body import ParsedBody
 from gateway.stored.objects import Objects, Outgrown
 from gateway.stored.rows import Head, Item
@@ -175,7 +176,7 @@ def _read(
     session = None
     if fields.conversation_id:
         session = fields.conversation_id
-        items = yield from _conversation(objects, session, None, room)
+        items = yield from _conversation(objects, session, room)
     elif fields.previous_response_id:
         chain = yield from _chain(objects, fields.previous_response_id, room)
         items, session = chain or (None, None)
@@ -229,9 +230,8 @@ def _chain(objects: Objects, id: str, room: _RecallRoom) -> Steps[tuple[list[Ite
     items: list[Item] = []
     for object in reversed(line):
         if before := object.head.about.get("conversation"):
-            pages = object.head.pages
-            last = pages[-1].ids[-1] if pages else None
-            turn = yield from _conversation(objects, before, last, room)
+            turn_ids = [id for page in object.head.pages for id in page.ids]
+            turn = yield from _conversation(objects, before, room, turn_ids)
         else:
             turn = yield from objects.read_all(object)
         if turn is None:
@@ -241,17 +241,22 @@ def _chain(objects: Objects, id: str, room: _RecallRoom) -> Steps[tuple[list[Ite
 
 
 def _conversation(
-    objects: Objects, id: str, until: str | None, room: _RecallRoom
+    objects: Objects, id: str, room: _RecallRoom, until: Collection[str] | None = None
 ) -> Steps[list[Item] | None]:
-    """Read a conversation up to the item ``until``; all of it if that is None, or not in it."""
+    """Read a conversation, or up to the last of the items ``until`` that are left of a turn.
+
+    Returns None if it is not there, or none of them is: no item of a later turn may follow.
+    """
     object = objects.find("conversation", id)
     if object is None:
         return None
     room.take_all(object.head)
     yield object.head.nbytes
     items = yield from objects.read_all(object)
-    ends = [i for i, x in enumerate(items or ()) if x.id == until]
-    return items[: ends[-1] + 1] if items and ends else items
+    if items is None or until is None:
+        return items
+    ends = [i for i, x in enumerate(items, 1) if x.id in until]
+    return items[: ends[-1]] if ends else None
 
 
 def _referred(objects: Objects, id: str) -> Steps[bytes]:
@@ -308,18 +313,20 @@ async def keep_response(stored: Stored, turn: KeptTurn, response: Json, session:
     """
 
     def work(objects: Objects) -> Steps[str]:
-        if turn.conversation_id:
-            added = [*turn.own, *rows_of(response["output"])]
+        own = turn.own
+        if id := turn.conversation_id:
+            new = [*own, *rows_of(response["output"])]
             try:
-                kept = yield from objects.append("conversation", turn.conversation_id, added)
+                added = yield from objects.append("conversation", id, new)
             except Outgrown:
                 return "too-large"
-            if not kept:
-                return "gone"
+            if added is None:
+                return DELETED
+            own = added[: len(own)]
         if not turn.stores:
             return ""
-        kept = yield from objects.put("response", response, session.id, turn.own)
-        return "" if kept else "too-large"
+        stored = yield from objects.put("response", response, session.id, own)
+        return "" if stored else "too-large"
 
     return await stored.keep(f"response {response['id']}", session.tenant, work)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
@@ -118,13 +120,22 @@ def test_another_tenant_and_another_kind_find_nothing(objects: Objects) -> None:
 
 def test_items_are_added_and_removed(objects: Objects) -> None:
     put(objects, entry("1"), items("i"))
-    assert done(objects.append("conversation", "1", items("j", "i", "k")))
+    assert done(objects.append("conversation", "1", items("j", "k"))) == items("j", "k")
     assert ids_of(objects, "1") == read_all(objects, "1") == ["i", "j", "k"]
     assert done(objects.remove_item("conversation", "1", "j"))
     assert done(objects.remove_item("conversation", "1", "nope"))
     assert ids_of(objects, "1") == read_all(objects, "1") == ["i", "k"]
     assert done(objects.append("conversation", "1", items("j")))
     assert read_all(objects, "1") == ["i", "k", "j"]
+
+
+def test_an_item_whose_id_is_there_already_gets_another(objects: Objects) -> None:
+    """A client that calls all its messages alike loses none of them."""
+    put(objects, entry("1"), items("i", text="Ann"))
+    added = done(objects.append("conversation", "1", items("i", text="Rex")))
+    assert added is not None and added[0].id.startswith("i-")
+    assert msgspec.json.decode(added[0].body) == {"id": added[0].id, "text": "Rex"}
+    assert read_all(objects, "1") == ["i", added[0].id]
 
 
 def test_an_answer_is_put_together_again_and_its_items_are_found(objects: Objects) -> None:
@@ -279,7 +290,7 @@ def test_an_object_has_so_many_items_and_no_more(roomy: Objects) -> None:
     put(roomy, entry("1"), items(*(str(i) for i in range(MAX_ITEMS - 1))))
     with pytest.raises(Outgrown):
         done(roomy.append("conversation", "1", items("x", "y")))
-    assert done(roomy.append("conversation", "1", items("x", "1")))
+    assert done(roomy.append("conversation", "1", items("x")))
 
 
 def test_a_session_is_forgotten_as_a_whole(objects: Objects) -> None:
@@ -468,6 +479,34 @@ def test_the_file_is_its_owners_and_outlives_the_process(tmp_path: Path) -> None
     first.table.close()
     second.table.close()
     assert sealed not in path.read_bytes()
+
+
+def test_a_file_that_is_damaged_in_use_is_put_aside(tmp_path: Path) -> None:
+    """A start reads few of its pages: all that was stored failed for the life of the server."""
+    path = tmp_path / "objects.sqlite"
+    objects = objects_in(path, LIMITS)
+    for i in range(40):
+        put(objects, entry(str(i)), items("i", text="x" * 2000))
+    objects.table.close()
+    objects = objects_in(path, LIMITS)
+    with path.open("r+b") as file:
+        for page in range(3, path.stat().st_size // 4096):
+            file.seek(4096 * page)
+            file.write(os.urandom(4096))
+    failed = 0
+    for i in range(100, 140):
+        try:
+            put(objects, entry(str(i)), items("i"))
+        except StoreFailed:
+            failed += 1
+    assert failed <= 2
+    assert read_all(objects, "139") == ["i"] and read_all(objects, "1") is None
+    assert path.with_name("objects.sqlite.damaged").exists()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    objects.table.close()
+    again = objects_in(path, LIMITS)
+    assert read_all(again, "139") == ["i"]
+    again.table.close()
 
 
 @pytest.mark.parametrize(
