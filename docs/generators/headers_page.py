@@ -77,7 +77,7 @@ of a stream, whose head has gone out before, its last event does.
 | `busy` | too many questions about stored objects wait |
 | `unavailable` | the disk or the Redis server cannot be written now |
 | `too-large` | it is larger than `gateway.stored_bytes`, or its conversation is full |
-| `gone` | its conversation was deleted meanwhile |
+| `gone` | its session or conversation was deleted meanwhile |
 """
 LEFT_OUT = """
 Keywords, with commas between them, that no grammar has (`propertyNames`, `uniqueItems`, patterns

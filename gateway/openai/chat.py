@@ -225,7 +225,9 @@ def _translate(gateway: Gateway, image_support: ImageSupport, asked: Json) -> Tr
     left_out: list[str] = []
     raw, calls = for_engine(asked, left_out, image_support)
     retain_s = asked_seconds(asked)
-    stores = asked.get("store") is True and gateway.stored.enabled
+    if not isinstance(store := asked.get("store"), bool | None):
+        raise InvalidRequest("store: use true or false", "store")
+    stores = bool(store) and gateway.stored.enabled
     if calls == ChatCalls() and not stores:
         return Translated(raw, AnswerFormat(), None, left_out, retain_s)
     answer = ChatAnswer(calls)

@@ -196,6 +196,7 @@ async def test_fields_that_change_nothing_are_taken() -> None:
         ({"modalities": ["audio"]}, "modalities"),
         ({"moderation": {"policy": {"input": {"mode": "block"}}}}, "moderation"),
         ({"store": True, "metadata": {"a": 1}}, "metadata"),
+        ({"store": "true"}, "store"),
         ({"store": True, "messages": 5}, "messages"),
     ],
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,58 @@ async def test_a_response_of_a_conversation_can_be_gone_on_from_apart(app: App) 
     await respond(app, "two", conversation=id)
     await respond(app, "other", previous_response_id=first["id"])
     assert messages(app) == [("user", "one"), ("assistant", "yo"), ("user", "other")]
+
+
+async def test_a_message_whose_id_came_before_is_kept_all_the_same(app: App) -> None:
+    talk = (await app.post("/v1/conversations", {})).json["id"]
+    for said in ("I am Ann", "My dog is Rex"):
+        item = {"type": "message", "id": "msg_user", "role": "user", "content": said}
+        await respond(app, [item], conversation=talk)
+    await respond(app, "Who is Rex?", conversation=talk)
+    assert [x for x in messages(app) if x[0] == "user"] == [
+        ("user", "I am Ann"),
+        ("user", "My dog is Rex"),
+        ("user", "Who is Rex?"),
+    ]
+    items = [{"id": "msg_user", "role": "user", "content": "again"}]
+    path = f"/v1/conversations/{talk}/items"
+    (added,) = (await app.post(path, {"items": items})).json["data"]
+    assert added["id"] != "msg_user" and added["content"][0]["text"] == "again"
+    assert (await app.get(f"{path}/{added['id']}")).json == added
+
+
+async def test_a_branch_has_nothing_that_came_after_it(app: App) -> None:
+    talk = (await app.post("/v1/conversations", {})).json["id"]
+    first, *_ = [(await respond(app, x, conversation=talk)).json for x in ("one", "two", "three")]
+    path = f"/v1/conversations/{talk}/items"
+    await app.call("DELETE", f"{path}/{first['output'][0]['id']}", b"", {})
+    await respond(app, "again", previous_response_id=first["id"])
+    assert messages(app) == [("user", "one"), ("user", "again")]
+    (one, *_) = (await app.get(f"{path}?order=asc")).json["data"]
+    await app.call("DELETE", f"{path}/{one['id']}", b"", {})
+    reply = await respond(app, "again", previous_response_id=first["id"])
+    assert (reply.status, reply.error["code"]) == (400, "previous_response_not_found")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+async def test_a_session_that_is_deleted_while_it_is_answered_leaves_nothing(
+    app: App, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = app.engine.open
+
+    @asynccontextmanager
+    async def deleted_meanwhile(*args: Any) -> AsyncIterator[Any]:
+        async with opened(*args) as upstream:
+            gone = await app.call("DELETE", "/v1/sessions/mine", b"", {})
+            assert gone.json["deleted"]
+            yield upstream
+
+    body = {"model": MODEL, "store": True}
+    body |= {"input": "x"} if "resp" in path else {"messages": [{"role": "user", "content": "x"}]}
+    monkeypatch.setattr(app.engine, "open", deleted_meanwhile)
+    reply = await app.post(path, body, x_session_id="mine")
+    assert reply.status == 200 and reply.headers["x-thermocline-stored"] == "no; reason=gone"
+    assert (await app.get(f"{path}/{reply.json['id']}")).status == 404
 
 
 async def test_conversations_are_changed_and_deleted(app: App) -> None:
