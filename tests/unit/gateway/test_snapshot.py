@@ -60,24 +60,25 @@ AT_9000 = {"admin_address": "127.0.0.1:9000"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "port", "key", "is_admin"),
+    ("settings", "port", "has_key", "is_admin"),
     [
-        ({}, 8080, "", True),  # the one user of an open server
-        ({"host": "0.0.0.0"}, 8080, "", False),
-        ({"admin_keys": KEY}, 8080, "", False),
-        ({"admin_keys": KEY}, 8080, ROOT[0], True),
-        ({"host": "0.0.0.0", "admin_keys": KEY}, 8080, ROOT[0], True),
-        ({"admin_keys": KEY, **AT_9000}, 9000, ROOT[0], True),
-        ({"admin_keys": KEY, **AT_9000}, 8080, ROOT[0], False),  # admins have a port of their own
-        ({"admin_keys": KEY, **AT_9000}, 9000, "", False),
-        (AT_9000, 9000, "", True),
-        (AT_9000, 8080, "", False),
+        ({}, 8080, False, True),  # the one user of an open server
+        ({"host": "0.0.0.0"}, 8080, False, False),
+        ({"admin_keys": KEY}, 8080, False, False),
+        ({"admin_keys": KEY}, 8080, True, True),
+        ({"host": "0.0.0.0", "admin_keys": KEY}, 8080, True, True),
+        ({"admin_keys": KEY, **AT_9000}, 9000, True, True),
+        ({"admin_keys": KEY, **AT_9000}, 8080, True, False),  # admins have a port of their own
+        ({"admin_keys": KEY, **AT_9000}, 9000, False, False),
+        (AT_9000, 9000, False, True),
+        (AT_9000, 8080, False, False),
     ],
 )
-async def test_who_is_an_admin_where(settings, port, key, is_admin):
+async def test_who_is_an_admin_where(settings, port, has_key, is_admin):
     app = App(**settings)
     app.address = ("127.0.0.1", port)
-    said = await app.get("/v1/snapshot", authorization=f"Bearer {key}" if key else "")
+    key = f"Bearer {ROOT[0]}" if has_key else ""
+    said = await app.get("/v1/snapshot", authorization=key)
     assert said.json.get("server", {}).get("admin", False) == is_admin
 
 
