@@ -156,7 +156,7 @@ class Object(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What lies apart of an object; the items of a response's answer are items of their own."""
+    """The parts of an object that lie apart; items of a response's answer are items, too."""
 
     body: bytes
     about: dict[str, str] = {}
