@@ -25,7 +25,7 @@ from gateway.identity.names import SUFFIX, TASK_SUFFIX, checked_name
 from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.request.body import read_json_body
-from gateway.request.callers import admin_of, caller_of, gateway_of, model_asked, using
+from gateway.request.callers import admin_of, charged_caller, gateway_of, model_asked, using
 from gateway.request.routing import json_response, limit_of, new_router, takes
 from gateway.shared.session_rows import SessionRow
 from gateway.shared.shared_sessions import Elsewhere
@@ -200,8 +200,8 @@ def _owner(request: Request) -> Tenant:
     """
     named = request.query_params.get("tenant")
     if named is None:
-        return caller_of(request)
-    caller = caller_of(request)
+        return charged_caller(request)
+    caller = charged_caller(request)
     if named == caller.name:
         return caller
     admin_of(request)

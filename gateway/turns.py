@@ -1,8 +1,7 @@
 """One walk from a request to the engine and back, for every dialect that asks for an answer.
 
-authenticate and charge the key -> wait for the model -> read the body -> recall, translate and
-validate it -> find the session -> wait for a slot -> open the engine -> relay its answer (the last
-three in gateway.relay.turn_response)
+charge the key -> wait for the model -> read the body -> recall, translate, validate it -> find the
+session -> wait for a slot, open the engine, relay its answer (gateway.relay.turn_response)
 
 A dialect is an ``Operation``: how its body becomes a body that engines know, and how the engine's
 answer becomes one of its own. Where the translation needs what is stored, the operation recalls it
@@ -49,13 +48,16 @@ from gateway.identity.names import (
 from gateway.identity.outline import Compared, Outline, hashed
 from gateway.keys import Tenant
 from gateway.models import ServedModel
-from gateway.relay.answer import (
-    AnswerFormat,
-    StoreAnswer,
-)
+from gateway.relay.answer import AnswerFormat, StoreAnswer
 from gateway.relay.turn_response import AwaitingModel, TurnRequest, TurnResponse
 from gateway.request.body import ParsedBody, body_for_engine, fitted, keep_reasoning
-from gateway.request.callers import caller_of, charge_session, gateway_of, has_room_for, state_of
+from gateway.request.callers import (
+    charge_session,
+    charged_caller,
+    gateway_of,
+    has_room_for,
+    state_of,
+)
 from gateway.watch.live import title_of
 from scheduler.session import TurnHints
 
@@ -162,7 +164,7 @@ async def _prepared(
         RequestRefused: the caller's key, or all bodies together, have what they may have.
         EngineUnavailable: there is no engine, or none again in time.
     """
-    gateway, tenant, state = gateway_of(request), caller_of(request), state_of(request.scope)
+    gateway, tenant, state = gateway_of(request), charged_caller(request), state_of(request.scope)
     early = partial(_check_early, operation)
     async with body_for_engine(request, check=early, on_wait=on_wait) as body:
         model = body.model
@@ -210,10 +212,9 @@ async def _prepared(
 
 
 def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedRequest) -> bool:
-    """Write a checked body as its engine understands it.
+    """Write a checked body as its engine understands it; True if the answer's text is to be hidden.
 
-    Returns True if the answer's text is to be hidden: vLLM refuses ``max_tokens: 0``, which asks
-    for none, so it is asked for one token.
+    vLLM refuses ``max_tokens: 0``, which asks for none, so it is asked for one token.
     """
     raw["model"] = served_name(model, config, asked.model)
     if config.keep_reasoning and "messages" in raw:
@@ -226,7 +227,7 @@ async def _session_for(
     request: Request, gateway: Gateway, model: ServedModel, asked: CheckedRequest
 ) -> NamedSession:
     """Find the session of a turn; all but a task's is charged, raising as ``charge_session``."""
-    tenant, state = caller_of(request), state_of(request.scope)
+    tenant, state = charged_caller(request), state_of(request.scope)
     if asked.task_session is not None:
         named = _task_session(model, tenant, asked.session, asked.task_session)
     else:

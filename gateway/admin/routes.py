@@ -21,7 +21,7 @@ from gateway.errors import Failure
 from gateway.gateway import Gateway
 from gateway.keys import BadKeyLine, Key, Limits, generate_key, read_key
 from gateway.request.body import read_json_body
-from gateway.request.callers import admin_of, caller_of, gateway_of, model_asked
+from gateway.request.callers import admin_of, charged_caller, gateway_of, model_asked
 from gateway.request.routing import json_response, new_router, takes
 
 router = new_router()
@@ -215,7 +215,7 @@ async def metrics(request: Request) -> Response:
     """Answer with all counters and gauges in Prometheus' text format."""
     gateway = gateway_of(request)
     if _metrics_need_key(gateway):
-        caller_of(request)
+        charged_caller(request)
     gauges = await asyncio.gather(*(x.gauges() for x in gateway.models))
     text = gateway.metrics.render(*gauges)
     return Response(text, media_type=PROMETHEUS_TEXT)

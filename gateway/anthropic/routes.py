@@ -21,7 +21,7 @@ from gateway.models import ServedModel
 from gateway.relay.answer import AnswerFormat
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.request.body import ParsedBody, body_for_engine
-from gateway.request.callers import caller_of, gateway_of, state_of
+from gateway.request.callers import charged_caller, gateway_of, state_of
 from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import Operation, Translate, accept, served_name
 
@@ -126,7 +126,7 @@ async def count_tokens(request: Request) -> Response:
 
 async def _question(request: Request) -> tuple[ServedModel, bytes]:
     gateway = gateway_of(request)
-    caller_of(request)
+    charged_caller(request)
     async with body_for_engine(request, check=_check_count_early) as body:
         made = await body.off_loop(partial(_for_engine, body.model, gateway.config, body.json))
         return body.model, made

@@ -30,7 +30,7 @@ from starlette.responses import RedirectResponse, Response
 from engines.openai.requests import InvalidRequest
 from gateway.clients.needs import Server
 from gateway.clients.table import CLIENTS, connection
-from gateway.request.callers import caller_of, gateway_of, model_asked, sees_all
+from gateway.request.callers import charged_caller, gateway_of, model_asked, sees_all
 from gateway.request.routing import json_response, limit_of, new_router
 from gateway.watch.snapshots import MAX_ROWS
 
@@ -173,7 +173,7 @@ async def dashboard_file(request: Request) -> Response:
 @router.get("/v1/snapshot")
 async def show_snapshot(request: Request) -> Response:
     """Show what happens to one model now; ``limit`` sessions are listed, those used last."""
-    caller, gateway = caller_of(request), gateway_of(request)
+    caller, gateway = charged_caller(request), gateway_of(request)
     tenant = None if sees_all(request, caller) else caller.name
     model = model_asked(request) or gateway.models.default
     made = await model.snapshots.get(tenant, limit_of(request, USUAL_ROWS, MAX_ROWS))

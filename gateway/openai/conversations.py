@@ -21,7 +21,7 @@ from gateway.openai.responses.items import MessageWriter, check_nesting
 from gateway.openai.responses.output import new_id
 from gateway.openai.stored_objects import Metadata, MetadataChange, StoredKind, shown_list
 from gateway.request.body import parsed
-from gateway.request.callers import caller_of, gateway_of
+from gateway.request.callers import charged_caller, gateway_of
 from gateway.request.routing import json_response, new_router, takes
 from gateway.stored.objects import MAX_ITEMS, ObjectList, Objects, Outgrown
 from gateway.stored.rows import Item
@@ -51,7 +51,7 @@ class AddedItems(msgspec.Struct, frozen=True):
 @router.post(_ALL, openapi_extra=takes(NewConversation))
 async def create_conversation(request: Request) -> Response:
     """Make a conversation, with items perhaps."""
-    tenant, stored = caller_of(request).name, gateway_of(request).stored
+    tenant, stored = charged_caller(request).name, gateway_of(request).stored
     metadata, rows = await _read(request, NewConversation)
     id = new_id("conv")
     made = {"id": id, "object": "conversation", "created_at": int(time.time())}
@@ -82,7 +82,7 @@ async def delete_conversation(request: Request) -> Response:
 @router.post(_ONE + "/items", openapi_extra=takes(AddedItems))
 async def add_items(request: Request) -> Response:
     """Add items after the others; answers with them, under new ids where theirs were there."""
-    caller_of(request)
+    charged_caller(request)
     _, rows = await _read(request, AddedItems)
     try:
         added = await CONVERSATION.ask(request, lambda x, id: x.append("conversation", id, rows))
@@ -122,7 +122,7 @@ async def _read(
 ) -> tuple[Json, list[Item]]:
     """Read metadata and items; only as many large bodies are parsed at once as have room."""
     gateway = gateway_of(request)
-    caller_of(request)
+    charged_caller(request)
     seeing = [x.image_support for x in gateway.models if x.engine.ready]
     image_support = next((x for x in seeing if x.sees), NO_IMAGES)
     writer = MessageWriter(image_support)

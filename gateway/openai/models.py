@@ -41,7 +41,7 @@ from gateway.relay.answer import parse_usage
 from gateway.relay.question import answer_to
 from gateway.relay.turn_response import IGNORED_HEADER
 from gateway.request.body import body_for_engine
-from gateway.request.callers import caller_of, gateway_of, sees_all, state_of
+from gateway.request.callers import charged_caller, gateway_of, sees_all, state_of
 from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import served_name
 
@@ -57,7 +57,7 @@ _TAKEN = frozenset(
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    with_replicas = sees_all(request, caller_of(request))
+    with_replicas = sees_all(request, charged_caller(request))
     gateway = gateway_of(request)
     aliases = [x for x in gateway.config.model_aliases if x != ANY_MODEL]
     named = [(x, name) for x in gateway.models for name in (x.name, *x.aliases)]
@@ -69,7 +69,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}")  # hub ids have slashes
 async def show_model(request: Request) -> Response:
-    with_replicas = sees_all(request, caller_of(request))
+    with_replicas = sees_all(request, charged_caller(request))
     gateway = gateway_of(request)
     name = request.path_params["name"]
     model = gateway.models.named(name, gateway.config)
@@ -127,7 +127,7 @@ async def _answer(request: Request) -> tuple[ServedModel, bytes, list[str]]:
 
 
 async def _embeddings_question(request: Request) -> tuple[ServedModel, bytes, list[str]]:
-    caller_of(request)
+    charged_caller(request)
     config = gateway_of(request).config
     async with body_for_engine(request, check=_check_embeddings) as body:
         made = await body.off_loop(partial(_embeddings_for_engine, body.model, config, body.json))
@@ -176,7 +176,7 @@ async def _ask(
 async def _question(
     request: Request, validate: Callable[[Json, ImageSupport], Any]
 ) -> tuple[ServedModel, bytes]:
-    caller_of(request)
+    charged_caller(request)
     config = gateway_of(request).config
     check = partial(_check_early, validate)
     async with body_for_engine(request, check=check) as body:

@@ -13,7 +13,7 @@ from engines.base import SessionRef
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from gateway.openai.stored_objects import MetadataChange, StoredKind, query_of, shown_list
-from gateway.request.callers import caller_of, gateway_of, state_of
+from gateway.request.callers import charged_caller, gateway_of, state_of
 from gateway.request.routing import new_router, takes
 from gateway.stored.objects import ObjectList, Objects
 from gateway.stored.rows import Item
@@ -58,7 +58,7 @@ async def keep_completion(
 @router.get(_ALL)
 async def list_completions(request: Request) -> Response:
     """List stored completions; ``model`` and ``metadata[key]`` choose among them."""
-    tenant, stored = caller_of(request).name, gateway_of(request).stored
+    tenant, stored = charged_caller(request).name, gateway_of(request).stored
     query = query_of(request, ascending=True)
     like = _like(request)
     return shown_list(

@@ -17,7 +17,7 @@ from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json
 from engines.openai.requests import checked
 from gateway.request.body import parsed
-from gateway.request.callers import caller_of, gateway_of, state_of
+from gateway.request.callers import charged_caller, gateway_of, state_of
 from gateway.request.routing import json_response, limit_of
 from gateway.stored.objects import ObjectList, Objects, Query
 from gateway.stored.rows import Kind
@@ -94,7 +94,7 @@ class StoredKind(NamedTuple):
             InvalidRequest: 404, it is not there: ``work`` returned None or False.
             RequestRefused: 503, the bodies of all requests take too much.
         """
-        tenant, id = caller_of(request).name, request.path_params[self.param]
+        tenant, id = charged_caller(request).name, request.path_params[self.param]
         hold = state_of(request.scope).body.add
         found = await gateway_of(request).stored.ask(tenant, lambda x: work(x, id), None, hold)
         if found is None or found is False:
@@ -126,7 +126,7 @@ class StoredKind(NamedTuple):
 
     async def label(self, request: Request) -> Response:
         """Replace the object's metadata."""
-        caller_of(request)  # before the body is read
+        charged_caller(request)  # before the body is read
         metadata = checked(await json_of(request), MetadataChange).metadata or {}
         return json_response(
             await self.ask(request, lambda objects, id: objects.relabel(self.kind, id, metadata))
@@ -134,7 +134,7 @@ class StoredKind(NamedTuple):
 
     async def list_items(self, request: Request, *, ascending: bool) -> Response:
         """List the object's items; ``ascending`` is the order if the request names none."""
-        caller_of(request)
+        charged_caller(request)
         query = query_of(request, ascending=ascending)
         return shown_list(
             await self.ask(request, lambda objects, id: objects.page(self.kind, id, query))

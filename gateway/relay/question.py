@@ -19,7 +19,7 @@ from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.relay.passthrough import engine_failure
 from gateway.request.body import fitted, keep_reasoning
-from gateway.request.callers import caller_of
+from gateway.request.callers import charged_caller
 
 QUESTION_S: Final = 60.0
 
@@ -38,7 +38,7 @@ async def answer_to(
         Overloaded, Draining: too many wait already.
         ClientGone: the client left; the engine has stopped.
     """
-    ask = partial(_ask, caller_of(request), model, path, question, limit_s)
+    ask = partial(_ask, charged_caller(request), model, path, question, limit_s)
     return await while_client_stays(request.receive, ask)
 
 

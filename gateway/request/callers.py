@@ -1,7 +1,7 @@
 """Who asks, what it may see, what it is charged and holds; no other part charges a key.
 
     count            in its key's minute, before anything waits for it
-    caller_of        by its key: a place among that key's running requests; its body's bytes
+    charged_caller   by its key: a place among that key's running requests; its body's bytes
     enter            its model, loaded until the request ends
     charge_session   the session of a turn
     RequestState     the tokens of prompt and answer (``used_tokens``), when these are known; at the
@@ -121,7 +121,7 @@ def admin_of(request: Request) -> Tenant:
     Raises:
         InvalidRequest: 401, no key or an unknown one; 403, not an admin's.
     """
-    caller = caller_of(request)
+    caller = charged_caller(request)
     if sees_all(request, caller):
         return caller
     port = gateway_of(request).config.admin_port
@@ -130,7 +130,7 @@ def admin_of(request: Request) -> Tenant:
     raise InvalidRequest(message, None, "admin_only", 403)
 
 
-def caller_of(request: Request) -> Tenant:
+def charged_caller(request: Request) -> Tenant:
     """Authenticate a request by its API key, and charge its route's cost to that key, once.
 
     On the admins' unix socket no key is looked at. Where ``gateway.trust_user_header`` names a
@@ -201,7 +201,7 @@ async def using(gateway: Gateway, model: ServedModel, request: Request) -> Async
     if on_demand is None or loading is None:
         yield
         return
-    entering = partial(loading.enter, on_demand, caller_of(request).name)
+    entering = partial(loading.enter, on_demand, charged_caller(request).name)
     goes_on = request.method == "DELETE"
     await (entering() if goes_on else while_client_stays(request.receive, entering))
     try:
@@ -233,7 +233,8 @@ async def charge_session(request: Request, model: ServedModel, session_id: str) 
     Raises:
         RequestRefused: 429, the caller has all sessions that it may, and not this one.
     """
-    gateway, tenant, place = gateway_of(request), caller_of(request), state_of(request.scope).place
+    gateway, tenant = gateway_of(request), charged_caller(request)
+    place = state_of(request.scope).place
     assert place is not None, "a turn has a place"
     most = gateway.limits.of(tenant).sessions
     has_room = has_room_for(gateway, tenant, model, session_id)

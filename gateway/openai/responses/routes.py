@@ -42,7 +42,7 @@ from gateway.relay.answer import DELETED, NotStored
 from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.request.body import ParsedBody, body_for_engine, read_json_body
-from gateway.request.callers import caller_of, gateway_of, state_of
+from gateway.request.callers import charged_caller, gateway_of, state_of
 from gateway.request.routing import json_response, new_router, takes
 from gateway.turns import Operation, Translate, Translated, accept
 
@@ -218,7 +218,7 @@ async def count_input_tokens(request: Request) -> Response:
 @router.post("/v1/responses/compact")
 async def compact_conversation(request: Request) -> Response:
     """Refuse: clients shorten their conversations themselves."""
-    caller_of(request)
+    charged_caller(request)
     await read_json_body(request, gateway_of(request).config)
     message = (
         "Conversations are not compacted here: ask for a summary in a response, and begin a new"
@@ -228,7 +228,7 @@ async def compact_conversation(request: Request) -> Response:
 
 
 async def _question(request: Request) -> tuple[ServedModel, bytes]:
-    gateway, tenant = gateway_of(request), caller_of(request)
+    gateway, tenant = gateway_of(request), charged_caller(request)
     async with body_for_engine(request, empty=b"{}") as body:
         if body.json.get("model") is None:
             body.json["model"] = body.model.served.model
