@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engines.base import EngineUnavailable, SessionRef, TierName
+from engines.base import EngineError, SessionRef, TierName
 from engines.openai.requests import InvalidRequest
 from gateway.errors import RETRY_LATER_S, Failure, RequestRefused
 from gateway.identity.names import SUFFIX, TASK_SUFFIX, checked_name
@@ -146,7 +146,7 @@ async def forget(request: Request) -> Response:
         try:
             async with using(gateway, model, request):
                 known += [await model.sessions.forget(x) for x in rows]
-        except (EngineUnavailable, Overloaded) as error:
+        except (EngineError, Overloaded) as error:
             if model.is_listed:  # it is there, and stays
                 kept = error
             else:

@@ -5,7 +5,7 @@ Most chats are neither: their bytes go through as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from gateway.keys import Tenant
 from gateway.models import ServedModel
 from gateway.openai.chat_fields import ChatCalls, custom_input, for_engine, metadata_of
 from gateway.openai.stored_chats import keep_completion, rows_of
-from gateway.relay.answer import DELETED, AnswerFormat, NotStored, TranslatedStream
+from gateway.relay.answer import AnswerFormat, NotStored, TranslatedStream
 from gateway.request.body import ParsedBody
 from gateway.request.routing import new_router, takes
 from gateway.turns import Operation, Translate, Translated, accept, as_it_is
@@ -244,14 +244,12 @@ async def _keep(
     metadata: Json,
     answer: ChatAnswer,
     session: SessionRef,
-    is_deleted: bool,
+    is_deleted: Callable[[], bool],
 ) -> NotStored | None:
     if answer.completion is None:
         return None
     completion = {**answer.completion, "metadata": metadata}
-    why = DELETED
-    if not is_deleted:
-        why = await keep_completion(gateway.stored, messages, completion, session)
+    why = await keep_completion(gateway.stored, messages, completion, session, is_deleted)
     return NotStored(why) if why else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -36,7 +36,11 @@ def rows_of(messages: object) -> list[bytes]:
 
 
 async def keep_completion(
-    stored: Stored, messages: Sequence[bytes], completion: Json, session: SessionRef
+    stored: Stored,
+    messages: Sequence[bytes],
+    completion: Json,
+    session: SessionRef,
+    is_deleted: Callable[[], bool],
 ) -> str:
     """Store a completion and the messages that it answers.
 
@@ -52,7 +56,7 @@ async def keep_completion(
         stored = yield from objects.put("completion", completion, session.id, rows)
         return "" if stored else "too-large"
 
-    return await stored.keep(f"completion {id}", session.tenant, work)
+    return await stored.keep(f"completion {id}", session, work, is_deleted)
 
 
 @router.get(_ALL)

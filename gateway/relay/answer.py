@@ -341,11 +341,10 @@ class NotStored(NamedTuple):
         return STORED_HEADER.encode(), f"no; reason={self.reason}".encode()
 
 
-DELETED: Final = "gone"  # the session, or its conversation, was deleted while it was answered
-# Stores what must outlive an answer, unless its session was deleted (then the second argument is
-# True). Called once, when the answer is whole and before its end goes out, so that a client which
-# has seen the end finds it. It must not raise: the answer goes on.
-StoreAnswer: TypeAlias = Callable[[SessionRef, bool], Awaitable[NotStored | None]]
+# Stores what must outlive an answer, unless its session was deleted meanwhile, as the second
+# argument says. Called once, when the answer is whole and before its end goes out, so that a client
+# which has seen the end finds it. It must not raise: the answer goes on.
+StoreAnswer: TypeAlias = Callable[[SessionRef, Callable[[], bool]], Awaitable[NotStored | None]]
 
 
 class AnswerFormat:

@@ -106,6 +106,7 @@ class TurnResponse(Response):
         self._request_id = request_id
         self._answer = answer
         self._keep = keep
+        self._was_there = False  # the session, when its turn began
         self.head_sent = False  # by ``AwaitingModel``
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,6 +171,7 @@ class TurnResponse(Response):
         turns = sessions.turn(self._session, asked.hints, asked.weight, asked.num_answers)
         async with turns as turn:
             self._live.admitted()
+            self._was_there = sessions.get(self._session) is not None
             headers |= {**patience_header(turn.patience_s), **self._trace.headers()}
             wait_s = self._gateway.config.engine_wait_s
             opening = engine.open(asked.path, self._body, headers, wait_s)
@@ -256,8 +258,11 @@ class TurnResponse(Response):
         """Store the answer if that was asked for; return why it could not be, None if it was."""
         if self._keep is None:
             return None
-        is_deleted = self._model.sessions.get(self._session) is None  # while it was answered
-        return await self._keep(self._session, is_deleted)
+        return await self._keep(self._session, self._is_deleted)
+
+    def _is_deleted(self) -> bool:
+        """Say whether the session was deleted since its turn began."""
+        return self._was_there and self._model.sessions.get(self._session) is None
 
     def _count(self, turn: Turn) -> None:
         """Count what the turn used, however it ended."""

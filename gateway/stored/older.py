@@ -33,16 +33,26 @@ SELECT seq, CAST(tenant AS TEXT), CAST(kind AS TEXT), CAST(id AS TEXT), CAST(ses
 FROM entries LEFT JOIN heads ON owner = seq ORDER BY seq LIMIT 1
 """
 _ITEMS = "SELECT CAST(id AS TEXT), CAST(body AS BLOB) FROM items WHERE owner = ? ORDER BY seq"
-_HEADS = """
-SELECT CAST(tenant AS TEXT), kind || ':' || id, 'head', CAST(head AS BLOB)
-    FROM entries JOIN heads ON owner = seq
-UNION ALL SELECT CAST(tenant AS TEXT), CAST(name AS TEXT), 'top', CAST(head AS BLOB)
-    FROM objects WHERE name IS NOT NULL
-"""
-# Triggers of the older tables have changed the totals.
-_END = """
+# Sealed heads: of entries, and of the objects that are there.
+_HEADS = (
+    "SELECT CAST(tenant AS TEXT), kind || ':' || id, 'head', CAST(head AS BLOB)"
+    " FROM entries JOIN heads ON owner = seq",
+    "SELECT CAST(tenant AS TEXT), CAST(name AS TEXT), 'top', CAST(head AS BLOB)"
+    " FROM objects WHERE name IS NOT NULL",
+)
+# The totals have counted older entries, too, by triggers.
+_BEGIN = """
+CREATE TABLE IF NOT EXISTS heads (owner INTEGER PRIMARY KEY, head BLOB);
+DROP TRIGGER IF EXISTS entries_INSERT;
+DROP TRIGGER IF EXISTS entries_DELETE;
+DROP TRIGGER IF EXISTS entries_body;
+DROP TRIGGER IF EXISTS items_INSERT;
+DROP TRIGGER IF EXISTS items_DELETE;
+DROP TRIGGER IF EXISTS items_body;
 DELETE FROM totals;
-INSERT INTO totals SELECT tenant, sum(nbytes) FROM objects GROUP BY tenant;
+INSERT INTO totals SELECT tenant, sum(nbytes) FROM objects GROUP BY tenant
+"""
+_END = """
 DROP TABLE IF EXISTS items;
 DROP TABLE IF EXISTS heads;
 DROP TABLE IF EXISTS tags;
@@ -81,7 +91,8 @@ def bring_over(table: SqliteTable, key_of: KeyOf, mark: Path) -> None:
         there = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'entries'").fetchone()
     if there:
         with table.writing() as db:
-            db.execute("CREATE TABLE IF NOT EXISTS heads (owner INTEGER PRIMARY KEY, head BLOB)")
+            for statement in _BEGIN.split(";"):
+                db.execute(statement)
         if _is_foreign(table, key_of):
             log.error(
                 "what an earlier release stored was sealed with another secret, and stays as it"
@@ -99,16 +110,22 @@ def bring_over(table: SqliteTable, key_of: KeyOf, mark: Path) -> None:
 
 
 def _is_foreign(table: SqliteTable, key_of: KeyOf) -> bool:
-    """Return whether something is sealed, and nothing of it can be opened with our secret."""
-    row = None
-    with table.reading() as db:
-        for row in db.execute(_HEADS):
-            tenant, name, part, head = row
-            with suppress(NotOurs):
-                kind, _, id = name.partition(":")
-                ObjectSeal(key_of, table.place, tenant).open(head, kind, id, part)
-                return False
-    return row is not None
+    """Return whether something is sealed, and nothing of it can be opened with our secret.
+
+    What was stored since, under another secret, decides only where no entry is sealed.
+    """
+    for heads in _HEADS:
+        row = None
+        with table.reading() as db:
+            for row in db.execute(heads):
+                tenant, name, part, head = row
+                with suppress(NotOurs):
+                    kind, _, id = name.partition(":")
+                    ObjectSeal(key_of, table.place, tenant).open(head, kind, id, part)
+                    return False
+        if row is not None:
+            return True
+    return False
 
 
 def _bring_all(table: SqliteTable, key_of: KeyOf, *, takes_plain: bool) -> None:

@@ -190,11 +190,12 @@ class SqliteTable:
             found = [db.execute(f"SELECT number {_ONE}", (tenant, x)).fetchone() for x in names]
             return sum(_hide(db, *x) for x in found if x)
 
+        removed = self.remove(hidden) if names else 0
         try:
             self._damaged.unlink(missing_ok=True)
         except OSError as error:
             raise StoreFailed(f"{self._damaged} cannot be removed: {error.strerror}") from error
-        return self.remove(hidden) if names else 0
+        return removed
 
     def tidy(self, tenant: str) -> bool:
         def outlived(db: sqlite3.Connection) -> Any:
@@ -251,7 +252,7 @@ class SqliteTable:
         file = self._file
         try:
             yield self._connection()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             name = getattr(error, "sqlite_errorname", "")
             if name.startswith(_DAMAGED):
                 self._replace(file, error)
@@ -266,6 +267,7 @@ class SqliteTable:
         if not self._writes.acquire(timeout=BUSY_S):
             raise StoreFailed("others write for too long", "busy")
         try:
+            file = self._file
             with self.reading() as db:
                 db.execute("BEGIN IMMEDIATE")
                 try:
@@ -274,6 +276,8 @@ class SqliteTable:
                 finally:
                     if db.in_transaction:
                         db.execute("ROLLBACK")
+            if file != self._file:
+                raise StoreFailed("the file was found damaged meanwhile, and put aside")
         finally:
             self._writes.release()
 
@@ -307,6 +311,7 @@ class SqliteTable:
         db: sqlite3.Connection | None = getattr(self._mine, "db", None)
         if db is None or self._mine.file != self._file:
             file = self._file
+            self._path.touch(mode=0o600)
             # It is closed by another thread than its own.
             db = sqlite3.connect(
                 self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
@@ -346,16 +351,21 @@ class SqliteTable:
                 self._reserve.unlink()
             self._open(again=False)
 
-    def _replace(self, file: int, error: sqlite3.Error) -> None:
+    def _replace(self, file: int, error: Exception) -> None:
         """Put a file aside in which a thread has found damage, once if several find it."""
         with self._replacing:
-            if file == self._file:
+            if file != self._file:
+                return
+            try:
                 self._put_aside(error)
-                self._touched = {}
-                self._path.touch(mode=0o600)
-                self._file += 1
+            except OSError as failed:
+                raise StoreFailed(f"{self._path} is damaged, and in the way: {failed}") from error
+            finally:
+                if not self._path.exists():
+                    self._touched = {}
+                    self._file += 1
 
-    def _put_aside(self, error: sqlite3.Error) -> None:
+    def _put_aside(self, error: Exception) -> None:
         if self._keeps_damaged:
             self._path.replace(self._damaged)
             os.utime(self._damaged)  # kept from now on

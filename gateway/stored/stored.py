@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
 
+from engines.base import SessionRef
 from gateway.stored.objects import Objects, ObjectStore
 from gateway.stored.table import Misshapen, Steps, StoreFailed
 
@@ -23,6 +24,7 @@ THREADS_PER_TENANT: Final = 2
 MAX_WAITING: Final = 256  # questions of one tenant
 SLICE_S: Final = 0.01  # steps that hold nothing go on for so long without another's between them
 CHORES_EVERY_S: Final = 600.0
+DELETED: Final = "gone"  # why an answer is not stored: its session or conversation is deleted
 _NO_TENANT: Final = ""  # the tenant of work that is done for none
 
 
@@ -81,14 +83,26 @@ class Stored:
                 hold(nbytes)
         return absent
 
-    async def keep(self, what: str, tenant: str, work: Callable[[Objects], Steps[str]]) -> str:
+    async def keep(
+        self,
+        what: str,
+        session: SessionRef,
+        work: Callable[[Objects], Steps[str]],
+        is_deleted: Callable[[], bool],
+    ) -> str:
         """Store an answer by ``work``; return "", or a word for why it was not stored.
 
         Args:
             what: names the answer in the log.
+            is_deleted: says whether its session was deleted since its turn began.
         """
+        why = said = DELETED
         try:
-            why = said = await self.ask(tenant, work, "unavailable")
+            if not is_deleted():
+                why = said = await self.ask(session.tenant, work, "unavailable")
+            if not why and is_deleted():  # just now: it may have removed all before this was there
+                await self.ask(session.tenant, lambda objects: objects.forget(session.id), 0)
+                why = said = DELETED
         except StoreFailed as error:
             why, said = error.trouble, str(error)
         if why:

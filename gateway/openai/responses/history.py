@@ -10,7 +10,7 @@ before it is parsed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,11 +26,10 @@ from gateway.keys import Tenant
 from gateway.openai.responses.items import kind_of
 from gateway.openai.responses.output import new_id
 from gateway.openai.responses.response import MAX_ITEMS, ResponseFields
-from gateway.relay.answer import DELETED
 from gateway.request.body import ParsedBody
 from gateway.stored.objects import Objects, Outgrown
 from gateway.stored.rows import Head, Item
-from gateway.stored.stored import Stored
+from gateway.stored.stored import DELETED, Stored
 from gateway.stored.table import Steps
 
 _PREFIXES = {
@@ -231,7 +230,7 @@ def _chain(objects: Objects, id: str, room: _RecallRoom) -> Steps[tuple[list[Ite
     for object in reversed(line):
         if before := object.head.about.get("conversation"):
             turn_ids = [id for page in object.head.pages for id in page.ids]
-            turn = yield from _conversation(objects, before, room, turn_ids)
+            turn = yield from _conversation(objects, before, room, turn_ids or None)
         else:
             turn = yield from objects.read_all(object)
         if turn is None:
@@ -306,7 +305,13 @@ class KeptTurn(NamedTuple):
     own: list[Item]
 
 
-async def keep_response(stored: Stored, turn: KeptTurn, response: Json, session: SessionRef) -> str:
+async def keep_response(
+    stored: Stored,
+    turn: KeptTurn,
+    response: Json,
+    session: SessionRef,
+    is_deleted: Callable[[], bool],
+) -> str:
     """Store a response, and add its turn to its conversation.
 
     Returns "", or why it could not be stored (``NotStored``).
@@ -328,7 +333,7 @@ async def keep_response(stored: Stored, turn: KeptTurn, response: Json, session:
         stored = yield from objects.put("response", response, session.id, own)
         return "" if stored else "too-large"
 
-    return await stored.keep(f"response {response['id']}", session.tenant, work)
+    return await stored.keep(f"response {response['id']}", session, work, is_deleted)
 
 
 def _unknown(fields: ResponseFields) -> InvalidRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -38,7 +38,7 @@ from gateway.openai.responses.translation import (
     validate,
 )
 from gateway.openai.stored_objects import StoredKind
-from gateway.relay.answer import DELETED, NotStored
+from gateway.relay.answer import NotStored
 from gateway.relay.passthrough import EVENT_STREAM, STREAM_HEADERS
 from gateway.relay.question import count_question, prompt_tokens
 from gateway.request.body import ParsedBody, body_for_engine, read_json_body
@@ -81,13 +81,15 @@ def _translate(
 
 
 async def _keep(
-    gateway: Gateway, turn: KeptTurn, answer: ResponseAnswer, session: SessionRef, is_deleted: bool
+    gateway: Gateway,
+    turn: KeptTurn,
+    answer: ResponseAnswer,
+    session: SessionRef,
+    is_deleted: Callable[[], bool],
 ) -> NotStored | None:
     if answer.response is None:
         return None
-    why = DELETED
-    if not is_deleted:
-        why = await keep_response(gateway.stored, turn, answer.response, session)
+    why = await keep_response(gateway.stored, turn, answer.response, session, is_deleted)
     return NotStored(why, answer.unstored()) if why else None
 
 

@@ -509,6 +509,32 @@ def test_a_file_that_is_damaged_in_use_is_put_aside(tmp_path: Path) -> None:
     again.table.close()
 
 
+def test_a_damaged_file_that_stays_in_the_way_is_tried_again(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "objects.sqlite"
+    objects = objects_in(path, LIMITS)
+    put(objects, entry("1"))
+
+    def wrecked() -> None:
+        with objects.table.reading():
+            error = sqlite3.DatabaseError("malformed")
+            error.sqlite_errorname = "SQLITE_CORRUPT"
+            raise error
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "replace", refused)
+        with pytest.raises(StoreFailed, match="in the way"):
+            wrecked()
+    assert shown(objects, "1") is not None
+    with pytest.raises(StoreFailed):
+        wrecked()
+    assert shown(objects, "1") is None and put(objects, entry("2"))
+    objects.table.close()
+
+
+def refused(*args: object) -> None:
+    raise OSError(30, "Read-only file system")
+
+
 @pytest.mark.parametrize(
     "wreck", [b"no database at all" * 400, b"SQLite format 3\0" + b"\xff" * 9000]
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.base import SessionRef
 from gateway.stored.objects import Objects
 from gateway.stored.stored import MAX_WAITING, NUM_THREADS, Stored
 from gateway.stored.table import Steps, StoreFailed
@@ -181,3 +182,19 @@ async def test_a_place_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> N
     put = await stored.ask("a", lambda objects: objects.put(*entry("1")), False)
     assert put
     await stored.close()
+
+
+async def test_what_was_stored_while_its_session_was_deleted_goes_as_well(stored: Stored) -> None:
+    """The deletion may have looked before the answer was there."""
+    session, talk = SessionRef("a", "s", b""), entry("1")
+    deleted = iter([False, True])
+
+    def put(objects: Objects) -> Steps[str]:
+        yield from objects.put(*talk)
+        return ""
+
+    assert await stored.keep("it", session, put, lambda: next(deleted)) == "gone"
+    assert await stored.ask("a", lambda x: x.show(talk.kind, "1"), None) is None
+    assert await stored.keep("it", session, put, lambda: True) == "gone"
+    assert await stored.keep("it", session, put, lambda: False) == ""
+    assert await stored.ask("a", lambda x: x.show(talk.kind, "1"), None) is not None
