@@ -1,4 +1,4 @@
-"""Several engines behind one gateway: the replicas of a model, and models loaded on demand.
+"""The engines of one gateway: the replicas of a model, and models that are loaded on demand.
 
 ``replica_pool`` is one engine to the gateway, made of a list of ``replica``s that is fixed, or that
 an orchestrator serves (``listed_pool``); ``replica_choice`` picks the one for a session.
