@@ -27,16 +27,16 @@ from kvstore.session import SessionRef as SessionRef
 from kvstore.session import TenantLimits as TenantLimits
 from kvstore.session import TierName as TierName
 
-SAVE_S: Final = 30.0  # at the end of a server
+SAVE_S: Final = 30.0  # time that an engine gets to save its memory when the server stops
 
 
 class EngineError(Exception):
     """EngineError
     +-- EngineUnavailable   not running, still starting, or the connection broke
-    |   +-- EngineStalled   there, but silent for too long
-    |   +-- EngineUnreached it has nothing of the request: it took no connection
-    |       +-- EngineBusy  there, but with no room for one more connection at the moment
-    +-- EngineRefused       it understood and said no
+    |   +-- EngineStalled   connected, but silent for too long
+    |   +-- EngineUnreached took no connection, so it has received nothing of the request
+    |       +-- EngineBusy  runs, but has no room for one more connection at the moment
+    +-- EngineRefused       understood the request and refused it
     """
 
 
@@ -61,7 +61,10 @@ class EngineRefused(EngineError):
 
 
 class Overloaded(Exception):
-    """Too much waits already, or waited too long. Try again after ``retry_after_s``."""
+    """A queue is full, or a request waited in it for too long; try again after ``retry_after_s``.
+
+    ``retry_after_s`` is in seconds.
+    """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -71,8 +74,8 @@ class Overloaded(Exception):
 class Demoted(msgspec.Struct, frozen=True):
     """The outcome of a demote.
 
-    ``report`` is None for a session that the engine does not know; ``kept`` is None if it is not
-    hot any more.
+    ``report`` is None if the engine does not know the session. ``kept`` is the reason why the
+    session is still hot; None if it is not.
     """
 
     report: SessionReport | None
@@ -84,13 +87,13 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     ready: bool
-    trouble: str  # why it is not; "" while it is
+    trouble: str  # the reason why it is not ready; "" while it is
     num_running: int  # requests of this gateway
 
 
 @runtime_checkable
 class HasReplicas(Protocol):
-    """An engine that is several, each of which can be asked by itself: see ``engines.pool``."""
+    """An engine made of several replicas, each an ``Engine`` itself: see ``engines.pool``."""
 
     @property
     def replicas(self) -> Sequence[ReplicaState]: ...
@@ -102,13 +105,13 @@ class HasReplicas(Protocol):
 
 @runtime_checkable
 class LimitsTenants(Protocol):
-    """An engine that holds tenants to bytes of the tiers: any but one that is several."""
+    """An engine that limits the bytes of a tenant per tier: every engine but a pool of replicas."""
 
     @property
     def welcome(self) -> Welcome | None: ...
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
-        """See ``engines.wire.LimitTenants``. Raises as verbs do."""
+        """See ``engines.wire.LimitTenants``. Raises as ``Engine.demote`` does."""
 
 
 class Upstream(Protocol):
@@ -119,10 +122,10 @@ class Upstream(Protocol):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Case-insensitive."""
+        """The response headers; names are case-insensitive."""
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """Body bytes as they arrive from the socket, boundaries meaningless.
+        """Yield the body's bytes as they arrive; chunk boundaries have no meaning.
 
         Raises:
             EngineUnavailable: the connection broke before the body was whole.
@@ -130,12 +133,15 @@ class Upstream(Protocol):
         """
 
     async def read(self) -> bytes:
-        """The whole body. Raises as ``chunks`` does."""
+        """Return the whole body. Raises as ``chunks`` does."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Control plane in eight verbs, data plane in one."""
+    """An engine as the gateway and the scheduler see it.
+
+    The data plane is ``open``; the control plane is the verbs from ``demote`` to ``measure``.
+    """
 
     @property
     def welcome(self) -> Welcome | None:
@@ -146,37 +152,47 @@ class Engine(Protocol):
 
     @property
     def codec(self) -> CodecReport | None:
-        """The codec as last reported; unlike the rest of the welcome it may change at any time."""
+        """The codec as last reported; it may change at any time, unlike the rest of the welcome.
+
+        None while the engine is not ready.
+        """
 
     @property
     def ready(self) -> bool: ...
 
     @property
     def trouble(self) -> str:
-        """The reason why it is not ready, in one sentence; "" while it is."""
+        """The reason why the engine is not ready, in one sentence; "" while it is."""
 
     @property
     def gave_up(self) -> bool:
-        """True once it is known that it cannot serve as things are; the log says why."""
+        """True once the engine is known to be unable to serve with its settings; the log says why.
+
+        It is then not started again.
+        """
 
     async def start(self) -> None:
-        """Start or attach; returns at once, ``ready`` turns true later.
+        """Start or attach to the engine; returns at once, and ``ready`` turns true later.
 
-        After ``stop`` it may be called again: a model is loaded again so.
+        It may be called again after ``stop``, which is how a model is loaded again.
         """
 
     async def stop(self, drain_s: float, save_s: float = SAVE_S) -> None:
-        """End it; running requests get ``drain_s`` seconds. Safe to call twice.
+        """Stop the engine; safe to call twice.
 
         Args:
-            save_s: how long it may then write what only its memory holds, in seconds.
+            drain_s: time for running requests to finish, in seconds.
+            save_s: time after that to save what is only in the engine's memory, in seconds.
         """
 
     def restart(self, why: str) -> None:
-        """End its process at once; another is started by itself.
+        """End the engine's process at once; the supervisor then starts another.
 
-        Of several replicas the one that holds most is ended. Does nothing to an engine that was
-        started elsewhere.
+        In a pool, the replica that holds most is ended. An engine that was started elsewhere is
+        left alone.
+
+        Args:
+            why: the reason, for the log.
         """
 
     def open(
@@ -185,26 +201,26 @@ class Engine(Protocol):
         """POST ``body`` to the engine. Leaving the context early cancels the request there.
 
         Args:
-            wait_s: for how long an engine that ends before it has said anything is waited for; once
-                it is there again it is asked once more. None: it is asked once, and not tried
-                again where it has no room for a connection.
+            wait_s: if the engine ends before it has answered anything, how long to wait for it to
+                come back, in seconds; the request is then sent once more. None: the request is
+                sent only once, and fails if the engine has no room for a connection.
 
         Raises (on entering):
-            EngineUnavailable: no engine to talk to.
+            EngineUnavailable: no engine can be reached.
         """
 
     def session_headers(self, session: SessionRef) -> dict[str, str]:
-        """Headers that name the session of a turn to the engine; see ``engines.http``."""
+        """Return the headers that name a turn's session to the engine; see ``engines.http``."""
 
     def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
-        """Return the client's body, with private fields of the engine set by us if it has any."""
+        """Return the client's body with the private fields that this engine needs set in it."""
 
     async def demote(self, session: SessionRef, tier: TierName | None = None) -> Demoted:
         """See ``engines.wire.Demote``.
 
         Raises, as all verbs do:
-            EngineUnavailable: no connection, or no answer in time.
-            EngineRefused: the engine said no.
+            EngineUnavailable: there is no connection, or no answer in time.
+            EngineRefused: the engine refused.
         """
 
     async def prefetch(self, session: SessionRef) -> SessionReport | None: ...
@@ -218,10 +234,13 @@ class Engine(Protocol):
     async def stats(self) -> EngineReport: ...
 
     async def adopt(self) -> CodecReport:
-        """Have it choose its codec again from the measurements; see ``engines.wire.Adopt``."""
+        """Make the engine choose its codec again from its measurements; see ``wire.Adopt``."""
 
     async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
-        """Have it measure codecs on its model; only if ``Welcome.can_measure``."""
+        """Make the engine measure codecs on its model; only if ``Welcome.can_measure``."""
 
     def notices(self) -> AsyncIterator[Notice | None]:
-        """Yield changes as they happen; None = ask ``sessions`` again, as after a reconnection."""
+        """Yield changes of sessions as they happen, for one reader.
+
+        None means that changes may be missing, as after a reconnection: call ``sessions`` again.
+        """

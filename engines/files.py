@@ -1,4 +1,4 @@
-"""Replaces files as a whole, so that a crash leaves the old one or the new one."""
+"""Replaces files atomically: after a crash, the old or the new content is there, complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def replace_file(file: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a file whole or not at all; a link is followed to where it points."""
+    """Replace a file's content atomically; a symbolic link is followed. Raises ``OSError``."""
     target = Path(os.path.realpath(file))
     made = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:

@@ -1,9 +1,9 @@
-"""HTTP between clients, gateway and engines: headers, bounded bodies, tokens, clients that leave.
+"""HTTP between clients, gateway and engines: headers, bounded bodies, tokens, disconnects.
 
-Each header is written and read here. Request headers, which only the gateway may set: three name
-the session, and one limits how long the request may wait. For vLLM fields of the body name the
-session. Response headers: where the KV of the prompt came from, which is passed on to the client,
-and the prompt's length.
+Each of our headers is written and read here. Only the gateway may set request headers: three name
+the session, and one limits how long the request may wait. vLLM gets the session in fields of the
+body instead. Response headers state where the KV of the prompt came from, which is passed on to
+the client, and the prompt's length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.session import SessionRef, TierName
 TENANT_HEADER: Final = "x-thermocline-tenant"
 SESSION_HEADER: Final = "x-thermocline-session"  # percent-encoded UTF-8
 SALT_HEADER: Final = "x-thermocline-salt"  # hex
-PATIENCE_HEADER: Final = "x-thermocline-patience"  # seconds, see ``patience_from``
+PATIENCE_HEADER: Final = "x-thermocline-patience"  # seconds, see ``patience_header``
 CACHE_HEADER: Final = "x-thermocline-cache"  # see ``CacheOutcome``
 PROMPT_HEADER: Final = "x-thermocline-prompt"  # tokens of the prompt; for the gateway only
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CacheOutcome:
-    """The source of the KV that a prompt reused, and the reason why it was not more.
+    """The source of the KV that a prompt reused, and the reason why no more could be reused.
 
     ``reason`` is one of ``kvstore.session.MissReason``; None if nothing was missed.
     """
@@ -57,13 +57,13 @@ class CacheOutcome:
     reason: str | None = None
 
     def header(self) -> str:
-        """The value of ``CACHE_HEADER``, like ``cold-ram; tokens=7; reason=diverged``."""
+        """Return the value of ``CACHE_HEADER``, as in ``cold-ram; tokens=7; reason=diverged``."""
         text = f"{self.source}; tokens={self.cached_tokens}"
         return f"{text}; reason={self.reason}" if self.reason else text
 
     @classmethod
     def parse(cls, text: str) -> CacheOutcome | None:
-        """Read a value of ``CACHE_HEADER``; None if it is empty or not of that form."""
+        """Parse a value of ``CACHE_HEADER``; None if it is empty or malformed."""
         found = _OUTCOME.fullmatch(text)
         if found is None:
             return None
@@ -72,7 +72,7 @@ class CacheOutcome:
 
 
 def session_headers(session: SessionRef) -> dict[str, str]:
-    """The request headers that name a turn's session to an engine."""
+    """Return the request headers that name a turn's session to an engine."""
     return {
         TENANT_HEADER: session.tenant,
         SESSION_HEADER: quote(session.id, safe=""),
@@ -100,7 +100,7 @@ def session_from(headers: Mapping[str, str]) -> SessionRef | None:
 
 
 def patience_header(seconds: float) -> dict[str, str]:
-    """The request header that says how long a turn may wait in the engine's own line."""
+    """Return the request header that limits how long a turn may wait in the engine's own queue."""
     return {PATIENCE_HEADER: f"{max(0.0, seconds):.3f}"}
 
 
@@ -108,24 +108,24 @@ def patience_from(headers: Mapping[str, str]) -> float | None:
     """Read what ``patience_header`` wrote, in seconds; None if there is no such header.
 
     Raises:
-        InvalidRequest: it is no number.
+        InvalidRequest: the value is not a number.
     """
     said = headers.get(PATIENCE_HEADER)
     if said is None:
         return None
     if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", said):
-        raise InvalidRequest(f"The header {PATIENCE_HEADER} is no number of seconds.")
+        raise InvalidRequest(f"The header {PATIENCE_HEADER} is not a number of seconds.")
     return float(said)
 
 
 def with_session(body: Mapping[str, object], session: SessionRef) -> dict[str, object]:
-    """Return the client's body with our tenant and session; its own values are overwritten."""
+    """Return the client's body with our tenant and session, which replace any the client set."""
     names = {"tenant": session.tenant, "session": session.id}
     return {**body, "cache_salt": session.salt.hex(), "kv_transfer_params": {PARAMS_FIELD: names}}
 
 
 class BearerGate:
-    """Lets requests through that show the token; compares in constant time."""
+    """ASGI middleware that admits requests with the bearer token, compared in constant time."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -154,13 +154,13 @@ class ClientGone(Exception):
 async def read_body(
     request: Request, max_bytes: int, on_size: Callable[[int], None] = lambda nbytes: None
 ) -> bytes:
-    """Read the whole body. No more than the limit is ever held in memory.
+    """Read and return the whole body, never holding more than ``max_bytes`` in memory.
 
     Args:
-        on_size: called with the bytes that have come so far; what it raises ends the reading.
+        on_size: called with the number of bytes read so far; an exception from it ends the reading.
 
     Raises:
-        InvalidRequest: 413, the body is larger than ``max_bytes``.
+        InvalidRequest: the body is larger than ``max_bytes`` (status 413).
         starlette.requests.ClientDisconnect: the client left before the body was whole.
     """
     declared = request.headers.get("content-length", "")
@@ -178,19 +178,18 @@ async def read_body(
 
 
 def body_too_large(max_bytes: int) -> InvalidRequest:
-    """Make the error of a body of more than ``max_bytes``."""
+    """Return the error for a body of more than ``max_bytes`` (status 413)."""
     return InvalidRequest(
         f"The request's body is larger than {max_bytes} bytes.", code="body_too_large", status=413
     )
 
 
 async def while_client_stays(receive: Receive, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Do ``work``, but cancel it as soon as the client disconnects.
+    """Run ``work`` and return its result, but cancel it as soon as the client disconnects.
 
-    The request's body must have been read. ``work`` must not end the response: that end looks like
-    a disconnect from here. ``work`` runs in a task of its own, with a short stack: resuming a
-    coroutine costs time for every frame that awaits it, and below a route's handler there are
-    twenty of them.
+    The request's body must have been read. ``work`` must not end the response, since ``receive``
+    then reports a disconnect. ``work`` runs in a task of its own because resuming a coroutine costs
+    time for every frame that awaits it, and a route's handler has twenty such frames above it.
 
     Raises:
         ClientGone: the client disconnected. ``work`` has ended by then.

@@ -1,10 +1,10 @@
 """The caches of live KV: which can be served and kept cold, and the bytes that they take.
 
-The engine looks at the caches that a model really makes; ``thermocline plan`` knows from
-config.json which they will be. Both refuse in the same words.
+The engine inspects the caches that a model makes; ``thermocline plan`` predicts them from
+config.json. Both refuse a model in the same words.
 
-Of a cache that is kept packed (``engine.hot_codec``) the first and the newest tokens of a session
-stay in 16 bits; every other token takes a packed row of the row codec and its scale, per head.
+In a cache that is kept packed (``engine.hot_codec``), the first and the newest tokens of a session
+stay in 16 bits; every other token takes, per head, a packed row of the row codec and its scale.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvstore.codecs.base import NUM_SINKS
 from kvstore.shapes import KVLayer
 
 GROWING: Final = frozenset(("KVCache", "PackedKVCache"))
-# The state of these cannot be cut back to an earlier token.
+# Caches whose state cannot be cut back to an earlier token.
 STATEFUL: Final = frozenset(("RotatingKVCache", "ArraysCache"))
-# On vLLM.
+# Reasons for refusing a model on vLLM.
 LATENT_ON_CPU: Final = (
     "vLLM reuses no prefixes of models with latents (MLA) on this processor; choose the mlx engine"
 )
@@ -30,8 +30,8 @@ NOTHING_GROWS_ON_VLLM: Final = (
     "no layer of the model keeps all tokens, so that little would be gained"
 )
 STEP = 256  # ``step`` of mlx_lm's caches
-SMALLEST_CONTEXT = 64  # tokens; a budget with less room than this is a mistake
-# A model that states no limit (a pure state-space model) still gets one: memory is finite.
+SMALLEST_CONTEXT = 64  # tokens; a budget too small for this is taken for a mistake
+# Tokens for a model that states no limit (a pure state-space model), since memory is finite.
 UNSTATED_CONTEXT = 32_768
 # Bits per element of each ``engine.hot_codec``.
 HOT_CODECS: Final[Mapping[str, int]] = {"tq3": 3, "tq4": 4}
@@ -39,11 +39,11 @@ HOT_CODECS: Final[Mapping[str, int]] = {"tq3": 3, "tq4": 4}
 # packed part ends at a multiple of BLOCK tokens, so a row's bytes do not depend on its batch.
 NUM_RECENT: Final = 64
 BLOCK: Final = 64
-MOST_EXACT: Final = NUM_SINKS + NUM_RECENT + BLOCK  # tokens of one session, between two calls
+MOST_EXACT: Final = NUM_SINKS + NUM_RECENT + BLOCK  # unpacked tokens of a session between calls
 
 
 def cannot_batch(class_name: str) -> str:
-    """Say why a model with such a cache cannot be served."""
+    """Return the sentence that refuses a model with a cache that mlx_lm cannot batch."""
     return (
         f"mlx_lm cannot batch the {class_name} of this model, so it cannot be served; choose"
         " another model"
@@ -51,42 +51,42 @@ def cannot_batch(class_name: str) -> str:
 
 
 def cannot_keep(class_names: Iterable[str]) -> str:
-    """Say why sessions of a model with these caches cannot be kept cold; "" if they can."""
+    """Return why sessions of a model with these caches cannot be kept cold; "" if they can."""
     strange = sorted({*class_names} - GROWING - STATEFUL)
     return f"its caches of class {', '.join(strange)} are not known here" if strange else ""
 
 
 @dataclass(frozen=True)
 class KVCost:
-    """The bytes that one row takes in the caches of one model. A row is one running sequence."""
+    """The bytes that one row, which is one running sequence, takes in a model's caches."""
 
-    per_token: int  # layers that grow with every token
-    windows: tuple[tuple[int, int], ...] = ()  # rotating layers: (bytes per token, longest)
-    fixed: int = 0  # recurrent layers
-    num_caches: int = 1  # that the bytes are spread over
-    # Taken only for a moment: per token of the batch, and for the part of a prompt being computed.
+    per_token: int  # bytes per token of all layers that grow with every token
+    windows: tuple[tuple[int, int], ...] = ()  # rotating layers: (bytes per token, most tokens)
+    fixed: int = 0  # bytes of recurrent layers
+    num_caches: int = 1  # caches that the bytes are spread over
+    # Bytes taken only briefly: per token of the batch, and for the prefill step being computed.
     passing_per_token: int = 0
     passing: int = 0
 
     def row_bytes(self, num_tokens: int) -> int:
-        """Count the bytes of a running row, which has room to grow."""
+        """Return the bytes of a running row, including its room to grow."""
         return self.idle_bytes(num_tokens + STEP)
 
     def idle_bytes(self, num_tokens: int) -> int:
-        """Count the bytes of a row at rest."""
+        """Return the bytes of an idle row."""
         windows = sum(nbytes * min(num_tokens, longest) for nbytes, longest in self.windows)
         return self.per_token * num_tokens + windows + self.fixed
 
 
 def batch_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
-    """Count the bytes of batches, each given as (rows, longest row in tokens)."""
+    """Return the bytes of batches, each given as (rows, tokens of the longest row)."""
     return sum(rows * cost.row_bytes(longest) for rows, longest in batches if rows)
 
 
 def passing_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
-    """Count the bytes taken on top, for a moment, when a row joins or leaves a batch.
+    """Return the extra bytes that are briefly needed when a row joins or leaves a batch.
 
-    The row then exists twice, in its batch and alone; and the batch is copied, one layer at a time.
+    The row then exists twice, in its batch and alone, and the batch is copied one layer at a time.
 
     Args:
         batches: as for ``batch_bytes``.
@@ -99,13 +99,13 @@ def passing_bytes(cost: KVCost, batches: Iterable[tuple[int, int]]) -> int:
 
 
 def alone_bytes(cost: KVCost, num_tokens: int) -> int:
-    """Count the bytes that a context of ``num_tokens`` needs while it alone runs."""
+    """Return the bytes that a context of ``num_tokens`` needs when it is the only one running."""
     alone = [(1, num_tokens)]
     return batch_bytes(cost, alone) + passing_bytes(cost, alone)
 
 
 def longest_context(cost: KVCost, hot_bytes: int, at_most: int) -> int:
-    """Find the longest context, in tokens up to ``at_most``, that a lone row can have."""
+    """Return the longest context, in tokens up to ``at_most``, that fits if it alone runs."""
     low, high = 0, at_most
     while low < high:
         middle = (low + high + 1) // 2
@@ -114,10 +114,10 @@ def longest_context(cost: KVCost, hot_bytes: int, at_most: int) -> int:
 
 
 def too_little(cost: KVCost, hot_bytes: int, wanted: int) -> str:
-    """Say in a sentence why this budget is too small to serve anything; "" if it is not.
+    """Return a sentence that says why the budget is too small to serve at all; "" if it is not.
 
     Args:
-        wanted: the longest context that is asked for, in tokens.
+        wanted: the longest context that the settings ask for, in tokens.
     """
     smallest = min(wanted, SMALLEST_CONTEXT)
     least = alone_bytes(cost, smallest)
@@ -130,10 +130,13 @@ def too_little(cost: KVCost, hot_bytes: int, wanted: int) -> str:
 
 
 def stated_context(config: Mapping[str, Any]) -> int | None:
-    """Read the longest context that a model was made for, prompt and answer together, in tokens.
+    """Return the model's longest context, prompt and answer together, in tokens.
 
     Args:
-        config: its config.json; None is returned if that does not say.
+        config: the model's config.json.
+
+    Returns:
+        None if the config does not state it.
     """
     text = config.get("text_config") or config
     for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "n_ctx"):
@@ -145,11 +148,11 @@ def stated_context(config: Mapping[str, Any]) -> int | None:
 def packed_cost(
     layers: Sequence[KVLayer], num_bits: int, itemsize: int, prefill_step: int
 ) -> KVCost:
-    """Compute the cost of a model whose layers all grow and are all kept packed.
+    """Return the cost of a model whose layers all grow with every token and are all kept packed.
 
     Args:
-        itemsize: bytes of one value in the engine's dtype, in which a layer is unpacked to be read.
-        prefill_step: tokens of a prompt that are computed at once, and packed afterwards.
+        itemsize: bytes of one value in the engine's dtype, to which attention unpacks a layer.
+        prefill_step: tokens of a prompt that are computed at once and then packed.
     """
     from kvstore.codecs.rows.payload import KEPT_DTYPE
     from kvstore.codecs.rows.rotated_rows import RotatedRows

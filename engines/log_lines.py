@@ -1,7 +1,7 @@
-"""The log lines of an engine process: how they are written there, and read by the gateway.
+"""The log lines of an engine process, as the engine writes them and the gateway reads them.
 
-An engine's standard error is relayed into the gateway's log, which gives every line a time, a level
-and a name. So the engine's own lines hold nothing but a level and the words, one line per event.
+The gateway relays an engine's standard error into its own log, which gives every line a time, a
+level and a name. So an engine writes only a level and the message, one line per event.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import re
 from typing import Final
 
-# The gateway cuts lines at 4096 bytes; of a traceback the end says most.
+# Characters kept of a traceback's end, which says most; the gateway cuts lines at 4096 bytes.
 MOST_OF_A_TRACEBACK: Final = 3000
 # vLLM: "(APIServer pid=7) WARNING 11-21 00:51:39 [core.py:12] words"; uvicorn: "ERROR:    words".
 _LINE = re.compile(
@@ -20,7 +20,7 @@ _LINE = re.compile(
 
 
 class LevelAndWords(logging.Formatter):
-    """Formats a record as ``WARNING words``; the logger is named only if it is not one of ours."""
+    """Formats a record as ``WARNING message``; names the logger only if it is not one of ours."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
@@ -40,7 +40,7 @@ def configure_logging(level: str) -> None:
 
 
 def read_line(line: str) -> tuple[int, str]:
-    """Split a line into its level and its words; one that states no level gets ``INFO``."""
+    """Split a log line into its level and its message; a line without a level gets ``INFO``."""
     found = _LINE.fullmatch(line)
     if found is None:
         return logging.INFO, line

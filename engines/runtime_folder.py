@@ -1,8 +1,8 @@
-"""The folder of one server's sockets and temporary files, removed by the last process that leaves.
+"""The folder of one server's sockets and temporary files; the last process that exits removes it.
 
-A gateway makes it. The gateway and its engine hold a shared lock on a file in it for as long as
-they live: a folder whose lock has no holder was left by processes that were killed, and the next
-start removes it. Standard library only.
+The gateway makes the folder. The gateway and its engine hold a shared lock on a file in it for as
+long as they live. If no process holds the lock, the folder was left by processes that were killed,
+and the next start removes it. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Final
 log = logging.getLogger("thermocline.engines")
 
 LOCK: Final = "alive"
-SCRATCH: Final = "tmp"  # TMPDIR of the engine, made anew for each of its lives
-DYING_S: Final = 30.0  # for the system to close what a killed gateway held, however busy it is
+SCRATCH: Final = "tmp"  # TMPDIR of the engine, made anew at each of its starts
+DYING_S: Final = 30.0  # time for a busy system to release the lock of a killed gateway
 
 
 @contextmanager
 def runtime_folder(base: Path, prefix: str = "") -> Iterator[Path]:
-    """Make a folder (0700) in ``base``; it is removed at the end.
+    """Make a folder (mode 0700) in ``base`` for the time of the context.
 
     Folders with the same prefix that killed processes of this user left there are removed first.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     remove_abandoned(base, prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -47,7 +47,7 @@ def runtime_folder(base: Path, prefix: str = "") -> Iterator[Path]:
 def remove_abandoned(base: Path, prefix: str) -> None:
     """Remove the folders with this prefix that killed processes of this user left in ``base``."""
     for folder in base.glob(f"{prefix}*"):
-        with suppress(OSError):  # it went meanwhile, or was not made by ``runtime_folder``
+        with suppress(OSError):  # another process removed it, or ``runtime_folder`` did not make it
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
                 _remove_without_holder(folder)
@@ -55,13 +55,13 @@ def remove_abandoned(base: Path, prefix: str) -> None:
 
 @contextmanager
 def held(folder: Path, gateway_died: Callable[[], bool]) -> Iterator[None]:
-    """Keep the folder while an engine lives; the engine removes it if the gateway is gone by then.
+    """Hold the folder's lock while an engine lives; at the end, remove the folder if unused.
 
-    A folder that was not made by ``runtime_folder`` is left alone.
+    The folder stays if the gateway still holds its lock, or if ``runtime_folder`` did not make it.
 
     Args:
         gateway_died: called at the end. The system closes a killed gateway's pipe to the engine
-            before its lock, so after a death the engine waits for the lock up to ``DYING_S``.
+            before it releases the gateway's lock, so the engine then waits up to ``DYING_S``.
 
     Raises:
         OSError: the folder is being removed.
@@ -81,9 +81,9 @@ def held(folder: Path, gateway_died: Callable[[], bool]) -> Iterator[None]:
 
 
 def fresh_scratch(folder: Path) -> Path:
-    """Make an empty folder for temporary files in ``folder``; removes those of an earlier engine.
+    """Make an empty subfolder for temporary files, and remove those of an earlier engine.
 
-    Files that a killed engine was writing must not be loaded by the next one. Raises ``OSError``.
+    The next engine must not load files that a killed engine was writing. Raises ``OSError``.
     """
     scratch = folder / SCRATCH
     with suppress(FileNotFoundError):
@@ -93,10 +93,10 @@ def fresh_scratch(folder: Path) -> Path:
 
 
 def _new_lock(folder: Path) -> int:
-    """Make the lock file, and open it.
+    """Create and lock the lock file; return its descriptor.
 
-    It gets its name only once it is locked: otherwise another server's start could remove the
-    folder as abandoned.
+    The file gets its name only once it is locked: otherwise another server that starts could remove
+    the folder as abandoned.
     """
     draft = folder / f".{LOCK}"
     lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -111,7 +111,7 @@ def _new_lock(folder: Path) -> int:
 
 @contextmanager
 def _locked(lock: int) -> Iterator[None]:
-    """Hold a shared lock on an open file, and close the file at the end."""
+    """Hold a shared lock on an open file; close the file at the end of the context."""
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
@@ -129,7 +129,7 @@ def _remove_without_holder(folder: Path) -> None:
 
 
 def _remove_unless_held(folder: Path, lock: int) -> bool:
-    """Remove the folder if no other process holds its lock; returns whether it did."""
+    """Remove the folder if no other process holds its lock; return whether it was removed."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,7 +4,7 @@ A frame is a four-byte big-endian length and a msgpack body of at most ``MAX_FRA
 gateway sends ``ControlRequest``; the engine answers each with one ``ControlReply`` of the same
 number, and may send ``Notice`` at any time. KV bytes never travel here.
 
-Every engine obeys all verbs; whether its model can be measured now, its ``Welcome`` says.
+Every engine implements all verbs; ``Welcome.can_measure`` states whether ``Measure`` is possible.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from kvstore.stats import TierStats as TierStats
 
 WIRE_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
-# Bytes of sessions in one reply: far below a frame's limit, since an event loop decodes them.
+# Bytes of sessions in one reply; small, since decoding a reply blocks the gateway's event loop.
 PAGE_BYTES = 4 << 20
 BF16_BYTES = 2
 
 
 class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's knowledge of one session at this moment; by default it has nothing of it."""
+    """The state of one session in an engine; the defaults mean that the engine holds nothing of it.
+
+    ``hot_bytes`` and ``cold_bytes`` are sizes in bytes, ``idle_s`` seconds since the last turn.
+    """
 
     tenant: str
     id: str
@@ -43,43 +46,43 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 0.0
     pinned: bool = False
     busy: bool = False  # a request of this session is being served
-    cold_tokens: int = 0  # tokens whose packed KV takes ``cold_bytes``; 0: not reported
+    cold_tokens: int = 0  # tokens whose packed KV takes ``cold_bytes``; 0 = not reported
 
 
 def absent(session: SessionRef) -> SessionReport:
-    """Make the report of a session that the engine does not have."""
+    """Return the report of a session of which the engine holds nothing."""
     return SessionReport(tenant=session.tenant, id=session.id)
 
 
 class MeasurementEnd(msgspec.Struct, frozen=True):
-    """The end of the last measurement of the model in this life of the engine."""
+    """The end of the last measurement of the model since the engine's start."""
 
     at: float  # seconds since the epoch
-    error: str = ""  # the reason if it failed; "" = its figures are in the report
+    error: str = ""  # the reason if it failed; "" = it succeeded and its figures are reported
 
 
 class CodecReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The codec that sessions are packed with from now on, and the reason for this choice."""
+    """The codec that packs sessions from now on, and the reason for this choice."""
 
-    name: str  # of the preset
+    name: str  # the preset's name
     id: str = ""  # the codec's id, with the digits of its profile
     why: str = ""  # the reason in words, with the figures
-    # The measured cost on this model, a row per context length; empty if exact or not measured.
+    # The measured cost on this model, one row per context length; empty if exact or not measured.
     rows: tuple[Quality, ...] = ()
-    others: tuple[Quality, ...] = ()  # the same of codecs not in use: refused ones, floors
-    # True if the codec of the settings was never measured; ``Measure`` does that.
+    others: tuple[Quality, ...] = ()  # such rows of codecs not in use: refused ones, floors
+    # True if the codec of the settings was never measured on this model.
     unmeasured: bool = False
-    fingerprint: str = ""  # of the model; names its profile
+    fingerprint: str = ""  # the model's fingerprint, which names its profile
     # The progress of a measurement, such as "measuring: 3 of 12 cases", or, after the verdict,
-    # "measuring more: 5 of 96 texts to learn from"; "" = none runs.
+    # "measuring more: 5 of 96 texts to learn from"; "" = no measurement runs.
     progress: str = ""
-    ended: MeasurementEnd | None = None  # the last one; None: none since the engine started
-    found: tuple[Quality, ...] = ()  # rows of the measurement that runs or ran last, as they come
-    # The reason why KV on a GPU is packed by the host, which is slower; "" if it is not, or if
+    ended: MeasurementEnd | None = None  # None: no measurement has ended since the engine started
+    found: tuple[Quality, ...] = ()  # rows so far of the measurement that runs or ran last
+    # The reason why the host, which is slower, packs the KV of a GPU; "" if the GPU packs it or
     # there is no GPU.
     why_host: str = ""
-    # The bound that lossy codecs have to keep here (see engines.calibration.gate.rules); None: not
-    # reported.
+    # The bound that lossy codecs have to keep here, in nats (see engines.calibration.gate.rules);
+    # None: not reported.
     max_kl: float | None = None
 
 
@@ -94,19 +97,19 @@ class RequestProgress(msgspec.Struct, frozen=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of an engine at one moment. All counters only grow.
+    """The figures of an engine at one moment; counters never decrease.
 
     The counters of the store are those of ``kvstore.stats.StoreStats``, but misses are counted per
     turn. The engine's own are ``prompts``, ``prompt_tokens``, ``cached_tokens``,
-    ``source.<where the KV came from>``, ``misses.<reason>``, ``turns``, ``failed_turns``,
-    ``generated_tokens``; ``sent_back``: rows that had to make room in memory, and wait (mlx);
-    ``keep_failures``: sessions whose KV could not be kept after a turn, or not be given to the
-    store; ``rebuild_failures`` (mlx) and ``loads_failed`` (vLLM): restored KV that could not be
-    used and was computed again.
+    ``source.<where the KV came from>``, ``misses.<reason>``, ``turns``, ``failed_turns`` and
+    ``generated_tokens``. ``sent_back`` counts rows that were put back in the queue to free memory
+    (mlx); ``keep_failures`` counts sessions whose KV could not be kept hot after a turn or given to
+    the store; ``rebuild_failures`` (mlx) and ``loads_failed`` (vLLM) count restores whose KV could
+    not be used and was computed again.
     """
 
     hot_bytes: int  # measured: idle hot sessions and running requests together
-    idle_hot_bytes: int  # of these, what dropping idle sessions would free
+    idle_hot_bytes: int  # the part of ``hot_bytes`` that dropping idle sessions would free
     hot_capacity_bytes: int
     active_bytes: int  # all that the tensor library holds, weights included
     num_running: int
@@ -115,23 +118,23 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierStats]
     counters: dict[str, int]
     codec: CodecReport | None = None  # None: not reported
-    requests: list[RequestProgress] = []  # those inside the engine, as far as it knows
-    repacking: Repacking = Repacking()  # of blobs that were stored with an earlier codec
-    differs: tuple[str, ...] = ()  # from the data on its Redis; see ``kvstore.likeness``
+    requests: list[RequestProgress] = []  # requests that the engine is serving or has queued
+    repacking: Repacking = Repacking()  # progress with blobs that an earlier codec has packed
+    differs: tuple[str, ...] = ()  # settings unlike those of its Redis data: ``kvstore.likeness``
 
 
 # ---- gateway -> engine
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of every connection; shows the token."""
+    """The first message of every connection; it carries the bearer token."""
 
     token: str
     version: int = WIRE_VERSION
 
 
 class Demote(msgspec.Struct, frozen=True, tag="demote"):
-    """Drop the hot copy, once a cold copy exists; ``tier`` also moves the cold copy down."""
+    """Drop the hot copy once a cold copy exists; with ``tier``, also move the cold copy there."""
 
     session: SessionRef
     tier: TierName | None = None
@@ -162,7 +165,7 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
 
 
 class ListSessions(msgspec.Struct, frozen=True, tag="sessions"):
-    """Ask for one page of sessions, in the order of (tenant, id), those after ``after``."""
+    """Ask for one page of sessions, in the order of (tenant, id), starting after ``after``."""
 
     after: tuple[str, str] | None = None  # tenant and id; None = from the start
 
@@ -172,20 +175,20 @@ class GetStats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
-    """Choose the codec again by the measurements of this model, and pack with it from now on.
+    """Choose the codec again from the measurements of this model, and use it from now on.
 
-    Stored blobs stay readable, in any codec.
+    Stored blobs stay readable, whichever codec packed them.
     """
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """Measure the model now, even if it was measured before; see ``Welcome.can_measure``."""
 
-    order: CalibrationOrder | None = None  # None: a quick one, as at a model's first start
+    order: CalibrationOrder | None = None  # None: a quick measurement, as at a model's first start
 
 
 class LimitTenants(msgspec.Struct, frozen=True, tag="limit_tenants"):
-    """Hold tenants to bytes of the tiers from now on; a tier that is not named has no limits."""
+    """Limit tenants to bytes of the tiers from now on; a tier that is not named has no limits."""
 
     tiers: dict[TierName, TenantLimits]
 
@@ -199,29 +202,32 @@ Verb: TypeAlias = (Hello | Demote | Prefetch | Pin | Unpin | Forget | ListSessio
 
 
 class TemplateRules(msgspec.Struct, frozen=True):
-    """The forms of conversation that the model's chat template accepts, found by rendering some."""
+    """The forms of conversation that the model's chat template accepts.
+
+    ``engines.host.template_rules`` finds them by rendering a few short chats.
+    """
 
     inline_system: bool = True  # system messages after the first
     repeated_users: bool = True  # two messages of the user in a row
-    # The template argument that keeps the reasoning of earlier turns; {}: it has none, or always
-    # keeps it.
+    # The template argument that keeps the reasoning of earlier turns; {} = the template has none,
+    # or always keeps it.
     reasoning_switch: dict[str, bool] = {}
 
 
 class FillIn(msgspec.Struct, frozen=True):
-    """The marks of a fill-in-the-middle prompt: the model writes the text between two others."""
+    """The control tokens of a fill-in-the-middle prompt: the model writes the text in between."""
 
-    before: str  # stands before the prefix
-    between: str  # between prefix and suffix
-    after: str  # after the suffix; the model goes on from here
+    before: str  # the token before the prefix
+    between: str  # the token between prefix and suffix
+    after: str  # the token after the suffix, from where the model generates
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """Write the prompt that asks for the text between ``prefix`` and ``suffix``."""
+        """Return the prompt that asks for the text between ``prefix`` and ``suffix``."""
         return f"{self.before}{prefix}{self.between}{suffix}{self.after}"
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
-    """The answer to ``Hello``: the engine describes itself."""
+    """The answer to ``Hello``, in which the engine describes itself."""
 
     engine: str  # "mlx", "vllm", "fake"
     engine_version: str
@@ -229,24 +235,24 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     max_context: int
     codec: CodecReport
     hibernation: bool
-    hibernation_reason: str = ""  # why not, in one sentence
+    hibernation_reason: str = ""  # why ``hibernation`` is False, in one sentence
     template: TemplateRules = TemplateRules()
-    can_measure: bool = False  # it obeys ``Measure``
-    live_kv: KVSize | None = None  # as this engine keeps it; None: not reported
-    # With two bytes for each value of K and V, in every dtype of the engine, and recurrent states
-    # as they are: what packed bytes are compared with.
+    can_measure: bool = False  # whether ``Measure`` is possible
+    live_kv: KVSize | None = None  # size of live KV as this engine keeps it; None: not reported
+    # Size of live KV with two bytes for each value of K and V, whatever the engine's dtype, and
+    # recurrent states as they are; packed bytes are compared with it.
     bf16_kv: KVSize | None = None
-    sees_images: bool = False  # in chats, as ``image_url`` parts
+    sees_images: bool = False  # whether chats may hold ``image_url`` parts
     fill_in: FillIn | None = None  # None: the model was not trained for it
     version: int = WIRE_VERSION
 
 
-# Why a demote left a session as it was.
+# The reason why a demote left a session as it was.
 KeptReason: TypeAlias = Literal[
-    "busy",  # a turn of it is being served
+    "busy",  # a turn of the session is being served
     "pinned",
-    "saving",  # its cold copy is on its way
-    "no-cold-copy",  # it could not be saved, so it would be lost
+    "saving",  # its cold copy is still being written
+    "no-cold-copy",  # it could not be saved, so dropping the hot copy would lose it
     "disabled",  # the engine serves without hibernation
     "no-room",  # the tier did not take all of it
 ]
@@ -255,7 +261,8 @@ KeptReason: TypeAlias = Literal[
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The answer to a verb about one session.
 
-    ``report`` is None if the session is unknown; ``kept`` is the reason if a demote did nothing.
+    ``report`` is None if the engine does not know the session; ``kept`` is the reason why a demote
+    left it hot, None otherwise.
     """
 
     report: SessionReport | None
@@ -266,7 +273,7 @@ class Sessions(msgspec.Struct, frozen=True, tag="session_list"):
     """The answer to ``ListSessions``."""
 
     sessions: list[SessionReport]
-    more: bool = False  # True: ask again, with the last of these as ``after``
+    more: bool = False  # True: more follow; ask again with the last of these as ``after``
 
 
 class Stats(msgspec.Struct, frozen=True, tag="engine_stats"):
@@ -276,13 +283,13 @@ class Stats(msgspec.Struct, frozen=True, tag="engine_stats"):
 
 
 class Adopted(msgspec.Struct, frozen=True, tag="adopted"):
-    """The answer to ``Adopt`` and ``Measure``: the codec that follows."""
+    """The answer to ``Adopt`` and ``Measure``: the codec in use from now on."""
 
     codec: CodecReport
 
 
 class TenantUses(msgspec.Struct, frozen=True, tag="tenant_uses"):
-    """The answer to ``LimitTenants``: the bytes of each tenant with a limit, by tier and tenant."""
+    """The answer to ``LimitTenants``: by tier and tenant, the bytes that limited tenants use."""
 
     tiers: dict[TierName, dict[str, int]]
 
@@ -310,16 +317,17 @@ class ControlReply(msgspec.Struct, frozen=True, tag="reply"):
     answer: VerbAnswer
 
 
-# The reason of a notice after which the gateway asks for all sessions.
+# ``Notice.why`` of a notice after which the gateway asks for all sessions.
 ALL_CHANGED: Final = "found"
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """A session changed: saved, evicted, moved, packed again, or by a verb of another gateway."""
+    """A change of a session: saved, evicted, moved, packed again, or changed by another gateway."""
 
     cause: Literal["saved", "dropped", "moved", "restored", "lost", "turn"]
     session: SessionReport
-    why: str = ""  # of "moved" and "lost": "budget", "limit", ``ALL_CHANGED``, ...; "" = unknown
+    # The reason for "moved" and "lost": "budget", "limit", ``ALL_CHANGED``, ...; "" = unknown.
+    why: str = ""
 
 
 FromEngine: TypeAlias = ControlReply | Notice
@@ -330,11 +338,11 @@ _from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Deco
 
 
 class WireError(Exception):
-    """The peer does not speak this protocol; the connection is of no further use."""
+    """The peer does not speak this protocol; the connection cannot be used any more."""
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Encode a message with its length in front. Raises ``WireError`` if it is too long."""
+    """Return a message encoded, with its length in front. Raises ``WireError`` if too long."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a message of {len(body)} bytes is over {MAX_FRAME_BYTES}")
