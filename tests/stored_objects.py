@@ -16,10 +16,12 @@ import pytest
 from gateway.keys import Tenants
 from gateway.stored.objects import ObjectList, Objects, ObjectStore, Query
 from gateway.stored.older import bring_over
+from gateway.stored.redis_table import RedisTable
 from gateway.stored.rows import Item, KeyOf, Kind
 from gateway.stored.sqlite_table import SqliteTable
 from gateway.stored.stored import Stored
 from gateway.stored.table import Steps, StoredLimits
+from tests.redis_server import RedisServer
 
 T = TypeVar("T")
 KEY_OF = Tenants(b"a secret of the tests").key_of
@@ -59,6 +61,11 @@ def objects_in(path: Path, limits: StoredLimits, *clock: Callable[[], float], **
     return store_in(path, limits, *clock, **to).of("a")
 
 
+def redis_objects(server: RedisServer, limits: StoredLimits, clock: Callable[[], float]) -> Objects:
+    """Open a server's table; returns tenant a's objects."""
+    return ObjectStore(RedisTable(server.url, limits, hidden, 5.0, clock), KEY_OF).of("a")
+
+
 def anew(objects: Objects, tenant: str = "a", key_of: KeyOf = KEY_OF) -> Objects:
     """Objects in the same table that have not read anything: of another server, or tenant."""
     return ObjectStore(objects.table, key_of).of(tenant)
@@ -68,6 +75,10 @@ def stored_in(path: Path, tenant_bytes: int = 1_000_000) -> Stored:
     """Make a store in a file; nothing is opened yet."""
     limits = StoredLimits(tenant_bytes, max_age_s=1000.0)
     return Stored(lambda: store_in(path, limits))
+
+
+def text(nbytes: int) -> str:
+    return "x" * nbytes
 
 
 class Entry(NamedTuple):

@@ -2,7 +2,7 @@
 
     thermocline:stored:3:{tenant}:row:NAME   head, number and pages of a row
                                  :index      its terms: TERM, number and name, in one sorted set
-                                 :terms      the terms of each row by its name
+                                 :terms      the terms of each row by its name, then its number
                                  :used       names by the time of last use
                                  :sizes, :total   bytes of each row by its name, and of all
                                  :seq        the last number
@@ -123,10 +123,11 @@ class RedisTable:
                     return False
                 if not (made.get(keys.total) or b"0").removeprefix(b"-").isdigit():
                     made.delete(keys.total)  # no number of ours: it is counted anew
-                nbytes, terms = _number(made.hget(keys.sizes, id)), _terms(made, keys, id)
+                nbytes = _number(made.hget(keys.sizes, id))
+                terms, before = _indexed(made, keys, id, said)
                 number = int(said) if write.was is not None else made.incr(keys.seq)
                 left = write.left if write.was is not None else terms
-                gone, new = _members(left, said, id), _members(write.terms, number, id)
+                gone, new = _members(left, before, id), _members(write.terms, number, id)
                 terms = terms.difference(left).union(write.terms)
                 fields: dict[Any, Any] = {"head": write.head, "number": number, **write.pages}
                 made.multi()
@@ -139,7 +140,7 @@ class RedisTable:
                     made.zrem(keys.index, *gone)
                 if new:
                     made.zadd(keys.index, dict.fromkeys(new, 0))
-                made.hset(keys.terms, name, b"".join(sorted(terms)))
+                made.hset(keys.terms, name, b"".join((*sorted(terms), _packed(number))))
                 made.zadd(keys.used, {name: self._clock()})
                 made.hset(keys.sizes, name, write.nbytes)
                 made.incrby(keys.total, write.nbytes - nbytes)
@@ -229,7 +230,7 @@ class RedisTable:
 
         def change(made: Any) -> None:
             number, nbytes = made.hget(row, "number"), _number(made.hget(keys.sizes, name))
-            listed = _members(_terms(made, keys, name), number, name)
+            listed = _members(*_indexed(made, keys, name, number), name)
             made.multi()
             made.unlink(row)
             if listed:
@@ -246,22 +247,37 @@ class RedisTable:
                 return bool(server.transaction(change, row, keys.sizes)[0]) or there, True
             except redis.OutOfMemoryError:  # which is that of any transaction on a full server
                 number = server.hget(row, "number")
-                listed = _members(_terms(server, keys, name), number, name)
+                listed = _members(*_indexed(server, keys, name, number), name)
                 there |= bool(server.unlink(row))
                 if listed:
                     server.zrem(keys.index, *listed)
         return there, False
 
 
-def _terms(server: Any, keys: Keys, name: bytes) -> set[bytes]:
+def _indexed(
+    server: Any, keys: Keys, name: bytes, number: bytes | None
+) -> tuple[set[bytes], int | None]:
+    """Read the terms and the number under which the index has a row, which may be evicted.
+
+    ``number``: the row's own, None without one.
+    """
     said = server.hget(keys.terms, name) or b""
-    return {said[i : i + TERM_BYTES] for i in range(0, len(said), TERM_BYTES)}
+    end = len(said) // TERM_BYTES * TERM_BYTES
+    terms = {said[i : i + TERM_BYTES] for i in range(0, end, TERM_BYTES)}
+    if number is not None:
+        return terms, int(number)
+    kept = said[end:]
+    return terms, int.from_bytes(kept) if len(kept) == _NUMBER_BYTES else None
 
 
-def _members(terms: Collection[bytes], number: int | bytes | None, name: bytes) -> list[bytes]:
+def _members(terms: Collection[bytes], number: int | None, name: bytes) -> list[bytes]:
     if number is None:
         return []
-    return [x + int(number).to_bytes(_NUMBER_BYTES) + name for x in terms]
+    return [x + _packed(number) + name for x in terms]
+
+
+def _packed(number: int) -> bytes:
+    return number.to_bytes(_NUMBER_BYTES)
 
 
 def _number(said: bytes | None) -> int:
