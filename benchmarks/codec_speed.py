@@ -163,9 +163,10 @@ def all_slices(args: argparse.Namespace) -> Iterator[Slices]:
     begin_with_blas("benchmarks.codec_speed")
     profile = load_profile(args.profile)
     layout, run = model_run(None, HELD_OUT_TOKENS)
-    kv = np.array(run)
+    kv: np.ndarray = np.array(run)
     if layout.dtype == "float32":  # as CPUs serve the sample model
-        layout, kv = replace(layout, dtype="bfloat16"), round_to_bf16(kv)
+        layout = replace(layout, dtype="bfloat16")
+        kv = round_to_bf16(kv)
     for name in args.codec:
         yield Slices(open_codec(name, profile), layout, kv)
 
