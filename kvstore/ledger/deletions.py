@@ -1,8 +1,8 @@
-"""Deletions that a tier still has to do, since it was unavailable when they were ordered.
+"""Deletes blobs from every tier, and repeats the deletion in a tier that was unavailable.
 
-They are kept in a file: otherwise one that waits for Redis would end with the process, and the next
-life would list the session again. It has one line of JSON for each; lines that cannot be read are
-ignored.
+Pending deletions are kept in a file. Otherwise a deletion that waits for Redis would be lost when
+the process ends, and the next process would list the session again. The file has one line of JSON
+for each pending deletion; lines that cannot be read are ignored.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import msgspec
 from kvstore.ledger.index import SessionIndex
 from kvstore.ledger.stack import TierStack
 
-MAX_KEYS: Final = 65_536  # of all deletions of a tier; the oldest deletion is dropped first
+MAX_KEYS: Final = 65_536  # in all pending deletions of a tier; beyond it the oldest are dropped
 
 _log = logging.getLogger(__name__)
 
 
 class Owed(msgspec.Struct, frozen=True):
-    """The keys of one deletion, all of one session, and when its user asked for it.
+    """One pending deletion: keys of one session, and when the deletion was requested.
 
-    ``at_s``: seconds of the wall clock, as the times in records.
+    ``at_s``: wall-clock seconds, comparable with ``SessionRecord.last_used_s``.
     """
 
     at_s: float
@@ -38,15 +38,15 @@ class Owed(msgspec.Struct, frozen=True):
 
     @property
     def blob_keys(self) -> list[bytes]:
-        """The keys without the record's, which may be of a later life of the session."""
+        """The keys without the record's key: the session may exist again under that key."""
         return [x for x in self.keys if x != self.record_key]
 
 
 class OwedDeletions:
-    """The deletions that one tier still owes, oldest first. Not thread-safe.
+    """The pending deletions of one tier, oldest first. Not thread-safe.
 
     Args:
-        path: the file in which they outlive the process; None = they end with it.
+        path: the file that keeps them for the next process; None = they are lost with this one.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -63,7 +63,7 @@ class OwedDeletions:
         return iter(self._owed)
 
     def add(self, owed: Owed) -> list[Owed]:
-        """Remember a deletion; return those that are given up for it."""
+        """Remember a deletion; return older ones that are dropped to stay within ``MAX_KEYS``."""
         dropped = self._append(owed)
         self._write([owed], append=True)
         return dropped
@@ -78,7 +78,7 @@ class OwedDeletions:
         return dropped
 
     def remove(self, done: Sequence[Owed]) -> None:
-        """Forget deletions that were done."""
+        """Remove deletions that have been done."""
         if done:
             numbers = {*map(id, done)}
             self._owed = deque(x for x in self._owed if id(x) not in numbers)
@@ -88,7 +88,7 @@ class OwedDeletions:
     def _write(self, owed: Iterable[Owed], *, append: bool) -> None:
         if self._path is None:
             return
-        # A line that an earlier process left unfinished ends before the first one.
+        # The newline comes first, so that a line that a crash left unfinished ends here.
         lines = b"".join(b"\n" + _encoded(x) for x in owed)
         path = self._path if append else self._path.with_name(self._path.name + ".new")
         mode = os.O_APPEND if append else os.O_TRUNC
@@ -99,7 +99,7 @@ class OwedDeletions:
             if not append:
                 path.replace(self._path)
         except OSError as error:
-            _log.warning("deletions that wait for a tier may end with this process: %s", error)
+            _log.warning("pending deletions may be lost when this process ends: %s", error)
 
 
 _Line: TypeAlias = tuple[float, str, list[str]]
@@ -121,7 +121,7 @@ def _read(path: Path) -> Iterator[Owed]:
 
 
 class Deletions:
-    """Removes blobs from every tier, later also from one that is down now. Thread-safe."""
+    """Deletes blobs from every tier, from an unavailable one once it answers. Thread-safe."""
 
     def __init__(self, stack: TierStack, index: SessionIndex, clock: Callable[[], float]) -> None:
         self._stack = stack
@@ -136,7 +136,7 @@ class Deletions:
         self._retrying = threading.Lock()
 
     def everywhere(self, record_key: bytes, keys: Iterable[bytes]) -> None:
-        """Delete some blobs of the session of ``record_key``, or its record."""
+        """Delete these keys, which are of the session of ``record_key``, from every tier."""
         owed = Owed(self._clock(), record_key, list(keys))
         for level in range(len(self._stack)):
             if not self._stack.delete(level, owed.keys):
@@ -147,9 +147,10 @@ class Deletions:
                     self._index.forgotten[record_key] = owed.at_s
 
     def retry(self) -> None:
-        """Try each pending deletion once more; one that fails again stays pending.
+        """Try each pending deletion again; one that fails stays pending.
 
-        Blobs that a session needs by now, and records of sessions that exist again, are kept.
+        Blobs that a session needs by now, and the records of sessions that exist again, are not
+        deleted.
         """
         with self._retrying:
             for level, owed in enumerate(self._owed):
@@ -164,18 +165,21 @@ class Deletions:
                 self._index.forgotten = self._forgotten()
 
     def _forgotten(self) -> dict[bytes, float]:
+        """Return when each session with a pending deletion was forgotten, by record key."""
         return {x.record_key: x.at_s for owed in self._owed for x in owed}
 
     def _is_done(self, level: int, owed: Owed) -> bool:
-        """Delete what is owed; True if it is gone, or is another engine's or life's by now.
+        """Carry out a pending deletion; return whether it need not be tried again.
 
-        A session that was saved since, and is not known here, may use any of these blobs.
+        It is dropped if the tier has a newer record that this store does not know: another engine
+        or another process has saved the session since, and may need any of these blobs.
         """
         if self._index.get(owed.record_key) is None:
             there = self._index.find_in(level, owed.record_key)
             if there is not None and there.last_used_s > owed.at_s:
                 return True
-        return self._stack.delete(level, self._still(owed.keys))
+        return self._stack.delete(level, self._unneeded(owed.keys))
 
-    def _still(self, keys: Sequence[bytes]) -> list[bytes]:
+    def _unneeded(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys of blobs that no session needs and of records that are not known."""
         return [x for x in self._index.unused(keys) if self._index.get(x) is None]

@@ -1,10 +1,10 @@
 """The sessions that a store knows, the blobs that they share, and claims on sessions.
 
-The index may be out of date. It avoids reading a record at every turn, lists the sessions, and
-knows which blobs more than one of them needs. Only the tiers know whether a session can be
-restored. The index is filled from the local tiers at the start; a session that only a shared tier
-has is found there when it returns. It is bounded in bytes; beyond that the longest unused sessions
-are dropped first.
+The index keeps the records in memory, so that a turn need not read one. It lists the sessions and
+counts how many of them need each blob. It may be out of date: only the tiers know whether a session
+can be restored. At the start it is filled from the local tiers. A session that only a shared tier
+has is found there when it returns. The index is bounded in bytes and drops the longest unused
+sessions first.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
 ENTRY_BYTES: Final = 512  # Python's memory for each session besides its record
-COUNTED_BYTES: Final = 104  # of a number that stands for a blob, and of its place in the counter
+COUNTED_BYTES: Final = 104  # memory for a blob's number (see ``_number``) and its counter entry
 MAX_GONE: Final = 8192  # sessions that are remembered as expired, or as too short
 
 
 class Claims:
-    """Thread-safe; a thread must not claim one session twice.
+    """Locks of single sessions, by record key. Thread-safe; not reentrant.
 
     ``changed`` is notified whenever a claim ends. Threads may use it to wait for other things, too.
     """
@@ -44,7 +44,7 @@ class Claims:
 
     @contextmanager
     def claim(self, record_key: bytes) -> Iterator[None]:
-        """Hold the session; waits until its present holder releases it."""
+        """Claim the session within the ``with`` block; wait until no other thread holds it."""
         with self.changed:
             self.changed.wait_for(lambda: record_key not in self._claimed)
             self._claimed.add(record_key)
@@ -54,7 +54,7 @@ class Claims:
             self.release(record_key)
 
     def take(self, record_key: bytes) -> bool:
-        """Claim the session if it is free, without waiting; ``release`` ends it."""
+        """Claim the session without waiting; False if it is held. ``release`` ends the claim."""
         with self.changed:
             if record_key in self._claimed:
                 return False
@@ -68,14 +68,14 @@ class Claims:
             self.changed.notify_all()
 
     def is_claimed(self, record_key: bytes) -> bool:
-        """True if a thread holds the session just now."""
+        """Return whether a thread holds the session now."""
         with self.changed:
             return record_key in self._claimed
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False):
     record: SessionRecord
-    ends: tuple[bytes, bytes] | None  # see ``Restorable``; None: nothing could be restored
+    ends: tuple[bytes, bytes] | None  # first and last blob of ``Restorable``; None: it has neither
     nbytes: int
 
 
@@ -83,8 +83,8 @@ class SessionIndex:
     """Records by record key. Thread-safe; tiers are read without the lock held.
 
     Args:
-        max_bytes: of memory; beyond it the longest unused sessions are dropped.
-        ttl_s: how long an unused session is kept; 0: forever.
+        max_bytes: bound on memory; beyond it the longest unused sessions are dropped.
+        ttl_s: how long an unused session is kept; 0 = forever.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class SessionIndex:
         self.clock = clock
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        # When sessions were forgotten whose records a tier may still have, since it was away.
+        # By record key: when a session was forgotten whose record an unavailable tier may still
+        # have. ``Deletions`` sets it.
         self.forgotten: dict[bytes, float] = {}
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # longest unused first
@@ -118,32 +119,32 @@ class SessionIndex:
     # ---- known sessions
 
     def key_of(self, session: SessionRef) -> bytes:
-        """The key of the session's record."""
+        """Return the key of a session's record."""
         return self.records.key(session.tenant, session.id)
 
     def key(self, record: SessionRecord) -> bytes:
-        """The key of the record itself."""
+        """Return the key of a record."""
         return self.records.key(record.tenant, record.id)
 
     def blob_keys(self, record: SessionRecord) -> list[bytes]:
-        """Keys of all blobs of the session, in the order of its tokens."""
+        """Return the keys of all blobs of the session, in the order of its tokens."""
         return self.records.blob_keys(record)
 
     def owned(self, record: SessionRecord) -> list[bytes]:
-        """Keys of all blobs of the session: those it needs, and those it no longer uses."""
+        """Return the keys of the blobs that the session needs and of those that it abandoned."""
         return [*self.blob_keys(record), *record.abandoned]
 
     def all(self) -> list[SessionRecord]:
-        """Every known record, the longest unused first."""
+        """Return every known record, the longest unused first."""
         with self._lock:
             return [x.record for x in self._entries.values()]
 
     def usable(self) -> list[SessionRecord]:
-        """Records of sessions that could be restored here, if tiers still hold their blobs."""
+        """Return the records of this model that have not expired; their blobs may be evicted."""
         return [x for x in self.all() if self.records.is_usable(x) and not self.is_over(x)]
 
     def restorable(self) -> Iterator[Restorable]:
-        """The usable sessions, each with the blobs that show where it is stored."""
+        """Yield the usable sessions, each with the blobs that show where it is stored."""
         with self._lock:
             entries = list(self._entries.items())
         for key, entry in entries:
@@ -153,13 +154,13 @@ class SessionIndex:
                 yield Restorable(key, session, *entry.ends)
 
     def get(self, key: bytes) -> SessionRecord | None:
-        """The record under this key, from memory only."""
+        """Return the record under this key from memory, without reading a tier."""
         with self._lock:
             entry = self._entries.get(key)
         return None if entry is None else entry.record
 
     def find(self, session: SessionRef) -> SessionRecord | None:
-        """The session's record from memory, else from the local tiers."""
+        """Return the session's record from memory, else the newest of the local tiers."""
         key = self.key_of(session)
         with self._lock:
             entry, num_removals = self._entries.get(key), self._num_removals
@@ -178,11 +179,11 @@ class SessionIndex:
         return self.find(session) or self.find_shared(self.key_of(session))
 
     def find_shared(self, key: bytes) -> SessionRecord | None:
-        """Return the record in a shared tier, where another engine may have put it."""
+        """Return the newest record in a shared tier, where another engine may have put it."""
         return self._newest(key, self._stack.shared)
 
     def everywhere(self, key: bytes) -> list[SessionRecord]:
-        """Every copy of a record: a slow tier may hold an older one."""
+        """Return every copy of a record, from memory and each tier; a slow tier may be older."""
         copies = [self.get(key), *(self.find_in(i, key) for i in range(len(self._stack)))]
         return [x for x in copies if x is not None]
 
@@ -205,7 +206,7 @@ class SessionIndex:
     # ---- changes
 
     def load(self) -> None:
-        """Read all records in the local tiers; of several for one session the newest counts."""
+        """Put all records of the local tiers into the index, the newest copy of each session."""
         found: dict[bytes, SessionRecord] = {}
         for level in self._stack.local:
             for key, blob in self._stack.scan(level, RECORD):
@@ -216,12 +217,12 @@ class SessionIndex:
             self.put(record)
 
     def put(self, record: SessionRecord) -> None:
-        """Remember the session as it is now."""
+        """Put a record into the index, in place of the session's older one."""
         with self._lock:
             self._insert(self.key(record), record)
 
     def use(self, key: bytes) -> None:
-        """Note that the session was used."""
+        """Note that the session was used now."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -230,7 +231,7 @@ class SessionIndex:
                 self._entries.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
-        """Forget the session."""
+        """Remove the session from the index; the tiers are left alone."""
         with self._lock:
             self._num_removals += 1
             self._take_out(key)
@@ -238,7 +239,7 @@ class SessionIndex:
     # ---- expired sessions
 
     def is_over(self, record: SessionRecord) -> bool:
-        """True if the session was unused for longer than sessions are kept."""
+        """Return whether the session has expired. A pinned one never does."""
         age_s = self.clock() - record.last_used_s
         return bool(self._ttl_s) and age_s > self._ttl_s and not record.pinned
 
@@ -250,20 +251,21 @@ class SessionIndex:
                 self._why_gone.popitem(last=False)
 
     def why_gone(self, session: SessionRef) -> MissReason | None:
-        """Return why a session is not stored, as far as that is remembered."""
+        """Return the reason that ``note`` recorded for a session; None if there is none."""
         with self._lock:
             return self._why_gone.get(self.key_of(session))
 
     # ---- reading tiers
 
     def _newest(self, key: bytes, levels: Iterable[int]) -> SessionRecord | None:
+        """Return the newest record in these tiers; None if it was forgotten since it was used."""
         copies = [x for i in levels if (x := self.find_in(i, key)) is not None]
-        newest = max(copies, key=_worth, default=None)
+        newest = max(copies, key=_recency, default=None)
         is_gone = newest is not None and newest.last_used_s <= self.forgotten.get(key, 0.0)
         return None if is_gone else newest
 
     def find_in(self, level: int, key: bytes) -> SessionRecord | None:
-        """Return the record that a tier has under this key; None also if it does not answer."""
+        """Return a tier's record under this key; None if there is none or no answer."""
         blob = self._stack.find(level, [key])[0]
         return None if blob is None else self._parsed(level, key, blob)
 
@@ -283,7 +285,7 @@ class SessionIndex:
     # ---- with the lock held
 
     def _insert(self, key: bytes, record: SessionRecord) -> None:
-        """Put a record in; only what is new of its chain is counted afresh."""
+        """Put in a record; blobs of chunks that it shares with the older one stay counted."""
         self._why_gone.pop(key, None)
         before = self._entries.get(key)
         num_same = 0 if before is None else num_common_joined(before.record.chain, record.chain)
@@ -299,7 +301,7 @@ class SessionIndex:
             self._take_out(next(iter(self._entries)))
 
     def _take_out(self, key: bytes, num_kept: int = 0) -> None:
-        """Remove an entry, whose first few chunks still count."""
+        """Remove an entry, and stop counting its blobs except its first ``num_kept`` chunks."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -312,7 +314,7 @@ class SessionIndex:
                 del users[number]
 
     def _ends(self, record: SessionRecord) -> tuple[bytes, bytes] | None:
-        """Return the first and the last of a session's states, or else of its chunks."""
+        """Return the keys of the session's first and last state, or else of its chunks."""
         kind, places = STATE, record.states
         if not places and self.records.keys.growing and record.num_chunks:
             kind, places = CHUNK, (1, record.num_chunks)
@@ -326,14 +328,17 @@ class SessionIndex:
 
 
 def _is_newer(record: SessionRecord, other: SessionRecord | None) -> bool:
-    return other is None or _worth(other) < _worth(record)
+    return other is None or _recency(other) < _recency(record)
 
 
-def _worth(record: SessionRecord) -> tuple[float, int]:
-    """Order copies of a record: the newest, and of equal ones that whose pages are all there."""
+def _recency(record: SessionRecord) -> tuple[float, int]:
+    """Return the sort key of a copy of a record: the time of last use, then the chain's length.
+
+    A copy whose tier has evicted a page has a shorter chain.
+    """
     return record.last_used_s, record.num_chunks
 
 
 def _number(key: bytes) -> int:
-    """Return 64 bits of a key, which take much less memory than the key."""
+    """Return 64 bits that stand for a key and take much less memory."""
     return int.from_bytes(key[1:9]) ^ key[0]

@@ -1,6 +1,6 @@
-"""The bookkeeping of one store: its tiers, its sessions, and all work between turns.
+"""The ledger of one store: it owns the tiers and the index of sessions, and works between turns.
 
-It moves, pins and forgets sessions, and drops those that expired.
+It moves, pins and forgets sessions, and removes those that expired.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from kvstore.stats import Counters, StoreStats
 from kvstore.tiers.base import Blob, Tier
 from kvstore.workers import Periodic, Workers
 
-LOOK_S: Final = 3.0  # between looks; an evicted session is reported after the second one
-HOUSEKEEPING_EVERY: Final = 5  # looks
-WAIT_S: Final = 30.0  # for running writes of a session
+LOOK_S: Final = 3.0  # between checks; an evicted session is reported after the second one
+HOUSEKEEPING_EVERY: Final = 5  # checks; sessions expire and profiles are renewed only then
+WAIT_S: Final = 30.0  # the longest wait for running writes of a session
 
 
 class Ledger:
-    """Thread-safe. Owns ``tiers`` (fastest first), the threads that write them, and the workers.
+    """The sessions of one store and where they are stored. Thread-safe.
 
-    Matching prompts, naming blobs and packing them is left to the store. Every verb may wait for a
-    commit of the session, or for a tier.
+    Owns ``tiers`` (fastest first), the threads that write to them, and the workers. The store, not
+    the ledger, matches prompts, names blobs and packs them. Every method may wait for a commit of
+    the session, or for a tier.
 
     Args:
-        claims: those of the store's own queue of saves.
+        claims: claims on sessions, which the store's queue of saves uses too.
         is_awaited: returns for a record key whether a save of that session is waiting.
         clock: seconds of the wall clock, for stored times.
         monotonic: seconds that never jump, for deadlines.
@@ -62,7 +63,8 @@ class Ledger:
         monotonic: Callable[[], float],
     ) -> None:
         self.records = records
-        # To the data on the Redis: it explains misses, and is closed with this ledger.
+        # Compares this store with the data on its Redis. The engine replaces this one, which finds
+        # no differences. Closed with this ledger.
         self.likeness = Likeness()
         self.counters = Counters()
         self.workers = Workers(config.num_threads)
@@ -111,7 +113,10 @@ class Ledger:
         self.workers.later(self.profiles.renew)
 
     def _assign_owners(self) -> None:
-        """Say whose blobs an earlier life left in the tiers, the longest unused session first."""
+        """Assign the blobs that an earlier process left in the tiers to their tenants.
+
+        The longest unused session comes first, since the first owner of a blob keeps it.
+        """
         for record in self.index.all():
             keys = [self.index.key(record), *self.index.owned(record)]
             for level in range(len(self.stack)):
@@ -134,11 +139,11 @@ class Ledger:
     def tier_of(self, record: SessionRecord) -> TierName | None:
         """Return the slowest tier that a restore must read; None if even the beginning is gone.
 
-        What is nowhere else is taken to be in a shared tier that does not answer. A report of
-        every session asks. Where all lies in tiers of this machine, which evict chains
-        from their ends, the chain is not gone through.
+        Blobs that no other tier has are assumed to be in a shared tier that does not answer.
         """
         local = self.stack.local
+        # Every session is asked for in a report. ``num_held`` is quick: it counts the chunks in a
+        # tier of this machine without looking each of them up.
         if record.num_chunks and not record.states and self.records.keys.growing:
             num = record.num_chunks
             held = [self.stack.num_held(level, record.name_of, num) for level in local]
@@ -152,20 +157,23 @@ class Ledger:
         return self.stack.name(max(levels)) if levels else None
 
     def resting_here(self) -> list[SessionRecord]:
-        """Sessions that can be restored here, without those whose record no tier has any more."""
+        """Return the usable sessions whose record a tier still has, or may have."""
         usable = self.index.usable()
         located = self.stack.locate([self.index.key(x) for x in usable])
         held = zip(usable, located.levels, strict=True)
         return [x for x, level in held if level is not None or located.down]
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier``, then drop the faster copies; returns its tier then.
+        """Move the session to ``tier``: copy it there, then drop its copies in faster tiers.
 
-        None if the session is not known. A pinned session, and one that ``tier`` cannot take as a
-        whole, stays where it is.
+        A pinned session, and one that ``tier`` cannot take completely, stays where it is.
+
+        Returns:
+            The tier of the session afterwards, see ``tier_of``; None if the session is not known.
         """
         level = self.stack.level(tier)
-        with self.claims.claim(self.index.key_of(session)):  # else an older record could be sent
+        # Without the claim, a save could meanwhile replace the record that is sent.
+        with self.claims.claim(self.index.key_of(session)):
             record = self.index.find_anywhere(session)
             if record is None:
                 return None
@@ -187,7 +195,10 @@ class Ledger:
                 self.stack.delete(faster, own)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Evict the session's blobs last, or stop that; a session never saved stays as it is."""
+        """Pin the session, so that its blobs are evicted last, or unpin it.
+
+        Nothing is done if the session was never saved.
+        """
         with self.claims.claim(self.index.key_of(session)):
             record = self.index.find_anywhere(session)
             if record is None or record.pinned == pinned:
@@ -195,9 +206,9 @@ class Ledger:
             self.committer.rewrite(replace(record, pinned=pinned))
 
     def forget(self, session: SessionRef) -> bool:
-        """Remove every blob of the session that no other session here uses.
+        """Delete the session's record and every blob that no other session here uses.
 
-        False if the session was not known.
+        Returns whether the session was known.
         """
         key = self.index.key_of(session)
         with self.claims.claim(key):
@@ -222,15 +233,16 @@ class Ledger:
         self.notices.report(StoreNotice(SessionRef(record.tenant, record.id, b""), "expired"))
 
     def _remove(self, key: bytes) -> bool:
-        """Remove a claimed session."""
+        """Delete a session that the caller has claimed; return whether a record was found."""
         self.committer.cancel(key)
         copies = self.index.everywhere(key)
         self.index.remove(key)
-        self.workers.quiet(WAIT_S)  # blobs on their way to a faster tier
+        self.workers.quiet(WAIT_S)  # a restore may still be promoting blobs
         self.stack.pin(key, False)
         doomed = sorted({x for copy in copies for x in self.index.owned(copy)})
-        # A reader may have found the record again meanwhile, since it is deleted last, so that an
-        # interrupted caller can begin again. So the session itself does not count as a user.
+        # The record is deleted last, so that a caller that was interrupted can begin again. Until
+        # then a reader may put it into the index again. Hence ``unshared``, which does not count
+        # the session itself, and the second removal.
         for keys in (self.index.unshared(doomed, key), [key]):
             self.deletions.everywhere(key, keys)
         self.index.remove(key)
@@ -248,16 +260,17 @@ class Ledger:
 
         Args:
             record_key: of the returning session; None if the prompt was of no known session.
-            keys: of all blobs that were read, in their order.
-            slow: those of them that were read from a slower tier.
+            keys: the keys of all blobs that were read, in order.
+            slow: the keys and blobs that were read from a slower tier.
         """
-        self._touch(record_key, keys)  # before they grow: the order learns how much was held
+        # Before blobs are promoted: a tier's eviction order learns how much of a session it held.
+        self._touch(record_key, keys)
         wanted = dict(self._wanted(record_key, slow))
         if not wanted:
             return
         record = None if record_key is None else self.index.get(record_key)
         self._promote(keys, wanted, record)
-        # Meanwhile the session may have been saved, or forgotten.
+        # Meanwhile the session may have been saved or forgotten: delete what is unwanted by now.
         gone = wanted.keys() - {key for key, _ in self._wanted(record_key, [*wanted.items()])}
         if record_key is not None and self.index.get(record_key) is None:
             gone.add(record_key)
@@ -269,26 +282,27 @@ class Ledger:
         """Put blobs into the fastest tier, each after the chunk before it in their chain.
 
         Args:
-            keys: of all blobs that were read.
+            keys: the keys of all blobs that were read.
         """
         chain = keys if record is None else self.index.blob_keys(record)
-        if not blobs.keys() <= set(chain):  # the prompt continued as another session does
+        if not blobs.keys() <= set(chain):  # chunks of another session, which the prompt matched
             chain = keys
         tenant = record.tenant if record else ""
         for stretch in stretches(chain, blobs):
             items = [(key, blobs[key]) for key in stretch]
             if self.stack.put(0, items, tenant, chunk_before(chain, stretch[0])):
                 self.counters.add("promoted_blobs", len(items))
-        if record is not None and record.pinned:  # with its record they are evicted last
+        if record is not None and record.pinned:  # a tier keeps pinned blobs by their record
             blob, end = self.records.pack(record), self.stack.last_held(0, chain)
             self.stack.replace(0, self.index.key(record), blob, tenant, end)
 
     def _wanted(
         self, record_key: bytes | None, blobs: Sequence[tuple[bytes, Blob]]
     ) -> list[tuple[bytes, Blob]]:
-        """Leave out blobs that no session uses or used: they may be of a forgotten session.
+        """Return the blobs that may be promoted.
 
-        Also leave out states that a save in progress may be about to delete.
+        Blobs that no session needs or has abandoned are left out, since their session may have
+        been forgotten, and so are states that a running save may be about to delete.
         """
         gone = set(self.index.unused(key for key, _ in blobs))
         if record_key is not None:
@@ -312,10 +326,15 @@ class Ledger:
     # ---- codecs
 
     def adopt(self, codecs: StoreCodecs, *, keep: bool) -> None:
-        """Use these codecs from now on. Does not wait: running saves end with the former ones.
+        """Use these codecs from now on, without waiting for running saves, which keep the old ones.
 
-        Exact blobs are packed in idle moments (``repacking``). Raises ``UnknownCodec``, with
-        nothing changed.
+        Blobs that were stored exactly are packed in idle moments (``repacking``).
+
+        Args:
+            keep: see ``Packer.adopt``.
+
+        Raises:
+            UnknownCodec: a codec does not support the layout; nothing is changed.
         """
         with self._switching:
             self._packer.adopt(codecs, keep=keep)
@@ -346,7 +365,7 @@ class Ledger:
         )
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every tier has its share of all commits; False if time ran out."""
+        """Wait until every tier has all commits so far; return False if time ran out."""
         give_up_at = self.monotonic() + deadline_s
         quiet = self.workers.quiet(deadline_s)
         self.committer.catch_up(self.claims)
@@ -354,7 +373,7 @@ class Ledger:
         return quiet and all(idle) and self.stack.flush()
 
     def close(self) -> None:
-        """Stop all threads and close the tiers; waiting work is dropped. Call once."""
+        """Stop all threads and close the tiers; queued writes are dropped. Call once."""
         self.likeness.close()
         self.repacker.close()
         self.profiles.close()
@@ -366,7 +385,7 @@ class Ledger:
 
 
 def _is_taken(sent: Future[bool]) -> bool:
-    """Wait until a tier has all of a session; False if the tier failed, or took too long."""
+    """Wait until a tier has all of a session; return False if it failed or took too long."""
     try:
         return sent.result(timeout=WAIT_S)
     except TimeoutError:

@@ -1,9 +1,8 @@
-"""Reports to a listener that a session left the store or a tier of it, or takes less room.
+"""Reports to a listener that a session expired, was evicted, or was packed to fewer bytes.
 
-A session leaves in two ways. Either it expires, which the ledger reports at once. Or the tiers
-evicted it, completely or from a faster tier only. Tiers do not know sessions, so all of them are
-checked now and then, if anything was evicted since. Evictions by a Redis server itself are noticed
-only in such a check.
+The ledger reports an expired session at once, and a packed one when it was packed. An eviction has
+to be found: the tiers know blobs, not sessions. So all sessions are looked up at intervals, if a
+tier has evicted a blob since. What a Redis server evicts is found only by such a look-up.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from kvstore.tiers.base import EvictionCause
 
 
 class StoreNotice(NamedTuple):
-    """A change of a session's stored copy, which no turn or verb of the session made."""
+    """A change of a session's stored copy that no turn and no request for the session caused."""
 
     session: SessionRef  # without a salt, since the store does not keep salts
-    # The tier's cause; or it was not used in time; or what was exact takes less room now.
+    # Why a tier evicted it; "expired": unused for too long; "packed": exact blobs were packed.
     why: EvictionCause | Literal["expired", "packed"]
-    is_gone: bool = True  # False: it is stored elsewhere, or otherwise
+    is_gone: bool = True  # False: it is still stored, in a slower tier or packed
 
 
 OnNotice = Callable[[StoreNotice], None]
@@ -33,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Restorable(NamedTuple):
-    """A session that the store would restore, and the blobs that show where it is stored."""
+    """A session that the store can restore, and the keys of blobs that show where it is stored."""
 
     record_key: bytes
     session: SessionRef  # without a salt, since the store does not keep salts
@@ -42,7 +41,11 @@ class Restorable(NamedTuple):
 
 
 class Notices:
-    """Thread-safe."""
+    """Finds evicted sessions and reports to the listener. Thread-safe.
+
+    Args:
+        restorable: returns the sessions to look up.
+    """
 
     def __init__(self, stack: TierStack, restorable: Callable[[], Iterable[Restorable]]) -> None:
         self._stack = stack
@@ -52,11 +55,11 @@ class Notices:
         self._num_evictions = 0
         self._missing: set[bytes] = set()  # record keys of sessions that were not found last time
         self._reported: set[bytes] = set()
-        self._levels: dict[bytes, int] = {}  # by record key, of the last blob when last seen
-        self._has_looked = False  # the first look only notes where earlier sessions are
+        self._levels: dict[bytes, int] = {}  # by record key: level of the last blob when last seen
+        self._has_looked = False  # the first look reports nothing; it notes where sessions are
 
     def listen(self, on_notice: OnNotice) -> None:
-        """Call ``on_notice`` from now on; sessions that are already missing are not reported."""
+        """Report to ``on_notice`` from now on. Sessions that are missing already are left out."""
         self._listener = on_notice
         self.look()
 
@@ -69,10 +72,9 @@ class Notices:
             _log.exception("a listener for changes of stored sessions failed")
 
     def look(self) -> None:
-        """Report sessions that were evicted since the last look, or the one before it.
+        """Report the sessions that were evicted, at the second look that misses them.
 
-        A session is reported only when missed twice, because right after a save the slower tiers
-        may still be writing.
+        At the first one the slower tiers may still be writing a session that was just saved.
         """
         with self._looking:
             self._look()
@@ -108,7 +110,7 @@ class Notices:
         return {x.record_key: x for x, level in levels if level is None}
 
     def _note_levels(self, known: Sequence[Restorable], levels: Sequence[int | None]) -> None:
-        """Report sessions whose end is in a slower tier than before."""
+        """Report the sessions whose last blob is in a slower tier than before."""
         now = {x.record_key: (x, i) for x, i in zip(known, levels, strict=True) if i is not None}
         for key, (session, level) in now.items():
             was = self._levels.get(key, 0)

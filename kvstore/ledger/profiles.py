@@ -1,10 +1,10 @@
 """Profiles of learned codecs, by codec id, in the tiers that outlive the process.
 
-The header of a blob names its codec, and the id of a learned one contains a digest of the arrays
-that it learned from the model. So any store that has the codec reads the blob. The store that packs
-with it keeps the codec's profile beside the data, on disk and in a shared tier, sealed like every
-other value, and renews it. A store that finds a codec it does not know looks there for the profile,
-verifies that it gives a codec of that very id, keeps it, and reads on.
+The header of a blob names its codec by id, and the id of a learned codec contains a digest of the
+arrays that it learned from the model. A store needs these arrays, the profile, to read the blob. So
+the store that packs with a learned codec also writes the profile to the disk and to a shared tier,
+sealed like every other value, and renews it. A store that finds a blob of an unknown codec reads
+the profile there, verifies that its codec has this id, and keeps it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvstore.session import TIERS
 from kvstore.tiers.base import Blob
 
 MAX_PROFILE_BYTES: Final = 256 << 20
-MOST: Final = 8  # profiles of our own that are kept, and of others; each has learned arrays
-AGAIN_S: Final = 60.0  # until a profile that was not found is looked for again, or written
-MAX_AGAIN_S: Final = 1800.0  # between writes that a tier refuses
-MAX_ASKED: Final = 64  # that are remembered as asked for
-CLOSE_S: Final = 5.0  # for a fetch that runs
-# A request waits for a fetch: a profile is read and opened in less, unless kernels are compiled.
+MOST: Final = 8  # profiles of this store that are kept in memory, and as many of other stores
+AGAIN_S: Final = 60.0  # before a profile that was not found, or was refused by a tier, is retried
+MAX_AGAIN_S: Final = 1800.0  # the longest time between writes to a tier that refuses a profile
+MAX_ASKED: Final = 64  # fetches that are remembered
+CLOSE_S: Final = 5.0  # how long ``close`` waits for a running fetch
+# The longest that requests wait for a fetch. It suffices, unless kernels have to be compiled.
 FETCH_S: Final = 2.0
 
-# Opens the codecs of a profile that may serve here, compiled; None: none may.
+# Returns the codecs of a profile, with compiled kernels; None if they may not serve here.
 OpenProfile: TypeAlias = Callable[[Profile], StoreCodecs | None]
 _log = logging.getLogger(__name__)
 
@@ -45,15 +45,15 @@ def _none_may_serve(profile: Profile) -> StoreCodecs | None:
 
 
 class Profiles:
-    """Thread-safe.
+    """Keeps this store's profiles in the tiers and fetches those of other stores. Thread-safe.
 
     Args:
-        fingerprint: of the model; a part of every key.
-        read_too: replaces the codecs of other stores that can be read; raises ``UnknownCodec`` for
-            those of another layout.
+        fingerprint: the model's; it enters every key.
+        read_too: sets which codecs of other stores can be read, in place of those set before;
+            raises ``UnknownCodec`` for codecs of another layout.
 
     Attributes:
-        opened: see ``OpenProfile``. Until it is set, no profile is fetched.
+        opened: see ``OpenProfile``. Until it is set, every fetched profile is refused.
     """
 
     def __init__(
@@ -72,17 +72,18 @@ class Profiles:
         self._local = [i for i in self._levels if i not in stack.shared]
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
-        # By key, the newest last; codecs: another store's, whose profile stays while they are read.
+        # By key, the newest last: this store's profiles, and the opened codecs of other stores.
         self._kept: dict[bytes, Profile | StoreCodecs] = {}
-        self._nbytes: dict[int, int] = {}  # of the kept profiles, by tier
-        # By tier and key: when a tier that refused a profile is asked again, and after what time.
+        self._nbytes: dict[int, int] = {}  # bytes of the kept profiles, by tier
+        # By tier and key of a refused profile: when it is written again, and the last wait.
         self._refusals: dict[tuple[int, bytes], tuple[float, float]] = {}
-        self._asked: dict[str, tuple[Future[bool | None], float]] = {}  # by codec id, and when
+        # By codec id: the fetch of its profile, and when that was begun.
+        self._asked: dict[str, tuple[Future[bool | None], float]] = {}
         self._fetching = ThreadPoolExecutor(1, "kvstore-profiles")
         self._is_closed = False
 
     def keep(self, codecs: StoreCodecs) -> None:
-        """Have the profile of the written codecs in the tiers, from the next ``renew`` on."""
+        """Remember the profile of these codecs; the next ``renew`` writes it to the tiers."""
         if codecs.profile is not None:
             self._keep(codecs.written_ids, codecs.profile)
 
@@ -99,7 +100,7 @@ class Profiles:
             self._kept = kept
 
     def renew(self) -> None:
-        """Write the kept profiles to tiers that lack them, and prolong their lives elsewhere."""
+        """Write the kept profiles to tiers that lack them, and extend their time to live."""
         with self._renewing:
             with self._lock:
                 kept = self._kept
@@ -120,12 +121,12 @@ class Profiles:
         return self._nbytes.get(level, 0)
 
     def _is_due(self, level: int, key: bytes) -> bool:
-        """True if a tier is up, lacks a profile, and did not refuse it lately."""
+        """Return whether a tier answers, lacks a profile, and has not refused it lately."""
         again_s, _ = self._refusals.get((level, key), (-math.inf, 0.0))
         return self._monotonic() >= again_s and not self._stack.may_hold(level, key)
 
     def _write(self, level: int, key: bytes, content: bytes) -> None:
-        """Write a profile to a tier; one that refuses it is asked again after twice the time."""
+        """Write a profile to a tier. Each refusal doubles the time until it is written again."""
         before = self._refusals.pop((level, key), None)
         _, wait_s = before or (0.0, AGAIN_S / 2)
         if not self._stack.put(level, [(key, content)]):
@@ -138,13 +139,13 @@ class Profiles:
                 )
             self._refusals[level, key] = self._monotonic() + wait_s, wait_s
 
-    # ---- those of other stores
+    # ---- profiles of other stores
 
     def fetch(self, codec_ids: Iterable[str], wait_s: float) -> bool:
-        """Fetch profiles of unknown codecs; True if one can be read, or is refused, from now on.
+        """Fetch the profiles of unknown codecs; return whether one is now readable or refused.
 
-        What takes longer than ``wait_s``, or than ``FETCH_S`` since it was asked first (its kernels
-        may have to be compiled), goes on, for the next return.
+        Waits at most ``wait_s``, and at most until ``FETCH_S`` after a fetch was begun. A fetch
+        that takes longer, since its kernels have to be compiled, goes on for the next return.
         """
         with self._lock:
             found = [] if self._is_closed else [self._ask(x) for x in codec_ids]
@@ -153,7 +154,7 @@ class Profiles:
         return any(not x.cancelled() and x.result() is not None for x in done)
 
     def is_refused(self, codec_id: str) -> bool:
-        """True if its profile was looked for lately, and there is none that may serve here."""
+        """Return whether a recent fetch found no profile of the codec that may serve here."""
         with self._lock:
             future, since = self._asked.get(codec_id, (None, 0.0))
         if self._is_closed or future is None or not future.done():
@@ -161,9 +162,9 @@ class Profiles:
         return future.result() is False and self._monotonic() - since <= AGAIN_S
 
     def _ask(self, codec_id: str) -> tuple[Future[bool | None], float]:
-        """Begin to fetch a profile, unless that was done lately; return also when it was begun.
+        """Begin to fetch a profile, unless a fetch runs, succeeded or was begun lately.
 
-        The caller holds the lock.
+        The caller holds the lock. Returns the fetch and when it was begun.
         """
         now = self._monotonic()
         future, since = self._asked.get(codec_id, (None, 0.0))
@@ -188,6 +189,12 @@ class Profiles:
         return None if found == "unavailable" else isinstance(found, GoodCopy)
 
     def _use(self, codec_id: str, content: Blob) -> None:
+        """Open a profile, make its codec readable, and keep a copy in the local tiers.
+
+        Raises:
+            ForeignCodec: no codec of the profile may serve here.
+            Corrupt: the profile is not that of ``codec_id``.
+        """
         try:
             profile = profile_in(content)
             codecs = self.opened(profile)
@@ -206,7 +213,10 @@ class Profiles:
         _log.info("codec %s of another server can be read from now on", codec_id)
 
     def close(self) -> None:
-        """End what is being fetched; kernels may be compiled to their end after that."""
+        """Wait at most ``CLOSE_S`` for a running fetch; cancel the others.
+
+        A compilation that takes longer goes on until it is done.
+        """
         with self._lock:
             self._is_closed = True
             running = [future for future, _ in self._asked.values()]

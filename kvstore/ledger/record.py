@@ -1,19 +1,19 @@
-"""The record of a session: its chain, its states, its sizes; and how a save revises an older one.
+"""The record of a session: its chain, its states and its sizes.
 
 A record lies in the tiers beside the session's blobs and is written after them, so that a reader
 that finds it also finds the blobs that it names.
 
-A long chain is *paged*: a save writes what is new and does not repeat the whole chain. Each full
-page of ``PAGE_CHUNKS`` names is a blob of its own under the name of its last chunk, so two sessions
-with one beginning share its pages, and a page is never written again. The record itself has the
-names of the pages and the chunks after the last full page. If a tier has evicted a page, the record
-is read as one of a shorter chain; what is stored of the rest is still found by its names.
+A long chain is *paged*, so that a save writes only the new names and not the whole chain. Each full
+page of ``PAGE_CHUNKS`` names is a blob of its own under the name of its last chunk. So two sessions
+with the same beginning share its pages, and a page is never written again. The record itself holds
+the names of the pages and of the chunks after the last full page. If a tier has evicted a page, the
+record read from that tier ends before the page; later chunks can still be found by their names.
 
-The new record replaces the old one regardless of the tokens they share: the new chain may be longer
-(the usual update), shorter (an answer is generated again), or depart from the old one half-way (an
+A save replaces the older record, whatever tokens the two share: the new chain may be longer (the
+usual update), shorter (an answer is generated again), or depart from the old one half-way (an
 edited message). States that are no longer kept are deleted, unless another session needs them.
-Chunks of an abandoned branch stay, since the user may return to it; the record remembers them so
-that ``forget`` finds them.
+Chunks of an abandoned branch stay, since the user may return to it. The record remembers their
+names so that ``forget`` deletes them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvstore.tiers.base import Blob
 PAGE_CHUNKS: Final = 128
 PAGE_CODEC: Final = b"names.1"
 MAX_LEFT_BEHIND: Final = 1024  # chunks of abandoned branches that a record remembers
-MAX_STATES: Final = 16  # far more than a save keeps; each claims all blobs of its windows
+MAX_STATES: Final = 16  # far more than a save keeps; bounds the blobs that a record can name
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +53,11 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         chain: the names of its chunks, ``NAME_BYTES`` each.
         states: the numbers of chunks after which a state is stored, ascending.
-        last_used_s: of the wall clock, for display and ttl only.
-        packed_bytes: of all its blobs except this record and its pages, headers included.
+        last_used_s: wall-clock seconds; also decides which of several copies is the newest.
+        packed_bytes: the size of all its blobs, headers included, except this record and its pages.
         left_behind: names of chunks that it no longer uses since its history was edited. They can
             still be found by content.
-        note: bytes of the engine's own, equally many for each chunk; b"" = none.
+        note: bytes that only the engine reads, the same number for each chunk; b"" = none.
     """
 
     tenant: str
@@ -87,7 +87,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return split(self.chain)
 
     def name_of(self, number: int) -> bytes:
-        """Return the name of the chunk with this number, from 0 on."""
+        """Return the name of a chunk; the first one has number 0."""
         return self.chain[number * NAME_BYTES : (number + 1) * NAME_BYTES]
 
     @property
@@ -97,11 +97,11 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def abandoned(self) -> list[bytes]:
-        """Keys of chunks that an edited history no longer uses and that may be requested again."""
+        """Keys of the chunks in ``left_behind``, to which the user may return."""
         return [CHUNK + x for x in split(self.left_behind)]
 
     def makes_sense(self) -> bool:
-        """False if the record contradicts itself."""
+        """Return whether the fields of the record agree with each other."""
         odd = len(self.chain) % NAME_BYTES or len(self.left_behind) % NAME_BYTES
         steps = zip(self.states, self.states[1:], strict=False)
         return (
@@ -127,10 +127,10 @@ ReadBlobs: TypeAlias = Callable[[Sequence[bytes]], Sequence[Blob | None]]
 
 
 class Records:
-    """Names, writes and reads the records of one model. Pure; any thread.
+    """Packs and unpacks the records of one model and lists their keys. Pure; for any thread.
 
     Args:
-        model: the name by which sessions are found; another rank has another name.
+        model: the name that enters the keys of records; each rank of a model has another one.
     """
 
     def __init__(self, model: str, packer: Packer, keys: ChainKeys) -> None:
@@ -139,36 +139,37 @@ class Records:
         self.keys = keys
 
     def key(self, tenant: str, session_id: str) -> bytes:
-        """The key under which the session's record is stored."""
+        """Return the key under which the session's record is stored."""
         return record_key(tenant, session_id, self._model)
 
     def blob_keys(self, record: SessionRecord) -> list[bytes]:
-        """Keys of all blobs of the session, in the order of its tokens.
+        """Return the keys of all blobs of the session, in the order of its tokens.
 
-        What belongs to the end of a chunk, its windows' rows, a page, a state, comes after it. A
-        tier evicts from the end: the session then goes on from an older state, or a shorter chain.
+        Window rows, pages and states come after the chunk at whose end they are. Since a tier
+        evicts from the end, an older state or a shorter chain stays restorable.
         """
         if record.states:
             return [x.key for x in self.pieces(record)]
         return self._row_keys(record, 0)
 
     def counted_keys(self, record: SessionRecord, first: int) -> list[bytes]:
-        """Keys of all blobs of the session but those of its first chunks, in any order.
+        """Return the keys of all blobs of the session except its first chunks, in any order.
 
-        ``first``: so many chunks and their pages are left out.
+        Args:
+            first: the number of chunks that are left out, with their pages.
         """
         return [*self._row_keys(record, first), *(x.key for x in self._of_states(record))]
 
     def keys_beside(self, record: SessionRecord) -> list[bytes]:
-        """Keys of the session's blobs that are no chunks: pages, states and windows."""
+        """Return the keys of the session's pages, states and windows, without its chunks."""
         return [*self.page_keys(record), *(x.key for x in self._of_states(record))]
 
     def page_keys(self, record: SessionRecord) -> list[bytes]:
-        """Keys of the full pages of the session's chain."""
+        """Return the keys of the full pages of the session's chain."""
         return [PAGE + x for x in _page_names(record)]
 
     def _row_keys(self, record: SessionRecord, first: int) -> list[bytes]:
-        """Keys of the chunks from number ``first`` on, a full page's after its last chunk's."""
+        """Return the keys of the chunks from ``first`` on, each full page after its last chunk."""
         names, keys = split(record.chain[first * NAME_BYTES :]), list[bytes]()
         done = 0
         while done < len(names):
@@ -181,7 +182,7 @@ class Records:
         return keys
 
     def needed_keys(self, record: SessionRecord) -> list[bytes]:
-        """Keys of the blobs that a turn needs if it continues where the session ended."""
+        """Return the keys of the blobs that a turn needs to continue where the session ended."""
         newest = by_worth(record.states)[:1]
         if not newest:
             return self._row_keys(record, 0)
@@ -212,18 +213,18 @@ class Records:
         return [self.keys.state(chain, num_chunks), *self.keys.windows(chain, num_chunks)]
 
     def sized_keys(self, record: SessionRecord, first: int = 0) -> list[bytes]:
-        """Keys of the blobs that ``packed_bytes`` counts, without the first chunks."""
+        """Return the keys of the blobs that ``packed_bytes`` counts, from chunk ``first`` on."""
         return [x for x in self.counted_keys(record, first) if x[:1] != PAGE]
 
     def is_usable(self, record: SessionRecord) -> bool:
-        """True if the session is of this very model, in chunks of this size."""
+        """Return whether the session has this model's fingerprint and this chunk size."""
         ours = (self._packer.fingerprint, self.keys.chunk_tokens)
         return (record.fingerprint, record.chunk_tokens) == ours
 
     # ---- as blobs
 
     def pack(self, record: SessionRecord) -> Blob:
-        """Return the record as a blob; its full pages are blobs of their own."""
+        """Return the record as a blob, without its full pages, which are blobs of their own."""
         names = _page_names(record)
         cut = len(names) * PAGE_CHUNKS
         rest = replace(
@@ -245,14 +246,14 @@ class Records:
         return blobs.pack(self._packer.record_header(key, PAGE_CODEC), names + note)
 
     def unpack(self, key: bytes, blob: Blob, read: ReadBlobs) -> SessionRecord:
-        """Read the record in a blob that was stored under ``key``. It may be of any model.
+        """Return the record in a blob that was stored under ``key``. It may be of any model.
 
         Args:
-            read: reads its pages, from the tier that has the blob.
+            read: reads the record's pages from the tier of the blob.
 
         Raises:
             Corrupt: the blob is damaged and may be removed.
-            Mismatch: it is of another session, or of another release.
+            Mismatch: the blob is of another session, or of another release.
         """
         header, payload = blobs.parse(blob)
         if header.key != key or header.codec != RECORD_CODEC:
@@ -263,7 +264,7 @@ class Records:
             raise Corrupt(f"not a session record: {error}") from error
         names = {*head.pages}  # a page that is named again would be read again
         if len(names) < len(head.pages) or any(len(x) != NAME_BYTES for x in names):
-            raise Corrupt("a session record names pages that there cannot be")
+            raise Corrupt("a session record names impossible pages")
         record = replace(head.record, states=head.states)
         if head.pages:
             record = _with_pages(record, head.pages, read([PAGE + x for x in head.pages]))
@@ -285,7 +286,10 @@ def _note_bytes(record: SessionRecord) -> int:
 def _with_pages(
     record: SessionRecord, names: Sequence[bytes], pages: Sequence[Blob | None]
 ) -> SessionRecord:
-    """Put the pages of a chain before the rest of it, up to the first that is gone or damaged."""
+    """Return the record with the whole chain: the names in its pages, then its own.
+
+    The chain ends before the first page that is gone or damaged.
+    """
     parts: list[memoryview] = []
     for name, page in zip(names, pages, strict=True):
         payload = None if page is None else _page_in(page, PAGE + name)
@@ -312,13 +316,15 @@ def _page_in(page: Blob, key: bytes) -> memoryview | None:
 
 
 def abandoned_chunks(old: SessionRecord, chain: Chain, common: int) -> tuple[bytes, list[bytes]]:
-    """Return the names of abandoned chunks to remember, and the keys of others, to delete.
+    """Return the joined names of abandoned chunks to remember, and the keys of chunks to delete.
 
-    The newest branch comes first, and a branch is deleted from its end.
+    The chunks beyond ``MAX_LEFT_BEHIND`` are deleted: those of older branches, and the end of a
+    branch before its beginning.
 
     Args:
         old: the older record.
-        chain: of the new record, of which the first ``common`` chunks are those of the old one.
+        chain: the chain of the new record.
+        common: how many chunks both chains begin with.
     """
     known = [*split(old.chain[common * NAME_BYTES :]), *split(old.left_behind)]
     if not known:

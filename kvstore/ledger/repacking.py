@@ -1,9 +1,9 @@
-"""Packs blobs, in idle moments, that are stored exactly although the store has a codec for them.
+"""Packs blobs that are stored exactly, in idle moments, once the store has a lossy codec.
 
 Until a model is measured its sessions are stored exactly. Once a lossy codec is adopted, such blobs
-are packed for the first time, under their own names. Blobs that were ever packed with loss stay as
-they are. The record gets its new sizes last. So the process may end at any moment, and the next one
-continues.
+are packed for the first time and keep their keys. Blobs that were ever packed with loss stay as
+they are. The size in the session's record is updated last. So the process may end at any moment,
+and the next one continues.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from kvstore.stats import Counters, Repacking
 from kvstore.tiers.base import Blob
 from kvstore.workers import lower_priority
 
-LOOK_S: Final = 0.25  # while the machine is busy, how often to check whether it still is
-# Refused blobs, and sessions that came from another engine, are looked at again after this time.
+LOOK_S: Final = 0.25  # while the machine is busy, time between checks whether it still is
+# Sessions with blobs that a tier refused, or with a newer record of another engine, are tried again
+# after this time.
 AGAIN_S: Final = 600.0
 
 _log = logging.getLogger(__name__)
 
 
 def packed_again(packer: Packer, blob: Blob, piece: Piece) -> Blob | None:
-    """Pack an exact blob; None if it has been through a lossy codec, or does not get smaller.
+    """Return an exact blob packed with loss; None if it is lossy already or gets no smaller.
 
     Raises:
-        Unusable: the blob is damaged, not the requested one, or in an unknown codec.
+        Unusable: the blob is damaged, not the requested one, or of an unknown codec.
     """
     verified = packer.verify(blob, piece)
     if packer.is_lossy(verified):
@@ -55,7 +56,11 @@ def packed_again(packer: Packer, blob: Blob, piece: Piece) -> Blob | None:
 
 
 class Repacker:
-    """Owns a thread of the lowest priority once it has begun. Thread-safe."""
+    """Packs exact blobs on a thread of the lowest priority. Thread-safe.
+
+    Args:
+        report: called with a notice for each session that was packed.
+    """
 
     def __init__(
         self,
@@ -85,14 +90,14 @@ class Repacker:
 
     @property
     def progress(self) -> Repacking:
-        """Count the sessions and bytes left in this pass, and those done in all passes."""
+        """The sessions and bytes left in this pass, and those done in all passes."""
         left = list(self._left.values())
         return Repacking(len(left), sum(left), self._num_done, self._freed_bytes)
 
     def begin(self, is_idle: Callable[[], bool]) -> None:
-        """Pack from now on, whenever ``is_idle`` reports that the machine is free. Call once.
+        """Start the thread, which packs whenever ``is_idle`` returns True. Call once.
 
-        It is called before each blob, on a thread of this object.
+        ``is_idle`` is called on that thread, before each blob.
         """
         self._is_idle = is_idle
         self._woken.set()
@@ -141,18 +146,18 @@ class Repacker:
             self._left.pop(key, None)
 
     def _wanted(self, settled: set[bytes]) -> dict[bytes, int]:
-        """Choose the sessions to look at, the longest unused first: bytes by record key."""
+        """Return the sessions to look at, longest unused first: packed bytes by record key."""
         sizes = {self._index.key(x): x.packed_bytes for x in self._index.usable()}
         return {key: nbytes for key, nbytes in sizes.items() if key not in settled}
 
     # ---- one session
 
     def _pack_session(self, key: bytes) -> bool:
-        """Pack a session's exact blobs; False if the session is to be looked at again."""
+        """Pack a session's exact blobs; return False if the session has to be tried again."""
         record = self._index.get(key)
         if record is None:
             return True
-        if self._goes_on_elsewhere(record):
+        if self._is_newer_elsewhere(record):
             return False
         is_whole, freed = True, 0
         seen: SessionRecord | None = record
@@ -176,10 +181,10 @@ class Repacker:
         return is_whole
 
     def _exact_pieces(self, record: SessionRecord) -> list[Piece]:
-        """List the blobs that may be stored exactly and that the store packs with loss by now.
+        """Return the blobs that may be stored exactly and for which the store has a lossy codec.
 
-        Blobs of rows are judged by their length, without reading them. States, which are few and
-        the largest, come first.
+        Rows are recognised by the length of their blob, without reading it. States come first,
+        since they are few and the largest.
         """
         codecs = self._packer.codecs
         wanted = [
@@ -198,13 +203,14 @@ class Repacker:
         return sorted((x for x in wanted if x.key in found), key=lambda x: not x.is_state)
 
     def _exact_nbytes(self, piece: Piece) -> int:
+        """Return the least size of the blob if it is exact; 0 for states, which are always read."""
         if piece.is_state:
             return 0
         layout = self._packer.layout_of(piece.key[:1])
         return blobs.HEADER_BYTES + layout.bytes_per_token * piece.num_tokens
 
-    def _goes_on_elsewhere(self, record: SessionRecord) -> bool:
-        """True if another engine wrote a newer record of the session, which must be kept."""
+    def _is_newer_elsewhere(self, record: SessionRecord) -> bool:
+        """Return whether another engine wrote a newer record of the session, which must be kept."""
         there = self._index.find_shared(self._index.key(record))
         return (
             there is not None
@@ -213,7 +219,10 @@ class Repacker:
         )
 
     def _pack_blob(self, piece: Piece, tenant: str) -> int | None:
-        """Replace a blob's exact copies; return the bytes freed, None if a tier refused one."""
+        """Replace a blob's exact copies in all tiers; return the bytes freed.
+
+        None if a tier refused the packed blob.
+        """
         packed: Blob | None = None
         freed, is_refused = 0, False
         for level in range(len(self._stack)):
@@ -233,11 +242,11 @@ class Repacker:
     def _packed(self, blob: Blob, piece: Piece) -> Blob | None:
         try:
             return packed_again(self._packer, blob, piece)
-        except Unusable:  # a restore finds that, too, and removes the copy
+        except Unusable:  # left to a restore, which removes the bad copy
             return None
 
     def _take_size(self, key: bytes) -> None:
-        """Write the present size of the blobs into the session's record."""
+        """Write the size of the session's blobs, as they are now, into its record."""
         with self._claims.claim(key):
             record = self._index.get(key)
             if record is not None:

@@ -1,4 +1,4 @@
-"""The tiers of one store, fastest first, with every failure turned into a miss.
+"""The tiers of one store, fastest first. A tier that fails counts as one that lacks the blob.
 
 A tier is identified here by its level in the stack: 0 is the fastest. Tiers are inclusive: several
 may hold the same blob, and the fastest copy is the one to read.
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class GoodCopy(NamedTuple, Generic[T]):
-    """The copy that was accepted, the level of its tier, and the result of using it."""
+    """A copy of a blob that was accepted, the level of its tier, and what ``use`` returned."""
 
     blob: Blob
     level: int
@@ -36,19 +36,23 @@ class GoodCopy(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True)
 class Located:
-    """Levels of the fastest tiers that have each key. ``down``: some tier did not answer."""
+    """The level of the fastest tier that has each key; ``down``: some tier did not answer."""
 
     levels: list[int | None]
     down: bool
 
     @property
     def num_leading(self) -> int:
-        """Number of keys, from the first one on, that are held without a hole."""
+        """The number of keys before the first one that no tier has."""
         return self.levels.index(None) if None in self.levels else len(self.levels)
 
 
 class TierStack:
-    """Thread-safe, as its tiers are. Nothing here raises ``TierUnavailable`` except ``get``."""
+    """Reads and writes blobs in all tiers. Thread-safe, as the tiers are.
+
+    Only ``get`` raises ``TierUnavailable``; other methods count the failure and return as if the
+    tier had nothing.
+    """
 
     def __init__(self, tiers: Sequence[Tier], counters: Counters) -> None:
         self._tiers = tuple(tiers)
@@ -59,7 +63,7 @@ class TierStack:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers themselves, fastest first, for tests that look into them."""
+        """The tiers, fastest first, for tests."""
         return self._tiers
 
     def __len__(self) -> int:
@@ -84,15 +88,15 @@ class TierStack:
     def level(self, name: TierName) -> int | None:
         return self._names.index(name) if name in self._names else None
 
-    # ---- deletions that a tier owes
+    # ---- deletions that a tier has still to do
 
     def hide(self, i: int, keys: Iterable[bytes]) -> None:
-        """Take these blobs for gone in one tier, until they are written there again."""
+        """Treat these blobs as absent in one tier, until they are written there again."""
         with self._hiding:
             self._hidden[i].update(keys)
 
     def show(self, i: int, keys: Iterable[bytes]) -> None:
-        """End ``hide``: they are gone, or may be found again."""
+        """End ``hide`` for these blobs, which were deleted or may be found again."""
         if hidden := self._hidden[i]:
             with self._hiding:
                 hidden.difference_update(keys)
@@ -105,7 +109,7 @@ class TierStack:
     # ---- blobs
 
     def get(self, i: int, keys: Sequence[bytes]) -> list[Blob | None]:
-        """Read blobs from one tier; None for those it lacks. Raises ``TierUnavailable``."""
+        """Read blobs from one tier; None for each that it lacks. Raises ``TierUnavailable``."""
         try:
             return self._unless_hidden(i, keys, self._tiers[i].get_many(keys), None)
         except TierUnavailable:
@@ -138,9 +142,9 @@ class TierStack:
         return self._unless_hidden(i, keys, held, False)
 
     def num_held(self, i: int, name_of: Callable[[int], bytes], num_chunks: int) -> int:
-        """Count the first chunks of a chain that a tier of this machine holds.
+        """Return how many chunks, from the first on, a tier of this machine holds of a chain.
 
-        Such a tier evicts chains from their ends, so the chain is not gone through.
+        Such a tier evicts a chain from its end, so a binary search finds the number.
         """
 
         def is_held(number: int) -> bool:
@@ -158,11 +162,11 @@ class TierStack:
         return next((key for key, yes in zip(chain[::-1], held[::-1], strict=True) if yes), b"")
 
     def may_hold(self, i: int, key: bytes) -> bool:
-        """False only if the tier answers that it does not hold the blob."""
+        """Return whether a tier may hold the blob; True also if it does not answer."""
         return self._if_up(i, lambda: self._tiers[i].contains_many([key])[0], True)
 
     def locate(self, keys: Sequence[bytes]) -> Located:
-        """Find the fastest tier of each blob; slower ones are asked only for the rest."""
+        """Find the fastest tier of each blob; each tier is asked only for blobs not yet found."""
         levels: list[int | None] = [None] * len(keys)
         down = False
         for i in range(len(self)):
@@ -189,14 +193,15 @@ class TierStack:
         read: Callable[[int], Blob | None] | None = None,
         is_unused: Callable[[bytes], bool] = lambda key: False,
     ) -> GoodCopy[T] | MissReason:
-        """Give ``use`` one copy of a blob after another until it accepts one; mend bad copies.
+        """Pass each copy of a blob to ``use`` until it accepts one, and replace the bad copies.
 
         Args:
             levels: tiers to read, in this order.
             use: verifies the copy, and may unpack it; raises ``Unusable`` to reject it.
-            read: replaces the reading of a tier, if a copy was read before; raises
-                ``TierUnavailable`` as ``get`` does.
-            is_unused: no session needs the blob by now, so that it is removed and not mended.
+            read: reads the blob from the tier of a level, for a caller that has read copies
+                before; raises ``TierUnavailable`` as ``get`` does.
+            is_unused: returns whether no session needs a key any more; bad copies of such a blob
+                are deleted instead.
 
         Returns:
             The good copy, or why there is none.
@@ -213,19 +218,19 @@ class TierStack:
                     break
             except TierUnavailable:
                 reason = "unavailable" if reason == "evicted" else reason
-            except ForeignCodec as error:  # held, for those that can read it
+            except ForeignCodec as error:  # kept, since another store may have the codec
                 reason = "fingerprint"
                 if isinstance(error, RefusedCodec) and level not in self.shared:
-                    bad.append(level)  # else no readable copy would be stored
+                    bad.append(level)  # it would prevent storing a readable copy
             except Unusable as error:
                 reason = "corrupt"
                 self._counters.add("corrupt")
-                _log.warning("a bad blob in %s: %s", self._names[level], error)
+                _log.warning("tier %s has a bad blob: %s", self._names[level], error)
                 bad.append(level)
         for level in bad:
-            # In its place, since a tier would give up all that continues a chunk that is deleted.
-            is_mended = good is not None and self.replace(level, key, good.blob)
-            if not is_mended or is_unused(key):  # its session may be forgotten by now
+            # Not deleted first: with a chunk, a tier gives up all chunks that continue it.
+            is_replaced = good is not None and self.replace(level, key, good.blob)
+            if not is_replaced or is_unused(key):  # its session may be forgotten by now
                 self.delete(level, [key])
         return good or reason
 
@@ -236,9 +241,10 @@ class TierStack:
         tenant: str = "",
         after: bytes = b"",
     ) -> bool:
-        """Write blobs of a tenant to one tier; True if it now holds every one of them.
+        """Write blobs of a tenant to one tier; return whether it now holds every one of them.
 
-        ``after``: the chunk before them in their chain; b"" = they are its beginning.
+        Args:
+            after: key of the chunk before them in their chain; b"" = they are its beginning.
         """
         put = partial(self._tiers[i].put_many, items, tenant, after)
         is_done = not items or self._if_up(i, put, -1) == len(items)
@@ -247,9 +253,10 @@ class TierStack:
         return is_done
 
     def replace(self, i: int, key: bytes, blob: Blob, tenant: str = "", after: bytes = b"") -> bool:
-        """Write a blob in place of the one of this key; False if the tier did not take it.
+        """Write a blob in place of an older one; return whether the tier took it.
 
-        ``after``: for a record, the last key of its chain.
+        Args:
+            after: for a record, the last key of its chain.
         """
         return self._if_up(i, lambda: self._tiers[i].replace(key, blob, tenant, after=after), False)
 
@@ -258,7 +265,7 @@ class TierStack:
         return not keys or self._is_done(i, lambda: self._tiers[i].delete_many(keys))
 
     def saved_by(self, i: int, tenant: str, keys: Sequence[bytes]) -> None:
-        """Mark a chain in one tier as just saved by a tenant, whose it is if it has no owner."""
+        """Mark a chain in one tier as just saved, and assign blobs without an owner to a tenant."""
         self._tiers[i].own(tenant, keys)
         self._is_done(i, lambda: self._tiers[i].touch(keys, restored=False))
 
@@ -272,19 +279,22 @@ class TierStack:
             self._is_done(i, partial(tier.touch, keys))
 
     def pin(self, key: bytes, pinned: bool) -> None:
-        """Evict the session of this record last in every tier, or end that."""
+        """Pin a session, by its record key, in every tier: it is evicted last. Or unpin it."""
         for tier in self._tiers:
             tier.pin(key, pinned)
 
     def scan(self, i: int, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
-        """List blobs under the tier's names for them. Ends early if the tier fails."""
+        """Yield the keys and blobs of one tier whose keys begin with ``prefix``.
+
+        Ends early if the tier fails.
+        """
         try:
             yield from self._tiers[i].scan(prefix)
         except TierUnavailable:
             self._count_down(i)
 
     def owed_file(self, i: int) -> Path | None:
-        """Return where deletions that a tier owes outlive the process; see ``Tier.owed_file``."""
+        """Return the file for a tier's pending deletions; see ``Tier.owed_file``."""
         return self._tiers[i].owed_file
 
     def why_evicted(self, key: bytes, levels: Iterable[int]) -> EvictionCause | None:
@@ -298,10 +308,11 @@ class TierStack:
     def limit_tenants(
         self, limits: Mapping[TierName, TenantLimits]
     ) -> dict[TierName, dict[str, int]]:
-        """Hold tenants to bytes of tiers; return the bytes of those with a limit, by tier.
+        """Limit the bytes of tenants in each tier.
 
-        Tiers that do not answer, and a shared one, are left out: what their tenants hold is not
-        known.
+        Returns:
+            By tier, the bytes of each tenant that has a limit. Shared tiers, and tiers that do not
+            answer, are left out, since their bytes by tenant are not known.
         """
         found: dict[TierName, dict[str, int]] = {}
         for i, tier in enumerate(self._tiers):
@@ -323,7 +334,7 @@ class TierStack:
             tier.close()
 
     def _if_up(self, i: int, call: Callable[[], T], otherwise: T) -> T:
-        """Call a tier; a tier that is not available is counted, and costs ``otherwise``."""
+        """Return the result of a call to a tier; ``otherwise``, counted, if it is unavailable."""
         try:
             return call()
         except TierUnavailable:
@@ -331,7 +342,7 @@ class TierStack:
             return otherwise
 
     def _is_done(self, i: int, call: Callable[[], object]) -> bool:
-        """Call a tier; False, and counted, if it is not available."""
+        """Call a tier; return False, and count that, if it is unavailable."""
         try:
             call()
             return True

@@ -1,9 +1,9 @@
-"""Writes a session into the tiers: at once to the fastest, soon to the slower ones.
+"""Writes sessions into the tiers: at once to the fastest, soon after to the slower ones.
 
-``WriteBehind`` does it for one slower tier on a thread of its own, through a bounded queue. After a
-delivery that was skipped or cut short, the tier still has an older record that is valid, and
-perhaps some more chunks. It is then *behind* with this session. The next save, a demotion or a
-flush catches up: the missing blobs are then read from the faster tiers.
+``WriteBehind`` writes to one slower tier on a thread of its own, through a bounded queue. If a
+delivery was skipped or cut short, the tier keeps an older, valid record, and perhaps some newer
+chunks. The tier is then *behind* with this session. The next save, a demotion or a flush catches
+up, and reads the missing blobs from the faster tiers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvstore.ledger.stack import TierStack
 from kvstore.stats import Counters
 from kvstore.tiers.base import Blob
 
-# Most sessions whose last save did not reach this tier: one that is down for days would fill the
-# list. The one that has waited longest is dropped; its next save brings all that is missing.
+# The most sessions that are remembered as behind, since a tier that is down for days would fill the
+# list. The oldest is dropped from it; its next save writes all that is missing.
 MAX_INCOMPLETE: Final = 65_536
 WRITE_BATCH: Final = 16  # blobs per call to a tier
 
@@ -34,16 +34,16 @@ _log = logging.getLogger(__name__)
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """One session as of one save.
+    """The blobs and the record of one save of one session, to be written to a tier.
 
     Args:
         chain: keys of every blob that the record needs, in order.
-        fresh: those blobs that this save made, still in memory.
+        fresh: the blobs that this save made, still in memory, by key.
         obsolete: keys of blobs that the older record needed and no record needs now.
         tenant: the session's.
-        first: the place of the last chunk before what is new in the chain. A tier of this machine
-            that holds this chunk also holds all before it; 0: each blob is looked up.
-        done: gets whether all of it was written; None: no caller waits for that.
+        first: the index in ``chain`` of the last chunk before the first fresh blob. A tier of this
+            machine that holds this chunk also holds all before it; 0 = look up each blob.
+        done: receives whether all of it was written; None = no caller waits for that.
     """
 
     record_key: bytes
@@ -56,7 +56,7 @@ class Delivery(msgspec.Struct, frozen=True):
     done: Future[bool] | None = None
 
     def end(self, is_written: bool) -> None:
-        """Answer the caller that waits, if there is one."""
+        """Set the result of ``done``, if a caller waits for it."""
         if self.done is not None:
             self.done.set_result(is_written)
 
@@ -72,11 +72,11 @@ class Delivered(NamedTuple):
 
 
 def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) -> Delivered:
-    """Make one tier hold the session. A tier that could not take all of it keeps an older record.
+    """Write a delivery to one tier. A tier that cannot take all of it keeps its older record.
 
     Args:
-        whole: also copy blobs of older saves that the tier lacks from the faster tiers. Without it
-            only the fresh blobs are written.
+        whole: also copy the blobs of older saves that the tier lacks from the faster tiers;
+            otherwise only the fresh blobs are written.
     """
     first = delivery.first
     if first and (level in stack.shared or not stack.holds(level, [delivery.chain[first]])[0]):
@@ -86,7 +86,7 @@ def deliver(stack: TierStack, level: int, delivery: Delivery, *, whole: bool) ->
     held = stack.holds(level, wanted)
     missing = {key for key, there in zip(wanted, held, strict=True) if not there}
     complete = _write(stack, level, delivery, chain, missing)
-    # Part of a session is better than none, but not better than an older one that is whole.
+    # A part of the session is better than none, but not better than an older record that is whole.
     if not complete and stack.may_hold(level, delivery.record_key):
         return Delivered(False, False)
     end = stack.last_held(level, chain)
@@ -103,7 +103,7 @@ def _write(
     chain: Sequence[bytes],
     missing: Container[bytes],
 ) -> bool:
-    """Write the missing blobs of a chain, as far as a tier has them; True if that was all."""
+    """Write the missing blobs of a chain to a tier; return whether all were found and written."""
     batches = (
         keys[i : i + WRITE_BATCH]
         for keys in stretches(chain, missing)
@@ -125,10 +125,13 @@ def _write_batch(
 
 
 class WriteBehind:
-    """The queue and the thread of one slower tier.
+    """The queue of deliveries to one slower tier, and the thread that writes them. Thread-safe.
 
     Args:
-        unused: picks those of some keys that no session needs by now.
+        level: the level of the tier in ``stack``.
+        max_bytes: bound on packed bytes that wait; an empty queue takes a delivery of any size.
+        unused: returns those of the given keys that no session needs.
+        max_behind: bound on the sessions remembered as behind.
     """
 
     def __init__(
@@ -151,9 +154,10 @@ class WriteBehind:
         self._waiting: deque[tuple[int, Delivery]] = deque()  # by number, see ``_num_offered``
         self._num_offered = 0
         self._nbytes = 0  # waiting and being written
-        self._current: bytes | None = None
-        self._behind: dict[bytes, int] = {}  # number of the missing save; the oldest first
-        # Keys that failed deliveries should have deleted: the session's next one deletes them.
+        self._current: bytes | None = None  # record key of the session that is being written
+        # By record key: the number of the newest delivery that failed; the oldest first.
+        self._behind: dict[bytes, int] = {}
+        # By record key: blobs that failed deliveries should have deleted. The next one does it.
         self._obsolete: dict[bytes, Sequence[bytes]] = {}
         self._closed = False
         name = f"kvstore-write-{stack.name(level)}"
@@ -165,7 +169,7 @@ class WriteBehind:
         return self._nbytes
 
     def offer(self, delivery: Delivery) -> None:
-        """Queue a delivery without waiting."""
+        """Queue a delivery without waiting. If the queue is full, the tier is behind with it."""
         with self._changed:
             self._num_offered += 1
             number = self._num_offered
@@ -179,13 +183,16 @@ class WriteBehind:
             self._settle(number, delivery, False)
 
     def take_behind(self) -> set[bytes]:
-        """Take the record keys of sessions whose newest save is missing; the caller sends them."""
+        """Return and clear the record keys of sessions whose newest save did not reach the tier.
+
+        The caller sends these sessions again.
+        """
         with self._changed:
             behind, self._behind = self._behind, {}
             return set(behind)
 
     def cancel(self, record_key: bytes) -> None:
-        """Drop waiting deliveries of this session; returns when none of it is being written."""
+        """Drop the waiting deliveries of a session, and wait until a running one has ended."""
         with self._changed:
             dropped = [x for _, x in self._waiting if x.record_key == record_key]
             self._waiting = deque(x for x in self._waiting if x[1].record_key != record_key)
@@ -199,7 +206,7 @@ class WriteBehind:
             delivery.end(False)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no delivery waits or is written; False if that took too long."""
+        """Wait until no delivery is waiting or being written; return False if time ran out."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._waiting and self._current is None, timeout_s
@@ -220,9 +227,9 @@ class WriteBehind:
             pass
 
     def _write_next(self) -> bool:
-        """Write one delivery; False once closed.
+        """Wait for the next delivery and write it; return False once closed.
 
-        A separate function, so that no local variable holds blobs while the next is awaited.
+        A separate function, so that no local variable keeps blobs in memory during the next wait.
         """
         if (found := self._next()) is None:
             return False
@@ -254,17 +261,20 @@ class WriteBehind:
             return number, delivery
 
     def _with_owed(self, delivery: Delivery) -> Delivery:
-        """Add keys that earlier deliveries of the session should have deleted."""
+        """Return the delivery with the keys that failed deliveries should have deleted.
+
+        Keys that a session needs by now are left out.
+        """
         with self._changed:
             owed = self._obsolete.pop(delivery.record_key, ())
         if not owed and not delivery.obsolete:
             return delivery
         chain = set(delivery.chain)
-        # Another session may have taken some over since.
         still = [x for x in self._unused([*owed, *delivery.obsolete]) if x not in chain]
         return replace(delivery, obsolete=still)
 
     def _settle(self, number: int, delivery: Delivery, complete: bool) -> None:
+        """Record the outcome of a delivery, and set the result for a caller that waits."""
         if not complete:
             self._counters.add(f"behind.{self._stack.name(self._level)}")
         key = delivery.record_key
@@ -282,7 +292,9 @@ class WriteBehind:
 
 
 class Committer:
-    """Thread-safe for different sessions; a caller has claimed the session that it commits.
+    """Writes records and their blobs to all tiers, and puts the records into the index.
+
+    Thread-safe if the caller has claimed the session that it commits.
 
     A record reaches a slower tier only through that tier's queue, so an older record that still
     waits there is never written after it.
@@ -301,14 +313,14 @@ class Committer:
     def save(
         self, record: SessionRecord, fresh: Mapping[bytes, Blob], obsolete: Sequence[bytes]
     ) -> bool:
-        """Write a session into the fastest tier, and soon into the slower ones.
+        """Write a session into the fastest tier, and queue it for the slower ones.
 
         Args:
             fresh: new blobs by key.
             obsolete: keys of blobs that are unused once the record is written.
 
         Returns:
-            False if no tier has the session or will try to write it; it then stays as it was.
+            Whether a tier has taken the record or will try to; if not, nothing has changed.
         """
         if not len(self._stack):
             return False
@@ -321,28 +333,31 @@ class Committer:
         return True
 
     def take(self, record: SessionRecord) -> None:
-        """Put this record into the index, and pin its session if it is pinned."""
+        """Put a record into the index, and pin or unpin its session in the tiers as it says."""
         self._index.put(record)
         self._stack.pin(self._index.key(record), record.pinned)
 
     def rewrite(self, record: SessionRecord) -> bool:
-        """Write a changed record over the same blobs, in every tier; False if none takes it."""
+        """Write a changed record whose blobs stay the same to every tier; returns as ``save``."""
         return self.save(record, {}, ())
 
     def send(self, level: int, record: SessionRecord) -> Future[bool]:
-        """Bring a claimed session as it is to one slower tier; the result: all of it is there."""
+        """Queue a claimed session for one slower tier.
+
+        The future's result is whether the tier then has all of it.
+        """
         done: Future[bool] = Future()
         delivery = self._delivery(record, {}, ())
         self._slower[level - 1].offer(replace(delivery, first=0, done=done))
         return done
 
     def cancel(self, record_key: bytes) -> None:
-        """Drop waiting writes of this session; none of them is running when this returns."""
+        """Drop the waiting writes of a session, and wait until a running one has ended."""
         for tier in self._slower:
             tier.cancel(record_key)
 
     def catch_up(self, claims: Claims) -> None:
-        """Send sessions again that slower tiers did not take."""
+        """Queue again every session with which a slower tier is behind."""
         for level, tier in enumerate(self._slower, 1):
             for key in tier.take_behind():
                 with claims.claim(key):
