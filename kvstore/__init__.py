@@ -5,7 +5,7 @@ no tensor library. From the bottom to the top:
 
     codecs, tiers           KV as bytes; places that store bytes (neither imports the other)
     blobs                   one blob: key, header, checksum, codec
-    likeness                what keeps a store from the data on its Redis
+    likeness                why a store cannot read the data on its Redis
     ledger                  sessions as ordered blob keys, and every operation on them
     store                   the store of one engine, ``ColdStore``
 """

@@ -9,7 +9,8 @@ import msgspec
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
-# A value of ``codec``: the densest preset within the bound on this model that restores quickly.
+# The value of ``codec`` that chooses the densest preset that stays within the bound on this model
+# and restores quickly.
 AUTO: Final = "auto"
 
 
@@ -30,8 +31,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     accept_loss: bool = False
     # Measure a model that was not measured yet, at its first start, while it serves.
     calibrate: bool = True
-    # Afterwards continue to learn from more texts: minutes of idle time, for fewer bits or less
-    # loss.
+    # After that, continue to learn from more texts in idle moments. It takes minutes of idle time
+    # and gives fewer bits or less loss.
     learn_on: bool = True
     ram_bytes: NonNegative = 2 << 30
     disk_bytes: NonNegative = 16 << 30
@@ -41,29 +42,29 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     encrypt: bool = False  # also hide the content of data that leaves this process
     disk_path: str = ""  # "" = the cache folder that launch chooses
     redis_url: str = ""
-    redis_deadline_s: PositiveSeconds = 2.0  # of a call, after which it is a miss
-    # Unsaved bytes (of hot KV) that may wait for the codec; beyond it a save is skipped, counted.
-    # On vLLM as many packed bytes may wait to be loaded; beyond it requests wait in line. At most
-    # a quarter of it is kept there between loads as memory to unpack into.
+    redis_deadline_s: PositiveSeconds = 2.0  # a call that takes longer counts as a miss
+    # Bytes of hot KV that may wait for the codec; a save that exceeds it is skipped and counted.
+    # On vLLM as many packed bytes may wait to be loaded; requests that exceed it wait in line. At
+    # most a quarter of it is kept there between loads as memory to unpack into.
     save_queue_bytes: NonNegative = 1 << 30
     # Memory for the list of sessions; beyond it the longest unused are no longer listed.
     index_bytes: NonNegative = 256 << 20
     # A session that was not used for this long is dropped from every tier. 0 = never.
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
-    # Not settings: one value suits all servers. Tests have others, in a subclass.
+    # The rest are constants, since one value suits all servers. Tests override them in a subclass.
     #
-    # After so long a prefill is the better choice than a restore.
+    # A restore that takes longer is given up for a prefill.
     restore_deadline_s: ClassVar[float] = 20.0
     num_threads: ClassVar[int] = 0  # of the codec; 0 = cores - 1, at most 4
     # For ``auto``: a restore from the fastest tier may take this share of the prefill it saves, so
     # that a return waits much less than a first turn.
     restore_share: ClassVar[float] = 0.1
     # Blobs in Redis expire this long after they were last used, or after ``ttl_s`` if that is less.
-    # What an engine leaves there that never comes back is gone then, and a session that rested over
-    # a weekend still returns.
+    # Long enough for a session to return after a weekend, and the blobs of an engine that never
+    # comes back are removed in the end.
     redis_ttl_s: ClassVar[float] = 7 * 86400.0
-    # Packed bytes that may wait for each slower tier; beyond it that tier is skipped, counted,
-    # and caught up with later. One save always fits an empty queue, here and above. About what a
-    # disk writes in a second.
+    # Packed bytes that may wait for each slower tier, about what a disk writes in a second. A save
+    # that exceeds it skips that tier, is counted, and is delivered later. An empty queue takes a
+    # save of any size; so does the queue of ``save_queue_bytes``.
     write_queue_bytes: ClassVar[int] = 256 << 20

@@ -3,17 +3,17 @@
     ColdError
     +-- Unusable          this blob must not be offered; the caller recomputes
     |   +-- Corrupt       checksum, length or structure is wrong
-    |   +-- Mismatch      whole, but for another model, layout or version
-    |       +-- ForeignCodec      in a codec, or by a profile, that is not known here
-    |           +-- RefusedCodec  in one that was taken back, or may not serve
+    |   +-- Mismatch      undamaged, but for another model, layout or version
+    |       +-- ForeignCodec      packed by a codec or a profile that this store does not have
+    |           +-- RefusedCodec  packed by a codec that was withdrawn or may not serve here
     +-- TierUnavailable   the tier did not answer (down, deadline, breaker open)
-    |   +-- TierInUse     its folder belongs to another process
+    |   +-- TierInUse     the tier's folder belongs to another process
     +-- StoreClosed       the store is shutting down
-    +-- UnknownCodec      no codec of that name, or it cannot take this layout
-    +-- CodecRefused      it was not measured on this model, or costs it more than the bound
+    +-- UnknownCodec      no codec has that name, or the codec does not support this layout
+    +-- CodecRefused      the codec was not measured on this model, or its loss exceeds the bound
 
-Only the last two ever reach a user, by ending the start of an engine whose codec was named: the
-worst outcome of each other one is a recompute.
+Only the last two ever reach a user: an engine whose settings name such a codec does not start. Each
+of the others costs at most a recompute.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ class Corrupt(Unusable):
 
 
 class Mismatch(Unusable):
-    """Packed bytes are whole, but of another model, codec, layout or version."""
+    """Packed bytes are undamaged, but of another model, codec, layout or version."""
 
 
 class ForeignCodec(Mismatch):
-    """``codec_id``: of the codec that is not known."""
+    """Packed bytes are of a codec that this store does not have.
+
+    Args:
+        codec_id: the id of that codec; "" if it could not be read.
+    """
 
     def __init__(self, message: str, codec_id: str = "") -> None:
         super().__init__(message)
@@ -60,7 +64,7 @@ class StoreClosed(ColdError):
 
 
 class UnknownCodec(ColdError):
-    """No codec has this name, or it cannot take this layout."""
+    """No codec has this name, or the codec does not support this layout."""
 
 
 class CodecRefused(ColdError):

@@ -2,12 +2,12 @@
 
     thermocline:check:MODEL    four keyed hashes of 8 bytes, one for each of ``KINDS``
 
-The first engine of a model writes the value, engines that are alike renew it, and any other engine
-learns which of the four differs, and nothing else. MODEL is a hash of the model's name, which needs
-no secret: else engines of two secrets could not find the same key.
+The first engine of a model writes the value, and engines with the same value renew it. Any other
+engine learns which of the four hashes differ, and nothing else. MODEL is a hash of the model's name
+without a secret, so that engines with different secrets find the same key.
 
-A separate thread looks at the start and then every ``LOOK_S`` seconds. No request waits for it, and
-a value that is lost or forged changes the reasons of misses and a line in the log, nothing more.
+A separate thread reads the value at the start and then every ``LOOK_S`` seconds. No request waits
+for it. A value that is lost or forged only changes the reasons of misses and a line in the log.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _log = logging.getLogger(__name__)
 
 
 class StoredAs(msgspec.Struct, frozen=True, kw_only=True):
-    """Names the facts in which two engines must agree to find each other's data."""
+    """The facts in which two engines must agree to find each other's data."""
 
     model: str  # as clients call it
-    part: str = ""  # of the model, if several processes have one part each
+    part: str = ""  # which part of the model, if several processes have one part each
     fingerprint: str
     chunk_tokens: int
     encrypt: bool
@@ -69,12 +69,12 @@ class StoredAs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> bytes:
-        """The key of the model's value."""
+        """The key in Redis under which the model's value is stored."""
         digest = blake2b(f"{self.model}\0{self.part}".encode(), digest_size=16)
         return b"thermocline:check:" + digest.hexdigest().encode()
 
     def value(self, secret: bytes) -> bytes:
-        """The value that shows only to a holder of the same secret what it was made of."""
+        """Return the keyed hashes of the facts; only a holder of the secret can compare them."""
         facts = ("", self.fingerprint, str(self.chunk_tokens), self.hash_seed)
         purpose = b"thermocline check" + (b" sealed" if self.encrypt else b" signed")
         key = hmac.digest(secret, purpose, "sha256")
@@ -85,7 +85,10 @@ class StoredAs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differences(own: bytes, there: bytes) -> tuple[str, ...]:
-    """List the kinds of differences from the data there; another secret changes all values."""
+    """Return which of ``KINDS`` differ between two values of ``VALUE_BYTES`` bytes.
+
+    Only "secret" if that differs, since another secret changes all four hashes.
+    """
     hashes = range(0, VALUE_BYTES, _HASH_BYTES)
     found = [
         kind
@@ -96,7 +99,11 @@ def differences(own: bytes, there: bytes) -> tuple[str, ...]:
 
 
 def there(run: RunCommands, key: bytes) -> bytes | None:
-    """Read the value of a model; None if no engine wrote one. Raises ``TierUnavailable``."""
+    """Read the value of a model from Redis; None if no engine wrote one.
+
+    Raises:
+        TierUnavailable: Redis did not answer.
+    """
     (reply,) = run([("GETRANGE", key, 0, VALUE_BYTES)])
     if isinstance(reply, Exception):
         raise TierUnavailable(f"redis: {reply}")
@@ -104,7 +111,7 @@ def there(run: RunCommands, key: bytes) -> bytes | None:
 
 
 class Likeness:
-    """The differences that are known; none without a Redis.
+    """The known differences between this store and the data on its Redis; none without a Redis.
 
     Attributes:
         differs: some of ``KINDS``; replaced as a whole.
@@ -128,11 +135,12 @@ class Likeness:
 
 
 class RedisLikeness(Likeness):
-    """Looks at the value on a Redis, again and again.
+    """Compares this store with the value on a Redis at intervals.
 
     Args:
         run: see ``RunCommands``; called on a separate thread.
-        close: ends what ``run`` uses.
+        close: closes the connection of ``run``.
+        look_s: seconds between comparisons.
     """
 
     def __init__(
@@ -171,7 +179,7 @@ class RedisLikeness(Likeness):
 
 
 def likeness_of(config: StoreConfig, stored: StoredAs) -> Likeness:
-    """Look at the store's Redis from now on, if it has one.
+    """Return the ``Likeness`` of a store, which compares it with its Redis if it has one.
 
     Raises:
         ValueError: ``redis_url`` is not a URL of a Redis server, or the secret cannot be read.

@@ -1,12 +1,12 @@
 """Sessions and tenants as the store knows them: names, limits, chunks, states, reasons of misses.
 
-A chunk has one size for every codec and both engines, which is a part of every name: every codec
-packs each token by itself, so that small chunks are as dense as large ones (decision 89).
+Chunks have the same size for every codec and both engines, and the size enters every chunk's name.
+Every codec packs each token by itself, so small chunks are as dense as large ones (decision 89).
 
 A state (recurrent layers, sliding windows) is as large as thousands of packed tokens, so a session
-keeps as few as returning needs. The newest serves the turn that continues the answer. The one
-before the answer serves a chat template that drops the model's reasoning, an answer that is
-generated again, and a last message that is edited. A return to an earlier point costs a prefill.
+keeps only two. The newest serves the turn that continues the answer. The one before the answer
+serves a chat template that drops the model's reasoning, an answer that is generated again, and a
+last message that is edited. A return to an earlier point costs a prefill.
 """
 
 from __future__ import annotations
@@ -20,41 +20,42 @@ TierName: TypeAlias = Literal["ram", "disk", "redis"]
 
 
 class TierKind(NamedTuple):
-    """Describes a tier, as far as its name alone says it."""
+    """The properties of a tier that follow from its name."""
 
-    place: str  # where sessions sleep in it, in words
+    place: str  # words for a message: sessions sleep "in memory"
     outlives_engine: bool
     is_shared: bool  # engines on other machines write to it, too
-    restore_share: float  # the time of a restore, about, as a share of the prefill it replaces
+    restore_share: float  # about how long a restore takes, as a share of the prefill it replaces
 
 
-# By their speed, the fastest first.
+# The fastest first.
 TIERS: Final[Mapping[TierName, TierKind]] = {
     "ram": TierKind("in memory", outlives_engine=False, is_shared=False, restore_share=0.01),
     "disk": TierKind("on disk", outlives_engine=True, is_shared=False, restore_share=0.02),
     "redis": TierKind("in Redis", outlives_engine=True, is_shared=True, restore_share=0.05),
 }
 TIER_NAMES: Final[tuple[TierName, ...]] = tuple(TIERS)
-# Why something that was once computed has to be computed again.
+# Why tokens that may have been computed before have to be computed again.
 MissReason: TypeAlias = Literal[
     "never-stored",  # nothing of this session was ever saved here
-    "too-short",  # it had fewer tokens than a chunk, which is the least that is saved
+    "too-short",  # the session had fewer tokens than a chunk, and only full chunks are saved
     "diverged",  # the new prompt departs from the stored one
     "evicted",  # a tier ran out of room
     "ttl",
     "fingerprint",  # saved by another model, dtype or layout, or by codecs not known here
     "corrupt",
     "deadline",  # a slow tier; prefill is faster
-    "computed-sooner",  # what it adds to a hot beginning is computed sooner than restored
+    "computed-sooner",  # the tokens after a hot beginning are computed sooner than restored
     "unavailable",  # a tier is down
     "disabled",  # this engine serves without hibernation
-    # Nothing of it was found, and an engine on the same Redis has another secret: the session may
-    # be stored there, sealed with that secret.
+    # No part of the session was found, and an engine on the same Redis has another secret: the
+    # session may be stored there, sealed with that secret.
     "foreign-secret",
-    # All of it is under other names: another engine on the same Redis has another PYTHONHASHSEED.
+    # The session's chunks have other names, because the engine on the same Redis that saved them
+    # has another PYTHONHASHSEED.
     "foreign-seed",
 ]
-# The reasons for an unknown session, which may well be new.
+# The reasons for a session that the store does not know; it may simply be new.
 UNKNOWN_REASONS: Final[frozenset[MissReason | None]] = frozenset(
     {"never-stored", "too-short", "foreign-secret"}
 )
@@ -64,7 +65,7 @@ SessionName: TypeAlias = tuple[str, str]  # tenant and session id
 
 
 class SessionRef(msgspec.Struct, frozen=True):
-    """Names one session of one tenant. ``salt`` is the tenant's; it enters every chunk key."""
+    """The name of one session of one tenant. ``salt``: the tenant's; it enters every chunk key."""
 
     tenant: str
     id: str
@@ -76,7 +77,10 @@ class SessionRef(msgspec.Struct, frozen=True):
 
 
 def chunk_of_blocks(block_tokens: int) -> int:
-    """Return the chunk size of an engine with blocks of its own: whole blocks, at least one."""
+    """Return the tokens per chunk for an engine whose blocks have ``block_tokens`` tokens.
+
+    A chunk is a whole number of blocks, at least one, and near ``CHUNK_TOKENS``.
+    """
     return max(CHUNK_TOKENS // block_tokens, 1) * block_tokens
 
 
@@ -91,11 +95,14 @@ def by_worth(positions: Iterable[int]) -> list[int]:
 
 
 class KVSize(msgspec.Struct, frozen=True):
-    """The bytes that a session's KV takes, by its tokens. Sizes of several parts add up."""
+    """The bytes that a session's KV takes, as a function of its number of tokens.
 
-    per_token: int = 0  # in layers that keep every token
-    windows: tuple[tuple[int, int], ...] = ()  # bytes per token, and of so many tokens at most
-    fixed: int = 0  # recurrent states
+    Sizes of several parts of a model can be added.
+    """
+
+    per_token: int = 0  # bytes in the layers that keep every token
+    windows: tuple[tuple[int, int], ...] = ()  # (bytes per token, most tokens kept) of each
+    fixed: int = 0  # bytes of the recurrent states
 
     def of(self, num_tokens: int) -> int:
         """Count the bytes of a session of ``num_tokens``."""
@@ -109,7 +116,7 @@ class KVSize(msgspec.Struct, frozen=True):
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
-    """The limits of one tier. A limit counts what a budget counts: names and overhead, too."""
+    """The bytes of one tier that each tenant may use; names and overhead count, as in a budget."""
 
     named: dict[str, int | None] = {}  # bytes by tenant; None = any number
     others: int | None = None  # of each tenant that is not named; None = any number
@@ -117,8 +124,8 @@ class TenantLimits(msgspec.Struct, frozen=True):
     def of(self, tenant: str) -> int | None:
         """Return a tenant's limit in bytes; None = any number.
 
-        A tenant ``NAME/USER``, a user of a key's, has the limit of ``NAME`` for itself. Blobs whose
-        tenant is not known, those of "", have no limit.
+        A tenant ``NAME/USER`` (one user of the API key ``NAME``) has a limit of its own, as large
+        as that of ``NAME``. Blobs of the tenant "", whose owner is not known, have no limit.
         """
         if not tenant:
             return None

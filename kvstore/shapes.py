@@ -3,9 +3,10 @@
 Arrays are numpy. numpy has no bfloat16, so a bf16 array is passed as its uint16 bit pattern; the
 layout, never the array, determines the dtype.
 
-A model rotates its keys by position (RoPE, arXiv 2104.09864): pairs of channels by position times
-frequency. This is only the description, a part of every profile; ``codecs.stages`` uses it to
-rotate keys back. Latent attention keeps its rotated keys in the place of values.
+A model rotates its keys by position (RoPE, arXiv 2104.09864): each pair of channels by the angle
+position times frequency. ``Rope`` only describes the rotation and is part of every profile;
+``codecs.stages`` uses it to rotate keys back. Latent attention keeps its rotated keys in the place
+of values.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 # One layer's (K, V); each (num_kv_heads, num_tokens, head_dim), rows of head_dim contiguous,
 # strides between heads free. The caller owns the memory.
 KVPair: TypeAlias = tuple[np.ndarray, np.ndarray]
-# All attention layers of a run of tokens.
+# A run of consecutive tokens in all attention layers.
 KVRun: TypeAlias = Sequence[KVPair]
 RotatedSide: TypeAlias = Literal["values"]
 
 
 MOST_IN_LAYER: Final = 1 << 20
-# What is read from a file is checked here, and nowhere else.
+# Bounds of the shapes that are read from files. msgspec checks them when it decodes a layer.
 NumHeads: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_IN_LAYER)]
 Dim: TypeAlias = Annotated[int, Meta(ge=0, le=MOST_IN_LAYER)]
 
@@ -52,16 +53,17 @@ class KVLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_latent(layer: KVLayer) -> bool:
-    """Say whether a layer has the shape of multi-head latent attention.
+    """Return whether a layer has the shape of multi-head latent attention.
 
-    One latent for all heads is in the place of keys, its turned part in that of values. One head of
-    keys and values of different sizes looks the same.
+    There the latent that all heads share is in the place of keys, and the rotated part of the keys
+    in the place of values. A layer with one head whose keys and values differ in size looks the
+    same.
     """
     return layer.num_kv_heads == 1 and 0 < layer.value_dim != layer.head_dim > 0
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The growing layers of one model, as one rank of one engine holds them."""
+    """The layers of one model that keep every token, as one rank of one engine holds them."""
 
     dtype: DType
     layers: tuple[KVLayer, ...]
@@ -91,13 +93,13 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StateLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of a session that is not rows of every token.
+    """The shape of a model's state: sliding windows and recurrent layers.
 
     Args:
-        windows: layers that keep the newest tokens only; None if there are none whose rows can be
-            packed.
+        windows: layers that keep the newest tokens only; None if the model has none whose rows can
+            be packed.
         window_tokens: the most tokens that they keep.
-        has_matrices: recurrent layers keep matrices that can be packed.
+        has_matrices: whether recurrent layers keep matrices that can be packed.
     """
 
     windows: KVLayout | None = None
@@ -109,9 +111,9 @@ class StoredModel(msgspec.Struct, frozen=True):
     """The model whose KV a store keeps.
 
     Args:
-        name: the clients' name of it; sessions are found by it.
+        name: the name by which clients call it; it enters the keys of session records.
         fingerprint: hex digest of weights, config, dtype and the engine's KV layout.
-        needs_state: its cache cannot be cut back to an earlier token; sessions are then
+        needs_state: whether its cache cannot be cut back to an earlier token; sessions are then
             restorable only where a state was taken.
         windows: layers with sliding windows whose rows are stored as chunks beside states.
         window_tokens: tokens that these layers keep.
@@ -155,9 +157,9 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.lru_cache(maxsize=256)
 def angle_tables(rope: Rope, first_token: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cosines and sines for tokens ``first_token ..``.
+    """Return the cosines and sines of the angles of the tokens from ``first_token`` on.
 
-    Both fp32 (num_tokens, channels / 2).
+    Both fp32 (num_tokens, num_channels / 2).
     """
     positions = np.arange(first_token, first_token + num_tokens, dtype=np.float64)
     angles = np.outer(positions, np.array(rope.frequencies, np.float64))

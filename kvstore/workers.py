@@ -22,14 +22,14 @@ LEAST_PRIORITY: Final = 19
 T = TypeVar("T")
 K = TypeVar("K")
 MAX_DEFAULT_THREADS: Final = 4
-# A tier that hangs occupies readers, never codec threads; with none left, restores time out.
+# A tier that hangs occupies readers, never codec threads. When it occupies all, restores time out.
 NUM_READERS: Final = 4
 _log = logging.getLogger(__name__)
 _of_thread = threading.local()
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may use: its affinity, cut to a container's CPU quota."""
+    """Return the cores that this process may use: its affinity, limited to the CPU quota."""
     if sys.platform == "linux":
         cores = len(os.sched_getaffinity(0))
     else:
@@ -43,7 +43,10 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 @functools.cache
 def processors(about: Path = Path("/proc/cpuinfo")) -> str:
-    """Name the machine's processors, such as "2 x AMD EPYC 9B14": all, on whichever thread."""
+    """Return the number and the name of the machine's processors, such as "2 x AMD EPYC 9B14".
+
+    It counts all of them, also those that this thread may not use.
+    """
     kind = platform.processor() or platform.machine()
     with suppress(OSError):  # no Linux
         found = re.search(r"^(?:model name|CPU part)\s*:\s*(.+)$", about.read_text(), re.MULTILINE)
@@ -52,7 +55,7 @@ def processors(about: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def lower_priority() -> None:
-    """Give all other threads priority; threads that this one starts inherit it (on Linux)."""
+    """Lower this thread's priority below all others; its new threads inherit that on Linux."""
     _of_thread.is_background = True
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
@@ -60,7 +63,7 @@ def lower_priority() -> None:
 
 @contextmanager
 def in_background() -> Iterator[None]:
-    """Note that no request waits for this thread meanwhile."""
+    """Mark this thread as one for which no request waits, within the ``with`` block."""
     before, _of_thread.is_background = is_background(), True
     try:
         yield
@@ -69,14 +72,14 @@ def in_background() -> Iterator[None]:
 
 
 def is_background() -> bool:
-    """True on a thread for which no request waits, as it noted itself."""
+    """Return whether this thread is marked as one for which no request waits."""
     return getattr(_of_thread, "is_background", False)
 
 
 def memory_nodes(status: Path = Path("/proc/self/status")) -> int:
-    """NUMA nodes whose memory this process may use; 1 if the system does not report them.
+    """Count the NUMA nodes whose memory this process may use; 1 if the system reports none.
 
-    A container may have fewer than the machine.
+    A container may use fewer than the machine has.
     """
     try:
         found = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status.read_text(), re.MULTILINE)
@@ -87,12 +90,12 @@ def memory_nodes(status: Path = Path("/proc/self/status")) -> int:
 
 
 def default_threads() -> int:
-    """Number of codec threads unless a setting gives it: one core is left to the engine."""
+    """Return the default number of codec threads, which leaves one core to the engine."""
     return min(max(usable_cores() - 1, 1), MAX_DEFAULT_THREADS)
 
 
 def restoring_threads(num_threads: int) -> int:
-    """Number of threads that unpack one session: those of the codec, and the one that waits."""
+    """Return how many threads unpack a session: the codec threads and the thread that waits."""
     return (num_threads or default_threads()) + 1
 
 
@@ -113,9 +116,10 @@ class Workers:
         return _submit(self._readers, call, *args)
 
     def each(self, call: Callable[[K], T], items: Iterable[K]) -> list[T]:
-        """Call with each item on the codec threads; returns the results in order.
+        """Call ``call`` with each item on the codec threads; return the results in order.
 
-        As many calls are in flight as there are threads, so a restore never waits long for one.
+        At most one call per thread is submitted at a time, so that a restore, which submits its
+        calls to the same threads, never waits for the whole list.
         """
         running: deque[Future[T]] = deque()
         done: list[T] = []
@@ -126,7 +130,7 @@ class Workers:
         return [*done, *(x.result() for x in running)]
 
     def later(self, call: Callable[..., None], *args: object) -> None:
-        """Run a call soon; only ``quiet`` waits for it."""
+        """Run a call on a reader thread, without a result. ``quiet`` waits for such calls."""
         future = _submit(self._readers, call, *args)
         with self._lock:
             self._unfinished.add(future)
@@ -152,14 +156,14 @@ class Workers:
 
 
 class Task(Generic[T]):
-    """A call for a codec thread, which the thread that waits for it may make itself."""
+    """A call that is queued for a codec thread and that the waiting thread may run instead."""
 
     def __init__(self, workers: Workers, call: Callable[[], T]) -> None:
         self._call = call
         self.future = workers.codec(call)
 
     def take(self) -> bool:
-        """Make the call here and now; False if a codec thread has begun it."""
+        """Run the call on this thread; return False if a codec thread has already begun it."""
         if not self.future.cancel():
             return False
         self.future = Future()
