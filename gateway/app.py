@@ -67,12 +67,12 @@ def create_app(
     rates: Rates | None = None,
     shared_sessions: SharedSessions | None = None,
 ) -> FastAPI:
-    """Build the app around parts that ``launch`` has made.
+    """Build the app from parts that ``launch`` has made.
 
-    Its lifespan starts and stops the engines. Without ``stored`` nothing is stored, and
-    without ``loading`` all models are loaded from the start. ``headroom`` is the memory that
-    several models share: at its last mark one engine is ended, the one that holds most. ``rates``
-    counts what keys use, together with other gateways; ``shared_sessions`` lists their sessions.
+    The app's lifespan starts and stops the engines. Without ``stored`` nothing is stored, and
+    without ``loading`` all models are loaded from the start. ``headroom`` watches the memory that
+    several models share: when almost none is left, the engine that holds most is restarted.
+    ``rates`` counts what keys use, and ``shared_sessions`` lists sessions, over all gateways.
     """
     served, limits = Models(models), KeyLimits(config.usual_limits, rates)
     tier_bytes = TierBytes(served.engines, tenants, lambda: limits.usual, metrics.tenants_full)
@@ -90,7 +90,7 @@ def create_app(
         shared_sessions=shared_sessions,
     )
     limits.rates.on_change = metrics.limits_shared
-    # FastAPI's pages fetch scripts from a foreign server, and its description knows no bodies here.
+    # FastAPI's pages load scripts from another host, and its OpenAPI document lacks our bodies.
     app = FastAPI(
         title="Thermocline",
         lifespan=partial(_running, gateway, headroom),
@@ -100,7 +100,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.gateway = gateway
-    for module in ROUTES:  # an included router resolves arguments, also of a ``PlainRoute``
+    for module in ROUTES:  # ``include_router`` would resolve arguments, also of a ``PlainRoute``
         app.router.routes += module.router.routes
     for kind in FORESEEN:
         app.add_exception_handler(kind, respond)
@@ -120,7 +120,7 @@ def create_app(
 async def _running(
     gateway: Gateway, headroom: Headroom | None, app: FastAPI
 ) -> AsyncIterator[None]:
-    lasting = [("holding tenants to their bytes", gateway.tier_bytes.run)]
+    lasting = [("limiting the bytes of tenants", gateway.tier_bytes.run)]
     for model in gateway.models:
         if model.on_demand is None:
             await model.engine.start()
@@ -151,10 +151,10 @@ async def _running(
 
 
 async def _again_and_again(run: Callable[[], Awaitable[None]], what: str) -> None:
-    """Run something until cancelled; start it again if it fails.
+    """Run a background task until cancelled, and start it again whenever it fails or returns.
 
-    A defect in it must not end the service: without housekeeping sessions just stay hot until the
-    engine itself drops them, and without sharing each gateway counts for itself.
+    A defect in it must not end the service: without housekeeping, sessions stay hot until the
+    engine itself evicts them; without sharing, each gateway counts for itself.
     """
     while True:
         try:

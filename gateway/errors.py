@@ -1,7 +1,7 @@
-"""Turns every failure into the shape of its dialect, with a status and headers to act on.
+"""Turns every failure into an error of the request's dialect, with its status and headers.
 
-OpenAI's is the rule; what is asked under ``/v1/messages`` is answered in Anthropic's, wherever the
-fault is found: by the host's check, the router, the key, the body's reader.
+Paths under ``/v1/messages`` get Anthropic's shape and all others OpenAI's, whichever part finds the
+fault: the check of the host, the router, the check of the key, the reader of the body.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scheduler.sessions import Draining, MemoryScarce, Overloaded, SessionKept
 
 RETRY_LATER_S = 2.0  # an engine that crashed is usually back by then
 ANTHROPIC_PATH: Final = "/v1/messages"
-# Anthropic's types by status; any other is one of the server's own faults, or of the request's.
+# Anthropic's types by status; any other is "api_error" from 500 on, else "invalid_request_error".
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     402: "billing_error",
@@ -37,22 +37,21 @@ _ANTHROPIC_TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# What engines say of a prompt beyond the context: ours (``context_too_long``), and vLLM.
+# How engines report a prompt that exceeds the context: ours (``context_too_long``), and vLLM.
 _CONTEXT: Final = re.compile(r"maximum context length is (\d{1,18}) tokens")
 _PROMPT: Final = re.compile(
     r"(?:prompt has|text has|prompt contains) (?:at least )?(\d{1,18}) (?:input )?tokens"
 )
-_OF_A_TOOL: Final = re.compile(r"^(tools\[\d{1,4}\])\.function\.parameters")  # a chat's name of it
+_OF_A_TOOL: Final = re.compile(r"^(tools\[\d{1,4}\])\.function\.parameters")  # its path in a chat
 _OVERLOADED: Final = 529  # Anthropic's status for 503
 _HINTS = {
     404: "This path does not exist here; see /v1/models, /v1/chat/completions, /v1/responses,"
     " /v1/completions, /v1/messages and /v1/sessions.",
     405: "This path does not take that method.",
 }
-# Reasons why a session was not put to sleep: a code for programs, and words. One that is being
-# saved sleeps when that is done.
+# Reasons why a session was not put to sleep: a code for programs, and words for people.
 _KEPT: Final[Mapping[KeptReason, tuple[str, str]]] = {
-    "busy": ("session_busy", "a turn of it is being served"),
+    "busy": ("session_busy", "it is serving a turn"),
     "pinned": ("session_pinned", "it is pinned; unpin it first"),
     "no-cold-copy": ("no_cold_copy", "it could not be saved, so it would be lost"),
     "disabled": ("hibernation_disabled", "this engine serves without hibernation"),
@@ -71,16 +70,16 @@ class Failure(msgspec.Struct, frozen=True):
     headers: tuple[tuple[str, str], ...] = ()
 
     def json(self) -> bytes:
-        """The body, in OpenAI's shape."""
+        """Return the body, in OpenAI's shape."""
         body = error_body(self.message, error_type(self.status), self.param, self.code)
         return msgspec.json.encode(body)
 
     def event(self) -> bytes:
-        """The last bytes of a stream that failed after its head was sent."""
+        """Return the last bytes of a stream that failed after its head was sent."""
         return b"data: " + self.json() + b"\n\ndata: [DONE]\n\n"
 
     def anthropic_json(self, request_id: str | None = None) -> bytes:
-        """The body, in Anthropic's shape."""
+        """Return the body, in Anthropic's shape."""
         message = _OF_A_TOOL.sub(r"\1.input_schema", self.message)
         if self.code == "context_length_exceeded":
             message = _too_long(message)
@@ -88,7 +87,7 @@ class Failure(msgspec.Struct, frozen=True):
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
     def anthropic_event(self) -> bytes:
-        """The last event of one of Anthropic's streams that failed after its head was sent."""
+        """Return the last event of an Anthropic stream that failed after its head was sent."""
         return b"event: error\ndata: " + self.anthropic_json() + b"\n\n"
 
     @property
@@ -101,18 +100,18 @@ class Failure(msgspec.Struct, frozen=True):
         return _OVERLOADED if self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.status
 
     def response_for(self, path: str, request_id: str | None = None) -> Response:
-        """The whole response in the dialect that is spoken at ``path``."""
+        """Return the whole response, in the dialect of ``path``."""
         if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
             return self.response()
         body = self.anthropic_json(request_id)
         return Response(body, self._anthropic_status, self._headers(), "application/json")
 
     def response(self) -> Response:
-        """The whole response in OpenAI's shape."""
+        """Return the whole response, in OpenAI's shape."""
         return Response(self.json(), self.status, self._headers(), "application/json")
 
     def _headers(self) -> dict[str, str]:
-        """``retry-after`` where the same request may succeed later, and how to send a key."""
+        """Return ``retry-after`` if a retry may succeed, and how to authenticate for a 401."""
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, ceil(self.retry_after_s)))
@@ -123,9 +122,10 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def _too_long(message: str) -> str:
-    """Put Anthropic's words in front, by which agents know that and how far they have to compact.
+    """Put Anthropic's sentence in front, from which agents read how much they have to compact.
 
-    An engine that did not count to the end says "at least", perhaps of a number within the context.
+    An engine that stopped counting reports "at least N", where N may be within the context: then
+    the smallest number beyond the context is given.
     """
     most, counted = _CONTEXT.search(message), _PROMPT.search(message)
     if most is None:
@@ -135,7 +135,7 @@ def _too_long(message: str) -> str:
 
 
 class RequestRefused(Exception):
-    """A part of the gateway refuses a request, and has the answer."""
+    """Raised by a part of the gateway that refuses a request; carries the answer."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -143,7 +143,7 @@ class RequestRefused(Exception):
 
 
 def failure_of(error: Exception) -> Failure:
-    """Translate an exception. An unforeseen one becomes a 500 without details."""
+    """Return the answer to an exception; an unforeseen one gives a 500 without details."""
     match error:
         case RequestRefused():
             return error.failure
@@ -170,9 +170,9 @@ def failure_of(error: Exception) -> Failure:
             return Failure(502, f"The engine refused: {error}.", None, "engine_refused")
         case StoreFailed():
             if error.trouble == "full":
-                message = "There is no room to store this. Delete what is not needed any more."
+                message = "There is no room to store this. Delete stored objects you do not need."
                 return Failure(507, message, None, "store_full")
-            message = "What is stored cannot be reached now. Try again later."
+            message = "Stored objects cannot be reached now. Try again later."
             return Failure(503, message, None, "store_unavailable", RETRY_LATER_S)
         case TimeoutError():
             return Failure(504, "The answer took too long.", None, "timeout")
@@ -180,11 +180,11 @@ def failure_of(error: Exception) -> Failure:
             status = error.status_code
             return Failure(status, _HINTS.get(status, str(error.detail)), None, _code(status))
         case _:
-            return Failure(500, "This server made an error; its log says more.", None, "internal")
+            return Failure(500, "Internal server error; the log says more.", None, "internal")
 
 
 async def respond(request: Request, error: Exception) -> Response:
-    """Answer an exception that ``failure_of`` knows by name; an exception handler of the app."""
+    """Answer a request that raised one of ``FORESEEN``; the app's exception handler."""
     request_id = getattr(request.scope.get("state", {}).get("request"), "id", None)
     response = failure_of(error).response_for(request.url.path, request_id)
     if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -193,7 +193,7 @@ async def respond(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """List the methods that a path takes: each has a route of its own."""
+    """Return the methods that a request's path takes; each method has its own route."""
     routes: list[Route] = request.app.routes
     found = [x.methods for x in routes if x.matches(request.scope)[0] is not Match.NONE]
     return {method for methods in found for method in methods or ()} - {"HEAD"}

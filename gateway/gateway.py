@@ -1,4 +1,4 @@
-"""The parts of one app, and what is done with all of them: drain, cut."""
+"""The parts of one app, and the operations on all of them: drain and cut."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Gateway:
         return sum(x.sessions.num_running for x in self.models)
 
     def restart_largest(self, why: str) -> None:
-        """End the engine that holds most, as far as is known; see ``Engine.restart``."""
+        """Restart the engine that last reported the most memory; see ``Engine.restart``."""
         running = [x for x in self.models if x.engine.ready] or list(self.models)
         max(running, key=lambda x: x.held_bytes).engine.restart(why)
 
@@ -61,12 +61,12 @@ class Gateway:
         until = loop.time() + LAST_WORDS_S
         while self.num_running and loop.time() < until:
             await asyncio.sleep(ENGINE_POLL_S)
-        ending.cancel()  # the engines save and leave by themselves when this process is gone
+        ending.cancel()  # when this process is gone, the engines save their sessions and exit
 
     async def drain(self) -> None:
-        """Take no new turns, and let the running ones finish within ``drain_s``.
+        """Admit no new turns, and let the running ones finish within ``drain_s``.
 
-        Streams that are cut off then end with an error event, as they do when an engine dies.
+        Streams that still run after that end with an error event, as they do when an engine dies.
         """
         self.draining = True
         if self.loading is not None:

@@ -1,8 +1,8 @@
 """API keys, the tenants that they belong to, and the tenants' salts.
 
-A key is 32 random bytes, so storing one plain SHA-256 of it is enough. What a caller sends is
-compared with every known key in constant time. A tenant's salt is derived from the server's secret:
-it enters every chunk key of that tenant, is never revealed, and no client can choose it.
+A key is 32 random bytes, so its plain SHA-256 is stored. The key that a caller sends is compared
+with every known one in constant time. A tenant's salt is derived from the server's secret and
+enters every chunk key of that tenant; it is never revealed, and no client can choose it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engines.openai.requests import InvalidRequest
 KEY_PREFIX = "tc-"
 ANONYMOUS = "local"
 MAX_WEIGHT = 1_000_000
-_USER_MARK = "/"  # no tenant's name has it
-_HASH_MARK = "~"  # no word begins with it
+_USER_MARK = "/"  # no tenant's name contains it
+_HASH_MARK = "~"  # no match of ``_USER`` begins with it
 _USER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-WEIGHT = "weight"  # a word of a key's line, beside its limits
+WEIGHT = "weight"  # a further name in a key's line, after its limits
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,15})*)")
 _NUMBERS = re.compile(r"(?:[a-z_]+=[0-9]{1,15}\s*)*")
 
@@ -34,7 +34,7 @@ class BadKeyLine(Exception):
 
 
 class Limits(NamedTuple):
-    """The limits of one key; 0 = any number. ``sessions`` and bytes of tiers are its tenant's."""
+    """The limits of a key; 0 = no limit. ``sessions`` and ``*_bytes`` are for its whole tenant."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -44,14 +44,14 @@ class Limits(NamedTuple):
     disk_bytes: int = 0
 
     def bytes_of(self, tier: TierName) -> int:
-        """Return the limit of a tier's bytes; 0 for Redis, whose server alone bounds it."""
+        """Return the limit in bytes of a tier; 0 for Redis, where only the server sets a bound."""
         return {"ram": self.ram_bytes, "disk": self.disk_bytes}.get(tier, 0)
 
 
 class Tenant(NamedTuple):
-    """A caller's name, and the salt that enters every key of its cold data; its key's limits.
+    """A caller: its name, the salt that enters every key of its cold data, and its key's limits.
 
-    A user of a key's is a tenant of its own, ``TENANT/USER``.
+    With ``gateway.trust_user_header`` each user of a key is a tenant too, named ``TENANT/USER``.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Tenant(NamedTuple):
     key_id: str = ""  # distinguishes keys of one tenant; no secret
     limits: Limits | None = None  # None: the usual ones
     admin: bool = False  # may see and manage all tenants' sessions
-    weight: int = 1  # of its share of the engine; the largest that one of its keys has
+    weight: int = 1  # of its share of the engine: the largest weight among the tenant's keys
 
     def session(self, id: str) -> SessionRef:
         """Name a session of this tenant, known or new."""
@@ -67,7 +67,7 @@ class Tenant(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A key as its line says it; the key itself cannot be made of that."""
+    """A key as its line describes it: by a hash, not by the key itself."""
 
     digest: bytes
     tenant: str
@@ -77,12 +77,12 @@ class Key(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Its name, which may be shown."""
+        """The id under which lists and logs show the key; it is no secret."""
         return self.digest[:8].hex()
 
 
 class Tenants:
-    """All tenants that may call. Without any key there is one, ``ANONYMOUS``."""
+    """All tenants that may call. If there are no keys, the only one is ``ANONYMOUS``."""
 
     def __init__(
         self, secret: bytes, key_lines: Iterable[str] = (), admin_lines: Iterable[str] = ()
@@ -90,10 +90,11 @@ class Tenants:
         """
         Args:
             secret: at least 16 random bytes that stay the same over restarts.
-            admin_lines: keys of the same form that see and manage all tenants.
+            key_lines: lines of the form "tenant:sha256", see ``read_keys``.
+            admin_lines: lines of the same form, for keys that see and manage all tenants.
 
         Raises:
-            BadKeyLine: with the number of the line.
+            BadKeyLine: a line cannot be read; the message has its number.
         """
         if len(secret) < 16:
             raise ValueError("the server's secret needs at least 16 bytes")
@@ -104,11 +105,11 @@ class Tenants:
         self.num_replaced = 0
 
     def replace(self, key_lines: Iterable[str], admin_lines: Iterable[str] = ()) -> None:
-        """Take other keys from now on, all at once; turns that run go on.
+        """Replace all keys at once; running turns go on.
 
         Raises:
-            BadKeyLine: one cannot be read, or the last key would go, so that none were needed any
-                more, or the first would come. The keys are as before.
+            BadKeyLine: a line cannot be read; or the last key would be removed, or the first one
+                added, which changes whether callers need a key. The keys stay as they were.
         """
         keys, admin_keys = read_keys(key_lines), read_keys(admin_lines, admin=True)
         if bool(keys) != bool(self._keys):
@@ -120,7 +121,7 @@ class Tenants:
 
     @property
     def open_to_all(self) -> bool:
-        """True if no key is needed, except for the admins' routes."""
+        """True if no key is needed, except for admin routes."""
         return not self._keys
 
     @property
@@ -135,8 +136,7 @@ class Tenants:
         """Find the tenant whose key an ``Authorization`` header or an ``X-API-Key`` header holds.
 
         Raises:
-            InvalidRequest: 401, no key, an unknown one, or two that differ: whose request it is
-                must not be guessed.
+            InvalidRequest: 401, the request has no key, an unknown one, or two that differ.
         """
         keys = (*self._keys, *self._admin_keys)  # another thread may replace them meanwhile
         if not keys:
@@ -152,11 +152,11 @@ class Tenants:
             raise _unauthorised("Authorization and X-API-Key hold different keys: send one.")
         shown = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found: Key | None = None
-        # Always all of them, so that the time reveals nothing.
+        # The loop always visits all keys, so that the time it takes reveals nothing.
         for key_line in keys:
             if hmac.compare_digest(key_line.digest, shown):
                 found = key_line
-        if found is None and self.open_to_all:  # clients often send some word where none is needed
+        if found is None and self.open_to_all:  # many clients send a dummy key to such a server
             return self._anonymous
         if found is None:
             raise _unauthorised("The API key is not valid here.")
@@ -165,12 +165,12 @@ class Tenants:
         return Tenant(found.tenant, salt, found.id, found.limits, found.admin, weight)
 
     def user(self, tenant: Tenant, user: str) -> Tenant:
-        """Return a user of a tenant's, as a tenant: its sessions and cold data are its own.
+        """Return the tenant ``TENANT/USER``, whose sessions and cold data are separate.
 
-        It is no admin: the holder of a front end's key, perhaps a user, chooses that header.
+        It is never an admin, since the holder of the key chooses the header that names the user.
 
         Args:
-            user: any text; one that is no plain word is shown as a hash, which no word can be.
+            user: any text; if it is not a plain word, a hash of it stands in its place.
         """
         if not _USER.fullmatch(user):
             said = user.encode("utf-8", "surrogateescape")
@@ -180,9 +180,10 @@ class Tenants:
         return tenant._replace(name=name, salt=self.salt_of(name), key_id=key_id, admin=False)
 
     def bytes_of(self, tier: TierName, usual: Limits) -> dict[str, int]:
-        """Return how many bytes of a tier each tenant may hold: the most that one of its keys says.
+        """Return each tenant's limit in bytes of a tier, the largest of its keys; 0 = no limit.
 
-        0 = any number.
+        Args:
+            usual: the limits of keys whose own lines set none.
         """
         if not self._keys:
             found = {ANONYMOUS: [usual.bytes_of(tier)]}
@@ -194,7 +195,7 @@ class Tenants:
         return {name: max(each) if all(each) else 0 for name, each in found.items()}
 
     def operator(self) -> Tenant:
-        """Return who may open the admins' socket: an admin without a key."""
+        """Return the tenant of callers at the admins' socket: ``ANONYMOUS``, as an admin."""
         return self._anonymous._replace(admin=True)
 
     def salt_of(self, name: str) -> bytes:
@@ -202,7 +203,7 @@ class Tenants:
         return self.key_of(name, b"salt")
 
     def key_of(self, name: str, purpose: bytes) -> bytes:
-        """Derive a key of a tenant, 32 bytes; no purpose may be the beginning of another."""
+        """Derive a key of a tenant, 32 bytes. No ``purpose`` may be the beginning of another."""
         return hmac.digest(self._secret, purpose + name.encode(), "sha256")
 
 
@@ -219,19 +220,19 @@ def generate_key(tenant: str) -> tuple[str, str]:
 
 
 def read_key_lines(path: str) -> list[str]:
-    """Read a key list. Raises ``OSError`` or ``UnicodeDecodeError``."""
+    """Read the lines of a key file. Raises ``OSError`` or ``UnicodeDecodeError``."""
     return Path(path).read_text(encoding="utf-8").splitlines()
 
 
 def read_key(line: str) -> Key:
-    """Read the line of a key; one that holds none raises ``BadKeyLine``, too."""
+    """Read one key's line. Raises ``BadKeyLine``, also for an empty line or a comment."""
     for key in read_keys([line]):
         return key
     raise BadKeyLine("line 1 of the API keys holds no key")
 
 
 def read_keys(lines: Iterable[str], *, admin: bool = False) -> list[Key]:
-    """Read the lines of keys; empty ones and comments hold none. Raises ``BadKeyLine``."""
+    """Read the keys of a list's lines, skipping empty lines and comments. Raises ``BadKeyLine``."""
     keys = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
@@ -259,7 +260,7 @@ def read_keys(lines: Iterable[str], *, admin: bool = False) -> list[Key]:
 
 
 def read_numbers(text: str, known: Sequence[str]) -> dict[str, int]:
-    """Read ``name=number`` words, which may follow a key. Raises ``ValueError``."""
+    """Read the ``name=number`` words of a key's line. Raises ``ValueError``."""
     if not _NUMBERS.fullmatch(text):
         raise ValueError(f"{text[:80]!r}, which is no list such as requests_per_minute=60")
     given = {name: int(value) for name, _, value in (x.partition("=") for x in text.split())}

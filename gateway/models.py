@@ -1,4 +1,4 @@
-"""The models that are served, each with its engine and sessions, and which one a request means."""
+"""The served models, each with its engine and its sessions; finds the one a request names."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from scheduler.session import SessionView
 from scheduler.sessions import SessionManager
 
 ENGINE_POLL_S = 0.05
-FIGURES_S = 0.5  # an engine that does not answer must not make /metrics wait
-# A table of more rows is counted at most once in so many seconds: all requests wait meanwhile.
+FIGURES_S = 0.5  # an engine that does not answer must not make /metrics wait longer
+# A table of more rows is counted at most once in so many seconds, as all requests wait meanwhile.
 MANY_ROWS, COUNT_EVERY_S = 10_000, 5.0
 MAX_AWAITING = 256  # requests beyond these get 503 at once; each holds a connection
 
 
 @dataclass(eq=False)
 class ServedModel:
-    """One model, its engine and its sessions; nothing is started."""
+    """One model with its engine and its sessions; making it starts nothing."""
 
     engine: Engine
     sessions: SessionManager
     config: InitVar[GatewayConfig]
     metrics: InitVar[Metrics]
     _: KW_ONLY
-    given_name: str = ""  # in the settings; "" = as its engine says, once it is ready
+    given_name: str = ""  # from the settings; "" = its engine names it, once it is ready
     aliases: Sequence[str] = ()  # further names, of this model only; a reload may change them
     path: str = ""  # the folder or hub id that its engine reads; "" = unknown
-    weights_bytes: int | None = None  # on disk; None: they are not here, or were not looked for
+    weights_bytes: int | None = None  # on disk; None: not on this machine, or not looked for
     on_demand: OnDemand | None = None  # None: it is loaded for as long as the server runs
 
     def __post_init__(self, config: GatewayConfig, metrics: Metrics) -> None:
@@ -59,7 +59,7 @@ class ServedModel:
         self.prefixes = PrefixWatch()
         self.live = Live(self.engine, self.sessions, metrics)
         self.snapshots = Snapshots(self.live, name=self.given_name, loading=self._loading)
-        self.seen: Welcome | None = None  # what its engine said when a request last found it ready
+        self.seen: Welcome | None = None  # its engine's, when a request last found that ready
         self._remote_images = config.remote_images
         self._num_awaiting = 0  # requests that wait for the engine to come back
         self._counted: Counter[tuple[str, str]] = Counter()  # sessions by state and tier
@@ -67,7 +67,11 @@ class ServedModel:
 
     @property
     def served(self) -> Welcome:
-        """The engine's account of itself. Raises ``EngineUnavailable`` while it is not ready."""
+        """The properties that the engine reported at its start.
+
+        Raises:
+            EngineUnavailable: the engine is not ready.
+        """
         welcome = self.engine.welcome
         if welcome is None:
             raise EngineUnavailable(self.engine.trouble)
@@ -84,33 +88,33 @@ class ServedModel:
 
     @property
     def label(self) -> str:
-        """Its name, for lists and logs; "" while nothing has said it yet."""
+        """Its name, for lists and logs; "" if its engine is to name it and is not ready."""
         welcome = self.engine.welcome
         return self.given_name or (welcome.model if welcome else "")
 
     @property
     def held_bytes(self) -> int:
-        """The memory that its engine said it holds, weights included where it knows them."""
+        """The memory that its engine last reported, with the weights if the engine counts them."""
         report = self.live.report
         return max(report.active_bytes, report.hot_bytes) if report else 0
 
     def is_named(self, asked: str) -> bool:
-        """Say whether that is its name or one of its aliases. Raises as ``name`` does."""
+        """Return whether ``asked`` is its name or one of its aliases. Raises as ``name`` does."""
         return asked == self.name or asked in self.aliases
 
     @property
     def image_support(self) -> ImageSupport:
-        """The images that the engine takes. Raises ``EngineUnavailable`` as ``served`` does."""
+        """The kinds of images that the engine takes. Raises as ``served`` does."""
         return ImageSupport(self.served.sees_images, self._remote_images)
 
     @property
     def last_image_support(self) -> ImageSupport:
-        """The images that the engine took when it was last there; all, if it never was."""
+        """The kinds of images that the engine took when last ready; all, if it never was."""
         return ImageSupport(self.seen is None or self.seen.sees_images, self._remote_images)
 
     @property
     def state(self) -> str:
-        """Its state of loading, in a word."""
+        """Its ``LoadState`` in a word, such as "loaded"."""
         if not self.is_there:
             return self._loading()
         return "loaded" if self.engine.ready else "loading"
@@ -120,12 +124,15 @@ class ServedModel:
 
     @property
     def is_there(self) -> bool:
-        """True unless a request for it would have it loaded."""
+        """True if it is loaded, or always is; a request for any other has it loaded first."""
         return self.on_demand is None or self.on_demand.state is LoadState.LOADED
 
     @property
     def trouble(self) -> str:
-        """The reason why it takes no turns now, as a sentence; "" if it does, or loads for them."""
+        """The reason why it takes no turns now, as a sentence.
+
+        "" if it takes turns, or if a request would have it loaded.
+        """
         if not self.is_there:
             return ""
         if not self.engine.ready:
@@ -136,36 +143,36 @@ class ServedModel:
 
     @property
     def is_listed(self) -> bool:
-        """True once its engine has listed its sessions: on demand, when it was first loaded."""
+        """True once its engine has listed its sessions; on demand, after its first load."""
         return self.on_demand is None or self.on_demand.was_listed
 
     def may_have(self, session: SessionRef) -> bool:
-        """Say whether the session is known here, or could lie where only its engine looks."""
+        """Return whether the session is known, or its engine, not loaded yet, could have it."""
         return not self.is_listed or self.sessions.get(session) is not None
 
     def knows(self, tenant: Tenant, session_id: str) -> bool:
-        """Say whether the tenant has a session of that id here."""
+        """Return whether the tenant has a session of that id here."""
         return self.sessions.get(tenant.session(session_id)) is not None
 
     def coming_key(self, session_id: str) -> str:
-        """Name a session and this model, for the count of sessions that requests will open."""
+        """Return the key under which ``KeyLimits`` counts a session that a request will open."""
         return f"{self.given_name}\0{session_id}"
 
     def sessions_of(self, tenant: Tenant) -> TenantSessions:
-        """Look at a tenant's sessions by their ids."""
+        """Return a view of a tenant's sessions, by their ids."""
         return TenantSessions(self, tenant)
 
     async def served_soon(self, wait_s: float, ending: Callable[[], bool]) -> Welcome:
-        """Return ``served``; an engine that died first gets ``wait_s`` to come back.
+        """Return ``served``, waiting up to ``wait_s`` for an engine that died and is restarted.
 
-        An engine that has never been ready is still reading its weights: a request that comes too
-        early is refused at once.
+        An engine that has never been ready still reads its weights: a request is then refused at
+        once.
 
         Args:
             ending: returns True once the server is shutting down.
 
         Raises:
-            EngineUnavailable: the engine is not ready, or not again in time.
+            EngineUnavailable: the engine was never ready, or is not ready again in time.
         """
         if self.seen is not None and self._num_awaiting < MAX_AWAITING:
             self._num_awaiting += 1
@@ -184,7 +191,7 @@ class ServedModel:
             await asyncio.sleep(ENGINE_POLL_S)
 
     async def gauges(self) -> Gauges:
-        """Gather the figures of this moment; without the engine's if it does not answer."""
+        """Gather the current figures; ``engine`` is None if the engine does not answer."""
         try:
             async with asyncio.timeout(FIGURES_S):
                 report = await self.engine.stats() if self.engine.ready else None
@@ -216,7 +223,7 @@ class ServedModel:
 
 
 class TenantSessions(NamedTuple):
-    """One tenant's sessions of a model; an ``identity.known_chats.SessionsSeen``."""
+    """One tenant's sessions of a model. Implements ``identity.known_chats.SessionsSeen``."""
 
     model: ServedModel
     tenant: Tenant
@@ -260,28 +267,28 @@ class Models:
 
     @property
     def only(self) -> ServedModel | None:
-        """The one model, if there is one, and it is loaded for as long as the server runs."""
+        """The model, if it is the only one and always loaded; else None."""
         return self.default if len(self) == 1 and self.default.on_demand is None else None
 
     def meant(self, asked: object, config: GatewayConfig) -> ServedModel:
-        """Return the model that a body's ``model`` means.
+        """Return the model that ``asked``, the field ``model`` of a body, names.
 
-        Where there is only one, it is that one for any name: ``served_name`` looks at the name
-        once the body has been checked.
+        A server's only model is returned for any name; ``served_name`` checks the name later,
+        after the body.
 
         Raises:
-            InvalidRequest: 404, no model goes by that name.
+            InvalidRequest: 404, there are several models, and none has that name.
         """
         if len(self._models) == 1 or not isinstance(asked, str):
             return self.default
         return self.named(asked, config)
 
     def named(self, asked: str, config: GatewayConfig) -> ServedModel:
-        """Return the model of that name or alias.
+        """Return the model with that name or alias.
 
         Raises:
-            InvalidRequest: 404, no model goes by that name.
-            EngineUnavailable: there is one model, whose engine has not said its name yet.
+            InvalidRequest: 404, no model has that name.
+            EngineUnavailable: a model's engine is to name it, and is not ready.
         """
         for model in self._models:
             if model.is_named(asked):
@@ -291,7 +298,7 @@ class Models:
         raise unknown_model(asked[:100], *self.names())
 
     def engines(self) -> dict[str, LimitsTenants]:
-        """Return all engines that can hold tenants to bytes, by name; each replica by itself."""
+        """Return the engines that can limit the bytes of tenants, by name; replicas one by one."""
         found: dict[str, LimitsTenants] = {}
         for i, model in enumerate(self._models):
             engine: object = model.engine

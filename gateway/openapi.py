@@ -1,7 +1,7 @@
-"""GET /openapi.json and /docs: what this server takes and answers, made of its own routes.
+"""GET /openapi.json and /docs: the description of this server's API, made from its routes.
 
-A route names the struct that checks its body (``routing.takes``), and is described by it, so the
-description cannot say otherwise. The page loads nothing from anywhere else.
+The schema of a body is that of the struct which checks it (``routing.takes``), so the two cannot
+differ. The page loads nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _PAGE: Final = f"""<!doctype html><html lang="en"><meta charset="utf-8">
 
 
 def _source(text: str) -> str:
-    """Name a script or a style as a policy does that allows no other one in the page."""
+    """Return the source expression by which a content security policy allows this text only."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -107,12 +107,12 @@ async def openapi(request: Request) -> Response:
 
 @router.get("/docs")
 async def docs(request: Request) -> Response:
-    """Show that description as a page."""
+    """Show the OpenAPI description as a page."""
     return HTMLResponse(_PAGE, headers={**PAGE_HEADERS, "content-security-policy": _POLICY})
 
 
 def document(routes: Iterable[Any]) -> Json:
-    """Describe ``routes``."""
+    """Return the OpenAPI document of ``routes``."""
     paths: dict[str, Json] = {}
     bodies: set[type[msgspec.Struct]] = set()
     for route in routes:

@@ -1,8 +1,8 @@
 """Serves the app: uvicorn with a bounded protocol (``edge``) and a drain before the end.
 
-uvicorn answers SIGTERM by closing its listening socket at once. Here the first signal starts the
-drain: the server goes on answering (503 for new turns, /readyz says why) until the running turns
-are done or ``drain_s`` is over. The second signal cuts them: streams end with an error event.
+On SIGTERM, uvicorn closes its listening socket at once. Here the first signal starts a drain: the
+server goes on answering (503 for new turns and at /readyz) until the running turns are done or
+``drain_s`` is over. The second signal cuts them: streams end with an error event.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def server_of(app: FastAPI, config: GatewayConfig) -> DrainingServer:
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that lets running turns finish before it ends. See above."""
+    """A uvicorn server that lets running turns finish before it exits. See the module's text."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
@@ -72,7 +72,10 @@ class DrainingServer(uvicorn.Server):
         gc.freeze()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the app as well where uvicorn would not: cut off, it says so by a traceback."""
+        """Shut down, and end the app's lifespan also after a forced exit, where uvicorn does not.
+
+        The app would otherwise be cancelled in its lifespan, and log a traceback.
+        """
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -80,7 +83,7 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Hand a signal to the event loop; called in a signal handler.
 
-        Unlike uvicorn's it does not raise the signal once more at the end, so the caller of
+        Unlike uvicorn's own, it does not raise the signal again at the end, so the caller of
         ``run`` can still clean up.
         """
         if self._loop is None or not self.started:
@@ -102,7 +105,7 @@ class DrainingServer(uvicorn.Server):
         draining.cancel()
         try:
             await asyncio.wait([draining])
-            self.should_exit = False  # the drain has said so as it ended
+            self.should_exit = False  # the cancelled drain has set it
             await self._gateway.cut()
         finally:
             self.should_exit = self.force_exit = True

@@ -1,9 +1,10 @@
 """The sessions API: lists a caller's sessions, hot and cold, and moves, pins or forgets them.
 
 Every route looks at the caller's own sessions only, so another tenant's session and one that never
-existed get the same 404. An admin names another tenant by ``?tenant=NAME``. Where several models
-are served, ``?model=NAME`` narrows a request to the sessions of one; without it a list has those of
-all, a verb means the session that was used last of those with its id, and a deletion means all.
+existed get the same 404. An admin names another tenant by ``?tenant=NAME``. If several models are
+served, ``?model=NAME`` restricts a request to the sessions of one. Without it a list has the
+sessions of all, a deletion removes all with the given id, and any other verb applies to the one of
+them that was used last.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from scheduler.session import SAVING, Kind, SessionView
 from scheduler.sessions import CONVERSATIONS, ListCursor, Overloaded
 
 router = new_router()
-MAX_ROWS = 1000  # of one list: some milliseconds of work, for which all other requests wait
+MAX_ROWS = 1000  # of one list: takes some milliseconds, during which all other requests wait
 _ONE = "/v1/sessions/{session_id:path}"  # ids may have slashes
 
 
 class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a demote: also move the cold copy down to ``tier``."""
+    """The body of a demote; with ``tier``, the cold copy is moved down to that tier as well."""
 
     tier: TierName | None = None
 
@@ -48,8 +49,8 @@ class DemoteTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def list_sessions(request: Request) -> Response:
     """List the caller's sessions, the codec in use and its measured cost on this model.
 
-    Tasks are no conversations: they are listed apart, by ``?kind=task``. Where there are more than
-    ``limit``, ``next`` is to be sent as ``after`` for those that follow.
+    Sessions of tasks are listed only with ``?kind=task``. If there are more rows than ``limit``,
+    the answer has ``next``: the value of ``after`` for the following page.
     """
     tenant, models = _owner(request), _models(request)
     limit, (number, after) = limit_of(request, MAX_ROWS, MAX_ROWS), _after(request)
@@ -65,7 +66,7 @@ async def list_sessions(request: Request) -> Response:
     if len(rows) > limit:
         i, last = rows[limit - 1]
         place = models[i].sessions.place(tenant.session(last.id))
-        assert place is not None, "nothing has changed since it was listed"
+        assert place is not None, "the table has not changed since the list was made"
         listed["next"] = f"{i}/{place[0]!r}/{place[1]}"
     elif kinds == CONVERSATIONS:
         await _add_elsewhere(request, tenant, listed, limit - len(rows), beyond)
@@ -80,7 +81,7 @@ async def list_sessions(request: Request) -> Response:
 async def demote(request: Request) -> Response:
     """Put a session to sleep now; a tier in the body also moves its cold copy down.
 
-    One that is still being saved is answered with 202, and sleeps when that is done.
+    While the session is still being saved the answer is 202; it sleeps once it is saved.
     """
     session = _session(request)
     body = await read_json_body(request, gateway_of(request).config)
@@ -110,7 +111,7 @@ async def unpin(request: Request) -> Response:
 
 @router.get(_ONE)
 async def show_session(request: Request) -> Response:
-    """Show one session, its past, and how its latest prompt compares with the one before."""
+    """Show a session, its history, and how its latest prompt differs from the one before."""
     session = _session(request)
     model = _model_of(request, session)
     view = model.sessions.get(session) if model else None
@@ -139,20 +140,20 @@ async def forget(request: Request) -> Response:
     if (shared := gateway.shared_sessions) is not None:
         elsewhere = await shared.delete(rows, models, _model_name(request))
     unseen: dict[str, Exception] = {}  # models that could not be loaded to look for it
-    kept: Exception | None = None  # why something of it is still there
-    for model in models:  # one after the other: to use two at once would be to wait for oneself
+    kept: Exception | None = None  # why a part of it could not be removed
+    for model in models:  # one after the other: a request that uses two could wait for itself
         if not any(map(model.may_have, rows)):
             continue
         try:
             async with using(gateway, model, request):
                 known += [await model.sessions.forget(x) for x in rows]
         except (EngineError, Overloaded) as error:
-            if model.is_listed:  # it is there, and stays
+            if model.is_listed:  # the session exists there, and could not be removed
                 kept = error
             else:
                 unseen[model.label] = error
     num_stored = 0
-    try:  # last: a turn that still runs stores nothing any more
+    try:  # last, when no turn of it can store anything any more
         num_stored = await gateway.stored.ask(
             session.tenant, lambda objects: objects.forget(session.id), 0
         )
@@ -167,12 +168,12 @@ async def forget(request: Request) -> Response:
             model.prefixes.forget(x.tenant, x.id)
     deleted = {"id": session.id, "object": "session.deleted", "deleted": True}
     if elsewhere.is_away:
-        deleted["only_here"] = True  # other servers learn of it when Redis answers again
+        deleted["only_here"] = True  # other servers receive it when Redis answers again
     return json_response(deleted | ({"unlisted_models": sorted(unseen)} if unseen else {}))
 
 
 def _after(request: Request) -> tuple[int, ListCursor | None]:
-    """Return the number of the model, and the place in its list, that ``after`` names."""
+    """Parse ``?after``: return a model's number, and the place in its list (None = the start)."""
     if not (given := request.query_params.get("after")):
         return 0, None
     found = re.fullmatch(r"([0-9]{1,4})/([0-9.e+-]{1,32})/(.+)", given, re.DOTALL)
@@ -183,7 +184,7 @@ def _after(request: Request) -> tuple[int, ListCursor | None]:
 
 
 def _kinds(request: Request) -> Collection[Kind]:
-    """Return the kinds of sessions that are to be listed."""
+    """Return the kinds of sessions that ``?kind`` asks for."""
     match request.query_params.get("kind"):
         case None:
             return CONVERSATIONS
@@ -193,10 +194,10 @@ def _kinds(request: Request) -> Collection[Kind]:
 
 
 def _owner(request: Request) -> Tenant:
-    """Return whose sessions are meant: the caller's, or for an admin those of ``?tenant=``.
+    """Return the tenant whose sessions a request is about: the caller, or an admin's ``?tenant=``.
 
     Raises:
-        InvalidRequest: 403, a caller names a tenant that is not its own.
+        InvalidRequest: 403, a caller that is no admin names another tenant.
     """
     named = request.query_params.get("tenant")
     if named is None:
@@ -210,7 +211,7 @@ def _owner(request: Request) -> Tenant:
 
 
 def _models(request: Request) -> list[ServedModel]:
-    """List the models whose sessions are meant."""
+    """Return the model that ``?model=`` names, or all."""
     asked = model_asked(request)
     return list(gateway_of(request).models) if asked is None else [asked]
 
@@ -221,7 +222,7 @@ def _session(request: Request) -> SessionRef:
 
 
 def _model_of(request: Request, session: SessionRef) -> ServedModel | None:
-    """Return a session's model: of several the one that had it last; None if none can have it."""
+    """Return the model that had a session last; None if no model can have it."""
     models = _models(request)
     known = [(view.idle_s, x) for x in models if (view := x.sessions.get(session))]
     if known:
@@ -256,12 +257,12 @@ async def _carried_out(
                     view = await model.sessions.pin(session, verb == "pin")
     if view is None:
         raise _not_here(await _elsewhere(request, session))
-    status = 202 if view.state == SAVING else 200  # 202: it is still being saved
+    status = 202 if view.state == SAVING else 200
     return json_response(shown(model, view), status)
 
 
 def shown(model: ServedModel, view: SessionView) -> dict[str, Any]:
-    """Show a session of this server."""
+    """Return the JSON row of a session of this server."""
     return {**msgspec.to_builtins(view), "model": model.label}
 
 
@@ -269,7 +270,7 @@ def shown(model: ServedModel, view: SessionView) -> dict[str, Any]:
 
 
 def _model_name(request: Request) -> str:
-    """Return the name of the model that is asked for; "" = of all."""
+    """Return the name of the model that ``?model=`` asks for; "" = all."""
     asked = model_asked(request)
     return "" if asked is None else asked.label
 
@@ -277,7 +278,12 @@ def _model_name(request: Request) -> str:
 async def _add_elsewhere(
     request: Request, tenant: Tenant, listed: dict[str, Any], most: int, below: int | None
 ) -> None:
-    """Add to a list the sessions that other servers used last, and this one does not have."""
+    """Add the sessions to a list that this server does not have, and other servers used last.
+
+    Args:
+        most: the largest number of rows to add.
+        below: the cursor of the shared list, from an earlier ``next``; None = its start.
+    """
     models, shared = _models(request), gateway_of(request).shared_sessions
     if shared is None:
         return
@@ -304,9 +310,9 @@ async def _elsewhere(request: Request, session: SessionRef) -> Elsewhere:
 
 
 async def _shown_elsewhere(request: Request, session: SessionRef) -> dict[str, Any]:
-    """Show a session that this server does not know; the one that was used last.
+    """Return the JSON row of a session that only other servers have: of several, the last used.
 
-    Raises as ``_unknown`` says.
+    Raises the error of ``_unknown`` if there is none.
     """
     found, shared = await _elsewhere(request, session), gateway_of(request).shared_sessions
     if shared is None or not found.rows:
@@ -315,22 +321,22 @@ async def _shown_elsewhere(request: Request, session: SessionRef) -> dict[str, A
 
 
 def _not_here(found: Elsewhere) -> Exception:
-    """Make the answer to a verb on a session that this server does not have."""
+    """Return the error for a verb on a session that this server does not have."""
     if not found.rows:
         return _unknown(found)
     message = (
-        "Another server had this session last; it is moved, pinned and woken there. Its next turn"
-        " may come here."
+        "Another server had this session last: send this request to that server. The session's"
+        " next turn may go to any server."
     )
     return InvalidRequest(message, "session_id", "session_elsewhere", 409)
 
 
 def _unknown(found: Elsewhere) -> Exception:
-    """Make the answer about a session of which nothing is known: 404, or 503 without Redis."""
+    """Return the error for a session that no server knows: 404, or 503 if Redis is away."""
     if not found.is_away:
         return InvalidRequest("There is no such session.", "session_id", "session_not_found", 404)
     message = (
-        "This server has no such session, and Redis, which knows those of other servers, does not"
-        " answer. Try again later."
+        "This server has no such session, and Redis, which lists the sessions of other servers,"
+        " does not answer. Try again later."
     )
     return RequestRefused(Failure(503, message, "session_id", "redis_away", RETRY_LATER_S))

@@ -1,11 +1,10 @@
-"""One walk from a request to the engine and back, for every dialect that asks for an answer.
+"""The path of a turn's request to the engine and back, the same for every dialect.
 
 charge the key -> wait for the model -> read the body -> recall, translate, validate it -> find the
 session -> wait for a slot, open the engine, relay its answer (gateway.relay.turn_response)
 
-A dialect is an ``Operation``: how its body becomes a body that engines know, and how the engine's
-answer becomes one of its own. Where the translation needs what is stored, the operation recalls it
-first; where the answer is to be stored, the translation says how it is kept.
+An ``Operation`` describes a dialect: how a body becomes the engine's, and an answer the client's.
+If the translation needs stored objects, the operation reads them first.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ from gateway.watch.live import title_of
 from scheduler.session import TurnHints
 
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
-# Names of sessions, which the gateway has read, and hints that only it may give to an engine. Of
-# vLLM's own fields ``take_foreign`` has left none but those that a client may set.
+# Names of sessions, which only the gateway reads, and hints that only it may give to an engine.
+# ``take_foreign`` has already removed those of vLLM's own fields that a client may not set.
 _PRIVATE_FIELDS = frozenset(
     {"conversation", "kv_hints", "previous_response_id", "prompt_cache_key"}
     | {"prompt_cache_options", "prompt_cache_retention"}
@@ -71,61 +70,60 @@ _PRIVATE_FIELDS = frozenset(
 
 
 class Translated(NamedTuple):
-    """A request of some dialect, as engines know it."""
+    """A request of any dialect, translated into the body for the engine."""
 
     raw: Json  # the body for the engine; its ``model`` is the name that the client gave
     answer: AnswerFormat
     keep: StoreAnswer | None = None  # None: nothing of the answer is stored
-    dropped: Sequence[str] = ()  # kinds of parts that engines cannot use, for metrics
-    retain_s: float = 0.0  # how long the client asks its session to be kept
+    dropped: Sequence[str] = ()  # kinds of parts that were left out, for metrics
+    retain_s: float = 0.0  # for how long the client asks to keep its session
 
 
-# Makes a body that engines know of the client's; raises ``InvalidRequest``.
+# Translates the client's body into the engine's; raises ``InvalidRequest``.
 Translate: TypeAlias = Callable[[Json], Translated]
 
 
 def as_it_is(raw: Json) -> Translated:
-    """Take a body that engines know as it stands."""
+    """Return a body unchanged, since engines know its dialect."""
     return Translated(raw, AnswerFormat(), retain_s=asked_seconds(raw))
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One kind of request for an answer."""
+    """One kind of turn, such as a chat completion or a message."""
 
     validate: Callable[[Json, ImageSupport], ChatRequest | CompletionRequest]
-    # Looks up what a body refers to, and makes the translation of this one request. It may change
-    # the body, so the session's id is read from the changed body. Raises ``InvalidRequest``.
+    # Reads the stored objects that a body refers to, and returns the translation for this request.
+    # It may change the body; the session's id is read afterwards. Raises ``InvalidRequest``.
     recall: Callable[[Gateway, Tenant, ParsedBody], Awaitable[Translate]]
-    # Looks at a body before its model is loaded, as far as can be done then; it may change it.
-    # Raises ``InvalidRequest``.
+    # Checks a copy of the body, which it may change, before its model is loaded. Raises likewise.
     check_early: Callable[[ServedModel, Json], object] | None = None
-    # Makes the event of a stream that failed before it could be asked for.
+    # Writes the last event of a stream that failed before the engine was asked.
     failed: Callable[[Failure], bytes] = Failure.event
-    # Called, ahead of the answer, with the comparison of the prompt and the one before it.
+    # Called before the answer, with the comparison of this prompt and the session's previous one.
     compared: Callable[[ServedModel, Tenant, AnswerFormat, Compared], None] = lambda *_: None
-    # None: fields of other servers mean nothing in it.
+    # None: fields that other servers define are not accepted.
     dialect: Dialect | None = None
     name: str = "chat"  # OpenTelemetry's
     path: str = "/v1/chat/completions"  # the engine's
 
 
 class CheckedRequest(NamedTuple):
-    """A request whose body was parsed, translated and validated, each once."""
+    """A request whose body has been parsed, translated and validated."""
 
     translated: Translated
     model: str
-    session: NamedSession | None  # None: the client gave none
-    chain: Sequence[Link]  # then its chat is recognised by these
+    session: NamedSession | None  # None: the client named none
+    chain: Sequence[Link]  # the messages' hashes, by which a chat without a name is recognised
     outline: Outline | None  # None: it is no chat
     task_session: str | None  # None: it is no task
-    foreign: Mapping[str, str]  # the client's names of the engine's fields, if they are others
+    foreign: Mapping[str, str]  # engine's field -> the client's name of it, where they differ
     ignored: Sequence[str]  # fields that this server does not know
     left_out: Sequence[str]  # keywords of JSON schemas that no grammar enforces
     num_answers: int
 
 
 async def accept(request: Request, operation: Operation) -> Response:
-    """Make the response that will serve a request; a stream may begin before its model is loaded.
+    """Return the response that will serve a turn; a stream may begin before its model is loaded.
 
     Raises as ``_prepared`` does.
     """
@@ -154,15 +152,15 @@ async def accept(request: Request, operation: Operation) -> Response:
 async def _prepared(
     request: Request, operation: Operation, on_wait: Callable[[ParsedBody], None]
 ) -> TurnResponse:
-    """Check a request, find its session, and make the response that will serve it.
+    """Check a request, find its session, and return the response that will serve it.
 
     Args:
-        on_wait: called if it waits for its model.
+        on_wait: called with the body if the request has to wait for its model.
 
     Raises:
         InvalidRequest: the request cannot be served as it stands.
-        RequestRefused: the caller's key, or all bodies together, have what they may have.
-        EngineUnavailable: there is no engine, or none again in time.
+        RequestRefused: a limit of the caller's key, or of all bodies together, is reached.
+        EngineUnavailable: the engine is not ready, or not again in time.
     """
     gateway, tenant, state = gateway_of(request), charged_caller(request), state_of(request.scope)
     early = partial(_check_early, operation)
@@ -170,7 +168,7 @@ async def _prepared(
         model = body.model
         translate = await operation.recall(gateway, tenant, body)
         check = partial(_check, operation, translate, tenant, state.headers)
-        served, images = model.served, model.image_support  # it may go away meanwhile
+        served, images = model.served, model.image_support  # the engine may die meanwhile
         asked = await body.off_loop(partial(check, served, images, body.json))
         raw, answer = asked.translated.raw, asked.translated.answer
         gateway.metrics.left_out(asked.translated.dropped)
@@ -212,9 +210,9 @@ async def _prepared(
 
 
 def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedRequest) -> bool:
-    """Write a checked body as its engine understands it; True if the answer's text is to be hidden.
+    """Adapt a checked body, in place, to its engine; return whether to hide the answer's text.
 
-    vLLM refuses ``max_tokens: 0``, which asks for none, so it is asked for one token.
+    The text is hidden for ``max_tokens: 0`` on vLLM, which refuses that: it is asked for one token.
     """
     raw["model"] = served_name(model, config, asked.model)
     if config.keep_reasoning and "messages" in raw:
@@ -226,7 +224,7 @@ def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedReq
 async def _session_for(
     request: Request, gateway: Gateway, model: ServedModel, asked: CheckedRequest
 ) -> NamedSession:
-    """Find the session of a turn; all but a task's is charged, raising as ``charge_session``."""
+    """Find a turn's session; charge it, unless it is a task's. Raises as ``charge_session``."""
     tenant, state = charged_caller(request), state_of(request.scope)
     if asked.task_session is not None:
         named = _task_session(model, tenant, asked.session, asked.task_session)
@@ -253,7 +251,7 @@ def _check(
     asked: Json,
 ) -> CheckedRequest:
     translated, engine = translate(asked), served.engine
-    raw = dict(translated.raw)  # it may be the client's body, which is still read
+    raw = dict(translated.raw)  # a copy: it may be the client's body, which is read below
     foreign: dict[str, str] = {}
     ignored: list[str] = []
     if operation.dialect is not None:
@@ -273,7 +271,7 @@ def _check(
     if isinstance(request, ChatRequest):
         messages = raw["messages"] = with_known_parts(raw["messages"], request.messages)
     else:
-        raw.pop("messages", None)  # a text has none
+        raw.pop("messages", None)  # a text completion has none
         messages = [raw["prompt"]]
     task_session = shared_task_session(raw) if "messages" in raw else None
     named = named_session(headers, asked, messages)
@@ -316,12 +314,12 @@ def _encode(engine: Engine, raw: Json, session: SessionRef) -> bytes:
 
 
 def _normalize(raw: Json, max_context: int, default_max_tokens: int) -> None:
-    """Give fields that engines interpret differently the meaning that they have at OpenAI.
+    """Change fields that engines interpret differently, so that they mean what OpenAI's API says.
 
-    ``stream_options`` go where nothing is streamed. A chat's limit of the whole context is left
-    out, so that its answer may fill the room that the prompt leaves; a chat without a limit gets
-    the default, if there is one. A text completion without a limit has 16 tokens, so its limit is
-    lowered and not left out. A limit or seed of -1 is none, and a bias of zero is none.
+    ``stream_options`` are removed if nothing is streamed. A chat's limit of the whole context or
+    more is removed, so that the answer may fill the room that the prompt leaves; a chat without a
+    limit gets the default, if there is one. A text completion's limit is lowered instead, since
+    without one it has 16 tokens. A limit or seed of -1, and a bias of zero, count as absent.
     """
     raw |= {"seed": None} if raw.get("seed") == NO_LIMIT else {}
     raw |= {name: max_context for name in LIMITS if raw.get(name) == NO_LIMIT}
@@ -341,7 +339,7 @@ def _normalize(raw: Json, max_context: int, default_max_tokens: int) -> None:
 
 
 def _have_usage_sent(raw: Json) -> bool:
-    """Have the engine send a stream's token counts; True if its client did not ask for them."""
+    """Ask the engine for a stream's token counts; return True if the client did not ask."""
     options = raw.get("stream_options") or {}
     if not raw.get("stream") or options.get("include_usage"):
         return False
@@ -350,7 +348,7 @@ def _have_usage_sent(raw: Json) -> bool:
 
 
 def _have_one_token_made(raw: Json) -> bool:
-    """Have a chat take one token if it asks for none; True if it did."""
+    """Change a chat's limit of 0 tokens to 1; return whether that was needed."""
     if "messages" not in raw or not any(raw.get(name) == 0 for name in LIMITS):
         return False
     for name in LIMITS:
@@ -360,10 +358,10 @@ def _have_one_token_made(raw: Json) -> bool:
 
 
 def served_name(model: ServedModel, config: GatewayConfig, asked: str) -> str:
-    """Return the name of a served model, which may be asked for by its aliases.
+    """Return the engine's own name of a model that a client asked for by name or alias.
 
     Raises:
-        InvalidRequest: 404, it does not go by that name.
+        InvalidRequest: 404, ``asked`` is neither its name nor an alias.
     """
     served = model.served.model
     if not (model.is_named(asked) or config.means_served(asked, served)):
@@ -374,7 +372,7 @@ def served_name(model: ServedModel, config: GatewayConfig, asked: str) -> str:
 def _session_of(
     gateway: Gateway, model: ServedModel, tenant: Tenant, named: NamedSession, outline: Outline
 ) -> NamedSession:
-    """Find the row of an agent's request; one that there is no room for is not opened."""
+    """Choose an agent's session: ``named``, or one beside it if there is room for another."""
     latest = partial(model.prefixes.latest, tenant.name)
     row = choose_session(named.id, outline, latest, model.sessions_of(tenant).is_quiet)
     if not has_room_for(gateway, tenant, model, row.id) or len(row.id.encode()) > MAX_ID_BYTES:
@@ -386,7 +384,7 @@ def _session_of(
 def _task_session(
     model: ServedModel, tenant: Tenant, named: NamedSession | None, shared_row: str
 ) -> NamedSession:
-    """Find the row of a task: that of its conversation, if this is known."""
+    """Return a task's session: that of its conversation if known here, else ``shared_row``."""
     if named is None or not model.knows(tenant, named.id):
         return NamedSession(shared_row)
     id = named.id + TASK_SUFFIX
@@ -395,6 +393,6 @@ def _task_session(
 
 
 def _usual_length(config: GatewayConfig, task_session: str | None) -> int:
-    """Return the length of an answer whose request names none; 0 = as the context has room."""
+    """Return the longest answer, in tokens, of a request without a limit; 0 = no limit."""
     usual = config.default_max_tokens
     return usual if task_session is None else min(usual or TASK_TOKENS, TASK_TOKENS)

@@ -88,7 +88,7 @@ MEANINGS = {
     "redis_away": "not known here, and other servers' sessions cannot be seen now; try again",
     "response_not_found": "no stored response of the caller has this id",
     "session_busy": "a turn of the session is being served",
-    "session_elsewhere": "another server had it last; it is moved, pinned and woken there",
+    "session_elsewhere": "another server had it last: only that one can move, pin or wake it",
     "session_limit": "the key has all the sessions it may; delete some",
     "session_not_found": "no session of the caller has this id",
     "session_pinned": "a pinned session is not put to sleep; unpin it first",

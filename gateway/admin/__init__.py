@@ -1,1 +1,1 @@
-"""Serves the server's operators: ``/admin``, and the paths that say how the server is."""
+"""The routes for operators: ``/admin``, and those for health checks, metrics and the version."""

@@ -1,4 +1,4 @@
-"""GET /admin/findings: what the server can say about itself that its operator should know."""
+"""GET /admin/findings: a running server's checks of itself, for its operator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 @router.get("/admin/findings")
 async def show_findings(request: Request) -> Response:
-    """Show what the server finds of itself, failures first."""
+    """List the findings of all checks, failures first."""
     gateway = for_admin(request)
     found = [x for check in CHECKS for x in check(gateway)]
     for model in gateway.models:
@@ -54,7 +54,7 @@ def _engine(model: ServedModel) -> Iterator[Finding]:
     if welcome is None:
         yield Finding("engine", "failure", model.engine.trouble, "Its lines in the log say more.")
         return
-    named = welcome.engine_version.startswith(welcome.engine)  # some say their own name with it
+    named = welcome.engine_version.startswith(welcome.engine)  # some versions include the name
     engine = "" if named else f"{welcome.engine} "
     yield Finding("engine", "ok", f"{engine}{welcome.engine_version}: {welcome.model}")
     if not welcome.hibernation:
@@ -92,10 +92,11 @@ def _tiers(model: ServedModel) -> Iterator[Finding]:
             text = f"{tier.errors} operations failed since the engine's start"
             yield Finding(f"tier {tier.name}", "warning", text, "The log says which.")
         elif tier.trouble:
-            yield Finding(f"tier {tier.name}", "warning", tier.trouble, "`doctor` says it, too.")
+            advice = "`thermocline doctor` reports it, too."
+            yield Finding(f"tier {tier.name}", "warning", tier.trouble, advice)
         elif tier.capacity_bytes and tier.nbytes > 0.95 * tier.capacity_bytes and tier.evictions:
             text = f"it is full, and has evicted {tier.evictions} blobs"
-            yield Finding(f"tier {tier.name}", "warning", text, "Give it more room, or less time.")
+            yield Finding(f"tier {tier.name}", "warning", text, "Make it larger, or keep less.")
 
 
 def _likeness(model: ServedModel) -> Iterator[Finding]:
@@ -114,7 +115,7 @@ def _reach(gateway: Gateway) -> Iterator[Finding]:
         text = "keys travel in plain text on this address"
         yield Finding("access", "warning", text, "Put a proxy that ends TLS in front of it.")
     if config.metrics_access == "open":
-        yield Finding("metrics", "warning", "/metrics is open to everybody who reaches it")
+        yield Finding("metrics", "warning", "/metrics needs no key on this address")
 
 
 def _keys(gateway: Gateway) -> Iterator[Finding]:
@@ -130,7 +131,7 @@ def _keys(gateway: Gateway) -> Iterator[Finding]:
 
 def _limits(gateway: Gateway) -> Iterator[Finding]:
     if gateway.limits.rates.trouble:
-        text = "Redis does not answer, so what keys may take is counted at this gateway alone"
+        text = "Redis does not answer, so this gateway counts the limits of keys by itself"
         yield Finding("limits", "warning", text, "The log says why Redis does not answer.")
 
 
@@ -147,8 +148,8 @@ def _memory(model: ServedModel) -> Iterator[Finding]:
         text = "the machine's memory is nearly used up, and no turn is taken"
         yield Finding("memory", "failure", text, "Lower engine.hot_bytes or store.ram_bytes.")
     elif missing := headroom.missing_bytes():
-        text = f"{missing >> 20} MiB less than scheduler.memory_low_bytes are left"
-        yield Finding("memory", "warning", text, "Sessions are leaving memory for the disk.")
+        text = f"free memory is {missing >> 20} MiB below scheduler.memory_low_bytes"
+        yield Finding("memory", "warning", text, "Sessions are being moved from memory to disk.")
 
 
 def _mode(path: str) -> int | None:

@@ -1,6 +1,6 @@
-"""What operators ask (/livez, /readyz, /metrics), and admins: keys, log lines, measurements.
+"""Routes for operators (/livez, /readyz, /metrics) and admins: keys, log lines, measurements.
 
-A key is shown once, when it is made; a list has ids and limits, never a hash.
+A key is shown once, when it is made; the list of keys shows ids and limits, never a hash.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def for_admin(request: Request) -> Gateway:
-    """Return the parts of the app. Raises ``InvalidRequest`` (401, 403) for other callers."""
+    """Return the app's parts. Raises ``InvalidRequest`` (401, 403) if the caller is no admin."""
     admin_of(request)
     return gateway_of(request)
 
@@ -48,7 +48,10 @@ def answer(body: Any, status: int = 200) -> Response:
 
 
 class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of a new key: whose it is, and its limits (0 = any number)."""
+    """The body of a request for a new key: its tenant and its limits.
+
+    None: the usual limit of ``gateway.key_limits``; 0: no limit.
+    """
 
     tenant: str
     requests_per_minute: int | None = None
@@ -93,7 +96,7 @@ async def make_key(request: Request) -> Response:
 
 @router.delete("/admin/keys/{key_id}")
 async def revoke_key(request: Request) -> Response:
-    """Revoke an API key, for the next request on."""
+    """Revoke an API key, from the next request on."""
     gateway, key_id = for_admin(request), str(request.path_params["key_id"])
     if not await _changed(lambda: gateway.keys.revoke(key_id)):
         raise InvalidRequest("There is no such key.", "key_id", "key_not_found", 404)
@@ -102,10 +105,11 @@ async def revoke_key(request: Request) -> Response:
 
 
 async def _changed(change: Callable[[], T]) -> T:
-    """Do something to the list, beside the event loop: it reads and writes a file.
+    """Run ``change``, which reads or writes the key file, on a thread; return its result.
 
     Raises:
-        InvalidRequest: 409, the list cannot be changed so; 503, its file cannot be read or written.
+        InvalidRequest: 409, the list cannot be changed like this; 503, its file cannot be read or
+            written.
     """
     try:
         return await asyncio.to_thread(change)
@@ -137,7 +141,7 @@ def _shown(key: Key, where: str) -> dict[str, object]:
 
 @router.get("/admin/log")
 async def show_log(request: Request) -> Response:
-    """Show the last lines of the log; ``after`` is the number of the last one that is known."""
+    """Show the last lines of the log, or those since the line whose number is ``after``."""
     gateway = for_admin(request)
     after = _number(request, "after", 0, 1 << 53)
     limit = _number(request, "limit", USUAL_LINES, MOST_LINES)
@@ -154,7 +158,7 @@ def _number(request: Request, name: str, usual: int, most: int) -> int:
 
 @router.post("/admin/measure")
 async def measure(request: Request) -> Response:
-    """Begin to measure what each codec costs this model; the events show how far it is."""
+    """Begin to measure the loss of each codec on this model; events report the progress."""
     gateway = for_admin(request)
     await read_json_body(request, gateway.config)
     model = model_asked(request) or gateway.models.default
@@ -167,13 +171,13 @@ async def measure(request: Request) -> Response:
 
 @router.get("/livez")
 async def livez(request: Request) -> Response:
-    """Answer that this process lives; a restart of it would not cure the engine's troubles."""
+    """Answer 200 as long as this process runs, whatever state its engines are in."""
     return json_response({"status": "alive"})
 
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
-    """Answer 200 while turns of some model that is always loaded are taken, else 503."""
+    """Answer 200 while a model that is always loaded takes turns, else 503."""
     gateway = gateway_of(request)
     if gateway.draining:
         return Failure(503, "This server is shutting down.", None, "draining").response()
@@ -200,7 +204,7 @@ async def readyz(request: Request) -> Response:
 @router.get("/health")
 @router.get("/ping")
 async def health(request: Request) -> Response:
-    """Answer as /readyz does, under the names that engines and clouds ask."""
+    """Answer as /readyz does, under the names that engines and cloud services use."""
     return await readyz(request)
 
 
@@ -212,7 +216,7 @@ async def show_version(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Answer with all counters and gauges in Prometheus' text format."""
+    """Answer with all counters and gauges in the text format of Prometheus."""
     gateway = gateway_of(request)
     if _metrics_need_key(gateway):
         charged_caller(request)

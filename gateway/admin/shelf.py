@@ -1,7 +1,7 @@
-"""/admin/models: the models that are served, loaded and unloaded; those on disk, fetched, deleted.
+"""/admin/models: loads and unloads served models; downloads, lists and deletes models on disk.
 
-Which models a server has is said by its settings. What is fetched here lies in the hub client's
-cache, and is served once the settings name it.
+The settings say which models a server serves. A model that is downloaded here lies in the cache of
+the hub client, and is served once the settings name it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def show_shelf(request: Request) -> Response:
 
 @router.get("/admin/models/cached")
 async def show_cached(request: Request) -> Response:
-    """Show the models in the hub client's cache, and why they cannot be listed if so."""
+    """List the models in the hub client's cache; ``problem`` says why they cannot be listed."""
     gateway = for_admin(request)
     cached = await gateway.hub.listed()
     rows = [
@@ -64,15 +64,15 @@ async def load_model(request: Request) -> Response:
     caller = admin_of(request)
     gateway, model, on_demand, loading = await _on_demand(request)
     loading.load(on_demand, caller.name)
-    await asyncio.sleep(0)  # the answer shows it in line
+    await asyncio.sleep(0)  # so that the answer shows the model in the line of loads
     return answer(_row(gateway, model), 202)
 
 
 @router.post("/admin/models/unload", openapi_extra=takes(ModelBody))
 async def unload_model(request: Request) -> Response:
-    """Begin to unload a model that is loaded on demand, or take its load out of the line.
+    """Begin to unload a model that is loaded on demand, or cancel its load if that still waits.
 
-    Its sessions are saved first.
+    The model's sessions are saved first.
     """
     gateway, model, on_demand, loading = await _on_demand(request)
     if not (loading.take_back(on_demand) or loading.unload(on_demand)):
@@ -85,7 +85,7 @@ async def unload_model(request: Request) -> Response:
 
 @router.post("/admin/models/download", openapi_extra=takes(ModelBody))
 async def download_model(request: Request) -> Response:
-    """Begin to download a model from the hub; the list shows how far it is."""
+    """Begin to download a model from the hub; the list of models shows the progress."""
     gateway = for_admin(request)
     try:
         return answer(gateway.hub.begin(await _name(request)), 202)
@@ -96,7 +96,7 @@ async def download_model(request: Request) -> Response:
 
 @router.delete("/admin/models/download")
 async def stop_download(request: Request) -> Response:
-    """End the download; what is here of it is used when it begins again."""
+    """Stop the download; its partial files stay, and a later download continues from them."""
     gateway = for_admin(request)
     await gateway.hub.stop()
     return answer(gateway.hub.download)
@@ -104,7 +104,7 @@ async def stop_download(request: Request) -> Response:
 
 @router.delete("/admin/models/cached/{name:path}")
 async def delete_model(request: Request) -> Response:
-    """Delete a model from the hub client's cache; not one that this server is to serve."""
+    """Delete a model from the hub client's cache, unless the settings name it."""
     gateway, name = for_admin(request), str(request.path_params["name"])
     cached = await gateway.hub.listed()
     found = next((x for x in cached.models if x.id == name), None)
@@ -130,7 +130,7 @@ async def _name(request: Request) -> str:
 
 
 async def _on_demand(request: Request) -> tuple[Gateway, ServedModel, OnDemand, Loading]:
-    """Find the model that is meant. Raises ``InvalidRequest`` (409): it is always loaded."""
+    """Find the model that a body names. Raises ``InvalidRequest`` (409) if it is always loaded."""
     gateway = for_admin(request)
     model = gateway.models.named(await _name(request), gateway.config)
     if model.on_demand is None or gateway.loading is None:

@@ -1,10 +1,10 @@
 """The messages of Anthropic's request, written as the messages of a chat.
 
-One text per message: the blocks of a user's or system message are joined by line ends, those of an
-assistant as they are, since a model wrote them in one go. Images, of users and in results of tools,
-are parts of a user's message, where the engine sees them. Elsewhere a user's images and files are
-refused, and those in results of tools and of the assistant left out, with a sentence in their
-place. Blocks of kinds that mean nothing to a model here are left out and counted.
+Each message becomes one text. The blocks of a user's or system message are joined by line ends,
+those of an assistant without any, since a model wrote them in one go. If the engine sees images,
+those of users and of tool results become parts of a user's message. Other images and files are
+refused in a user's message; in a tool result or an assistant's message a sentence replaces them.
+Blocks of kinds that mean nothing to a model here are left out and counted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from engines.openai.messages import MEDIA, SHOWN_BELOW, ImageSupport, in_place_o
 from engines.openai.requests import Json
 from gateway.anthropic.request import AnthropicTurn, Blocks, CountRequest
 
-# Claude Code's line on who pays for a request, with a nonce in it: at the head of every prompt it
-# would make each one different from the first token on.
+# Claude Code begins each prompt with a line on billing that has a nonce in it: prompts would differ
+# from the first token on, and no prefix could be reused.
 ATTRIBUTION: Final = "x-anthropic-billing-header:"
-# Known kinds of blocks that are left out, as they are counted; any other is "block_other".
+# Kinds of blocks that are left out and counted by name; any other kind counts as "block_other".
 _LEFT_OUT: Final = frozenset(
     {"redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"}
     | {"code_execution_tool_result", "bash_code_execution_tool_result", "container_upload"}
@@ -34,7 +34,7 @@ _MEDIA: Final = re.compile(r"image/[a-zA-Z0-9.+-]{1,64}")
 
 
 class Conversation:
-    """The messages of a chat, and a word for each thing that was left out of them."""
+    """The messages of a chat, and a metric's label for each part that was left out of them."""
 
     def __init__(self, image_support: ImageSupport) -> None:
         self.image_support = image_support
@@ -42,19 +42,20 @@ class Conversation:
         self.left_out: list[str] = []
 
     def add(self, role: str, content: str | list[Json] | None, **more: object) -> None:
-        """Append a message; ``more`` are further fields, without those that hold nothing."""
+        """Append a message with those fields of ``more`` that are not empty."""
         kept = {name: value for name, value in more.items() if value}
         self.messages.append({"role": role, "content": content, **kept})
 
 
 def chat_messages(request: CountRequest, image_support: ImageSupport) -> Conversation:
-    """Write system text and messages as a chat's, without the line of ``ATTRIBUTION``.
+    """Translate system text and messages into a chat, without the line of ``ATTRIBUTION``.
 
     Args:
-        image_support: the images that are taken.
+        image_support: the kinds of images that the engine takes.
 
     Raises:
-        InvalidRequest: a block lacks something, or holds what no engine here can see.
+        InvalidRequest: a block lacks a field, or holds an image or a file that the engine cannot
+            take.
     """
     chat = Conversation(image_support)
     system = _system_text(chat, request.system)
@@ -111,26 +112,26 @@ def _write_user(chat: Conversation, turn: AnthropicTurn, where: str) -> None:
 class _Said:
     """The text and images of a user's message since the last tool result in it.
 
-    Images of results come after all results that follow each other: those answer the calls of one
-    message, and nothing may stand between them.
+    Consecutive tool results answer the calls of one message, and no message may stand between them,
+    so their images are added after the last one.
     """
 
     def __init__(self, chat: Conversation) -> None:
         self._chat = chat
         self._parts: list[Json] = []
-        self.shown: list[Json] = []  # images of the results before
+        self.shown: list[Json] = []  # images of the preceding results
 
     def add(self, block: Json, where: str) -> None:
         self._parts, self.shown = [*self._parts, *self.shown], []
         self._parts.append(_part_of(self._chat, block, where))
 
     def end(self) -> None:
-        """Add what is left, after the last block."""
+        """Add the remaining text and images, after the last block."""
         self._parts, self.shown = [*self._parts, *self.shown], []
         self.flush()
 
     def flush(self) -> None:
-        """Add what was said so far as a message, if anything was."""
+        """Add the text and images so far as a message, if there are any."""
         parts, self._parts = [x for x in self._parts if x.get("text") != ""], []
         if any("image_url" in x for x in parts):
             self._chat.add("user", parts)
@@ -161,7 +162,7 @@ def _write_assistant(chat: Conversation, turn: AnthropicTurn, where: str) -> Non
 
 
 def _said_before(chat: Conversation, block: Json, where: str) -> str:
-    """Return what the assistant said; an image or a file, which another model made, in words."""
+    """Return the text of an assistant's block; for an image or a file, a sentence in its place."""
     kind = str(block.get("type"))
     try:
         return _text_of(chat, block, where)
@@ -186,7 +187,7 @@ def _placed(blocks: Sequence[Json], where: str) -> Iterator[tuple[Json, str]]:
 
 
 def _joined(chat: Conversation, content: Any, where: str) -> str:
-    """Return the text of a content that may be a string or blocks."""
+    """Return the text of ``content``, which may be a string or a list of blocks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(x, dict) for x in content):
@@ -196,21 +197,21 @@ def _joined(chat: Conversation, content: Any, where: str) -> str:
 
 
 def _text_of(chat: Conversation, block: Json, where: str) -> str:
-    """Return what a block says in words; "" for one that is left out, which is counted."""
+    """Return the text of a block; a block without any is left out and counted, and gives ""."""
     kind = str(block.get("type"))
     if kind == "text":
         return _string(block, "text", where)
     if kind == "search_result":
         head = [str(block.get(name) or "") for name in ("title", "source")]
         return "\n".join(x for x in (*head, _joined(chat, block.get("content", []), where)) if x)
-    if kind in MEDIA:  # other dialects', too: in a user's own message they are refused
+    if kind in MEDIA:  # also names from other dialects
         return _seen(chat, block, where)
     chat.left_out.append(f"block_{kind}" if kind in _LEFT_OUT else "block_other")
     return ""
 
 
 def _seen(chat: Conversation, block: Json, where: str) -> str:
-    """Return the words of a document that has any; images and other files are refused."""
+    """Return the text of a document. Raises ``InvalidRequest`` for images and other files."""
     source = block.get("source")
     source = source if isinstance(source, dict) else {}
     if source.get("type") == "text":
@@ -219,20 +220,20 @@ def _seen(chat: Conversation, block: Json, where: str) -> str:
     if source.get("type") == "content":
         return _joined(chat, source.get("content"), where)
     raise InvalidRequest(
-        f"{where}: only text is read here; a block of type {block['type']!r} is not taken",
+        f"{where}: only text can be read here, not a block of type {block['type']!r}",
         where,
     )
 
 
 def _result(chat: Conversation, block: Json, where: str) -> tuple[str, list[Json]]:
-    """Return what a tool gave, in words, and its images."""
+    """Return a tool result's text and its images."""
     content, images = block.get("content") or "", list[Json]()
     if isinstance(content, list):
         content, images = _result_parts(chat, content, where)
     text = _joined(chat, content, where)
     if images and not text:
         text = SHOWN_BELOW
-    # Chat templates have no mark for a failed call, so it is said in words, once.
+    # Chat templates cannot mark a failed call, so the text says it, once.
     failed = block.get("is_error") is True and not text.lstrip("<").lower().startswith("error")
     return (f"Error: {text}" if failed else text), images
 
@@ -240,7 +241,7 @@ def _result(chat: Conversation, block: Json, where: str) -> tuple[str, list[Json
 def _result_parts(
     chat: Conversation, blocks: list[Any], where: str
 ) -> tuple[list[Any], list[Json]]:
-    """Part a result's images from the rest; those not taken leave a sentence in their place."""
+    """Return a result's other blocks and its images; a sentence replaces an unsupported image."""
     rest: list[Any] = []
     images: list[Json] = []
     for block, place in _placed(blocks, where):
@@ -282,7 +283,7 @@ def _image(chat: Conversation, block: Json, where: str) -> Json:
             media, data = _string(source, "media_type", place), _string(source, "data", place)
             if not _MEDIA.fullmatch(media):
                 raise InvalidRequest(
-                    f"{place}.media_type: the type of an image is needed, as image/png",
+                    f"{place}.media_type: the type of an image is needed, such as image/png",
                     f"{place}.media_type",
                 )
             url = f"data:{media};base64,{data}"

@@ -1,10 +1,10 @@
 """Translates the stream of a chat's answer into the events of one of Anthropic's messages.
 
     message_start, then for each block content_block_start, its deltas, content_block_stop,
-    then message_delta (why it ended, and the counts of all tokens), message_stop
+    then message_delta (the stop reason, and the counts of all tokens), message_stop
 
-One delta of the engine becomes one event, however its bytes come, so nothing waits here. The counts
-in ``message_start`` are the prompt's, if they are known by then; those in ``message_delta`` are
+Each delta of the engine becomes an event as soon as its last byte is here. The counts in
+``message_start`` are the prompt's, if they are known by then; those in ``message_delta`` are
 complete.
 """
 
@@ -44,7 +44,10 @@ class MessageEvents(TranslatedStream):
         diagnostics: Json | None = None,
         prompt: Usage | None = None,
     ) -> None:
-        """``prompt``: the counts of the prompt, where they are known when the message begins."""
+        """
+        Args:
+            prompt: the prompt's token counts; None if they are not known at the message's start.
+        """
         super().__init__()
         self._asked = asked
         self._prompt = prompt or Usage()
@@ -62,7 +65,7 @@ class MessageEvents(TranslatedStream):
         return _event("message_start", {"message": message})
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take the engine's next bytes; return all events that can go out now."""
+        """Take the engine's next bytes; return the events that are complete with them."""
         if self.failed:
             return b""
         try:
@@ -93,7 +96,7 @@ class MessageEvents(TranslatedStream):
             return b""
         try:
             chunk = read_chunk(data)
-        except EngineUnavailable:  # here, so that the events before it go out
+        except EngineUnavailable:  # caught here, so that the events before it are still sent
             return self._broken()
         if chunk.failure is not None:
             self.failed = True

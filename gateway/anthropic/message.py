@@ -22,14 +22,14 @@ _STOP_REASONS: Final = {
 
 
 def message_usage(usage: Usage, asked_ttl: Ttl | None, num_shown: int | None = None) -> Json:
-    """Make the ``usage`` of a message; prompt = ``input`` + ``cache_read`` + ``cache_creation``.
+    """Return the ``usage`` of a message: prompt = ``input`` + ``cache_read`` + ``cache_creation``.
 
-    Every prompt's KV is kept. It counts as created where the request asked for that with a
-    ``cache_control``, or where the engine itself says how much it stored.
+    Every prompt's KV is kept, but only counted as ``cache_creation`` if the engine reports how much
+    it stored, or if the request has a ``cache_control``.
 
     Args:
-        asked_ttl: of the request's ``cache_control``; None if it has none.
-        num_shown: the answer's tokens where the client is shown fewer than the engine made.
+        asked_ttl: the longest ``ttl`` of the request's ``cache_control``; None if it has none.
+        num_shown: the answer's tokens, if the client is shown fewer than the engine made.
     """
     details = usage.prompt_tokens_details or PromptDetails()
     read = min(details.cached_tokens or 0, usage.prompt_tokens)
@@ -54,14 +54,14 @@ def message_usage(usage: Usage, asked_ttl: Ttl | None, num_shown: int | None = N
 
 
 class Asked(NamedTuple):
-    """The part of a request that shapes its answer."""
+    """The fields of a request that shape its answer."""
 
     message_id: str
-    model: str  # in the client's own words
-    max_tokens: int | None  # 0: nothing is to be said; None: as much as there is room for
+    model: str  # as the client named it
+    max_tokens: int | None  # 0: the answer is empty; None: as long as the context has room
     shows_thoughts: bool
     ttl: Ttl | None  # of its ``cache_control``, if there is one
-    previous_id: str | None = None  # the message since which changes are asked for
+    previous_id: str | None = None  # the earlier message that ``diagnostics`` compares with
 
 
 class Ending(NamedTuple):
@@ -78,11 +78,11 @@ def ending(
     called: bool,
     usage: Usage,
 ) -> Ending:
-    """Say why an answer ended.
+    """Return the reason why an answer ended.
 
     Args:
-        stop: the stop string that ended it; engines may name a token instead, which is no string.
-        called: it holds a tool call.
+        stop: the stop string that ended it, or the id of a stop token.
+        called: True if the answer has a tool call.
     """
     if asked.max_tokens == 0:
         return Ending("max_tokens")
@@ -93,13 +93,13 @@ def ending(
         return Ending("tool_use")
     if isinstance(stop, str):
         return Ending("stop_sequence", stop)
-    if called:  # vLLM says "stop" where one function had to be called
+    if called:  # vLLM's reason is "stop" if ``tool_choice`` named one function
         return Ending("tool_use")
     return Ending(_STOP_REASONS.get(finish_reason or "", "end_turn"))
 
 
 def empty_message(asked: Asked, usage: Json, diagnostics: Json | None) -> Json:
-    """Make a message in which nothing has been said yet; every field is there."""
+    """Return a message with every field, and without content."""
     return {
         "id": asked.message_id,
         "type": "message",
@@ -116,10 +116,10 @@ def empty_message(asked: Asked, usage: Json, diagnostics: Json | None) -> Json:
 
 
 def whole_message(asked: Asked, body: bytes, diagnostics: Json | None) -> bytes:
-    """Make the body of a message from the engine's JSON of a whole answer.
+    """Return the body of a message, made from the engine's JSON of a whole answer.
 
     Raises:
-        EngineUnavailable: the engine's answer is not a chat's.
+        EngineUnavailable: the engine's answer is not that of a chat.
     """
     answer = read_chunk(body)
     if answer.failure is not None or not answer.choices or answer.choices[0].message is None:
@@ -157,9 +157,9 @@ def _blocks(asked: Asked, said: MessagePart) -> list[Json]:
 
 
 def tool_input(arguments: str) -> Json:
-    """Parse a call's arguments; {} if they are no object, as when a call was cut short.
+    """Parse a call's arguments; return {} if they are no JSON object, as when a call was cut short.
 
-    Half characters that a model wrote are replaced.
+    Lone surrogates that a model wrote are replaced.
     """
     try:
         given = msgspec.json.decode(without_halves(arguments)[0] or "{}")
@@ -169,9 +169,9 @@ def tool_input(arguments: str) -> Json:
 
 
 def signature(message_id: str) -> str:
-    """Sign the thoughts of a message.
+    """Return the signature of a message's thoughts.
 
-    Clients keep it and send it back; it needs no check here, since thoughts of any origin
-    are only text of the prompt.
+    Clients send it back with the thoughts. It is not checked, since thoughts are only text of the
+    prompt here, whoever wrote them.
     """
     return hashlib.blake2b(message_id.encode(), digest_size=24, person=b"thoughts").hexdigest()

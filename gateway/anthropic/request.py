@@ -1,8 +1,8 @@
-"""Anthropic's request: its fields with their bounds.
+"""The fields of Anthropic's request, with their bounds.
 
-Unknown fields are ignored, so clients newer than this file keep working. Those that ask for
-something this server cannot do are refused by name. Content blocks stay plain JSON here: their
-kinds are many and grow, and known fields are taken (``conversation``).
+Unknown fields are ignored, so that newer clients keep working. Fields that ask for something this
+server cannot do are refused by name. Content blocks stay plain JSON here, since there are many
+kinds and more to come; ``conversation`` reads the fields that it knows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class AnthropicTurn(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Says whether the model is to think first, and whether its thoughts are shown."""
+    """The field ``thinking``: whether the model thinks first, and if its thoughts are shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None  # tolerated: engines have no such bound
+    budget_tokens: int | None = None  # accepted and ignored: engines have no such bound
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -56,20 +56,23 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 
 class CacheControl(msgspec.Struct, frozen=True):
-    """Asks to keep what stands before it for so long."""
+    """The field ``cache_control``: asks to keep the prompt up to this place for ``ttl``."""
 
     type: Literal["ephemeral"] = "ephemeral"
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Diagnostics(msgspec.Struct, frozen=True):
-    """Asks what changed since an earlier request, named by its answer; null: there was none."""
+    """The field ``diagnostics``: asks what changed in the prompt since an earlier request.
+
+    ``previous_message_id`` is the id of the answer to that request; None if there was none.
+    """
 
     previous_message_id: str | None = None
 
 
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of /v1/messages/count_tokens: all that makes a prompt."""
+    """The body of /v1/messages/count_tokens: all fields that make up a prompt."""
 
     model: ModelName
     messages: Annotated[list[AnthropicTurn], msgspec.Meta(min_length=1, max_length=100_000)]
@@ -80,14 +83,14 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the beta's name of ``output_config.format``
     cache_control: CacheControl | None = None
-    mcp_servers: Any = None  # Anthropic's servers would call these, and run in this
-    container: Any = None
+    mcp_servers: Any = None  # servers whose tools Anthropic would call; left out here
+    container: Any = None  # where Anthropic would run code; left out here
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """The body of /v1/messages.
 
-    Tolerated, since they cannot change the answer here: ``metadata``, ``service_tier``,
+    Accepted and ignored, since they cannot change the answer here: ``metadata``, ``service_tier``,
     ``inference_geo``, ``speed``, ``context_management``, ``user_profile_id``, ``workspace_id``.
     """
 
@@ -103,5 +106,5 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
         if self.max_tokens and self.messages[-1].role == "assistant":
             raise FieldError(
                 "messages",
-                "this server cannot go on with a prefilled answer: end with a user message",
+                "this server cannot continue a prefilled answer: end with a user message",
             )

@@ -27,7 +27,7 @@ from gateway.turns import Operation, Translate, accept, served_name
 
 router = new_router()
 
-# Of any date: what they once made possible is always so here.
+# Values of ``anthropic-beta``, without their dates, whose features are always on here.
 KNOWN_BETAS = (
     "cache-diagnosis-",
     "effort-",
@@ -42,7 +42,7 @@ KNOWN_BETAS = (
 
 
 def operation(request_id: str) -> Operation:
-    """Return the operation of one message; its prompt is a chat's."""
+    """Return the operation that answers POST /v1/messages through the engine's chat."""
     return Operation(
         validate_chat,
         partial(_recall, request_id),
@@ -64,7 +64,7 @@ def _check_early(request_id: str, model: ServedModel, asked: Json) -> None:
 
 
 def _compared(model: ServedModel, tenant: Tenant, answer: AnswerFormat, now: Compared) -> None:
-    """Let the request be found by its answer's id, and compare it with the one it names."""
+    """Remember the request under its answer's id, and prepare the ``diagnostics`` it asks for."""
     assert isinstance(answer, MessageFormat)
     model.prefixes.name(tenant.name, answer.asked.message_id, now)
     if answer.asked.previous_id is not None:
@@ -73,7 +73,7 @@ def _compared(model: ServedModel, tenant: Tenant, answer: AnswerFormat, now: Com
 
 
 def num_unknown(betas: str) -> int:
-    """Count the values of an ``anthropic-beta`` header that nothing here corresponds to."""
+    """Count the values of an ``anthropic-beta`` header that are not in ``KNOWN_BETAS``."""
     names = [x.strip() for x in betas.split(",") if x.strip()]
     return sum(not name.startswith(KNOWN_BETAS) for name in names)
 
@@ -88,10 +88,10 @@ async def messages(request: Request) -> Response:
 
 
 def diagnosis(earlier: Compared | None, now: Compared) -> Json | None:
-    """Make ``diagnostics``; None if nothing diverged.
+    """Return ``diagnostics``, the difference of two prompts; None if the earlier one still stands.
 
     Args:
-        earlier: None if that request is not remembered.
+        earlier: the request that ``previous_message_id`` names; None if it is not remembered.
     """
     if earlier is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
@@ -104,10 +104,10 @@ def diagnosis(earlier: Compared | None, now: Compared) -> Json | None:
 
 
 def chat_of(asked: Json, image_support: ImageSupport = NO_IMAGES) -> Json:
-    """Translate a body into the chat whose tokens an engine is asked for.
+    """Translate a body into the chat whose tokens the engine counts.
 
     Raises:
-        InvalidRequest: it is no request for a message.
+        InvalidRequest: ``asked`` is no valid body of /v1/messages/count_tokens.
     """
     request = checked(asked, CountRequest)
     fields, _ = prompt_fields(request, image_support)
@@ -119,7 +119,7 @@ def chat_of(asked: Json, image_support: ImageSupport = NO_IMAGES) -> Json:
 @router.post(f"{ANTHROPIC_PATH}/count_tokens", openapi_extra=takes(CountRequest))
 async def count_tokens(request: Request) -> Response:
     """Answer with the number of tokens; nothing is computed or kept."""
-    model, question = await _question(request)  # what was parsed is gone while the engine works
+    model, question = await _question(request)  # the parsed body is freed before the engine works
     counted = {"input_tokens": await prompt_tokens(request, model, question)}
     return json_response(counted)
 

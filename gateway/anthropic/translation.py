@@ -33,7 +33,7 @@ class MessageFormat(AnswerFormat):
     def __init__(self, asked: Asked, streamed: bool, request_id: str | None = None) -> None:
         self.asked = asked
         self._request_id = request_id
-        # Says what changed since an earlier request; asked when the answer begins.
+        # Returns ``diagnostics``; called when the answer begins.
         self.diagnose: Callable[[], Json | None] = lambda: None
         self._streamed = streamed
 
@@ -58,15 +58,15 @@ def translated(
     image_support: ImageSupport = NO_IMAGES,
     request_id: str | None = None,
 ) -> Translated:
-    """Translate the body of /v1/messages; ``request_id`` goes into errors.
+    """Translate the body of /v1/messages into a chat; error answers will name ``request_id``.
 
     Raises:
-        InvalidRequest: it cannot be served as it stands; the message names the field.
+        InvalidRequest: the body cannot be served as it stands; the message names the field.
     """
     request = checked(raw, MessagesRequest)
     chat, left_out = prompt_fields(request, image_support)
     chat |= {name: raw[name] for name in _SAME if raw.get(name) is not None}
-    # One token, which is not shown to the client: vLLM does not take none.
+    # vLLM refuses 0 tokens, so one is asked for, and not shown to the client.
     chat["max_tokens"] = request.max_tokens or 1
     if request.stop_sequences:
         chat["stop"] = request.stop_sequences
@@ -78,7 +78,7 @@ def translated(
 
 
 def prompt_fields(request: CountRequest, image_support: ImageSupport) -> tuple[Json, list[str]]:
-    """Return all fields of a chat that make its prompt, and words for the parts left out."""
+    """Return the chat's fields that make up its prompt, and metrics' labels of parts left out."""
     chat = chat_messages(request, image_support)
     tools, num_left_out = chat_tools(request)
     fields: Json = {"messages": chat.messages, **_thinking(request)}
@@ -88,7 +88,7 @@ def prompt_fields(request: CountRequest, image_support: ImageSupport) -> tuple[J
     if form := _output_format(request):
         schema = {"name": "answer", "schema": form.schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    # Of no use without the tools that Anthropic's servers run, and those are left out.
+    # These only serve tools that Anthropic's servers run, and such tools are left out.
     servers = {"container": request.container, "mcp_servers": request.mcp_servers}
     unused = [name for name, value in servers.items() if value]
     return fields, [*chat.left_out, *["tool"] * num_left_out, *unused]
@@ -98,14 +98,14 @@ def _output_format(request: CountRequest) -> OutputFormat | None:
     form = request.output_config.format if request.output_config else None
     if form is not None and request.output_format is not None:
         raise InvalidRequest(
-            "output_format: it is an older name of output_config.format: send one of them",
+            "output_format: this is an older name of output_config.format; send only one of them",
             "output_format",
         )
     return form or request.output_format
 
 
 def _thinking(request: CountRequest) -> Json:
-    """Return the fields for how much the model is to think; none if the request does not say."""
+    """Return the chat's fields that say how much the model is to think; {} if nothing does."""
     fields: Json = {}
     effort = request.output_config.effort if request.output_config else None
     if request.thinking is not None and request.thinking.type == "disabled":
@@ -130,9 +130,9 @@ def _asked(request: MessagesRequest) -> Asked:
 
 
 def asked_ttl(request: CountRequest) -> Ttl | None:
-    """Return the longest time for which a ``cache_control`` asks; None if there is none.
+    """Return the longest ``ttl`` of all ``cache_control`` fields; None if there are none.
 
-    One may stand at the request itself, at tools, at blocks of the system text and of messages.
+    The request itself, tools, and blocks of the system text and of messages may have one.
     """
     found: list[Any] = [request.cache_control and msgspec.to_builtins(request.cache_control)]
     found += [tool.get("cache_control") for tool in request.tools or ()]
@@ -146,10 +146,10 @@ def asked_ttl(request: CountRequest) -> Ttl | None:
 
 
 def chat_tools(request: CountRequest) -> tuple[list[Json], int]:
-    """Return the tools of a chat, and how many were left out.
+    """Return the tools of a chat, and how many were left out, which only Anthropic can run.
 
     Raises:
-        InvalidRequest: a tool has no name or schema that could be used.
+        InvalidRequest: a tool has no usable name or schema.
     """
     tools = request.tools or []
     ours = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools) if _is_the_clients(tool)]
@@ -176,13 +176,13 @@ def chat_tool_choice(choice: ToolChoice | None, tools: list[Json]) -> Json:
     """Return the fields of a chat that say which tools may or must be called.
 
     Raises:
-        InvalidRequest: a tool is to be called, and there is none that could be.
+        InvalidRequest: ``choice`` requires a call, and there are no tools.
     """
     if choice is None:
         return {}
     if not tools:
         if choice.type in ("any", "tool"):
-            raise InvalidRequest("tool_choice: there are no tools that could be called.", "tools")
+            raise InvalidRequest("tool_choice: there are no tools to call.", "tools")
         return {}
     fields: Json = {"tool_choice": _CHOICES.get(choice.type)}
     if choice.type == "tool":

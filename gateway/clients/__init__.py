@@ -1,1 +1,1 @@
-"""What each client needs to talk to a server: its lines, and the values of its own file."""
+"""The settings by which each client finds a server: lines to enter, and changes to its own file."""

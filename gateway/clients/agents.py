@@ -1,4 +1,4 @@
-"""Coding agents: the variables and files by which each finds a server."""
+"""Coding agents: the environment variables and files by which each finds a server."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PROVIDER: Final = "thermocline"
 
 
 def claude(server: Server, home: Path) -> Connection:
-    """Say what Claude Code needs."""
+    """Return what Claude Code needs."""
     values = {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
         "ANTHROPIC_MODEL": server.model,
-        # Titles and summaries are asked of models by these names.
+        # Claude Code asks the models of these names for titles and summaries.
         "ANTHROPIC_DEFAULT_OPUS_MODEL": server.model,
         "ANTHROPIC_DEFAULT_SONNET_MODEL": server.model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": server.model,
@@ -36,12 +36,12 @@ def claude(server: Server, home: Path) -> Connection:
 
 
 def codex(server: Server, home: Path) -> Connection:
-    """Say what Codex needs."""
+    """Return what Codex needs."""
     provider = {
         "name": "Thermocline",
         "base_url": f"{server.url}/v1",
         "wire_api": "responses",
-        # Codex ends where this variable is named and not set.
+        # Codex exits if this names a variable that is not set.
         "env_key": "THERMOCLINE_API_KEY" if server.needs_key else None,
         "stream_idle_timeout_ms": 3_000_000,
     }
@@ -63,7 +63,7 @@ def codex(server: Server, home: Path) -> Connection:
 
 
 def opencode(server: Server, home: Path) -> Connection:
-    """Say what OpenCode needs."""
+    """Return what OpenCode needs."""
     limit = {"context": server.max_context, "output": max(1024, server.max_context // 4)}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -82,7 +82,7 @@ def opencode(server: Server, home: Path) -> Connection:
 
 
 def cline(server: Server, home: Path) -> Connection:
-    """Say what Cline needs."""
+    """Return what Cline needs."""
     lines = [
         "API Provider:    OpenAI Compatible",
         f"Base URL:        {server.url}/v1",
@@ -94,7 +94,7 @@ def cline(server: Server, home: Path) -> Connection:
 
 
 def qwen_code(server: Server, home: Path) -> Connection:
-    """Say what Qwen Code needs."""
+    """Return what Qwen Code needs."""
     values = {
         "OPENAI_BASE_URL": f"{server.url}/v1",
         "OPENAI_API_KEY": server.key,
@@ -104,7 +104,7 @@ def qwen_code(server: Server, home: Path) -> Connection:
 
 
 def aider(server: Server, home: Path) -> Connection:
-    """Say what aider needs."""
+    """Return what aider needs."""
     values = {
         "openai-api-base": f"{server.url}/v1",
         "openai-api-key": server.key,

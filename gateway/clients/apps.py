@@ -1,6 +1,6 @@
-"""Chat pages, editors, automation, programs: what each is given to use a server.
+"""Chat pages, editors, automation and programs: the settings by which each finds a server.
 
-Those that keep it in their own database or dialogs have lines to enter by hand.
+For those that keep settings in a database or a dialog, the lines are to be entered by hand.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from gateway.clients.needs import Connection, FileChange, Server, exports, quote
 
 
 def open_webui(server: Server, home: Path) -> Connection:
-    """Say what Open WebUI needs: variables of its process."""
+    """Return what Open WebUI needs: variables of its process."""
     values = {
         "OPENAI_API_BASE_URL": f"{server.url}/v1",
         "OPENAI_API_KEY": server.key,
         "DEFAULT_MODELS": server.model,
-        # Sends X-OpenWebUI-Chat-Id, by which this server knows the session of a chat, and
-        # X-OpenWebUI-User-Id, which gateway.trust_user_header may name.
+        # Makes Open WebUI send X-OpenWebUI-Chat-Id, by which this server finds a chat's session,
+        # and X-OpenWebUI-User-Id, which gateway.trust_user_header may name.
         "ENABLE_FORWARD_USER_INFO_HEADERS": "true",
     }
-    notes = ["Open WebUI reads these at its first start; later its admin settings count."]
+    notes = ["Open WebUI reads these at its first start only; change them later as its admin."]
     return Connection(exports(values), None, notes)
 
 
 def librechat(server: Server, home: Path) -> Connection:
-    """Say what LibreChat needs: an endpoint of its librechat.yaml."""
+    """Return what LibreChat needs: an endpoint of its librechat.yaml."""
     lines = [
         "# librechat.yaml",
         "endpoints:",
@@ -45,7 +45,7 @@ def librechat(server: Server, home: Path) -> Connection:
 
 
 def continue_dev(server: Server, home: Path) -> Connection:
-    """Say what Continue needs: a model of its config.yaml."""
+    """Return what Continue needs: a model of its config.yaml."""
     lines = [
         "# ~/.continue/config.yaml",
         "name: Thermocline",
@@ -65,7 +65,7 @@ def continue_dev(server: Server, home: Path) -> Connection:
 
 
 def zed(server: Server, home: Path) -> Connection:
-    """Say what Zed needs: a provider of its settings.json, and the key in the environment."""
+    """Return what Zed needs: a provider of its settings.json, and the key in the environment."""
     model = {
         "name": server.model,
         "display_name": server.model,
@@ -82,7 +82,7 @@ def zed(server: Server, home: Path) -> Connection:
 
 
 def vscode(server: Server, home: Path) -> Connection:
-    """Say what the chat of VS Code needs: a model with a key of its user's own."""
+    """Return what the chat of VS Code needs: a model with its own API key."""
     lines = [
         "Command:         Chat: Manage Language Models, then Add Models, OpenAI Compatible",
         *_entered(server, "Group Name:      Thermocline", "URL:             "),
@@ -91,13 +91,13 @@ def vscode(server: Server, home: Path) -> Connection:
 
 
 def n8n(server: Server, home: Path) -> Connection:
-    """Say what n8n needs: a credential, and a model of its OpenAI nodes."""
+    """Return what n8n needs: a credential, and a model of its OpenAI nodes."""
     lines = _entered(server, "Credential:      OpenAI", "Base URL:        ")
     return Connection(lines, None, ["n8n keeps this in its database: enter it in its editor."])
 
 
 def home_assistant(server: Server, home: Path) -> Connection:
-    """Say what Home Assistant needs: an integration that takes an address."""
+    """Return what Home Assistant needs: an integration that takes an address."""
     lines = _entered(
         server, "Integration:     Extended OpenAI Conversation (HACS)", "Base URL:        "
     )
@@ -106,7 +106,7 @@ def home_assistant(server: Server, home: Path) -> Connection:
 
 
 def openai_sdk(server: Server, home: Path) -> Connection:
-    """Say what a program with OpenAI's SDK needs."""
+    """Return what a program with OpenAI's SDK needs."""
     lines = [
         "from openai import OpenAI",
         "",
@@ -114,14 +114,14 @@ def openai_sdk(server: Server, home: Path) -> Connection:
         "client.chat.completions.create(",
         f"    model={json.dumps(server.model, ensure_ascii=False)},",
         '    messages=[{"role": "user", "content": "Hello"}],',
-        '    extra_headers={"X-Session-ID": "me"},  # or none: a chat is known by its messages',
+        '    extra_headers={"X-Session-ID": "me"},  # optional: messages identify a chat, too',
         ")",
     ]
     return Connection(lines)
 
 
 def curl(server: Server, home: Path) -> Connection:
-    """Say what curl needs."""
+    """Return what curl needs."""
     body = {"model": server.model, "messages": [{"role": "user", "content": "Hello"}]}
     key = f"-H {quoted(f'authorization: Bearer {server.key}')} " if server.needs_key else ""
     lines = [

@@ -1,4 +1,4 @@
-"""A server as its clients see it, and the settings that a client needs."""
+"""The address, model and key of a server, and the settings that a client needs to use it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 Format: TypeAlias = Literal["json", "toml", "yaml", "lines"]  # lines: KEY=VALUE, as in .env
-NO_KEY: Final = "none"  # most clients want some key, also where the server needs none
+NO_KEY: Final = "none"  # most clients insist on a key, even if the server needs none
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server as its clients see it."""
+    """A running server, with the facts that its clients need."""
 
     url: str  # without a path
     model: str
@@ -28,16 +28,16 @@ class Server:
 
 @dataclass(frozen=True)
 class FileChange:
-    """The values that are to stand in a client's own file."""
+    """Values to write into a client's own file of settings."""
 
     path: Path
     format: Format
-    values: Mapping[str, Any]  # nested as in the file; None = it is not to stand there
+    values: Mapping[str, Any]  # nested as in the file; None = remove the entry
 
 
 @dataclass(frozen=True)
 class Connection:
-    """The needs of a client: lines for people, and a change for its file if it has one."""
+    """A client's settings: lines for people to read, and the change to its file if it has one."""
 
     lines: list[str]
     change: FileChange | None = None
@@ -45,20 +45,21 @@ class Connection:
 
 
 def exports(values: Mapping[str, str]) -> list[str]:
-    """Write the lines of a shell that set environment variables."""
+    """Return shell commands that set environment variables."""
     return [f"export {key}={quoted(value)}" for key, value in values.items()]
 
 
 def yaml_line(key: str, value: str) -> str:
-    """Write a line whose value is in double quotes, which YAML reads as JSON does.
+    """Return a line of YAML whose value is in double quotes, as in JSON.
 
-    Raises ``ValueError`` for a value with control characters.
+    Raises:
+        ValueError: the value has control characters.
     """
     return f"{key}: {json.dumps(printable(value), ensure_ascii=False)}"
 
 
 def printable(value: str) -> str:
-    """Return the value. Raises ``ValueError`` for one with control characters."""
+    """Return ``value`` unchanged. Raises ``ValueError`` if it has control characters."""
     if not value.isprintable():
         raise ValueError("a value has control characters")
     return value

@@ -1,4 +1,4 @@
-"""The table of clients: for ``thermocline connect`` and for the page."""
+"""The table of clients, for ``thermocline connect`` and for the dashboard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.clients.needs import Connection, Server
 
 
 class Client(NamedTuple):
-    """A client: its own name, and its needs."""
+    """A client: its name, and the function that returns its settings."""
 
     name: str
     needs: Callable[[Server, Path], Connection]
@@ -48,15 +48,15 @@ def client_of(name: str) -> Client:
 
 
 def connection(client: str, server: Server, home: Path) -> Connection:
-    """Say what a client needs.
+    """Return the settings that ``client`` needs to use ``server``; ``home``: the user's folder.
 
     Raises:
-        LookupError: that client is unknown.
-        ValueError: the server's model has no name that a file of settings can hold.
+        LookupError: the table has no such client.
+        ValueError: the server's model or address has control characters.
     """
     found = client_of(client)
     for words, value in (("a model", server.model), ("an address", server.url)):
-        if not value or not value.isprintable():  # a line break would begin a setting of its own
+        if not value or not value.isprintable():  # a line break would begin another setting
             raise ValueError(f"{words} with control characters cannot be used: {value!r}")
     needs = found.needs(server, home)
     return replace(needs, notes=[*needs.notes, *_too_long(found, server.max_context)])

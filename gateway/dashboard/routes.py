@@ -1,15 +1,15 @@
-"""GET /ui: the dashboard's page and its files. They hold no data, so no key is needed for them.
+"""GET /ui: the dashboard's page and its files. They hold no data, so they need no key.
 
-``GET /v1/snapshot`` is what the page, ``thermocline top`` and ``thermocline sessions`` ask for once
-a second. With the tag of the last one in ``If-None-Match`` the answer is 304, and empty, while
-nothing has changed.
+The page, ``thermocline top`` and ``thermocline sessions`` ask for ``GET /v1/snapshot`` once a
+second. If the request has the last snapshot's tag in ``If-None-Match`` and nothing has changed, the
+answer is an empty 304.
 
-``/ui/clients`` writes the settings of all clients for the server that the page names: they are
-those of ``thermocline connect``.
+``/ui/clients`` returns the settings of all clients, as ``thermocline connect`` prints them, for the
+server that the page names.
 
-The page asks the public API with the key that its reader types in; there are no cookies, so no
-other page can act in the reader's name. What it may load is said by one strict policy: its own
-files, this server, nothing else.
+The page calls the public API with the key that its reader types in; there are no cookies, so no
+other page can act in the reader's name. A strict content security policy lets it load its own files
+and call this server, and nothing else.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from gateway.watch.snapshots import MAX_ROWS
 
 FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"
-PLACEHOLDER: Final = b"ui/VERSION/"  # in the index, the folder of everything else
-# There, too: or a browser would find each module only when it has read the one that imports it.
+PLACEHOLDER: Final = b"ui/VERSION/"  # in the index, the folder of all other files
+# In the index, replaced by preloads of all modules: a browser would otherwise find each module only
+# after it has read the one that imports it.
 PRELOADS: Final = b"<!-- MODULES -->"
 _KINDS: Final = {
     ".html": "text/html; charset=utf-8",
@@ -72,18 +73,18 @@ PLACES: Final = {
     "ready": "/readyz",
     "metrics": "/metrics",
 }
-MAX_WORDS: Final = 1000
+MAX_WORDS: Final = 1000  # characters of a query's value
 USUAL_ROWS: Final = 500  # of a snapshot
 PACKED_FROM: Final = 16 << 10  # bytes
 _FOR_EVER: Final = "public, max-age=31536000, immutable"
 
 
 class PageFile(NamedTuple):
-    """A file as browsers get it."""
+    """A file of the page, plain and compressed, with its headers."""
 
     kind: str
     plain: bytes
-    packed: bytes  # by gzip
+    packed: bytes  # compressed by gzip
     tag: str  # ETag, with its quotes
 
 
@@ -97,7 +98,7 @@ class PageFiles(NamedTuple):
 
 @cache
 def page_files(folder: Path = FOLDER) -> PageFiles:
-    """Read the page; it does not change while the server runs."""
+    """Read all files of the page, which do not change while the server runs."""
     found = {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -116,7 +117,7 @@ def page_files(folder: Path = FOLDER) -> PageFiles:
 
 
 def _needed_first(name: str) -> tuple[bool, str]:
-    """Sort the scripts that ask for the data before those that show it."""
+    """Return the sort key of a script: those that fetch data come before those that show it."""
     return not name.startswith(("live/", "vendor/signals", "vendor/preact")), name
 
 
@@ -127,7 +128,7 @@ def _file(name: str, content: bytes) -> PageFile:
 
 @router.get("/")
 async def root(request: Request) -> Response:
-    """Redirect browsers to the dashboard; tell programs what is where."""
+    """Redirect browsers to the dashboard; answer programs with the server's main paths."""
     if "text/html" not in request.headers.get("accept", ""):
         return json_response(PLACES)
     return RedirectResponse("ui", 302, {"vary": "accept"})
@@ -143,7 +144,7 @@ async def dashboard(request: Request) -> Response:
 
 @router.get("/ui/clients")
 async def client_settings(request: Request) -> Response:
-    """Answer with the lines that each client needs for the server of the query."""
+    """Answer with the settings that each client needs for the server that the query names."""
     asked = {x: request.query_params.get(x, "")[:MAX_WORDS] for x in ("url", "model", "key")}
     context = request.query_params.get("context", "")
     if not (context.isascii() and context.isdigit() and len(context) < 10 and asked["key"]):
@@ -162,7 +163,7 @@ async def client_settings(request: Request) -> Response:
 
 @router.get("/ui/{version}/{name:path}")
 async def dashboard_file(request: Request) -> Response:
-    """Answer with a file of the dashboard; it never changes under its address."""
+    """Answer with a file of the dashboard, which never changes under its versioned path."""
     files, asked = page_files(), request.path_params
     found = files.others.get(asked["name"]) if asked["version"] == files.version else None
     if found is None:
@@ -172,7 +173,7 @@ async def dashboard_file(request: Request) -> Response:
 
 @router.get("/v1/snapshot")
 async def show_snapshot(request: Request) -> Response:
-    """Show what happens to one model now; ``limit`` sessions are listed, those used last."""
+    """Show the present state of a model and its ``limit`` sessions that were used last."""
     caller, gateway = charged_caller(request), gateway_of(request)
     tenant = None if sees_all(request, caller) else caller.name
     model = model_asked(request) or gateway.models.default

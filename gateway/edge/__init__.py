@@ -3,9 +3,8 @@
 ``gateway/server.py`` gives uvicorn the protocol of ``protocol.py``, which counts a request's bytes
 and asks ``connections.py`` for a place.
 
-``bodies.py`` bounds what all bodies take together, unpacks and parses them; ``key_limits.py`` lets
-requests in by key, and lists each route's share of a key's limits and the bound on the rest of its
-work; ``rates.py`` counts what they use in a minute, at all gateways of a Redis.
-``key_list.py`` has the lines of keys; ``tier_bytes.py`` has each engine bound what a tenant holds
-of each tier.
+``bodies.py`` bounds the bytes of all bodies together, and unpacks and parses them.
+``key_limits.py`` applies the limits of keys, and lists each route's cost. ``rates.py`` counts what
+keys use in a minute, over all gateways of a Redis. ``key_list.py`` reads and changes the lines of
+keys. ``tier_bytes.py`` makes each engine limit the bytes of a tenant in each tier.
 """

@@ -1,18 +1,19 @@
 r"""Bodies of requests: counted in bytes, unpacked, weighed and parsed, each within a bound.
 
-Received bytes, not the declared length, count in the budget of all bodies, until the body is handed
-to the engine: while it waits in line, but not while the engine computes. Questions that are no turn
-do not wait in line; they count until they are answered. Stored objects that a request recalls count
-as its body does. The bodies of one tenant never take the whole budget.
+The budget of all bodies counts received bytes, not the declared length. A turn's body counts until
+it is handed to the engine: while it waits in line, but not while the engine computes. The body of
+any other question to the engine counts until it is answered. Stored objects that a request refers
+to count like its body. The bodies of one tenant never take the whole budget.
 
-A few bytes can unpack to gigabytes. So no more than a step is unpacked before it is counted, the
-memory that a zstd frame asks for is bounded, and one body is unpacked at a time. Parsed, a body of
-tiny values takes many times its bytes, so large ones are parsed one after the other, and how much
-they may become is known before that.
+A few bytes can unpack to gigabytes. So at most ``STEP_BYTES`` are unpacked before they are counted,
+the memory that a zstd frame asks for is bounded, and one body is unpacked at a time. A body of tiny
+values takes many times its bytes once parsed. So large bodies are parsed one after the other, and
+their size in memory is estimated before that.
 
-A program that cuts text by UTF-16 cuts some characters in two, and writes one half as ``\ud83d``: a
-lone surrogate, which is no text. A client sends a tool's result, and the call that the model made,
-again at every turn to come, so that refusing it would end the conversation: there it is replaced.
+A program that cuts text by UTF-16 units cuts some characters in two, and writes one half as
+``\ud83d``: a lone surrogate, which is no text. Clients send tool calls and their results again with
+every later turn, so refusing them would end the conversation: there a surrogate is replaced.
+Anywhere else it is refused.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ MAX_WEIGHT = 1 << 20
 _WEIGHTS = {b",": 1, b"[": 4, b"{": 8}
 _TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _FULL = Failure(
-    503, "This server is reading too much at once. Try again later.", None, "bodies_full", 1.0
+    503, "This server is reading too many bodies. Try again later.", None, "bodies_full", 1.0
 )
 ENCODINGS: Final = ("gzip", "deflate", "zstd")
 STEP_BYTES: Final = 256 << 10  # unpacked in well under a millisecond
-FEED_BYTES: Final = 64 << 10  # zlib copies what it has not taken yet, at each step
-MAX_STREAMS: Final = 4096  # of one body; empty ones would take time and no bytes
+FEED_BYTES: Final = 64 << 10  # given to zlib at once, which copies its unused input at each step
+MAX_STREAMS: Final = 4096  # of one body: an empty stream takes time, but adds no bytes
 MAX_WINDOW_LOG: Final = 23  # 8 MiB, the most that RFC 9659 lets a client of HTTP ask for
 REPLACED_HEADER: Final = "x-thermocline-replaced"
 _REPLACEMENT: Final = "\ufffd".encode()
 _HINT: Final = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-# Escapes one after the other, so that an escaped backslash is not taken for the next one's.
+# Matches each escape as a whole, so that the second half of an escaped backslash begins none.
 _ESCAPE: Final = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # both halves
     rb"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf])"
@@ -65,10 +66,10 @@ _ESCAPE: Final = re.compile(
 )
 _LISTS: Final = ("messages", "input", "items")  # where they are, in each dialect
 _ARGUMENTS: Final = ("arguments", "input")  # of a call: OpenAI's functions and custom tools
-# Ends of the names of items with other fields: some calls have their results in them.
+# Suffixes of the types of items with other fields; some calls have their results in them.
 _ITEMS: Final = ("_call", "mcp_list_tools")
 _NAMES: Final = frozenset({"type", "id", "call_id", "name", "server_label"})  # of a call's fields
-# Ends of the names of Anthropic's blocks (``server_tool_use``), and the field of each.
+# Suffixes of the types of Anthropic's blocks (``server_tool_use``), and the field of each.
 _BLOCKS: Final = {"tool_result": "content", "tool_use": "input"}
 
 
@@ -77,21 +78,21 @@ class BodyBudget:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._max_of_one = max_bytes - max_bytes // 4  # a quarter is for others than one tenant
+        self._max_of_one = max_bytes - max_bytes // 4  # of one tenant: a quarter is for the others
         self._of: Counter[str] = Counter()  # bytes of each tenant
-        self.parsing = asyncio.Semaphore(1)  # held while a large one is parsed
-        self.unpacking = asyncio.Semaphore(1)  # held while one of them is unpacked
+        self.parsing = asyncio.Semaphore(1)  # held while a large body is parsed
+        self.unpacking = asyncio.Semaphore(1)  # held while a body is unpacked
         self.nbytes = 0
 
     def take(self, tenant: str, nbytes: int) -> None:
-        """Count bytes that have come. Raises ``RequestRefused`` (503) where there is no room."""
+        """Count received bytes. Raises ``RequestRefused`` (503) if there is no room for them."""
         if self.nbytes + nbytes > self._max_bytes or self._of[tenant] + nbytes > self._max_of_one:
             raise RequestRefused(_FULL)
         self.nbytes += nbytes
         self._of[tenant] += nbytes
 
     def give_back(self, tenant: str, nbytes: int) -> None:
-        """Count bytes no longer that ``take`` has counted."""
+        """Release bytes that ``take`` has counted."""
         self.nbytes -= nbytes
         self._of[tenant] -= nbytes
         if not self._of[tenant]:
@@ -99,7 +100,7 @@ class BodyBudget:
 
 
 class BodyShare:
-    """The share of the budget that one request has; ``give_back`` may be called twice."""
+    """The bytes of the budget that one request holds."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -107,31 +108,34 @@ class BodyShare:
         self.tenant = ""  # the owner of the body; set before the first byte is read
 
     def grow(self, nbytes: int) -> None:
-        """Have ``nbytes`` in all, if that is more than now. Raises ``RequestRefused`` (503)."""
+        """Raise the share to ``nbytes`` if it is smaller. Raises ``RequestRefused`` (503)."""
         if nbytes > self._nbytes:
             self._budget.take(self.tenant, nbytes - self._nbytes)
             self._nbytes = nbytes
 
     def add(self, nbytes: int) -> None:
-        """Have ``nbytes`` more. Raises ``RequestRefused`` (503)."""
+        """Raise the share by ``nbytes``. Raises ``RequestRefused`` (503)."""
         self.grow(self._nbytes + nbytes)
 
     def give_back(self) -> None:
-        """Count the body no longer: it was answered, or another part of the server holds it."""
+        """Release the share, once the body was answered or handed on. May be called twice."""
         nbytes, self._nbytes = self._nbytes, 0
         if nbytes:
             self._budget.give_back(self.tenant, nbytes)
 
 
 def check_weight(*bodies: bytes, what: str = "The body") -> None:
-    """Refuse large JSON that would become too much when it is parsed.
+    """Refuse large JSON that would take too much memory once it is parsed.
+
+    Args:
+        what: the subject of the error's sentence.
 
     Raises:
-        InvalidRequest: 400, it has too many values.
+        InvalidRequest: 400, the JSON has too many values.
     """
     if sum(map(len, bodies)) <= LARGE_BODY_BYTES or sum(map(_weight, bodies)) <= MAX_WEIGHT:
         return
-    if sum(_weight(_TEXTS.sub(b"", x)) for x in bodies) > MAX_WEIGHT:  # most was not inside texts
+    if sum(_weight(_TEXTS.sub(b"", x)) for x in bodies) > MAX_WEIGHT:  # without marks in texts
         raise InvalidRequest(f"{what} has too many values.", code="too_many_values")
 
 
@@ -146,7 +150,7 @@ def encoding_of(declared: str) -> str:
     """Return the encoding of a body whose ``Content-Encoding`` is ``declared``; "" if it has none.
 
     Raises:
-        RequestRefused: 415, it is another than ``ENCODINGS``, or there are several.
+        RequestRefused: 415, the encoding is not in ``ENCODINGS``, or there are several.
     """
     names = [
         x for x in (y.strip().lower() for y in declared.split(",")) if x not in ("", "identity")
@@ -167,10 +171,10 @@ async def unpacked(
     """Unpack a whole body.
 
     Args:
-        on_more: called with the bytes of each piece; what it raises ends the work.
+        on_more: called with the number of bytes of each piece; may raise to stop the unpacking.
 
     Raises:
-        InvalidRequest: 413, it unpacks to more than ``max_bytes``; 400, it is not of that encoding.
+        InvalidRequest: 413, it unpacks to more than ``max_bytes``; 400, it is not in that encoding.
     """
     pieces: list[bytes] = []
     nbytes = 0
@@ -189,7 +193,7 @@ async def unpacked(
 
 
 class _Unpacker(Protocol):
-    """One stream that is unpacked; both libraries have this in common."""
+    """The decompressor of one stream: what those of zlib and zstd have in common."""
 
     @property
     def eof(self) -> bool:
@@ -197,17 +201,17 @@ class _Unpacker(Protocol):
 
     @property
     def unused_data(self) -> bytes:
-        """The bytes that came after that end."""
+        """The bytes after the end of the stream."""
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes:
         """Return the next bytes, ``max_length`` at most."""
 
 
 def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
-    """Yield what comes out, in pieces of at most ``STEP_BYTES``; some may be empty.
+    """Yield the unpacked body in pieces of at most ``STEP_BYTES``; some may be empty.
 
-    Streams of gzip and zstd may follow one another (RFC 1952, 2.2; RFC 8878, 3.1). Zeros that fill
-    up the rest are no stream, as gzip(1) has it.
+    A body may be several streams of gzip or zstd in a row (RFC 1952, 2.2; RFC 8878, 3.1). Zeros
+    after the last stream are padding, as for gzip(1).
     """
     unpacker, num_streams = _unpacker(encoding, body), 1
     end = len(body.rstrip(b"\0") if encoding == "gzip" else body)
@@ -227,7 +231,7 @@ def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
             yield piece
             if unpacker.eof:
                 given = unpacker.unused_data
-            else:  # zstd keeps what it has not taken, zlib hands it back
+            else:  # zstd keeps its unused input, zlib hands it back
                 given = getattr(unpacker, "unconsumed_tail", b"")
             if not given and (unpacker.eof or len(piece) < STEP_BYTES):
                 break
@@ -241,33 +245,33 @@ def _unpacker(encoding: str, body: bytes) -> _Unpacker:
         return zstd.ZstdDecompressor(options={option: MAX_WINDOW_LOG})
     if encoding == "gzip":
         return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-    # With zlib's head, as RFC 9110 has it, or without, as some clients send it.
+    # Deflate: with zlib's header, as RFC 9110 says, or without, as some clients send it.
     has_head = len(body) > 1 and body[0] & 15 == 8 and (body[0] << 8 | body[1]) % 31 == 0
     return zlib.decompressobj(wbits=zlib.MAX_WBITS if has_head else -zlib.MAX_WBITS)
 
 
-# ---- half characters
+# ---- lone surrogates
 
 
 class WholeText(NamedTuple):
-    """A parsed body, and how many half characters were replaced in it."""
+    """A parsed body, and how many lone surrogates were replaced in it."""
 
     json: Json
     num_replaced: int = 0
 
 
 def parse_whole(body: bytes) -> WholeText:
-    """Parse a body as ``parse_json`` does, but for half characters in calls and results of tools.
+    """Parse a body as ``parse_json`` does; replace lone surrogates in tool calls and results.
 
     Raises:
-        InvalidRequest: also for one elsewhere; it names the field.
+        InvalidRequest: it is no JSON, or has a lone surrogate elsewhere: the error names the field.
     """
     if not _HINT.search(body):
         return WholeText(parse_json(body))
     with suppress(InvalidRequest):
         raw = parse_json(body)
         return WholeText(raw, _mend_arguments(raw))
-    mark = f"\ufdd0{secrets.token_hex(2)[:3]}".encode()  # no text has it; as long as an escape
+    mark = f"\ufdd0{secrets.token_hex(2)[:3]}".encode()  # in no text; as long as an escape
     marked = _ESCAPE.sub(lambda x: mark if x["half"] else x[0], body)
     raw = parse_json(marked)
     num_replaced = sum(_mend(of, name, mark) for of, name in _of_tools(raw))
@@ -282,7 +286,7 @@ def parse_whole(body: bytes) -> WholeText:
 
 
 def _of_tools(raw: Json) -> Iterator[tuple[Json, str]]:
-    """Find what tools gave and were given: an object and the name of its field."""
+    """Yield the fields with tool calls and results: each an object and the field's name."""
     for row in _rows(raw):
         kind, content = row.get("type"), row.get("content")
         yield from _calls_in(row)
@@ -304,7 +308,7 @@ def _rows(raw: Json) -> list[Json]:
 
 
 def _calls_in(row: Json) -> Iterator[tuple[Json, str]]:
-    """Find what the model called tools with: an object and the name of its field."""
+    """Yield the fields with a call's arguments: each an object and the field's name."""
     calls = row.get("tool_calls")
     of_chats = [x for x in calls if isinstance(x, dict)] if isinstance(calls, list) else []
     for call in (row, row.get("function_call"), *(y for x in of_chats for y in x.values())):
@@ -313,7 +317,7 @@ def _calls_in(row: Json) -> Iterator[tuple[Json, str]]:
 
 
 def _mend_arguments(raw: Json) -> int:
-    """Replace the half characters that JSON of functions' arguments escapes; returns how many."""
+    """Replace lone surrogates in functions' arguments, which are JSON in a string; count them."""
     num = 0
     for call, name in (x for row in _rows(raw) for x in _calls_in(row)):
         if name == "arguments" and isinstance(text := call[name], str):
@@ -323,7 +327,7 @@ def _mend_arguments(raw: Json) -> int:
 
 
 def _mend(of: Json, name: str, mark: bytes) -> int:
-    """Replace the marks in a field; returns their number."""
+    """Replace the marks in a field by U+FFFD; return their number."""
     value: Any = of.get(name)
     written = msgspec.json.encode(value)
     num = written.count(mark)
@@ -334,7 +338,7 @@ def _mend(of: Json, name: str, mark: bytes) -> int:
 
 def _half(where: str) -> InvalidRequest:
     message = (
-        r"it has half a character (a lone surrogate, as \ud83d), which is no text: leave it out, or"
-        " send the whole character"
+        r"it has half a character (a lone surrogate such as \ud83d): leave it out, or send the"
+        " whole character"
     )
     return InvalidRequest(f"{where or 'The body'}: {message}.", where or None)

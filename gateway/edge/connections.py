@@ -1,9 +1,9 @@
-"""Bounds open connections, in total and per address; closes idle ones first, and ends them all.
+"""Bounds open connections, in total and per address, and sees each of them to its end.
 
-At the limit the connection that has been idle longest is closed for a new one; where none is idle,
-the new one is refused, except a few at the admins' own address. Each address may hold a bounded
-number; an IPv6 /64 counts as one address, since one client has all of it. The connections of
-trusted proxies, which serve many clients, are counted in the total only.
+At the total limit, a new connection takes the place of the one that has been idle longest. If none
+is idle, the new one is refused, except for a few more at the admins' own address. An IPv6 /64
+counts as one address, since one client has all of it. The connections of trusted proxies, which
+serve many clients, count in the total only.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Protocol
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-MAX_CONNECTIONS = 16_384  # where the limit of open files would allow more
-# Files that are no connections of clients: one to the engine for each turn that runs, the engine's
-# own, logs, and those that are about to be refused.
+MAX_CONNECTIONS = 16_384  # even if the limit of open files would allow more
+# Open files besides clients' connections: one to the engine for each running turn, the engine's
+# own, logs, and connections that are about to be refused.
 _RESERVED_LEAST = 192
 _RESERVED_MOST = 1024
-CLOSE_S = 5.0  # for the last bytes of an answer to be taken
+CLOSE_S = 5.0  # for the client to take the last bytes of an answer
 LINGER_S = 5.0  # for the rest of a request that was answered early
 MAX_DISCARDED_BYTES = 128 << 20  # of that rest
 LOOK_EVERY_S = 0.25
 BEGINNING = b"HTTP/1.1 "  # of every answer
-MAX_JOINED_BYTES = 64 << 10  # of a body that goes with its head
-MAX_ZEROS = 8  # before lengths of chunks: with them none has more digits than Go's parser reads, 16
+MAX_JOINED_BYTES = 64 << 10  # of a body that is written together with its head
+MAX_ZEROS = 8  # written before a chunk's length, which then has at most Go's 16 digits
 log = logging.getLogger("thermocline.gateway")
 LOG_EVERY_S = 10.0
-ADMIN_PLACES = 8  # beyond the total: a full server can still be looked at
+ADMIN_PLACES = 8  # beyond the total, so that admins can reach a full server
 
 
 def open_files_limit() -> int:
@@ -48,24 +48,25 @@ def most_connections(num_files: int, wanted: int) -> int:
     """Return how many connections may be open, at least one.
 
     Args:
-        wanted: the setting; 0 = as many as suits.
+        num_files: how many files this process may have open.
+        wanted: the configured limit; 0 = ``MAX_CONNECTIONS``, or fewer if files are few.
     """
     reserved = min(max(num_files // 4, _RESERVED_LEAST), _RESERVED_MOST)
     return max(1, min(wanted or MAX_CONNECTIONS, num_files - reserved))
 
 
 def close_soon(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
-    """Close, and abort if what was written is not taken in time."""
+    """Close a connection, and abort it if the client does not take its last bytes in time."""
     if not transport.is_closing():
         transport.close()
         loop.call_later(CLOSE_S, transport.abort)
 
 
 class AnswerTransport:
-    """Stands for the connection where an answer is sent, and does not close itself.
+    """The transport to which uvicorn writes an answer; it leaves closing to a callback.
 
-    The head goes with the body that follows at once, if one does: each call of the system wakes the
-    client, and costs a tenth of what the gateway spends on a short request.
+    If the body follows the head at once, both are sent in one system call: each call wakes the
+    client, and costs a tenth of the gateway's time for a short request.
     """
 
     __slots__ = ("_close", "_head", "_loop", "_num_ahead", "_num_zeros", "_transport") + (
@@ -88,23 +89,20 @@ class AnswerTransport:
         self._num_ahead = self._num_zeros = 0
 
     def close(self) -> None:
-        """End the connection after what was written."""
+        """Send what was written, then call the ``close`` of the constructor."""
         self._send_head()
         self._close()
 
     def write_ahead(self) -> None:
-        """Write one byte more of ``BEGINNING``, while there is one.
-
-        The head of the answer has not been written.
-        """
+        """Write the next byte of ``BEGINNING``, if one is left; called before the answer's head."""
         if self._num_ahead < len(BEGINNING):
             self._transport.write(BEGINNING[self._num_ahead : self._num_ahead + 1])
             self._num_ahead += 1
 
     def write_zero(self) -> None:
-        """Write a zero before the length of the next chunk, which stays the same; a few times only.
+        """Write a leading zero of the next chunk's length, ``MAX_ZEROS`` times at most.
 
-        The head of the answer has been written; it says that chunks follow.
+        Called after the head of an answer in chunks.
         """
         self._send_head()
         if self._num_zeros < MAX_ZEROS:
@@ -129,9 +127,9 @@ class AnswerTransport:
 
 
 class WithoutChunks:
-    """Sends an answer to a client of HTTP/1.0, which knows no chunks: its end is the connection's.
+    """Sends an answer without chunks to a client of HTTP/1.0; its end is that of the connection.
 
-    uvicorn writes chunks wherever the length is not known.
+    uvicorn would write chunks if the length is not known.
     """
 
     def __init__(self, cycle: RequestResponseCycle, send: Send) -> None:
@@ -140,7 +138,7 @@ class WithoutChunks:
         self._has_length = False
 
     async def send(self, message: Message) -> None:
-        """Pass a message on, with uvicorn's own counts set so that it takes it as it is."""
+        """Pass a message on; set uvicorn's own fields so that it writes the body unchanged."""
         if message["type"] == "http.response.start":
             names = [name.lower() for name, _ in message.get("headers", ())]
             self._has_length = b"content-length" in names
@@ -152,10 +150,10 @@ class WithoutChunks:
 
 
 class Lingering:
-    """Drops the rest of a request whose answer has been sent, for a while.
+    """Reads and drops the rest of a request that was answered early, for a while.
 
     Closing at once would reset the connection, and the client, which is still writing, would lose
-    the answer with it.
+    the answer.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
@@ -173,17 +171,17 @@ class Lingering:
             self._transport.abort()
 
     def stop(self) -> None:
-        """Forget the timer: the connection has ended."""
+        """Cancel the timer, since the connection has ended."""
         self._timer.cancel()
 
 
 class HalfClosed:
-    """Watches a client that has closed its sending side: does it still wait for the answer?
+    """Finds out whether a client that has closed its sending side still waits for the answer.
 
-    That end looks the same whether a client has half closed or is gone. Only one that is gone
-    answers what is written to it with a reset. What may be written, before the answer is known, are
-    its first bytes, which are always the same, and between its chunks zeros before the length of
-    the next: one at once, and the others ever more rarely.
+    A client that has half closed the connection and one that is gone look the same until bytes are
+    written: the latter answers with a reset. Two kinds of bytes can be written before the answer
+    is known: its first bytes, which are always the same, and between chunks, leading zeros of the
+    next chunk's length. One is written at once, the others at growing intervals.
     """
 
     def __init__(
@@ -192,7 +190,10 @@ class HalfClosed:
         transport: asyncio.Transport,
         write_ahead: Callable[[], None],
     ) -> None:
-        """``write_ahead`` writes one more of those bytes, if that may be."""
+        """
+        Args:
+            write_ahead: writes one more of those bytes, if there is one.
+        """
         self._loop = loop
         self._transport = transport
         self._write_ahead = write_ahead
@@ -214,26 +215,26 @@ class HalfClosed:
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
 
     def stop(self) -> None:
-        """Look no more: the connection has ended."""
+        """Cancel the timer, since the connection has ended."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 class Evictable(Protocol):
-    """A connection that can be asked to go."""
+    """A connection that can be closed while it is idle."""
 
     def evict(self) -> None:
-        """Close an idle connection now."""
+        """Close this idle connection now."""
 
 
 class ConnectionObserver(Protocol):
-    """Counts connections for the operator."""
+    """Counts connections for the metrics."""
 
     def connections_open(self, number: int) -> None:
         """Note how many connections are open."""
 
     def connection_ended(self, reason: str) -> None:
-        """Note a connection that was refused or cut; ``reason``: a metric's label."""
+        """Count a connection that was refused or cut; ``reason``: the metric's label."""
 
 
 class Connections:
@@ -247,24 +248,27 @@ class Connections:
         observer: ConnectionObserver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``trusted``: networks like ``127.0.0.0/8`` that ``max_per_address`` is not for."""
+        """
+        Args:
+            trusted: networks such as ``127.0.0.0/8`` whose addresses have no limit of their own.
+        """
         self._max_total = max_total
         self._max_per_address = max_per_address
         self._trusted = [ipaddress.ip_network(x) for x in trusted]
         self._observer = observer
         self._clock = clock
-        self._clients: dict[Evictable, str] = {}  # of each open connection; "" = not counted
+        self._clients: dict[Evictable, str] = {}  # as ``_client`` names them
         self._per_client: Counter[str] = Counter()
         self._idle: dict[Evictable, None] = {}  # longest idle first
         self._unsaid: Counter[str] = Counter()  # ends since the last log line
         self._said_at = -LOG_EVERY_S
 
     def admit(self, connection: Evictable, address: str, *, for_admins: bool = False) -> str:
-        """Give a new connection a place; return why not in a word, "" if it has one.
+        """Give a new connection a place, or return in a word why not; "" if it has one.
 
         Args:
-            address: the client's, "" where it has none (a unix socket).
-            for_admins: it came in where only admins do.
+            address: the client's; "" if it has none (a unix socket).
+            for_admins: True for a connection to the admins' own address.
         """
         client = self._client(address)
         if client and self._per_client[client] >= self._max_per_address:
@@ -292,7 +296,7 @@ class Connections:
         return True
 
     def busy(self, connection: Evictable) -> None:
-        """Note that a request has begun: the connection keeps its place."""
+        """Note that a request has begun, so that the connection keeps its place."""
         self._idle.pop(connection, None)
 
     def idle(self, connection: Evictable) -> None:
@@ -313,7 +317,7 @@ class Connections:
         self._observer.connections_open(len(self._clients))
 
     def ended(self, reason: str) -> None:
-        """Count a connection that was refused or cut, and log a line now and then."""
+        """Count a connection that was refused or cut; log the counts every ``LOG_EVERY_S``."""
         self._observer.connection_ended(reason)
         self._unsaid[reason] += 1
         now = self._clock()
@@ -325,7 +329,7 @@ class Connections:
         self._unsaid.clear()
 
     def _client(self, address: str) -> str:
-        """Return the name that an address is counted under; "" if it is not."""
+        """Return the name under which an address is counted; "" if it has no limit of its own."""
         try:
             found = ipaddress.ip_address(address.partition("%")[0])
         except ValueError:

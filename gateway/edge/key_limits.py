@@ -1,13 +1,13 @@
-"""Lets a key's requests in, within that key's limits; says so in each answer's head.
+"""Admits requests within the limits of their key; each answer's head reports these limits.
 
-What a key uses in a minute is counted by ``rates``, over all gateways that share a Redis. Tokens
-are counted when an answer has ended, since they are not known before, so a key may go over once and
-waits for it afterwards. Requests at once are those of this gateway. A session has no row before its
-turn has a slot, so the ids on their way there are counted here.
+``rates`` counts what a key uses in a minute, over all gateways that share a Redis. Tokens are
+counted when an answer has ended, since their number is not known before: a key may exceed its
+limit once, and has to wait afterwards. Concurrent requests are counted at this gateway only. A new
+session has no row in the table before its turn has a slot; until then its id is counted here.
 
-What each route takes of a key's limits, and the bound on the rest of its work, is in
-``ROUTE_COSTS``; ``gateway.request.callers`` charges it, before a body is read. A route without a
-cost cannot be served, and ``tests/architecture`` finds it first.
+``ROUTE_COSTS`` has each route's share of a key's limits, and the bound on the rest of its work.
+``gateway.request.callers`` charges the share before the body is read. A route without a cost cannot
+be served; a test in ``tests/architecture`` finds it first.
 """
 
 from __future__ import annotations
@@ -31,37 +31,41 @@ class KeyLimits:
     """The limits of all keys of one app. Runs on the event loop."""
 
     def __init__(self, usual: Limits, rates: Rates | None = None) -> None:
-        """``usual``: of keys whose lines say nothing else."""
+        """
+        Args:
+            usual: the limits of keys whose own lines set none.
+        """
         self.usual = usual  # may be replaced at any time
         self.rates = rates or Rates()
         self._running: Counter[str] = Counter()  # requests that compute, by key
         self._coming: dict[str, Counter[str]] = {}  # by tenant: the sessions of running requests
 
     def of(self, tenant: Tenant) -> Limits:
-        """Return what the caller's key may take."""
+        """Return the limits of the caller's key."""
         return tenant.limits or self.usual
 
     def has_rates(self, tenant: Tenant) -> bool:
-        """Say whether the key's requests are to be counted by ``count``."""
+        """Return whether the key has a limit per minute, so that ``count`` has to be called."""
         return bool(_most(self.of(tenant)))
 
     async def count(self, tenant: Tenant, cost: RouteCost) -> Taken:
-        """Count a request in the key's minute, before ``enter`` lets it in or refuses it."""
+        """Count a request in the key's minute; ``enter`` takes the result, and admits or refuses.
+
+        Nothing is counted if the key has no limit per minute, or no place for the request.
+        """
         most = _most(self.of(tenant))
         if not (most and cost.requests and self._has_place(tenant, cost)):
             return Taken()
         return await self.rates.take(_name(tenant), most, cost.requests, cost.computes)
 
     def enter(self, tenant: Tenant, cost: RouteCost, taken: Taken) -> KeyShare | None:
-        """Let a request in; ``leave`` of its share lets the next one in.
-
-        A cost that counts nothing has no share.
+        """Admit a request; return its share, None for a route that counts nothing.
 
         Args:
-            taken: what ``count`` has said.
+            taken: the result of ``count``.
 
         Raises:
-            RequestRefused: 429, the key has used up what it may.
+            RequestRefused: 429, a limit of the key is reached.
         """
         if not cost.requests:
             return None
@@ -78,23 +82,23 @@ class KeyLimits:
         return not (cost.computes and at_once) or self._running[_name(tenant)] < at_once
 
     def run(self, tenant: Tenant, more: int) -> None:
-        """Add ``more``, which may be negative, to the key's running requests."""
+        """Add ``more``, which may be negative, to the count of the key's running requests."""
         name = _name(tenant)
         self._running[name] += more
         if not self._running[name]:
             del self._running[name]
 
     def use_tokens(self, tenant: Tenant, number: int) -> None:
-        """Count the tokens of a prompt and its answer."""
+        """Count the tokens of a prompt and its answer, if the key has a limit for them."""
         if (most := self.of(tenant).tokens_per_minute) and number > 0:
             self.rates.use_tokens(_name(tenant), most, number)
 
     def coming(self, tenant: Tenant) -> Collection[str]:
-        """Return the sessions that requests of the tenant are about now, with a row or without."""
+        """Return the ids of the sessions of the tenant's running requests, known or new."""
         return self._coming.get(tenant.name, ())
 
     def comes(self, tenant: Tenant, session_id: str, share: KeyShare) -> None:
-        """Note which session a request is about, until it ends."""
+        """Note the session of a request until that ends."""
         self._coming.setdefault(tenant.name, Counter())[session_id] += 1
         share.on_leaving(partial(self._left, tenant.name, session_id))
 
@@ -108,7 +112,7 @@ class KeyLimits:
 
 
 class KeyShare:
-    """The share that one request has of its key: a place among those that run, if it computes."""
+    """A request's share of its key's limits; one that computes holds a place among them."""
 
     def __init__(self, limits: KeyLimits, tenant: Tenant, taken: Taken, num_places: int) -> None:
         self._limits = limits
@@ -120,24 +124,24 @@ class KeyShare:
         limits.run(tenant, num_places)
 
     def on_leaving(self, then: Callable[[], None]) -> None:
-        """Have ``then`` called when the request has ended; at once if it has."""
+        """Call ``then`` when the request ends, or at once if it has ended."""
         if self._inside:
             self._on_leaving.append(then)
         else:
             then()
 
     def headers(self) -> Headers:
-        """Return ``x-ratelimit-*``, in OpenAI's words, as of when the request was let in."""
+        """Return OpenAI's ``x-ratelimit-*``, as of the request's admission."""
         return _headers(Taken(self._windows))
 
     def used_tokens(self, number: int) -> None:
-        """Count the tokens of a prompt and its answer."""
+        """Count the tokens of the request's prompt and answer."""
         self._limits.use_tokens(self._tenant, number)
         if (tokens := self._windows.get("tokens")) is not None:
             self._windows["tokens"] = tokens.plus(number)
 
     def leave(self) -> None:
-        """Make room for another request; may be called twice."""
+        """Give the place back. May be called twice."""
         if self._inside:
             self._inside = False
             self._limits.run(self._tenant, -self._num_places)
@@ -167,15 +171,15 @@ def _headers(taken: Taken) -> Headers:
 
 
 def _refusal(why: str, wait_s: float, taken: Taken) -> RequestRefused:
-    message = f"Too much at once: {why}. Try again later."
+    message = f"The limit of this key is reached: {why}. Try again later."
     failure = Failure(429, message, None, "rate_limit_exceeded", wait_s, _headers(taken))
     return RequestRefused(failure)
 
 
 class Work(Enum):
-    """Names the bound of a route's work, and the files that enforce it.
+    """The bound of a route's work, and the files that enforce it.
 
-    This is read by the tests and by the page of the routes.
+    The values are text for docs/reference/route-costs.md, and tests check the files' names.
     """
 
     FIXED = "little work of fixed size, on the event loop"
@@ -218,10 +222,10 @@ class RouteCost(NamedTuple):
 
     work: Work
     requests: float = 0.0  # of the key's ``requests_per_minute``; 0: not counted
-    # True: it takes one of the key's ``concurrent_requests`` until its answer has ended, and has to
-    # wait while the key owes tokens.
+    # True: it takes one of the key's ``concurrent_requests`` until its answer has ended, and is
+    # refused while the key has used up its tokens of a minute.
     computes: bool = False
-    body: bool = False  # its body is read, and counts in the budget of all bodies
+    body: bool = False  # True: its body is read, and counts in the budget of all bodies
 
 
 _OPEN: Final = RouteCost(Work.FIXED)  # no key is needed
@@ -236,7 +240,7 @@ _RECALL: Final = RouteCost(Work.RECALL, 1.0, computes=True, body=True)
 _QUESTION: Final = RouteCost(Work.QUESTION, 1.0, computes=True, body=True)
 _SNAPSHOT: Final = RouteCost(Work.SNAPSHOT, 0.01)
 
-# By the names of the routes' functions, which are also their labels in the metrics.
+# The names of the routes' functions, which are also their labels in the metrics.
 _OF: Final = (
     (_TURN, "chat_completions completions messages"),
     (_RECALL, "create_response count_input_tokens"),
@@ -270,5 +274,5 @@ ROUTE_COSTS: Final[dict[str, RouteCost]] = {name: x for x, names in _OF for name
 
 
 def cost_of(scope: Scope) -> RouteCost:
-    """Return the cost of a request that was routed."""
+    """Return the cost of the route that a request was sent to."""
     return ROUTE_COSTS[scope["endpoint"].__name__]

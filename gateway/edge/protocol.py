@@ -1,15 +1,15 @@
 r"""uvicorn's HTTP/1.1 protocol, with every part of a request bounded on every path.
 
-    idle -> head -> body -> framing and trailers -> idle       each with a clock and a count
-                     \-> answered before it was whole -> rest dropped for a while -> closed
+    idle -> head -> body -> framing and trailers -> idle       each with a timeout and a limit
+                     \-> answered before it was complete -> rest dropped for a while -> closed
 
-uvicorn counts and times nothing after a head, takes trailers for headers, and keeps a connection
-whose client never ends its request. Here a request that was answered before it was whole ends its
-connection, trailers are dropped unread, and a client that takes no answer is cut off, too.
+uvicorn sets no limits after a head, treats trailers as headers, and keeps a connection whose client
+never completes its request. Here a request that was answered early ends its connection, trailers
+are ignored, and a client that does not read its answer is cut off.
 
-A request is a head, a body, and for chunked bodies framing and trailers around it. The parser under
-the protocol bounds none of them, and keeps each name and value until it is whole, so what belongs
-to no body is counted from the last byte of body on.
+A request is a head, a body, and for chunked bodies framing and trailers around it. httptools, the
+parser, bounds none of them, and buffers each name and value until it is complete. So all bytes
+outside the body are counted, from the last byte of body on.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from gateway.errors import Failure
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_FIELDS = 200  # header lines, and as many trailer lines
-HEAD_TIMEOUT_S = 20.0  # a body may be large, a head is not
+HEAD_TIMEOUT_S = 20.0  # shorter than for bodies, which may be large
 # Bytes on the wire for each byte of body: a chunk of one byte takes six.
 WIRE_PER_BODY = 8
 log = logging.getLogger("thermocline.gateway")
 MAX_PIPELINED = 32  # requests that wait for the one that is being answered
-APP_FIRST_S = 0.5  # the app began to count later, and has the better words
+APP_FIRST_S = 0.5  # lets the app's own timeout, which began later, answer with a better message
 _HEAD_TOO_LARGE = Failure(431, "The request's head is too large.", None, "head_too_large")
 _TOO_MANY_FIELDS = Failure(431, "The request has too many header lines.", None, "head_too_large")
 _TOO_MUCH_AROUND = Failure(
-    400, "The request has too much beside its body.", None, "framing_too_large"
+    400, "The request has too many bytes around its body.", None, "framing_too_large"
 )
 _HEAD_LATE = Failure(408, "The request's head took too long.", None, "head_timeout")
 _BODY_LATE = Failure(408, "The request's body took too long to arrive.", None, "body_timeout")
@@ -56,48 +56,48 @@ Fields = Sequence[tuple[bytes, bytes]]
 
 
 class RequestBounds:
-    """The counts of the request that a connection is receiving; ``restart`` begins the next."""
+    """The limits of the request that a connection is receiving, and its counts so far."""
 
     def __init__(self, limits: GatewayConfig) -> None:
         self._max_wire_bytes = WIRE_PER_BODY * limits.max_body_bytes + MAX_HEADER_BYTES
         self.restart()
 
     def restart(self) -> None:
-        """Forget the last request: what comes next is a head."""
+        """Reset the counts for the next request, which begins with a head."""
         self.in_head = True
         self._num_fields = 0
         self._beside_body_bytes = 0  # since the last byte of body
         self._wire_bytes = 0
 
     def received(self, nbytes: int) -> None:
-        """Count bytes of which the parser has not said yet what they are."""
+        """Count received bytes, before the parser has seen them."""
         self._beside_body_bytes += nbytes
         self._wire_bytes += nbytes
 
     def field(self) -> bool:
-        """Count a header or trailer line; False if it is one too many."""
+        """Count a header or trailer line; return False if there are too many."""
         self._num_fields += 1
         return self._num_fields <= MAX_FIELDS
 
     def head_ended(self, nbytes: int) -> bool:
-        """Note that the head is whole; False if its ``nbytes`` are too many."""
+        """Note that the head is complete; return False if its ``nbytes`` are too many."""
         self.in_head = False
         self._num_fields = 0
         self._beside_body_bytes = self._wire_bytes = 0
         return nbytes <= MAX_HEADER_BYTES
 
     def body(self) -> None:
-        """Note that bytes of the body have come."""
+        """Note that bytes of the body were received."""
         self._beside_body_bytes = 0
 
     @property
     def exceeded(self) -> bool:
-        """True if the head, or what is beside or around the body, has become too large."""
+        """True if the head, or the framing and trailers of the body, have become too large."""
         return self._beside_body_bytes > MAX_HEADER_BYTES or self._wire_bytes > self._max_wire_bytes
 
 
 class EdgeProtocol(HttpToolsProtocol):
-    """One connection. A subclass has the server's ``limits`` and ``places``."""
+    """One connection. ``server.server_of`` makes the subclass with ``limits`` and ``places``."""
 
     limits: GatewayConfig
     places: Connections
@@ -106,13 +106,13 @@ class EdgeProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._served = self.app
         self._bounds = RequestBounds(self.limits)
-        self._part_timer: asyncio.TimerHandle | None = None  # of the head or body that comes in
-        self._reader_timer: asyncio.TimerHandle | None = None  # while the client takes nothing
+        self._part_timer: asyncio.TimerHandle | None = None  # for the head or body being received
+        self._reader_timer: asyncio.TimerHandle | None = None  # while the client reads nothing
         self._unsent_bytes = 0
-        self._begun = False  # some bytes of the request that comes next are here
-        self._whole = True  # no request is half received
+        self._begun = False  # True: the first bytes of the next request are here
+        self._whole = True  # False: a request's head is here, and its body is not complete
         self._failure: Failure | None = None
-        self._reusable = False  # the request allows another one after it
+        self._reusable = False  # the request allows to keep the connection alive
         self._ending = False
         self._cycles: deque[RequestResponseCycle] = deque()  # not answered yet, oldest first
         self._lingering: Lingering | None = None
@@ -145,11 +145,11 @@ class EdgeProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def evict(self) -> None:
-        """Close an idle connection: another needs its place."""
+        """Close this idle connection, as another needs its place."""
         close_soon(self.loop, self.transport)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Let a client that has closed its sending side only have the answer it waits for."""
+        """Keep the connection open for a client that still waits for its answer."""
         if self._half_closed is not None:
             return True
         cycle = self.cycle
@@ -194,7 +194,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self._cut(_HEAD_TOO_LARGE if self._bounds.in_head else _TOO_MUCH_AROUND)
 
     def _begin(self) -> None:
-        """Start the head's clock with its first byte, on a connection that was kept alive."""
+        """Note the first byte of a request; start the head's timeout if none runs."""
         self._begun = True
         self.places.busy(self)
         if self._part_timer is None:
@@ -202,7 +202,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if not self._begun:  # it came directly after the one before
+        if not self._begun:  # a pipelined request, in the same bytes as the one before
             self._begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -227,12 +227,12 @@ class EdgeProtocol(HttpToolsProtocol):
         cycle = self.cycle
         answer = AnswerTransport(self.transport, self._answered_last, self.loop)
         cycle.transport = answer  # type: ignore[assignment]
-        # Until the request is whole: an answer that begins before that ends the connection.
+        # Until the request is complete: an answer that begins before that ends the connection.
         self._reusable, cycle.keep_alive = cycle.keep_alive, False
         self._cycles.append(cycle)
 
     async def _answer_without_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app for a client of HTTP/1.0, whose turn it is."""
+        """Run the app for the oldest request, which came by HTTP/1.0."""
         cycle = self._cycles[0]
         cycle.waiting_for_100_continue = False  # HTTP/1.0 has no such answer
         await self._served(scope, receive, WithoutChunks(cycle, send).send)
@@ -260,9 +260,9 @@ class EdgeProtocol(HttpToolsProtocol):
             self.places.idle(self)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Ignore an offer to speak WebSocket or HTTP/2, as RFC 9110 (7.8) allows.
+        """Ignore an offer to upgrade to WebSocket or HTTP/2, as RFC 9110 (7.8) allows.
 
-        uvicorn would advise the operator to install something.
+        uvicorn would log the advice to install a library.
         """
         log.debug("an offer to upgrade the protocol was ignored")
 
@@ -284,7 +284,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self._cut(_HEAD_LATE)
 
     def _body_late(self) -> None:
-        if self.flow.read_paused:  # it is the app that has not read on
+        if self.flow.read_paused:  # the app has paused reading, so the client is not late
             self._time(self.limits.body_timeout_s, self._body_late)
         else:
             self._cut(_BODY_LATE)
@@ -313,7 +313,7 @@ class EdgeProtocol(HttpToolsProtocol):
     # ---- the end
 
     def _answered_last(self) -> None:
-        """End a connection after an answer; called when that has been written."""
+        """End the connection after an answer was written; first drop the rest of its request."""
         if self._whole or self.transport.is_closing():
             close_soon(self.loop, self.transport)
         elif self._lingering is None:
@@ -322,7 +322,7 @@ class EdgeProtocol(HttpToolsProtocol):
             self._lingering = Lingering(self.loop, self.transport)
 
     def _object(self, failure: Failure) -> None:
-        """End the parsing; the parser turns this into a call of ``send_400_response``."""
+        """Stop the parsing with ``failure``; the parser then calls ``send_400_response``."""
         self._failure = failure
         raise ValueError(failure.message)
 
@@ -330,9 +330,9 @@ class EdgeProtocol(HttpToolsProtocol):
         self._cut(self._failure or Failure(400, msg, None, "bad_http"))
 
     def _cut(self, failure: Failure) -> None:
-        """End a connection whose client did what it may not, or took too long.
+        """End a connection whose client broke a limit or the protocol.
 
-        What follows on it cannot be parsed. The failure is sent where no other answer is due first.
+        ``failure`` is sent only if no earlier answer is due, and none to this request has begun.
         """
         self._stop_clock()
         if self.transport.is_closing() or self._lingering is not None:
@@ -345,13 +345,13 @@ class EdgeProtocol(HttpToolsProtocol):
         self.transport.write(_answer(failure))
         self.flow.resume_reading()
         self._lingering = Lingering(self.loop, self.transport)
-        if self._receiving is not None:  # its app must not write after this
+        if self._receiving is not None:  # the app must not write its answer after this one
             self._receiving.disconnected = True
             self._receiving.message_event.set()
 
     @property
     def _receiving(self) -> RequestResponseCycle | None:
-        """The request of which not all is here, if its head is."""
+        """The request whose head is here and whose body is not complete; None if there is none."""
         return None if self._whole else self.cycle
 
 
@@ -367,10 +367,10 @@ def _answer(failure: Failure) -> bytes:
 
 
 def objection(method: bytes, target: bytes, version: str, fields: Fields) -> str:
-    """Return why a head can be read in two ways, as a sentence; "" if it cannot.
+    """Return in a sentence why a head is ambiguous or not served here; "" if it is accepted.
 
     Args:
-        fields: names in lower case, and values.
+        fields: pairs of a name in lower case and a value.
     """
     hosts = [value for name, value in fields if name == b"host"]
     if len(hosts) > 1:

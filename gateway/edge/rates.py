@@ -1,8 +1,8 @@
 """Counts what keys use in a minute, by the library ``limits``.
 
 The window slides: the previous minute counts by the part of it that lies within the last 60 s.
-Gateways that share a Redis share its count. While it does not answer, each gateway counts for
-itself, and no request fails for it; the log and a metric say so.
+Gateways that share a Redis count there together. While Redis does not answer, each gateway counts
+by itself and no request fails; the log and a metric report it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from limits.aio.strategies import SlidingWindowCounterRateLimiter as Limiter
 from kvstore.errors import TierUnavailable
 
 MINUTE_S: Final = 60.0
-# The library counts whole numbers, and a read costs a part of a request.
+# Units in which each use is counted: the library takes integers, and a read costs 0.1 requests.
 PARTS: Final[Mapping[str, int]] = {"requests": 100, "tokens": 1}
 SPACE: Final = "thermocline:rates"
 MAX_ASKING: Final = 8  # calls at once: each has a connection to Redis
-WAIT_S: Final = 1.0  # for one of these and its answer
-LOOK_S: Final = 0.5  # between two looks at whether Redis answers
-SAY_EVERY_S: Final = 60.0  # that it does not
+WAIT_S: Final = 1.0  # for a connection and the answer to one call
+LOOK_S: Final = 0.5  # between two checks whether Redis answers
+SAY_EVERY_S: Final = 60.0  # between two warnings that it does not
 AGAIN_S: Final = 1.0
 
 log = logging.getLogger("thermocline.limits")
@@ -39,7 +39,8 @@ Most: TypeAlias = Mapping[str, int]  # "requests" and "tokens" that a key may us
 class MinuteUse(NamedTuple):
     """A key's use of one limit in the previous and the current minute, in units of 1 / ``parts``.
 
-    ``previous_s`` and ``current_s``: seconds for which each still counts.
+    ``previous_s`` and ``current_s`` are the seconds until that minute's use no longer counts.
+    ``most``: the limit, in the same units.
     """
 
     most: int
@@ -55,12 +56,12 @@ class MinuteUse(NamedTuple):
 
     @property
     def remaining(self) -> int:
-        """The number that may be used now, in whole requests or tokens."""
+        """The number of whole requests or tokens that may be used now."""
         return max(0, self.most - self.used) // self.parts
 
     @property
     def reset_s(self) -> float:
-        """Seconds until nothing of it counts any more."""
+        """Seconds until no use counts any more."""
         return self.current_s if self.current else self.previous_s if self.previous else 0.0
 
     def wait_s(self, number: float) -> float:
@@ -68,19 +69,22 @@ class MinuteUse(NamedTuple):
         room = self.most - min(self.most, round(number * self.parts))
         if self.used <= room:
             return 0.0
-        # Counts are rounded down, so that there is room just before a whole unit more is gone.
-        if self.current <= room:  # when so much less of the minute before counts
+        # ``used`` is rounded down, hence "+ 1": room comes just before a whole unit less counts.
+        if self.current <= room:  # wait until less of the previous minute counts
             return self.previous_s - (room - self.current + 1) * MINUTE_S / self.previous
-        return self.current_s - (room + 1) * MINUTE_S / self.current  # when that is the one before
+        return self.current_s - (room + 1) * MINUTE_S / self.current  # the current one, by then old
 
     def plus(self, number: float) -> MinuteUse:
-        """Return it with so much more used."""
+        """Return a copy with ``number`` more used."""
         more = self.current + round(number * self.parts)
         return self._replace(current=more, current_s=self.current_s or 2 * MINUTE_S)
 
 
 class Taken(NamedTuple):
-    """A key's windows after a request was counted; ``refused``: the limit that had no room."""
+    """A key's windows after a request was counted, by limit.
+
+    ``refused`` is the limit that had no room, "" if none; ``wait_s``: until there may be room.
+    """
 
     windows: Mapping[str, MinuteUse] = {}
     refused: str = ""
@@ -98,7 +102,7 @@ class RunsOnRedis(Protocol):
 
 
 class _OnClient(RedisStorage):
-    """The library's counts by our client, whose URLs name Sentinels and clusters, too."""
+    """The library's storage on our own Redis client, which also supports Sentinel and Cluster."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -122,17 +126,17 @@ class Rates:
     ) -> None:
         """
         Args:
-            redis: owned by this object; None: this gateway is the only one.
-            name_of: makes a name for a key that reveals nothing of it to others.
-            on_change: called with True when Redis begins to count, with False when it ends to.
-            wait_s: that a call may take, in line for a connection included.
+            redis: closed by ``run`` at its end; None: only this gateway counts.
+            name_of: returns the name in Redis of a key's id, which must not reveal the id.
+            on_change: called with True when counting on Redis begins, and with False when it stops.
+            wait_s: the longest time of a call, including the wait for a connection.
         """
         self._redis = redis
         self._name_of = name_of
         self.on_change = on_change
         self._wait_s = wait_s
         self._local = Limiter(MemoryStorage())
-        self._shared: tuple[Any, Limiter] | None = None  # with the client that it is on
+        self._shared: tuple[Any, Limiter] | None = None  # a Redis client, and the limiter on it
         self._asking = asyncio.Semaphore(MAX_ASKING)
         self._counting: dict[asyncio.Task[None], str] = {}  # tokens, by key
         self._is_shared: bool | None = None  # None: not known yet
@@ -145,13 +149,13 @@ class Rates:
 
     @property
     def trouble(self) -> bool:
-        """True while the count should be that of all gateways, and is not."""
+        """True while this gateway counts by itself, though it has a Redis."""
         return self.on_redis and not self._is_shared
 
     async def take(self, key: str, most: Most, number: float, computes: bool) -> Taken:
-        """Count a request of a key, or a part of one, if there is room for it.
+        """Count ``number`` requests of a key, which may be a fraction, if its limits have room.
 
-        One that ``computes`` has to wait while the key owes tokens.
+        A request that ``computes`` is also refused if the key's tokens of the minute are used up.
         """
         if under_way := [task for task, of in self._counting.items() if of == key]:
             await asyncio.gather(*under_way, return_exceptions=True)
@@ -164,12 +168,12 @@ class Rates:
         if (requests := windows.get("requests")) is not None:
             item, parts = _item("requests", most["requests"]), round(number * requests.parts)
             if not await self._ask(lambda limiter: limiter.hit(item, name, "requests", cost=parts)):
-                return Taken(windows, "requests", AGAIN_S)  # another one was quicker
+                return Taken(windows, "requests", AGAIN_S)  # another request took the room
             windows["requests"] = requests.plus(number)
         return Taken(windows)
 
     def use_tokens(self, key: str, most: int, number: int) -> None:
-        """Count tokens that were used; at most a full minute's worth, which is ``most``."""
+        """Count used tokens in the background; of more than ``most``, as many as have room."""
         counting = asyncio.create_task(self._use_tokens(key, most, number), name="tokens")
         self._counting[counting] = key
         counting.add_done_callback(self._counting.pop)
@@ -186,14 +190,14 @@ class Rates:
         await self._ask(count)
 
     async def _ask(self, call: Callable[[Limiter], Awaitable[T]]) -> T:
-        """Ask the count of all gateways, or this one's where that does not answer."""
+        """Call the counts on Redis, or this gateway's own while Redis does not answer."""
         if self._redis is not None and self._is_shared:
             try:
                 async with asyncio.timeout(self._wait_s), self._asking:
                     return await self._redis.within(lambda client: call(self._on(client)))
             except TimeoutError:
                 self._change(False, "it is too slow for so many requests")
-            except (TierUnavailable, ValueError, TypeError) as error:  # or no answer of a count
+            except (TierUnavailable, ValueError, TypeError) as error:  # the last two: a bad reply
                 self._change(False, str(error))
         return await call(self._local)
 
@@ -203,7 +207,7 @@ class Rates:
         return self._shared[1]
 
     async def run(self) -> None:
-        """Look whether Redis answers, again and again, until cancelled."""
+        """Check every ``LOOK_S`` whether Redis answers, until cancelled."""
         assert self._redis is not None
         try:
             while True:
@@ -223,10 +227,10 @@ class Rates:
         self.on_change(is_shared)
         now = time.monotonic()
         if is_shared:
-            log.info("keys' limits hold over all gateways of this Redis together")
+            log.info("limits of keys hold over all gateways of this Redis together")
         elif now - self._said_at >= SAY_EVERY_S:
             self._said_at = now
-            log.warning("keys' limits hold at this gateway alone, until Redis answers: %s", why)
+            log.warning("limits of keys hold for this gateway alone until Redis answers: %s", why)
 
 
 def _item(what: str, most: int) -> RateLimitItemPerMinute:

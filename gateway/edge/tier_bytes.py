@@ -1,8 +1,8 @@
 """Limits the bytes that a tenant may hold in a tier, on each engine.
 
-The engines enforce it: beyond the limit a tenant's own oldest copies are evicted. Each engine is
-sent all limits again and again, so one that was restarted or unreachable has them within
-``TICK_S``; its answer reports the bytes that each tenant holds there.
+The engines enforce the limits: beyond its limit a tenant's own oldest copies are evicted. Each
+engine is sent all limits every ``TICK_S``, so that one that was restarted or unreachable soon has
+them; its answer reports the bytes that each tenant holds there.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from gateway.keys import Limits, Tenants
 from kvstore.session import NO_LIMITS, TIER_NAMES
 
 TICK_S: Final = 0.5
-FULL: Final = 0.9  # of its limit
+FULL: Final = 0.9  # the share of its limit from which a tenant counts as full
 
 log = logging.getLogger("thermocline.limits")
 
 
 def limits_of(tenants: Tenants, usual: Limits) -> dict[TierName, TenantLimits]:
-    """Return the limits as they are now, of the tiers that have any.
+    """Return the present limits, for each tier that has any.
 
-    A tenant in no list of keys, such as one whose key was revoked, has the usual one.
+    A tenant without a key, such as one whose key was revoked, has the usual limit.
     """
     found = {}
     for tier in TIER_NAMES:
@@ -41,16 +41,16 @@ def limits_of(tenants: Tenants, usual: Limits) -> dict[TierName, TenantLimits]:
 
 @dataclass
 class Member:
-    """An engine that holds tenants to limits, in one of its lives."""
+    """An engine that can limit tenants, from one start of its process to the next."""
 
     engine: LimitsTenants
     life: Welcome
     held: Mapping[TierName, Mapping[str, int]] = field(default_factory=dict)
-    is_limited: bool = True  # an earlier gateway may have limited it
+    is_limited: bool = True  # it has limits, perhaps from an earlier gateway
 
 
 class TierBytes:
-    """Sends limits to engines, and knows what tenants hold. Runs on the event loop."""
+    """Sends limits to engines, and keeps their reports. Runs on the event loop."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class TierBytes:
     ) -> None:
         """
         Args:
-            engines: returns those that are there now, by name; see ``Models.engines``.
-            usual: returns the limits of tenants whose keys say nothing else.
-            on_full: called in each round with the number of tenants that hold nearly all that they
-                may on an engine, for each tier with limits, and once with 0 when its last limit has
-                gone.
+            engines: returns the present engines, by name; see ``Models.engines``.
+            usual: returns the limits of keys whose own lines set none.
+            on_full: called in each round for each tier with limits, with the number of tenants that
+                hold at least ``FULL`` of their limit on an engine; once with 0 when a tier has no
+                limit any more.
         """
         self._engines = engines
         self._tenants = tenants
@@ -73,12 +73,15 @@ class TierBytes:
         self._on_full = on_full
         self._members: dict[str, Member] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}  # by engine
-        self._source: tuple[int, Limits] | None = None  # of the limits
+        self._source: tuple[int, Limits] | None = None  # that ``_limits`` were made from
         self._limits: dict[TierName, TenantLimits] = {}
-        self._shown: set[TierName] = set()  # tiers of which ``on_full`` knows
+        self._shown: set[TierName] = set()  # tiers with limits in the last round
 
     def used(self, tenant: str) -> dict[TierName, dict[str, int]]:
-        """Show what a tenant holds of each tier where it has a limit, on the engine with most."""
+        """Return a tenant's bytes and its limit, for each tier in which it has a limit.
+
+        If there are several engines, the bytes are those on the engine where it holds most.
+        """
         return {
             tier: {"held": self._held(tier)[tenant], "limit": most}
             for tier, limits in self._limits.items()
@@ -86,23 +89,23 @@ class TierBytes:
         }
 
     def _held(self, tier: TierName) -> Counter[str]:
-        """Count the bytes of each tenant on the engine where it has most."""
+        """Return each tenant's bytes in a tier, on the engine where it holds most."""
         found = Counter[str]()
         for member in self._members.values():
             found |= Counter(member.held.get(tier, {}))
         return found
 
     async def run(self) -> None:
-        """Look at all engines, again and again, until cancelled."""
+        """Run a round every ``TICK_S``, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 self.round(group)
                 await asyncio.sleep(TICK_S)
 
     def round(self, group: asyncio.TaskGroup) -> None:
-        """Have each engine hold to the limits, by tasks of ``group``.
+        """Send the limits to each engine, in tasks of ``group``.
 
-        An engine that has not answered since an earlier round is left out, and delays no other.
+        An engine that has not answered an earlier round yet is skipped, and delays no other.
         """
         source = self._tenants.num_replaced, self._usual()
         if source != self._source:
@@ -127,7 +130,7 @@ class TierBytes:
         try:
             held = (await member.engine.limit_tenants(limits)).tiers
         except EngineError as error:
-            log.debug("an engine does not hold tenants to their bytes yet: %s", error)
+            log.debug("an engine could not be sent the limits of tenants: %s", error)
             return
         member.is_limited = bool(limits)
         member.held = held

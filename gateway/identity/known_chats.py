@@ -71,20 +71,20 @@ class SessionsSeen(Protocol):
     """The sessions of one tenant, by their ids."""
 
     def exists(self, id: str) -> bool:
-        """Say whether there is one: so chats are found that began before the gateway did."""
+        """Return whether there is one: so chats are found that began before the gateway did."""
 
     def is_quiet(self, id: str) -> bool:
-        """Say whether there is one, of which nothing is being served."""
+        """Return whether there is one, of which nothing is being served."""
 
     def tokens_of(self, id: str) -> int:
         """Return the tokens of one; 0 if there is none."""
 
     def is_answered(self, id: str) -> bool:
-        """Say whether its latest request was answered, and not only read ahead of time."""
+        """Return whether its latest request was answered, and not only read ahead of time."""
 
 
 def _is_taken(seen: SessionsSeen, id: str) -> bool:
-    """Say whether a first request was answered, or is being served."""
+    """Return whether a first request was answered, or is being served."""
     return seen.exists(id) and (seen.is_answered(id) or not seen.is_quiet(id))
 
 
@@ -294,7 +294,7 @@ class _Heads:
 
 
 def _is_half(link: Link, num_tokens: int) -> bool:
-    """Say whether the messages up to ``link`` are half of a session of so many tokens, or more."""
+    """Return whether the messages up to ``link`` are at least half of ``num_tokens`` tokens."""
     return 2 * link.nbytes >= _BYTES_A_TOKEN * num_tokens
 
 

@@ -264,7 +264,7 @@ def named_session(
 
 
 def named_by_agent(headers: Mapping[str, str]) -> bool:
-    """Say whether an agent named the session in its own way, and a user did not choose the id."""
+    """Return whether the session's id comes from a field that agents set, not from the user."""
     if SESSION_ID_HEADER in headers:
         return False
     return any(headers.get(name) for name in (_CLAUDE, *_WHOLE_IDS))
@@ -357,7 +357,7 @@ def choose_session(
 
 
 def begin_alike(one: Outline, other: Outline) -> bool:
-    """Say whether two requests have a system text or a first message in common."""
+    """Return whether two requests have a system text or a first message in common."""
     if one.system and one.system == other.system:
         return True
     return one.messages[:DIGEST_BYTES] == other.messages[:DIGEST_BYTES]
@@ -389,7 +389,7 @@ def _asks_for_task(text: str) -> bool:
 
 
 def is_task_session(session_id: str) -> bool:
-    """Say whether tasks are served under an id: no client can give it to a session."""
+    """Return whether tasks are served under an id: no client can give it to a session."""
     return session_id.endswith(TASK_SUFFIX) or bool(_SHARED_ROW.fullmatch(session_id))
 
 

@@ -277,7 +277,7 @@ def _with_strict(tool: Any) -> Any:
 
 
 def _needs_offer(raw: Json) -> bool:
-    """Say whether tools are more than functions, or chosen in another way than by name."""
+    """Return whether tools are more than functions, or chosen in another way than by name."""
     tools, choice = raw.get("tools"), raw.get("tool_choice")
     if not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools):
         return False  # the check of the chat reports the mistake

@@ -41,7 +41,7 @@ STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")
 
 
 def is_event_stream(upstream: Upstream) -> bool:
-    """Say whether the engine answers with a stream of events."""
+    """Return whether the engine answers with a stream of events."""
     return upstream.headers.get("content-type", "").startswith(EVENT_STREAM)
 
 

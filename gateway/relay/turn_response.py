@@ -261,7 +261,7 @@ class TurnResponse(Response):
         return await self._keep(self._session, self._is_deleted)
 
     def _is_deleted(self) -> bool:
-        """Say whether the session was deleted since its turn began."""
+        """Return whether the session was deleted since its turn began."""
         return self._was_there and self._model.sessions.get(self._session) is None
 
     def _count(self, turn: Turn) -> None:

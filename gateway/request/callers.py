@@ -88,7 +88,7 @@ def model_asked(request: Request) -> ServedModel | None:
 
 
 def sees_all(request: Request, caller: Tenant) -> bool:
-    """Say whether the caller is an admin: by its key, or as the one user of this very machine.
+    """Return whether the caller is an admin: by its key, or as the one user of this very machine.
 
     Where admins have an address of their own (``gateway.admin_address``), no caller is one
     elsewhere, but on their unix socket.
@@ -211,7 +211,7 @@ async def using(gateway: Gateway, model: ServedModel, request: Request) -> Async
 
 
 def has_room_for(gateway: Gateway, tenant: Tenant, model: ServedModel, session_id: str) -> bool:
-    """Say whether the tenant has that session, or may open one more.
+    """Return whether the tenant has that session, or may open one more.
 
     The limit is on the sessions of all models together. Sessions that running requests will
     open count as if they were there.

@@ -106,7 +106,7 @@ class RequestMiddleware:
         return None
 
     def _host_allowed(self, name: str) -> bool:
-        """Say whether the server may be called by this name.
+        """Return whether the server may be called by this name.
 
         Without API keys the name is the only protection: a page from ``evil.example`` can make a
         browser send requests to this machine under that name (DNS rebinding). Addresses and names

@@ -210,7 +210,7 @@ class SharedDeletions:
         return found
 
     async def _is_new(self, key: OwnSession, at: float) -> bool:
-        """Say whether a session began after its deletion, here or at another server."""
+        """Return whether a session began after its deletion, here or at another server."""
         began = self.began(key)
         if began is not None and began >= at:
             return True

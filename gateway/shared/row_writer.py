@@ -145,7 +145,7 @@ class RowWriter:
         await self._redis.run(commands)
 
     def _is_later(self, row: SessionRow, used: float) -> bool:
-        """Say whether another server used the session after this one did."""
+        """Return whether another server used the session after this one did."""
         return row.used > (self._redis.server_time(used) or 0.0) + NEAR_S
 
     def _row(
@@ -173,6 +173,6 @@ class RowWriter:
 
 
 def is_same(known: SessionRow, row: SessionRow) -> bool:
-    """Say whether a row would be written as it is already."""
+    """Return whether a row would be written as it is already."""
     shown = (row.tier, row.tokens, row.nbytes, row.title, row.score)
     return shown == (known.tier, known.tokens, known.nbytes, known.title, known.score)

@@ -83,7 +83,7 @@ class SharedSessions:
             return None
 
     async def has_room_for(self, tenant: str, id: str, most: int) -> bool:
-        """Say whether a tenant has that session at any server, or fewer than ``most``.
+        """Return whether a tenant has that session at any server, or fewer than ``most``.
 
         True also where Redis does not answer.
         """

@@ -227,14 +227,14 @@ def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
 
 
 def _has_parts(output: list[Any]) -> bool:
-    """Say whether a list is a content, and not the JSON of a tool."""
+    """Return whether a list is a content, and not the JSON of a tool."""
     if not all(isinstance(x, dict) and "type" in x for x in output):
         return False
     return not output or any(_is_part(x) for x in output)
 
 
 def _is_part(given: Json) -> bool:
-    """Say whether this is a text, or an image or a file that another dialect writes with it."""
+    """Return whether this is a text, or an image or a file that another dialect writes with it."""
     kind = _type_of(given)
     if kind == "resource":  # MCP's
         return isinstance(given.get(kind), dict) and "blob" in given[kind]

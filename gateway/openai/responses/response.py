@@ -112,7 +112,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stores(self) -> bool:
-        """Say whether the response is to be stored; so it is unless the client says no."""
+        """Return whether the response is to be stored; so it is unless the client says no."""
         return self.store is not False
 
     @property
@@ -197,7 +197,7 @@ class Draft:
 
 
 def cut_short(finish_reason: str) -> bool:
-    """Say whether the engine ended an answer before the model did."""
+    """Return whether the engine ended an answer before the model did."""
     return finish_reason in _INCOMPLETE
 
 

@@ -208,7 +208,7 @@ def test_thinking_and_output() -> None:
     assert made["response_format"]["json_schema"]["schema"] == {"a": 1}
     form = {"type": "json_schema", "schema": {"a": 1}}
     assert chat(HI, output_format=form)["response_format"] == made["response_format"]
-    with pytest.raises(InvalidRequest, match="send one of them"):
+    with pytest.raises(InvalidRequest, match="send only one of them"):
         chat(HI, output_format=form, output_config={"format": form})
     assert "chat_template_kwargs" not in chat(HI)
 
