@@ -1,4 +1,4 @@
-"""The engines that the gateway starts as child processes: each a client and a supervisor in one."""
+"""The engines that the gateway starts as child processes: each joins a client and a supervisor."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LOOK_EVERY_S = 1.0
 
 
 class ChildEngine(EngineClient):
-    """Runs ``python -m <module>`` and speaks to it over the two sockets of its runtime folder."""
+    """Runs ``python -m <module>`` and talks to it over the two sockets of its runtime folder."""
 
     module: ClassVar[str]
 
     def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
-        """``env`` is added to the child's environment (a BLAS to preload, for example)."""
+        """``env`` is added to the child's environment, for example to preload a BLAS library."""
         super().__init__(worker, env)
         self._start_timeout_s = worker.engine.start_timeout_s
         self._supervisor = Supervisor(
@@ -41,7 +41,7 @@ class ChildEngine(EngineClient):
         self._watching: asyncio.Task[None] | None = None
 
     def interpreter(self, worker: WorkerConfig) -> str:
-        """Return the Python of the environment that the engine lives in."""
+        """Return the path of the Python interpreter that runs the engine."""
         return sys.executable
 
     @property
@@ -76,7 +76,7 @@ class ChildEngine(EngineClient):
         self._supervisor.kill(why)
 
     async def _watch(self) -> None:
-        """End a process that runs but does not answer; the supervisor starts another."""
+        """Kill a process that runs but does not answer; the supervisor starts another."""
         loop = asyncio.get_running_loop()
         absent_since, pid, was_ready = loop.time(), self.pid, False
         while True:
@@ -93,13 +93,13 @@ class ChildEngine(EngineClient):
 
 
 class MlxServer(ChildEngine):
-    """mlx_lm, in a worker process of ours."""
+    """mlx_lm, in our own worker process."""
 
     module = "engines.mlx_worker"
 
 
 class VllmServer(ChildEngine):
-    """vLLM's own OpenAI server with our plug-in, in an environment of its own."""
+    """vLLM's own OpenAI server with our plug-in, in a Python environment of its own."""
 
     module = "engines.vllm_plugin"
 
@@ -117,7 +117,7 @@ class VllmServer(ChildEngine):
 class FakeServer(ChildEngine):
     """An engine without a model: deterministic text, real processes, real sockets.
 
-    It lets the gateway and the scheduler be tried, tested and measured where no model is at hand
+    It serves to try, test and measure the gateway and the scheduler without a model
     (``--engine fake``). ``engines.fake_worker.server`` says how to make it fail.
     """
 

@@ -1,17 +1,17 @@
 """One HTTP/1.1 request to an engine on a connection of its own, and the response.
 
-Each wait for bytes of a stream is limited; ``engines.client.second_try`` asks once more where that
-is right.
+Each wait for bytes of a stream is limited in time. ``engines.client.second_try`` decides whether a
+failed request is sent once more.
 
-Why not aiohttp's client: measured with 3.14.5, every read of its stream feeds the parser a second
-time and resumes a transport that was never paused. With httptools (which uvicorn uses as well) and
-nothing in between, a streamed chunk costs half as much when chunks come singly and 40 % when they
-come in bursts. A connection per request costs little on a local socket, and there is no idle
-connection that the engine may be closing while a request is being written to it.
+aiohttp's client is not used: measured with 3.14.5, every read of its stream feeds the parser a
+second time and resumes a transport that was never paused. With httptools (which uvicorn uses as
+well) alone, a streamed chunk costs half as much if chunks come singly, and 40 % if they come in
+bursts. A connection per request costs little on a local socket, and there is no idle connection
+that the engine may be closing while a request is being written to it.
 
-Most of a chunk's cost is two system calls and two turns of the event loop, at any size. So a
-stream that comes faster than any model's pace is read in bursts: after each chunk the engine's
-socket is left alone for a moment, and the bytes that gather there go on as one chunk.
+Most of a chunk's cost is two system calls and two iterations of the event loop, whatever its size.
+So a stream that is faster than any model is read in bursts: after each chunk, reading pauses for a
+moment, and the bytes that gather in the socket are passed on as one chunk.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from multidict import CIMultiDict
 
 from engines.base import EngineBusy, EngineError, EngineStalled, EngineUnavailable, EngineUnreached
 
-# A reader that is too slow makes the engine wait.
+# With more unread bytes than this, reading pauses, so a slow reader makes the engine wait.
 MAX_HELD_BYTES = 256 << 10
-# The longest that a chunk of a fast stream waits in the socket, and the pause between two chunks
-# below which a stream is fast. Streams of up to 160 events a second, and every first event, go on
-# at once. Neither can be seen on a screen.
+# The longest wait of a fast stream's chunk in the socket, and the gap between two chunks below
+# which a stream is fast. Streams of up to 160 events a second, and every first event, are passed on
+# at once. The wait is too short to be seen on a screen.
 GATHER_S = 0.004
 FAST_S = 1.5 * GATHER_S
-CONNECT_S = 5.0  # over a network
-AGAIN_S = 0.01  # between two tries while the engine's line of connections is full
-# What the system says then, of a unix socket. macOS has no word of its own for it: an engine that
-# has ended is known there by its control connection (``HttpResponse.fail``).
+CONNECT_S = 5.0  # limit for connecting over a network
+AGAIN_S = 0.01  # between two attempts while the engine's accept queue is full
+# The errors of a unix socket whose accept queue is full. macOS gives the same error for a socket on
+# which no process listens; there, the control connection shows that an engine has ended
+# (``HttpResponse.fail``).
 _LINE_FULL = (BlockingIOError, *((ConnectionRefusedError,) if sys.platform == "darwin" else ()))
-_NO_FILES = (errno.EMFILE, errno.ENFILE)  # this process, or the system, has all that it may have
+_NO_FILES = (errno.EMFILE, errno.ENFILE)  # this process or the system may open no more files
 _BROKE = "the connection to it broke"
 
 
 class HttpResponse(asyncio.Protocol):
-    """A response being read: head first, then chunks of the body as they come. For one reader."""
+    """A response that one reader reads: the head first, then chunks of the body as they come."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """``clock`` (in seconds) separates fast streams from slow ones; None = the event loop's."""
+        """``clock`` returns seconds, to measure a stream's pace; None = the event loop's clock."""
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.is_stream = False
@@ -65,7 +66,7 @@ class HttpResponse(asyncio.Protocol):
         self._held_bytes = 0
         self._paused = False
         self._gathering: asyncio.TimerHandle | None = None
-        self._read_at = 0.0  # the last chunk; by the clock
+        self._read_at = 0.0  # time of the last chunk
         self._has_head = False
         self._whole = False
         self._failure: EngineUnavailable | None = None
@@ -73,12 +74,12 @@ class HttpResponse(asyncio.Protocol):
     # ---- for the reader
 
     async def head(self) -> None:
-        """Wait until ``status`` and ``headers`` are there. Raises ``EngineUnavailable``."""
+        """Wait until ``status`` and ``headers`` are set. Raises ``EngineUnavailable``."""
         while not self._has_head:
             await self._wait()
 
     async def next_chunk(self) -> bytes:
-        """Return all bytes since the last call, at least one; b"" at the end of the body.
+        """Wait for bytes and return all since the last call; b"" at the end of the body.
 
         Raises:
             EngineUnavailable: the connection ended before the body did, or ``fail`` was called.
@@ -99,14 +100,14 @@ class HttpResponse(asyncio.Protocol):
         return self._failure is not None
 
     def fail(self, failure: EngineUnavailable) -> None:
-        """End the exchange now; the reader gets ``failure``."""
+        """End the exchange now, and raise ``failure`` in the reader."""
         if self._failure is None:
             self._failure = failure
         self.close()
         self._wake()
 
     def close(self) -> None:
-        """Abort the connection, so that an engine still at work sees that it can stop."""
+        """Abort the connection, so that an engine that still generates stops."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -126,7 +127,7 @@ class HttpResponse(asyncio.Protocol):
     # ---- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape only
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None:
@@ -141,7 +142,7 @@ class HttpResponse(asyncio.Protocol):
         self._wake()
 
     def _pace(self) -> None:
-        """Leave the socket alone for a while, or until the reader has caught up."""
+        """Pause reading, if the stream is fast, for a moment or until the reader has caught up."""
         now = self._clock()
         is_fast, self._read_at = self.is_stream and now - self._read_at < FAST_S, now
         if is_fast and self._gathering is None:
@@ -165,7 +166,7 @@ class HttpResponse(asyncio.Protocol):
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._parser = None  # it refers to us: this breaks the reference cycle
+        self._parser = None  # breaks the reference cycle between parser and protocol
         if self._gathering is not None:
             self._gathering.cancel()
         if self._ends_with_the_connection and exc is None and self._failure is None:
@@ -199,20 +200,23 @@ class HttpResponse(asyncio.Protocol):
 
 
 class HttpAddress:
-    """Connects to an engine's data plane, and writes heads of requests to it."""
+    """The address of an engine's data plane: opens connections and encodes request heads."""
 
     def __init__(self, path: str, url: str = "", connect_s: float = CONNECT_S) -> None:
-        """``url`` (http or https) is used if it is not empty, else the unix socket at ``path``.
+        """Use ``url`` (http or https) if it is not empty, else the unix socket at ``path``.
+
+        Args:
+            connect_s: limit for connecting to ``url``, in seconds.
 
         Raises:
-            EngineError: ``url`` is neither.
+            EngineError: ``url`` is not an http or https URL with a host.
         """
         parts = urlsplit(url)
         if url and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise EngineError(f"engine.url must be like http://host:port, not {url!r}")
         self._path = "" if url else path
         self._connect_s = connect_s
-        self._line = asyncio.Lock()  # of those that wait until the engine takes a connection
+        self._line = asyncio.Lock()  # held by the request whose turn it is to connect
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._hostname = parts.hostname or ""
         self._port = parts.port or (443 if self._tls else 80)
@@ -220,16 +224,16 @@ class HttpAddress:
         self._prefix = parts.path.rstrip("/")
 
     async def connect(self, response: HttpResponse) -> asyncio.Transport:
-        """Open a connection whose incoming bytes go to ``response``.
+        """Open a connection whose incoming bytes go to ``response``; return its transport.
 
-        While more connections wait at the engine's socket than it lets wait, or no more files may
-        be open here, this waits, too, one try at a time for all that do: its caller ends it, or
-        ``response.fail``.
+        On a unix socket, this waits while the engine's accept queue is full or no more files may be
+        open here; the requests of this gateway then try one at a time. The wait ends only if the
+        caller cancels it or ``response.fail`` is called.
 
         Raises:
-            OSError: nothing listens there; over a network also where no more files may be open.
-                ``TimeoutError``: over a network, no connection within ``connect_s``, as where more
-                wait than the engine lets wait.
+            OSError: no process listens there; over a network, also if no more files may be open.
+                ``TimeoutError``: over a network, no connection within ``connect_s``, for example
+                because the engine's accept queue is full.
         """
         if not self._path:
             loop, tls = asyncio.get_running_loop(), self._tls
@@ -248,30 +252,30 @@ class HttpAddress:
         raise ConnectionAbortedError("the engine ended before it took the connection")
 
     async def _try_here(self, response: HttpResponse) -> asyncio.Transport | None:
-        """Connect to the unix socket; None if that cannot be done now."""
+        """Connect to the unix socket; None if it has no room or no more files may be open."""
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             try:
                 sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 sock.setblocking(False)
-                # Not left to the loop: a unix socket connects at once or not at all, and asyncio's
-                # takes "not now" for a connection that is under way.
+                # A unix socket connects at once or not at all, but asyncio's ``sock_connect`` takes
+                # EAGAIN for a connection in progress.
                 sock.connect(self._path)
                 transport, _ = await loop.create_unix_connection(lambda: response, sock=sock)
             except OSError as error:
                 if isinstance(error, _LINE_FULL) or error.errno in _NO_FILES:
                     return None
                 raise
-            stack.pop_all()  # the transport closes it
+            stack.pop_all()  # the transport closes the socket from now on
             return transport
 
     def request_head(
         self, method: str, path: str, headers: Mapping[str, str], num_body_bytes: int
     ) -> bytes:
-        """Write a request's head, up to and with the blank line.
+        """Return a request's head, including the blank line at its end.
 
         Raises:
-            ValueError: a header would be more than one line.
+            ValueError: a header contains a line break.
         """
         lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"host: {self._netloc}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -289,17 +293,17 @@ log = logging.getLogger("thermocline.engines")
 class StallWatchdog:
     """Notices a wait that lasts too long, without a timer for every wait.
 
-    Its user adds one to ``edges`` when a wait begins and when it ends, so it is odd during a wait.
-    A look now and then shows whether it is still the same wait. This costs two additions per wait,
-    where a timer would cost as much as relaying a chunk.
+    The user adds one to ``edges`` when a wait begins and when it ends, so the number is odd during
+    a wait. Periodic checks show whether it is still the same wait. This costs two additions per
+    wait; a timer would cost as much as relaying a chunk.
     """
 
     def __init__(self, limit_s: float, give_up: Callable[[], None]) -> None:
-        """Start to look.
+        """Start the periodic checks.
 
         Args:
-            limit_s: the longest wait, in seconds; it is noticed up to a quarter later.
-            give_up: called once, on the event loop, during such a wait.
+            limit_s: the longest wait, in seconds; a longer one is noticed up to a quarter later.
+            give_up: called once, on the event loop, during a wait that is too long.
         """
         self.edges = 0
         self._give_up = give_up
@@ -310,7 +314,7 @@ class StallWatchdog:
         self._timer = self._loop.call_later(self._gap_s, self._look)
 
     def stop(self) -> None:
-        """Look no more; ``give_up`` is not called any more."""
+        """Stop the checks; ``give_up`` is not called any more."""
         self._timer.cancel()
 
     def _look(self) -> None:
@@ -326,8 +330,8 @@ class StallWatchdog:
 class HttpExchange(HttpResponse):
     """A request and its response; an ``engines.base.Upstream``.
 
-    A stream must show a sign of life every ``stall_timeout_s`` seconds. A response that comes whole
-    has no such limit: ``EngineClient`` ends it with ``fail`` when the engine is found dead.
+    A stream must send something every ``stall_timeout_s`` seconds. A response that is not a stream
+    has no such limit: ``EngineClient`` ends it with ``fail`` if the control connection is lost.
     """
 
     def __init__(self, address: HttpAddress, stall_timeout_s: float) -> None:
@@ -336,11 +340,11 @@ class HttpExchange(HttpResponse):
         self._stall_timeout_s = stall_timeout_s
 
     async def send(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
-        """Send the request; ``head`` waits for the answer, for which a large body is not needed.
+        """Send the request, for whose answer ``head`` waits; the caller may then drop the body.
 
         Raises:
-            EngineUnreached: no connection.
-            ValueError: a header has more than one line.
+            EngineUnreached: no connection could be opened.
+            ValueError: a header contains a line break.
         """
         head = self._address.request_head("POST", path, headers, len(body))
         try:
@@ -351,7 +355,7 @@ class HttpExchange(HttpResponse):
             kind = EngineBusy if is_busy else EngineUnreached
             raise kind("it takes no connections") from error
         if len(body) <= _JOINED_BYTES:
-            transport.write(head + body)  # one call of the system for two
+            transport.write(head + body)  # one system call instead of two
         else:
             transport.write(head)
             transport.write(body)
@@ -365,7 +369,7 @@ class HttpExchange(HttpResponse):
             while True:
                 watchdog.edges += 1
                 chunk = await self.next_chunk()
-                watchdog.edges += 1  # what follows is the reader's time, not the engine's
+                watchdog.edges += 1  # from here the reader is at work, not the engine
                 if not chunk:
                     return
                 yield chunk

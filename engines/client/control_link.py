@@ -1,9 +1,9 @@
 """The gateway's end of the control connection to one engine.
 
-``ControlLink.run`` keeps one connection open for as long as it runs: it connects, says hello, waits
-for the welcome, hands out replies and notices, and starts again when the engine went away. Every
-``HEARTBEAT_S`` the engine is asked for a sign of life; a link that stays silent for ``SILENCE_S``
-is given up, so a frozen engine is noticed although its sockets are still open.
+``ControlLink.run`` keeps one connection open for as long as it runs: it connects, sends ``Hello``,
+waits for the welcome, hands out replies and notices, and reconnects when the connection ends. Every
+``HEARTBEAT_S`` it asks the engine for its figures; a connection that is silent for ``SILENCE_S`` is
+closed, so that a frozen engine is noticed although its sockets are still open.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ log = logging.getLogger("thermocline.engines")
 
 HEARTBEAT_S = 5.0
 SILENCE_S = 30.0
-POLL_S = 0.1  # while no server listens yet
-RETRY_FIRST_S = 0.05  # after a link that ended
+POLL_S = 0.1  # between attempts while no server listens yet
+RETRY_FIRST_S = 0.05  # first delay after a connection ended; it doubles up to ``RETRY_CAP_S``
 RETRY_CAP_S = 5.0
-STABLE_AFTER_S = 10.0  # a link that lived this long was fine
+STABLE_AFTER_S = 10.0  # after a connection that lasted this long, the delay starts anew
 MAX_NOTICES = 4096
 
 _LINK_ENDED = (OSError, EOFError, TimeoutError, WireError)
 
 
 class NoticeQueue:
-    """Notices for one reader; one that is too slow is asked to list all sessions."""
+    """Notices for one reader; one that is too slow gets None instead, to list all sessions."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Notice | None] = asyncio.Queue(MAX_NOTICES)
 
     def publish(self, notice: Notice | None) -> None:
-        """Hand a notice to the reader; None = it is to ask for all sessions."""
+        """Queue a notice; None asks the reader to list all sessions."""
         if self._queue.full():
             while not self._queue.empty():
                 self._queue.get_nowait()
@@ -63,13 +63,13 @@ class NoticeQueue:
         self._queue.put_nowait(notice)
 
     async def read(self) -> AsyncIterator[Notice | None]:
-        """Yield the notices; None = they were lost, or the engine is another: ask for all."""
+        """Yield the notices; None = some are lost, or the engine is new: list all sessions."""
         while True:
             yield await self._queue.get()
 
 
 class ControlLink:
-    """Numbered requests, each with a deadline, over a connection that comes back by itself."""
+    """Sends numbered verbs, each with a deadline, over a connection that reconnects by itself."""
 
     def __init__(
         self,
@@ -85,8 +85,10 @@ class ControlLink:
 
         Args:
             address: ``unix:/path`` or ``tcp://host:port``.
-            why_absent: the trouble to report while no server listens there.
-            on_lost: called with a sentence whenever the connection ends.
+            welcome_timeout_s: longest wait for the welcome, in seconds.
+            silence_s: longest silence of the engine, in seconds.
+            why_absent: ``trouble`` while no server listens there.
+            on_lost: called with the reason, a sentence, whenever the connection ends.
         """
         self._address = address
         self._hello = Hello(token=token)
@@ -98,8 +100,8 @@ class ControlLink:
         self.notices = NoticeQueue()
         self._writer: asyncio.StreamWriter | None = None
         self.welcome: Welcome | None = None
-        self.was_welcomed = False  # ever
-        self.codec: CodecReport | None = None  # of the welcome, or of a later notice
+        self.was_welcomed = False  # at any time since the start
+        self.codec: CodecReport | None = None  # the codec of the welcome or of a later answer
         self._why_absent = why_absent
         self.trouble = why_absent
 
@@ -124,17 +126,17 @@ class ControlLink:
             retry_s = min(RETRY_CAP_S, retry_s * 2)
 
     def forget(self) -> None:
-        """Know nothing of the engine any more; to be called when ``run`` has been cancelled."""
+        """Forget all about the engine; call it after ``run`` has been cancelled."""
         self.welcome = self.codec = None
         self.was_welcomed = False
         self.trouble = self._why_absent
 
     async def ask(self, verb: Verb, deadline_s: float) -> VerbAnswer:
-        """Send one verb and wait for its answer.
+        """Send one verb, wait for its answer and return it.
 
         Raises:
-            EngineUnavailable: no link, or no answer in time.
-            EngineRefused: the engine understood and said no.
+            EngineUnavailable: there is no connection, or no answer within ``deadline_s`` seconds.
+            EngineRefused: the engine refused.
         """
         if self._writer is None:
             raise EngineUnavailable(self.trouble)
@@ -195,8 +197,8 @@ class ControlLink:
         return answer
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
-        """Ask for figures, so that the engine says something; this reply is dropped."""
-        with suppress(OSError):  # the reader sees the end as well, and reports it
+        """Ask for the engine's figures periodically, as a sign of life; drop the replies."""
+        with suppress(OSError):  # the reader notices the connection's end, too, and reports it
             while True:
                 await asyncio.sleep(min(HEARTBEAT_S, self._silence_s / 3))
                 writer.write(frame(ControlRequest(next(self._numbers), GetStats())))
@@ -211,7 +213,7 @@ class ControlLink:
             waiting.set_result(message.answer)
 
     def _take_codec(self, answer: VerbAnswer) -> None:
-        """Note the codec: any gateway may have had it changed."""
+        """Keep the codec of an answer: another gateway may have changed it."""
         if isinstance(answer, Adopted):
             self.codec = answer.codec
         elif isinstance(answer, Stats) and answer.report.codec is not None:
@@ -235,7 +237,7 @@ async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWr
 
 
 def _words(error: BaseException) -> str:
-    """Say for people why a link ended."""
+    """Return a readable reason why the connection ended."""
     if isinstance(error, TimeoutError):
         return "the engine does not answer"
     if isinstance(error, EOFError):  # asyncio.IncompleteReadError is one

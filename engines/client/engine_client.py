@@ -1,7 +1,7 @@
-"""An engine in another process, as the gateway uses it: HTTP for data, the wire for control.
+"""The gateway's client of an engine process: HTTP for data, ``engines.wire`` for control.
 
-``EngineClient`` talks to the two addresses of a running engine. It is complete by itself for an
-engine that was started elsewhere; ``engines.client.child_engine`` adds the process.
+``EngineClient`` talks to the two addresses of a running engine. It suffices for an engine that was
+started elsewhere; ``engines.client.child_engine`` adds a process that we start.
 """
 
 from __future__ import annotations
@@ -54,18 +54,19 @@ from engines.wire import (
 )
 from kvstore.session import TenantLimits
 
-ANSWER_S = 15.0  # verbs that only look
-LIMITS_S = 2.0  # limits of tenants, which are said again in any case
-MOVE_S = 90.0  # verbs that move KV
+# Deadlines of verbs, in seconds.
+ANSWER_S = 15.0  # verbs that move no KV
+LIMITS_S = 2.0  # limits of tenants, which are sent again later in any case
+MOVE_S = 90.0  # verbs that may move KV
 
 A = TypeVar("A", bound=VerbAnswer)
 
 
 class EngineClient:
-    """A running engine by its two addresses. See ``engines.base.Engine``."""
+    """An ``engines.base.Engine`` that talks to the two addresses of a running engine."""
 
     def __init__(self, worker: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
-        """``env`` is unused here: it is for engines that are started by us."""
+        """``env`` is unused here; subclasses that start a process use it."""
         url, control = worker.engine.url, worker.engine.control
         self._address = HttpAddress(f"{worker.runtime_dir}/http.sock", url)
         self._bearer = {"authorization": f"Bearer {worker.token}"}
@@ -84,7 +85,7 @@ class EngineClient:
 
     @staticmethod
     def why_absent(control: str) -> str:
-        """Say what it means that no server listens at the control address."""
+        """Return the reason to report while no server listens at the control address."""
         return "the engine is starting"
 
     # ---- life
@@ -153,7 +154,7 @@ class EngineClient:
             await asked.close()
 
     def _candidate(
-        self, path: str, headers: Mapping[str, str], wait_s: float, but: Welcome | None
+        self, path: str, headers: Mapping[str, str], wait_s: float, excluded: Welcome | None
     ) -> Candidate:
         return Candidate(
             "",
@@ -167,7 +168,7 @@ class EngineClient:
     async def _asked(
         self, path: str, headers: Mapping[str, str], body: RequestBody
     ) -> AsyncIterator[HttpExchange]:
-        """Ask, and wait for the head of the response."""
+        """Send the request, wait for the head of the response, and yield the exchange."""
         if not self.ready:
             raise EngineUnreached(self.trouble)
         exchange = HttpExchange(self._address, self._stall_timeout_s)
@@ -188,7 +189,7 @@ class EngineClient:
         return body
 
     def _link_lost(self, why: str) -> None:
-        """Fail the exchanges that wait for a whole response; streams notice a dead engine alone."""
+        """Fail the exchanges that are no streams; streams notice a dead engine by themselves."""
         for exchange in list(self._exchanges):
             if not exchange.is_stream:
                 exchange.fail(EngineStalled(why))
@@ -268,6 +269,6 @@ class AttachedEngine(EngineClient):
         )
 
     def prepare_body(self, body: dict[str, object], session: SessionRef) -> dict[str, object]:
-        """Set vLLM's own fields for whose turn it is, if the engine is a vLLM."""
+        """Return the body with the session in vLLM's own fields, if the engine is vLLM."""
         is_vllm = self.welcome is not None and self.welcome.engine == "vllm"
         return with_session(body, session) if is_vllm else body

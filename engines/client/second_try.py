@@ -1,9 +1,9 @@
-"""Sends a request to an engine, and once more if that ends before it has begun its answer.
+"""Sends a request to an engine, and once more if the engine ends before it begins its answer.
 
-Once only: a request that crashes its engine must not crash one after the other. The second attempt
-goes to the same engine when it was started again, or to another replica (``engines.pool``). The
-client sees a longer wait, not an error. If an engine has no room for a connection at the moment,
-connecting is tried until it succeeds; the caller limits the time of the whole request.
+Only once more: a request that crashes its engine must not crash one engine after the other. The
+second attempt goes to the same engine after its restart, or to another replica (``engines.pool``).
+The client sees a longer wait, not an error. If an engine has no room for a connection at the
+moment, connecting is retried until it succeeds; the caller limits the time of the whole request.
 """
 
 from __future__ import annotations
@@ -25,45 +25,47 @@ from engines.base import (
 )
 
 POLL_S: Final = 0.05
-AGAIN_S: Final = 0.1  # between two tries to connect where there is no room for a connection
-# The two connections of an engine that ends are closed together, but not noticed in one order.
+AGAIN_S: Final = 0.1  # between two attempts to connect to engines with no room for a connection
+# When an engine ends, the loss of its control connection may be noticed this much later than that
+# of the request's connection.
 NOTICED_S: Final = 0.2
-MAX_UNREACHED: Final = 3  # engines that take no connection, one after the other
-MAX_KEPT_BYTES: Final = 1 << 20  # of a body that is held to be sent once more: 250,000 tokens
-ERROR_EVENT: Final = b'data: {"error"'  # vLLM's first event, if its core died before it
-END_OF_COMMENT: Final = b"\n\n"  # of a comment that was cut, perhaps
+MAX_UNREACHED: Final = 3  # engines tried in a row that take no connection
+MAX_KEPT_BYTES: Final = 1 << 20  # of a body kept to be sent once more; about 250,000 tokens
+ERROR_EVENT: Final = b'data: {"error"'  # vLLM's first event if its core died before the answer
+END_OF_COMMENT: Final = b"\n\n"  # ends a comment that the first engine may have left unfinished
 log = logging.getLogger("thermocline.engines")
 
 
 @dataclass
 class RequestBody:
-    """The body of a request; a large one is let go when it has been sent."""
+    """The body of a request; a large one is dropped once it has been sent."""
 
     content: bytes
 
     def sent(self) -> None:
-        """Note that an engine has it, or soon will."""
+        """Drop a large body, since it has been sent to an engine."""
         if len(self.content) > MAX_KEPT_BYTES:
             self.content = b""
 
 
 @dataclass(eq=False)
 class Candidate:
-    """An engine that may be asked, in the life that it has when this is made.
+    """An engine that a request may be sent to, in the life that it has when this is made.
 
-    That has ended once its control connection is lost, whether its process ended or was given up as
-    hung.
+    A life is the time of one control connection; it ends when that connection is lost, because the
+    process ended or was found hung.
 
     Attributes:
-        name: differs from those of other engines.
-        account: returns its account of itself, the same object for as long as the control
-            connection lasts, None without.
-        open: sends it the body; the context ends the request.
-        wait_s: the longest wait for the next connection, in seconds.
+        name: unique among the engines.
+        account: returns the engine's ``Welcome``, the same object for as long as the control
+            connection lasts; None without a connection.
+        open: sends the body to the engine; leaving the context ends the request.
+        wait_s: the longest wait for the next life, in seconds.
         gave_up: returns True once no engine will be started any more.
-        others: returns True while another engine can be asked; None = there is none, only the next
-            life of this one.
-        avoid: has others asked first for some time, since it took or kept no connection.
+        others: returns True while another engine can be asked; None = there is no other engine,
+            only the next life of this one.
+        avoid: makes the pool prefer other engines for some time, since this one refused or lost a
+            connection.
     """
 
     name: str
@@ -83,7 +85,11 @@ class Candidate:
         return self.account() is not self.life
 
     async def next_is_ready(self) -> bool:
-        """Wait until it has ended and there is another one; False if not in time."""
+        """Wait until this life has ended and another engine or life is ready.
+
+        Returns:
+            False if this life goes on, or if none is ready within ``wait_s``.
+        """
         loop = asyncio.get_running_loop()
         noticed, end = loop.time() + NOTICED_S, loop.time() + self.wait_s
         while loop.time() < end and not self.gave_up():
@@ -96,10 +102,14 @@ class Candidate:
 
 
 class SecondTry:
-    """A request and its response; an ``engines.base.Upstream``."""
+    """A request that may be sent twice, and its response; an ``engines.base.Upstream``."""
 
     def __init__(self, choose: Callable[[Welcome | None], Candidate]) -> None:
-        """``choose``: returns an engine, but not that life of one. Raises ``EngineUnreached``."""
+        """Make a request that is not sent yet.
+
+        Args:
+            choose: returns an engine other than the life given, if any; raises ``EngineUnreached``.
+        """
         self._choose = choose
         self._kept: RequestBody | None = None  # to be sent once more
         self._stack = AsyncExitStack()  # holds the request at the engine
@@ -110,7 +120,7 @@ class SecondTry:
         """Send the request and wait for the head of the response.
 
         Raises:
-            EngineUnavailable: there is no engine, or what was asked ended, and another one, too.
+            EngineUnavailable: there is no engine, or both engines asked ended before they answered.
         """
         self._kept = body
         try:
@@ -119,14 +129,14 @@ class SecondTry:
             if not await self._asked_again(self._broke(error)):
                 raise
         else:
-            if self.status >= 500:  # perhaps vLLM's last words
+            if self.status >= 500:  # vLLM may send this status as it ends
                 await self._asked_again()
 
-    async def _ask(self, body: RequestBody, but: Welcome | None) -> None:
-        """Ask one that takes connections; not the one of the life ``but``."""
+    async def _ask(self, body: RequestBody, excluded: Welcome | None) -> None:
+        """Send the request to an engine that takes connections, except the life ``excluded``."""
         unreached: dict[str, EngineUnreached] = {}
         while True:
-            candidate = self._choose(but)
+            candidate = self._choose(excluded)
             if candidate.name in unreached or len(unreached) == MAX_UNREACHED:
                 if not any(isinstance(x, EngineBusy) for x in unreached.values()):
                     raise next(reversed(unreached.values()))
@@ -145,7 +155,7 @@ class SecondTry:
                 raise
 
     def _broke(self, error: EngineUnavailable) -> bool:
-        """Say whether the connection to the engine broke, which is then avoided."""
+        """Return whether the error is a broken connection; if so, have the engine avoided."""
         if isinstance(error, EngineStalled | EngineUnreached):
             return False
         if self._asked is not None:
@@ -153,22 +163,26 @@ class SecondTry:
         return True
 
     async def _asked_again(self, broke: bool = False) -> bool:
-        """Ask another engine if this one ended or its connection broke; returns whether it did."""
+        """Send the request again if this engine ended or its connection broke.
+
+        Returns:
+            True if another engine or life has the request now.
+        """
         body, self._kept = self._kept, None
         if body is None or not body.content or self._asked is None:
             return False
         asked, life = self._asked, self._asked.life
         if broke and asked.others is not None and asked.others():
-            log.warning("a connection to a replica broke; another one is asked")
+            log.warning("the connection to a replica broke; the request is sent to another replica")
             await self._stack.aclose()
             try:
                 await self._ask(body, life)
                 return True
             except EngineUnreached:
-                pass  # it may have ended as well: one of them will be there again
+                pass  # the other may have ended, too: wait below until one is ready again
         if not await asked.next_is_ready():
             return False
-        log.warning("the engine ended with a request, which is asked once more")
+        log.warning("the engine ended before it answered a request, which is sent once more")
         await self._stack.aclose()
         await self._ask(body, life)
         return True
@@ -198,7 +212,7 @@ class SecondTry:
                     yield chunk
             except EngineUnavailable as error:
                 failure, broke = error, self._broke(error)
-            if not await self._promised_again(failure is not None, broke):
+            if not await self._asked_alike(failure is not None, broke):
                 if failure is not None:
                     raise failure
                 return
@@ -209,8 +223,11 @@ class SecondTry:
     def _has_ended(self) -> bool:
         return self._asked is not None and self._asked.ended
 
-    async def _promised_again(self, failed: bool, broke: bool) -> bool:
-        """Ask once more after a head that was read; the answer must be of the kind it said."""
+    async def _asked_alike(self, failed: bool, broke: bool) -> bool:
+        """Send the request again although the caller has read a head; return whether it was sent.
+
+        The second head must have the same status and content type.
+        """
         if self._kept is None or not (failed or self._has_ended):
             return False
         kind = self.status, self.headers.get("content-type")
@@ -224,10 +241,10 @@ class SecondTry:
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def close(self) -> None:
-        """End the request, also in the engine."""
+        """End the request here and in the engine."""
         await self._stack.aclose()
 
 
 def is_comment(chunk: bytes) -> bool:
-    """Say whether a piece of a stream is a sign of life and nothing more."""
+    """Return whether a chunk of an event stream consists of comments only."""
     return chunk.startswith(b":") and all(x[:1] in (b":", b"") for x in chunk.split(b"\n"))

@@ -1,9 +1,9 @@
-"""A child process that is started, watched and started again when it ends.
+"""Starts and watches a child process, and starts it again when it ends.
 
-The child gets its settings as one line on standard input. The pipe stays open: its end is how the
-child learns that this process is gone, however it went, so a child never outlives the gateway. A
-child that is asked to end gets ``LAST_LINE`` first. It runs in a process group of its own, so a
-Ctrl-C in the terminal reaches the gateway only, which then ends the child in good order.
+The child gets its settings as one line on standard input. The pipe stays open: when it closes, the
+child knows that the gateway has ended, so a child never outlives the gateway. A child that is asked
+to end gets ``LAST_LINE`` first. It runs in a process group of its own, so a Ctrl-C in the terminal
+reaches only the gateway, which then ends the child in an orderly way.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 log = logging.getLogger("thermocline.engines")
 TERM_GRACE_S = 5.0
 MAX_LOG_LINE = 4096
-# What a write raises when the child has closed its input, as at its end. uvloop: RuntimeError.
+# Errors of a write after the child has closed its input; RuntimeError is uvloop's.
 _HAS_ENDED = (ConnectionError, RuntimeError)
 _CONTROL_CHARACTERS = {code: "?" for code in [*range(32), *range(0x7F, 0xA0)] if code != 9}
 
 
 class RestartRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The delays between restarts, and the length of a crash loop."""
+    """The delays between restarts, and the number of failures that make a crash loop."""
 
     first_delay_s: Seconds = 0.5
     longest_delay_s: Seconds = 30.0
-    # A process that lived this long was fine: if it ends, the delays begin again.
+    # After a process that ran for at least this long, the delay starts anew.
     stable_after_s: Seconds = 60.0
-    # So many short lives in a row are a crash loop, so many ends of one kind are hopeless.
+    # This many shorter lives in a row are a crash loop; this many equal ends in a row are hopeless.
     loop_after: int = 5
 
 
 class RestartPolicy:
-    """Doubles the delay with every short life, up to a cap; a long life resets it."""
+    """Doubles the restart delay with every short life, up to a cap; a long life resets it."""
 
     def __init__(self, rules: RestartRules | None = None) -> None:
         self._rules = rules or RestartRules()
@@ -57,7 +57,7 @@ class RestartPolicy:
 
     @property
     def hopeless(self) -> bool:
-        """True after too many ends of one kind in a row, however long those lives were."""
+        """True after too many equal ends in a row, however long the process lived each time."""
         return self.num_alike >= self._rules.loop_after
 
     @property
@@ -66,11 +66,11 @@ class RestartPolicy:
         return self.num_short_lives >= self._rules.loop_after
 
     def started(self, now: float) -> None:
-        """Note a start. Times are in seconds, by any one clock."""
+        """Record a start at ``now``, in seconds of any clock that ``ended`` uses, too."""
         self._started_at = now
 
     def ended(self, now: float, how: str) -> float:
-        """Note an end; return the seconds to wait before the next start."""
+        """Record an end and its description; return the seconds to wait before the next start."""
         rules = self._rules
         self.num_alike = self.num_alike + 1 if how == self._last_end else 1
         self._last_end = how
@@ -82,7 +82,7 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """Keeps one child process running; see above. Runs on the event loop."""
+    """Keeps one child process running; belongs to the event loop."""
 
     def __init__(
         self,
@@ -101,9 +101,11 @@ class Supervisor:
         Args:
             first_line: written to the child's standard input; the pipe stays open.
             env: added to this process's environment.
-            name: the logger of the child's lines is called ``thermocline.engine.<name>``.
-            folder: a private one; the child's temporary files lie below it.
-            served: returns True once a child was ready to serve.
+            name: the child's lines are logged by the logger ``thermocline.engine.<name>``.
+            folder: a private folder, below which the child's temporary files lie.
+            served: returns True once a child has been ready to serve.
+            rules: when to restart; None = the defaults.
+            term_grace_s: time between SIGTERM and SIGKILL, in seconds.
         """
         self._term_grace_s = term_grace_s
         self._argv = list(argv)
@@ -119,8 +121,8 @@ class Supervisor:
         self._stopping = False
         self.num_starts = 0
         self._last_end = ""
-        self._last_words = (False, "")  # whether it was an error, and the line of the child's log
-        self.gave_up = False  # it cannot serve as things are, and is not started again
+        self._last_words = (False, "")  # (is an error, text) of the child's most telling log line
+        self.gave_up = False  # the child cannot serve with its settings, and is not started again
 
     @property
     def pid(self) -> int | None:
@@ -129,7 +131,7 @@ class Supervisor:
 
     @property
     def trouble(self) -> str:
-        """The way the child ended, as a sentence, while there is none; "" while it runs well."""
+        """A sentence on how the child ended, while none runs or it keeps failing; else ""."""
         if self._policy.crash_looping:
             return (
                 f"the engine keeps failing: {self._policy.num_short_lives} short lives in a row,"
@@ -144,7 +146,10 @@ class Supervisor:
         self._keeping = asyncio.create_task(self._keep_running(), name="engine-supervisor")
 
     async def stop(self, grace_s: float) -> None:
-        """Close the child's input and let it save; SIGTERM after ``grace_s``, then SIGKILL."""
+        """Close the child's input, so that it saves and ends; SIGTERM after ``grace_s`` seconds.
+
+        SIGKILL follows if the child ignores SIGTERM.
+        """
         self._stopping = True
         process = self._process
         if process is not None:
@@ -155,7 +160,7 @@ class Supervisor:
             self._keeping = None
 
     def kill(self, why: str) -> None:
-        """End a child that hangs; it is started again like one that crashed."""
+        """Kill a child that hangs; it is started again like one that crashed."""
         if self._process is not None:
             log.error("killing the engine (pid %d): %s", self._process.pid, why)
             _kill_group(self._process)
@@ -167,13 +172,13 @@ class Supervisor:
             delay_s = self._policy.ended(time.monotonic(), self._last_end)
             if self._stopping:
                 return
-            if not self._served():  # what ends a child that was ready once may pass
+            if not self._served():  # if a child was ready once, another start may succeed
                 self.gave_up = code == WRONG_SETTINGS or self._policy.hopeless
             if self.gave_up:
-                if code != WRONG_SETTINGS:  # else its own line says all
+                if code != WRONG_SETTINGS:  # otherwise the child has logged the reason itself
                     log.error(
                         "the engine %s %d times in a row and was never ready, so it is not started"
-                        " again; the last it said: %s",
+                        " again; its last log line: %s",
                         self._last_end,
                         self._policy.num_alike,
                         self._last_words[1] or "nothing",
@@ -183,7 +188,7 @@ class Supervisor:
             await asyncio.sleep(delay_s)
 
     async def _run_once(self) -> int | None:
-        """Run the child once. Returns its exit code; None if it could not be started."""
+        """Run the child once; return its exit code, None if it could not be started."""
         self._last_words = (False, "")
         try:
             await asyncio.to_thread(fresh_scratch, self._folder)
@@ -207,9 +212,9 @@ class Supervisor:
                 group.create_task(self._relay_log(process.stdout))
                 group.create_task(self._relay_log(process.stderr))
                 code = await process.wait()
-                _kill_group(process)  # its children may hold the log pipes open
+                _kill_group(process)  # the child's own children may hold the log pipes open
         finally:
-            if process.returncode is None:  # we are cancelled
+            if process.returncode is None:  # this task was cancelled
                 _kill_group(process)
             self._process = None
         self._last_end = _describe(code)

@@ -1,8 +1,8 @@
 """The engine's end of the control connection: verbs in, replies and notices out.
 
-One server for every engine, which hands it its own ``SessionVerbs``. It runs inside the engine's
-process, for vLLM in an environment that holds little of ours, so it needs nothing but the standard
-library, ``engines.wire`` and a few modules of ``kvstore`` without arrays.
+All engines use this server; each passes its own ``SessionVerbs``. It runs inside the engine's
+process, for vLLM in an environment with few of our dependencies, so it imports only the standard
+library, ``engines.wire`` and a few modules of ``kvstore`` that use no arrays.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from kvstore.session import TenantLimits
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 logger = logging.getLogger(__name__)
-MAX_WORDS: Final = 2000  # characters of an error
+MAX_WORDS: Final = 2000  # longest error message, in characters
 
 
 def private_socket(path: Path) -> socket.socket:
     """Bind a unix socket that only this user can connect to. Raises ``OSError``."""
-    path.unlink(missing_ok=True)  # of a process that was killed
+    path.unlink(missing_ok=True)  # left by a process that was killed
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         bound.bind(str(path))
@@ -75,7 +75,7 @@ def private_socket(path: Path) -> socket.socket:
 
 
 def send_bounded(writer: asyncio.StreamWriter, body: bytes) -> None:
-    """Send without waiting. A peer that does not read, so that too much piles up, is cut off."""
+    """Send without waiting; abort the connection if over ``MAX_UNSENT_BYTES`` pile up unread."""
     if writer.is_closing():
         return
     writer.write(body)
@@ -84,13 +84,13 @@ def send_bounded(writer: asyncio.StreamWriter, body: bytes) -> None:
 
 
 class SessionVerbs(Protocol):
-    """The verbs that an engine implements. Called on the server's event loop, several at once.
+    """The verbs that an engine implements; called on the server's event loop, several at once.
 
-    Any exception becomes a ``Refused`` with its words.
+    An exception becomes a ``Refused`` with its message.
     """
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
-        """See ``engines.wire.Demote``; the other verbs have their messages there, too."""
+        """See ``engines.wire.Demote``; the other verbs are described there, too."""
 
     async def prefetch(self, session: SessionRef) -> Done: ...
 
@@ -110,12 +110,12 @@ class SessionVerbs(Protocol):
 
 
 class ControlServer:
-    """Serves the control connections; each starts with a ``Hello`` that shows the token."""
+    """Serves the control connections; each starts with a ``Hello`` that carries the token."""
 
     def __init__(
         self, token: str, welcome: Callable[[], Awaitable[Welcome]], verbs: SessionVerbs
     ) -> None:
-        """``welcome`` is called at every hello."""
+        """``welcome`` is called for every ``Hello`` and returns the answer to it."""
         self._token = token.encode()
         self._welcome = welcome
         self._verbs = verbs
@@ -146,7 +146,7 @@ class ControlServer:
             async with asyncio.TaskGroup() as group:
                 while True:
                     request = await read_request(reader)
-                    if isinstance(request.verb, Hello):  # later messages wait for it
+                    if isinstance(request.verb, Hello):  # the verbs that follow need its outcome
                         await self._serve(request, writer)
                     else:
                         group.create_task(self._serve(request, writer))
@@ -160,17 +160,17 @@ class ControlServer:
 
     async def _serve(self, request: ControlRequest, writer: asyncio.StreamWriter) -> None:
         try:
-            # An answer that is too long for a frame is this verb's failure, not the connection's.
+            # If the answer is too long for a frame, only this verb fails, not the connection.
             answer = await self._answer(request.verb, writer)
             self._notify_others(request.verb, answer, writer)
             body = frame(ControlReply(request.number, answer))
-        except Exception as error:  # the edge of this process: the gateway gets an answer
+        except Exception as error:  # the process's edge: the gateway gets an answer in any case
             logger.exception("%s failed", type(request.verb).__name__)
             body = frame(ControlReply(request.number, Refused(_words(error))))
         send_bounded(writer, body)
 
     def _notify_others(self, verb: Verb, answer: VerbAnswer, writer: asyncio.StreamWriter) -> None:
-        """Send what a verb has changed to the other gateways that use this engine."""
+        """Send a notice of what a verb has changed to the other gateways that use this engine."""
         if not isinstance(answer, Done) or len(self._greeted) < 2:
             return
         match verb:
@@ -207,7 +207,7 @@ class ControlServer:
                 return await self._verbs.forget(verb.session)
             case ListSessions():
                 reports = await self._verbs.sessions()
-                # Thousands of them are sorted and measured, away from the event loop.
+                # Sorting and encoding thousands of reports would block the event loop.
                 return await asyncio.to_thread(page_of, reports, verb.after)
             case GetStats():
                 return Stats(await self._verbs.stats())
@@ -222,7 +222,7 @@ class ControlServer:
 
 
 def page_of(reports: Iterable[SessionReport], after: tuple[str, str] | None) -> Sessions:
-    """Cut the page that ``ListSessions(after)`` asks for: up to ``PAGE_BYTES``, one at least."""
+    """Return the page that ``ListSessions(after)`` asks for: up to ``PAGE_BYTES``, one at least."""
     rest = sorted(
         (x for x in reports if after is None or (x.tenant, x.id) > after),
         key=lambda x: (x.tenant, x.id),
@@ -236,6 +236,6 @@ def page_of(reports: Iterable[SessionReport], after: tuple[str, str] | None) -> 
 
 
 def _words(error: Exception) -> str:
-    """Describe an error as a message can carry it: short, and without broken surrogates."""
+    """Return an error's description, shortened and without lone surrogates."""
     said = f"{type(error).__name__}: {error}"[:MAX_WORDS]
     return said.encode("utf-8", "replace").decode()

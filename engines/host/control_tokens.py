@@ -1,24 +1,24 @@
-"""Keeps text of users from being read as control tokens of the model.
+"""Keeps the text of users from being tokenized as control tokens of the model.
 
 A chat template writes control tokens around messages (``<|im_start|>``), and the tokenizer finds
-them by their spelling, also in the messages. So before the template is rendered, every such
-spelling in a request is replaced by a mark, a word that does not occur in texts. When the prompt is
-encoded, a mark becomes the tokens of the same letters as plain text. A text without such a spelling
-is not changed: its tokens stay the same, and so do those of an answer in the next prompt.
+them by their spelling, also inside the messages. So before the template is rendered, every such
+spelling in a request is replaced by a mark, a random word that does not occur in texts. When the
+prompt is encoded, a mark becomes the tokens of the original spelling as plain text. A text without
+such a spelling is not changed, so neither are its tokens.
 
 Some tokenizers make control tokens of other spellings, too: they normalise a text first (a
-full-width ``＜ｓ＞`` becomes ``<s>``), or their model has control tokens among its pieces. So with
-these it is looked at what the tokenizer has made: a control token that stands where the prompt does
-not spell it comes from a message, and its text becomes a mark as well.
+full-width ``＜ｓ＞`` becomes ``<s>``), or their model has control tokens among its pieces. With
+these, the encoded prompt is checked: a control token where the prompt does not spell one comes from
+a message, and the text there becomes a mark as well.
 
-Tokens that are only ``added`` to a tokenizer, such as Qwen's ``<tool_call>``, are left as they are:
-they change no role, and occur in answers that come back. Some tokenizers mark the tokens of their
-roles as only added, too (DeepSeek's ``<｜User｜>``), so every token with bars in the chat template
-is treated as a control token.
+Added tokens that are not ``special``, such as Qwen's ``<tool_call>``, are left as they are: they
+start no role, and occur in answers that clients send back. Some tokenizers do not mark even the
+tokens of their roles as special (DeepSeek's ``<｜User｜>``), so every added token with bars that
+the chat template contains is treated as a control token.
 
-The tokenizers library panics at some texts ("AddedVocabulary bad split"), where added tokens
-overlap and take the blanks beside them. Its ``PanicException`` is no ``Exception``, so what keeps a
-thread or a task alive lets it pass; here it becomes an error that a request can be refused with.
+The tokenizers library panics on some texts ("AddedVocabulary bad split"), where added tokens
+overlap and strip the blanks beside them. Its ``PanicException`` does not derive from ``Exception``,
+so it would end a thread or a task; here it becomes an error that refuses the request.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from typing import Any, Final, TypeAlias
 
 Encode: TypeAlias = Callable[[str], list[int]]
 _DIGITS: Final = 6
-_OF_CHAT: Final = 10**_DIGITS - 1  # the number of a mark that stands for nothing
-_ROUNDS: Final = 4  # of marking what was made; one is usual
+_OF_CHAT: Final = 10**_DIGITS - 1  # the number of the mark that ends a chat and has no text
+_ROUNDS: Final = 4  # attempts to encode a prompt and mark control tokens made of other spellings
 _BYTE: Final = re.compile("<0x[0-9A-F]{2}>")
 _NOT_A_LETTER: Final = "\U0010fffd"
 _BARS: Final = frozenset("|｜")
-_OF_TEXT: Final = ("text", "refusal")  # the field of a part of a content
-# Stands between the letters of a control token that cannot be encoded as plain text in another way.
-# It is not seen.
+_OF_TEXT: Final = ("text", "refusal")  # fields of a content part that hold text
+# An invisible character that is written between the letters of a control token that cannot be
+# encoded as plain text in another way.
 _JOINER: Final = "\u2060"
 
 
@@ -49,12 +49,12 @@ class ControlTokens:
     """The control tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Any, markers: Collection[str] = (), template: str = "") -> None:
-        """Look at a tokenizer of ``transformers``.
+        """Find the control tokens of a ``transformers`` tokenizer.
 
         Args:
-            markers: control tokens that the model's own words have when they come back, around
-                reasoning and calls; messages of the assistant keep them.
-            template: of the prompt, if it is not the tokenizer's own.
+            markers: control tokens that the model itself writes around reasoning and calls;
+                messages of the assistant keep them.
+            template: the chat template; "" = the tokenizer's own.
         """
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
@@ -66,14 +66,14 @@ class ControlTokens:
         self._texts = list(self._ids)
         self._numbers = {text: i for i, text in enumerate(self._texts)}
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        # What stands for unknown letters, or for a byte, is in prompts without a spelling.
+        # Tokens for unknown letters or single bytes occur in prompts that do not spell them.
         unknown = _unknown_ids(self._backend)
         self._roles = {
             id_
             for text, id_ in self._ids.items()
             if id_ not in unknown and not _BYTE.fullmatch(text)
         }
-        # Those that take nothing of the text beside them can stand for others.
+        # Tokens that leave the text beside them alone can stand in for a mark.
         self._clean = [
             str(x)
             for id_, x in added.items()
@@ -90,42 +90,41 @@ class ControlTokens:
         self._chat = self._mark_of(_OF_CHAT)
         self._mark = re.compile(self._word + f"([0-9]{{{_DIGITS}}})")
         self._any = _pattern(self._texts)
-        # Calls that were not parsed come back as they were written, and are to have the same
-        # tokens.
+        # Clients send unparsed calls back as the model wrote them; they keep the same tokens.
         kept = {*markers, *(x for x in unsaid if "tool" in x)}
         self._assistants = _pattern([x for x in self._texts if x not in kept])
 
     def marked(self, messages: Iterable[Any]) -> list[Any]:
-        """Return messages in which every spelling of a control token is a mark."""
+        """Return the messages with a mark in place of every spelling of a control token."""
         return [self._of_message(x) for x in messages]
 
     def marked_value(self, value: Any) -> Any:
-        """Return JSON, such as that of tools, in which every spelling is a mark."""
+        """Return JSON, such as that of tools, with a mark in place of every spelling."""
         return self._in(value, self._any)
 
     def has_marks(self, text: str) -> bool:
         return self._word in text
 
     def is_plain(self, text: str) -> bool:
-        """True if ``encode`` would do no more than encode the text."""
+        """Return whether the tokenizer can encode the text directly, as ``encode`` would."""
         return not self._is_loose and not self.has_marks(text)
 
     def unmarked(self, value: Any) -> Any:
-        """Return JSON with the spellings again."""
+        """Return JSON with the original spellings in place of the marks."""
         return _replaced(value, self._mark, self._spelled_one)
 
     def as_chat(self, text: str) -> str:
-        """Return the finished prompt of a chat, so marked that ``encode`` looks at what is made."""
+        """Return a chat's rendered prompt, marked if ``encode`` must check the tokens it gives."""
         return text + self._chat if self._is_loose else text
 
     def encode(self, text: str, encode: Encode) -> list[int]:
-        """Encode a chat's prompt; its marks become plain text.
+        """Return the token ids of a chat's prompt; its marks become plain text.
 
         Args:
-            encode: makes tokens of a text, control tokens by their spelling.
+            encode: the tokenizer's own encoding, which finds control tokens by their spelling.
 
         Raises:
-            UnreadableText: the tokenizer makes control tokens of it in spite of all.
+            UnreadableText: text of a message still becomes control tokens.
         """
         text, texts = text.replace(self._chat, ""), self._texts
         for _ in range(_ROUNDS):
@@ -133,7 +132,7 @@ class ControlTokens:
             ids = self._encoded(between, [texts[x] for x in numbers], encode)
             if not self._is_loose or not self._has_others(ids, between, encode):
                 return ids
-            made: dict[str, str] = {}  # marks by the texts that are to be marked now
+            made: dict[str, str] = {}  # the marks added in this round, by their texts
             marks = [*map(self._mark_of, numbers), ""]
             pieces = [self._marked_where_made(x, len(texts), made) for x in between]
             text = "".join(x + y for x, y in zip(pieces, marks, strict=True))
@@ -141,12 +140,12 @@ class ControlTokens:
         raise UnreadableText
 
     def _encoded(self, between: list[str], spelled: list[str], encode: Encode) -> list[int]:
-        """Encode the pieces of a prompt, with plain text between each two of them."""
+        """Return the ids of a prompt's pieces, with a text of ``spelled`` between each two."""
         if not spelled:
             return encode(between[0])
         if self._clean:
-            # A control token that the prompt hardly has stands where a mark was, so that what is
-            # beside it is encoded as it would be beside any other.
+            # A control token that is rare in the prompt stands in for the marks, so that the text
+            # beside a mark is encoded as it would be beside any control token.
             stand_in = min(self._clean, key=lambda x: sum(map(_count(x), between)))
             ids = encode(stand_in.join(between))
             own = list(map(_count(stand_in), between))
@@ -156,7 +155,7 @@ class ControlTokens:
         return encode("".join(x + y for x, y in zip(between, joined, strict=True)))
 
     def _has_others(self, ids: Sequence[int], between: list[str], encode: Encode) -> bool:
-        """Say whether there are more control tokens than the pieces of a prompt spell."""
+        """Return whether ``ids`` has more control tokens than the pieces of a prompt spell."""
         found = Counter(x for x in ids if x in self._roles)
         if not found:
             return False
@@ -167,10 +166,11 @@ class ControlTokens:
         return any(x > 0 for x in found.values())
 
     def _marked_where_made(self, piece: str, first: int, made: dict[str, str]) -> str:
-        """Mark the texts in a piece of a prompt of which control tokens were made.
+        """Return a piece with marks where the tokenizer made control tokens of other spellings.
 
         Args:
-            first: the number of the first mark in ``made``, which grows.
+            first: the number of the first mark in ``made``.
+            made: marks by their texts; new ones are added.
         """
         encoded = self._backend.encode(piece, add_special_tokens=False)
         out, end = list[str](), 0
@@ -190,7 +190,7 @@ class ControlTokens:
         return f"{self._word}{number:0{_DIGITS}d}"
 
     def _makes_of_others(self, controls: Collection[Any]) -> bool:
-        """Say whether the tokenizer can make a control token of another spelling."""
+        """Return whether the tokenizer can make a control token of another spelling."""
         if self._backend.normalizer is not None and any(x.normalized for x in controls):
             return True
         with suppress(UnreadableText):
@@ -198,9 +198,9 @@ class ControlTokens:
         return False
 
     def _split(self, text: str, num_texts: int) -> tuple[list[str], list[int]]:
-        """Return the numbers of the marks, and the text before, between and after them.
+        """Return the text before, between and after the marks, and the numbers of the marks.
 
-        What has another number is no mark of ours: a template has cut one, and digits follow.
+        A mark with any other number is text: a template has cut a mark, and digits followed.
         """
         first, *rest = self._mark.split(text)  # number, text, number, ..., text
         between, numbers = [first], list[int]()
@@ -215,7 +215,10 @@ class ControlTokens:
     def _exchanged(
         self, ids: list[int], stand_in: int, own: list[int], spelled: list[str]
     ) -> list[int]:
-        """Put plain text where a token stands in; ``own``: how often it does not before each."""
+        """Replace the tokens that stand in for marks by the ids of ``spelled`` as plain text.
+
+        ``own`` counts, before each mark, the tokens ``stand_in`` that the prompt itself spells.
+        """
         plain = {x: self._plain(x) for x in set(spelled)}
         written: list[int] = []
         passed = mark = 0
@@ -252,7 +255,7 @@ class ControlTokens:
         return self._texts[number] if number < len(self._texts) else found[0]
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of a control token's spelling as plain text."""
+        """Return the ids of a control token's spelling as plain text."""
         if self._backend is None:
             letters = [self._tokenizer.encode(x, add_special_tokens=False) for x in text]
         else:
@@ -264,18 +267,18 @@ class ControlTokens:
 
 
 def _is_role(text: str, template: str) -> bool:
-    """Say whether a chat template writes this token, and its spelling is one of control tokens."""
+    """Return whether a token has bars in its spelling and occurs in the chat template."""
     return not _BARS.isdisjoint(text) and text in template
 
 
 def _plain_ids(backend: Any, text: str) -> list[int]:
-    """Encode by the parts of a tokenizer that know no added tokens."""
+    """Return the ids of a text from the parts of a tokenizer that do not look for added tokens."""
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
     words = [text]
     if backend.pre_tokenizer is not None:
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-    if words and words[0].startswith("▁"):  # put in front of a text, and this is the middle of one
+    if words and words[0].startswith("▁"):  # marks a text's beginning, but this is a middle
         words[0] = words[0][1:]
     return [x for word in words if word for x in _pieces(backend, word)]
 
@@ -295,9 +298,9 @@ def _unknown_ids(backend: Any) -> set[int]:
 
 
 def _in_one_part(parts: Sequence[Any], spellings: re.Pattern[str]) -> list[Any]:
-    """Return parts of a content in which no spelling goes on in the next text.
+    """Return the parts of a content, with each spelling that spans several moved into the first.
 
-    Some templates write texts one after the other with nothing between them.
+    Some templates write the parts' texts one after the other with nothing in between.
     """
     places = [
         (i, name)
@@ -326,15 +329,16 @@ def _replaced(value: Any, what: re.Pattern[str], by: Callable[[re.Match[str]], s
         return what.sub(by, value)
     if isinstance(value, Mapping):
         return {_replaced(k, what, by): _replaced(x, what, by) for k, x in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, bytes):  # pydantic's are no lists
+    if isinstance(value, Iterable) and not isinstance(value, bytes):  # pydantic's are not lists
         return [_replaced(x, what, by) for x in value]
     return value
 
 
 def _pattern(texts: Collection[str]) -> re.Pattern[str] | None:
-    """Return a pattern of the longest of these texts, by their common beginnings.
+    """Return a pattern that finds the longest of these texts; None if there are none.
 
-    Some tokenizers have thousands, and an alternation tries one after the other.
+    The pattern is a prefix tree: some tokenizers have thousands of texts, and a plain alternation
+    would try them one after the other.
     """
     tree: dict[str, Any] = {}
     for text in texts:
@@ -356,7 +360,7 @@ _PANIC: Final = "PanicException"  # of pyo3; each library has a class of its own
 
 
 class UnreadableText(ValueError):
-    """A text that the model's tokenizer cannot take."""
+    """The model's tokenizer cannot encode a text."""
 
     def __init__(self) -> None:
         super().__init__("the model's tokenizer cannot read this text: leave out odd characters")
@@ -364,7 +368,7 @@ class UnreadableText(ValueError):
 
 @contextmanager
 def panics_refused() -> Iterator[None]:
-    """Raise ``UnreadableText`` in the place of a panic."""
+    """Raise ``UnreadableText`` in place of a panic of the tokenizers library."""
     try:
         yield
     except BaseException as error:

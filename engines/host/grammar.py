@@ -1,8 +1,8 @@
-"""Grammars of answers: their text, and their compilation by llguidance.
+"""Grammars that constrain answers: their text, and their compilation by llguidance.
 
-A grammar holds calls of given functions, JSON that obeys a schema, or a text of a given form. The
-language is llguidance's Lark, in which every schema is a grammar of its own. Neither mlx nor
-anything of the engine is imported here: the process that tries grammars out is to be small.
+A grammar allows calls of given functions, JSON that obeys a schema, or a text of a given form. It
+is written in llguidance's dialect of Lark, in which every schema is a grammar of its own. This
+module imports neither mlx nor the rest of an engine, to keep the trial process small.
 """
 
 from __future__ import annotations
@@ -24,59 +24,60 @@ from engines.openai.messages import Json, ResponseFormat, Tool
 from engines.openai.schemas.enforceable import enforceable
 from engines.openai.schemas.keywords import read_schema
 
-# Between two lines of calls lies a line break; so there is none inside a call.
+# A line break separates two calls, so a call contains none.
 _MAX_CALLS: Final = 8
 _IN_CALLS: Final = {"whitespace_pattern": " ?", "coerce_one_of": True}
 # Bounded: a small model left free to indent may never stop doing so.
 _IN_ANSWERS: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}", "coerce_one_of": True}
-# Where schemas stand inside a schema: values of other keys may look like one and be none.
+# Keys whose values are schemas; values of other keys may look like a schema without being one.
 _ONE_SCHEMA: Final = frozenset({"items"})
 _MANY_SCHEMAS: Final = frozenset({"properties", "$defs", "definitions"})
 _LISTED_SCHEMAS: Final = frozenset({"anyOf", "oneOf", "prefixItems"})
-# Keywords that hold beside an object's own, and those.
+# Keywords that apply other schemas to the same object, and those that name its own properties.
 _JOINED: Final = frozenset({"$ref", "anyOf", "oneOf"})
 _OWN: Final = frozenset({"properties", "required"})
-# An object that has one of these says itself what else it may have.
+# A schema with one of these keywords states itself which other properties an object may have.
 _OPENING: Final = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf"}
 )
-# Some kilobytes each, made while an answer is written; llguidance would make 250,000.
+# States take some kilobytes each and are made while an answer is written; llguidance's own limit
+# is 250,000.
 MAX_LEXER_STATES: Final = 20_000
-# The seconds of a core that it may take to find out which tokens may come next.
+# CPU seconds that computing the mask of the next tokens may take.
 MAX_MASK_S: Final = 0.1
 TRIED_TOKENS: Final = 8
-# All answers wait while a mask is made, so one may take this much of a core for nothing, and an
-# answer's masks together so many seconds more.
+# All answers wait while a mask is computed. So each mask gets this many CPU seconds free, and the
+# time beyond it, summed over an answer, may be at most ``MAX_MASKS_S``.
 FREE_MASK_S: Final = 0.02
 MAX_MASKS_S: Final = 2.0
-# Above this the one schema at fault is not searched: that means compiling them all again.
+# In a longer grammar the schema at fault is not searched for, since that compiles each again.
 _MAX_BLAMED_CHARS: Final = 1 << 17
 LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-_XGRAMMARS_PLACE: Final = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # a time, and a line of its code
+_XGRAMMARS_PLACE: Final = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")  # time and source line
 TOO_MUCH: Final = "it is too large or too complex"
 
 
 class GrammarWish(NamedTuple):
-    """The calls and the answer that a grammar is to allow.
+    """The calls and the answer that a grammar shall allow.
 
     ``many``: several calls may follow one another. ``answer``: the JSON schema of an answer without
-    calls; ``rule``: such an answer as a rule of Lark's. Neither = there must be a call.
+    calls; ``rule``: such an answer as a Lark rule instead. With neither, there must be a call.
     """
 
     tools: Sequence[Tool]
     many: bool
     answer: Json | None
     rule: str = ""
-    field: str = "response_format"  # that asks for the answer
+    field: str = "response_format"  # the request's field that ``answer`` or ``rule`` comes from
 
     @property
     def param(self) -> str:
-        """The request's field that asks for it."""
+        """The request's field that asks for this grammar."""
         return self.field if self.answer is not None or self.rule else "tools"
 
 
 class OneSchema(msgspec.Struct, frozen=True):
-    """A schema of a grammar by itself, to find the one that is wrong."""
+    """One schema of a grammar, kept to find the one that cannot be compiled."""
 
     param: str
     schema: Json
@@ -84,7 +85,7 @@ class OneSchema(msgspec.Struct, frozen=True):
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
-    """A grammar as text, and the schemas that went into it."""
+    """A grammar's text, and the schemas that it contains."""
 
     text: str
     param: str
@@ -92,7 +93,7 @@ class GrammarSource(msgspec.Struct, frozen=True):
 
 
 def answer_schema(wanted: ResponseFormat | None) -> Json | None:
-    """The JSON schema that a response_format asks for; None for plain text."""
+    """Return the JSON schema that a ``response_format`` asks for; None for plain text."""
     if wanted is None or wanted.type == "text":
         return None
     if wanted.json_schema is None or wanted.json_schema.schema is None:
@@ -101,13 +102,14 @@ def answer_schema(wanted: ResponseFormat | None) -> Json | None:
 
 
 def wish_for(form: ResponseFormat | None, outputs: Json | None) -> GrammarWish | None:
-    """Return the wish for an answer without calls; None if it may be any text.
+    """Return the wish for an answer without calls; None if the answer may be any text.
 
     Args:
+        form: the request's ``response_format``.
         outputs: vLLM's own field, ``structured_outputs``.
 
     Raises:
-        InvalidRequest: there are two forms, or one that only vLLM knows; names the field.
+        InvalidRequest: the request asks for two forms, or for one that only vLLM supports.
     """
     schema = answer_schema(form)
     asked = {name: value for name, value in (outputs or {}).items() if value not in (None, False)}
@@ -116,7 +118,7 @@ def wish_for(form: ResponseFormat | None, outputs: Json | None) -> GrammarWish |
     name, value = next(iter(asked.items()))
     field = f"structured_outputs.{name}"
     if schema is not None or len(asked) > 1:
-        raise InvalidRequest(f"{field}: an answer is held to one thing only", field)
+        raise InvalidRequest(f"{field}: an answer can have only one form", field)
     match name, read_schema(value) if name == "json" else value:
         case "json", dict() as schema:
             return GrammarWish([], False, schema, field=field)
@@ -126,24 +128,24 @@ def wish_for(form: ResponseFormat | None, outputs: Json | None) -> GrammarWish |
             return GrammarWish([], False, None, pattern_rule(pattern), field)
         case "choice", [str(), *_] as texts if all(isinstance(x, str) and x for x in texts):
             return GrammarWish([], False, None, " | ".join(map(json.dumps, texts)), field)
-    raise InvalidRequest(f"{field}: this engine cannot do that: leave it out", field)
+    raise InvalidRequest(f"{field}: this engine does not support it: leave it out", field)
 
 
 def pattern_rule(pattern: str) -> str:
-    """Write a pattern that an answer has to match as a whole as a rule of Lark's."""
+    """Return a Lark rule for answers that match a regular expression as a whole."""
     grammar = json.loads(llguidance.grammar_from("regex", pattern))["grammars"][0]
     return str(grammar["lark_grammar"]).removeprefix("start: ")
 
 
 def call_header(name: str) -> str:
-    """The beginning of a function's call; its arguments, a JSON object, and ``}`` follow."""
+    """Return the beginning of a call; the arguments, a JSON object, and ``}`` follow it."""
     return f'{{"name": {json.dumps(name)}, "arguments": '
 
 
 def arguments_schema(tool: Tool) -> Json:
-    """The JSON schema of a function's arguments; without parameters, of an empty object.
+    """Return the JSON schema of a function's arguments: an empty object if it has no parameters.
 
-    Clients write a function without parameters as ``properties: {}``, too.
+    Clients also write ``properties: {}`` for a function without parameters.
     """
     given = tool.function.parameters or {"properties": {}}
     opens = (_OPENING | {"allOf"}) & given.keys() or given.get("required")
@@ -153,9 +155,9 @@ def arguments_schema(tool: Tool) -> Json:
 
 
 def source_of(wish: GrammarWish) -> GrammarSource:
-    """Write a grammar: calls of functions, one a line, or JSON of an answer.
+    """Return the grammar for a wish: calls, one per line, or the answer.
 
-    Every schema is a grammar of its own, so ``$ref`` keeps pointing into its own root.
+    Every schema is a grammar of its own, so a ``$ref`` keeps pointing into its own root.
     """
     tools, many, answer, rule, field = wish
     starts = ["calls"] if tools else []
@@ -185,10 +187,11 @@ def _embedded(schema: OneSchema) -> str:
 
 
 def closed(schema: Json) -> Json:
-    """Close every object that names its properties and does not say whether it has more.
+    """Return a schema that forbids additional properties wherever it does not mention them.
 
-    A weak model adds properties without end where it may. Schemas of which several hold for one
-    object stay as they are: a part that is closed would refuse the other's properties.
+    Only objects that name properties are closed: a weak model adds properties without end where it
+    may. A schema in which several schemas may apply to one object stays unchanged: a closed one
+    would refuse the properties of another.
     """
     if _joins(schema):
         return schema
@@ -197,7 +200,7 @@ def closed(schema: Json) -> Json:
 
 
 def _joins(node: Any) -> bool:
-    """Say whether an object may have to obey several schemas that name properties."""
+    """Return whether an object may have to obey several schemas that name properties."""
     if isinstance(node, list):
         return any(_joins(x) for x in node)
     if not isinstance(node, dict):
@@ -240,25 +243,25 @@ def _is_closable(node: Json) -> bool:
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The outcome of a trial. ``reason`` says why a grammar cannot be enforced; "" if it can be."""
+    """The outcome of a grammar's trial."""
 
-    reason: str = ""
-    param: str = ""  # the field at fault
-    nbytes: int = 0  # that the compiled grammar takes
-    is_final: bool = True  # False: the machine is at fault, so that it may be asked again
+    reason: str = ""  # why the grammar cannot be enforced; "" = it can be
+    param: str = ""  # the request's field at fault
+    nbytes: int = 0  # memory of the compiled grammar
+    is_final: bool = True  # False: the machine was at fault, and another trial may succeed
 
 
 def new_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> LLMatcher:
-    """Compile a grammar. What is wrong with it stands in ``get_error()``."""
+    """Return a matcher for a grammar; its ``get_error()`` says what is wrong with the grammar."""
     source = LLMatcher.grammar_from_lark(text)
     return LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
 
 
 def tried(tokenizer: llguidance.LLTokenizer, source: GrammarSource, width: int) -> Verdict:
-    """Compile a grammar, and take the first steps of an answer.
+    """Compile a grammar, take the first steps of an answer, and return the verdict.
 
     Args:
-        width: of the mask of the tokens that may come next.
+        width: number of tokens in a mask of next tokens.
     """
     matcher = new_matcher(tokenizer, source.text)
     if matcher.is_error():
@@ -274,7 +277,7 @@ def tried(tokenizer: llguidance.LLTokenizer, source: GrammarSource, width: int) 
 
 
 def first_steps(matcher: LLMatcher, width: int) -> str:
-    """Write the beginning of some answer; return what is wrong with it, "" if nothing is."""
+    """Generate the first tokens of some answer; return the grammar's fault, "" if there is none."""
     bits = bitmasks.allocate_token_bitmask(1, width)
     for step in range(TRIED_TOKENS):
         begin = time.thread_time()
@@ -301,7 +304,7 @@ def _schema_error(schema: OneSchema, tokenizer: llguidance.LLTokenizer) -> str:
 
 
 def reason_of(error: str) -> str:
-    """Return a compiler's error in a line, without its state; a panic is no sentence of it."""
+    """Return a compiler's error in one line, without its internal state; a panic is reworded."""
     if "NoExtensionBias" in error or "stack level exceeded" in error:
         return "it describes no value: a $ref leads back to itself, or all choices are impossible"
     if "panic" in error or "backtrace" in error:

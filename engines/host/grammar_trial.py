@@ -1,10 +1,9 @@
-"""Has grammars tried out in a process of their own, which is ended when its client leaves.
+"""Tries grammars out in a separate process, which is killed if the client leaves meanwhile.
 
 ``python -m engines.host.grammar_trial`` is that process. It reads a vocabulary, then grammars, each
 with its length in front, and writes a ``Verdict`` for each; ``serve`` does so with any compiler.
-None can be interrupted, so a thread beside it ends the process if a grammar takes too much. The
-system's own limits are a second line, for the case that this thread gets no turn or the other end
-is gone.
+A compiler cannot be interrupted, so a thread of the process ends it if a grammar takes too much
+time or memory. The system's resource limits do so if this thread gets no CPU time.
 """
 
 from __future__ import annotations
@@ -27,62 +26,62 @@ import psutil
 from engines.host.grammar import TOO_MUCH, GrammarSource, Verdict, tried
 
 PROGRAM: Final = "engines.host.grammar_trial"
-# A process that is silent for so long got no core. Its own bounds are of the work that it does.
+# A process that gives no verdict for so long gets no CPU; its own limits count CPU seconds only.
 SILENT_S: Final = 30.0
-BEGIN_S: Final = 120.0  # on a busy machine the libraries of vLLM's take long to import
-# It had grown by earlier grammars, or was killed from outside.
+BEGIN_S: Final = 120.0  # vLLM's trial imports libraries, which takes long on a busy machine
+# Exit codes: the process had grown by earlier grammars, or was killed from outside.
 _NOT_ITS_FAULT: Final = frozenset({0, -signal.SIGKILL, -signal.SIGTERM})
 NO_TRIAL: Final = "cannot be tried out now; try again later"
-# Compiling 128 functions of 39 optional properties each takes a fifth of a second of a core.
+# Compiling 128 functions with 39 optional properties each takes 0.2 CPU seconds.
 MAX_CPU_S: Final = 1.0
 MAX_GROWTH_BYTES: Final = 64 << 20
-SPARE_BYTES: Final = 512 << 20  # of address space, which a process has more of than of memory
+SPARE_BYTES: Final = 512 << 20  # of address space, of which a process uses more than of memory
 LOOK_S: Final = 0.01
 TOO_LONG: Final = 3  # exit codes
 TOO_LARGE: Final = 4
-NICENESS: Final = 10  # answers that are being written go first
+NICENESS: Final = 10  # the engine's own work goes first
 
-Judge: TypeAlias = Callable[[bytes], Verdict]  # of a grammar, as the other end has written it
+Judge: TypeAlias = Callable[[bytes], Verdict]  # takes an encoded grammar
 
 
 class Tryable(Protocol):
-    """A grammar that the program understands: a struct of msgspec."""
+    """A grammar that the trial program understands: a msgspec struct."""
 
     @property
     def param(self) -> str:
-        """The request's field that asks for it."""
+        """The request's field that asks for the grammar."""
 
 
 class GrammarTrials:
-    """A process that compiles grammars. One grammar at a time; belongs to the event loop."""
+    """Asks a process of its own to compile grammars, one at a time; belongs to the event loop."""
 
     def __init__(self, vocabulary: Callable[[], msgspec.Struct], program: str = PROGRAM) -> None:
-        """Make one whose process has not begun.
+        """Make a client; the process starts at ``begin`` or with the first grammar.
 
         Args:
-            vocabulary: returns the first message to a process; called on a thread as each begins.
-            program: its module.
+            vocabulary: returns the first message to a process; called on a thread at each start.
+            program: the process's module.
         """
         self._vocabulary = vocabulary
         self._program = program
         self._process: asyncio.subprocess.Process | None = None
         self._beginning: asyncio.Task[None] | None = None
-        self.num_begun = 0  # processes
+        self.num_begun = 0  # processes started
 
     async def begin(self) -> None:
-        """Begin the process, which the first grammar would wait for."""
-        with suppress(OSError, EOFError):  # the first grammar says so
+        """Start the process, so that the first grammar need not wait for it."""
+        with suppress(OSError, EOFError):  # the first grammar's verdict will report it
             await self._running()
 
     async def of(self, source: Tryable) -> Verdict:
-        """Compile a grammar there; if this call is cancelled, the process is ended at once."""
-        body = msgspec.json.encode(source)  # a schema's numbers may have any number of digits
+        """Return the verdict on a grammar; if this call is cancelled, the process is killed."""
+        body = msgspec.json.encode(source)  # msgpack cannot carry integers of any size
         try:
             async with asyncio.timeout(BEGIN_S):
                 await self._running()
             async with asyncio.timeout(SILENT_S):
                 verdict = await self._asked(body) or await self._asked(body)
-        except (TimeoutError, OSError, EOFError):  # the last: it ended before it was ready
+        except (TimeoutError, OSError, EOFError):  # EOFError: it ended before it was ready
             verdict = None
         except BaseException:  # cancelled: its client left
             await self._end()
@@ -93,14 +92,14 @@ class GrammarTrials:
         return msgspec.structs.replace(verdict, param=verdict.param or source.param)
 
     async def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         if self._beginning is not None:
             self._beginning.cancel()
             await asyncio.wait([self._beginning])
         await self._end()
 
     async def _asked(self, body: bytes) -> Verdict | None:
-        """Ask for a verdict; None if the process ended for no fault of this grammar."""
+        """Return the verdict; None if the process ended and this grammar was not the cause."""
         process = await self._running()
         try:
             return await _ask(process, body)
@@ -115,7 +114,7 @@ class GrammarTrials:
 
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
-            # Who asked for it may leave meanwhile: it is the next one's, then.
+            # The caller may be cancelled meanwhile; the start goes on for the next caller.
             beginning = self._beginning = self._beginning or asyncio.create_task(self._begin())
             try:
                 await asyncio.shield(beginning)
@@ -128,7 +127,7 @@ class GrammarTrials:
     async def _begin(self) -> None:
         given = await asyncio.to_thread(lambda: msgspec.msgpack.encode(self._vocabulary()))
         pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        # Its errors are in its answers; what else it prints are Rust's panics.
+        # Verdicts carry the errors; standard error would have only Rust's panic messages.
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", self._program, stdin=pipe, stdout=pipe, stderr=nothing
         )
@@ -157,29 +156,29 @@ async def _ask(process: asyncio.subprocess.Process, body: bytes) -> Verdict:
 
 
 class TrialVocabulary(msgspec.Struct, frozen=True):
-    """A model's vocabulary, as llguidance takes it."""
+    """A model's vocabulary for llguidance."""
 
     tokenizer: str  # the JSON of a fast tokenizer
-    width: int
+    width: int  # number of tokens
     eos: list[int]
 
 
 class Watch:
-    """A thread that ends this process when the grammar of the moment takes too much."""
+    """A thread that ends this process when the current grammar takes too much time or memory."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._began_s = float("inf")  # by this process' clock of its own work
+        self._began_s = float("inf")  # CPU time of this process; infinity = no grammar is tried
         self._usual_bytes = self.nbytes()
         threading.Thread(target=self._look, daemon=True).start()
 
     def nbytes(self) -> int:
-        """Return the memory of this process."""
+        """Return the resident memory of this process, in bytes."""
         return int(self._process.memory_info().rss)
 
     @property
     def is_grown(self) -> bool:
-        """True if so much stayed that the next grammar would be charged for it."""
+        """True if so much memory stayed allocated that the next grammar might be blamed for it."""
         return self.nbytes() > self._usual_bytes + MAX_GROWTH_BYTES // 2
 
     def __enter__(self) -> None:
@@ -199,13 +198,13 @@ class Watch:
 
 
 def _limit_cpu(used_s: float) -> None:
-    """Have the system end this process, should the thread not do so."""
+    """Make the system kill this process, should the watching thread fail to end it."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used_s + 2 * MAX_CPU_S) + 1, hard))
 
 
 def _limit_memory() -> None:
-    if sys.platform == "linux":  # elsewhere it is not kept, or cannot be set
+    if sys.platform == "linux":  # elsewhere the limit is not enforced, or cannot be set
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = psutil.Process().memory_info().vms + SPARE_BYTES
         if hard == resource.RLIM_INFINITY or limit < hard:
@@ -213,7 +212,7 @@ def _limit_memory() -> None:
 
 
 def serve(asked: BinaryIO, said: BinaryIO, begin: Callable[[bytes], Judge]) -> None:
-    """Judge grammars until there are no more, or so much memory stayed that another is to go on.
+    """Write a verdict for each grammar read, until the input ends or the process has grown too big.
 
     Args:
         begin: makes the judge from the first frame that is read.
@@ -245,7 +244,7 @@ def _begin(frame: bytes) -> Judge:
 
 
 def _frame(asked: BinaryIO) -> bytes:
-    """Read what comes next; nothing at the end of the input."""
+    """Read and return the next frame; b"" at the end of the input."""
     length = int.from_bytes(asked.read(4), "big")
     return asked.read(length) if length else b""
 

@@ -1,8 +1,8 @@
-"""Ties an engine process to its gateway, for the engines that are programs of ours.
+"""Ties an engine process that we start to the life of its gateway.
 
-The settings come as one line on standard input; the sockets lie in a private folder;
-and the end of the input is the end of the process, however the gateway ended. A gateway that
-lives on writes ``LAST_LINE`` before it closes the input.
+The process reads its settings as one line of standard input, keeps its sockets in a private folder,
+and ends when the input ends, however the gateway ended. A gateway that stops the engine on purpose
+writes ``LAST_LINE`` before it closes the input.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from engines.log_lines import configure_logging
 
 
 def read_settings() -> WorkerConfig:
-    """Wait for the settings, and set up logging as they say.
+    """Wait for the settings, configure logging, and return the settings.
 
     Raises:
         msgspec.DecodeError: the line is not a ``WorkerConfig``.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when this process ends
     config = msgspec.json.decode(first_line(), type=WorkerConfig)
     configure_logging(config.log_level)
     return config
 
 
 def first_line() -> bytes:
-    """Read one line of standard input, and no byte that follows: see ``Lifeline``."""
+    """Return one line of standard input; reads no byte after it, which is for ``Lifeline``."""
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as file:
         return file.readline()
 
 
 def runtime_folder(config: WorkerConfig) -> Path:
-    """Make the folder of the sockets, for this user only, without old sockets. Raises ``OSError``.
+    """Make the sockets' folder (mode 0700), remove old sockets and return it. Raises ``OSError``.
 
-    All that this process creates from now on is private, too.
+    It also sets the umask, so that all files this process creates from now on are private.
     """
     os.umask(0o077)
     folder = Path(config.runtime_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in ("http.sock", "control.sock"):
-        (folder / name).unlink(missing_ok=True)  # of a process that was killed
+        (folder / name).unlink(missing_ok=True)  # left by a process that was killed
     return folder
 
 
 class Lifeline:
-    """The rest of standard input. Its end says: the gateway is gone, or wants this process to end.
+    """The rest of standard input; it ends when the gateway dies or wants this process to end.
 
-    It is read from the file itself: the lock of ``sys.stdin`` would be missed at the end.
+    It is read from the file descriptor: a thread blocked in ``sys.stdin`` would hold its lock while
+    the interpreter exits.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,18 @@
 """Encodes long prompts at the cost of their new text.
 
-A prompt is cut before control tokens into segments, about one a message. The ids of a segment are
-kept by a keyed digest of its text: it needs no session, and what conversations, branches and edits
-share is encoded once. No text is kept.
+A prompt is cut before control tokens into segments, about one per message. The ids of a segment are
+cached under a keyed digest of its text. So the cache needs no session, and text that conversations,
+branches and edits share is encoded once. No text is kept.
 
-How long an encoding takes says whether a text was seen before, so every tenant has its own key.
+The time of an encoding reveals whether a text was seen before, so every tenant has its own key.
 
-A text may be cut where its parts keep the ids of the whole: before an added token that is found
-there with any text around it. A tokenizer of the ``tokenizers`` library looks for its added tokens
-first, and normalises, splits and encodes the text between two of them by itself. Cut after one, the
-next part would begin with plain text, and marks of a text's beginning (SentencePiece's) would be
-added to it. ``docs/decisions/0090-prompts-encoded-where-they-are-new.md`` has a counterexample for
-each reason against a token.
+A text may be cut where the ids of its parts equal those of the whole: before an added token that
+the tokenizer finds there whatever the text around it. A tokenizer of the ``tokenizers`` library
+first looks for its added tokens, then normalises, splits and encodes each text between two of them
+separately. If a text were cut after a token, the next part would begin with plain text, to which
+SentencePiece would add its mark of a text's beginning.
+``docs/decisions/0090-prompts-encoded-where-they-are-new.md`` has a counterexample for each reason
+against a token.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from engines.host.control_tokens import UnreadableText, panics_refused
 
 logger = logging.getLogger(__name__)
 Encode: TypeAlias = Callable[[str], list[int]]
-# Shorter segments are joined to the next: to look one up costs as much as to encode some 20 tokens.
+# Shorter segments are joined to the next: a lookup costs as much as encoding some 20 tokens.
 MIN_CHARS: Final = 128
-# Of ids and entries; a conversation of 145,000 tokens takes 0.6 MB.
+# Limit on the cached ids and their entries; a conversation of 145,000 tokens takes 0.6 MB.
 MAX_BYTES: Final = 64 << 20
 DIGEST_BYTES: Final = 16
-ENTRY_BYTES: Final = 240  # beside the ids: digest, its object, the place in the dict
+ENTRY_BYTES: Final = 240  # of an entry without its ids: digest, objects, place in the dict
 KNOWN_MODELS: Final = frozenset({"BPE", "Unigram", "WordPiece", "WordLevel"})
-MOST_TRIED: Final = 64  # tokens of the self-check; some tokenizers have thousands
-# Neighbours of a token in the self-check: blanks and line ends that join or are stripped, digits,
-# letters that compose with the next, or that a normaliser changes, and SentencePiece's mark.
+MOST_TRIED: Final = 64  # tokens in the self-check; some tokenizers have thousands
+# Neighbours of a token in the self-check: blanks and line ends that merge or are stripped, digits,
+# letters that compose with the next or that a normaliser changes, and SentencePiece's mark.
 _LEFT: Final = ("a", "a ", "a  ", "\n", "x\n\n", "1", "e", "É", "\U0001f600", "▁", ".", "\t", "")
 _RIGHT: Final = (
     *("b", " b", "  b", "\n", "\n\ny", "2", "\u0301", "ﬁ", "\U0001f3fd", "▁", "!", "'t", ""),
@@ -48,12 +49,12 @@ _RIGHT: Final = (
 
 
 class SegmentCache:
-    """The ids of segments for one tokenizer; the least used go first. Thread-safe.
+    """A thread-safe LRU cache of the ids of segments, for one tokenizer.
 
     Attributes:
-        cuts: where texts are cut. Without any, every text is encoded whole.
-        num_chars: that were encoded so far.
-        num_bytes: of the ids that are kept.
+        cuts: the tokens before which texts are cut; if there are none, texts are encoded whole.
+        num_chars: characters encoded so far.
+        num_bytes: size of the cache.
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class SegmentCache:
         max_bytes: int = MAX_BYTES,
         min_chars: int = MIN_CHARS,
     ) -> None:
-        """Find the cuts of a tokenizer, and try them.
+        """Find the tokenizer's cuts, and check them with a sample text.
 
         Args:
-            backend: a ``tokenizers.Tokenizer``, which nothing else uses at the same time; None =
+            backend: a ``tokenizers.Tokenizer`` that is not used elsewhere at the same time; None =
                 the tokenizer is not of that library, and nothing is cut.
             whole: encodes a text that cannot be cut.
-            template: the chat template, whose tokens suffice where there are thousands.
+            template: the chat template; cuts are limited to tokens that it contains, if any.
         """
         self._backend = backend
         self._whole = whole
@@ -99,15 +100,16 @@ class SegmentCache:
         return cuts
 
     def encode(self, text: str, key: bytes) -> list[int]:
-        """Return the ids of a text, without those that a tokenizer adds around it.
+        """Return the ids of a text, without tokens that a tokenizer adds around it.
 
-        ``key``: the tenant's, at most 64 bytes.
+        Args:
+            key: the tenant's key, at most 64 bytes.
         """
         ids: list[int] = self.ids(text, key).tolist()
         return ids
 
     def ids(self, text: str, key: bytes) -> np.ndarray:
-        """Do as ``encode``; int32, (num_tokens,), and read-only."""
+        """Return the ids as ``encode`` does, in an int32 array (num_tokens,), maybe read-only."""
         backend, pattern = self._backend, self._pattern
         if pattern is None or backend.padding is not None or backend.truncation is not None:
             self.num_chars += len(text)
@@ -125,7 +127,7 @@ class SegmentCache:
         return np.frombuffer(b"".join(known[x] for x in names), np.int32)
 
     def _parts(self, text: str) -> list[str]:
-        """Cut a text; where a part begins depends only on the text before it."""
+        """Return a text's parts; where a part begins depends only on the text before it."""
         assert self._pattern is not None
         starts = [0]
         for found in self._pattern.finditer(text):
@@ -157,24 +159,24 @@ def _name(part: str, key: bytes) -> bytes:
 
 
 class Cuts(NamedTuple):
-    """The tokens before which a text may be cut, and the reasons against others.
+    """The tokens before which a text may be cut, and for other tokens the reason why not.
 
-    The reason of "" is against the whole tokenizer.
+    The reason under the key "" applies to the whole tokenizer.
     """
 
     tokens: tuple[str, ...]
     refused: Mapping[str, str]
 
     def within(self, template: str) -> Cuts:
-        """Return those that ``template`` writes, if it writes any.
+        """Return the cuts limited to the tokens in ``template``, or all if it contains none.
 
-        Gemma 3 has 6,323, which take a second to look for, and its template writes two.
+        Gemma 3 has 6,323 such tokens, and a search for all takes a second; its template has two.
         """
         written = tuple(x for x in self.tokens if x in template)
         return self._replace(tokens=written) if written else self
 
     def pattern(self) -> re.Pattern[str] | None:
-        """Return a pattern of the tokens, the longest first; None if there are none."""
+        """Return a pattern that finds the tokens, the longest first; None if there are none."""
         longest = sorted(self.tokens, key=len, reverse=True)
         first = {x[0] for x in longest}
         if not longest:
@@ -186,7 +188,7 @@ class Cuts(NamedTuple):
 
 
 def safe_cuts(backend: Any) -> Cuts:
-    """Apply the rule to a ``tokenizers.Tokenizer``; its vocabulary is not looked at."""
+    """Return the cuts that a ``tokenizers.Tokenizer`` allows, judged by its added tokens alone."""
     model, normalizer = type(backend.model).__name__, backend.normalizer
     if getattr(backend.model, "dropout", None):
         return Cuts((), {"": "its model drops merges by chance, so no two encodings are equal"})
@@ -206,10 +208,10 @@ def safe_cuts(backend: Any) -> Cuts:
 
 
 def holds(cuts: Cuts, encode: Encode, whole: Encode) -> bool:
-    """Compare the ids of a text that is made to break the rule with those of its parts.
+    """Return whether cutting keeps the ids of a sample text that is built to provoke differences.
 
     Args:
-        encode: encodes parts.
+        encode: encodes a part.
         whole: encodes the text as prompts are encoded without cuts.
     """
     few = cuts._replace(tokens=cuts.tokens[:MOST_TRIED])
@@ -245,9 +247,9 @@ def _against(token: Any, has_single_words: bool, normalises: bool) -> str:
 
 
 def _overlapped(added: Sequence[Any]) -> dict[str, str]:
-    """Find tokens that another may overlap, so that they are not always found; with the reason.
+    """Return the tokens that another may overlap, so that they are not always found, with reasons.
 
-    Some tokenizers have thousands, so they are not compared two by two.
+    The tokens are not compared pairwise, since some tokenizers have thousands.
     """
     by_text = {x.content: x for x in added}
     beginnings: dict[str, list[str]] = {}
@@ -272,7 +274,7 @@ def _overlapped(added: Sequence[Any]) -> dict[str, str]:
 def _agreeing(
     tail: str, by_text: Mapping[str, Any], beginnings: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """Yield the tokens that may begin where ``tail`` does."""
+    """Yield the tokens that start with ``tail`` or that ``tail`` starts with."""
     if tail[0] not in beginnings:
         return
     yield from beginnings.get(tail, ())

@@ -1,4 +1,4 @@
-"""Finds out what a model takes: by rendering a few short chats, and by its vocabulary."""
+"""Finds the forms of prompt that a model accepts, from its chat template and its vocabulary."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _REFUSALS: Final = (TemplateError, TypeError, ValueError, KeyError, AttributeErr
 
 
 _SAID: Final = "words-number-"
-# Reasoning of a turn before the last question, which many templates leave out.
+# The reasoning of a turn before the last question, which many templates leave out.
 _THOUGHT: Final = f"{_SAID}thought"
 _REASONED: Final = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT},
     {"role": "user", "content": "c"},
 ]
-# The parameters by which templates keep it.
+# The arguments that make templates keep that reasoning.
 _SWITCHES: Final = (
     {"preserve_thinking": True},
     {"clear_thinking": False},
     {"truncate_history_thinking": False},
     {"drop_thinking": False},
 )
-# Before the text in front, between it and the text after, and where the model goes on. Of Qwen and
-# CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek, whose second one marks the hole.
+# The fill-in-the-middle tokens of Qwen and CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek,
+# whose second one marks the hole.
 _KNOWN: Final = (
     FillIn("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     FillIn("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -44,21 +44,21 @@ def _chat(*roles: str) -> Chat:
 
 
 _PLAIN: Final = _chat("user", "assistant", "user")
-# After a question, as agents append them to tool results.
+# System messages after the first, as agents append them to tool results.
 _INLINE: Final = _chat("system", "user", "system", "assistant", "user", "system")
 _REPEATED: Final = _chat("user", "assistant", "user", "user")
 
 
 class Render(Protocol):
-    """Writes a chat as the model reads it, or raises what templates raise."""
+    """Renders a chat as the model reads it; raises whatever the template raises."""
 
     def __call__(self, chat: Sequence[dict[str, str]], /, **switches: bool) -> object: ...
 
 
 def rules_of(render: Render) -> TemplateRules:
-    """Return the rules of a template; a template that refuses even a plain chat has none."""
+    """Return the rules of a template; the defaults if it refuses even a plain chat."""
     if not _takes(render, _PLAIN):
-        return TemplateRules()  # there is nothing to be learned from it
+        return TemplateRules()
     return TemplateRules(
         inline_system=_takes(render, _INLINE),
         repeated_users=_takes(render, _REPEATED),
@@ -90,7 +90,7 @@ def _takes(render: Render, chat: Chat) -> bool:
 
 
 def fill_in_of(vocabulary: Container[str]) -> FillIn | None:
-    """Return the marks that a model's vocabulary has, each as one token; None if it has none."""
+    """Return the fill-in-the-middle tokens that a vocabulary has; None if it has none."""
     for marks in _KNOWN:
         if all(mark in vocabulary for mark in (marks.before, marks.between, marks.after)):
             return marks

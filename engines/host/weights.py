@@ -1,10 +1,9 @@
-"""Digests of weight files by content: every byte counts.
+"""Digests of the full content of weight files.
 
-A few kilobytes in a few tensors may be the only difference between two fine-tuned models, so no
-sample will do. Reading it all takes a while (60 GB at the pace of the disk or the processor), so it
-is done once: the digest is remembered beside the cold store, and holds for as long as the file is
-the same inode with the same size and times. Of several processes that start together, the others
-wait for the first.
+A few kilobytes in a few tensors may be the only difference between two fine-tuned models, so a
+sample is not enough. Reading all the files takes long (60 GB at the speed of the disk or the CPU),
+so each is read once: its digest is saved beside the cold store, and stays valid while the file has
+the same inode, size and times. If several processes start together, one reads and the others wait.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ CACHE_NAME: Final = "weight-digests.json"
 # Each segment is hashed on its own, so that one large file keeps all processors busy.
 SEGMENT_BYTES: Final = 16 << 20
 MAX_THREADS: Final = 16
-# A file as young as this may be written again without a change of its times.
+# A file changed less than this long ago may change again without a change of its times.
 SETTLED_S: Final = 5.0
-# So many files of other models stay remembered, the latest.
+# Digests kept for files of other models; the latest stay.
 MAX_ENTRIES: Final = 1024
 
 
 class _Stamp(msgspec.Struct, frozen=True):
-    """The state of a file: equal only if it was not written to (ctime: mtime can be set)."""
+    """The state of a file; it changes with every write (ctime is included as mtime can be set)."""
 
     device: int
     inode: int
@@ -58,12 +57,12 @@ _decoder = msgspec.json.Decoder(_Digests)
 def weight_digests(
     files: Sequence[Path], folder: Path | None, clock: Callable[[], float] = time.time
 ) -> list[bytes]:
-    """Return the digest, 32 bytes, of each file's content; files are read only if it is unknown.
+    """Return the 32-byte digest of each file's content; reads only files with no saved digest.
 
     Args:
-        folder: where digests are remembered; None = nowhere. If it cannot be written to, the
-            files are read at every start.
-        clock: in seconds since the epoch.
+        folder: the folder in which digests are saved; None = they are not saved. If it is not
+            writable, the files are read at every start.
+        clock: returns seconds since the epoch.
 
     Raises:
         OSError: a file cannot be read.
@@ -87,7 +86,7 @@ def _entry(file: Path, known: Mapping[str, _FileDigest]) -> _FileDigest:
 
 
 def content_digest(file: Path, size: int) -> bytes:
-    """Hash the first ``size`` bytes: 32 bytes, a hash over the hashes of the segments.
+    """Return a 32-byte hash of a file's first ``size`` bytes: a hash of its segments' hashes.
 
     Raises:
         OSError: the file cannot be read.
@@ -113,14 +112,14 @@ def _stamp(file: Path) -> _Stamp:
     return _Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-# ---- what is remembered
+# ---- saved digests
 
 
 @contextmanager
 def _locked(folder: Path | None) -> Iterator[None]:
-    """Let one process in at a time, so that the ranks of a model read its weights once."""
+    """Hold a lock between processes, so that the ranks of a model read its weights only once."""
     try:
-        if folder is not None:  # at the first start no tier has made it yet
+        if folder is not None:  # at the first start, no tier has made the folder yet
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = None if folder is None else (folder / f"{CACHE_NAME}.lock").open("w")
     except OSError:
@@ -148,4 +147,4 @@ def _write(folder: Path | None, entries: _Digests) -> None:
     try:
         replace_file(folder / CACHE_NAME, msgspec.json.encode(entries))
     except OSError as error:
-        logger.warning("digests of weights are not remembered: %s", error)
+        logger.warning("the digests of weight files could not be saved: %s", error)

@@ -1,7 +1,6 @@
-"""Bounds what waits in an engine: requests for a place, and work that is done piece by piece.
+"""Bounded queues in an engine: a count of waiting requests, and a lock for work done piecewise.
 
-Both are first come, first served: shares between tenants are the gateway's business
-(``scheduler.admission``).
+They are first come, first served; the gateway's ``scheduler.admission`` is fair between tenants.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class QueueFull(Exception):
 
 
 class QueueLimit:
-    """Counts the requests that wait, and refuses more than so many. Thread-safe."""
+    """A thread-safe count of waiting requests that refuses more than ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -28,22 +27,22 @@ class QueueLimit:
         self.num_waiting = 0
 
     def enter(self) -> None:
-        """Count one more. Raises ``QueueFull``."""
+        """Count one more waiting request. Raises ``QueueFull``."""
         with self._lock:
             if self.num_waiting >= self._limit:
                 raise QueueFull(f"{self.num_waiting} requests are waiting already; try again later")
             self.num_waiting += 1
 
     def leave(self) -> None:
-        """Count one less."""
+        """Count one waiting request less."""
         with self._lock:
             self.num_waiting -= 1
 
 
 class WorkLine:
-    """Lets one piece of work be done at a time. Belongs to the event loop.
+    """A queue for work that is done one piece at a time; belongs to the event loop.
 
-    A request that comes again for its next piece goes to the end, so requests take turns.
+    A request queues anew for each of its pieces, so requests take turns.
     """
 
     def __init__(self, limit: int) -> None:
@@ -52,7 +51,7 @@ class WorkLine:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for the turn, and hold it. Raises ``QueueFull``."""
+        """Wait for the turn, and hold it in the context. Raises ``QueueFull``."""
         self._limit.enter()
         try:
             await self._lock.acquire()
@@ -65,7 +64,7 @@ class WorkLine:
 
 
 async def to_its_end(step: asyncio.Future[T]) -> T:
-    """Await a step on a thread. If cancelled, return when it has ended: it cannot be stopped."""
+    """Await a step on a thread, which cannot be stopped; even if cancelled, wait for its end."""
     try:
         return await asyncio.shield(step)
     finally:

@@ -123,7 +123,7 @@ def test_an_engine_that_never_becomes_ready_ends_the_server(tmp_path, folder):
     assert done.returncode == 1
     assert done.stderr.count("starting it again") == 4
     assert "ended with code 3 5 times in a row and was never ready" in done.stderr
-    assert "the last it said: no such device" in done.stderr
+    assert "its last log line: no such device" in done.stderr
 
 
 def test_no_client_hangs_while_the_disk_folder_is_waited_for(tmp_path, folder):
