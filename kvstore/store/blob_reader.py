@@ -1,10 +1,10 @@
-"""Reads the blobs of a plan: each from the fastest tier that has a good copy of it.
+"""Reads the blobs of a plan, each from the fastest tier that has a good copy of it.
 
-Blobs are read in batches, a few ahead of the codec threads. A codec thread verifies each and may
-unpack it; the thread that waits for them takes blobs that no codec thread has begun. If a blob is
-missing or damaged in one tier, it is looked for in the others. If no tier has it, the blobs before
-it are still good. Blobs that are used together are used one by one if one of them is bad. When time
-runs out, those read so far are kept, and prefill computes the rest.
+Blobs are read in batches, a few ahead of the codec threads. A codec thread *uses* a batch: it
+verifies the blobs and may unpack them. The thread that waits for the result uses batches that no
+codec thread has begun. If a blob of a batch is missing or damaged, the batch is used blob by blob,
+and the other tiers are tried. If no tier has a good copy, only the blobs before it are returned.
+When time runs out, the blobs used so far are returned, and prefill computes the rest.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from kvstore.workers import Task
 
 T = TypeVar("T")
 S = TypeVar("S")
-# Blobs that are read by one call to a tier, and used together: using a small one takes less than
-# handing it to a thread. Of a long session more, so that there are few batches of it.
+# The least number of blobs that one call to a tier reads and one task uses: to use a small blob
+# takes less time than to hand it to a thread. Batches of a long session are larger, so that it has
+# at most ``MOST_BATCHES``.
 BATCH: Final = 8
 MOST_BATCHES: Final = 128
 READS_AHEAD: Final = 2  # batches being read while earlier ones are used
 
-# Verifies copies of blobs in a row, and may unpack them; raises ``Unusable`` to reject any.
+# Verifies copies of consecutive blobs, and may unpack them; returns a value for each. Raises
+# ``Unusable`` if any is bad.
 Use: TypeAlias = Callable[[Sequence[tuple[BlobRead, Blob]]], list[T]]
-# The result of asking a tier for a blob.
+# A tier's answer to a request for a blob; None: it has none.
 Answer: TypeAlias = Blob | TierUnavailable | None
-# Blobs that are being used by a codec thread, or wait for one.
+# The use of one batch, on a codec thread or still queued.
 _Using: TypeAlias = Task[list[GoodCopy[T] | MissReason]]
 
 
 class BlobReader:
-    """Falls back from tier to tier where a copy cannot be used. Thread-safe."""
+    """Reads blobs and falls back to other tiers where a copy is bad. Thread-safe."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._stack = ledger.stack
@@ -52,9 +54,10 @@ class BlobReader:
     def read(
         self, reads: Sequence[BlobRead], use: Use[T], deadline_s: float
     ) -> tuple[list[GoodCopy[T]], MissReason | None]:
-        """Return the leading good blobs, and why there are no more of them. Blocks.
+        """Return the good blobs before the first bad one, and why they end there. Blocks.
 
-        ``use`` may still be running for later blobs when this returns.
+        The reason is None if all are good. ``use`` may still be running for later blobs when this
+        returns.
         """
         give_up_at = self._monotonic() + deadline_s
         uses = self._start(reads, use, give_up_at)
@@ -65,7 +68,7 @@ class BlobReader:
                 x.future.cancel()
 
     def _start(self, reads: Sequence[BlobRead], use: Use[T], give_up_at: float) -> list[_Using[T]]:
-        """Start the use of all blobs, in order; of fewer if reading took too long."""
+        """Queue the use of all batches, in order; of fewer if reading takes too long."""
         uses: list[_Using[T]] = []
         for batch, answers in self._read_ahead(reads, give_up_at):
             pairs = list(zip(batch, answers, strict=True))
@@ -90,7 +93,7 @@ class BlobReader:
             yield batch, answers
 
     def _read(self, reads: Sequence[BlobRead]) -> list[Answer]:
-        """Read blobs on a reader thread, with one call for neighbours in the same tier."""
+        """Read blobs, with one call for consecutive ones in the same tier. For a reader thread."""
         answers: list[Answer] = []
         for level, group in itertools.groupby(reads, key=lambda x: x.level):
             keys = [x.key for x in group]
@@ -101,13 +104,13 @@ class BlobReader:
         return answers
 
     def _in_time(self, future: Future[S], give_up_at: float) -> S | None:
-        """Return the result, or None if it does not come in time."""
+        """Wait for the result of a future; None if it does not come in time."""
         try:
             return future.result(timeout=max(give_up_at - self._monotonic(), 0.0))
         except TimeoutError:
             return None
 
-    # ---- on a codec thread or the one that waits
+    # ---- on a codec thread or the thread that waits
 
     def _good_copies(
         self, answers: Sequence[tuple[BlobRead, Answer]], use: Use[T], give_up_at: float
@@ -118,7 +121,7 @@ class BlobReader:
     def _good_together(
         self, answers: Sequence[tuple[BlobRead, Answer]], use: Use[T]
     ) -> list[GoodCopy[T] | MissReason]:
-        """Use the planned tiers' copies in one call; none of them if one is missing or bad."""
+        """Use all copies from the planned tiers in one call; [] if one is missing or bad."""
         pairs = [(x, y) for x, y in answers if y is not None and not isinstance(y, TierUnavailable)]
         if len(pairs) < len(answers):
             return []
@@ -131,7 +134,7 @@ class BlobReader:
     def _good_copy(
         self, read: BlobRead, answer: Answer, use: Use[T], give_up_at: float
     ) -> GoodCopy[T] | MissReason:
-        """Use the planned tier's copy, else the first good copy of any other tier."""
+        """Return the planned tier's copy, else the first good one of the others, or a reason."""
 
         def copy_in(level: int) -> Blob | None:
             if level != read.level:
@@ -153,7 +156,7 @@ class BlobReader:
             is_unused=lambda key: bool(self._index.unused([key])),
         )
 
-    # ---- all of them
+    # ---- the results of all batches
 
     def _leading_good(
         self, uses: Sequence[_Using[T]], num_reads: int, give_up_at: float
@@ -172,7 +175,7 @@ class BlobReader:
         return good, None if len(good) == num_reads else "deadline"
 
     def _help(self, wanted: _Using[T], waiting: Iterator[_Using[T]], give_up_at: float) -> None:
-        """Use blobs that no codec thread has begun, until ``wanted`` is done or time is over."""
+        """Use batches that no codec thread has begun, until ``wanted`` is done or time runs out."""
         while not wanted.future.done() and self._monotonic() < give_up_at:
             if not any(x.take() for x in waiting):
                 return

@@ -1,9 +1,9 @@
 """The cold store of one engine: sessions as chains of full chunks, between their turns.
 
 A cold session is only a cache. A save may be skipped, a tier may lose a blob or be down, a blob may
-be damaged: each costs a recompute of the tokens concerned and nothing else. Everything that a
-restore returns was verified blob by blob against the names it was asked for, the model and the
-codec; a name covers all tokens up to there and the tenant's salt.
+be damaged: each costs a recompute of the tokens concerned and nothing else. A restore verifies
+every blob against the requested name, the model and the codec before it returns it. A name covers
+all tokens up to the chunk's end, and the tenant's salt.
 
 The tokens after the last full chunk are never stored: on return they are computed together with
 the new message. The ledger (``kvstore.ledger``) keeps track of which sessions exist and where they
@@ -35,19 +35,23 @@ from kvstore.store.saver import Saver
 from kvstore.tiers.base import Tier
 from kvstore.workers import Workers
 
-WAIT_S: Final = 30.0  # for saves of the session that wait or run
+WAIT_S: Final = 30.0  # the longest wait for the waiting and running saves of a session
 CLOSE_FLUSH_S: Final = 10.0
-DISCARD_S: Final = 2.0  # a blob is deleted after running copies of it, or after this time
+DISCARD_S: Final = 2.0  # the longest wait for running promotions before a bad blob is deleted
 
 
 class ColdStore:
-    """Thread-safe. Owns ``tiers`` (fastest first) and closes them.
+    """Saves, finds, restores, moves and deletes the sessions of one engine. Thread-safe.
 
     Args:
-        chunk_tokens: of every chunk; ``chunk_of_blocks`` for an engine with blocks of its own.
+        codecs: the codec of rows, or all codecs that are written and read.
+        tiers: fastest first; the store owns and closes them.
+        chunk_tokens: tokens per chunk; see ``chunk_of_blocks`` for an engine with its own blocks.
+        clock: wall-clock seconds, for stored times.
+        monotonic: seconds that never jump, for deadlines.
 
     Raises:
-        UnknownCodec: a codec cannot take this layout.
+        UnknownCodec: a codec does not support the model's layout.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class ColdStore:
 
     @property
     def counters(self) -> Counters:
-        """Counters of this store, as ``stats`` reports them."""
+        """The counters that ``stats`` reports."""
         return self.ledger.counters
 
     # ---- turn end
@@ -113,22 +117,23 @@ class ColdStore:
         on_done: OnDone | None = None,
         always: bool = False,
     ) -> bool:
-        """Save a session's KV. Any thread; returns at once.
+        """Queue a save of a session's KV. Any thread; returns at once.
 
         Args:
-            chain: all full chunks of the session, from the first one on.
-            source: has their rows. Its memory must not change until it is released.
+            chain: the names of all full chunks of the session, from the first one on.
+            source: packs their rows. Its memory must not change until it is released.
             states: the numbers of chunks after which the source has a state, ascending.
             state_bytes: hot bytes of these states.
-            note: bytes of the engine's own, equally many for each chunk; kept with the record.
+            note: bytes that only the engine reads, the same number for each chunk; kept with the
+                record.
             on_done: called on a store thread with the session's new record, or with None if it
                 could not be saved. If a newer save replaced this one, it is called with the newer
                 one's record.
-            always: save it however much waits.
+            always: queue it even if the queue is full.
 
         Returns:
-            False if the save was skipped, because too much is waiting or no tier can hold it; the
-            source is released then, and ``on_done`` is not called.
+            False if the save was skipped, because the queue is full, there is no tier, the chain is
+            empty or the store is closed. The source is then released and ``on_done`` not called.
         """
         key = self.ledger.index.key_of(session)
         nbytes = self._unsaved_bytes(chain) + state_bytes
@@ -147,7 +152,7 @@ class ColdStore:
         return offered is not Offered.REFUSED
 
     def _unsaved_bytes(self, chain: Chain) -> int:
-        """Count the hot bytes of chunks that no known session has; asks no tier."""
+        """Return the hot bytes of the chunks that no known session has, without asking a tier."""
 
         def is_new(number: int) -> bool:
             key = self.keys.chunks(chain, number, number + 1)[0].key
@@ -160,16 +165,16 @@ class ColdStore:
         return (len(chain) - known) * self.chunk_tokens * self.model.layout.bytes_per_token
 
     def wait_saved(self, session: SessionRef, within_s: float = WAIT_S) -> bool:
-        """Wait until all saves of this session are done; False if time runs out."""
+        """Wait until all saves of this session are done; return False if time runs out."""
         return self._queue.wait_settled(self.ledger.index.key_of(session), within_s)
 
     def wait_all_saved(self, within_s: float = WAIT_S) -> bool:
-        """Wait until no save waits or runs and all ``on_done`` were called; False: time ran out."""
+        """Wait until all saves are done and each ``on_done`` was called; False if time runs out."""
         return self._queue.wait_idle(within_s)
 
     @property
     def is_saved(self) -> bool:
-        """True if no save waits or runs."""
+        """True if all saves are done and each ``on_done`` was called."""
         return self._queue.wait_idle(0.0)
 
     # ---- return
@@ -178,8 +183,9 @@ class ColdStore:
         """Find the longest beginning of a prompt that can be restored.
 
         Args:
-            chain: the full chunks of the prompt, from its first one on.
-            first: the number of the first chunk that is wanted; those before it are there already.
+            session: the prompt's session, for the reason of a miss; None if it is not known.
+            chain: the names of the prompt's full chunks, from the first one on.
+            first: the number of the first chunk to restore; the engine has those before it.
         """
         if self._closed:
             return Match(first, 0, None, "disabled")
@@ -189,7 +195,11 @@ class ColdStore:
         return match
 
     def prepare(self, session: SessionRef) -> tuple[Match, Chain]:
-        """Match everything that the session's record covers, for a restore ahead of the prompt."""
+        """Match the whole chain of a session's record, for a restore before its prompt arrives.
+
+        Returns:
+            The match and the chain; the chain is empty if there is no usable record.
+        """
         record = self.record(session)
         if record is None:
             reason = "disabled" if self._closed else self.ledger.why_unknown(session)
@@ -201,7 +211,7 @@ class ColdStore:
         reads, reason = plan.reads, plan.reason
         tier = self.ledger.stack.name(max(x.level for x in reads)) if reads else None
         if reads and plan.record is None and reason in UNKNOWN_REASONS:
-            reason = None  # a new session found more than it could expect
+            reason = None  # the session is new, so nothing of its own is missing
         key = self.ledger.index.key(plan.record) if plan.record else None
         count = plan.num_chunks if reads else 0
         return Match(count, count * self.chunk_tokens, tier, reason, tuple(reads), key)
@@ -217,14 +227,14 @@ class ColdStore:
         return self._restorer.fetch(match, deadline_s)
 
     def discard(self, key: bytes) -> None:
-        """Delete a blob that could not be unpacked, so that it is never offered again."""
+        """Delete a blob that could not be unpacked from every tier, and count it as corrupt."""
         self.counters.add("corrupt")
-        self.workers.quiet(DISCARD_S)  # else a copy on its way to a faster tier could come later
+        self.workers.quiet(DISCARD_S)  # a running promotion could write it again
         for level in range(len(self.ledger.stack)):
             self.ledger.stack.delete(level, [key])
 
     def warm(self, session: SessionRef) -> None:
-        """Bring the whole session to the fastest tier. Blocks."""
+        """Copy the whole session into the fastest tier. Blocks."""
         match, _ = self.prepare(session)
         if match.reads:
             self.fetch(match)
@@ -233,16 +243,16 @@ class ColdStore:
     # ---- between turns
 
     def record(self, session: SessionRef) -> SessionRecord | None:
-        """The record of the session, here or in a shared tier, if this engine can use it."""
+        """Return the session's record from memory or any tier; None if it is not usable here."""
         record = None if self._closed else self.ledger.index.find_anywhere(session)
         if record is None or not self.ledger.records.is_usable(record):
             return None
         return None if self.ledger.index.is_over(record) else record
 
     def records(self) -> list[SessionRecord]:
-        """All known sessions of this model that a tier still has.
+        """Return the records of all known sessions of this model that a tier still has.
 
-        A session that only a shared tier has is known once it returns.
+        A session that only a shared tier has is not known before it returns.
         """
         return [] if self._closed else self.ledger.resting_here()
 
@@ -252,39 +262,42 @@ class ColdStore:
         return None if record is None or self._closed else self.ledger.tier_of(record)
 
     def pieces_of(self, session: SessionRef) -> tuple[SessionRecord, list[Piece]] | None:
-        """Return the session's record and all its blobs, from memory; None if it is not known."""
+        """Return the session's record and its list of blobs from memory; None if not known."""
         record = self.ledger.index.get(self.ledger.index.key_of(session))
         if record is None or not self.ledger.records.is_usable(record):
             return None
         return record, self.ledger.records.pieces(record)
 
     def demote(self, session: SessionRef, tier: TierName) -> TierName | None:
-        """Bring the session to ``tier`` and drop faster copies. Blocks; returns its tier then.
+        """Move the session to ``tier``: copy it there, then drop its copies in faster tiers.
 
-        A pinned session, and one that ``tier`` cannot take as a whole, stays where it is.
+        Blocks. A pinned session, and one that ``tier`` cannot take completely, stays where it is.
+
+        Returns:
+            The tier of the session afterwards, see ``tier_of``; None if the session is not known.
         """
         self.wait_saved(session)
         return None if self._closed else self.ledger.demote(session, tier)
 
     def pin(self, session: SessionRef, pinned: bool) -> None:
-        """Have the session's blobs evicted last, or stop that. Blocks while a save of it runs.
+        """Pin the session, so that its blobs are evicted last, or unpin it.
 
-        Has no effect on a session that was never saved.
+        Blocks while a save of it waits or runs. Has no effect on a session that was never saved.
         """
         self.wait_saved(session)
         if not self._closed:
             self.ledger.pin(session, pinned)
 
     def is_pinned(self, session: SessionRef) -> bool:
-        """True if its record is pinned by now. Asks memory only, so it does not wait."""
+        """Return whether the session's record in memory is pinned. Does not wait for a tier."""
         record = self.ledger.index.get(self.ledger.index.key_of(session))
         return record is not None and record.pinned
 
     def forget(self, session: SessionRef) -> bool:
-        """Remove the session from every tier; False if it was not known. Blocks.
+        """Delete the session from every tier; return whether it was known. Blocks.
 
-        Afterwards no tier holds any of it except blobs that another session here uses. A tier that
-        is down deletes it when it is back.
+        Afterwards no tier holds any of its blobs, except those that another session here uses. In a
+        tier that is down they are deleted once it answers.
         """
         dropped = self._queue.drop(self.ledger.index.key_of(session))
         was_known = not self._closed and self.ledger.forget(session)
@@ -293,7 +306,7 @@ class ColdStore:
         return was_known or dropped is not None
 
     def expire(self) -> None:
-        """Forget sessions that were not used for ``ttl_s``; also runs periodically by itself."""
+        """Forget sessions that were not used for ``ttl_s``. The store also does so at intervals."""
         self.ledger.expire()
 
     def listen(self, on_notice: OnNotice) -> None:
@@ -306,9 +319,9 @@ class ColdStore:
     def limit_tenants(
         self, limits: Mapping[TierName, TenantLimits]
     ) -> dict[TierName, dict[str, int]]:
-        """Hold tenants to bytes of tiers from now on; return what they hold there. Blocks.
+        """Limit the bytes of tenants in each tier from now on. Blocks.
 
-        A tier that is not named has no limits. See ``TierStack.limit_tenants``.
+        A tier that is not named has no limits. Returns as ``TierStack.limit_tenants``.
         """
         return {} if self._closed else self.ledger.stack.limit_tenants(limits)
 
@@ -322,14 +335,22 @@ class ColdStore:
     def adopt(self, codecs: StoreCodecs, *, keep: bool = True) -> None:
         """Use these codecs from now on. Any thread; does not wait.
 
-        Blobs stored exactly are packed later: see ``pack_when``. ``keep``: codecs that could be
-        read before still can be; otherwise their blobs are effectively lost. Warm new codecs first.
-        Raises ``UnknownCodec``, with nothing changed: one of them cannot take this layout.
+        Blobs that were stored exactly are packed later: see ``pack_when``. Compile the kernels of
+        new codecs first.
+
+        Args:
+            keep: also keep reading with the former codecs; otherwise their blobs are unusable.
+
+        Raises:
+            UnknownCodec: a codec does not support the layout; nothing is changed.
         """
         self.ledger.adopt(codecs, keep=keep)
 
     def pack_when(self, is_idle: Callable[[], bool]) -> None:
-        """Pack exact blobs from now on when ``is_idle``: see ``Repacker.begin``. Call once."""
+        """Pack exact blobs from now on whenever ``is_idle`` returns True. Call once.
+
+        See ``Repacker.begin``.
+        """
         self.ledger.repacker.begin(is_idle)
 
     # ---- the store itself
@@ -339,7 +360,7 @@ class ColdStore:
         return self.ledger.stats(self._queue.nbytes)
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every tier has its share of all saves; False if time ran out."""
+        """Wait until every tier has all saves so far; return False if time ran out."""
         give_up_at = self.ledger.monotonic() + deadline_s
         if self._closed or not self._queue.wait_idle(deadline_s):
             return False

@@ -1,11 +1,11 @@
-"""Plans how much of a prompt can be restored, and from where.
+"""Plans how much of a prompt can be restored, and from which tiers.
 
 A prompt and a session are chains of names. Each full chunk of the prompt is looked up by its name,
-whoever stored it: this session, another one of the tenant with the same beginning, an abandoned
-branch. The plan is the longest run of chunks without a hole. The session's own record explains why
-the run ends where it does.
+whether this session stored it, an abandoned branch of it, or another session of the tenant with the
+same beginning. The plan is the longest run of chunks without a hole. The session's own record
+explains why the run ends where it does.
 
-A cache that cannot be cut back can be restored only where a state was taken.
+A model whose cache cannot be cut back can be restored only where a state was taken.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvstore.ledger.ledger import Ledger
 from kvstore.ledger.record import SessionRecord
 from kvstore.session import MissReason, SessionRef
 
-PROBE_CHUNKS: Final = 64  # looked up at first; then twice as many each time
+PROBE_CHUNKS: Final = 64  # the least chunks of the first look-up; each later one has twice as many
 
 
 class BlobRead(NamedTuple):
-    """A blob to read, of which the first ``skip`` tokens are not used.
+    """A blob to read, from the fastest tier that has it.
 
-    ``level``: in the tier stack, of the fastest tier that has it.
+    ``level``: of that tier in the stack. ``skip``: how many first tokens of the blob are not used.
     """
 
     piece: Piece
@@ -36,12 +36,13 @@ class BlobRead(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The blobs to read without a hole; a state comes first, its windows next.
+    """The part of a prompt that can be restored.
 
     Args:
-        num_chunks: the prompt's chunks that are then restored, those before the first one included.
-        reason: why no more of the session can be restored.
-        record: of the session, if it is usable for this prompt.
+        reads: the blobs to read: a state and its windows first, then chunks without a hole.
+        num_chunks: chunks of the prompt that are then in place, from its first one on.
+        reason: why no more of the session can be restored; None if nothing is lost.
+        record: the session's record; None if there is no usable one.
     """
 
     reads: list[BlobRead]
@@ -51,7 +52,7 @@ class Plan(NamedTuple):
 
 
 class _KnownSession(NamedTuple):
-    """The session's record, as far as it is usable for a prompt."""
+    """The session's usable record, if there is one, compared with a prompt."""
 
     record: SessionRecord | None
     common: int = 0  # leading chunks that record and prompt share
@@ -60,15 +61,15 @@ class _KnownSession(NamedTuple):
 
 class _FoundRun(NamedTuple):
     reads: list[BlobRead]
-    num_chunks: int
+    num_chunks: int  # of the prompt, up to the end of the run
     down: bool  # a tier did not answer
 
 
 class Planner:
-    """Thread-safe; asks the tiers which blobs they hold and reads only records.
+    """Finds the blobs for a prompt. Thread-safe; reads records, but no other blobs.
 
     Args:
-        needs_state: only a prefix that ends at a stored state can be used.
+        needs_state: whether only a prefix that ends at a stored state can be used.
     """
 
     def __init__(self, ledger: Ledger, keys: ChainKeys, *, needs_state: bool) -> None:
@@ -94,9 +95,10 @@ class Planner:
     # ---- the session's own record
 
     def _known(self, session: SessionRef, chain: Chain) -> _KnownSession:
-        """Find this store's record, or another engine's if that matches more of the prompt.
+        """Return this store's record, or another engine's if that matches more of the prompt.
 
-        An older one in a shared tier is this store's own, as long as the newer one is on its way.
+        A record in a shared tier that is older than this store's does not count. This store wrote
+        it, and the newer one is still being written there.
         """
         local = self._usable(session, self._index.find(session), chain)
         if not self._stack.shared:
@@ -128,7 +130,11 @@ class Planner:
     # ---- rows
 
     def _rows(self, chain: Chain, first: int, end: int, expected: int) -> _FoundRun:
-        """Find the chunks from ``first`` to at most ``end``; ``expected`` of them are likely."""
+        """Find the longest run of chunks from ``first`` to at most ``end``.
+
+        Args:
+            expected: how many are likely to be held; so many are looked up at first.
+        """
         if not self._keys.growing:
             return _FoundRun([], end, False)
         reads: list[BlobRead] = []
@@ -148,7 +154,7 @@ class Planner:
     # ---- states
 
     def _to_state(self, chain: Chain, first: int) -> _FoundRun:
-        """Find the furthest state that is held together with everything before it."""
+        """Find the furthest state that is held with its windows and all chunks before it."""
         numbers = range(len(chain), first, -1)
         located = self._stack.locate([self._keys.state(chain, x).key for x in numbers])
         down = located.down
@@ -166,14 +172,14 @@ class Planner:
         return _FoundRun([], first, down)
 
     def _windows(self, chain: Chain, num_chunks: int) -> list[BlobRead] | None:
-        """Find the windows' rows of a state; None if some are gone."""
+        """Find the window rows of a state; None if some are gone."""
         pieces = self._keys.windows(chain, num_chunks)
         if not pieces:
             return []
-        begun, size = pieces[0], self._keys.chunk_tokens
-        skip = begun.first_token % size
-        # The chunk in which the window begins may be held whole, from an earlier state.
-        number = begun.first_token // size
+        start, size = pieces[0].first_token, self._keys.chunk_tokens
+        skip = start % size
+        # The window may begin inside a chunk whose window rows are all held for an earlier state.
+        number = start // size
         whole = Piece(WINDOW + chain[number], number * size, size)
         levels = self._stack.locate([x.key for x in (whole, *pieces)]).levels
         if skip and levels[0] is not None:
@@ -190,7 +196,12 @@ class Planner:
     def _reason(
         self, known: _KnownSession, found: _FoundRun, wanted: int, end: int
     ) -> MissReason | None:
-        """Explain the end of a plan. ``wanted``: the leading chunks that the record promised."""
+        """Return why the run ends before the prompt does; None if nothing of the session is lost.
+
+        Args:
+            wanted: the number of first chunks that the record promises.
+            end: the number of chunks of the prompt.
+        """
         record = known.record
         if found.num_chunks >= end and (found.reads or not end or not self._needs_state):
             return None

@@ -1,7 +1,7 @@
 """Carries out a restore: reads the blobs of a match, verifies them, and unpacks rows and states.
 
-Two engines take the rows of a restore in two ways. One wants arrays: ``Restored``. The other lends
-its blocks only for a moment, so it gets verified blobs (``Fetched``) and unpacks them by itself.
+The MLX engine gets the rows of a restore as arrays (``Restored``). vLLM lends its blocks only for a
+moment, so its plug-in gets verified blobs (``Fetched``) and unpacks them itself.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Match:
     """The part of a prompt that can be restored. Cheap to make: only records were read, no blobs.
 
     Args:
-        num_chunks: of the prompt, from its first one on.
-        num_tokens: in these chunks.
-        tier: the slowest that must be read, None for a miss.
-        reason: why the rest of the KV that was once stored is not reusable; None if nothing was
-            lost.
-        record_key: of the session whose record is known.
+        num_chunks: chunks of the prompt that are then in place, from its first one on.
+        num_tokens: the tokens of these chunks.
+        tier: the slowest tier that must be read; None for a miss.
+        reason: why the rest of the session's stored KV cannot be reused; None if nothing is lost.
+        reads: the blobs to read, in order.
+        record_key: the key of the session's record; None if there is no usable one.
     """
 
     num_chunks: int
@@ -47,14 +47,15 @@ class Match:
 
 @dataclass(frozen=True)
 class Restored:
-    """KV in the form that the engine uses.
+    """The unpacked KV of a restore.
 
     Args:
+        num_tokens: tokens from the prompt's first one on; 0 if nothing was restored.
         run: per growing layer K and V, (num_kv_heads, num_tokens, head_dim), the engine's dtype
             (bf16 as uint16), C-contiguous; the receiver may keep it.
-        state: for a cache that cannot be cut, its state after exactly these tokens.
-        tier: the slowest that was read.
-        reason: why there are fewer tokens than the match promised.
+        state: for a model that needs states, its state after exactly these tokens; else None.
+        tier: the slowest tier that was read; None if nothing was restored.
+        reason: why there are fewer tokens than the match promised; None if there are as many.
         lossy_tokens: the number of first tokens whose rows or states may come from a lossy codec;
             a later save must report them as restored (``RowSource.is_restored``).
     """
@@ -69,12 +70,13 @@ class Restored:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Verified blobs that cover chunks ``.. num_chunks`` of the prompt without a hole.
+    """Verified blobs that cover the prompt up to chunk ``num_chunks`` without a hole.
 
     Args:
+        num_chunks: chunks of the prompt that are covered, from its first one on.
         blobs: in the order of the plan: a state and its windows first, then chunks.
-        tier: the slowest that was read.
-        reason: why less than was once stored is returned.
+        tier: the slowest tier that was read; None if there are no blobs.
+        reason: why less is returned than was once stored; None if nothing is lost.
     """
 
     num_chunks: int
@@ -84,10 +86,10 @@ class Fetched:
 
 
 class Restorer:
-    """Thread-safe.
+    """Reads, verifies and unpacks the blobs of a match. Thread-safe.
 
     Args:
-        deadline_s: of a restore whose caller names none.
+        deadline_s: the time for a restore whose caller gives none.
     """
 
     def __init__(self, ledger: Ledger, packer: Packer, keys: ChainKeys, deadline_s: float) -> None:
@@ -103,14 +105,16 @@ class Restorer:
     def restore(
         self, match: Match, deadline_s: float | None = None, out: KVRun | None = None
     ) -> Restored:
-        """Read and unpack what ``match`` found, or the good beginning of it. Blocks.
+        """Read and unpack the blobs of ``match``, up to the first bad one. Blocks.
 
-        ``out``: arrays of the caller's for all its tokens. They are ``run`` of the result if
-        everything was good at the first reading, and of no use otherwise: a late thread may still
-        write to them.
+        Bad or missing blobs and tiers that are down are not raised but given as the reason. Blobs
+        that came from a slower tier are put into the fastest one afterwards, in the background.
 
-        Never raises for bad or missing blobs, or for tiers that are down. Blobs that came from a
-        slower tier are put into the fastest one afterwards, in the background.
+        Args:
+            deadline_s: the time for it; None = the default.
+            out: arrays for all tokens of ``match``, to unpack into. The result's ``run`` is ``out``
+                if every blob was good at the first reading. Otherwise ``out`` must not be used,
+                since a late thread may still write to it.
         """
         size, layout = self._chunk_tokens, self._packer.layout
         given = iter([] if out is None else [out])
@@ -136,7 +140,7 @@ class Restorer:
             return Restored(0, layout.empty(0), None, None, "disabled")
         try:
             state = self._state_of(match, good)
-        except ForeignCodec:  # its codec was taken back meanwhile
+        except ForeignCodec:  # the state's codec was withdrawn meanwhile
             good, state, reason = [], None, "fingerprint"
         except Unusable:
             good, state, reason = [], None, "corrupt"
@@ -159,9 +163,10 @@ class Restorer:
         return Restored(num_tokens, whole, state, tier, reason, lossy_tokens)
 
     def fetch(self, match: Match, deadline_s: float | None = None) -> Fetched:
-        """Read and verify what ``match`` found, or the good beginning of it. Blocks.
+        """Read and verify the blobs of ``match``, up to the first bad one. Blocks.
 
-        Raises ``StoreClosed``, and nothing else: a ``reason`` explains blobs that are unavailable.
+        Raises:
+            StoreClosed: the store is closed. All other failures are given as the reason.
         """
         good, reason = self._read(match, lambda: self._verified, deadline_s)
         reason = reason or match.reason
@@ -182,9 +187,11 @@ class Restorer:
         begin: Callable[[], Use[VerifiedBlob]],
         deadline_s: float | None,
     ) -> tuple[list[GoodCopy[VerifiedBlob]], MissReason | None]:
-        """Read once, or twice where profiles had to be fetched.
+        """Return the good blobs and why they end; read twice if profiles had to be fetched first.
 
-        ``begin`` gives each reading its own use of blobs, since threads of the first may be late.
+        Args:
+            begin: returns the ``Use`` for one reading. The second gets another one, since threads
+                of the first may still be running.
         """
         end = self._monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
         foreign: set[str] = set()

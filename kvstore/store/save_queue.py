@@ -1,4 +1,4 @@
-"""Queues the saves of sessions: bounded in bytes, one per session, oldest first."""
+"""The queue of saves: bounded in bytes, at most one per session, oldest first."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ OnDone: TypeAlias = Callable[[SessionRecord | None], None]
 class RowSource(Protocol):
     """The KV of one session at the end of a turn, as its engine holds it.
 
-    The store calls ``pack`` once at most, on its saving thread, and ``release`` once at least.
+    The store calls ``pack`` at most once, on its saving thread, and ``release`` at least once.
     """
 
     def is_restored(self, piece: Piece) -> bool:
-        """True if some of these rows, or this state, came from a lossy copy.
+        """Return whether some rows of this piece, or this state, came from a lossy copy.
 
-        Such a piece is never packed again: its error would grow with each sleep.
+        Such a piece is never packed again, since its error would grow with each sleep.
         """
 
     def pack(self, pieces: Sequence[Piece]) -> list[Blob]:
-        """Pack these pieces; returns their blobs in this order. May release by itself."""
+        """Return the blobs of these pieces, in this order. May release the memory itself."""
 
     def release(self) -> None:
-        """Let go of the engine's memory: nothing reads it any more. A second call does nothing."""
+        """Release the engine's memory, which is not read any more. A second call does nothing."""
 
 
 @dataclass
@@ -44,11 +44,12 @@ class SaveJob:
     """The save of one session.
 
     Args:
-        key: of the session's record.
-        chain: all full chunks that the source has.
+        key: the key of the session's record.
+        chain: the names of all full chunks that the source has.
+        nbytes: hot bytes that were not saved before, as the queue counts them.
         states: the numbers of chunks after which the source has a state, ascending.
-        nbytes: hot bytes that were not saved before.
         note: see ``SessionRecord``.
+        on_done: the listeners, of this save and of older ones that it replaced.
     """
 
     key: bytes
@@ -61,11 +62,11 @@ class SaveJob:
     on_done: list[OnDone] = field(default_factory=list)
 
     def call_listeners(self, record: SessionRecord | None) -> None:
-        """Call each listener. One that raises is logged, and the next one is called."""
+        """Call each listener; an exception is logged, and the next listener is called."""
         for on_done in self.on_done:
             try:
                 on_done(record)
-            except Exception:  # its own defect must not end the thread that calls it
+            except Exception:  # a defect in the listener must not end the saving thread
                 _log.exception("a listener of a finished save failed")
 
 
@@ -76,7 +77,10 @@ class Offered(Enum):
 
 
 class SaveQueue:
-    """Thread-safe. A save that runs has claimed its session, so no other thread changes it."""
+    """The waiting saves of a store. Thread-safe.
+
+    A session is claimed while its save runs, so no other thread changes it.
+    """
 
     def __init__(self, max_bytes: int, claims: Claims) -> None:
         self._max_bytes = max_bytes
@@ -92,9 +96,10 @@ class SaveQueue:
         return self._nbytes
 
     def offer(self, job: SaveJob, *, always: bool = False) -> Offered:
-        """Queue a save. A newer one replaces a waiting one and takes over its listeners.
+        """Queue a save. It replaces a waiting save of the session and takes over its listeners.
 
-        ``always``: also if too many bytes wait.
+        Args:
+            always: queue it even if too many bytes wait.
         """
         with self._changed:
             older = self._waiting.get(job.key)
@@ -113,7 +118,7 @@ class SaveQueue:
         return Offered.SUPERSEDED
 
     def take(self, timeout_s: float) -> SaveJob | None:
-        """Take and claim the oldest job of a session that is not claimed. None: none is ready."""
+        """Return the oldest job whose session is not claimed, and claim it; None if none comes."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready() or self._closed, timeout_s)
             key = self._ready()
@@ -123,32 +128,32 @@ class SaveQueue:
             return self._waiting.pop(key)
 
     def charge(self, job: SaveJob, nbytes: int) -> None:
-        """Count so many bytes for a job that runs: some that were saved before may be gone."""
+        """Set the bytes of a running job; more than before if blobs saved earlier are gone."""
         with self._changed:
             self._nbytes += nbytes - job.nbytes
             job.nbytes = nbytes
 
     def packed(self, job: SaveJob) -> None:
-        """Release the hot bytes of a job, which needs them no longer."""
+        """Release the hot bytes of a job whose pieces are packed."""
         job.source.release()
         with self._changed:
             self._nbytes -= job.nbytes
             job.nbytes = 0
 
     def settle(self, job: SaveJob) -> None:
-        """Release the session of a job that is done or has failed; its listeners come next."""
+        """End the claim of a job that is done or has failed; its listeners are called next."""
         self.packed(job)
         with self._changed:
             self._claims.release(job.key)
 
     def finish(self, job: SaveJob) -> None:
-        """End a settled job whose listeners were called: only now it runs no longer."""
+        """Stop counting a settled job as running, once its listeners were called."""
         with self._changed:
             self._num_running -= 1
             self._changed.notify_all()
 
     def drop(self, key: bytes) -> SaveJob | None:
-        """Remove the waiting save of this session and return it, if there is one."""
+        """Remove and return the waiting save of this session; None if there is none."""
         with self._changed:
             dropped = self._waiting.pop(key, None)
             self._nbytes -= dropped.nbytes if dropped else 0
@@ -157,29 +162,29 @@ class SaveQueue:
         return dropped
 
     def is_waiting(self, key: bytes) -> bool:
-        """True if a save of this session waits."""
+        """Return whether a save of this session is waiting."""
         with self._changed:
             return key in self._waiting
 
     def settled(self, key: bytes) -> bool:
-        """True if no save of this session waits, and none is running."""
+        """Return whether no save of this session is waiting or running."""
         with self._changed:
             return key not in self._waiting and not self._claims.is_claimed(key)
 
     def wait_settled(self, key: bytes, timeout_s: float) -> bool:
-        """Wait until ``settled``; False if that took too long."""
+        """Wait until the session is ``settled``; return False if time ran out."""
         with self._changed:
             return self._changed.wait_for(lambda: self.settled(key), timeout_s)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no save waits or runs and all ``on_done`` were called; False: time ran out."""
+        """Wait until all saves are done and each ``on_done`` was called; False if time ran out."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._waiting and not self._num_running, timeout_s
             )
 
     def close(self) -> list[SaveJob]:
-        """Refuse every save from now on; return the waiting jobs, which will not be done."""
+        """Refuse every save from now on; return the waiting jobs, which are dropped."""
         with self._changed:
             self._closed = True
             dropped = list(self._waiting.values())

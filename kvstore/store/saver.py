@@ -1,13 +1,13 @@
 """Saves turns, off the critical path.
 
 One thread takes the queued saves, one at a time. Only pieces that no tier holds are packed, so the
-work is proportional to the new tokens, and each is packed once: the same bytes go to every tier.
-What was restored from a lossy copy is never packed again. If all copies of such a chunk were
-evicted meanwhile, it is not saved, and the session's chain ends before it. So a session that sleeps
-a hundred times loses precision only once.
+work is proportional to the new tokens. Each piece is packed once, and the same bytes go to every
+tier. Rows that were restored from a lossy copy are never packed again. If all copies of such a
+chunk were evicted meanwhile, it is not saved, and the session's chain ends before it. So a session
+that sleeps a hundred times loses precision only once.
 
-The record is written last: a reader that finds it also finds the blobs that it names. The process
-may end at any moment: the session is then as it was after this turn or the one before.
+The record is written last, so that a reader that finds it also finds the blobs that it names. If
+the process ends at any moment, the session is as it was after this turn or after the one before.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kvstore.session import STATES_PER_SESSION, by_worth, kept_states
 from kvstore.store.save_queue import SaveJob, SaveQueue
 from kvstore.tiers.base import Blob
 
-LOOK_S: Final = 15.0  # how long one wait for the queue may take
+LOOK_S: Final = 15.0  # the longest wait for a job before the thread checks whether it is closed
 
 _log = logging.getLogger(__name__)
 
 
 class _Selection(NamedTuple):
-    """The part of a save that becomes the session's: chain, states, and the pieces to pack."""
+    """What one save stores: the chain, the numbers of chunks with a state, the pieces to pack."""
 
     chain: Chain
     states: tuple[int, ...]
@@ -41,7 +41,7 @@ class _Selection(NamedTuple):
 
 
 class Saver:
-    """Owns the thread that saves."""
+    """Carries out the queued saves on a thread of its own."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Saver:
             job = self._queue.take(LOOK_S)
             if job is not None:
                 self._serve(job)
-            job = None  # its listeners may hold a session's KV: release it during the next wait
+            job = None  # its listeners may refer to a session's KV, which the next wait would keep
 
     def _serve(self, job: SaveJob) -> None:
         record = None
@@ -104,7 +104,7 @@ class Saver:
         return record if self._ledger.committer.save(record, fresh, obsolete) else None
 
     def _pages(self, record: SessionRecord) -> dict[bytes, Blob]:
-        """Make those pages of the chain that no tier has."""
+        """Return the blobs, by key, of the pages of the chain that no tier has."""
         keys = self._ledger.records.page_keys(record)
         levels = self._stack.locate(keys).levels
         missing = [key for key, level in zip(keys, levels, strict=True) if level is None]
@@ -113,6 +113,7 @@ class Saver:
     # ---- what is saved
 
     def _select(self, job: SaveJob, old: SessionRecord | None) -> _Selection:
+        """Choose what to store. The chain ends before a restored chunk that no tier has."""
         missing = self._missing_chunks(job.chain)
         lost = next((x for x in missing if job.source.is_restored(x)), None)
         chain = job.chain
@@ -146,21 +147,21 @@ class Saver:
     def _states(
         self, job: SaveJob, old: SessionRecord | None, chain: Chain, new: Iterable[int]
     ) -> tuple[int, ...]:
-        """Choose the states that the session keeps."""
+        """Choose the states that the session keeps: numbers of chunks, ascending."""
         common = num_common_joined(old.chain, joined(chain)) if old else 0
-        still_true = [x for x in (old.states if old else ()) if x <= common]
-        held = self._stack.locate([self._keys.state(chain, x).key for x in still_true])
+        still_valid = [x for x in (old.states if old else ()) if x <= common]
+        held = self._stack.locate([self._keys.state(chain, x).key for x in still_valid])
         # A state is not given up because a tier does not answer.
         gone = [level is None and not held.down for level in held.levels]
-        known = {*new, *(x for x, lost in zip(still_true, gone, strict=True) if not lost)}
+        known = {*new, *(x for x, lost in zip(still_valid, gone, strict=True) if not lost)}
         own = kept_states(known, STATES_PER_SESSION)
         return (*self._shared_beginning(job, chain, known.difference(own)), *own)
 
     def _shared_beginning(self, job: SaveJob, chain: Chain, others: Iterable[int]) -> list[int]:
-        """Find the furthest of these states whose beginning another session also has.
+        """Return the furthest of these states at which another session has the same chunk, or [].
 
-        That is often the end of a system prompt. Many sessions start from it, and its state is
-        stored once for all of them: the next session with that beginning finds it and stores none.
+        That is often the end of a system prompt. Its state is then stored once for all sessions
+        that start with the prompt.
         """
         for number in by_worth(others):
             last = self._keys.chunks(chain, number - 1, number)
@@ -177,7 +178,7 @@ class Saver:
         chosen: _Selection,
         fresh: Mapping[bytes, Blob],
     ) -> tuple[SessionRecord, list[bytes]]:
-        """Make the new record, and list blobs that are unused once it is written."""
+        """Return the new record, and the keys of blobs that are unused once it is written."""
         chain, size = chosen.chain, len(job.note) // max(len(job.chain), 1)
         names = joined(chain)
         common = num_common_joined(old.chain, names) if old else 0
@@ -208,7 +209,10 @@ class Saver:
         common: int,
         fresh: Mapping[bytes, Blob],
     ) -> int:
-        """Add up the lengths of a record's blobs; of a chain that went on, only what changed."""
+        """Return the total size of the record's blobs.
+
+        If the new chain continues the old one, the change is added to the old size.
+        """
         records, fresh_bytes = self._ledger.records, sum(map(len, fresh.values()))
         if old is not None and common == old.num_chunks:
             before, now = ({*records.sized_keys(x, common)} for x in (old, record))

@@ -1,4 +1,4 @@
-"""Splits an engine's states from the rows of their windows for the store, and joins them again."""
+"""Separates a state from the rows of its sliding windows for the store, and joins them again."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from kvstore.tiers.base import Blob
 
 
 class StateAt(NamedTuple):
-    """The whole state after exactly ``position`` tokens."""
+    """A whole state, with its window rows, after exactly ``position`` tokens."""
 
     position: int
     tree: StateTree
 
 
 class TakenState:
-    """A state, apart from the rows of its windows; its arrays stay the engine's.
+    """A state that is separated from its window rows and ready to be packed.
+
+    Its arrays are views of the engine's memory.
 
     Args:
         windows: the layers whose rows are stored as chunks; None = none are.
         window_tokens: tokens that they keep.
 
     Raises:
-        Mismatch: its windows have another number of rows than the store would look for.
+        Mismatch: the windows have another number of rows than the store expects at this position.
     """
 
     def __init__(self, state: StateAt, windows: KVLayout | None, window_tokens: int) -> None:
@@ -42,7 +44,7 @@ class TakenState:
             raise Mismatch(f"{held} rows in {arrays} window arrays after {self.position} tokens")
 
     def pack(self, piece: Piece, packer: Packer) -> Blob:
-        """Pack the state itself, or the rows of its windows that ``piece`` names."""
+        """Return the blob of ``piece``: the state without its windows, or rows of its windows."""
         if piece.is_state:
             return packer.pack_state(piece, self._rest)
         assert self._run is not None
@@ -51,7 +53,7 @@ class TakenState:
         return packer.pack_rows(piece, rows)
 
     def has(self, piece: Piece) -> bool:
-        """True if ``pack`` can pack this piece."""
+        """Return whether ``pack`` can pack this piece."""
         if piece.is_state:
             return piece.first_token == self.position
         if not piece.is_window or self._run is None:
@@ -60,17 +62,17 @@ class TakenState:
 
 
 def pack_of_states(states: Sequence[TakenState], piece: Piece, packer: Packer) -> Blob:
-    """Pack a state, or rows of windows, from the first of ``states`` that has it."""
+    """Return the blob of a state or of window rows, from the first of ``states`` that has them."""
     return next(x for x in states if x.has(piece)).pack(piece, packer)
 
 
 def unpack_state(
     packer: Packer, state: tuple[Piece, AnyBlob], windows: Sequence[tuple[BlobRead, AnyBlob]]
 ) -> StateTree:
-    """Restore a state from its blob and those of its windows' rows, in order.
+    """Return the whole state from its blob and the blobs of its window rows, in order.
 
     Raises:
-        Unusable: one of them is damaged, not the requested one, or in a codec that is not known.
+        Unusable: a blob is damaged, not the requested one, or of an unknown codec.
     """
     piece, blob = state
     tree = packer.unpack_state(blob, piece)
@@ -78,7 +80,11 @@ def unpack_state(
 
 
 def window_run(packer: Packer, windows: Sequence[tuple[BlobRead, AnyBlob]]) -> KVRun:
-    """Unpack rows of windows side by side. Raises ``Unusable``."""
+    """Unpack consecutive window rows into one run, without the tokens that a read skips.
+
+    Raises:
+        Unusable: a blob is damaged, not the requested one, or of an unknown codec.
+    """
     layout, counts = packer.layout_of(WINDOW), [x.piece.num_tokens - x.skip for x, _ in windows]
     out: list[KVPair] = layout.empty(sum(counts))
     at = 0
