@@ -2,10 +2,9 @@
 
 A session's *chain* is a list of names, 32 bytes each, one for each full chunk. A name covers its
 chunk's tokens and, through the name before it, all tokens before them, the tenant's salt and the
-model's fingerprint. So equal names mean equal tokens from the very first one on, and one tenant can
-never name another tenant's chunk. The store compares and looks up names and never sees tokens: an
-engine makes the chain (``ChainMaker``) from token ids, or from the hashes that it has for its own
-blocks.
+model's fingerprint. So equal names mean equal tokens from the first one on, and one tenant can
+never name another tenant's chunk. The store compares and looks up names and never sees tokens. An
+engine makes the chain (``ChainMaker``) from token ids, or from the hashes of its own blocks.
 
     root      = H(version, salt, fingerprint, chunk_tokens)
     chain[0]  = H(root,     tokens of chunk 0)
@@ -15,12 +14,12 @@ A key in a tier is a byte for the kind of blob and a digest:
 
     chunk    the chunk's name
     state    the name of the chunk at whose end the state was taken
-    window   the chunk's name; or, for a chunk of which only the last tokens were still in a window,
-             a digest of the name and the number of tokens that are missing
-    record   H(tenant, session id, model): found without the salt, so that a change of weights is
-             *detected* and reported as a miss instead of hiding the record
+    window   the chunk's name; or, if the window begins inside the chunk, a digest of the name and
+             the number of tokens before the window
+    record   H(tenant, session id, model), without salt and fingerprint, so that the record is still
+             found after a change of weights and the miss gets that reason
     page     the name of the last chunk that a page of a session's chain lists
-    profile  H(fingerprint, codec id): no blob, but a file of the arrays that a codec learned
+    profile  H(fingerprint, codec id); the value is no blob, but the arrays that a codec learned
 
 The key does not depend on how KV is packed: the header of a blob names its codec.
 """
@@ -61,10 +60,11 @@ _PROFILE = b"thermocline prof"
 
 
 class Piece(NamedTuple):
-    """A blob of a session: a chunk, the windows' rows of one, a state, or a page of the chain.
+    """The key and the tokens of a blob: a chunk, window rows, a state, or a page of the chain.
 
-    It has the rows of ``num_tokens`` tokens from ``first_token`` on. A state has no rows; it was
-    taken after ``first_token`` tokens. Nor has a page, which lists the chunks up to there.
+    The blob has the rows of ``num_tokens`` tokens from ``first_token`` on. A state and a page have
+    ``num_tokens`` 0: the state was taken after ``first_token`` tokens, and the last chunk that the
+    page lists ends there.
     """
 
     key: bytes
@@ -93,7 +93,7 @@ class ChainMaker:
     """Names the full chunks of the sessions of one model.
 
     Args:
-        fingerprint: of weights, dtype, rank and layout.
+        fingerprint: the model's, which covers weights, dtype, rank and layout.
         chunk_tokens: tokens of a chunk.
     """
 
@@ -102,11 +102,11 @@ class ChainMaker:
         self.chunk_tokens = chunk_tokens
 
     def of_tokens(self, salt: bytes, tokens: Tokens, before: Chain = ()) -> list[bytes]:
-        """Name all full chunks of ``tokens``, (num_tokens,) int32.
+        """Return the names of all full chunks of ``tokens``, (num_tokens,) int32.
 
         Args:
             salt: the tenant's; the names do not reveal it.
-            before: the names of the first chunks, if they are known: they are not hashed again.
+            before: the names of the first chunks, if known; their tokens are not hashed again.
         """
         chain, step = list(before), 4 * self.chunk_tokens
         name = chain[-1] if chain else self._root(salt)
@@ -117,13 +117,14 @@ class ChainMaker:
         return chain
 
     def of_blocks(self, hashes: Sequence[bytes], block_tokens: int) -> list[bytes]:
-        """Name all full chunks of an engine's own blocks, by the hash of each chunk's last block.
+        """Return the names of all full chunks of an engine's own blocks.
 
-        The engine's hash covers the block's tokens, the hash before it, the tenant's salt, and all
-        else that the KV depends on (adapters, images). It does not cover weights, dtype and ranks;
-        the fingerprint does.
+        A name is made of the hash of the chunk's last block. The engine's hash covers the block's
+        tokens, the hash before it, the tenant's salt, and all else that the KV depends on
+        (adapters, images). It does not cover weights, dtype and ranks; the fingerprint does.
 
         Args:
+            hashes: the engine's hash of each block, from the first one on.
             block_tokens: tokens of a block; a chunk has a whole number of blocks.
         """
         size = self.chunk_tokens // block_tokens
@@ -137,13 +138,13 @@ class ChainMaker:
 
 
 def chunk_before(keys: Sequence[bytes], key: bytes) -> bytes:
-    """Return the last chunk before a key among a session's keys; b"" = none, or no such key."""
+    """Return the key of the last chunk before ``key`` in a list of keys; b"" if there is none."""
     before = keys[: keys.index(key)] if key in keys else ()
     return next((x for x in reversed(before) if x[:1] == CHUNK), b"")
 
 
 def stretches(chain: Sequence[bytes], keys: Container[bytes]) -> Iterator[list[bytes]]:
-    """Yield those of ``keys`` that are in a chain, in its order, cut at chunks that are not."""
+    """Yield the keys of a chain that are in ``keys``, as lists without a chunk missing between."""
     found: list[bytes] = []
     for key in chain:
         if key in keys:
@@ -156,13 +157,12 @@ def stretches(chain: Sequence[bytes], keys: Container[bytes]) -> Iterator[list[b
 
 
 class ChainKeys:
-    """Names the blobs of chains: chunks, windows and states.
+    """Makes the keys of a chain's blobs: chunks, windows and states.
 
     Args:
         chunk_tokens: tokens of a chunk.
-        growing: the model has layers that keep all tokens; without any there are no chunks.
-        window_tokens: tokens that layers with windows keep; 0 = no rows of windows are stored
-            beside states.
+        growing: whether the model has layers that keep all tokens; otherwise there are no chunks.
+        window_tokens: tokens that layers with windows keep; 0 = no window rows are stored.
     """
 
     def __init__(self, chunk_tokens: int, *, growing: bool = True, window_tokens: int = 0) -> None:
@@ -171,18 +171,18 @@ class ChainKeys:
         self.window_tokens = window_tokens
 
     def chunks(self, chain: Chain, first: int = 0, end: int | None = None) -> list[Piece]:
-        """Name the chunks with these numbers."""
+        """Return the chunks from number ``first`` to before ``end``; None = to the last."""
         if not self.growing:
             return []
         size = self.chunk_tokens
         return [Piece(CHUNK + x, i * size, size) for i, x in enumerate(chain[first:end], first)]
 
     def state(self, chain: Chain, num_chunks: int) -> Piece:
-        """Name the state after the first ``num_chunks`` chunks."""
+        """Return the state after the first ``num_chunks`` chunks."""
         return Piece(STATE + chain[num_chunks - 1], num_chunks * self.chunk_tokens, 0)
 
     def windows(self, chain: Chain, num_chunks: int) -> list[Piece]:
-        """Name the windows' rows of the state after ``num_chunks`` chunks, in order.
+        """Return the window rows of the state after ``num_chunks`` chunks, in order.
 
         The first piece has only the last tokens of its chunk if the window begins inside it.
         """
@@ -198,24 +198,25 @@ class ChainKeys:
 
 
 def part_name(name: bytes, skipped: int) -> bytes:
-    """Name the rows of a chunk without its first ``skipped`` tokens."""
+    """Return the name of the window rows of a chunk without its first ``skipped`` tokens."""
     return _digest(_WINDOW, name + struct.pack("<I", skipped))
 
 
 def record_key(tenant: str, session_id: str, model: str) -> bytes:
-    """Name the record of a session; ids of any length and with any characters are safe."""
+    """Return the key of a session's record; ids may have any length and any characters."""
     return RECORD + hashed(_RECORD, *name_bytes(tenant, session_id, model))
 
 
 def profile_key(fingerprint: str, codec_id: str) -> bytes:
-    """Name the profile of a codec."""
+    """Return the key of a codec's profile."""
     return PROFILE + hashed(_PROFILE, fingerprint.encode(), codec_id.encode())
 
 
 def num_common(one: Chain, other: Chain) -> int:
-    """Count the leading names that two chains share.
+    """Count the names that two chains begin with alike.
 
-    A name covers everything before it: if two are equal, so are all before them.
+    A name covers everything before it: if two names are equal, so are all names before them. Hence
+    a binary search.
     """
     low, high = 0, min(len(one), len(other))
     while low < high:
@@ -225,7 +226,7 @@ def num_common(one: Chain, other: Chain) -> int:
 
 
 def num_common_joined(one: bytes, other: bytes) -> int:
-    """Count the leading names that two ``joined`` chains share."""
+    """Count the names that two ``joined`` chains begin with alike."""
     low, high = 0, min(len(one), len(other)) // NAME_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -235,27 +236,31 @@ def num_common_joined(one: bytes, other: bytes) -> int:
 
 
 def joined(chain: Chain) -> bytes:
-    """Write a chain as bytes, ``NAME_BYTES`` for each chunk."""
+    """Return the names of a chain as one string of bytes, ``NAME_BYTES`` for each chunk."""
     return b"".join(chain)
 
 
 def split(names: bytes) -> list[bytes]:
-    """Read a chain that ``joined`` wrote."""
+    """Return the names in a string of bytes that ``joined`` made."""
     return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
 
 
 def as_tokens(token_ids: Sequence[int] | Tokens) -> Tokens:
-    """Return token ids as (num_tokens,) little-endian int32, the form that is hashed."""
+    """Return token ids as (num_tokens,) little-endian int32, the bytes of which are hashed."""
     return np.ascontiguousarray(token_ids, dtype="<i4")
 
 
 def name_bytes(*names: str) -> list[bytes]:
-    """Encode names of tenants, sessions or models, with any characters."""
+    """Encode names of tenants, sessions or models, which may have any characters, as UTF-8."""
     return [x.encode("utf-8", "surrogatepass") for x in names]
 
 
 def hashed(person: bytes, *parts: bytes) -> bytes:
-    """Hash several byte strings with their lengths, so that no two lists of parts look the same."""
+    """Return the digest of byte strings and their lengths, so that other parts never hash alike.
+
+    Args:
+        person: blake2b's personalisation.
+    """
     state = blake2b(digest_size=NAME_BYTES, person=person)
     for part in parts:
         state.update(struct.pack("<Q", len(part)))

@@ -1,10 +1,10 @@
-"""The blob: one header, one payload, one checksum. The only thing that tiers ever hold.
+"""The blob: one header, one checksum, one payload. Sessions are stored as blobs only.
 
     offset  size
          0     4  magic "TCKV"
          4     2  format version
-         6     1  kind: c chunk, w windows' rows of a chunk, s state, r session record, p page of
-                  a session's chain
+         6     1  kind: c chunk, w window rows of a chunk, s state, r session record, p page of a
+                  session's chain
          7     1  flags, 0: reserved
          8    24  codec id, ASCII, zero padded
         32    32  digest of the model fingerprint
@@ -16,10 +16,10 @@
        128     4  CRC-32C of bytes 0..128 and of the payload
        132        payload
 
-A blob describes itself. So a blob under the wrong name, of another model, or of a later version is
+A blob describes itself. So a blob under the wrong key, of another model, or of a later version is
 refused, and so is one with a single bit changed. The key does not determine the codec: the header
-names the codec that reads the payload. Under a seal (``kvstore.tiers.seal``) the seal has proved
-the checksum with the rest, and it is not computed again. All integers are little-endian.
+names the codec that reads the payload. If the blob came out of a seal (``kvstore.tiers.seal``), the
+seal was verified and the checksum is not computed again. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HEADER_BYTES: Final = _HEADER.size + _CRC.size
 
 
 class Header(NamedTuple):
-    """Everything that a blob states about itself."""
+    """The fields of a blob's header that must agree with the request, and the codec."""
 
     key: bytes  # kind byte and digest
     codec: bytes
@@ -58,7 +58,7 @@ class Header(NamedTuple):
 
 
 class VerifiedBlob(NamedTuple):
-    """A blob whose checksum and name were checked, so unpacking it need not check them again."""
+    """A blob whose checksum and header were verified, so that unpacking need not repeat that."""
 
     blob: bytes | bytearray | memoryview
     header: Header
@@ -75,7 +75,7 @@ def layout_digest(layout: KVLayout) -> bytes:
 
 
 def codec_field(codec_id: str) -> bytes:
-    """Encode a codec id for the header. Raises ``ValueError`` if it does not fit."""
+    """Return a codec id as the header's bytes, unpadded. Raises ``ValueError`` if too long."""
     field = codec_id.encode("ascii")
     if not 0 < len(field) <= MAX_CODEC_ID_BYTES:
         raise ValueError(f"codec id {codec_id!r} is not 1..{MAX_CODEC_ID_BYTES} ASCII characters")
@@ -83,27 +83,27 @@ def codec_field(codec_id: str) -> bytes:
 
 
 def codec_in(blob: bytes | bytearray | memoryview | VerifiedBlob) -> bytes:
-    """Read the codec id that a blob claims, unchecked; for other bytes the result is arbitrary."""
+    """Return the codec id in a blob's header, unchecked; arbitrary bytes if it is no blob."""
     if isinstance(blob, VerifiedBlob):
         return blob.header.codec
     return bytes(blob[_CODEC]).rstrip(b"\0")
 
 
 def kind_of(blob: bytes | bytearray | memoryview | VerifiedBlob) -> bytes:
-    """Read the kind that a blob claims, unchecked; for other bytes the result is arbitrary."""
+    """Return the kind in a blob's header, unchecked; an arbitrary byte if it is no blob."""
     return blob.header.key[:1] if isinstance(blob, VerifiedBlob) else bytes(blob[_KIND])
 
 
 def check_length(payload: memoryview, least: int) -> None:
-    """Raise ``Corrupt`` if a payload has fewer bytes than its tokens need at least."""
+    """Raise ``Corrupt`` if a payload has fewer than ``least`` bytes, which its tokens need."""
     if len(payload) < least:
         raise Corrupt("a blob claims more tokens than its bytes can hold")
 
 
 def pack(header: Header, payload: bytes | memoryview) -> bytearray:
-    """Make one blob; the payload is copied once. Raises ``ValueError`` if it is too large.
+    """Return a blob; the payload is copied once. Raises ``ValueError`` if it is too large.
 
-    Checksum and copy of a large payload leave the interpreter's lock to other threads.
+    The checksum and the copy of a large payload run without the GIL.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a payload of {len(payload)} bytes is over {MAX_PAYLOAD_BYTES}")
@@ -127,11 +127,11 @@ def pack(header: Header, payload: bytes | memoryview) -> bytearray:
 
 
 def parse(blob: bytes | bytearray | memoryview | VerifiedBlob) -> tuple[Header, memoryview]:
-    """Split a blob into header and payload, and check both. The payload is a view, not a copy.
+    """Return the header and the payload of a blob, verified. The payload is a view, not a copy.
 
     Raises:
-        Corrupt: not a blob, cut short or grown, or a bit was changed.
-        Mismatch: a blob of a version or with flags that this code does not know.
+        Corrupt: it is not a blob, has another length than it states, or a bit was changed.
+        Mismatch: the blob has a version, flags or a kind that this code does not know.
     """
     if isinstance(blob, VerifiedBlob):
         return blob.header, blob.payload
@@ -156,13 +156,14 @@ def parse(blob: bytes | bytearray | memoryview | VerifiedBlob) -> tuple[Header, 
 
 
 def expect(found: Header, wanted: Header) -> None:
-    """Compare a header with the one asked for. Raises ``Mismatch`` naming the first difference."""
+    """Raise ``Mismatch``, with the first difference, unless a header is the wanted one."""
     if found != wanted:
         name = next(x for x in wanted._fields if getattr(found, x) != getattr(wanted, x))
         raise Mismatch(f"the blob's {name} is not the one asked for")
 
 
 def _stated(view: memoryview) -> int:
+    """Return the checksum that a blob's header states."""
     return int(_CRC.unpack_from(view, _HEADER.size)[0])
 
 

@@ -1,8 +1,8 @@
-"""Converts live KV to blobs and back, by codec, layout and format.
+"""Converts live KV to blobs and back with the codecs of a store.
 
-Every ``unpack_*`` first checks that the blob is the requested one (key, model, layout, token
-range), is whole, and is in a known codec. Otherwise it raises ``Unusable``, before the caller can
-have seen a byte of it.
+Every ``unpack_*`` first verifies that the blob is the requested one (key, model, layout, token
+range), is undamaged, and is of a known codec. Otherwise it raises ``Unusable`` and returns nothing
+of it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ C = TypeVar("C", Codec, SessionCodec)
 
 @dataclass(frozen=True)
 class StoreCodecs:
-    """The codecs that a store writes, and all that it can read.
+    """The codecs with which a store packs, and those that it can also read.
 
-    When another codec is adopted the *writer* changes: the header of each blob names its codec, and
-    a blob is read with that one for as long as it is known. Two codecs with one id are the same.
+    To adopt another codec changes only how new blobs are packed: the header of each blob names its
+    codec, and old blobs are read with that one. Codecs with the same id are the same.
 
     Args:
         rows: packs the rows of layers that keep all tokens.
-        session: how the windows and matrices of a model with states are packed beside them; None =
+        session: packs the windows and matrices of a model with states; None = they are stored
             exactly.
-        readable: codecs that are not written and can be read; the others are readable anyway.
-        readable_sessions: likewise, of windows and matrices.
-        profile: all that the written codecs learned from the model, for servers that lack it.
+        readable: further codecs of rows that can be read; ``rows`` always can.
+        readable_sessions: further codecs of windows and matrices that can be read.
+        profile: the arrays that ``rows`` and ``session`` learned from the model, for servers that
+            lack them; None if they learned nothing.
     """
 
     rows: Codec
@@ -61,7 +62,7 @@ class StoreCodecs:
 
     @property
     def windows(self) -> Codec:
-        """The codec of windows' rows."""
+        """The codec that packs window rows; ``RAW`` if they are stored exactly."""
         return (self.session.windows if self.session else None) or RAW
 
     @property
@@ -74,7 +75,7 @@ class StoreCodecs:
         return self.rows.exact and (self.session is None or self.session.exact)
 
     def with_readable(self, other: StoreCodecs) -> StoreCodecs:
-        """Return the same writer with all that ``other`` writes or reads readable as well."""
+        """Return these codecs with all codecs of ``other`` readable as well."""
         return replace(
             self,
             readable=distinct((*self.readable, other.rows, *other.readable)),
@@ -83,18 +84,18 @@ class StoreCodecs:
 
     @property
     def written_ids(self) -> list[str]:
-        """Ids of the lossy codecs that pack now, as headers of blobs and states name them."""
+        """The ids of the lossy codecs that pack, as headers of blobs and states name them."""
         parts = (self.rows, self.windows, *((self.session.matrices,) if self.session else ()))
         return [x.id for x in parts if not x.exact]
 
     @property
     def known(self) -> tuple[Codec, ...]:
-        """All codecs of rows that may be read, the written one first."""
+        """All codecs of rows that can be read, the one that packs first."""
         return distinct((self.rows, *self.readable))
 
     @property
     def sessions(self) -> tuple[SessionCodec, ...]:
-        """All codecs of windows and matrices that may be read, the written one first."""
+        """All codecs of windows and matrices that can be read, the one that packs first."""
         own = () if self.session is None else (self.session,)
         return distinct((*own, *self.readable_sessions))
 
@@ -117,23 +118,25 @@ class _Known:
 
     own: StoreCodecs
     others: Sequence[StoreCodecs]  # of other stores
-    codecs: StoreCodecs  # all of them
-    by_name: Mapping[bytes, Codec]
-    windows_by_name: Mapping[bytes, Codec]
+    codecs: StoreCodecs  # ``own``, with those of ``others`` readable
+    by_name: Mapping[bytes, Codec]  # of rows of layers that keep all tokens, by id
+    windows_by_name: Mapping[bytes, Codec]  # of window rows, by id
+    # The least size of a payload, by kind, codec, number of tokens and first token.
     least: dict[tuple[bytes, bytes, int, int], int] = field(default_factory=dict)
 
     def of(self, kind: bytes) -> Mapping[bytes, Codec]:
+        """Return the readable codecs, by id, of rows in a kind of blob."""
         return self.windows_by_name if kind == WINDOW else self.by_name
 
 
 class Packer:
-    """Makes blobs of live KV and live KV of blobs.
+    """Packs live KV into blobs and unpacks them.
 
     Thread-safe: its only state is the set of codecs, which is replaced as a whole.
     """
 
     def __init__(self, codecs: Codec | StoreCodecs, model: StoredModel) -> None:
-        """Raise ``UnknownCodec`` if a codec cannot take the model's layout."""
+        """Raise ``UnknownCodec`` if a codec does not support the model's layout."""
         self.layout = model.layout
         self.windows = model.windows
         self.fingerprint = model.fingerprint
@@ -149,7 +152,7 @@ class Packer:
 
     @property
     def codec(self) -> Codec:
-        """The codec that rows are packed in."""
+        """The codec that packs rows of layers that keep all tokens."""
         return self._known.codecs.rows
 
     @property
@@ -158,13 +161,17 @@ class Packer:
 
     @property
     def readable(self) -> tuple[str, ...]:
-        """Ids of all codecs of rows that can be read, the written one first."""
+        """The ids of all codecs of rows that can be read, the one that packs first."""
         return tuple(x.id for x in self._known.by_name.values())
 
     def adopt(self, codecs: StoreCodecs, *, keep: bool) -> None:
-        """Pack by these codecs from now on; with ``keep``, still read what was readable before.
+        """Pack with these codecs from now on. Codecs of other stores stay readable.
 
-        Raises ``UnknownCodec``; then nothing has changed. What other stores pack stays readable.
+        Args:
+            keep: also keep reading with the former codecs; otherwise their blobs are refused.
+
+        Raises:
+            UnknownCodec: a codec does not support the layout; nothing is changed.
         """
         own, others = self._known.own, self._known.others
         self._known = self._checked(codecs.with_readable(own) if keep else codecs, others)
@@ -173,9 +180,10 @@ class Packer:
             self._refused |= {*before.by_name, *before.windows_by_name}
 
     def read_too(self, others: Sequence[StoreCodecs]) -> None:
-        """Read blobs of other stores as well, in these codecs from now on.
+        """Set the codecs of other stores that can be read, in place of those set before.
 
-        Raises ``UnknownCodec``; then nothing has changed.
+        Raises:
+            UnknownCodec: a codec does not support the layout; nothing is changed.
         """
         self._known = self._checked(self._known.own, others)
 
@@ -193,15 +201,15 @@ class Packer:
         )
 
     def layout_of(self, kind: bytes) -> KVLayout:
-        """Return the layers whose rows a blob of this kind has."""
+        """Return the layout of the rows in a blob of this kind: chunk or window."""
         return (self.windows or _NO_LAYERS) if kind == WINDOW else self.layout
 
     def writer_of(self, kind: bytes) -> Codec:
-        """Return the codec that rows of this kind are packed in now."""
+        """Return the codec that packs rows of this kind now."""
         return self.codecs.windows if kind == WINDOW else self.codec
 
     def is_lossy(self, blob: AnyBlob) -> bool:
-        """True if the blob has been through a lossy codec, or is in one that is not known here."""
+        """Return whether the blob is of a lossy codec or of an unknown one."""
         kind, name = blobs.kind_of(blob), blobs.codec_in(blob)
         if kind == STATE:
             return name != EXACT_STATE
@@ -209,11 +217,11 @@ class Packer:
         return codec is None or not codec.exact
 
     def verify(self, blob: Blob, piece: Piece) -> blobs.VerifiedBlob:
-        """Check that a blob is whole, the one that ``piece`` names, and in a codec known here.
+        """Verify that a blob is undamaged, the one that ``piece`` names, and of a known codec.
 
         Raises:
-            Mismatch: it is of another name, other tokens, or of another model or layout.
-            ForeignCodec: it is in a codec, or of a profile, that is not known here.
+            Mismatch: it has another key, other tokens, or is of another model or layout.
+            ForeignCodec: it is of a codec or a profile that this store does not have.
             Corrupt: it is damaged, claims more tokens than it can hold, or is no packed state.
         """
         header, payload = blobs.parse(blob)
@@ -226,7 +234,10 @@ class Packer:
         return blobs.VerifiedBlob(blob, header, payload)
 
     def _least_nbytes(self, kind: bytes, header: blobs.Header) -> int:
-        """Bound the payload of rows, once for all that differ in nothing but their place."""
+        """Return the least size of a payload of rows.
+
+        It is computed once for all blobs that differ only in their position after the sinks.
+        """
         place, known = min(header.first_token, NUM_SINKS), self._known.least
         key = kind, header.codec, header.num_tokens, place
         if (least := known.get(key)) is None:
@@ -234,23 +245,23 @@ class Packer:
             least = known[key] = sinks.least_nbytes(codec, layout, header.num_tokens, place)
         return least
 
-    # ---- rows: chunks, and windows in a chunk
+    # ---- rows: chunks, and the window rows of chunks
 
     def rows_nbytes(self, first_token: int, num_tokens: int) -> int:
-        """Bytes of a chunk's blob; an estimate where codes are entropy-coded.
+        """Return the size of a chunk's blob; an estimate if the codec has an entropy coder.
 
-        A blob is longer only by the rows that have to be stored unquantised.
+        A blob is longer only if some rows have to be stored unquantised.
         """
         packed = sinks.packed_nbytes(self.codec, self.layout, num_tokens, first_token)
         return blobs.HEADER_BYTES + packed
 
     def pack_rows(self, piece: Piece, run: KVRun, codec: Codec | None = None) -> bytearray:
-        """Pack the rows of a chunk, or of windows in a chunk; keeps no reference to its views.
+        """Return the blob of a chunk or of its window rows; keeps no reference to ``run``.
 
         Args:
             run: for each layer K and V, each (num_kv_heads, num_tokens, head_dim), in the engine's
                 dtype (bf16 as uint16), of these tokens only.
-            codec: one of ``codecs``; the written one if omitted.
+            codec: one of ``codecs``; None = ``writer_of`` this kind.
         """
         assert tokens_in(run) == piece.num_tokens
         kind = piece.key[:1]
@@ -259,34 +270,36 @@ class Packer:
         return self.blob_of_rows(piece, payload, codec)
 
     def blob_of_rows(self, piece: Piece, payload: bytes | memoryview, codec: Codec) -> bytearray:
-        """Make the blob of the payload that a codec made, on whichever device."""
+        """Return the blob of a payload that ``codec`` packed, on the CPU or a GPU."""
         return blobs.pack(self._header(piece, blobs.codec_field(codec.id)), payload)
 
     def open_rows(self, blob: AnyBlob, piece: Piece) -> tuple[Codec, memoryview]:
-        """Return the codec and the payload of rows: a view, not checked by the codec yet.
+        """Return the codec and the payload of a blob of rows.
+
+        The payload is a view whose content the codec has not checked.
 
         Raises:
-            Unusable: damaged, not the requested blob, or in a codec that is not known.
+            Unusable: the blob is damaged, not the requested one, or of an unknown codec.
         """
         header, payload = blobs.parse(blob)
         blobs.expect(header, self._header(piece, header.codec))
         return self._reader(piece.key[:1], header.codec), payload
 
     def unpack_rows(self, blob: AnyBlob, piece: Piece, out: KVRun) -> None:
-        """Fill ``out``, as ``run`` of ``pack_rows``, with all rows of a blob.
+        """Unpack all rows of a blob into ``out``, of the shapes of ``run`` in ``pack_rows``.
 
         Raises:
-            Unusable: damaged, not the requested blob, or in a codec that is not known.
+            Unusable: the blob is damaged, not the requested one, or of an unknown codec.
         """
         assert tokens_in(out) == piece.num_tokens
         codec, payload = self.open_rows(blob, piece)
         sinks.decode(codec, payload, self.layout_of(piece.key[:1]), piece.first_token, out)
 
     def unpack_chunks(self, chunks: Sequence[tuple[AnyBlob, Piece]], out: KVRun) -> None:
-        """Fill ``out`` with chunks in a row, all that are in one codec together.
+        """Unpack consecutive chunks into ``out``, with one call for those of the same codec.
 
         Raises:
-            Unusable: one is damaged, not the requested blob, or in a codec that is not known.
+            Unusable: a blob is damaged, not the requested one, or of an unknown codec.
         """
         kind, first = chunks[0][1].key[:1], chunks[0][1].first_token
         opened = [(*self.open_rows(blob, piece), piece) for blob, piece in chunks]
@@ -301,13 +314,13 @@ class Packer:
         if codec is None:
             words = name.decode("ascii", "replace")
             kind_of_error = RefusedCodec if name in self._refused else ForeignCodec
-            raise kind_of_error(f"the blob is in codec {words!r}, which is not known here", words)
+            raise kind_of_error(f"the blob is of codec {words!r}, unknown here", words)
         return codec
 
     # ---- states, and the headers of records
 
     def pack_state(self, piece: Piece, tree: StateTree) -> bytearray:
-        """Pack a state without its windows' rows (``state_packer.without_windows``)."""
+        """Return the blob of a state without its window rows (``state_packer.without_windows``)."""
         codecs = self.codecs
         if codecs.session is None or not codecs.packs_matrices:
             return blobs.pack(self._header(piece, EXACT_STATE), encode_state(tree))
@@ -315,13 +328,14 @@ class Packer:
         return blobs.pack(self._header(piece, PACKED_STATE), encode_state(packed))
 
     def unpack_state(self, blob: AnyBlob, piece: Piece) -> StateTree:
-        """Return the state in a blob, windows' rows still left out.
+        """Return the state in a blob, without its window rows.
 
-        Raises ``Unusable``: damaged, not the requested blob, or in a codec that is not known.
+        Raises:
+            Unusable: the blob is damaged, not the requested one, or of an unknown codec.
         """
         header, payload = blobs.parse(blob)
         if header.codec not in (EXACT_STATE, PACKED_STATE):
-            raise Mismatch(f"a state in codec {header.codec!r}, not known here")
+            raise Mismatch(f"a state is of codec {header.codec!r}, unknown here")
         blobs.expect(header, self._header(piece, header.codec))
         tree = decode_state(payload)
         if header.codec == EXACT_STATE:
@@ -330,11 +344,11 @@ class Packer:
 
     @property
     def _matrices(self) -> list[str]:
-        """Ids of all codecs of matrices that can be read."""
+        """The ids of all codecs of matrices that can be read."""
         return [x.matrices.id for x in self.codecs.sessions]
 
     def record_header(self, key: bytes, codec: bytes = RECORD_CODEC) -> blobs.Header:
-        """The header of a session's record or page, which is a blob like any other."""
+        """Return the header for the blob of a session's record, or of a page of its chain."""
         return self._header(Piece(key, 0, 0), codec)
 
     def _header(self, piece: Piece, codec: bytes) -> blobs.Header:

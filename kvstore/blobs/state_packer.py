@@ -1,12 +1,12 @@
-"""Takes a state apart: windows' rows on one side, matrices packed by a codec on the other.
+"""Takes the window rows out of a state, and packs its matrices with a codec.
 
 An engine hands over a state as a tree in which it has marked two kinds of arrays (``state_tree``).
-Rows of sliding windows leave the tree: they are stored as chunks, so that two states of a session
-share them. Matrices of recurrent layers are packed in their place, where that was measured. In the
-tree that is stored, a marked array is a dict with a key that no engine uses:
+Rows of sliding windows are taken out and stored as chunks, so that two states of a session share
+them. Matrices of recurrent layers are packed inside the tree, if the quality gate measured that. In
+the stored tree a dict with a key that no engine uses replaces each such array:
 
     matrix    {"\\0matrix": codec id, "dtype", "shape", "payload": uint8}
-    window    {"\\0window": number of the array, "dtype"}, K or V of a layer
+    window    {"\\0window": ``number`` of the ``WindowArray``, "dtype"}
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _MATRIX, _WINDOW = "\0matrix", "\0window"
 def without_windows(
     tree: StateTree, windows: KVLayout | None
 ) -> tuple[StateTree, list[KVPair] | None]:
-    """Take the windows' rows out of a state.
+    """Take the window rows out of a state.
 
-    Returns the rest and the rows, views (num_kv_heads, num_tokens, dim) of K and V for each layer
-    of ``windows``; None, and the whole state, if it has no such rows.
+    Returns:
+        The rest of the tree, and for each layer of ``windows`` K and V, views (num_kv_heads,
+        num_tokens, dim). If the state has no such rows: the whole tree, and None.
     """
     run = rows_of([x.array for x in window_arrays(tree)], windows) if windows else None
     if run is None:
@@ -46,33 +47,37 @@ def without_windows(
 
 
 def with_windows(tree: StateTree, run: KVRun) -> StateTree:
-    """Put windows' rows back into a state that ``without_windows`` took apart.
+    """Put window rows back into a state from which ``without_windows`` took them.
 
-    Raises ``Corrupt``: it names other rows.
+    Raises:
+        Corrupt: the state names rows that ``run`` does not have.
     """
     arrays = [array for pair in run for array in pair]
     return mapped(tree, lambda x: _with_rows(x, arrays))
 
 
 def pack_matrices(tree: StateTree, codec: AnyMatrixCodec) -> StateTree:
-    """Pack the marked matrices of a state; all else stays as it is."""
+    """Return a state with its marked matrices packed; all else stays as it is."""
     numbers = itertools.count()
     return mapped(tree, lambda x: _packed_matrix(x, codec, numbers))
 
 
 def unpack_matrices(tree: StateTree, known: Iterable[str]) -> StateTree:
-    """Restore packed matrices. ``known``: ids of the codecs that may be read.
+    """Return a state with its packed matrices restored.
+
+    Args:
+        known: ids of the codecs that may be read.
 
     Raises:
-        Corrupt: ``pack_matrices`` did not write it.
-        ForeignCodec: one is in a codec that may not be read here.
+        Corrupt: ``pack_matrices`` did not make this tree.
+        ForeignCodec: a matrix is packed with another codec.
     """
     ids = frozenset(known)
     return mapped(tree, lambda x: _unpacked_matrix(x, ids))
 
 
 def check_matrices(tree: StateTree, known: Iterable[str]) -> None:
-    """Raise ``ForeignCodec`` if a packed matrix is in a codec that may not be read here."""
+    """Raise ``ForeignCodec`` if a matrix is packed with a codec whose id is not in ``known``."""
     ids = frozenset(known)
 
     def checked(node: StateTree) -> StateTree:
@@ -84,12 +89,12 @@ def check_matrices(tree: StateTree, known: Iterable[str]) -> None:
 
 
 def window_arrays(tree: StateTree) -> list[WindowArray]:
-    """List the rows of windows in a state, in order: K and V of a layer, then of the next."""
+    """Return the window arrays of a state, in order: K and V of a layer, then of the next."""
     return [x for x in arrays_of(tree) if isinstance(x, WindowArray)]
 
 
 def rows_of(found: Sequence[np.ndarray], layout: KVLayout) -> list[KVPair] | None:
-    """Make a run of (1, num_kv_heads, num_tokens, dim) arrays; None if the layout differs."""
+    """Return (1, num_kv_heads, num_tokens, dim) arrays as a run; None if the layout differs."""
     shapes = [(1, x.num_kv_heads, dim) for x in layout.layers for dim in (x.head_dim, x.value_dim)]
     if not found or [(*x.shape[:2], x.shape[-1]) for x in found] != shapes:
         return None
@@ -135,7 +140,7 @@ def _unpacked_matrix(node: StateTree, known: frozenset[str]) -> StateTree:
 
 def _codec(codec_id: str, known: frozenset[str]) -> AnyMatrixCodec:
     if codec_id not in known:
-        raise ForeignCodec(f"a state is in codec {codec_id!r}, which is not known here", codec_id)
+        raise ForeignCodec(f"a state is packed with codec {codec_id!r}, unknown here", codec_id)
     try:
         return matrix_codec_of(codec_id)
     except UnknownCodec as error:

@@ -1,11 +1,12 @@
-"""State that does not grow with the tokens: recurrent layers, rotating windows.
+"""The state of layers that do not keep every token: recurrent layers and sliding windows.
 
-Such a state cannot be cut back to an earlier token, so it is kept as it was after one position.
-The form written here is exact. ``state_packer`` packs the parts that an engine has marked, where
-that was measured; since marks are written too, this may happen later. The engine hands over a
-*tree*: nested lists, tuples and dicts of plain values and arrays, in the shape that its own cache
-classes take back. On the wire the tree is msgpack in which every container and array carries a
-number for its type, and arrays refer to one raw section that follows it:
+Such a state cannot be cut back to an earlier token, so it is stored as it was after one position.
+An engine hands it over as a *tree*: nested lists, tuples and dicts of plain values and arrays, in
+the shape that its own cache classes take back. The form written here is exact. ``state_packer`` may
+pack the arrays that an engine has marked, at once or later, since the marks are stored too.
+
+In a blob the tree is msgpack in which every container and array carries a number for its type, and
+arrays refer to one raw section that follows it:
 
     u32 length of the structure | u32 0 | structure | zeros up to 64 bytes | arrays, 64-byte aligned
 """
@@ -39,15 +40,15 @@ class StateArray:
 
 @dataclass(frozen=True)
 class MatrixArray(StateArray):
-    """Matrices of a recurrent layer, which a codec may pack; rows are along the last axis."""
+    """Matrices of a recurrent layer, which a codec may pack; a row lies along the last axis."""
 
 
 @dataclass(frozen=True)
 class WindowArray(StateArray):
-    """Rows of a layer with a sliding window, (1, num_kv_heads, num_tokens, dim).
+    """K or V of a layer with a sliding window, (1, num_kv_heads, num_tokens, dim).
 
-    A codec may pack them. They are the rows of the newest tokens, in order. ``number``: 0 is K of
-    the first such layer, 1 is its V, 2 is K of the next.
+    A codec may pack it. It has the rows of the newest tokens, in order. ``number``: 0 is K of the
+    first such layer, 1 is its V, 2 is K of the next.
     """
 
     number: int
@@ -86,7 +87,10 @@ def arrays_of(tree: StateTree) -> Iterator[StateArray]:
 
 
 def mapped(tree: StateTree, of: Callable[[StateTree], StateTree]) -> StateTree:
-    """Copy a tree with ``of`` applied to each node, but not within a node that it replaced."""
+    """Return a copy of a tree in which ``of`` replaced nodes.
+
+    ``of`` returns a node unchanged to keep it; a replaced node is not searched further.
+    """
     changed = of(tree)
     if changed is not tree:
         return changed
@@ -108,7 +112,7 @@ def state_elements(tree: StateTree) -> int:
 
 
 def copied_state(tree: StateTree) -> StateTree:
-    """Copy a tree whose arrays are views of borrowed memory; marks are kept."""
+    """Return a tree with copies of its arrays, which may be views; marks are kept."""
 
     def copied(node: StateTree) -> StateTree:
         return replace(node, array=node.array.copy()) if isinstance(node, StateArray) else node
@@ -117,7 +121,12 @@ def copied_state(tree: StateTree) -> StateTree:
 
 
 def encode_state(tree: StateTree) -> bytes:
-    """Write the tree as bytes. Raises ``TypeError``, ``ValueError``: it cannot be kept exactly."""
+    """Return the tree as bytes.
+
+    Raises:
+        TypeError: a value or a dtype has no exact form here.
+        ValueError: the tree is too deep or too large.
+    """
     writer = _Writer()
     structure = msgspec.msgpack.encode(writer.node(tree, 0))
     if len(structure) > MAX_STRUCTURE_BYTES:
@@ -127,17 +136,17 @@ def encode_state(tree: StateTree) -> bytes:
 
 
 def decode_state(payload: memoryview) -> StateTree:
-    """Read the tree; arrays are copied out of ``payload``.
+    """Return the tree in a payload; its arrays are copies, together no larger than the payload.
 
-    Raises ``Corrupt`` if ``encode_state`` did not write it. Allocates no more than the payload's
-    size.
+    Raises:
+        Corrupt: ``encode_state`` did not write the payload.
     """
     if len(payload) < 8:
-        raise Corrupt("a state without a head")
+        raise Corrupt("a state is too short")
     length, zero = struct.unpack_from("<II", payload)
     first = 8 + length
     if zero or length > MAX_STRUCTURE_BYTES or first > len(payload):
-        raise Corrupt("a state's structure is longer than the state, or than any")
+        raise Corrupt("a state's structure is longer than the state or the limit")
     try:
         structure = msgspec.msgpack.decode(payload[8:first])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -171,7 +180,8 @@ class _Writer:
     def _array(self, leaf: StateArray) -> object:
         dtype = _DTYPES.get(leaf.dtype)
         if dtype is None or leaf.array.dtype != dtype or leaf.array.ndim > MAX_NDIM:
-            raise TypeError(f"a {leaf.array.ndim}-d {leaf.array.dtype} is no {leaf.dtype} state")
+            found = f"{leaf.array.ndim}-d array of {leaf.array.dtype}"
+            raise TypeError(f"a {found} cannot be stored as {leaf.dtype}")
         raw = leaf.array.tobytes()
         offset, padding = self._nbytes, -len(raw) % _ALIGNMENT
         self.arrays += [raw, bytes(padding)]
@@ -207,7 +217,7 @@ class _Reader:
                 return MatrixArray(dtype, self._array(dtype, shape, offset).array)
             case [5, str(dtype), list(shape), int(offset), int(number)]:
                 return WindowArray(dtype, self._array(dtype, shape, offset).array, number)
-        raise Corrupt("a state holds something that is no state")
+        raise Corrupt("a state has a node of unknown type")
 
     def _items(self, items: list[Any], depth: int) -> Iterable[tuple[str, StateTree]]:
         for item in items:
@@ -215,7 +225,7 @@ class _Reader:
                 case [str(key), value]:
                     yield key, self.node(value, depth + 1)
                 case _:
-                    raise Corrupt("a state's dict holds something that is no entry")
+                    raise Corrupt("a state's dict has a malformed entry")
 
     def _array(self, name: str, shape: list[Any], offset: int) -> StateArray:
         dtype = _DTYPES.get(name)
