@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Selection(NamedTuple):
-    """What one save stores: the chain, the numbers of chunks with a state, the pieces to pack."""
+    """The content of one save: chain, numbers of the chunks with a state, and pieces to pack."""
 
     chain: Chain
     states: tuple[int, ...]
