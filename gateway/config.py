@@ -9,7 +9,8 @@ import msgspec
 
 from gateway.keys import Limits, read_numbers
 
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+MOST_PORT = 65535
+Port = Annotated[int, msgspec.Meta(ge=0, le=MOST_PORT)]
 
 ANY_MODEL = "*"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -31,10 +32,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # A header that names the user for whom a key's holder asks, such as X-OpenWebUI-User-Id: each
     # user is a tenant of its own, TENANT/USER. "" = none. The holder of a key can name any user of
     # that key, so set this only if you trust your callers to name the right user.
-    trust_user_header: Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9-]{1,64})?$")] = ""
+    trust_user_header: Annotated[
+        str, msgspec.Meta(pattern=r"^([A-Za-z0-9-]{1,64})?$", examples=["X-OpenWebUI-User-Id"])
+    ] = ""
     # HOST:PORT of the admins' own address; no caller is an admin at any other. "" = admins use the
     # same address as all other callers.
-    admin_address: Annotated[str, msgspec.Meta(pattern=r"^([^\s:]+:[1-9]\d{0,4})?$")] = ""
+    admin_address: Annotated[
+        str, msgspec.Meta(pattern=r"^([^\s:]+:[1-9]\d{0,4})?$", examples=["127.0.0.1:9000"])
+    ] = ""
     # A unix socket (0600) for admins: a process that may open it is an admin, without a key. "" =
     # none.
     admin_socket: str = ""
@@ -44,7 +49,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     allowed_hosts: tuple[str, ...] = ()
     # Web origins whose pages may call, besides this server's own, such as https://ui.example.
     allowed_origins: tuple[
-        Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9+.-]*://[^/\s]+$")], ...
+        Annotated[
+            str,
+            msgspec.Meta(pattern=r"^[a-z][a-z0-9+.-]*://[^/\s]+$", examples=["https://ui.example"]),
+        ],
+        ...,
     ] = ()
     # "auto": open on loopback or if no key is needed anywhere, else a key is needed.
     metrics_access: Literal["auto", "open", "key"] = "auto"
@@ -68,7 +77,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     remote_images: bool = False
     # Where spans of turns are sent, such as http://localhost:4318/v1/traces; "" = nowhere. It needs
     # the extra ``otlp``.
-    otlp_endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://\S+)?$")] = ""
+    otlp_endpoint: Annotated[
+        str,
+        msgspec.Meta(pattern=r"^(https?://\S+)?$", examples=["http://localhost:4318/v1/traces"]),
+    ] = ""
     # Write the reasoning of earlier turns into prompts, if the template has a switch for that.
     keep_reasoning: bool = False
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
@@ -113,9 +125,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return Limits(**read_numbers(self.key_limits, Limits._fields))
 
     def __post_init__(self) -> None:
-        _ = self.usual_limits  # raises ValueError with the reason, as does the next call
+        try:
+            _ = self.usual_limits
+        except ValueError as error:
+            raise ValueError(f"key_limits holds {error}") from error
         for network in self.trusted_proxies:
-            ipaddress.ip_network(network)
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"trusted_proxies: {error}") from error
+        if self.admin_port > MOST_PORT:
+            raise ValueError(
+                f"admin_address: {self.admin_port} is no port; they end at {MOST_PORT}"
+            )
 
     @property
     def admin_host(self) -> str:

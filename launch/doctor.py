@@ -23,8 +23,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from engines.base import EngineError
+from engines.client.control_link import check_control
 from engines.vllm_environment.model_files import needs_tool_template, parsers_for, read_model_files
 from kvstore.errors import CodecRefused, UnknownCodec
+from launch.engine_start import engine_factory
 from launch.errors import LaunchError
 from launch.families.cache_shape import NotUnderstood
 from launch.machine.blas import find_blas
@@ -129,6 +132,7 @@ def _engine(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
         return _attached(effective.settings.engine.url, effective.settings.engine.control)
     require_installed(effective)
     if kind != "mlx":
+        engine_factory(kind)
         return "ok", kind
     installed = {name: importlib.metadata.version(name) for name in PINNED}
     wrong = [
@@ -160,15 +164,18 @@ def _attached(urls: str, controls: str) -> Result:
                 f"{url} needs engine.control, too; a vLLM without our plug-in has none",
             )
         try:
+            check_control(control)
             _connect(control)
-        except (OSError, ValueError) as error:
+        except EngineError as error:
+            return "failure", str(error)
+        except (OSError, OverflowError) as error:
             return "failure", f"nothing listens at {control}, of the engine at {url}: {error}"
         words.append(f"{url}, and {control} listens")
     return "ok", "; ".join(words)
 
 
 def _connect(address: str) -> None:
-    """Connect to a control address, and hang up. Raises ``OSError``, ``ValueError``."""
+    """Connect to a control address, and hang up. Raises ``OSError``, ``OverflowError``."""
     scheme, _, rest = address.partition(":")
     if scheme != "unix":
         host, _, port = rest.removeprefix("//").rpartition(":")

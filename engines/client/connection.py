@@ -211,7 +211,11 @@ class HttpAddress:
         Raises:
             EngineError: ``url`` is not an http or https URL with a host.
         """
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:  # brackets or a port that are none
+            parts, port = urlsplit(""), None
         if url and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise EngineError(f"engine.url must be like http://host:port, not {url!r}")
         self._path = "" if url else path
@@ -219,7 +223,7 @@ class HttpAddress:
         self._line = asyncio.Lock()  # held by the request whose turn it is to connect
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._hostname = parts.hostname or ""
-        self._port = parts.port or (443 if self._tls else 80)
+        self._port = port or (443 if self._tls else 80)
         self._netloc = parts.netloc.rpartition("@")[2] or "engine"
         self._prefix = parts.path.rstrip("/")
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
-from engines.base import EngineRefused, EngineUnavailable
+from engines.base import EngineError, EngineRefused, EngineUnavailable
 from engines.wire import (
     ALL_CHANGED,
     WIRE_VERSION,
@@ -44,6 +45,7 @@ RETRY_FIRST_S = 0.05  # first delay after a connection ended; it doubles up to `
 RETRY_CAP_S = 5.0
 STABLE_AFTER_S = 10.0  # after a connection that lasted this long, the delay starts anew
 MAX_NOTICES = 4096
+_ADDRESS = re.compile(r"unix:.+|tcp://\S+:\d{1,5}")
 
 _LINK_ENDED = (OSError, EOFError, TimeoutError, WireError)
 
@@ -226,6 +228,14 @@ class ControlLink:
             if not waiting.done():
                 waiting.set_exception(EngineUnavailable(why))
         self._on_lost(why)
+
+
+def check_control(address: str) -> None:
+    """Raises ``EngineError``: this is no control address."""
+    if not _ADDRESS.fullmatch(address):
+        raise EngineError(
+            f"engine.control must be like unix:/path or tcp://host:port, not {address!r}"
+        )
 
 
 async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -22,7 +22,7 @@ from engines.base import (
     Upstream,
 )
 from engines.client.connection import HttpAddress, HttpExchange
-from engines.client.control_link import SILENCE_S, ControlLink
+from engines.client.control_link import SILENCE_S, ControlLink, check_control
 from engines.client.second_try import Candidate, RequestBody, SecondTry
 from engines.config import CalibrationOrder, WorkerConfig
 from engines.http import session_headers, with_session
@@ -259,6 +259,7 @@ class AttachedEngine(EngineClient):
                 " and engine.control (unix:/path or tcp://host:port); a vLLM without our plug-in"
                 " has no control address: docs/hardware.md says how to start one that has"
             )
+        check_control(worker.engine.control)
         super().__init__(worker, env)
 
     @staticmethod

@@ -138,6 +138,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             places, wait_s = settings.capacity.on_demand, settings.scheduler.max_wait_s
             loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded)
         store, data = settings.store, effective.folders.data
+        shared = shared_sessions(store, served, tenants)  # checks Redis' URL, before all others
         app = create_app(
             settings.gateway,
             served,
@@ -147,7 +148,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             loading,
             headroom,
             rates(store, tenants),
-            shared_sessions(store, served, tenants),
+            shared,
         )
         app.state.gateway.tracing = tracing_of(settings.gateway)
         app.state.gateway.hub = HubCache(_hub_python(entries))

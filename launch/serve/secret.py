@@ -47,6 +47,13 @@ def server_secret(data_dir: Path, sync: Callable[[int], None] = os.fsync) -> byt
     path = secret_path(data_dir)
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "this is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise LaunchError(
+            f"the data folder {data_dir} cannot be made: {reason}; choose another with --data-dir"
+            " or THERMOCLINE_DATA_DIR"
+        ) from error
+    try:
         _create(path, sync)
         content = path.read_bytes()
         mode = stat.S_IMODE(path.stat().st_mode)

@@ -24,11 +24,12 @@ from engines.config import EngineConfig
 from gateway.config import GatewayConfig
 from kvstore.config import StoreConfig
 from launch.errors import UsageError
-from launch.settings.sources import Layer, nested
+from launch.settings.kinds import takes
+from launch.settings.sources import Fields, Layer, nested
 from scheduler.config import SchedulerConfig
 
 _NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-Count = Annotated[int, msgspec.Meta(ge=0)]
+SECRETS = ("api_keys", "admin_keys", "token")
 
 
 class EngineEntry(EngineConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -144,7 +145,7 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     try:
         return Resolved(msgspec.convert(tree, Settings), origins)
     except msgspec.ValidationError as error:
-        raise UsageError(_explain(str(error), origins)) from error
+        raise UsageError(_explain(error, tree, origins)) from error
 
 
 def laid_over(resolved: Resolved, layer: Layer) -> Resolved:
@@ -154,12 +155,23 @@ def laid_over(resolved: Resolved, layer: Layer) -> Resolved:
     return Resolved(msgspec.convert(nested(values), Settings), origins)
 
 
-def _explain(message: str, origins: Mapping[str, str]) -> str:
-    """Put the path to the front of "Expected `int` >= 1 - at `$.engine.max_batch`" (msgspec's)."""
-    reason, _, path = message.partition(" - at `$.")
-    name = re.sub(r"\[.*\]$", "", path.rstrip("`"))
-    source = f" (from {origins[name]})" if name in origins else ""
-    return f"{name}{source}: {reason}" if name else reason
+def _explain(error: msgspec.ValidationError, tree: Any, origins: Mapping[str, str]) -> str:
+    """Say what the setting at "Expected `int` >= 1 - at `$.engines[0].max_batch`" takes."""
+    reason, _, path = str(error).partition(" - at `$.")
+    steps = re.findall(r"[^.\[\]`]+", path)
+    name = ".".join(x for x in steps if not x.isdecimal())
+    origin = origins.get(name) or origins.get(steps[0], "")
+    source = f" (from {origin})" if origin else ""
+    kind = Fields(Settings).kind(name)
+    if error.__cause__ is not None or kind is None:  # our own words
+        return f"{name}{source}: {reason}"
+    if reason.startswith("Object missing"):
+        return f"{name}{source}: each table needs a name"
+    for step in steps:
+        tree = tree[int(step) if step.isdecimal() else step]
+    is_shown = isinstance(tree, str | int | float) and name.rpartition(".")[2] not in SECRETS
+    given = f", not {masked(name, tree)!r}" if is_shown else ""
+    return f"{name}{source} takes {takes(name, kind)}{given}"
 
 
 def flat(settings: Settings) -> dict[str, Any]:

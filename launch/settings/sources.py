@@ -34,6 +34,7 @@ PREFIX = "THERMOCLINE_"
 # Read by the command line itself; not fields of the settings.
 OTHER_VARIABLES = ("CONFIG", "PROFILE", "URL", "API_KEY")
 
+_MOST = 1 << 63  # settings go to engines as JSON, whose reader takes no larger numbers, and no inf
 _ADDRESSES = ("url", "control")  # of one engine or several, in one text with spaces between
 _WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
     "false": False, "no": False, "off": False, "0": False
@@ -77,6 +78,13 @@ class Fields:
                     if isinstance(item, StructType):
                         self.tables[name] = item.cls
 
+    def kind(self, name: str) -> Type | None:
+        """Return the type of a setting, or of a field of a table such as ``engines.share``."""
+        table, _, field = name.partition(".")
+        if field and table in self.tables:
+            return Fields(self.tables[table]).kind(field)
+        return self.types.get(name)
+
     def value(self, name: str, given: Any, origin: str, *, is_text: bool) -> Value:
         """Read ``given`` as the value of a known name; sizes and durations may have a unit.
 
@@ -88,16 +96,24 @@ class Fields:
         """
         if isinstance(given, list) and name.rpartition(".")[2] in _ADDRESSES:
             given = " ".join(map(str, given))
-        if not isinstance(given, str):
-            return Value(given, origin)
         try:
-            if name.endswith("_bytes"):
-                return Value(parse_bytes(given), origin)
-            if name.endswith("_s"):
-                return Value(parse_duration(given), origin)
-            return Value(_parsed(self.types[name], given) if is_text else given, origin)
+            value = self._read(name, given, is_text)
+            if isinstance(value, int | float) and not abs(value) < _MOST:  # nan is not, either
+                raise ValueError(f"{given!r} is no number below 2**63")
         except ValueError as error:
             raise UsageError(f"{name} (from {origin}): {error}") from error
+        return Value(value, origin)
+
+    def _read(self, name: str, given: Any, is_text: bool) -> Any:
+        if not isinstance(given, str):
+            return given
+        if name.endswith("_bytes"):
+            return parse_bytes(given)
+        if name.endswith("_s"):
+            return parse_duration(given)
+        if is_text and name in self.tables:
+            raise ValueError(f"write a table [[{name}]] for each, in a file")
+        return _parsed(self.types[name], given) if is_text else given
 
 
 def unknown(shown: str, origin: str, known: Iterable[str]) -> UsageError:
@@ -137,8 +153,8 @@ def _parse_list(text: str) -> list[str]:
     if text.lstrip().startswith("["):
         try:
             return msgspec.json.decode(text, type=list[str])
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{text!r} is no JSON list of strings: {error}") from None
+        except msgspec.DecodeError:
+            raise ValueError(f'{text!r} is no JSON list of strings, such as ["a", "b"]') from None
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -157,9 +173,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def from_file(fields: Fields, path: Path) -> Layer:
     """Read a TOML file. Raises ``UsageError``: no such file, not TOML, or an unknown setting."""
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the configuration {path} cannot be read: {error}") from error
+        text = path.expanduser().read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"the configuration {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the configuration {path} is not text in UTF-8") from error
     return from_toml(fields, text, str(path))
 
 
@@ -256,7 +274,7 @@ def from_assignments(fields: Fields, assignments: Iterable[str]) -> Layer:
     layer = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
-        if not equals:
+        if not (name.strip() and equals):
             raise UsageError(f"--set {assignment}: write --set section.field=value")
         if name not in fields.types:
             raise unknown(name, "--set", fields.types)

@@ -20,6 +20,7 @@ from launch.cli.options import FLAGS
 from tests.command_line import program
 
 ROOT = Path(__file__).parents[4]
+ATTACHED = ("serve", "--engine-url", "http://h:1", "--port", "0", "--engine-control")
 
 
 def test_the_version_is_the_one_that_is_installed(run):
@@ -60,6 +61,14 @@ def test_config_shows_values_and_where_they_come_from(run, monkeypatch):
         (["serve", "--engine", "attached", "--port", "0"], 1, "engine.control"),
         (["serve", "--engine", "fake", "--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1"),
         (["serve", "--engine", "fake", "--api-keys", "/nope", "--port", "0"], 2, "API keys /nope"),
+        (
+            ["serve", "--engine", "fake", "--data-dir", "/etc/hosts"],
+            1,
+            "hosts cannot be made: this",
+        ),
+        ([*ATTACHED, "tcp://h:1", "--redis", "foo"], 2, "store.redis_url"),
+        ([*ATTACHED, "foo"], 1, "engine.control must be like unix:/path or tcp://host:port"),
+        ([*ATTACHED, "unix:/s", "--engine-url", "http://h:70000"], 1, "engine.url must be like"),
         (["keys", "new", "#bob"], 2, "'#bob' cannot be a tenant's name"),
         (["sessions", "list", "--url", "http://127.0.0.1:1"], 1, "does not answer"),
         (["sessions", "demote", "a", "--tier", "tape"], 2, "there is no tier 'tape'"),
@@ -161,6 +170,8 @@ def test_doctor_finds_what_is_wrong(run, model):
     assert code == 1
     assert findings["redis"]["verdict"] == "failure"
     assert "lower engine.hot_bytes" in findings["memory"]["text"]
+    words = ["doctor", "--json", "--set", "engine.kind=mxl", "--set", "gateway.port=0"]
+    assert "no engine is called 'mxl'" in verdict(run(*words)[1], "engine")[1]
 
 
 @pytest.fixture
@@ -202,6 +213,8 @@ def test_doctor_knocks_at_the_engine_that_runs_elsewhere(run):
         words = [*elsewhere, "--set", f"engine.control={control}"]
         assert verdict(run(*words)[1], "engine")[0] == "ok"
     assert "nothing listens" in verdict(run(*words)[1], "engine")[1]
+    words[-1] = "engine.control=foo"
+    assert "engine.control must be like" in verdict(run(*words)[1], "engine")[1]
     assert "without our plug-in" in verdict(run(*elsewhere)[1], "engine")[1]
 
 

@@ -147,7 +147,7 @@ def test_without_tables_there_is_one_engine(tmp_path):
 @pytest.mark.parametrize(
     ("toml", "words"),
     [
-        ("[[engines]]\nkind = 'fake'", "missing required field `name`"),
+        ("[[engines]]\nkind = 'fake'", "each table needs a name"),
         ("[[engines]]\nname = 'a b'", "'a b' is no name"),
         ("[[engines]]\nname = ''", "need at least one character"),
         ("[[engines]]\nname = 'a'\n[[engines]]\nname = 'b'\naliases = ['a']", "go by the name 'a'"),

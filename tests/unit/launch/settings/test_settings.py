@@ -134,6 +134,9 @@ def test_mistakes_in_the_environment(environ, words):
         ("[engine.vllm]\npyton = 1", "engine.vllm.pyton in x.toml is not a setting; did you mean"),
         ("[engine", "x.toml is not TOML"),
         ("[store]\nram_bytes = '4G'", "store.ram_bytes (from x.toml): '4G' is not a size"),
+        ("[store]\nram_bytes = 9223372036854775808", "store.ram_bytes (from x.toml): 92233"),
+        ("[store]\nmax_kl = inf", "store.max_kl (from x.toml): inf is no number below 2**63"),
+        ("[store]\nttl_s = nan", "store.ttl_s (from x.toml): nan is no number below 2**63"),
     ],
 )
 def test_mistakes_in_a_file(toml, words):
@@ -142,9 +145,51 @@ def test_mistakes_in_a_file(toml, words):
     assert words in str(caught.value)
 
 
-def test_a_wrong_type_in_a_file_names_the_file(tmp_path):
-    with pytest.raises(UsageError, match=r"engine\.max_batch \(from .*t\.toml\): Expected `int`"):
-        settings_of({}, "[engine]\nmax_batch = 'two'\n", tmp_path)
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        (
+            "[engine]\nmax_batch = 'two'",
+            "engine.max_batch (from x) takes a whole number, at least 1, at most 256, not 'two'",
+        ),
+        ("[engine]\nmodel = ['a']", "engine.model (from x) takes text"),
+        ("[store]\nencrypt = 1", "store.encrypt (from x) takes true, false, not 1"),
+        ("[store]\nram_bytes = -1", "store.ram_bytes (from x) takes a size, at least 0 B, not -1"),
+        ("log_level = 'INFO'", "log_level (from x) takes debug, error, info, warning, not 'INFO'"),
+        (
+            "[gateway]\nallowed_origins = ['a']",
+            "gateway.allowed_origins (from x) takes a list of text such as https://ui.example, not"
+            " 'a'",
+        ),
+        ("[gateway]\napi_keys = 'bob:hash'", "gateway.api_keys (from x) takes a list"),
+        ("[engine]\ntoken = 5", "engine.token (from x) takes text"),
+        (
+            "[[engines]]\nname = 'a'\n[[engines]]\nname = 'b'\nvllm.block_tokens = 7",
+            "engines.vllm.block_tokens (from x) takes a whole number, at least 0, at most 1024, a"
+            " multiple of 16, not 7",
+        ),
+        (
+            "[gateway]\nkey_limits = 'foo'",
+            "gateway: key_limits holds 'foo', which is no list such as requests_per_minute=60",
+        ),
+        ("[gateway]\nadmin_address = 'h:70000'", "gateway: admin_address: 70000 is no port"),
+        ("[gateway]\ntrusted_proxies = ['x']", "gateway: trusted_proxies: 'x' does not appear to"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_refused_with_what_the_setting_takes(toml, words):
+    with pytest.raises(UsageError) as caught:
+        resolve([from_toml(FIELDS, toml, "x")])
+    assert str(caught.value).startswith(words)
+
+
+def test_a_file_of_an_editor_that_marks_its_bytes(tmp_path):
+    assert settings_of({}, "\ufeff[engine]\nmax_batch = 2", tmp_path).settings.engine.max_batch == 2
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "t.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match=r"t\.toml is not text in UTF-8"):
+        settings_of(config=tmp_path / "t.toml")
 
 
 def test_settings_that_contradict_each_other_are_refused():
@@ -153,8 +198,11 @@ def test_settings_that_contradict_each_other_are_refused():
 
 
 def test_an_assignment_must_be_one():
-    with pytest.raises(UsageError, match="section.field=value"):
-        settings_of(assignments=["engine.max_batch"])
+    for wrong in ("engine.max_batch", "=5"):
+        with pytest.raises(UsageError, match="section.field=value"):
+            settings_of(assignments=[wrong])
+    with pytest.raises(UsageError, match=r"write a table \[\[engines\]\] for each, in a file"):
+        settings_of(assignments=["engines=a"])
 
 
 def test_every_setting_has_a_variable_and_every_flag_a_setting():
