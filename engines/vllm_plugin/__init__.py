@@ -1,4 +1,4 @@
-"""Cold sessions inside vLLM, by its own plug-in interfaces only; runs in vLLM's processes.
+"""Gives vLLM cold sessions through its own plug-in interfaces; runs inside vLLM's processes.
 
 The processes and the code that each runs:
 

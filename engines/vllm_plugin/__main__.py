@@ -2,9 +2,9 @@
 
     python -m engines.vllm_plugin      in vLLM's own environment
 
-The settings come as one line on standard input. When the pipe closes, the gateway has gone or wants
-vLLM to end: vLLM then gets SIGTERM, so that it writes the saves that wait, and is killed if that
-takes too long. However vLLM's first process ends, all others end with it, before this one does.
+The settings come as one line on standard input. When the pipe closes, the gateway has died or wants
+vLLM to end: vLLM then gets SIGTERM, so that it completes the waiting saves, and is killed if that
+takes too long. However vLLM's first process ends, this process ends all others before it exits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from engines.vllm_plugin.process.processes import adopt_orphans, die_with_parent
 from kvstore.workers import memory_nodes, usable_cores
 
 END_S: Final = 25.0  # shorter than the gateway waits before it kills this process
-# By default vLLM kills its processes as soon as it gets SIGTERM, and saves that wait are lost.
-# These are the times that all of vLLM may take to end, and a worker within that.
+# How long all of vLLM may take to end after SIGTERM, and each worker within that. By default vLLM
+# kills its processes at once, and waiting saves are lost.
 ENGINE_END_S: Final = 20
 WORKER_END_S: Final = 15
-# vLLM names its sockets /FOLDER/UUID; 103 bytes are a socket's longest path (macOS; Linux: 107).
+# A socket's path has at most 103 bytes (macOS; Linux: 107), and vLLM appends "/UUID" to the folder.
 LONGEST_FOLDER: Final = 103 - 37
 SOCKETS_PREFIX: Final = "thermocline-sockets-"
 
@@ -80,9 +80,9 @@ def main() -> int:
 
 @contextmanager
 def _socket_folder(folder: Path) -> Iterator[Path]:
-    """Give the folder of vLLM's own sockets: the run folder, unless its path is too long for them.
+    """Yield the folder for vLLM's own sockets: ``folder``, or a new one if its path is too long.
 
-    Sockets of a killed engine are removed by the next start, there or here.
+    The next start removes sockets that a killed engine left in either of them.
     """
     if len(os.fsencode(folder)) <= LONGEST_FOLDER:
         yield folder
@@ -92,7 +92,7 @@ def _socket_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove_sockets(folder: Path) -> None:
-    """Remove the sockets of a killed engine, vLLM's own among them."""
+    """Remove all sockets that a killed engine left in a folder, including vLLM's own."""
     for path in folder.iterdir():
         if path.is_socket():
             path.unlink()

@@ -27,7 +27,7 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         token: the secret that the gateway sends first on its control connection.
         control: the address of that connection, ``unix:/path`` or ``tcp://host:port``;
             "" = ``control.sock`` in ``runtime_dir``.
-        data_path: the folder of the models' profiles; "" = beside the disk tier.
+        data_path: the folder of the models' profiles; "" = ``disk_path``.
     """
 
     store: StoreConfig
@@ -37,7 +37,7 @@ class PluginSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     served_model_name: str = ""
     control: str = ""
     data_path: str = ""
-    # vLLM's processes end with their parent. Set only if they keep the same parent all their life.
+    # End vLLM's processes with their parent. Set only if they keep the same parent all their life.
     die_with_parent: bool = False
     # The gateway gets no answer until vLLM's HTTP server (with our middleware) accepts requests.
     wait_for_front: bool = False

@@ -92,9 +92,9 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
             die_with_parent()
         self._scheduler_side: SchedulerSide | None = None
         self._stats: StatsFeed | None = None
-        self._events: KVEvents | None = None  # where vLLM reports KV events
+        self._events: KVEvents | None = None  # only if vLLM reports KV events
         self._worker: WorkerSide | None = None
-        self._ended = Ended()  # in the worker, and not reported to vLLM yet
+        self._ended = Ended()  # the worker's ended transfers that vLLM does not know of yet
         if role is KVConnectorRole.SCHEDULER:
             given = self._settings, vllm_config, self._groups, vllm.__version__
             with record_refusal(self._folder, OSError, ValueError):  # sockets that cannot be opened
@@ -202,7 +202,7 @@ class ThermoclineConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = open_worker_side(*configs, kv_caches, self._groups, self._blocks_for)
 
     def _blocks_for(self, cache: PagedCache, store: ColdStore, spare_bytes: int) -> Blocks:
-        """Choose the code that copies blocks. No setting changes it; tests override this method."""
+        """Return the code that packs and fills blocks. Tests override this method."""
         return blocks_for(cache, store, spare_bytes)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

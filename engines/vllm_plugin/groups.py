@@ -35,7 +35,7 @@ class StateGroup:
     form: str = ""  # the shapes and dtypes of a recurrent layer's state
 
     def reach(self, boundary: int) -> range:
-        """The numbers of the blocks that form the state at ``boundary``."""
+        """Return the numbers of the blocks that form the state at ``boundary``."""
         return range(max(0, boundary - self.num_blocks), boundary)
 
 
@@ -54,7 +54,7 @@ class Groups:
     def state_blocks(
         self, tables: Sequence[Sequence[int]], boundary: int, first_block: int
     ) -> list[int]:
-        """Ids of the blocks to load the state at ``boundary`` into, of all state groups, joined.
+        """Return the ids of the blocks that receive the state at ``boundary``, group after group.
 
         ``tables``: the request's block ids, by group. Blocks before ``first_block`` are ``IN_USE``.
         """

@@ -1,9 +1,9 @@
 """Reads the session and the answer id of a request from vLLM's own fields.
 
 The gateway puts tenant and session into the request's ``kv_transfer_params``, vLLM's own field for
-its connector, and the tenant's salt into ``cache_salt``, which vLLM hashes into every block. For
-a request without them vLLM's ``session_id`` names the session, for people who use the plug-in
-without the gateway. A request that names no session may be restored by content, but is not saved.
+its connector, and the tenant's salt into ``cache_salt``, which vLLM hashes into every block. If
+vLLM serves without the gateway, vLLM's ``session_id`` names the session. A request that names no
+session can use stored blocks of the same content, but is not saved.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 from engines.http import PARAMS_FIELD
 from kvstore.session import SessionRef
 
-# The request's id contains the answer id. By it the HTTP server finds the answer that a report is
-# about.
+# The middleware puts an answer id into the request's id. EngineCore's reports contain it, so that
+# the HTTP server finds the answer that a report is about.
 ANSWER_ID_PREFIX: Final = "tcm"
 TICKET_FIELD: Final = "ticket"
 # The tenant of the request that the running task answers; None = the gateway named none.
@@ -36,7 +36,7 @@ class IncomingRequest(Protocol):
 
 
 def session_of(request: IncomingRequest) -> SessionRef | None:
-    """The session that the request names; None if it names none, or its KV must not be stored.
+    """Return the session that the request names; None if none, or its KV must not be stored.
 
     vLLM's block hash includes only the name of an adapter, so KV computed with adapters is never
     stored.
@@ -54,18 +54,18 @@ def session_of(request: IncomingRequest) -> SessionRef | None:
 
 
 def has_own_salt(request: IncomingRequest) -> bool:
-    """True if the client, not the gateway, has put a salt into the request."""
+    """Return whether the client, not the gateway, has put a salt into the request."""
     return bool(request.cache_salt) and PARAMS_FIELD not in (request.kv_transfer_params or {})
 
 
 def ticket_of(request: IncomingRequest) -> str:
-    """The ticket of a measuring request; "" for all other requests."""
+    """Return the ticket of a measuring request; "" for all other requests."""
     ours = (request.kv_transfer_params or {}).get(PARAMS_FIELD)
     ticket = ours.get(TICKET_FIELD) if isinstance(ours, Mapping) else None
     return ticket if isinstance(ticket, str) else ""
 
 
 def answer_id_of(request_id: str) -> str | None:
-    """The answer id that the middleware has put into the request's id; None if there is none."""
+    """Return the answer id that the middleware has put into a request's id; None if none."""
     found = _MARK.search(request_id)
     return found.group() if found else None

@@ -1,9 +1,9 @@
 """The packed blocks that were reported to readers of KV events, and the changes to report next.
 
 There is no queue of events. The inventory records for each block the media that hold it and the
-media that were reported. An event is the difference between the two, made when vLLM requests
-events. So changes that were not read yet cannot pile up, and each block is reported as stored once
-and as removed once, however many sessions share it: readers may count.
+media that were reported. Events are the difference between the two, made when vLLM requests them.
+So unread changes cannot pile up, and each block is reported as stored once and as removed once,
+however many sessions share it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_TAKEN: Final = 4096
 
 
 def wants_events(vllm_config: Any) -> bool:
-    """True if vLLM was started with KV events."""
+    """Return whether vLLM was started with KV events."""
     config = getattr(vllm_config, "kv_events_config", None)
     return bool(getattr(config, "enable_kv_cache_events", False))
 
@@ -87,7 +87,8 @@ class Inventory:
         self._lock = threading.Lock()
         self._sessions: OrderedDict[SessionName, _Chain] = OrderedDict()  # longest unchanged first
         self._num_blocks = 0
-        self._holders: dict[str, Counter[bytes]] = {x: Counter() for x in MEDIA}  # sessions
+        # By medium and block: the number of sessions that hold it there.
+        self._holders: dict[str, Counter[bytes]] = {x: Counter() for x in MEDIA}
         self._reported: dict[str, set[bytes]] = {x: set() for x in MEDIA}
         self._to_store: OrderedDict[SessionName, None] = OrderedDict()
         self._to_remove: dict[str, dict[bytes, None]] = {x: {} for x in MEDIA}
@@ -108,8 +109,7 @@ class Inventory:
             while self._num_blocks > self._max_blocks and len(self._sessions) > 1:
                 if not self._was_full:
                     logger.warning(
-                        "more than %d blocks rest packed: KV events report the newest sessions"
-                        " only",
+                        "more than %d blocks are stored: KV events report the newest sessions only",
                         self._max_blocks,
                     )
                 self._was_full = True
@@ -121,12 +121,12 @@ class Inventory:
         if new.hashes:
             self._sessions[name] = new
         for medium, holders in self._holders.items():
-            come, gone = new.blocks(medium), old.blocks(medium)
-            common = num_common(come, gone)
-            holders.update(come[common:])
-            if come[common:]:
+            new_hashes, old_hashes = new.blocks(medium), old.blocks(medium)
+            common = num_common(new_hashes, old_hashes)
+            holders.update(new_hashes[common:])
+            if new_hashes[common:]:
                 self._to_store[name] = None
-            for block_hash in gone[common:]:
+            for block_hash in old_hashes[common:]:
                 holders[block_hash] -= 1
                 if not holders[block_hash]:
                     del holders[block_hash]
@@ -140,13 +140,13 @@ class Inventory:
         return bool(self._to_store or any(self._to_remove.values()))
 
     def is_reported(self, name: SessionName) -> bool:
-        """Say whether all stored blocks of the session have been reported."""
+        """Return whether all stored blocks of the session have been reported."""
         return name not in self._to_store
 
     # ---- on vLLM's thread
 
     def take(self, most: int = MAX_TAKEN) -> list[Change]:
-        """Changes of about ``most`` blocks at most, to be reported in this order.
+        """Return the next changes, in the order to report them; of about ``most`` blocks at most.
 
         Stored blocks come before removed ones, so that a session that moves is always reported in
         at least one medium.
@@ -195,10 +195,10 @@ class Inventory:
 
 
 def event_note(hashes: list[bytes], ids: bytes, chunk_blocks: int) -> bytes:
-    """Make the note that a rank keeps with a session's record; b"" without ids.
+    """Return the note that a rank keeps with a session's record; b"" without ids.
 
-    Readers of KV events know blocks by vLLM's hashes and by token ids, which the cold store does
-    not. So each chunk has the hashes of its blocks and the ids of its tokens.
+    Readers of KV events know blocks by vLLM's hashes and by token ids; the cold store knows
+    neither. So the note holds, chunk after chunk, the hashes of its blocks and its token ids.
     """
     if not ids or not hashes:
         return b""

@@ -50,14 +50,14 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Question what is stored of one session."""
+    """Request for a report on one session."""
 
     session: SessionRef
     settled: bool = False  # wait for the saves under way first
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """A control verb to carry out; ``RankAnswer`` with the same number is the answer."""
+    """Order to carry out a control verb; ``RankAnswer`` with the same number is the answer."""
 
     number: int
     verb: Verb | Look
@@ -98,14 +98,14 @@ class ForwardDone(msgspec.Struct, frozen=True, tag="forward-done"):
 
 
 class Findings(msgspec.Struct, frozen=True, tag="findings"):
-    """The figures of one rank, or the joint ones: the worst of each.
+    """The quality figures of one rank, or the joint ones: the worst of all ranks, each by itself.
 
-    A rank sends its own again until it gets the joint ones.
+    A rank repeats its own figures until it gets the joint ones.
     """
 
     rows: tuple[Quality, ...]
-    error: str = ""  # why there are none: a rank has given up
-    rank: int = -1  # -1: the joint ones
+    error: str = ""  # why a rank has given up, so that there are no figures
+    rank: int = -1  # -1: these are the joint figures
 
 
 class RunForward(msgspec.Struct, frozen=True, tag="run-forward"):
@@ -141,7 +141,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer"):
     """The answer to ``Ask``; a long list of sessions is split into several answers."""
 
     number: int
-    sessions: list[SessionReport]  # without what vLLM itself holds of them
+    sessions: list[SessionReport]  # without the blocks that vLLM itself holds
     stats: StoreStats | None = None
     codec: CodecReport | None = None  # in answers to ``GetStats``, ``Adopt`` and ``Measure``
     tenants: dict[TierName, dict[str, int]] = {}  # in answers to ``LimitTenants``
@@ -171,9 +171,9 @@ class RankRests(msgspec.Struct, frozen=True, tag="rests"):
 
     session: SessionRef
     hashes: bytes = b""  # of its blocks, joined; empty if the session is gone
-    ids: bytes = b""  # of their tokens
-    ram: int = 0  # the number of its first blocks in memory
-    storage: int = 0  # in slower tiers
+    ids: bytes = b""  # the ids of their tokens
+    ram: int = 0  # how many of its blocks, from the first on, are in memory
+    storage: int = 0  # how many, from the first on, are in slower tiers
 
 
 # ---- front <-> hub

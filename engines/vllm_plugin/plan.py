@@ -18,7 +18,7 @@ class Save:
     All its blocks are held until every worker has acknowledged it.
 
     Attributes:
-        hashes: those of the blocks of the session's full chunks, from its beginning.
+        hashes: the hashes of the blocks of the session's full chunks, from its beginning.
         states: the ids of each held state's blocks, by the number of blocks before it.
         waits: the save is never skipped, even if many saves wait already.
         ids: the ids of the blocks' tokens, if KV events are reported (``inventory.event_note``).
@@ -49,7 +49,7 @@ class Load:
     request_id: str
     first_block: int
     block_ids: list[int]
-    state_ids: list[int] = field(default_factory=list)  # of the state after them
+    state_ids: list[int] = field(default_factory=list)  # blocks of the state after them
 
     @property
     def end_block(self) -> int:
@@ -63,7 +63,7 @@ class Given:
     request_id: str
     number: int  # of the order
     block_ids: list[int]
-    state_ids: list[int] = field(default_factory=list)  # of the state after them
+    state_ids: list[int] = field(default_factory=list)  # blocks of the state after them
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Reports of the plug-in by vLLM's own means: figures among its metrics, and events for routers.
+"""Publishes the plug-in's figures among vLLM's metrics, and its blocks as vLLM's KV events.
 
 Metrics are for deployments that scrape vLLM itself. The gateway gets the same report, so both show
-the same figures. It is fetched when vLLM runs a step, at most once a second. Between turns vLLM
-publishes nothing, so its figures are those of the last step; the gateway fetches a report whenever
-it is scraped.
+the same figures. The report is fetched when vLLM runs a step, at most once a second. Between turns
+vLLM publishes nothing, so its figures are those of the last step; the gateway fetches a report
+whenever it is scraped.
 
 Changes of the inventory become vLLM's events, which its publisher sends. vLLM's events of blocks on
 the GPU contain the cache salt of block 0 in clear text. Ours have no ``extra_keys`` and no
@@ -55,7 +55,7 @@ TIER_GAUGES: Final = {
 
 
 def source_of(tier: TierName | None) -> CacheHitSource:
-    """vLLM's name for the tier that the tokens came from."""
+    """Return vLLM's name for the tier that the tokens came from."""
     return SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
 
@@ -112,7 +112,7 @@ class StatsFeed:
             report = await self._report()
         except (ConnectionError, TimeoutError) as error:  # a worker is missing; it may come back
             if not self._warned:
-                logger.warning("vLLM's metrics stand still: %s", error or type(error).__name__)
+                logger.warning("vLLM's metrics are out of date: %s", error or type(error).__name__)
             self._warned = True
             return
         self._warned = False
@@ -160,12 +160,12 @@ class ColdMetrics(KVConnectorPromMetrics):
 
 
 def external_hash(block_hash: bytes) -> ExternalBlockHash:
-    """The hash in the form of events: bytes, or an integer if vLLM is configured for that."""
+    """Return the hash as events carry it: bytes, or an integer if vLLM is configured so."""
     return maybe_convert_block_hash(BlockHash(block_hash))
 
 
 class KVEvents:
-    """Makes the events of one engine. On vLLM's thread."""
+    """Makes the KV events of one engine; used on vLLM's thread only."""
 
     def __init__(
         self, inventory: Inventory, block_tokens: int, groups: Groups, kv_cache_config: Any
@@ -177,7 +177,7 @@ class KVEvents:
         self._kind = str(get_kv_cache_spec_kind(spec).value)
 
     def take(self) -> list[KVCacheEvent]:
-        """The next events; [] if there is no news."""
+        """Return the next events; [] if nothing has changed."""
         return [self._event(x) for x in self._inventory.take()]
 
     def _event(self, change: Change) -> KVCacheEvent:

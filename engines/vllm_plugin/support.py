@@ -1,4 +1,4 @@
-"""Decides at start whether the plug-in can serve an engine; if not, gives the reason."""
+"""Decides at the start whether the plug-in can serve an engine; if not, gives the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Unsupported(ValueError):
 
 
 def check_version(version: str) -> None:
-    """Raises ``Unsupported`` for a release of vLLM that the plug-in was not made for."""
+    """Raise ``Unsupported`` for a release of vLLM that the plug-in was not made for."""
     if not is_supported(version):
         raise Unsupported(
             f"thermocline's plug-in is not made for vLLM {version}, whose interface changes between"
@@ -47,7 +47,7 @@ def check_version(version: str) -> None:
 def check(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Groups:
     """Return an engine's groups of layers, if it can be served.
 
-    Raises ``Unsupported``: results would be, or might be, silently wrong.
+    Raises ``Unsupported`` if results might be silently wrong.
     """
     for reason in _reasons(vllm_config, kv_cache_config):
         raise Unsupported(f"cold sessions are not possible here: {reason}")
@@ -55,7 +55,7 @@ def check(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Groups:
 
 
 def groups_of(config: KVCacheConfig) -> Groups:
-    """The groups of layers in a configuration that ``check`` accepts."""
+    """Return the groups of layers in a configuration that ``check`` accepts."""
     full, states = 0, []
     for i, group in enumerate(config.kv_cache_groups):
         spec, layers = layer_specs(group.kv_cache_spec)[0], tuple(group.layer_names)
@@ -93,7 +93,7 @@ def _reasons(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
     if vllm_config.model_config.enable_sleep_mode:
         yield "a sleeping engine gives up the memory that is being saved; leave sleep mode off"
     if vllm_config.weight_transfer_config is not None:
-        yield "KV of weights that were replaced since would be offered; leave weight transfer off"
+        yield "stored KV would not match replaced weights; leave weight transfer off"
     if vllm_config.speculative_config is not None:
         yield "speculative decoding writes tokens that may be taken back"
     yield from _cache_reasons(kv_cache_config, cache.block_size)
@@ -125,9 +125,9 @@ def _group_reasons(config: KVCacheConfig, sizes: set[int]) -> Iterator[str]:
 
 
 def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
-    """The reasons against a kind of layer, by its exact type.
+    """Yield the reasons against a kind of layer.
 
-    A subclass may keep fewer tokens, or other bytes, so it does not count as its base class.
+    Types are compared exactly: a subclass may keep fewer tokens, or other bytes, than its base.
     """
     if type(spec) is MLAAttentionSpec and _has_index(spec):
         yield INDEX_ON_VLLM
@@ -140,7 +140,7 @@ def _layer_reasons(spec: KVCacheSpec) -> Iterator[str]:
 
 
 def _has_index(spec: MLAAttentionSpec) -> bool:
-    """Say whether a layer has latents that an index selects from, or the keys of such an index."""
+    """Return whether a layer's latents are selected by an index, or it holds that index's keys."""
     fields = (spec.is_index_group_leader, spec.model_version, spec.alignment, spec.tokens_per_state)
     return fields != (False, None, None, 1) or spec.cache_role != SparseCacheRole.SPARSE
 
@@ -154,7 +154,7 @@ def _keeps_all(group: KVCacheGroupSpec) -> bool:
 
 
 def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
-    """The specifications of a group's layers; vLLM may bundle several kinds in one group."""
+    """Return the specifications of a group's layers; vLLM may bundle several kinds in one group."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return list(spec.kv_cache_specs.values())
     return [spec]

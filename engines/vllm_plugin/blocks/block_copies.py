@@ -24,7 +24,7 @@ class BlockCopies:
         self._num_blocks, self._block_tokens = views[0].shape[0], views[0].shape[2]
         self._dtype = views[0].dtype
         self._rows = [(view.shape[1], view.shape[3]) for view in views]
-        self._views = views  # whose memory is addressed
+        self._views = views  # keeps the memory alive that ``_places`` addresses
         places = [(view.ctypes.data, *view.strides, view.shape[2]) for view in views]
         self._places = np.array(places, np.int64)
         self._copy, self._places_of = _functions(self._dtype)
@@ -35,7 +35,7 @@ class BlockCopies:
         ``arrays``: the run, (num_kv_heads, num_tokens, head_dim), one array for each view, in whole
         blocks. Raises ``IndexError``: a block or the run's end is out of bounds.
         """
-        self._each(block_ids, arrays, first, into_blocks=True)
+        self._copy_run(block_ids, arrays, first, into_blocks=True)
 
     def read(self, block_ids: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
         """Copy these blocks into ``arrays``, shaped as in ``write``.
@@ -44,9 +44,9 @@ class BlockCopies:
             ValueError: an array is read only.
             IndexError: a block or the run's end is out of bounds.
         """
-        self._each(block_ids, arrays, 0, into_blocks=False)
+        self._copy_run(block_ids, arrays, 0, into_blocks=False)
 
-    def _each(
+    def _copy_run(
         self,
         block_ids: Sequence[int],
         arrays: Sequence[np.ndarray],
@@ -61,7 +61,7 @@ class BlockCopies:
         if (found := [(array.shape[0], array.shape[2]) for array in arrays]) != self._rows:
             raise IndexError(f"rows of {found} where the blocks have {self._rows}")
         if any(array.itemsize != self._dtype.itemsize for array in arrays):
-            raise ValueError(f"values that are no {self._dtype}")
+            raise ValueError(f"arrays whose values do not have the size of {self._dtype}")
         runs = self._places_of(arrays, written=not into_blocks)
         self._copy(self._places, runs, ids, first, into_blocks)
 
@@ -84,5 +84,5 @@ def _functions(dtype: np.dtype) -> tuple[Any, Any]:
     from kvstore.codecs.loops.numba_functions import places_of
 
     copy = copy_blocks.copies_of(dtype.itemsize)
-    copy.prepare()  # at the start of a server, not in its first request
+    copy.prepare()  # compiles now, when the server starts, not in its first request
     return copy, places_of

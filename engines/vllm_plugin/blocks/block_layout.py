@@ -40,7 +40,7 @@ class KVView(Protocol):
         """(num_kv_heads, block_tokens, head_dim)"""
 
     def read(self, index: Tensor) -> Tensor:
-        """A copy of the blocks ``index``, (count, num_kv_heads, block_tokens, head_dim)."""
+        """Return a copy of the blocks ``index``, (count, num_kv_heads, block_tokens, head_dim)."""
 
     def write(self, index: Tensor, blocks: Tensor) -> None:
         """Copy ``blocks``, shaped as by ``read``, into the blocks ``index``."""
@@ -57,7 +57,7 @@ class BlockLayout(Protocol):
     """The places of K and V within a block."""
 
     def views(self, cache: Tensor) -> tuple[KVView, KVView]:
-        """K and V of this cache; reading and writing them reads and writes the cache.
+        """Return views of K and V; reading and writing them reads and writes the cache.
 
         ``cache``: (num_blocks, num_kv_heads, block_tokens, width of K and V).
         """
@@ -163,7 +163,7 @@ WriteBlock = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def probe_latents(like: Tensor, rank: int, write: WriteBlock) -> BlockLayout:
-    """Find the layout in which ``write`` fills blocks of latents of ``rank`` numbers.
+    """Return the layout in which ``write`` fills blocks of latents of ``rank`` numbers.
 
     Raises ``UnknownLayout``: a row is not the latent followed by the rotary key.
     """
@@ -177,7 +177,7 @@ def probe_latents(like: Tensor, rank: int, write: WriteBlock) -> BlockLayout:
 
 
 def probe(like: Tensor, write: WriteBlock) -> BlockLayout:
-    """Find the layout in which ``write`` fills blocks of a cache such as ``like``.
+    """Return the layout in which ``write`` fills blocks of a cache such as ``like``.
 
     Raises ``UnknownLayout``: no known layout reads the written rows back.
     """
@@ -226,7 +226,7 @@ def _reads_back(layout: BlockLayout, like: Tensor, write: WriteBlock, key_dim: i
 
 
 def _learnt_order(like: Tensor, write: WriteBlock, *, of_values: bool = False) -> Tensor:
-    """Find the order of K's elements in the first half of a (block, head), or of V's in the second.
+    """Find the order of K's elements in the first half of a (block, head), or V's in the second.
 
     Each element's number is written as three digits, one after the other, so that bfloat16 holds
     them exactly, also those of blocks of thousands of tokens.

@@ -1,10 +1,10 @@
 """The interface between a rank's transfers and the code that packs and fills vLLM's blocks.
 
-vLLM's prefix cache has a restored block under the hash of the originally computed block, and a
-later save cannot distinguish the two. If restored blocks were packed a second time, their error
-would grow with each sleep. So ``RestoredBlocks`` remembers the hash of every block that was filled
-from a lossy copy. vLLM gives a block to another request without notice: the block then has another
-hash, and its entry no longer matches.
+vLLM's prefix cache holds a restored block under the hash of the originally computed block, so a
+later save cannot distinguish the two by hash. If restored blocks were packed a second time, their
+error would grow with each sleep. So ``RestoredBlocks`` remembers the hash of every block that was
+filled from a lossy copy. vLLM gives a block to another request without notice: the block then has
+another hash, and its entry no longer matches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stream(Protocol):
     """Runs work in order, in parallel to the model's stream, which never waits for it."""
 
     def mark(self) -> object:
-        """Remember the work queued so far on the current stream. On the model's thread."""
+        """Return a mark of the work queued so far on the current stream; on the model's thread."""
 
     def enqueue_after(self, mark: object) -> AbstractContextManager[None]:
         """Run the work that is queued inside the ``with`` block after the work before ``mark``."""
@@ -52,7 +52,7 @@ class Stream(Protocol):
         """Enqueue like ``enqueue_after``, and wait at the end of the ``with`` block."""
 
     def ask(self, work: Callable[[], None]) -> None:
-        """Queue launches and copies; call it inside ``enqueue_after``."""
+        """Queue the launches and copies that ``work`` makes; call it inside ``enqueue_after``."""
 
     def completion(self) -> Callable[[], None]:
         """Return a function that waits until all work queued so far on this stream is done."""
@@ -70,10 +70,10 @@ class Blocks(Protocol):
 
     @property
     def why_host(self) -> str:
-        """The reason why the host packs what lies on a device, in words; "" if it need not."""
+        """The reason why the host packs a cache in device memory; "" if it does not have to."""
 
     def mark(self) -> object:
-        """Make a mark after the model's work queued so far. Called on the model's thread."""
+        """Return a mark of the model's work queued so far; called on the model's thread."""
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:
         """Read the blocks, and return futures of their blobs, in the order of ``wanted``.
@@ -108,7 +108,7 @@ class RestoredBlocks:
                     self._hashes[block_id] = name
 
     def has_any(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> bool:
-        """True if one of these blocks, which have these hashes now, came from a lossy copy."""
+        """Return whether any of these blocks, with these present hashes, came from a lossy copy."""
         with self._lock:
             pairs = zip(block_ids, hashes, strict=True)
             return any(self._hashes.get(block_id) == name for block_id, name in pairs)

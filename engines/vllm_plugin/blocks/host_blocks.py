@@ -33,7 +33,7 @@ GROUP_TOKENS: Final = 128
 SPARE_BYTES: Final = 256 << 20
 
 
-# One run for all blobs of a group, side by side, and for each blob whether it was unpacked.
+# The unpacked chunks of a group in one run, and for each chunk whether unpacking succeeded.
 Decoded: TypeAlias = tuple[list[KVPair], list[bool]]
 Ahead: TypeAlias = tuple[list[Filling], Task[Decoded]]
 
@@ -67,7 +67,7 @@ class RunPool:
         return run if fits else self._layout.empty(num_tokens)
 
     def give(self, run: list[KVPair]) -> None:
-        """Return a run that is no longer read; it is kept if there is room."""
+        """Take back a run that the caller no longer reads; it is kept if there is room."""
         nbytes = _nbytes_of(run)
         with self._lock:
             if len(self._spare) < self._most and self.nbytes + nbytes <= self._most_bytes:
@@ -135,9 +135,10 @@ class HostBlocks:
         """Do nothing: no resources are held."""
 
     def _decodes(self, wanted: Sequence[Filling]) -> Iterator[tuple[list[Filling], Decoded]]:
-        """Unpack the blobs in order, only a few ahead.
+        """Yield the blobs in order, in groups, with their unpacked runs.
 
-        An unpacked session takes many times the memory of its staged blobs.
+        Only a few groups are unpacked ahead: an unpacked session takes many times the memory of its
+        staged blobs.
         """
         ahead: deque[Ahead] = deque()
         most = self._group_tokens // self._chunk_tokens
@@ -149,10 +150,10 @@ class HostBlocks:
             yield self._first(ahead)
 
     def _first(self, ahead: deque[Ahead]) -> tuple[list[Filling], Decoded]:
-        """The next unpacked group.
+        """Return the next group and its unpacked run.
 
-        While it is not done, this thread unpacks groups that the codec threads have not begun: an
-        entropy coder takes ten times as long as copying.
+        Until it is ready, this thread unpacks groups that the codec threads have not begun, because
+        entropy decoding takes ten times as long as copying.
         """
         group, wanted = ahead[0]
         while not wanted.future.done() and any(task.take() for _, task in ahead):
@@ -166,7 +167,7 @@ class HostBlocks:
             chunks = [(x.blob, x.piece) for x in group]
             self._store.packer.unpack_chunks(chunks, slice_tokens(run, 0, len(group) * size))
             return run, [True] * len(group)
-        except Unusable:  # the good ones by themselves
+        except Unusable:  # some chunk is bad: unpack each by itself, to keep the good ones
             slices = [slice_tokens(run, i * size, (i + 1) * size) for i in range(len(group))]
             return run, [self._unpacked(x, y) for x, y in zip(group, slices, strict=True)]
 
@@ -187,7 +188,7 @@ def _groups(wanted: Sequence[Filling], most: int, block_tokens: int) -> Iterator
     """
     group: list[Filling] = []
     for x in wanted:
-        if group and not (len(group) < most and _go_on(group[-1], x, block_tokens)):
+        if group and not (len(group) < most and _continues(group[-1], x, block_tokens)):
             yield group
             group = []
         group.append(x)
@@ -195,8 +196,8 @@ def _groups(wanted: Sequence[Filling], most: int, block_tokens: int) -> Iterator
         yield group
 
 
-def _go_on(one: Filling, other: Filling, block_tokens: int) -> bool:
-    """True if the blocks wanted of ``other`` directly follow those wanted of ``one``."""
+def _continues(one: Filling, other: Filling, block_tokens: int) -> bool:
+    """Return whether the blocks wanted of ``other`` directly follow those wanted of ``one``."""
     wanted_tokens = (one.skip + len(one.block_ids)) * block_tokens
     to_its_end = wanted_tokens == one.piece.num_tokens
     return to_its_end and one.piece.end_token == other.piece.first_token and not other.skip
@@ -205,7 +206,7 @@ def _go_on(one: Filling, other: Filling, block_tokens: int) -> bool:
 def _stretches(
     group: Sequence[Filling], decoded: Sequence[bool]
 ) -> Iterator[tuple[int, Sequence[Filling]]]:
-    """Yield the stretches of a group that were unpacked, each with its first member's index."""
+    """Yield each run of consecutive unpacked members of a group, with its first member's index."""
     first = 0
     for is_good, items in itertools.groupby(decoded):
         end = first + len(list(items))

@@ -1,4 +1,4 @@
-"""Copies between vLLM's paged KV blocks and runs of tokens, the input and output of codecs."""
+"""Copies between vLLM's paged KV blocks and runs of tokens, which codecs pack and restore."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PagedCache:
     has_latents: bool = False
 
     def read(self, block_ids: Sequence[int]) -> list[KVPair]:
-        """Copy these blocks to host memory, as one run of tokens.
+        """Copy these blocks to host memory, and return them as one run of tokens.
 
         K and V of each layer: (num_kv_heads, num_tokens, head_dim), C-contiguous, in the layout's
         dtype (bfloat16 as uint16).
@@ -96,7 +96,7 @@ def paged_cache(
 
 
 def _rows(blocks: Tensor) -> np.ndarray:
-    """The blocks' rows, (num_kv_heads, num_tokens, head_dim), on the host; bfloat16 as uint16.
+    """Copy blocks to host memory as (num_kv_heads, num_tokens, head_dim); bfloat16 as uint16.
 
     ``blocks``: (count, num_kv_heads, block_tokens, head_dim).
     """

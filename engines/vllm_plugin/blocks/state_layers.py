@@ -64,7 +64,7 @@ class RecurrentLayers:
     """
 
     def __init__(self, tensors: Sequence[Tensor], parts: Sequence[StatePart] = ()) -> None:
-        """``parts``: those of every tensor's block; () = unknown, blocks are copied as a whole."""
+        """``parts``: the arrays in a tensor's block; () = unknown, so blocks are copied whole."""
         self._tensors = [_flat(x) for x in tensors]
         self._parts = parts if tensors and _fit(self._tensors, parts) else ()
 
@@ -82,7 +82,7 @@ class RecurrentLayers:
         return self._parts or [StatePart(torch.uint8, (tensor[0].nbytes,))]
 
     def read(self, block_ids: Sequence[int]) -> Arrays:
-        """Copy the contents of these blocks, one array or more per layer."""
+        """Return copies of the contents of these blocks, one array or more per layer."""
         return [x for tensor in self._tensors for x in self._read(tensor, block_ids)]
 
     def _read(self, tensor: Tensor, block_ids: Sequence[int]) -> Iterator[StateArray]:
@@ -153,7 +153,7 @@ StateLayers: TypeAlias = RecurrentLayers | WindowLayers
 
 
 class StateBlocks:
-    """All groups that do not keep all tokens. A state's block ids are those of all, joined."""
+    """All groups that do not keep all tokens; a state's block ids are theirs, group after group."""
 
     def __init__(self, groups: Sequence[StateGroup], layers: Sequence[StateLayers]) -> None:
         self._groups = groups
@@ -177,7 +177,10 @@ class StateBlocks:
         )
 
     def kv_size(self, itemsize: int = 0) -> KVSize:
-        """The bytes of a session's state; ``itemsize``: bytes of a window's value, 0 = its own."""
+        """Return the size of a session's state.
+
+        ``itemsize``: assumed bytes of a value in a window; 0 = those of the window's own dtype.
+        """
         windows, fixed = [], 0
         for group, x in zip(self._groups, self._layers, strict=True):
             if isinstance(x, WindowLayers):
@@ -193,19 +196,19 @@ class StateBlocks:
         return next((x.block_tokens for x in self._layers if isinstance(x, WindowLayers)), 0)
 
     def places(self, boundary: int) -> list[tuple[int, bool]]:
-        """The number in the session of each block of a state, and if it has rows of windows.
+        """Return the number in the session of each of a state's blocks, and if it is a window's.
 
-        In the order of their ids.
+        The order is that of the state's block ids.
         """
         return [(i, not x.recurrent) for x in self._groups for i in x.reach(boundary)]
 
     def _shares(self, boundary: int, block_ids: Sequence[int]) -> list[list[int]]:
-        """The block ids of the state after ``boundary`` blocks, by group."""
+        """Split the block ids of the state after ``boundary`` blocks by group."""
         ids = iter(block_ids)
         return [list(islice(ids, len(x.reach(boundary)))) for x in self._groups]
 
     def read(self, boundary: int, block_ids: Sequence[int]) -> StateTree:
-        """Copy the state after ``boundary`` blocks from these blocks."""
+        """Return a copy of the state after ``boundary`` blocks, which is in these blocks."""
         shares = self._shares(boundary, block_ids)
         return [list(x.read(ids)) for x, ids in zip(self._layers, shares, strict=True)]
 
@@ -220,7 +223,7 @@ class StateBlocks:
 
 
 def check_arrays(arrays: Sequence[StateArray], wanted: Sequence[StateArray]) -> None:
-    """Check shapes and dtypes. Raises ``Corrupt``."""
+    """Raise ``Corrupt`` if shapes or dtypes differ from those of ``wanted``."""
     found = [(x.dtype, x.array.shape, x.array.dtype) for x in arrays]
     if found != [(x.dtype, x.array.shape, x.array.dtype) for x in wanted]:
         raise Corrupt(OTHER_STATE)
@@ -233,7 +236,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _fit(tensors: Sequence[Tensor], parts: Sequence[StatePart]) -> bool:
-    """Say whether the blocks consist of bytes and have room for these parts."""
+    """Return whether the blocks consist of bytes and have room for these parts."""
     nbytes = sum(x.nbytes for x in parts)
     return all(x.ndim == 2 and x.element_size() == 1 and x.shape[1] >= nbytes for x in tensors)
 

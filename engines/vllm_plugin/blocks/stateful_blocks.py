@@ -1,9 +1,9 @@
 """Saves and loads the state of layers that do not keep all tokens.
 
-A state is packed with the method that was measured together with the rows' codec; without such a
-method it is kept exactly: a recurrent state cannot be cut back or repaired, and an error in it
-affects every token that follows. Rows of windows are chunks like any others. What was restored from
-a lossy copy is never packed again.
+A state is packed with the method that was measured together with the rows' codec. Without such a
+method it is stored exactly: a recurrent state cannot be cut back or repaired, and an error in it
+affects every token that follows. Rows of windows are chunks like any others. A state or row that
+was restored from a lossy copy is never packed again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class _StateBlock(NamedTuple):
 
 
 class StatefulBlocks:
-    """The states in vLLM's blocks. Thread-safe.
+    """Reads and fills the states in vLLM's blocks. Thread-safe.
 
-    A state's block ids are those of all groups that do not keep all tokens, joined; a *boundary* is
-    the number of blocks before it.
+    A state's block ids are those of all groups that do not keep all tokens, group after group; its
+    *boundary* is the number of blocks before it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StatefulBlocks:
         self._block_tokens = block_tokens
 
     def read(self, boundary: int, block_ids: Sequence[int], ready: object) -> TakenState:
-        """Copy a state out of its blocks, once the device has reached the mark ``ready``."""
+        """Return a copy of a state, made once the device has reached the mark ``ready``."""
         with self._stream.after(ready):
             tree = self._states.read(boundary, block_ids)
         model = self._store.model
@@ -63,9 +63,12 @@ class StatefulBlocks:
     def is_restored(
         self, piece: Piece, boundary: int, block_ids: Sequence[int], hashes: Sequence[bytes]
     ) -> bool:
-        """True if the state at ``boundary``, or these rows of its windows, came from a lossy copy.
+        """Return whether a state, or a chunk of its windows' rows, came from a lossy copy.
 
-        ``hashes``: those of the session's blocks, from its beginning.
+        Args:
+            piece: names the state or the rows.
+            boundary: of the state.
+            hashes: of the session's blocks, from its beginning.
         """
         size = self._block_tokens
         first, end = piece.first_token // size, -(-piece.end_token // size)
@@ -86,10 +89,11 @@ class StatefulBlocks:
     ) -> set[int]:
         """Fill the blocks of a state; return the ids of those filled: all, or none.
 
-        None are filled if the state is of another boundary: another rank may have less.
+        None are filled if the blobs hold the state of another boundary, which happens if another
+        rank can restore fewer blocks.
 
         Args:
-            blobs: of the prompt; of them, the state and its windows' rows in order are used.
+            blobs: of the prompt; the state and its windows' rows, in order, are used.
             hashes: of the session's blocks, from its beginning.
         """
         position = boundary * self._block_tokens
@@ -101,7 +105,7 @@ class StatefulBlocks:
             tree = unpack_state(self._store.packer, state, windows)
             with self._stream.after(ready):
                 self._states.write(boundary, block_ids, tree)
-        except ForeignCodec:  # others can read it
+        except ForeignCodec:  # keep the blob: other servers can read it
             return set()
         except Unusable as error:
             logger.warning("a verified state cannot be used: %s", error)
@@ -129,7 +133,7 @@ class StatefulBlocks:
     def _blocks(
         self, boundary: int, block_ids: Sequence[int], hashes: Sequence[bytes]
     ) -> list[_StateBlock]:
-        """List the blocks of a state, with the hashes that they have in the session."""
+        """Return the blocks of a state, with the hashes that they have in the session."""
         apart = self._store.model.windows is not None
         found = zip(block_ids, self._states.places(boundary), strict=True)
         return [_StateBlock(x, i, hashes[i], apart and of_window) for x, (i, of_window) in found]
