@@ -1,14 +1,14 @@
-"""The order and the memory of a device: side streams, marks, and staging memory that is pinned.
+"""Side streams of a device, marks that order them, and pinned staging memory.
 
 A stream runs queued work later, in order. Only a mark orders that work after work on another
 stream, and only ``completion`` shows that it is done; until then no thread may touch the memory
 that it reads or writes. ``Cuda`` is the only supported device. Tests use a device on host memory
 that runs its work late.
 
-Blobs pass between the host and the device through one arena of pinned host memory, and as much on
-the device. It is a ring: regions are taken in order, and each is returned when its user is done.
-Many small copies from pageable memory are slower by an order of magnitude than one from pinned
-memory, and pinning costs milliseconds: so the arena is pinned once.
+Blobs pass between the host and the device through one arena of pinned host memory, which has a twin
+of equal size on the device. It is a ring: regions are taken in order, and each is returned when its
+users are done. The arena is pinned once, because pinning costs milliseconds; many small copies from
+pageable memory would be slower by an order of magnitude than one from pinned memory.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Accelerator(Protocol):
     """A device that packs and restores the KV in its memory."""
 
     def stream(self) -> Stream:
-        """Make a stream of the lowest priority."""
+        """Return a new stream of the lowest priority."""
 
     def apart(self) -> AbstractContextManager[object]:
         """Make a new stream and its device current on this thread, inside the ``with`` block."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Host memory that the device can address, zeros, uint8 (nbytes,)."""
+        """Return zeroed host memory that the device can address, uint8 (nbytes,)."""
 
     def twin(self, nbytes: int) -> Tensor:
-        """Memory of the device, uint8 (nbytes,), which any stream may use immediately."""
+        """Return memory of the device, uint8 (nbytes,), which any stream may use immediately."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
@@ -51,13 +51,13 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def stream_of(device: torch.device) -> Stream:
-    """Make a stream for copies out of the memory of ``device``, and into it."""
+    """Return a stream for copies out of the memory of ``device`` and into it."""
     found = accelerator_of(device)
     return found.stream() if found is not None else NoStream()
 
 
 def sent(table: Tensor, device: torch.device) -> Tensor:
-    """Copy a table to ``device``, on the current stream, without waiting for the copy."""
+    """Return a copy of a table on ``device``, made on the current stream without waiting for it."""
     if device.type != "cuda":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
@@ -166,7 +166,7 @@ class Region:
     Attributes:
         host: uint8 (num_parts, part_bytes), in pinned host memory.
         device: uint8 (num_parts, part_bytes), its twin in device memory.
-        num_users: those that have yet to return it.
+        num_users: the number of users that have not returned it yet.
     """
 
     start: int
@@ -176,7 +176,7 @@ class Region:
     num_users: int
 
     def arrays(self, nbytes: int) -> list[np.ndarray]:
-        """View the first ``nbytes`` of each part on the host, uint8 (nbytes,)."""
+        """Return a view of the first ``nbytes`` of each part on the host, uint8 (nbytes,)."""
         return list(self.host.numpy()[:, :nbytes])
 
     def upload(self) -> None:
@@ -201,10 +201,10 @@ class StagingRing:
     def take(
         self, nbytes: int, num_parts: int = 1, *, num_users: int = 1, wait: bool
     ) -> Region | None:
-        """Take a region of some parts of ``nbytes`` each; None if there is no room now.
+        """Take a region of ``num_parts`` parts of ``nbytes`` each; None if there is no room now.
 
         Args:
-            num_users: the calls of ``give_back`` after which the region is free.
+            num_users: the number of calls of ``give_back`` that free the region.
             wait: wait until other threads have returned enough. A thread that holds a region must
                 not wait.
         """

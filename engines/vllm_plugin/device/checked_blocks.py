@@ -1,8 +1,7 @@
-"""Chooses between the device's kernels, for the codec they were checked with, and the host.
+"""Uses the device's kernels for the codec they were checked with, and the host for all others.
 
 A store may adopt another codec while it runs, and hold blobs of an earlier codec. Kernels are
-checked for one codec, at the start and again when another one is adopted. The host handles blobs of
-all others.
+checked for one codec at a time: at the start, and again when another codec is adopted.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ MOST_TRIES: Final = 3
 
 
 class DeviceTransfer(Protocol):
-    """The part of ``blocks.Blocks`` that a device does, for one codec."""
+    """The methods of ``blocks.Blocks`` that a device implements for one codec."""
 
     def mark(self) -> object:
-        """Remember the work queued so far on the device. Called on the model's thread."""
+        """Return a mark of the work queued so far on the device; called on the model's thread."""
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:
         """Make blobs of blocks; see ``blocks.Blocks.pack``."""
@@ -46,7 +45,7 @@ class KernelsUnusable(Exception):
     """The device's kernels cannot be used for a codec; the message is the reason."""
 
 
-# Makes the device's transfer for the store's present codec, and checks it. Raises
+# Returns the device's transfer for the store's present codec, after checking it. Raises
 # ``KernelsUnusable``.
 Prove: TypeAlias = Callable[[], DeviceTransfer]
 
@@ -66,9 +65,9 @@ class CheckedBlocks:
     """Implements ``blocks.Blocks``. Thread-safe: a call uses one checked transfer to its end.
 
     Args:
-        on_device: checked for the store's present codec.
+        on_device: the device's transfer, which was checked for the store's present codec.
         prove: called on a separate thread when another codec was adopted. Compiling and comparing
-            take seconds; the host packs meanwhile, and afterwards if the kernels are wrong.
+            take seconds; the host packs meanwhile, and also afterwards if the kernels are wrong.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class CheckedBlocks:
         self._lock = threading.Lock()
         self._under_check: set[str] = set()  # codecs under check, or found wrong
         self._num_tries: Counter[str] = Counter()
-        self._reasons: dict[str, str] = {}  # by codec, for which the host packs
+        self._reasons: dict[str, str] = {}  # why the host packs, by codec
         self._prover = ThreadPoolExecutor(1, "thermocline-prove", initializer=unbind_thread)
 
     @property
@@ -90,12 +89,12 @@ class CheckedBlocks:
 
     @property
     def why_host(self) -> str:
-        """The reason, "" also while the kernels of an adopted codec are yet to be checked."""
+        """The reason for the present codec; "" also while its kernels are not yet checked."""
         codec = self._store.packer.codec.id
         return "" if codec == self._checked.codec else self._reasons.get(codec, "")
 
     def mark(self) -> object:
-        """Remember the model's work queued so far; the mark is valid for device and host."""
+        """Return a mark of the model's work queued so far; it is valid for device and host."""
         return self._checked.transfer.mark()
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:
@@ -147,7 +146,8 @@ class CheckedBlocks:
                 self._under_check.discard(codec)
                 self._num_tries[codec] -= 1
             elif found is None:
-                # Without ``KernelsUnusable`` a later save tries again: the device may be full now.
+                # After any error but ``KernelsUnusable`` a later save tries again: the device may
+                # be full only now.
                 self._reasons[codec] = str(error) or type(error).__name__
                 logger.warning("codec %s is packed by the host, slower", codec, exc_info=error)
             else:

@@ -15,8 +15,8 @@ from engines.vllm_plugin.device.staging_layout import StagingLayout, TokenRun
 from kvstore.blobs.chain import Piece
 from kvstore.store.cold_store import ColdStore
 
-MOST_TOKENS: Final = 512  # of a batch, as of a page of ``payload_layouts.Angles``
-MOST_BYTES: Final = 8 << 20
+MOST_TOKENS: Final = 512  # in a batch; as many as in a page of ``payload_layouts.Angles``
+MOST_BYTES: Final = 8 << 20  # of a batch
 
 
 class OneBlob(Protocol):
@@ -34,7 +34,10 @@ Wanted = TypeVar("Wanted", bound=OneBlob)
 
 @dataclass(frozen=True, eq=False)
 class CopyStream:
-    """The resources of one direction: a save must not wait for a restore, nor the reverse."""
+    """The stream and staging memory of one direction.
+
+    Each direction has its own, so that saves and restores do not wait for each other.
+    """
 
     store: ColdStore
     layout_of: Callable[[Piece], StagingLayout]
@@ -43,10 +46,10 @@ class CopyStream:
     device: torch.device
 
     def batches(self, wanted: Sequence[Wanted]) -> Iterator[Batch[Wanted]]:
-        """Group chunks that follow each other; any other blob forms a batch of its own.
+        """Yield batches of chunks that follow each other; any other blob is a batch of its own.
 
-        A launch for each chunk would hold the interpreter's lock for as long as the device packs
-        it. Batches begin at the same chunks in every session.
+        Launching kernels for a single chunk holds the interpreter's lock for as long as the device
+        packs it. Batches begin at the same chunks in every session.
         """
         first = 0
         batch: Batch[Wanted] | None = None
@@ -84,7 +87,7 @@ class CopyStream:
 class Batch(Generic[Wanted]):
     """Blobs of one layout that follow each other in a session.
 
-    ``first``: the index of their first token in the run of all tokens of their save or load.
+    ``first``: the index of their first token among all tokens of their save or load.
     """
 
     layout: StagingLayout
@@ -106,7 +109,7 @@ class Batch(Generic[Wanted]):
 
 @dataclass(eq=False)
 class InFlight(Generic[Wanted]):
-    """A copy under way of a batch's rows between blocks and a region.
+    """An unfinished copy of a batch's rows between blocks and a region.
 
     ``wait_done``: returns when the device has finished the copy; None before the copy is queued.
     """

@@ -1,10 +1,10 @@
 """Makes blobs from vLLM's blocks and fills blocks from blobs, on the device that holds them.
 
-Saving: kernels gather rows from blocks and pack them on the device, one copy takes a fifth of the
-bytes to pinned host memory, and a codec thread makes the blob. Loading: a codec thread checks a
-blob and puts it into pinned memory, one copy takes it to the device, and kernels unpack it into the
-blocks. Each direction has a stream of its own; no work is queued on the model's stream, and that
-stream never waits (docs/decisions/0023-device-transfer.md).
+Saving: kernels gather rows from blocks and pack them on the device, one copy takes the packed rows
+(a fifth of the bytes) to pinned host memory, and a codec thread makes the blob. Loading: a codec
+thread checks a blob and puts it into pinned memory, one copy takes it to the device, and kernels
+unpack it into the blocks. Each direction has a stream of its own; no work is queued on the model's
+stream, and that stream never waits (docs/decisions/0023-device-transfer.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstore.tiers.base import Blob
 logger = logging.getLogger("thermocline.vllm")
 OPENED_AHEAD: Final = 4
 NOT_WANTED: Final = -1  # the id of a block that kernels skip
-# A row for each blob of a batch: the rows that its part cannot hold; None for an unusable blob.
+# For each blob of a batch: the rows that its part of the region cannot hold; None = unusable blob.
 Opening: TypeAlias = list[Future[list[KeptRows] | None]]
 
 
@@ -102,7 +102,7 @@ class DeviceSave:
                 seal = partial(self._seal, copy, x.piece, staged, rows)
                 self._sealing.append(self._copy_stream.store.workers.codec(seal))
                 rest -= 1
-        finally:  # nothing is left unless the threads take no more work
+        finally:  # parts are left only if the codec threads accept no more work
             self._give_back(copy, rest)
 
     def _seal(
@@ -114,9 +114,9 @@ class DeviceSave:
             self._copy_stream.ring.give_back(copy.region)
 
     def _give_up(self) -> None:
-        """Wait for the device after an error, and return the regions.
+        """Return the regions that an error left in use, once the device has finished with them.
 
-        vLLM may reuse the blocks at once.
+        This must wait, because vLLM may reuse the blocks at once.
         """
         try:
             if self._in_flight:
@@ -233,7 +233,7 @@ class DeviceLoad:
         self._copy_stream.ring.give_back(copy.region)
 
     def _give_up(self) -> None:
-        """Return regions after an error, once no thread and no kernel uses them."""
+        """Return the regions that an error left in use, once no thread and no kernel uses them."""
         try:
             if self._opening or self._in_flight:
                 wait([x for _, opening in self._opening for x in opening])
@@ -244,7 +244,7 @@ class DeviceLoad:
 
 
 def _all_blocks(x: Filling, block_tokens: int) -> list[int]:
-    """Return the ids of all blocks of the blob, ``NOT_WANTED`` for those not to be filled."""
+    """Return the ids of all blocks of the blob, ``NOT_WANTED`` for those that are not filled."""
     rest = x.piece.num_tokens // block_tokens - x.skip - len(x.block_ids)
     return [NOT_WANTED] * x.skip + x.block_ids + [NOT_WANTED] * rest
 
@@ -285,7 +285,7 @@ class DeviceBlocks:
         return self._cache.block_tokens * self._cache.layout.bytes_per_token
 
     def mark(self) -> object:
-        """Remember the work queued so far on the device. Called on the model's thread."""
+        """Return a mark of the work queued so far on the device; called on the model's thread."""
         return self._saving.side_stream.mark()
 
     def pack(self, wanted: Sequence[Packing], ready: object) -> list[Future[Blob]]:

@@ -2,7 +2,7 @@
 
 Before the first request, and when another codec is adopted, the kernels pack and fill a small
 cache of the engine's own shapes, which also compiles them. Every bit must equal the result of the
-host's codec. A kernel or a compiler that fails costs only speed.
+host's codec. If a kernel or a compiler fails, the host does the work, only slower.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from kvstore.store.cold_store import ColdStore
 
 logger = logging.getLogger("thermocline.vllm")
 STAGING_BYTES: Final = 64 << 20  # for each direction
-NUM_CHUNKS: Final = 2  # that are compared
+NUM_CHUNKS: Final = 2  # chunks that are compared
 
 
 def scratch_for(codec: Codec, cache: PagedCache, num_blocks: int) -> PagedCache:
-    """Make a cache of few blocks that ``codec`` can pack.
+    """Return a new cache of few blocks that ``codec`` can pack.
 
-    It has one layer of each kind, and more if first tokens would have no part of their own, as
-    they have in the real cache; or all layers for a codec that was calibrated for this model.
+    It has one layer of each kind. It has more if the session's first tokens need them to get a part
+    of their own in the payload, as in the real cache. It has all layers if the codec was calibrated
+    for this model.
     """
     numbers = {(_kind(k), _kind(v)): i for i, (k, v) in enumerate(cache.views)}
     chosen = set(numbers.values())
@@ -91,7 +92,7 @@ class _Room:
     members: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def has_place_for(self, view: Tensor) -> bool:
-        """Say whether a side ends within the first side's block."""
+        """Return whether a side lies within the first side's block."""
         _, first = self.members[0]
         alike = view.stride(0) == first.stride(0) and view.dtype == first.dtype
         return bool(alike and self.offset_of(view) + _extent(view) <= view.stride(0))
@@ -130,17 +131,20 @@ def _extent(view: Tensor) -> int:
 
 
 def _fill(view: Tensor, number: int) -> None:
-    """Fill a side with rows of many sizes, and two rows that kernels must treat specially."""
+    """Fill a side with rows of many sizes, one row of zeros, and one row with an infinity."""
     ramp = torch.arange(view.numel(), dtype=torch.float64).add(number).remainder(10007)
     sizes = torch.exp2(torch.arange(view.shape[2], dtype=torch.float64) % 8 - 3)
     view.copy_((ramp * ramp).sin().reshape(view.shape) * sizes[:, None])
-    # After the session's first tokens.
+    # In the last blocks: the session's first tokens would not be packed.
     view[-2, 0, 0] = 0
     view[-2, -1, -1] = torch.inf
 
 
 def blocks_for(cache: PagedCache, store: ColdStore, spare_bytes: int = SPARE_BYTES) -> Blocks:
-    """Choose the host for a cache in host memory; on CUDA, the kernels if they work."""
+    """Return the code that packs and fills a cache: its device's kernels if they work, else host's.
+
+    A cache in host memory is always packed by the host.
+    """
     accelerator = accelerator_of(cache.device)
     if accelerator is None:
         return HostBlocks(cache, store, NoStream(), spare_bytes)
@@ -150,7 +154,10 @@ def blocks_for(cache: PagedCache, store: ColdStore, spare_bytes: int = SPARE_BYT
 def blocks_on(
     accelerator: Accelerator, cache: PagedCache, store: ColdStore, spare_bytes: int = SPARE_BYTES
 ) -> Blocks:
-    """Choose the kernels of this device if they work, else the host."""
+    """Return the code that packs and fills a cache of this device: kernels if they work, else host.
+
+    Never raises: any failure leaves the work to the host.
+    """
     on_host = partial(HostBlocks, cache, store, accelerator.stream(), spare_bytes)
     prove = partial(proven_blocks, accelerator, cache, store)
     try:
@@ -162,13 +169,13 @@ def blocks_on(
 
 
 def proven_blocks(accelerator: Accelerator, cache: PagedCache, store: ColdStore) -> DeviceTransfer:
-    """Make the device's transfer for the store's present codec, and check it.
+    """Return the device's transfer for the store's present codec, after checking its kernels.
 
     May run on any thread: it uses a stream of its own.
 
     Raises:
-        KernelsUnusable: the host has to pack this codec. Errors of any other kind may be over when
-            it is tried again.
+        KernelsUnusable: the host has to pack this codec. An error of any other kind may be gone at
+            a later attempt.
     """
     try:
         with accelerator.apart():
@@ -187,7 +194,7 @@ def device_blocks(
     store: ColdStore,
     staging_bytes: int = STAGING_BYTES,
 ) -> DeviceTransfer | None:
-    """Make the device's transfer; None if kernels cannot address the cache.
+    """Return the device's transfer, unchecked; None if kernels cannot address the cache.
 
     Raises:
         ImportError: Triton is not installed.
@@ -204,7 +211,7 @@ def device_blocks(
 
 
 def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: ColdStore) -> bool:
-    """Say whether kernels and host make the same blobs and fill blocks with the same bits."""
+    """Return whether kernels and host make the same blobs and fill blocks with the same bits."""
     size, codec = store.chunk_tokens, store.packer.codec
     scratch = scratch_for(codec, cache, NUM_CHUNKS * size // cache.block_tokens)
     model = StoredModel("", "", scratch.layout)
@@ -218,7 +225,7 @@ def kernels_agree(accelerator: Accelerator, cache: PagedCache, store: ColdStore)
 
 
 def _same(scratch: PagedCache, keys: ChainKeys, one: DeviceTransfer, other: DeviceTransfer) -> bool:
-    """Compare both ways on a few chunks: pack them, then fill other blocks with the blobs.
+    """Return whether two transfers pack a few chunks, and fill other blocks with them, alike.
 
     The first chunk contains the session's first tokens, which are not packed.
     """

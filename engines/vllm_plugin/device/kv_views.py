@@ -1,8 +1,8 @@
 """Views of the K and V of a paged cache for kernels: one table of addresses for all layers.
 
-A *side* is the K or the V of one layer. A kernel that handled one side would be launched a hundred
-times for a chunk, although the work of a chunk takes a millisecond. So one launch handles all sides
-of one shape and one set of strides, and an argument holds the distance of each from the first one.
+A *side* is the K or the V of one layer. A kernel for single sides would be launched a hundred times
+for a chunk, although the work of a chunk takes a millisecond. So one launch handles all sides of
+one shape and one set of strides; a table holds the distance of each side from the first one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KVViewGroup:
 
 
 def view_groups(cache: PagedCache) -> list[KVViewGroup] | None:
-    """Group the sides of a cache; None if kernels cannot address one: permuted or not aligned."""
+    """Group the sides of a cache; None if kernels cannot address a side: permuted or unaligned."""
     sides = [side for pair in cache.views for side in pair]
     views: list[Tensor] = []
     for side in sides:
@@ -81,7 +81,7 @@ def _group(views: Sequence[Tensor], numbers: list[int]) -> KVViewGroup:
 
 
 def _is_plain(view: Tensor) -> bool:
-    """Say whether rows are contiguous and all strides keep them aligned for 16-byte loads."""
+    """Return whether rows are contiguous and all strides keep them aligned for 16-byte loads."""
     *outer, inner = view.stride()
     return inner == 1 and not view.shape[3] % ALIGNED and not any(x % ALIGNED for x in outer)
 

@@ -1,12 +1,12 @@
-"""Packed rows in a staging region, and the choice of a blob's layout: packed, else raw.
+"""The layouts of packed rows in a staging region, and the choice of a blob's layout.
 
     region of a first chunk: rows of the first tokens as in ``RawStagingLayout`` | the rest
     region of any other chunk: the codec's payload
 
-The first tokens are kept in 16 bits under every codec and have a part of their own in the payload
-(``kvstore.codecs.rows.sinks``). The codec's kernels write the other one. A blob is packed if its
-codec has kernels. The raw layout is also that of the first chunk of a model whose tokens are so
-small that their first ones have no part of their own.
+Every codec keeps the first tokens in 16 bits, in a part of their own in the payload
+(``kvstore.codecs.rows.sinks``). The codec's kernels write the rest. A blob has a packed layout if
+its codec has kernels, else the raw layout. A first chunk also has the raw layout if the model's
+tokens are so small that the first ones have no part of their own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PayloadLayout(Protocol):
         """Fill the part from a payload; return the rows that it cannot hold. On any thread.
 
         Raises:
-            Corrupt: the codec writes no such payload.
+            Corrupt: the codec cannot have written this payload.
         """
 
     def write(self, run: TokenRun, staged: Tensor) -> None:
@@ -105,7 +105,8 @@ class FirstChunkLayout:
     """Implements ``StagingLayout`` for the first chunk of a session.
 
     Args:
-        rest: of the tokens from ``NUM_SINKS`` on.
+        head: the layout of the first ``NUM_SINKS`` tokens.
+        rest: the layout of the other tokens.
     """
 
     takes_many = False
@@ -151,7 +152,7 @@ class FirstChunkLayout:
 def opened(packer: Packer, blob: AnyBlob, piece: Piece, codec: Codec) -> memoryview:
     """Return the payload of a blob that is in this codec.
 
-    Raises ``Unusable``: it is in another codec, damaged, or not the requested one.
+    Raises ``Unusable``: the blob is in another codec, damaged, or not the one of ``piece``.
     """
     found, payload = packer.open_rows(blob, piece)
     if found.id != codec.id:
@@ -160,12 +161,12 @@ def opened(packer: Packer, blob: AnyBlob, piece: Piece, codec: Codec) -> memoryv
 
 
 class StagingLayouts:
-    """Makes the staging layouts of blobs, one for each length of first chunks and of others."""
+    """Makes and keeps the staging layouts of blobs, by length, for first chunks and for others."""
 
     def __init__(self, groups: Sequence[KVViewGroup], packer: Packer, dtype: torch.dtype) -> None:
         self._groups = groups
         self._packer = packer
-        self._codec = packer.codec  # kept here, since the store may adopt another codec
+        self._codec = packer.codec  # kept here, because the store may adopt another codec
         self._kernels = kernels_for(groups, packer, dtype)
         self._pipelines = rate_pipelines(self._codec, packer.layout)
         self._rates = group_rates(groups, self._pipelines, dtype)

@@ -1,8 +1,8 @@
-"""A codec's payload in a staging region, of rotated rows or a calibrated fixed rate.
+"""The layouts of a codec's payload in a staging region: rotated rows, or a calibrated fixed rate.
 
     region of a fixed rate: gains and planes as in a payload without kept rows | a bit for each row
 
-The bits mark the rows that cannot be packed. Such rows are very rare; their values are fetched from
+The bits mark *kept rows*, which cannot be packed. They are very rare; their values are fetched from
 the blocks, and the host then assembles the payload. Keys of a fixed rate are rotated by ``Angles``:
 the host's cosines and sines, uploaded when first used.
 """
@@ -42,16 +42,16 @@ from kvstore.codecs.rows.payload import KEPT_DTYPE, PayloadPlan
 from kvstore.codecs.rows.row_codec import RowCodec
 from kvstore.shapes import KVLayout, Rope, angle_tables
 
-PAGE_TOKENS: Final = 512  # of a table of angles
-KEPT_TABLES: Final = 32  # of angles; 8 MB in all for one RoPE and heads of 128 channels
+PAGE_TOKENS: Final = 512  # tokens in a table of angles
+KEPT_TABLES: Final = 32  # cached tables; 8 MB in all for one RoPE and heads of 128 channels
 
 
 class Angles:
     """Provides the angles of runs of tokens to the kernels of one stream, and caches some.
 
-    Math libraries differ in the last bit, so the device never computes angles. A table has a page
-    of positions, which are the same in all sessions. Freed memory is reused in the order of the
-    stream, so another stream needs another object.
+    Math libraries differ in the last bit, so the device never computes angles. A table covers a
+    page of positions, so that all sessions share it. Each stream needs an object of its own: memory
+    of evicted tables is reused in the order of this stream only.
     """
 
     def __init__(self, ropes: Sequence[Rope], device: torch.device) -> None:
@@ -82,8 +82,8 @@ class RowPayloadLayout:
     """Implements ``PayloadLayout``: a payload of rotated rows without its kept rows.
 
     Args:
-        plan: of the payload, which has no first tokens of a session.
-        skipped: tokens of the blob before the payload's.
+        plan: the plan of the payload, which does not include a session's first tokens.
+        skipped: the number of the blob's tokens before those of the payload.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class RowPayloadLayout:
 
 @dataclass(frozen=True, eq=False)
 class GroupRates:
-    """The kernels of one group of sides, the number of their stack, and angles per direction."""
+    """The kernels of one group of sides, the number of its stack, and the angles per direction."""
 
     group: KVViewGroup
     stack: int
@@ -164,7 +164,10 @@ class GroupRates:
 def group_rates(
     groups: Sequence[KVViewGroup], pipelines: Sequence[RatePipeline], dtype: torch.dtype
 ) -> list[GroupRates] | None:
-    """Copy the tables of all stacks to the device, once; None if a stack has no kernels."""
+    """Copy the tables of all stacks to the device, and return the kernels of each group of sides.
+
+    Returns None if a stack has no kernels.
+    """
     if not pipelines or not all(TritonRates.supports(x.shape.width, dtype) for x in pipelines):
         return None
     found = []
@@ -183,19 +186,19 @@ def group_rates(
 
 
 def _first_units(pipeline: RatePipeline, group: KVViewGroup) -> list[int]:
-    """Return the unit of the first head of each side; those of its other heads follow."""
+    """Return the number of each side's first unit; a side has one unit per head, in order."""
     vectors = [vector_of(pipeline.shape, unit) for unit in range(pipeline.shape.num_units)]
     firsts = {x.array: unit for unit, x in enumerate(vectors) if x.head == 0}
     return [firsts[number] for number in group.side_numbers]
 
 
 class RatePayloadLayout:
-    """Implements ``PayloadLayout``.
+    """Implements ``PayloadLayout`` for a calibrated fixed rate.
 
     Args:
-        layout: of the rows of the engine.
-        plan: of the payload, which has no first tokens of a session.
-        skipped: tokens of the blob before the payload's.
+        layout: the layout of the engine's rows.
+        plan: the plan of the payload, which does not include a session's first tokens.
+        skipped: the number of the blob's tokens before those of the payload.
     """
 
     def __init__(

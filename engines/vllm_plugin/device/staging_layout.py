@@ -1,10 +1,10 @@
-"""The layout of staging memory between blocks and blob: its protocol, and that of raw rows.
+"""The protocol of layouts of staging memory between blocks and blobs, and the layout of raw rows.
 
-The codec's own kernels write a region with a *packed* layout, which holds the payload. For every
-other blob (codec ``raw``, a codec or dtype or head dimension without kernels) the device
-only gathers and scatters rows, and the store's packer works on the region as if it were the
-engine's arrays. Either way the blob has the same bytes as one that ``host_blocks`` makes. Rows that
-no codec can pack are fetched from the blocks, and written back into them, unpacked.
+A region with a *packed* layout holds the payload, which the codec's own kernels write. For every
+other blob (codec ``raw``, or a codec, dtype or head dimension without kernels) the device only
+gathers and scatters rows, and the store's packer works on the region as if it were the engine's
+arrays. Either way the blob has the same bytes as one that ``host_blocks`` makes. Rows that no codec
+can pack are fetched from the blocks, and written back into them, unpacked.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def put_rows(groups: Sequence[KVViewGroup], rows: KeptRows, blocks: Tensor, firs
 
 
 def _elements(values: np.ndarray, view: Tensor) -> np.ndarray:
-    """Convert 16-bit patterns to a side's element size: in fp32 they are the upper half."""
+    """Return 16-bit patterns at a side's element size: in fp32 they are the upper half."""
     if view.element_size() == 2:
         return values.view(np.int16)
     return (values.astype(np.uint32) << 16).view(np.int32)
@@ -105,7 +105,7 @@ class StagingLayout(Protocol):
     """The layout of all blobs of one length and position; thread-safe, without state.
 
     An array ``staged`` is the part of a region for one blob, uint8 (nbytes,). A tensor ``staged``
-    has one row for each of some blobs that follow each other, uint8 (num_blobs, nbytes).
+    has one row for each of several consecutive blobs, uint8 (num_blobs, nbytes).
     """
 
     @property
@@ -117,7 +117,7 @@ class StagingLayout(Protocol):
         """True if one call of ``read`` or ``write`` may handle several blobs."""
 
     def read(self, run: TokenRun, staged: Tensor) -> None:
-        """Queue the work that fills the rows from the blocks; ``run`` is that of the first blob."""
+        """Queue the work that fills ``staged`` from the blocks; ``run``: of the first blob."""
 
     def rescue(self, block_ids: Sequence[int], staged: np.ndarray) -> bytes:
         """Return the rows that the device could not pack; called before the blocks are reused."""
@@ -133,7 +133,7 @@ class StagingLayout(Protocol):
         """
 
     def write(self, run: TokenRun, staged: Tensor) -> None:
-        """Queue the work that fills the blocks; blocks with an id below zero are skipped."""
+        """Queue the work that fills the blocks from ``staged``; ids below zero are skipped."""
 
     def write_kept(self, run: TokenRun, kept: list[KeptRows]) -> None:
         """Queue the writes of the rows of one blob that its part cannot hold."""
@@ -145,7 +145,7 @@ def device_table(numbers: npt.ArrayLike, group: KVViewGroup) -> Tensor:
 
 
 class RawStagingLayout:
-    """Raw rows: K and V of each layer, one after the other, in the order of ``RawCodec``."""
+    """The layout of raw rows: K and V of each layer in turn, in the order of ``RawCodec``."""
 
     takes_many = False
 
@@ -183,12 +183,12 @@ class RawStagingLayout:
         """Do nothing: a region holds any row."""
 
     def rows(self, staged: np.ndarray) -> list[KVPair]:
-        """View the rows as the engine's arrays, (num_kv_heads, num_tokens, dim)."""
+        """Return views of the rows as the engine's arrays, (num_kv_heads, num_tokens, dim)."""
         return layer_views(staged, self._packer.layout, self._num_tokens)
 
 
 def layer_views(staged: np.ndarray, layout: KVLayout, num_tokens: int) -> list[KVPair]:
-    """View ``staged``, uint8, as K and V of each layer, (num_kv_heads, num_tokens, dim)."""
+    """View uint8 ``staged`` as K and V of each layer, each (num_kv_heads, num_tokens, dim)."""
     at, arrays = 0, []
     for layer in layout.layers:
         for dim in (layer.head_dim, layer.value_dim):

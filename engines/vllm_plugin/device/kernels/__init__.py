@@ -1,7 +1,7 @@
-"""Triton kernels that gather and pack rows of paged KV, unpack and scatter them; their launchers.
+"""Triton kernels and their launchers: gather and pack rows of paged KV; unpack and scatter them.
 
-``row_kernels`` serve a row format and plain copies; ``triton_rows`` launches them. ``rate_kernels``
-serve a calibrated fixed rate: ``triton_rates`` has its integers on the device and launches them.
-Functions that both use are in ``paged_rows``. The language inside ``@triton.jit`` is not Python:
-only launchers are annotated.
+``row_kernels`` handle rotated rows and plain copies; ``triton_rows`` launches them.
+``rate_kernels`` handle a calibrated fixed rate; ``triton_rates`` keeps its tables on the device and
+launches them. Both use the functions in ``paged_rows``. The language inside ``@triton.jit`` is not
+Python, so only launchers are annotated.
 """

@@ -2,8 +2,8 @@
 
 Rules that keep the bytes the same in the interpreter, on a GPU and in numpy:
 
-- 16-bit values travel as integers and are widened and rounded by integer operations. Triton's
-  interpreter truncates fp32 to bf16, and multiplies bit patterns.
+- 16-bit values are loaded and stored as integers, and widened and rounded by integer operations:
+  Triton's interpreter truncates fp32 to bf16, and multiplies bit patterns instead of bf16 values.
 - Sums of floats have a fixed order, by reshapes and splits or by loops; or they add whole numbers,
   which are exact in any order.
 - No multiply-add may be fused: launch with ``enable_fp_fusion=False``.
@@ -40,7 +40,7 @@ def plane(mask, R: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def nearest(x):
-    """Round numbers of at most 2^22 to whole ones, halves to even, by adding a large number."""
+    """Round numbers up to 2^22 to whole numbers, halves to even, by adding a large number."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -48,8 +48,8 @@ def nearest(x):
 def rounded_to_bf16(bits):
     """Round the bits of fp32 to those of bf16, nearest even; a NaN stays a NaN."""
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    is_none = (bits & 0x7FFFFFFF) > 0x7F800000
-    return tl.where(is_none, (bits >> 16) | 0x40, rounded)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(is_nan, (bits >> 16) | 0x40, rounded)
 
 
 @triton.jit

@@ -2,14 +2,14 @@
 
 ``pack_rates_kernel`` gathers rows, removes RoPE, means and gains, multiplies by the unit's basis,
 and writes gains and bit planes; ``unpack_rates_kernel`` does the reverse. One launch handles all
-sides of one shape for a few chunks that follow each other: the grid is (blocks of T tokens of all
-chunks, heads, sides), so that a program handles T tokens of one *unit*, a head of a side. Its
-output *is* the payload; that of the next chunk begins ``s_payload`` bytes later.
+sides of one shape for a few consecutive chunks: the grid is (blocks of T tokens of all chunks,
+heads, sides), so that a program handles T tokens of one *unit*, a head of a side. The output *is*
+the payload; that of the next chunk begins ``s_payload`` bytes later.
 ``kvstore.codecs.fixed_rate`` is the definition, and the bytes are the same.
 
-- *Products* are of whole numbers. When packing, a 16-bit factor is split into two digits of one
+- *Products* are of whole numbers. When packing, each 16-bit factor is split into two digits of one
   byte each, so that a product becomes four products of bytes, added up in 32 bits; when restoring,
-  factors are bytes. So tensor cores can compute them, and the order of their sums does not matter.
+  factors are bytes. So tensor cores can compute them, and the order of the sums does not matter.
 - *Floats* are single IEEE operations in the definition's order. Squares of a row are added in 16
   columns side by side, then halves onto halves. The gain is fitted by sums over components, one
   after the other: products go to ``scratch``, a few kB for each program, and are read back row by
@@ -37,8 +37,8 @@ from engines.vllm_plugin.device.kernels.paged_rows import (
 # Offsets differ between layouts, too.
 RATES_VARYING = (*VARYING, "pairs_at", "planes_at", "kept_at", "num_angles", "first_angle")
 LANES = tl.constexpr(16)  # columns whose squares are added side by side
-CODES = tl.constexpr(16)  # of gains
-INFINITY = tl.constexpr(0x7F800000)
+CODES = tl.constexpr(16)  # number of gains of a unit
+INFINITY = tl.constexpr(0x7F800000)  # as the bits of fp32
 
 
 @triton.jit

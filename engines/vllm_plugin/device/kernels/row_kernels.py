@@ -1,12 +1,12 @@
 """Triton kernels for ``RotatedRows`` on vLLM's paged cache: gather and pack, unpack and scatter.
 
-One launch handles all sides (K and V of all layers) of one shape for a few chunks that follow each
-other: the grid is (rows of a chunk, sides, chunks). Rows come head by head, token by token, in the
-order of a payload (``kvstore.codecs.rows.payload``), so a kernel's output *is* the payload. The
-payload of the next chunk begins ``s_payload`` bytes later. The arithmetic is that of
+One launch handles all sides (K and V of all layers) of one shape for a few consecutive chunks: the
+grid is (rows of a chunk, sides, chunks). Rows come head by head, token by token, in the order of a
+payload (``kvstore.codecs.rows.payload``), so a kernel's output *is* the payload. The payload of the
+next chunk begins ``s_payload`` bytes later. The arithmetic is that of
 ``kvstore.codecs.rows.rotated_rows``, operation by operation, so the bytes are the same as on a CPU.
 
-Every layer is an allocation of its own, so ``sides`` holds where each side begins, in elements from
+Every layer is an allocation of its own, so ``sides`` holds the start of each side, in elements from
 ``cache``; ``offsets`` holds its position in the payload. A block with an id below zero is neither
 read nor written.
 
@@ -76,7 +76,7 @@ def _norms(x, R: tl.constexpr, D: tl.constexpr):
 def _row_starts(
     row, ok, sides, blocks, first_token, num_tokens, block_tokens, s_block, s_head, s_token
 ):
-    """Call ``row_starts`` for rows ``head * num_tokens + token`` of this program's chunk."""
+    """Return ``row_starts`` of rows ``head * num_tokens + token`` of this program's chunk."""
     first = first_token + tl.program_id(2) * num_tokens
     return row_starts(
         row // num_tokens, first + row % num_tokens, ok, sides, tl.program_id(1), blocks,

@@ -1,6 +1,6 @@
-"""One stack of a calibrated fixed rate on the device of the KV: its tables, and its launches.
+"""The tables of one stack of a calibrated fixed rate on the KV's device, and the kernel launches.
 
-The tables hold the integers of the rate in the order that ``rate_kernels`` read them.
+The tables hold the integers of the rate in the order in which ``rate_kernels`` read them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvstore.codecs.stages.gain import THRESHOLDS, ends_of
 from kvstore.codecs.stages.integer_klt import NUM_MAGNITUDES, input_scale
 from kvstore.shapes import Rope
 
-LARGEST_FACTOR: Final = 127 * 256 + 127  # that fits two signed digits of one byte each
+LARGEST_FACTOR: Final = 127 * 256 + 127  # the largest that fits two signed digits of one byte each
 NOT_TURNED: Final = -1
 DIMS: Final = (32, 64, 128, 256)
 KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDE: Final = 128
-TOKENS: Final = 32  # of a program: the default length of a chunk
-COMPONENTS: Final = 32  # of a tile when packing
-COLUMNS: Final = 32  # of a tile when restoring
+TOKENS: Final = 32  # per program: the default length of a chunk
+COMPONENTS: Final = 32  # per tile when packing
+COLUMNS: Final = 32  # per tile when restoring
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,14 +203,13 @@ class RateRun:
 class TritonRates:
     """The kernels for the units of one stack that belong to one group of sides.
 
-    In every call ``payloads`` is uint8 (num_chunks, nbytes) on the device, for chunks that follow
-    each other.
+    In every call ``payloads`` is uint8 (num_chunks, nbytes) on the device, for consecutive chunks.
     """
 
     def __init__(
         self, group: KVViewGroup, first_units: Tensor, tables: DeviceRateTables, dtype: torch.dtype
     ) -> None:
-        """Take the unit of the first head of each side, ``first_units``: int32 on the device."""
+        """``first_units``: int32 (num_sides,) on the device, the unit of each side's first head."""
         self._group = group
         self._first_units = first_units
         self._tables = tables
@@ -223,7 +222,7 @@ class TritonRates:
 
     @staticmethod
     def supports(dim: int, dtype: torch.dtype) -> bool:
-        """Say whether there are kernels for this head dimension and dtype."""
+        """Return whether there are kernels for this head dimension and dtype."""
         return dim in DIMS and dtype in KINDS
 
     def pack(self, run: RateRun, payloads: Tensor, places: RatePlaces) -> None:

@@ -27,8 +27,8 @@ class TritonRows:
     """The kernels for one row format on one device, for groups of bf16 or fp16 sides.
 
     In every call ``blocks``, int64 (num_blocks,) on the device, are the blocks of a run of tokens
-    in order. ``payloads``, uint8 (num_chunks, nbytes) on the device, has a row for each of some
-    chunks of ``count`` tokens that follow each other from token ``first`` of that run on.
+    in order. ``payloads``, uint8 (num_chunks, nbytes) on the device, has a row for each of several
+    consecutive chunks of ``count`` tokens, the first of which begins at token ``first`` of the run.
     ``offsets``, int64 (num_sides, 2) on the device, holds for each side the start of its packed
     rows in a payload, in bytes, and the start of its scales, in units of two bytes.
     """
@@ -48,7 +48,7 @@ class TritonRows:
 
     @staticmethod
     def supports(rows: object, dim: int, dtype: torch.dtype) -> bool:
-        """Say whether there are kernels for this row format, head dimension and dtype."""
+        """Return whether there are kernels for this row format, head dimension and dtype."""
         return (
             isinstance(rows, RotatedRows)
             and rows.num_bits in (3, 4)
