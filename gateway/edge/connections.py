@@ -260,8 +260,8 @@ class Connections:
         self._clients: dict[Evictable, str] = {}  # as ``_client`` names them
         self._per_client: Counter[str] = Counter()
         self._idle: dict[Evictable, None] = {}  # longest idle first
-        self._unsaid: Counter[str] = Counter()  # ends since the last log line
-        self._said_at = -LOG_EVERY_S
+        self._unlogged: Counter[str] = Counter()  # ends since the last log line
+        self._logged_at = -LOG_EVERY_S
 
     def admit(self, connection: Evictable, address: str, *, for_admins: bool = False) -> str:
         """Give a new connection a place, or return in a word why not; "" if it has one.
@@ -319,14 +319,14 @@ class Connections:
     def ended(self, reason: str) -> None:
         """Count a connection that was refused or cut; log the counts every ``LOG_EVERY_S``."""
         self._observer.connection_ended(reason)
-        self._unsaid[reason] += 1
+        self._unlogged[reason] += 1
         now = self._clock()
-        if now - self._said_at < LOG_EVERY_S:
+        if now - self._logged_at < LOG_EVERY_S:
             return
-        self._said_at = now
-        words = ", ".join(f"{number} {why}" for why, number in sorted(self._unsaid.items()))
+        self._logged_at = now
+        words = ", ".join(f"{number} {why}" for why, number in sorted(self._unlogged.items()))
         log.warning("connections were ended: %s; %d are open", words, len(self._clients))
-        self._unsaid.clear()
+        self._unlogged.clear()
 
     def _client(self, address: str) -> str:
         """Return the name under which an address is counted; "" if it has no limit of its own."""

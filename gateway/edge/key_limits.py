@@ -193,8 +193,8 @@ class Work(Enum):
         " (`gateway/stored/stored.py`)"
     )
     RECALL = (
-        "a turn, after the stored objects that it goes on from: these count in the budget of all"
-        " bodies before they are read (`gateway/openai/responses/history.py`,"
+        "a turn, and before it the reading of the stored objects that it continues: these count in"
+        " the budget of all bodies before they are read (`gateway/openai/responses/history.py`,"
         " `gateway/edge/bodies.py`)"
     )
     TURN = (

@@ -28,7 +28,7 @@ SPACE: Final = "thermocline:rates"
 MAX_ASKING: Final = 8  # calls at once: each has a connection to Redis
 WAIT_S: Final = 1.0  # for a connection and the answer to one call
 LOOK_S: Final = 0.5  # between two checks whether Redis answers
-SAY_EVERY_S: Final = 60.0  # between two warnings that it does not
+WARN_EVERY_S: Final = 60.0  # between two warnings that it does not
 AGAIN_S: Final = 1.0
 
 log = logging.getLogger("thermocline.limits")
@@ -140,7 +140,7 @@ class Rates:
         self._asking = asyncio.Semaphore(MAX_ASKING)
         self._counting: dict[asyncio.Task[None], str] = {}  # tokens, by key
         self._is_shared: bool | None = None  # None: not known yet
-        self._said_at = float("-inf")
+        self._warned_at = float("-inf")
 
     @property
     def on_redis(self) -> bool:
@@ -228,8 +228,8 @@ class Rates:
         now = time.monotonic()
         if is_shared:
             log.info("limits of keys hold over all gateways of this Redis together")
-        elif now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
+        elif now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
             log.warning("limits of keys hold for this gateway alone until Redis answers: %s", why)
 
 

@@ -2,13 +2,13 @@
 
 The first that is present wins: the ``X-Session-ID`` header; the headers of agents; in the body
 ``session_id``, ``conversation`` and the session in ``metadata.user_id`` (all in ``names``); else
-the longest message prefix that is known of the same tenant (``known_chats``). So a client that
-sends only messages has sessions too. ``prompt_cache_key`` is no identity but a group: chats are
-found within it.
+the longest known message prefix of the same tenant (``known_chats``). So a client that sends only
+messages has sessions too. ``prompt_cache_key`` identifies no session, but a group of chats, within
+which a chat is searched.
 
-Prompts that programs send beside a conversation are recognised by their first words, and have
-rows of their own.
+Prompts that programs send beside a conversation (titles, tags) are recognised by their first words,
+and have sessions of their own.
 
-``outline`` is a request as hashes of its parts, made once: chats are found by them, and a session's
-requests compared.
+``outline`` hashes the parts of a request once; the hashes serve to find a chat, and to compare the
+requests of a session.
 """

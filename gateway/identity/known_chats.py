@@ -2,31 +2,35 @@
 
 A chat without an id is known by its *head*: the hash of its tools and all messages of its latest
 request, chained message by message under the tenant's salt. The next request of that chat begins
-with the same messages, so one of its chained hashes is the head; the head then moves on to the last
-of them. The same request again finds its own head. A request that edits an older turn contains no
-head: it is a fork, and gets an id of its own. A wrong guess costs no wrong token, since the engine
-compares tokens, but the first chat would lose its id, its pin and its figures. So a session is
-taken over only if at least half of it is the beginning of the new prompt.
+with the same messages, so one of its chained hashes is the head; the last of them becomes the new
+head. A repeated request finds its own head. A request that edits an older turn contains no head: it
+is a fork, and gets an id of its own. A wrong guess costs no wrong token, since the engine compares
+tokens, but the first chat would lose its id, its pin and its figures. So a session is taken over
+only if at least half of it is the beginning of the new prompt.
 
 Many chats begin with the same words. A first request that was answered and comes again begins
-another chat; which of those that begin alike a request goes on with is seen by their first answers,
-if these differ and are known. Else the first of them that is quiet has it.
+another chat. Of several chats that begin alike, a later request continues the one whose first
+answer it contains, if the answers differ and are known; else the first of them that is quiet.
 
-One kind of fork goes on in the session that it left: aider writes the last question anew when the
-next one comes, and puts the files after the earlier messages. Such a request is longer than the one
-before it by an answer and a question, and shares all of it but the last few messages. It takes the
-session over where that is quiet, or every turn would leave an unused session. qwen-code that is
-started again leaves a reminder out of an older question, often the first: then the system text, the
-last part of the first question and the first answer say that it is the same chat, if that called
-tools, or is all that the chat had so far. In both cases the new request has the session's latest
-answer in its place: chats of one program share their system text, and often the first question and
-what it was answered with. Or both end with the same instruction, before which a turn was put: so
-qwen-code asks, after each turn, what it should remember. An answer alone is no sign: many chats
-are greeted alike, and some servers number calls from zero in each of them.
+One kind of fork continues the session that it left, as every turn would otherwise leave an unused
+session. There are two cases; in both the session has to be quiet:
 
-The id of a new chat is derived from its first head. So after a restart a chat is found again by
-asking which of its derived ids the engine still has a session for, as long as that first request is
-half of the session: what followed it is not known any more.
+- *Rewritten*: aider writes the last question again when the next one comes, and puts the files
+  after the earlier messages. Such a request is longer than the one before it by an answer and a
+  question, and shares all but the last few messages with it.
+- *Resumed*: qwen-code, when restarted, leaves a reminder out of an older question, often the first.
+  The system text, the last part of the first question and the first answer then identify the chat,
+  if that answer called tools or is the only one so far.
+
+In both cases the new request must also contain the session's latest answer in its place, since
+chats of one program share their system text, and often the first question and its answer. Or both
+requests must end with the same instruction, with a new turn before it: after each turn, qwen-code
+asks what it should remember. An answer alone identifies no chat: many begin with the same greeting,
+and some servers number the calls of each chat from zero.
+
+The id of a new chat is derived from its first head. So after a restart the gateway finds a chat by
+checking for which of its derived ids the engine still has a session. That works as long as the
+first request is half of the session, as nothing is known of the later ones.
 """
 
 from __future__ import annotations
@@ -41,58 +45,63 @@ from gateway.identity.outline import HashedRequest, said
 from gateway.keys import Tenant
 
 DERIVED_PREFIX = "chat-"
-_TURN = 2  # an answer and a question
-_REWRITTEN = 3  # messages at the end, at most: files, a word on them, and the question
-_LONG_BYTES = 256  # of a message that is a program's instruction, and not a word that many say
-_BYTES_A_TOKEN = 4  # of most texts at most, so that half of the bytes is half of the tokens
+_TURN = 2  # messages: an answer and a question
+_REWRITTEN = 3  # messages at the end that may be rewritten: files, a note on them, the question
+_LONG_BYTES = 256  # a longer message is a program's instruction, not a phrase of many chats
+_BYTES_A_TOKEN = 4  # as most texts have at most
 
 MAX_KNOWN_CHATS = 50_000  # for each tenant
-MAX_TENANTS = 10_000  # a key may have any number of users; those that were quiet for longest go
+MAX_TENANTS = 10_000  # a key may have any number of users; those quiet for longest are dropped
 MAX_OF_ALL = 200_000  # as many as the table has rows
-# Chats that are distinguished before any of them goes on; a client that asks the same again and
-# again opens no more of them.
+# Chats with the same first request that are told apart. A client that sends the same request over
+# and over opens no more.
 MAX_ALIKE = 8
 
 
 class Link(NamedTuple):
-    """One message of a chain, together with all before it."""
+    """One message of a chain: hashes of it, of all before it, and of the chat's first answer."""
 
-    digest: bytes
-    nbytes: int  # as JSON, with those before it and the tools
-    is_own: bool  # False: without an answer or a named group, many chats may begin so
-    alone: bytes = b""  # names the message without those before it, if it is long
-    answer: bytes = b""  # names its text if it is an answer among the last (``outline.said``)
-    said: bytes = b""  # names the answer after it if that is the chat's first
-    calls: bytes = b""  # names the same answer if it called tools (``outline.HashedRequest``)
-    asked: bytes = b""  # names what the question of that answer ends with
+    digest: bytes  # of the messages up to this one, and of the tools
+    nbytes: int  # of these as JSON
+    is_own: bool  # False: many chats may begin so, as there is no answer yet and no named group
+    alone: bytes = b""  # hash of this message alone, if it is long; else b""
+    answer: bytes = b""  # hash of its text if it is one of the last answers (``outline.said``)
+    # These are set at the message before the chat's first answer, b"" elsewhere:
+    said: bytes = b""  # hash of that answer's text
+    calls: bytes = b""  # hash of that answer if it called tools (``outline.HashedRequest``)
+    asked: bytes = b""  # hash of the last part of the question that it answers
 
 
 class SessionsSeen(Protocol):
     """The sessions of one tenant, by their ids."""
 
     def exists(self, id: str) -> bool:
-        """Return whether there is one: so chats are found that began before the gateway did."""
+        """Return whether the session exists, also from before the gateway's start."""
 
     def is_quiet(self, id: str) -> bool:
-        """Return whether there is one, of which nothing is being served."""
+        """Return whether the session exists and serves no request now."""
 
     def tokens_of(self, id: str) -> int:
-        """Return the tokens of one; 0 if there is none."""
+        """Return the session's number of tokens; 0 if it does not exist."""
 
     def is_answered(self, id: str) -> bool:
-        """Return whether its latest request was answered, and not only read ahead of time."""
+        """Return whether its latest request was answered, and not only prefilled."""
 
 
 def _is_taken(seen: SessionsSeen, id: str) -> bool:
-    """Return whether a first request was answered, or is being served."""
+    """Return whether the session's first request was answered, or is being served."""
     return seen.exists(id) and (seen.is_answered(id) or not seen.is_quiet(id))
 
 
 class KnownChats:
-    """The heads of chats that came without an id; the longest unused are forgotten first."""
+    """The heads of chats that came without an id; those unused for longest are dropped first."""
 
     def __init__(self, capacity_per_tenant: int, capacity: int = MAX_OF_ALL) -> None:
-        """``capacity``: of all tenants together."""
+        """
+        Args:
+            capacity_per_tenant: the most chats of one tenant.
+            capacity: the most chats of all tenants together.
+        """
         self._capacity_per_tenant = capacity_per_tenant
         self._capacity = capacity
         self._heads_of: dict[str, _Heads] = {}
@@ -102,7 +111,7 @@ class KnownChats:
         return self._num_chats
 
     def identify(self, tenant: Tenant, chain: Sequence[Link], seen: SessionsSeen) -> str:
-        """Find the session id of a chat, or give it a new one.
+        """Return the session id of a chat: that of a known one it continues, or a new id.
 
         Args:
             chain: ``message_chain`` of its messages.
@@ -126,7 +135,10 @@ class KnownChats:
     def on_words(
         self, tenant: Tenant, session_id: str, chain: Sequence[Link]
     ) -> Callable[[str], None] | None:
-        """Return what notes an answer by which its chat is known again; None if it is no chat."""
+        """Return a function to call with the answer's text, by which the chat is found later.
+
+        None if that is not needed: the client named the session, or its group and a first message.
+        """
         if not chain or (len(chain) == 1 and chain[-1].is_own):
             return None
 
@@ -137,7 +149,7 @@ class KnownChats:
         return note
 
     def _make_room(self) -> None:
-        """Forget the chats of tenants that were quiet for longest, but not of the latest one."""
+        """Drop all chats of the tenants that were quiet for longest, never of the latest one."""
         while len(self._heads_of) > MAX_TENANTS or (
             self._num_chats > self._capacity and len(self._heads_of) > 1
         ):
@@ -149,18 +161,18 @@ class _Heads:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        # Several sessions only at the first request of chats that begin alike, in their order.
+        # More than one session only at the first request of chats that begin alike, oldest first.
         self._sessions_at: OrderedDict[bytes, list[str]] = OrderedDict()
         self._head_of: dict[str, Link] = {}
-        self._said_in: dict[str, bytes] = {}  # the answer to the latest request
+        self._said_in: dict[str, bytes] = {}  # hash of the answer to the latest request
         self._stems_of: dict[str, list[bytes]] = {}
-        self._session_with: dict[bytes, str] = {}  # by stem or root; of several the latest
+        self._session_with: dict[bytes, str] = {}  # the latest session with a stem or root
 
     def __len__(self) -> int:
         return len(self._head_of)
 
     def answered(self, session_id: str, chain: Sequence[Link], said: bytes) -> None:
-        """Note the answer to the latest request of a chat; ``chain``: of that request."""
+        """Note the answer's hash for a chat whose latest request has ``chain``."""
         head = self._head_of.get(session_id)
         if head is None or head.digest != chain[-1].digest:
             return
@@ -169,7 +181,10 @@ class _Heads:
             self._name(session_id, [_root(chain, said)])
 
     def take(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
-        """Remove the head that lies furthest down the chain; return its session, if any."""
+        """Find the last head in the chain; remove it and return its session, None if none.
+
+        For a first request that many chats may share, a new id, if all known ones are taken.
+        """
         for link, after in zip(chain[::-1], [b"", *(x.answer for x in chain[::-1])], strict=False):
             found = self._sessions_at.get(link.digest)
             if found is None:
@@ -189,11 +204,13 @@ class _Heads:
     def _going_on(
         self, found: Sequence[str], link: Link, said: bytes, seen: SessionsSeen
     ) -> Sequence[str]:
-        """Return those of the sessions at a head that a request may go on with.
+        """Return the sessions at a head that a request may continue.
 
-        Those that said what it says they did, else those of which that is not known, else those of
-        which half is shared all the same. So are all if the request does not name what they said:
-        it has many messages after it.
+        Those whose answer the request contains; else those whose answer is not known; else those of
+        which at least half is shared.
+
+        Args:
+            said: the hash of the answer that follows ``link`` in the request; b"" if not known.
         """
         known = {x: self._said_in.get(x, b"") for x in found}
         if not any(known.values()):
@@ -205,14 +222,14 @@ class _Heads:
         )
 
     def rewritten(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
-        """Find the quiet session whose last question this chain has written anew; remove it."""
+        """Remove and return the quiet session whose last messages this chain has rewritten."""
         for stem, i in _stems(chain[:-_TURN]):
             if session_id := self._left(stem, chain, chain[i], chain[i + _TURN].answer, seen):
                 return session_id
         return None
 
     def resumed(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
-        """Find the quiet session of a chat whose earlier question is written anew; remove it."""
+        """Remove and return the quiet session of a chat that changed an earlier question."""
         before = chain[:-_TURN]
         first = _first_calls(before) or (before[-1].said if before else b"")
         if not first:
@@ -227,11 +244,14 @@ class _Heads:
         answer: bytes,
         seen: SessionsSeen,
     ) -> str | None:
-        """Remove the session of a stem or a root if it is quiet and shares half with a chain.
+        """Remove and return the session with a stem or a root, if the chain may continue it.
+
+        It must be quiet and share half of its latest request, and the chain must contain its latest
+        answer or end with the same long message.
 
         Args:
-            shared: what both have in common, at least.
-            answer: that the session gave last, unless it was asked the same then as now.
+            shared: the last message that both are known to have in common.
+            answer: the hash of the answer that the chain has in place of the session's latest.
         """
         session_id = self._session_with.get(name)
         if session_id is None or not seen.is_quiet(session_id):
@@ -246,7 +266,7 @@ class _Heads:
         return session_id
 
     def inherited(self, chain: Sequence[Link], seen: SessionsSeen) -> str | None:
-        """Find a session from before a restart. One whose head is known belongs to another chat."""
+        """Find a session from before a restart by its derived id, which no known chat may have."""
         for link in reversed(chain):
             session_id = _derived(link.digest)
             if session_id in self._head_of or not seen.exists(session_id):
@@ -258,14 +278,14 @@ class _Heads:
         return None
 
     def unused(self, head: Link, seen: SessionsSeen) -> str:
-        """Make an id for a new chat. Of chats that begin alike only one gets the derived id."""
+        """Return an id for a new chat: the derived one, or a random one if that is in use."""
         session_id = _derived(head.digest)
         if session_id in self._head_of or seen.exists(session_id):
             session_id = _derived(head.digest + secrets.token_bytes(16))
         return session_id
 
     def put(self, chain: Sequence[Link], session_id: str) -> None:
-        """Note the head of a chat; the longest unused one makes room."""
+        """Note the head of a chat; drop the chat unused for longest if there are too many."""
         head = chain[-1]
         self._sessions_at.setdefault(head.digest, []).append(session_id)
         self._sessions_at.move_to_end(head.digest)
@@ -299,9 +319,10 @@ def _is_half(link: Link, num_tokens: int) -> bool:
 
 
 def _stems(chain: Sequence[Link]) -> Iterator[tuple[bytes, int]]:
-    """Yield what names a chain without its last few messages, and which is the last one left.
+    """Yield the stems of a chain: hashes of all but its last few messages, and of its length.
 
-    The first message alone is no such name: chats often have it in common, a system prompt.
+    Each comes with the index of the last message in it. The first message alone is no stem, since
+    many chats share a system prompt.
     """
     last, length = len(chain) - 2, len(chain).to_bytes(4)
     for i in range(last, max(0, last - _REWRITTEN), -1):
@@ -309,21 +330,20 @@ def _stems(chain: Sequence[Link]) -> Iterator[tuple[bytes, int]]:
 
 
 def _root(chain: Sequence[Link], answer: bytes) -> bytes:
-    """Name a chain by its first message, its length, and its first question and answer."""
+    """Return the root of a chain: its first message, length, and first question and answer."""
     asked = next((link.asked for link in chain if link.asked), b"")
     return chain[0].digest + len(chain).to_bytes(4) + asked + answer
 
 
 def _first_calls(chain: Sequence[Link]) -> bytes:
-    """Return what names the first answer of a chain if it called tools; else b""."""
+    """Return the hash of a chain's first answer if that called tools; else b""."""
     return next((link.calls for link in chain if link.calls), b"")
 
 
 def message_chain(request: HashedRequest, group: str | None = None) -> list[Link]:
-    """Chain the hashes of a request's messages, each with all before it.
+    """Return the chained hashes of a request's messages, each of all messages up to it.
 
-    Chats of different ``group`` or tools, which stand at a prompt's beginning, have no digest in
-    common.
+    The group and the tools are hashed first, so chats that differ in them share no digest.
     """
     links = []
     digest, nbytes = b"" if group is None else b"group" + group.encode(), 0

@@ -1,24 +1,23 @@
 """The session that a request names: in its headers, as agents do, or in its body.
 
-An agent's helpers (*subagents*) talk under the session id of their parent; they are distinguished
-by an id of their own beside it. A session is the two together, or helper and parent would overwrite
-each other's KV at every turn.
+Subagents send the session id of their parent, and a second id of their own. The id of a subagent's
+session joins the two; otherwise subagent and parent would overwrite each other's KV at every turn.
 
-Agents ask short things under the id of their conversation: a title, a summary of a page, whether
-the server is there. Such a request shares nothing with the conversation, and in its row it would
-take the place of all that was computed for it. So an id has two rows, ``ID`` and ``ID/beside``; a
-request goes to the one that begins as it does.
+Agents also send short requests under the id of their conversation: for a title, a summary of a
+page, or to see whether the server answers. Such a request shares no prefix with the conversation,
+and would overwrite its KV. So an id has two sessions, ``ID`` and ``ID/beside``; a request goes to
+the one whose prompts begin alike.
 
 Programs ask questions beside a conversation, too (*tasks*): Open WebUI for titles, tags, follow-up
 questions and searches, LibreChat for titles, LangChain for summaries. Each is one message whose
-first words no person types, and is continued by nothing; its KV is the first to go. Those of a
-known conversation have one row, ``ID/(task)``, which is deleted with it. All others of a tenant
-share a few rows, ``(task-0)`` to ``(task-f)``, by their first words: most of such a prompt is the
-program's, and is found there again. After a restart a task is known by its row's id alone, so no
+first words no person types, and has no later turn, so its KV is evicted first. The tasks of a known
+conversation have one session, ``ID/(task)``, which is deleted with it. All others of a tenant share
+a few sessions, ``(task-0)`` to ``(task-f)``, chosen by their first words, so that the program's
+part of the prompt is reused. After a restart a task is recognised by its session's id alone, so no
 client may give a session such an id.
 
-A time that a client asks for is the least that its session is kept: it only gives the session a
-place in the order in which sessions are given up, and budgets go first.
+A client may ask for a time to keep its session. That only changes the order in which sessions are
+evicted; budgets have precedence.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from gateway.identity.outline import DIGEST_BYTES, Outline
 SESSION_ID_HEADER = "x-session-id"
 MAX_ID_BYTES = 256  # of UTF-8
 _DOTS = frozenset({".", ".."})
-_PLAIN = "!#$&'()*+,-./:;<=>?@[]^_`{|}~ "  # not encoded in headers, like letters and digits
+_PLAIN = "!#$&'()*+,-./:;<=>?@[]^_`{|}~ "  # left as they are in headers, as letters and digits are
 OTHER = "other"
 # Headers that only one program sends.
 _BY_HEADER = {
@@ -69,9 +68,9 @@ _BY_AGENT = (
     ("mozilla/", "browser"),
     ("node", "node"),
 )
-_MOST = 400  # characters of a header that are looked at
+_MOST = 400  # characters of User-Agent that are read
 MAX_RETAIN_S = 24 * 3600.0
-# The priority (0 to 100) of a prompt without a directive; what is below may go sooner.
+# The priority (0 to 100) of a prompt without a directive; a lower one asks for earlier eviction.
 _NO_DIRECTIVE = 50
 _TTL = re.compile(r"([0-9]{1,6})([smhd]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -87,24 +86,24 @@ _OLD_CLAUDE = re.compile(r"_session_([A-Za-z0-9][A-Za-z0-9._-]{0,127})$")
 SUFFIX: Final = "/beside"
 _MUCH_SHORTER: Final = 2  # times
 TASK_SUFFIX: Final = "/(task)"
-# The length of an answer whose request names none: follow-up questions take some 150 tokens, and a
+# The longest answer to a task without a limit: follow-up questions take some 150 tokens, and a
 # small model may think before a title.
 TASK_TOKENS: Final = 384
 _NUM_SHARED_ROWS: Final = 16
-_NUM_FIRST_CHARS: Final = 48  # these distinguish a program's tasks
+_NUM_FIRST_CHARS: Final = 48  # enough to distinguish the tasks of a program
 _BEGINNINGS: Final = re.compile(
     r"(?:Provide|Please generate) a concise, 5-word-or-less title for the conversation"
     r"|Analyze this conversation and provide:\n1\. The detected language"  # both LibreChat's
     r"|Progressively summarize the lines of conversation provided"  # LangChain's memory
     r"|Write a concise summary of the following:\n\n\n\""  # and its chains
 )
-# Open WebUI's. A question about documents begins so as well, and may quote such a prompt in them.
+# Open WebUI's tasks. Its questions about documents begin alike, and may quote such a prompt inside.
 _OPEN_WEBUI: Final = "### Task:\n", "</chat_history>"
 _SHARED_ROW: Final = re.compile(r"\(task-[0-9a-f]\)")
 
 
 def named_in_body(raw: Json) -> str | None:
-    """Read the id that a client gave in the body; None if none. Raises as ``checked_id``."""
+    """Return the session id in a body; None if there is none. Raises as ``checked_id`` does."""
     for name in ("session_id", "conversation"):
         value = raw.get(name)
         if name == "conversation" and isinstance(value, dict):
@@ -115,10 +114,10 @@ def named_in_body(raw: Json) -> str | None:
 
 
 def group_of(raw: Json) -> str | None:
-    """Read ``prompt_cache_key``, which several conversations may share; None if there is none.
+    """Return ``prompt_cache_key``, which several conversations may share; None if there is none.
 
     Raises:
-        InvalidRequest: it is no string that could be a name.
+        InvalidRequest: the key is not a valid name.
     """
     key = raw.get("prompt_cache_key")
     return None if key is None else checked_name(key, "prompt_cache_key")
@@ -127,16 +126,17 @@ def group_of(raw: Json) -> str | None:
 def checked_id(value: object, where: str) -> str:
     """Return ``value`` if it can be the id of a new session.
 
-    Clients and proxies resolve "." and ".." in a path, encoded or not, so under such an id a
-    session could not be deleted, and an attempt might delete another one.
+    Clients and proxies resolve "." and ".." in a path, even encoded ones: a session with such an id
+    could not be deleted, and the attempt might delete another one.
 
     Raises:
-        InvalidRequest: it is no name, has such a part, or is that of a task; ``where`` names it.
+        InvalidRequest: it is not a valid name, has such a part, or is reserved for tasks; the error
+            calls it ``where``.
     """
     name = checked_name(value, where)
     if is_task_session(name):
         refused = f'{where} must not end in "{TASK_SUFFIX}" nor be like "(task-0)"'
-        raise InvalidRequest(f"{refused}: tasks of programs have such ids.", where)
+        raise InvalidRequest(f"{refused}: such ids are reserved for tasks of programs.", where)
     if _DOTS.isdisjoint(name.split("/")):
         return name
     raise InvalidRequest(
@@ -147,10 +147,10 @@ def checked_id(value: object, where: str) -> str:
 
 
 def checked_name(value: object, where: str) -> str:
-    """Return ``value`` if it is a name: these end up in headers, logs and lists.
+    """Return ``value`` if it is a valid name, which may go into headers, logs and lists.
 
     Raises:
-        InvalidRequest: it is no string, not printable, or too long; ``where`` names it.
+        InvalidRequest: it is no string, not printable, or too long; the error calls it ``where``.
     """
     # Printable first: a lone surrogate is not, and could not be encoded.
     if isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= MAX_ID_BYTES:
@@ -162,15 +162,15 @@ def checked_name(value: object, where: str) -> str:
 
 
 def id_to_header(session_id: str) -> str:
-    """Encode an id as percent-encoded UTF-8; plain ASCII (without %) stays as it is."""
+    """Return an id as percent-encoded UTF-8; printable ASCII other than % is left as it is."""
     return quote(session_id, safe=_PLAIN)
 
 
 def id_from_header(text: str) -> str:
-    """Read what ``id_to_header`` wrote.
+    """Decode an id that ``id_to_header`` encoded.
 
     Raises:
-        InvalidRequest: it is not percent-encoded UTF-8.
+        InvalidRequest: ``text`` is not percent-encoded UTF-8.
     """
     try:
         return unquote_to_bytes(text.encode("latin-1")).decode("utf-8")
@@ -179,7 +179,7 @@ def id_from_header(text: str) -> str:
 
 
 def client_name(headers: Mapping[str, str]) -> str:
-    """Return a word for the client; ``OTHER`` for one that is not known."""
+    """Return the client's name for metrics; ``OTHER`` for an unknown client."""
     for header, name in _BY_HEADER.items():
         if header in headers:
             return name
@@ -188,7 +188,7 @@ def client_name(headers: Mapping[str, str]) -> str:
 
 
 def seconds_of(ttl: object) -> float:
-    """Read a time like ``"30m"``, in seconds; 0.0 for anything else. At most ``MAX_RETAIN_S``."""
+    """Return the seconds of a time such as ``"30m"``, at most ``MAX_RETAIN_S``; else 0.0."""
     found = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
     if found is None:
         return 0.0
@@ -196,10 +196,10 @@ def seconds_of(ttl: object) -> float:
 
 
 def asked_seconds(raw: Json) -> float:
-    """Read how long a chat's body asks to keep it, in seconds.
+    """Return for how many seconds a body asks to keep its session; 0.0 if it does not ask.
 
-    Clients say so in OpenAI's ``prompt_cache_options``, llm-d's router in ``retention_directives``.
-    ``prompt_cache_retention`` names a time that must not be exceeded, so it asks for nothing here.
+    Clients ask by OpenAI's ``prompt_cache_options``, llm-d's router by ``retention_directives``.
+    ``prompt_cache_retention`` is an upper limit, so it asks for nothing.
     """
     options, directives = raw.get("prompt_cache_options"), raw.get("retention_directives")
     asked = seconds_of(options.get("ttl")) if isinstance(options, dict) else 0.0
@@ -209,10 +209,11 @@ def asked_seconds(raw: Json) -> float:
 
 
 def _directed_seconds(directive: object) -> float:
-    """Read one of vLLM's proposed ``{start, end, priority, duration}`` (vllm-project/vllm#38514).
+    """Return the seconds of a directive ``{start, end, priority, duration}``; 0.0 if it asks none.
 
-    A session is kept whole, so the tokens from ``start`` to ``end`` do not matter. Without a
-    ``duration``, in seconds, the priority has no end.
+    vLLM's proposal is vllm-project/vllm#38514. A session is kept whole, so the tokens from
+    ``start`` to ``end`` do not matter. ``duration`` is in seconds; without it the priority holds
+    for ever.
     """
     if not isinstance(directive, dict):
         return 0.0
@@ -228,7 +229,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 class NamedSession(NamedTuple):
-    """The session that a request names, and the session that started it."""
+    """The session that a request names, and its parent: the session that started it."""
 
     id: str
     parent: str | None = None
@@ -236,7 +237,7 @@ class NamedSession(NamedTuple):
 
 
 def by_headers(headers: Mapping[str, str]) -> NamedSession | None:
-    """Read the id that a client gave in a header; None if none. Raises as ``checked_id``."""
+    """Return the session that the headers name; None if none. Raises as ``checked_id`` does."""
     own = headers.get(SESSION_ID_HEADER)
     if own is not None:
         return _with_parent(checked_id(id_from_header(own), "X-Session-ID"), headers)
@@ -251,12 +252,12 @@ def by_headers(headers: Mapping[str, str]) -> NamedSession | None:
 def named_session(
     headers: Mapping[str, str], asked: Json, messages: Sequence[object]
 ) -> NamedSession | None:
-    """Return the session that a request names, in any of the known ways; None if in none."""
+    """Return the session that a request's headers or body name; None if they name none."""
     if named := by_headers(headers):
         return named
     session_id = named_in_body(asked) or by_user_id(asked.get("metadata"), messages)
     if session_id is None and "messages" not in asked:
-        group = group_of(asked)  # a text has no messages to be found by
+        group = group_of(asked)  # a text completion has no messages by which it could be found
         if group is None:
             return None
         return NamedSession(checked_id(group, "prompt_cache_key"))
@@ -293,11 +294,10 @@ def _id_in(headers: Mapping[str, str], name: str) -> str | None:
 
 
 def by_user_id(metadata: object, messages: Sequence[object]) -> str | None:
-    """Read the session that older Claude Code names in ``metadata.user_id``; None if none.
+    """Return the session that older Claude Code names in ``metadata.user_id``; None if none.
 
-    It is the same for the helpers of a session, which come without an id of their own. So the
-    first thing that was said is a part of the session's id: it differs from helper to helper, and
-    stays while a conversation goes on.
+    Subagents send the same id as their parent, and none of their own. So a hash of the user's first
+    message is added: it differs between subagents, and stays the same during a conversation.
     """
     user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
     session = _session_in(user_id) if isinstance(user_id, str) else None
@@ -323,10 +323,10 @@ def _session_in(user_id: str) -> str | None:
 
 
 class SessionChoice(NamedTuple):
-    """The session that a request belongs to."""
+    """The session that a request belongs to, of the two of an id."""
 
     id: str
-    is_lesser: bool = False  # the other of the two sessions holds more
+    is_lesser: bool = False  # True: the other one's latest prompt is larger
 
 
 def choose_session(
@@ -335,11 +335,12 @@ def choose_session(
     latest: Callable[[str], Outline | None],
     is_quiet: Callable[[str], bool],
 ) -> SessionChoice:
-    """Choose the session of a request that names ``session_id``: that one, or the one beside it.
+    """Return the session of a request that names ``session_id``: that one, or the one beside it.
 
     Args:
-        latest: the latest request of a row; None if none is remembered.
-        is_quiet: says whether nothing of a row is being served.
+        now: the request.
+        latest: returns the latest request of a session; None if it is not remembered.
+        is_quiet: returns whether a session serves no request now.
     """
     beside = session_id + SUFFIX
     held = latest(session_id)
@@ -350,14 +351,14 @@ def choose_session(
         return _choice(beside, now, held)
     largest = max(held.size, other.size if other else 0)
     if now.size * _MUCH_SHORTER >= largest and is_quiet(session_id):
-        return SessionChoice(session_id)  # as a client does that begins anew
+        return SessionChoice(session_id)  # the client has begun a new conversation
     if other is not None and other.size > held.size:
         return _choice(session_id, now, other)
     return _choice(beside, now, held)
 
 
 def begin_alike(one: Outline, other: Outline) -> bool:
-    """Return whether two requests have a system text or a first message in common."""
+    """Return whether two requests have the same system text or the same first message."""
     if one.system and one.system == other.system:
         return True
     return one.messages[:DIGEST_BYTES] == other.messages[:DIGEST_BYTES]
@@ -368,7 +369,7 @@ def _choice(id: str, now: Outline, other: Outline | None) -> SessionChoice:
 
 
 def shared_task_session(chat: Json) -> str | None:
-    """Return the row of a chat that is a task of no known conversation; None if it is no task."""
+    """Return the shared session of a chat that is a task; None if it is no task."""
     messages: Sequence[Json] = chat["messages"]
     if chat.get("stream") or chat.get("tools") or len(messages) > 2:
         return None
@@ -389,7 +390,7 @@ def _asks_for_task(text: str) -> bool:
 
 
 def is_task_session(session_id: str) -> bool:
-    """Return whether tasks are served under an id: no client can give it to a session."""
+    """Return whether an id is reserved for tasks."""
     return session_id.endswith(TASK_SUFFIX) or bool(_SHARED_ROW.fullmatch(session_id))
 
 

@@ -1,8 +1,9 @@
-"""A request as hashes of its parts, and its comparison with the one before it in its session.
+"""Hashes the parts of a request, and compares it with the previous request of its session.
 
 Every message is encoded and hashed once, here; ``known_chats`` recognises chats by these hashes.
-The comparison helps an operator find the client that changes its own prompt: which part changed, at
-which message, and how many tokens were reused. Bounded in bytes; the longest unused go first.
+The comparison shows an operator which client changes its own prompt: in which part, at which
+message, and how many tokens were reused. The memory is bounded in bytes; entries unused for longest
+are dropped first.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 DIGEST_BYTES: Final = 8
-SAID_CHARS: Final = 200  # of an answer, by which it is known again
-LAST_MESSAGES: Final = 4  # of which answers are named
+SAID_CHARS: Final = 200  # characters at an answer's beginning that are hashed
+LAST_MESSAGES: Final = 4  # among which answers are hashed, too
 Part: TypeAlias = Literal["model", "system", "tools", "messages"]
 _encode = msgspec.json.Encoder(order="sorted").encode
 CAPACITY_BYTES = 16 << 20
-_ENTRY_BYTES = 400  # of the objects around an outline's digests, about
+_ENTRY_BYTES = 400  # estimate of the objects around an outline's digests
 
 
 class Outline(NamedTuple):
@@ -30,7 +31,7 @@ class Outline(NamedTuple):
     system: bytes  # b"" if there is none
     tools: bytes
     messages: bytes  # ``DIGEST_BYTES`` for each message after the system's, in order
-    size: int = 0  # of messages and tools as JSON, in bytes
+    size: int = 0  # bytes of messages and tools as JSON
 
     @property
     def num_messages(self) -> int:
@@ -42,10 +43,10 @@ class Outline(NamedTuple):
 
 
 class PromptChange(NamedTuple):
-    """The first part in which a request does not go on where the one before ended."""
+    """The first part of a request that differs from the previous request of its session."""
 
     part: Part
-    at_message: int  # the first of ``messages`` that differs; 0 where another part changed
+    at_message: int  # the index of the first message that differs; 0 if another part changed
 
 
 class HashedPart(NamedTuple):
@@ -53,24 +54,24 @@ class HashedPart(NamedTuple):
 
     digest: bytes  # 16 bytes, under the tenant's salt
     nbytes: int  # as JSON
-    said: bytes = b""  # names the text of an answer that is among the last messages
+    said: bytes = b""  # hash of the text of an answer among the last messages; else b""
 
 
 class HashedRequest(NamedTuple):
-    """The parts of a request, each hashed for itself."""
+    """The hashes of a request's parts, each of one part alone."""
 
     model: bytes
     tools: HashedPart | None  # None: there are none
     messages: Sequence[HashedPart]
     has_system: bool  # the first message is the system's
-    first_answer: int  # the first message that many chats do not begin with; their number if none
-    first_said: bytes  # names the text of that message; b"" if there is none
-    first_calls: bytes  # its digest if it called tools, whose ids are random; else b""
-    first_asked: bytes  # names the last text of the message before it; b"" if there is none
+    first_answer: int  # the index of the assistant's first message; ``len(messages)`` if none
+    first_said: bytes  # hash of the text of that message; b"" if there is none
+    first_calls: bytes  # its digest if it called tools, since ids of calls are random; else b""
+    first_asked: bytes  # hash of the last text of the message before it; b"" if there is none
 
     @property
     def outline(self) -> Outline:
-        """The hashes by which it is compared with the next request of its session."""
+        """The shorter hashes that are kept to compare the session's next request with."""
         digests = [part.digest[:DIGEST_BYTES] for part in self.messages]
         tools = self.tools or HashedPart(b"", 0)
         return Outline(
@@ -83,7 +84,7 @@ class HashedRequest(NamedTuple):
 
 
 def hashed(model: str, messages: Sequence[object], tools: object, salt: bytes) -> HashedRequest:
-    """Hash a request's parts. Fields that are null count as left out: clients differ in that."""
+    """Hash a request's parts under ``salt``. A null field counts as absent, as clients vary."""
     roles = [x.get("role") if isinstance(x, Mapping) else "assistant" for x in messages]
     first = roles.index("assistant") if "assistant" in roles else len(roles)
     answer = messages[first] if first < len(roles) else None
@@ -105,7 +106,7 @@ def hashed(model: str, messages: Sequence[object], tools: object, salt: bytes) -
 
 
 def said(text: str) -> bytes:
-    """Name an answer by its beginning; b"" if it has no words. Blanks around it do not count."""
+    """Return the hash of an answer's first characters, without blanks; b"" if it is empty."""
     beginning = text.strip()[:SAID_CHARS]
     return hashlib.blake2b(beginning.encode(), digest_size=16).digest() if beginning else b""
 
@@ -118,7 +119,7 @@ def _text_of(message: object) -> str:
 
 
 def _asked(message: object, salt: bytes) -> bytes:
-    """Name what a question ends with: its last part, since clients put reminders before it."""
+    """Return the hash of a question's last part, since clients put reminders before it."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list) and content:
         text = _text_of({"content": content[-1:]})
@@ -133,14 +134,14 @@ def _hashed(written: bytes, salt: bytes) -> HashedPart:
 
 
 def _without_nulls(message: object) -> object:
-    """Drop null fields: SDKs echo an assistant's message with them, other clients without."""
+    """Drop null fields, with which SDKs send an assistant's message back; other clients do not."""
     if isinstance(message, dict) and None in message.values():
         return {key: value for key, value in message.items() if value is not None}
     return message
 
 
 def change_between(before: Outline, now: Outline) -> PromptChange | None:
-    """Name the first part that changed; None if ``now`` goes on where ``before`` ended."""
+    """Return the first part that changed; None if ``now`` is a continuation of ``before``."""
     parts: tuple[Part, ...] = ("model", "system", "tools")
     for part in parts:
         if getattr(before, part) != getattr(now, part):
@@ -150,11 +151,11 @@ def change_between(before: Outline, now: Outline) -> PromptChange | None:
     for at in range(0, len(before.messages), DIGEST_BYTES):
         if before.messages[at : at + DIGEST_BYTES] != now.messages[at : at + DIGEST_BYTES]:
             return PromptChange("messages", at // DIGEST_BYTES)
-    raise AssertionError("equal messages are a beginning of themselves")
+    raise AssertionError("``startswith`` has handled equal messages")
 
 
 class Compared:
-    """One request: its outline, where it left the one before, its tokens and those it reused."""
+    """One request: its outline, its first change from the previous one, and token counts."""
 
     __slots__ = (
         "answer_tokens",
@@ -171,21 +172,21 @@ class Compared:
         self.prompt_tokens = 0  # all three are 0 until the engine reports them
         self.cached_tokens = 0
         self.answer_tokens = 0
-        self.is_ahead = False  # it has the prompt read ahead of time, and wants no answer
+        self.is_ahead = False  # True: it only prefills the prompt, and wants no answer
 
 
 class PrefixReport(msgspec.Struct, frozen=True):
-    """The part of a session's latest request that its owner is shown."""
+    """The figures of a session's latest request that the API shows to its owner."""
 
-    changed: str | None  # model, system, tools or messages; None: it went on where it had ended
-    at_message: int | None  # of those after the system message, from 0
+    changed: str | None  # model, system, tools or messages; None: it continued the previous one
+    at_message: int | None  # index without the system message; None if no message changed
     num_messages: int
     prompt_tokens: int
     cached_tokens: int
 
 
 class PrefixWatch:
-    """The latest request of each session, and those that an answer's id still names."""
+    """The latest request of each session, and requests by the ids of their answers."""
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self._capacity = capacity_bytes
@@ -193,7 +194,7 @@ class PrefixWatch:
         self._nbytes = 0
 
     def compare(self, tenant: str, session_id: str, outline: Outline) -> Compared:
-        """Compare a request with the one before it in its session, and remember it instead."""
+        """Compare a request with the previous one of its session, and remember the new one."""
         before = self._held.get(("session", tenant, session_id))
         change = change_between(before.outline, outline) if before else None
         compared = Compared(outline, change)
@@ -213,7 +214,7 @@ class PrefixWatch:
         return 0 if found.is_ahead else found.answer_tokens
 
     def name(self, tenant: str, answer_id: str, compared: Compared) -> None:
-        """Let a request be found by the id of its answer."""
+        """Remember a request under the id of its answer."""
         self._put(("answer", tenant, answer_id), compared)
 
     def answered_as(self, tenant: str, answer_id: str) -> Compared | None:
@@ -221,7 +222,7 @@ class PrefixWatch:
         return self._held.get(("answer", tenant, answer_id))
 
     def report(self, tenant: str, session_id: str) -> PrefixReport | None:
-        """Show a session's latest request; None if it is not remembered."""
+        """Return the report of a session's latest request; None if it is not remembered."""
         found = self._held.get(("session", tenant, session_id))
         if found is None:
             return None
@@ -235,7 +236,7 @@ class PrefixWatch:
         )
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """Drop what is known of a session."""
+        """Drop the latest request of a session."""
         self._drop(("session", tenant, session_id))
 
     def _put(self, key: tuple[str, str, str], compared: Compared) -> None:

@@ -1,1 +1,1 @@
-"""OpenAI's endpoints: chat and text completions, responses, and other uses of a model."""
+"""OpenAI's endpoints: chat and text completions, responses, embeddings, models, stored objects."""

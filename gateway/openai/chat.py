@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions and /v1/completions, and the answers that are translated or stored.
+"""POST /v1/chat/completions and /v1/completions; translates or stores an answer if needed.
 
-Most chats are neither: their bytes go through as they are.
+Most answers need neither: their bytes are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ router = new_router()
 
 
 class ChatAnswer(AnswerFormat):
-    """A chat whose calls are written as the client knows them, or which is to be stored."""
+    """An answer whose calls are translated into the client's form, or that is to be stored."""
 
     def __init__(self, calls: ChatCalls) -> None:
         self._calls = calls
@@ -51,7 +51,7 @@ class ChatAnswer(AnswerFormat):
 
     @property
     def completion(self) -> Json | None:
-        """The whole completion; None as long as it is not, and if it failed."""
+        """The whole completion; None until it is complete, and if it failed."""
         if self._events is not None:
             return self._events.completion if self._events.whole else None
         return self._whole
@@ -69,7 +69,7 @@ class ChatAnswer(AnswerFormat):
 
 
 class ChatEvents(TranslatedStream):
-    """Rewrites the chunks of one stream, and joins them."""
+    """Rewrites the chunks of one stream, and joins them into a completion."""
 
     def __init__(self, calls: ChatCalls, hides_usage: bool = False) -> None:
         super().__init__(hides_usage)
@@ -79,11 +79,11 @@ class ChatEvents(TranslatedStream):
 
     @property
     def whole(self) -> bool:
-        """True if the stream ended as it should."""
+        """True if the stream ended without an error."""
         return self.complete and not self.failed and bool(self.completion)
 
     def ending(self, failure: Failure | None) -> bytes:
-        # [DONE] comes here, not earlier: clients look for the stored object then.
+        # [DONE] is only sent now, after the answer was stored: clients then ask for the object.
         self.failed = self.failed or failure is not None
         return failure.event() if failure else b"data: [DONE]\n\n"
 
@@ -108,7 +108,7 @@ class ChatEvents(TranslatedStream):
         _show_calls(choice, delta, self._calls)
 
     def _hold_customs(self, choice: Json, delta: Json) -> None:
-        """Keep calls of custom tools back until the end: their input stands inside arguments."""
+        """Hold custom tools' calls back to the end: only whole arguments can become an input."""
         passed = []
         for call in delta.get("tool_calls") or ():
             key = choice["index"], call["index"]
@@ -137,7 +137,7 @@ def _parsed(data: bytes) -> Json:
 
 
 def _show_calls(choice: Json, message: Json, wanted: ChatCalls) -> None:
-    """Write the calls of a message, or of a chunk of one, as the client knows them."""
+    """Translate the calls of a message, or of a chunk of one, into the client's form, in place."""
     calls = message.get("tool_calls")
     if wanted.legacy:
         if calls:
@@ -159,7 +159,7 @@ def _shown_call(call: Json, wanted: ChatCalls) -> Json:
 
 
 def _join(completion: Json, chunk: Json) -> None:
-    """Add a chunk to the completion that all chunks make."""
+    """Add a chunk of a stream to the completion that joins all chunks."""
     if not completion:
         completion.update({k: v for k, v in chunk.items() if k not in ("choices", "usage")})
         completion["object"] = "chat.completion"
@@ -185,7 +185,7 @@ def _choice(choices: list[Json], index: int) -> Json:
 
 
 def _add(message: Json, delta: Json) -> None:
-    """Add what a chunk says to a message: texts are joined, calls by their number."""
+    """Add a chunk's delta to a message: texts are joined, calls by their index."""
     for key, value in delta.items():
         if key == "tool_calls":
             for call in value or ():
@@ -271,9 +271,9 @@ async def _recall_text(gateway: Gateway, tenant: Tenant, body: ParsedBody) -> Tr
 
 
 def _filled_in(marks: FillIn | None, asked: Json) -> Translated:
-    """Write prompt and suffix as the model learned to fill in the text between them.
+    """Write prompt and suffix as one prompt, in the format the model was trained to fill in.
 
-    Where it learned no such thing, the suffix stays, and is refused with all else that is wrong.
+    If ``marks`` is None, the model cannot do that: the suffix stays, and validation refuses it.
     """
     prefix, suffix = asked.get("prompt"), asked.get("suffix")
     if marks is None or not suffix or not isinstance(suffix, str):
@@ -281,13 +281,13 @@ def _filled_in(marks: FillIn | None, asked: Json) -> Translated:
     if not isinstance(prefix, str):
         raise InvalidRequest("suffix: it needs one prompt, which is a text", "suffix")
     if asked.get("echo"):
-        raise InvalidRequest("suffix: leave out echo: the prompt is another one", "suffix")
+        raise InvalidRequest("suffix: it cannot be combined with echo", "suffix")
     raw = {name: value for name, value in asked.items() if name != "suffix"}
     return as_it_is({**raw, "prompt": marks.prompt(prefix, suffix)})
 
 
 def _check_text_early(model: ServedModel, asked: Json) -> None:
-    asked.pop("suffix", None)  # whether the model takes it, its engine says
+    asked.pop("suffix", None)  # only the loaded model's engine knows whether it is supported
     validate_completion(asked, model.last_image_support)
 
 

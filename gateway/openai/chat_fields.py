@@ -1,16 +1,14 @@
-"""OpenAI's chat request and the tools of both its dialects, made into fields that engines know.
+"""Translates OpenAI's chat request, and the tools of both its dialects, into fields of engines.
 
-- A *custom* tool takes free text: a function with one string argument, ``input``. Its grammar, if
-  it has one, is shown to the model and not enforced.
-- ``allowed_tools`` offers some of the tools only.
-- Kinds that only OpenAI's own servers run are left out, and counted by who calls.
-- Images and files in results of tools that the engine does not take are left out, with a sentence,
-  and so are the assistant's, which another model made.
+- A *custom* tool, which takes free text, becomes a function with one string argument, ``input``.
+  The model is shown its grammar, if it has one; the grammar is not enforced.
+- ``allowed_tools`` becomes a shorter list of tools, and deprecated ``functions`` become tools.
+- Tools that only OpenAI's own servers run (``web_search_options``) are left out and counted.
+- A sentence replaces each image or file in a tool's result that the engine cannot take, and each
+  one in an assistant's message.
 
-Deprecated ``functions`` become tools, custom tools functions, ``allowed_tools`` a shorter list.
-What only OpenAI's own servers run (``web_search_options``) is left out and counted. All else goes
-on untouched: ``metadata``, ``user``, ``service_tier``, ``verbosity``, ``prediction`` and their like
-cannot change the answer here.
+All other fields are passed on: ``metadata``, ``user``, ``service_tier``, ``verbosity``,
+``prediction`` and the like cannot change the answer here.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ _CUSTOM_SCHEMA = {
     "additionalProperties": False,
 }
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-_RESULTS = ("tool", "function")  # roles of results
+_RESULTS = ("tool", "function")  # roles of messages with tool results
 
 
 class Offer(NamedTuple):
-    """The tools of a request as engines know them."""
+    """The tools of a request, translated for the engine."""
 
     tools: list[Json]
     choice: str | Json | None
@@ -44,14 +42,14 @@ class Offer(NamedTuple):
 
 
 def custom_arguments(text: str) -> str:
-    """Write the input of a custom tool as a function's arguments."""
+    """Return the arguments of the function that stands for a custom tool, for its input."""
     return msgspec.json.encode({"input": text}).decode()
 
 
 def custom_input(arguments: str) -> str:
-    """Read the input of a custom tool; arguments of another form are taken as they stand.
+    """Return a custom tool's input from its function's arguments, or these if they are malformed.
 
-    Half characters that a model wrote are replaced.
+    Lone surrogates that a model wrote are replaced.
     """
     try:
         said = msgspec.json.decode(without_halves(arguments)[0])
@@ -62,13 +60,13 @@ def custom_input(arguments: str) -> str:
 
 
 def offer(tools: Sequence[Json], choice: str | Json | None, *, nested: bool) -> Offer:
-    """Make functions of ``tools``, and of ``choice`` one that names them.
+    """Translate tools, and the choice among them, into functions.
 
     Args:
-        nested: a tool's own fields stand under the name of its kind, as in a chat.
+        nested: True if a tool's fields are nested under its kind, as in a chat.
 
     Raises:
-        InvalidRequest: the choice is none, or names what is not offered.
+        InvalidRequest: a tool has no name of its own; or the choice is malformed, or names no tool.
     """
     functions: dict[str, Json] = {}
     customs: set[str] = set()
@@ -82,7 +80,7 @@ def offer(tools: Sequence[Json], choice: str | Json | None, *, nested: bool) -> 
         name = spec.get("name")
         if not isinstance(name, str) or name in functions:
             raise InvalidRequest(
-                f"tools[{i}].name: a name of its own is needed", f"tools[{i}].name"
+                f"tools[{i}].name: each tool needs a different name", f"tools[{i}].name"
             )
         functions[name] = _function(spec) if kind == "function" else _custom(name, spec)
         customs |= {name} if kind == "custom" else set()
@@ -111,7 +109,7 @@ def _custom(name: str, spec: Json) -> Json:
 def _chosen(
     choice: str | Json | None, names: list[str], skipped: Sequence[str]
 ) -> tuple[list[str], str | Json | None]:
-    """Return the tools to offer, and the choice among them as a chat writes it."""
+    """Return the names of the tools to offer, and the choice among them in a chat's form."""
     if not isinstance(choice, dict):
         return names, choice
     kind = choice.get("type")
@@ -149,7 +147,7 @@ def _name(tool: Json) -> str | None:
 
 
 class ChatCalls(NamedTuple):
-    """The form in which the client knows calls: of one function, or of custom tools."""
+    """The form of calls in the client's request: ``function_call``, or calls of custom tools."""
 
     legacy: bool = False
     customs: frozenset[str] = frozenset()
@@ -158,13 +156,14 @@ class ChatCalls(NamedTuple):
 def for_engine(
     asked: Json, skipped: list[str], image_support: ImageSupport
 ) -> tuple[Json, ChatCalls]:
-    """Make a body for engines; what is left out is added to ``skipped``.
+    """Translate a chat's body for the engine; return it, and the form of calls for the answer.
 
     Args:
-        image_support: the images that are taken.
+        skipped: labels of parts that are left out are added to it.
+        image_support: the kinds of images that the engine takes.
 
     Raises:
-        InvalidRequest: the tools or their choice cannot be read.
+        InvalidRequest: the tools or the choice among them are malformed.
     """
     legacy = bool(asked.get("functions")) and not asked.get("tools")
     raw = {k: v for k, v in asked.items() if k not in ("functions", "function_call", "store")}
@@ -189,12 +188,12 @@ def for_engine(
 
 
 def with_results(messages: list[Any], image_support: ImageSupport, skipped: list[str]) -> list[Any]:
-    """Put a sentence in the place of each image and file in tools' results that is not taken.
+    """Replace images and files in tool results that the engine cannot take by a sentence.
 
-    The assistant's are never taken: templates have no place for them.
+    Those of the assistant are always replaced, since chat templates have no place for them.
 
     Args:
-        skipped: gets a word for each.
+        skipped: a label of each is added to it.
     """
     return [_with_sentences(x, image_support, skipped) for x in messages]
 
@@ -213,7 +212,7 @@ def _with_sentences(message: Any, image_support: ImageSupport, skipped: list[str
 
 
 def _with_parts(message: Json) -> Json:
-    """Put the images that Ollama and OpenRouter have beside a content among its parts."""
+    """Move images that Ollama and OpenRouter put in a field ``images`` into the content's parts."""
     images = message.get("images")
     if message.get("role") == "user" or not isinstance(images, list) or not images:
         return message
@@ -236,7 +235,7 @@ def _of_result(part: Any, image_support: ImageSupport, skipped: list[str]) -> An
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind in ("text", "refusal"):
         return part
-    if isinstance(text := part.get("text"), str):  # other dialects have other names for it
+    if isinstance(text := part.get("text"), str):  # a text part under another dialect's name
         return {"type": "text", "text": text}
     if kind == "image_url":
         image = part.get("image_url")
@@ -251,7 +250,7 @@ def _check_moderation(wanted: Any) -> None:
     policy = wanted.get("policy") if isinstance(wanted, dict) else None
     modes = [x.get("mode") for x in (policy or {}).values() if isinstance(x, dict)]
     if "block" in modes:
-        raise InvalidRequest("moderation: nothing is moderated here", "moderation")
+        raise InvalidRequest("moderation: this server does not moderate", "moderation")
 
 
 def _take_functions(raw: Json, asked: Json) -> None:
@@ -259,7 +258,7 @@ def _take_functions(raw: Json, asked: Json) -> None:
     if not isinstance(functions, list) or not all(isinstance(x, dict) for x in functions):
         raise InvalidRequest("functions: a list of functions is needed", "functions")
     raw["tools"] = [{"type": "function", "function": x} for x in functions]
-    raw["parallel_tool_calls"] = False  # a message has room for one
+    raw["parallel_tool_calls"] = False  # a message has one ``function_call``
     choice = asked.get("function_call")
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
@@ -268,7 +267,7 @@ def _take_functions(raw: Json, asked: Json) -> None:
 
 
 def _with_strict(tool: Any) -> Any:
-    """Put a ``strict`` that stands beside a function, as Responses have it, into it."""
+    """Move a tool's ``strict`` into its function; in Responses it stands beside the function."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or "strict" not in tool:
         return tool
@@ -277,7 +276,7 @@ def _with_strict(tool: Any) -> Any:
 
 
 def _needs_offer(raw: Json) -> bool:
-    """Return whether tools are more than functions, or chosen in another way than by name."""
+    """Return whether ``offer`` has to translate custom tools or ``allowed_tools``."""
     tools, choice = raw.get("tools"), raw.get("tool_choice")
     if not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools):
         return False  # the check of the chat reports the mistake
@@ -286,7 +285,7 @@ def _needs_offer(raw: Json) -> bool:
 
 
 def _messages(messages: list[Any], legacy: bool) -> list[Any]:
-    """Write earlier calls of custom tools, and of functions, as calls of tools."""
+    """Translate earlier calls of custom tools and deprecated functions into tool calls."""
     shown: list[Any] = []
     last_call = "call"
     for i, message in enumerate(messages):
@@ -315,7 +314,7 @@ def _call(call: Any) -> Any:
 
 
 def metadata_of(asked: Json) -> Json:
-    """Return the request's metadata. Raises ``InvalidRequest`` if it is none."""
+    """Return the request's metadata. Raises ``InvalidRequest`` if it is malformed."""
     try:
         return msgspec.convert(asked.get("metadata") or {}, Metadata)
     except msgspec.ValidationError as error:

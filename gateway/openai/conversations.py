@@ -1,6 +1,6 @@
-"""/v1/conversations: lists of items that responses go on from and add to.
+"""/v1/conversations: lists of items that responses continue, and add their own items to.
 
-A conversation is a session of the same id: deleting the session forgets it.
+A conversation is a session of the same id: deleting the session deletes the conversation.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class AddedItems(msgspec.Struct, frozen=True):
 
 @router.post(_ALL, openapi_extra=takes(NewConversation))
 async def create_conversation(request: Request) -> Response:
-    """Make a conversation, with items perhaps."""
+    """Create a conversation, optionally with items."""
     tenant, stored = charged_caller(request).name, gateway_of(request).stored
     metadata, rows = await _read(request, NewConversation)
     id = new_id("conv")
     made = {"id": id, "object": "conversation", "created_at": int(time.time())}
     made["metadata"] = metadata
     if not await stored.ask(tenant, lambda x: x.put("conversation", made, id, rows), False):
-        message = "Nothing is stored here, or it is too large (see gateway.stored_bytes)."
+        message = "This server stores nothing, or this is too large (see gateway.stored_bytes)."
         raise InvalidRequest(message, None, "not_stored")
     return json_response(made)
 
@@ -81,7 +81,7 @@ async def delete_conversation(request: Request) -> Response:
 
 @router.post(_ONE + "/items", openapi_extra=takes(AddedItems))
 async def add_items(request: Request) -> Response:
-    """Add items after the others; answers with them, under new ids where theirs were there."""
+    """Append items; answer with them. An item whose id is in use gets a new one."""
     charged_caller(request)
     _, rows = await _read(request, AddedItems)
     try:
@@ -107,7 +107,7 @@ async def show_item(request: Request) -> Response:
 
 @router.delete(_ITEM)
 async def delete_item(request: Request) -> Response:
-    """Remove one item; answers with the conversation."""
+    """Remove one item; answer with the conversation."""
     item = request.path_params["item_id"]
 
     def work(objects: Objects, id: str) -> Steps[bytes | None]:
@@ -120,7 +120,7 @@ async def delete_item(request: Request) -> Response:
 async def _read(
     request: Request, form: type[NewConversation] | type[AddedItems]
 ) -> tuple[Json, list[Item]]:
-    """Read metadata and items; only as many large bodies are parsed at once as have room."""
+    """Read a body and return its metadata and its items, ready to be stored."""
     gateway = gateway_of(request)
     charged_caller(request)
     seeing = [x.image_support for x in gateway.models if x.engine.ready]
@@ -133,7 +133,7 @@ async def _read(
 def _checked(
     asked: Json, form: type[NewConversation] | type[AddedItems], writer: MessageWriter
 ) -> tuple[Json, list[Item]]:
-    """Check that a chat can be made of the items, and write them in full."""
+    """Check that the items can be translated into a chat, and return metadata and full items."""
     body = checked(asked, form)
     items = body.items or []
     check_nesting(items, "items")

@@ -1,6 +1,6 @@
-"""What a model offers beside answers: its entry in /v1/models, embeddings, and tokens of a text.
+"""/v1/models, embeddings, tokenize and detokenize.
 
-None of these is a turn: they have no session, and nothing of them is kept.
+None of these is a turn: they have no session, and nothing of them is stored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gateway.turns import served_name
 router = new_router()
 _OPERATION = "embeddings"  # OpenTelemetry's name
 _EMBEDDINGS_TAKE = ("input", "encoding_format", "dimensions")
-# Fields that reach an engine; a client's own chat template would be code that we run.
+# Fields of /tokenize that the engine gets; a client's ``chat_template`` would be code that we run.
 _TAKEN = frozenset(
     {"messages", "tools", "chat_template_kwargs", "reasoning_effort", "prompt", "tokens"}
     | {"add_special_tokens", "return_token_strs"}
@@ -63,7 +63,7 @@ async def list_models(request: Request) -> Response:
     named = [(x, name) for x in gateway.models for name in (x.name, *x.aliases)]
     named += [(gateway.models.default, name) for name in aliases]
     models = [_model(gateway, *x, with_replicas) for x in named]
-    # Codex wants a catalogue of its own as well; from an empty one it learns nothing wrong.
+    # Codex expects a catalogue of its own in ``models``, too; an empty one does no harm.
     return json_response({"object": "list", "data": models, "models": []})
 
 
@@ -77,9 +77,9 @@ async def show_model(request: Request) -> Response:
 
 
 def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool) -> dict[str, Any]:
-    """Describe a model; its replicas, which have addresses and troubles, to admins only."""
+    """Return a model's entry; with replicas, their addresses and troubles, for admins only."""
     welcome = model.engine.welcome or model.seen
-    max_context = welcome.max_context if welcome else None  # until it was loaded once
+    max_context = welcome.max_context if welcome else None  # None until the first load
     created = datetime.fromtimestamp(gateway.started_at, UTC)
     engine = model.engine
     replicas = {}
@@ -108,9 +108,9 @@ def _model(gateway: Gateway, model: ServedModel, name: str, with_replicas: bool)
 async def embeddings(request: Request) -> Response:
     """Embed texts, or token ids, with the served model."""
     model, answer, ignored = await _answer(request)
-    state_of(request.scope).body.give_back()  # the question is gone
+    state_of(request.scope).body.give_back()  # the request's body has been freed
     if usage := parse_usage(answer):
-        welcome = model.engine.welcome  # it may be gone by now
+        welcome = model.engine.welcome  # None if the engine has died meanwhile
         gateway_of(request).metrics.used(_OPERATION, welcome.model if welcome else "", usage)
         state_of(request.scope).used_tokens(usage.prompt_tokens)
     response = json_response(answer)
@@ -120,7 +120,10 @@ async def embeddings(request: Request) -> Response:
 
 
 async def _answer(request: Request) -> tuple[ServedModel, bytes, list[str]]:
-    """Ask the engine. The question is held until the answer is there, and counts for so long."""
+    """Ask the engine; return the model, its answer, and the unknown fields of the request.
+
+    The request's body is held, and counted, until the answer is here.
+    """
     model, question, ignored = await _embeddings_question(request)
     limit_s = gateway_of(request).config.request_timeout_s
     return model, await answer_to(request, model, EMBEDDINGS_PATH, question, limit_s), ignored
@@ -141,7 +144,7 @@ def _check_embeddings(model: ServedModel, raw: Json) -> None:
 def _embeddings_for_engine(
     model: ServedModel, config: GatewayConfig, raw: Json
 ) -> tuple[bytes, list[str]]:
-    """Return the body for the engine, and the unknown fields of the client's."""
+    """Return the body for the engine, and the unknown fields of the client's body."""
     name = served_name(model, config, validate_embeddings(raw).model)
     question = {name: raw[name] for name in _EMBEDDINGS_TAKE if raw.get(name) is not None}
     ignored = unknown_fields(raw, EmbeddingsRequest.__struct_fields__, ())
@@ -167,7 +170,7 @@ async def detokenize(request: Request) -> Response:
 async def _ask(
     request: Request, path: str, validate: Callable[[Json, ImageSupport], Any]
 ) -> Response:
-    # The parsed body is gone while the engine works.
+    # ``_question`` parses the body, so that it is freed while the engine works.
     model, question = await _question(request, validate)
     answer = await answer_to(request, model, path, question)
     return json_response(answer)

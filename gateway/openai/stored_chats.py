@@ -1,4 +1,4 @@
-"""Chat completions that were stored: listed, shown, labelled anew and deleted."""
+"""Stored chat completions: lists, shows and deletes them, and replaces their metadata."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gateway.stored.table import Steps
 router = new_router()
 _ALL = "/v1/chat/completions"
 _ONE = _ALL + "/{completion_id}"
-MAX_LABELS = 16  # as many as a metadata has
+MAX_LABELS = 16  # as many as an object's metadata may have
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 
@@ -31,7 +31,7 @@ COMPLETION = StoredKind("completion", "Chat completion", "chat.completion.delete
 
 
 def rows_of(messages: object) -> list[bytes]:
-    """Write the messages of a chat as they will be stored; they are not checked yet."""
+    """Encode the messages of a chat as JSON, to be stored; they have not been validated yet."""
     return [msgspec.json.encode(x) for x in messages] if isinstance(messages, list) else []
 
 
@@ -44,7 +44,7 @@ async def keep_completion(
 ) -> str:
     """Store a completion and the messages that it answers.
 
-    Returns "", or why it could not be stored (``NotStored``).
+    Returns "", or the reason why it could not be stored; see ``NotStored``.
     """
     id = str(completion.get("id"))
 
@@ -61,7 +61,7 @@ async def keep_completion(
 
 @router.get(_ALL)
 async def list_completions(request: Request) -> Response:
-    """List stored completions; ``model`` and ``metadata[key]`` choose among them."""
+    """List stored completions; ``model`` and ``metadata[key]`` filter them."""
     tenant, stored = charged_caller(request).name, gateway_of(request).stored
     query = query_of(request, ascending=True)
     like = _like(request)

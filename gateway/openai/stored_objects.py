@@ -1,7 +1,7 @@
-"""The routes of all kinds of stored objects: list, show, label anew, delete, list the items.
+"""The routes of all kinds of stored objects: show, delete, replace metadata, list the items.
 
-An object is found by the caller's tenant and the id in the request's path; one that is not there,
-and one of another tenant, get the same 404.
+An object is found by the caller's tenant and the id in the path. An object of another tenant and
+one that does not exist get the same 404.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ _SHOWN = 128  # characters of an id in an error
 
 
 def query_of(request: Request, *, ascending: bool) -> Query:
-    """Read ``limit``, ``after`` and ``order``; ``ascending`` is the order if none is named.
+    """Read ``limit``, ``after`` and ``order`` of a query.
+
+    Args:
+        ascending: the order if the query names none.
 
     Raises:
-        InvalidRequest: one of them is wrong.
+        InvalidRequest: one of the three is malformed.
     """
     given = request.query_params
     order = given.get("order") or ("asc" if ascending else "desc")
@@ -47,8 +50,8 @@ def query_of(request: Request, *, ascending: bool) -> Query:
 def shown_list(page: ObjectList) -> Response:
     """Answer with a page of bodies as they were stored.
 
-    One without rows says that it is the last: a client goes on from a row, and where there is none
-    it would begin again, for ever.
+    ``has_more`` is never true for a page without rows: a client asks for the next page by its last
+    row, and without one it would begin again, for ever.
     """
     ids = [x.id for x in page.rows]
     return json_response(
@@ -63,36 +66,36 @@ def shown_list(page: ObjectList) -> Response:
 
 
 class MetadataChange(msgspec.Struct, frozen=True):
-    """The body of a request that labels an object anew."""
+    """The body of a request that replaces an object's metadata."""
 
     metadata: Metadata | None
 
 
 class StoredKind(NamedTuple):
-    """One kind of stored object, and the ways to ask for it, change it and delete it."""
+    """One kind of stored object, and the handlers of its routes."""
 
     kind: Kind
-    words: str  # as errors begin
-    deleted_as: str  # ``object`` in the answer to a DELETE
+    words: str  # the beginning of "... not found"
+    deleted_as: str  # the field ``object`` in the answer to a DELETE
 
     @property
     def param(self) -> str:
-        """The name of the id, in paths and errors."""
+        """The name of the id in paths and errors."""
         return f"{self.kind}_id"
 
     @property
     def code(self) -> str:
-        """The code of the error that nothing was found."""
+        """The code of the error for an object that does not exist."""
         return f"{self.kind}_not_found"
 
     async def ask(self, request: Request, work: Callable[[Objects, str], Steps[T | None]]) -> T:
-        """Ask the caller's objects for something by its id.
+        """Run ``work`` on the caller's objects, with the id in the path, and return its result.
 
-        What the answer holds counts in the budget of all bodies.
+        The bytes of the objects count in the budget of all bodies.
 
         Raises:
-            InvalidRequest: 404, it is not there: ``work`` returned None or False.
-            RequestRefused: 503, the bodies of all requests take too much.
+            InvalidRequest: 404, ``work`` returned None or False: the object does not exist.
+            RequestRefused: 503, the bodies of all requests are too large together.
         """
         tenant, id = charged_caller(request).name, request.path_params[self.param]
         hold = state_of(request.scope).body.add
@@ -108,11 +111,11 @@ class StoredKind(NamedTuple):
         return InvalidRequest(message, self.param, self.code, 404)
 
     async def body(self, request: Request) -> bytes:
-        """Return the object as it is shown. Raises ``InvalidRequest``, 404."""
+        """Return the object's JSON. Raises ``InvalidRequest`` (404) if it does not exist."""
         return await self.ask(request, lambda objects, id: objects.show(self.kind, id))
 
     async def require(self, request: Request) -> None:
-        """Raise ``InvalidRequest``, 404, if the object is not there."""
+        """Raise ``InvalidRequest`` (404) if the object does not exist."""
         await self.ask(request, lambda objects, id: objects.page(self.kind, id, Query(0)))
 
     async def show(self, request: Request) -> Response:
@@ -142,6 +145,6 @@ class StoredKind(NamedTuple):
 
 
 async def json_of(request: Request) -> Json:
-    """Read a body; none at all is an empty object."""
+    """Return the request's body as JSON; an empty body counts as {}."""
     async with parsed(gateway_of(request), request, empty=b"{}") as body:
         return body.json

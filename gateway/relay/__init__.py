@@ -1,1 +1,1 @@
-"""Serves one turn: a slot, then the engine's answer, then its bytes on to the client."""
+"""Serves one turn: waits for a slot, asks the engine, and passes its answer on to the client."""

@@ -1,18 +1,17 @@
-"""The answer to one turn: what the engine says, and how it is written to the client.
+"""Reads the engine's answer to a turn, and writes it for the client.
 
-``AnswerStream`` looks at each chunk of a stream, once, for all that want to know of it: what goes
-out, when the first token came and how many there are, what the turn used, how the stream ended.
-Only whole events go out, so that a stream which breaks can be ended with an event of ours and a
-client never sees half of one. Of a stream that is passed on, events that only add to the answer are
-counted and never parsed.
+``AnswerStream`` reads each chunk of a stream once. It returns the bytes for the client, and notes
+the number of tokens, the turn's usage and how the stream ended. Only whole events are sent, so that
+a broken stream can be ended with an event of ours. If the stream is passed on unchanged, events
+that only add to the answer are counted and not parsed.
 
-Engines send the token counts of a stream in an event of its own, without choices, and only if
-asked. The gateway always asks, since limits and figures need them; clients that did not would trip
-over the event. ``max_tokens: 0`` has the prompt read and kept for the turn to come. vLLM refuses
-it, so it is asked for one token, which is not shown.
+Engines send the token counts of a stream in an event without choices, and only if asked. The
+gateway always asks, since limits and figures need the counts, and hides the event from clients that
+did not ask. ``max_tokens: 0`` only prefills the prompt, for a later turn. vLLM refuses it, so it is
+asked for one token, which is not shown.
 
-Only the fields that a translation needs are read. Both names of a model's reasoning are known:
-``reasoning_content``, and ``reasoning`` as newer vLLM writes it.
+Only the fields that a translation needs are read. A model's reasoning has two names:
+``reasoning_content``, and ``reasoning`` in newer vLLM.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from engines.openai.messages import Json
 from gateway.errors import Failure
 from gateway.watch.requests import Usage
 
-# An event larger than this is passed on before it is whole.
+# A larger event is passed on before it is complete.
 MAX_HELD_BYTES = 1 << 20
-# An event larger than this is no chunk of an answer.
+# A larger event cannot be a chunk of an answer.
 MAX_EVENT_BYTES = 16 << 20
 DONE = b"[DONE]"
 KEEPALIVE = b": keepalive\n\n"
 _EVENT, _PREFILL = b"data:", b": prefill "
 _LONGEST_COMMENT = 60
-# No text inside JSON can hold it, as its quotes are escaped there.
+# In each event that adds to the answer. It cannot be in a text, where JSON escapes the quotes.
 _ADDS = b'"choices":[{'
 
 
@@ -105,7 +104,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def failure(self) -> str | None:
-        """The engine's words for its failure; None if there was none."""
+        """The engine's error message; None if there was no error."""
         if self.error is None:
             return None
         message = self.error.get("message") if isinstance(self.error, dict) else None
@@ -116,10 +115,10 @@ _decoder = msgspec.json.Decoder(Chunk)
 
 
 def read_chunk(data: bytes) -> Chunk:
-    """Read one event's data, or a whole answer.
+    """Parse one event's data, or a whole answer.
 
     Raises:
-        EngineUnavailable: it is nothing of that form.
+        EngineUnavailable: ``data`` is neither.
     """
     try:
         return _decoder.decode(data)
@@ -128,13 +127,13 @@ def read_chunk(data: bytes) -> Chunk:
 
 
 class FirstWords:
-    """The first words of an answer, noted on its way: its chat is known again by them."""
+    """Collects the first words of an answer, by which its chat is recognised later."""
 
     def __init__(self, num_chars: int, on_words: Callable[[str], None]) -> None:
         """
         Args:
-            num_chars: that are enough of the answer.
-            on_words: called once with so many, or with all if the answer has fewer.
+            num_chars: the number of characters to collect.
+            on_words: called once, with at least so many or with the whole answer.
         """
         self._num_chars = num_chars
         self._on_words: Callable[[str], None] | None = on_words
@@ -142,19 +141,19 @@ class FirstWords:
 
     @property
     def wanted(self) -> bool:
-        """False once there are enough."""
+        """True until enough characters are here."""
         return self._on_words is not None
 
     def add(self, data: bytes) -> None:
-        """Take an event's data, or a whole answer."""
-        with suppress(EngineUnavailable):  # who reads the answer reports that
+        """Add the text of an event's data, or of a whole answer."""
+        with suppress(EngineUnavailable):  # the relay reports a malformed answer
             for choice in read_chunk(data).choices[:1]:
                 self._words += choice.part.content or ""
         if len(self._words.lstrip()) >= self._num_chars:
             self.end()
 
     def end(self) -> None:
-        """Note what there is: the engine says no more."""
+        """Call ``on_words`` with what is here, since the answer has ended."""
         on_words, self._on_words = self._on_words, None
         if on_words is not None:
             on_words(self._words)
@@ -163,26 +162,29 @@ class FirstWords:
 class AnswerStream:
     """The events of one streamed answer: the engine's bytes in, the client's bytes out.
 
-    This one passes them on as they are; see ``TranslatedStream``.
+    This class passes the bytes on unchanged; ``TranslatedStream`` does not.
     """
 
     def __init__(self, hides_usage: bool = False) -> None:
-        """``hides_usage``: leave out the event of the token counts."""
+        """
+        Args:
+            hides_usage: leave out the event with the token counts.
+        """
         self._hides_usage = hides_usage
         self._held = b""
-        self.num_events = 0  # that hold some of the answer, each about a token
-        self.prefill: tuple[int, int] | None = None  # tokens of the prompt that are there, and all
+        self.num_events = 0  # with a part of the answer; each is about a token
+        self.prefill: tuple[int, int] | None = None  # tokens prefilled so far, and of the prompt
         self.usage: Usage | None = None  # None: the engine has not reported it
-        self.complete = False  # it ended as a stream should
+        self.complete = False  # True: it ended with [DONE]
         self.failed = False  # the engine itself reported an error
-        self.words: FirstWords | None = None  # None: they are not noted
+        self.words: FirstWords | None = None  # None: they are not wanted
 
     def opening(self) -> bytes:
-        """Return what goes out together with the head, before the engine says anything."""
+        """Return the bytes that follow the head, before the engine's first bytes."""
         return b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take the engine's next bytes; return all whole events that can go out now."""
+        """Take the engine's next bytes; return those of all events that are complete now."""
         if self._held or not chunk.endswith(b"\n\n"):
             chunk = self._whole_events(self._held + chunk)
         num_events = chunk.count(_EVENT)
@@ -193,7 +195,7 @@ class AnswerStream:
         return b"".join(self._shown(chunk.splitlines(keepends=True)))
 
     def ending(self, failure: Failure | None) -> bytes:
-        """Return the last bytes of the answer, which report ``failure`` if there was one."""
+        """Return the last bytes of the answer; they report ``failure`` if there was one."""
         return failure.event() if failure else b""
 
     def _whole_events(self, data: bytes) -> bytes:
@@ -206,7 +208,7 @@ class AnswerStream:
     def _shown(self, lines: list[bytes]) -> Iterator[bytes]:
         is_hidden = False
         for line in lines:
-            if is_hidden and not line.strip():  # the empty line after it
+            if is_hidden and not line.strip():  # the empty line after the hidden event
                 is_hidden = False
                 continue
             is_hidden = self._read_line(line) and self._hides_usage
@@ -214,7 +216,7 @@ class AnswerStream:
                 yield line
 
     def _read_line(self, line: bytes) -> bool:
-        """Note what a line says; True for the event that only counts tokens."""
+        """Note the facts in a line; return True for the event that only has token counts."""
         if line.startswith(b":"):
             self._comment(line)
         if not line.startswith(_EVENT):
@@ -239,13 +241,13 @@ class AnswerStream:
             self.words.add(data)
 
     def _count(self, event: bytes) -> None:
-        """Count an event unless it only begins the answer, and holds none of it."""
+        """Count an event, unless it only begins the answer and has no text."""
         begins = b'"role"' in event and (b'"content":""' in event or b'"content":null' in event)
         if self.num_events or not begins:
             self.num_events += 1
 
     def _comment(self, line: bytes) -> None:
-        """Read ``: prefill 128/1905``."""
+        """Read a comment such as ``: prefill 128/1905``."""
         if not line.startswith(_PREFILL) or len(line) > _LONGEST_COMMENT:
             return
         done, _, whole = line[len(_PREFILL) :].strip().partition(b"/")
@@ -254,15 +256,15 @@ class AnswerStream:
 
 
 class TranslatedStream(AnswerStream, ABC):
-    """A stream whose events are each made anew, from those of the engine, by a subclass."""
+    """A stream in which a subclass translates each event of the engine."""
 
-    comment = KEEPALIVE  # what goes out for a comment of the engine's
+    comment = KEEPALIVE  # sent in place of a comment of the engine
 
     def feed(self, chunk: bytes) -> bytes:
-        """See ``AnswerStream.feed``.
+        """Do as ``AnswerStream.feed`` does.
 
         Raises:
-            EngineUnavailable: an event cannot be read, or is too large to be one.
+            EngineUnavailable: an event cannot be parsed, or is larger than ``MAX_EVENT_BYTES``.
         """
         if self._held:
             chunk, self._held = self._held + chunk, b""
@@ -276,10 +278,10 @@ class TranslatedStream(AnswerStream, ABC):
 
     @abstractmethod
     def translated(self, data: bytes) -> bytes:
-        """Return what goes out for an event's data; sets ``usage`` and ``failed``.
+        """Return the client's bytes for an event's data; set ``usage`` and ``failed``.
 
         Raises:
-            EngineUnavailable: it cannot be read.
+            EngineUnavailable: ``data`` cannot be parsed.
         """
 
     def _line(self, line: bytes) -> bytes:
@@ -298,7 +300,7 @@ class TranslatedStream(AnswerStream, ABC):
 
 
 class _Peek(msgspec.Struct, frozen=True):
-    """The fields that tell the end of a stream."""
+    """The fields of an event that the end of a stream is recognised by."""
 
     choices: list[msgspec.Raw] | None = None
     usage: Usage | None = None
@@ -317,7 +319,7 @@ def _peek(data: bytes) -> _Peek:
 
 
 def parse_usage(body: bytes) -> Usage | None:
-    """Read ``usage`` of an answer's JSON; None if it has none that can be read."""
+    """Return ``usage`` of an answer's JSON; None if there is none, or it is malformed."""
     return _peek(body).usage
 
 
@@ -330,40 +332,40 @@ STORED_HEADER = "x-thermocline-stored"
 
 
 class NotStored(NamedTuple):
-    """An answer could not be stored."""
+    """The reason why an answer could not be stored, and what to send instead of it."""
 
     reason: str  # one of those in docs/generators/headers_page.py
-    body: bytes | None = None  # what goes out in place of the answer, or its end; None: nothing
+    body: bytes | None = None  # sent in place of the answer, or of its end; None: no change
 
     @property
     def header(self) -> tuple[bytes, bytes]:
-        """A header of the answer; that of a stream has gone out before."""
+        """The header of a whole answer that gives the reason; a stream's head was sent earlier."""
         return STORED_HEADER.encode(), f"no; reason={self.reason}".encode()
 
 
-# Stores what must outlive an answer, unless its session was deleted meanwhile, as the second
-# argument says. Called once, when the answer is whole and before its end goes out, so that a client
-# which has seen the end finds it. It must not raise: the answer goes on.
+# Stores an answer, unless the second argument returns that its session was deleted meanwhile.
+# Called once, when the answer is complete and before its end is sent, so that a client which has
+# seen the end finds the stored object. It must not raise, since the answer is sent in any case.
 StoreAnswer: TypeAlias = Callable[[SessionRef, Callable[[], bool]], Awaitable[NotStored | None]]
 
 
 class AnswerFormat:
-    """The shape of one turn's answer, whichever way it ends; this one is the engine's own."""
+    """The form of a turn's answer, streamed, whole or refused; this class keeps the engine's."""
 
-    hides_usage = False  # of a stream whose client did not ask for it
+    hides_usage = False  # True: the client did not ask for a stream's token counts
 
     def events(self, prompt: Usage | None) -> AnswerStream:
-        """Begin a streamed answer; ``prompt`` has the counts of the prompt, if they are known."""
+        """Begin a streamed answer; ``prompt`` has the prompt's token counts if they are known."""
         return AnswerStream(self.hides_usage)
 
     def whole(self, body: bytes) -> bytes:
-        """Return the body for the client, made of the engine's JSON of a whole answer."""
+        """Translate the engine's JSON of a whole answer into the body for the client."""
         return body
 
     def refusal(self, failure: Failure) -> Response:
-        """Return the answer to a request that the engine refused."""
+        """Return the response to a request that the engine refused."""
         return failure.response()
 
     def sign_of_life(self) -> bytes:
-        """Return the dialect's event for "still at it"; b"" if there is none."""
+        """Return the dialect's keep-alive event; b"" if it has none."""
         return b""

@@ -1,13 +1,13 @@
 """Passes the bytes of an engine's answer on to the client, with signs of life in a stream.
 
-The relay speaks ASGI directly, one ``send`` per chunk. Backpressure reaches the engine: a client
-that reads slowly makes ``send`` wait, then the engine's socket fills, so no more than a few socket
-buffers are ever held for one stream.
+The relay calls ASGI directly, with one ``send`` per chunk. Backpressure reaches the engine: a
+client that reads slowly makes ``send`` wait, then the engine's socket fills, so that no more than a
+few socket buffers are held for one stream.
 
-Some clients give up on a connection that shows nothing for a while, and send the same request again
-after the first. A dialect that has an event for that purpose gets it whenever nothing else has gone
-out for so long. If the engine has not even begun to answer by then, head and opening go out without
-waiting for it; a failure after that is an event, not a status.
+Some clients give up on a connection that is silent for a while, and send the request again. If the
+dialect has a keep-alive event, it is sent whenever a stream has been silent for that long. If the
+engine has not begun to answer by then, the head is sent without waiting for it; a failure after
+that is reported by an event, not by a status.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from gateway.watch.requests import Usage
 
 log = logging.getLogger("thermocline.gateway")
 EVENT_STREAM = "text/event-stream"
-SLICE_BYTES = 64 << 10  # of a whole answer; about what a connection holds before it pushes back
+SLICE_BYTES = 64 << 10  # of a whole answer; about as much as a connection buffers
 Headers = Iterable[tuple[bytes, bytes]]
-_TOO_LONG = "maximum context length"  # vLLM's words for a prompt beyond it
+_TOO_LONG = "maximum context length"  # in vLLM's message for a prompt that exceeds the context
 # The engine's headers that are passed on; no others.
 _PASSED_ON = ("content-type", CACHE_HEADER)
-# Of each stream of events. Proxies that gather answers would gather them to their end.
+# Headers of each event stream, without which some proxies would buffer it to its end.
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -62,15 +62,15 @@ async def relay_events(
 ) -> Failure | None:
     """Pass a stream's events on until it ends; the caller sends the head before and the end after.
 
-    Returns the failure that still has to be sent to the client, if any.
+    Returns the failure that the caller has to report to the client; None if there was none.
 
     Args:
-        ends_at: the time of the event loop's clock at which it breaks off.
-        client_stall_s: how long the client may take nothing.
-        on_chunk: called whenever the stream was fed.
+        ends_at: the time, by the event loop's clock, at which the stream is cut off.
+        client_stall_s: how long the client may read nothing.
+        on_chunk: called after each chunk of the engine was fed to ``events``.
 
     Raises:
-        ClientGone: the client took nothing for ``client_stall_s`` seconds.
+        ClientGone: the client read nothing for ``client_stall_s`` seconds.
     """
     reader = asyncio.timeout(None)
     watchdog = StallWatchdog(client_stall_s, lambda: reader.reschedule(0.0))
@@ -98,7 +98,7 @@ async def relay_events(
 
 
 def body_part(body: bytes) -> Message:
-    """Make the message of some bytes of a body that goes on."""
+    """Return the ASGI message with a part of a body, which is not the last."""
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
@@ -113,10 +113,10 @@ async def send_end(send: Send, body: bytes) -> None:
 
 
 async def send_whole(send: Send, headers: Headers, body: bytes, client_stall_s: float) -> None:
-    """Send an answer whose body is there, slice by slice, so that its reader is seen to take it.
+    """Send a complete answer in slices, so that a client that stops reading is noticed.
 
     Raises:
-        ClientGone: the client took nothing for ``client_stall_s`` seconds.
+        ClientGone: the client read nothing for ``client_stall_s`` seconds.
     """
     await send_head(send, 200, [*headers, (b"content-length", str(len(body)).encode())])
     view = memoryview(body)
@@ -129,7 +129,7 @@ async def send_whole(send: Send, headers: Headers, body: bytes, client_stall_s: 
 
 
 async def taken(send: Send, message: Message, client_stall_s: float) -> None:
-    """Send a message. Raises ``ClientGone`` if the reader takes nothing for so long."""
+    """Send a message. Raises ``ClientGone`` if the client reads nothing for so long."""
     try:
         async with asyncio.timeout(client_stall_s):
             await send(message)
@@ -138,7 +138,7 @@ async def taken(send: Send, message: Message, client_stall_s: float) -> None:
 
 
 async def send_response(send: Send, response: Response) -> None:
-    """Send a response whose body is there, in one go."""
+    """Send a response whose body is complete, at once."""
     await send_head(send, response.status_code, response.raw_headers)
     await send_end(send, bytes(response.body))
 
@@ -160,7 +160,7 @@ def _failure_from(status: int, error: Json) -> Failure:
     if status == 400 and not isinstance(code, str) and _TOO_LONG in message:
         param, code = "messages", "context_length_exceeded"  # vLLM names neither
     if status == 500 and not isinstance(code, str):
-        log.warning("the engine failed: %s", message)  # for the operator; a client can do nothing
+        log.warning("the engine failed: %s", message)  # of no use to the client
         return Failure(502, "The engine failed; its log says why. Try again.", None, "engine", 1.0)
     return Failure(
         status,
@@ -172,7 +172,7 @@ def _failure_from(status: int, error: Json) -> Failure:
 
 
 class WithoutContent:
-    """An engine's answer with nothing said in it; an ``engines.base.Upstream``."""
+    """An engine's answer without its text. Implements ``engines.base.Upstream``."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
@@ -203,7 +203,7 @@ class _EmptiedStream(TranslatedStream):
 
 
 def _emptied(data: bytes) -> bytes:
-    """Take what was said out of an answer, or of a chunk; what is none stays as it is."""
+    """Remove the text from an answer or a chunk; return other data unchanged."""
     try:
         said = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -223,7 +223,7 @@ def _emptied(data: bytes) -> bytes:
 
 
 class StreamOut:
-    """Sends one streamed answer, and notes its progress. Belongs to the event loop."""
+    """Sends one streamed answer, with keep-alive events. Runs on the event loop."""
 
     def __init__(
         self,
@@ -235,8 +235,9 @@ class StreamOut:
     ) -> None:
         """
         Args:
-            head_sent: the head went out before there was an engine to ask.
-            send: for the head; ``send_body`` is for all between head and end.
+            send: sends the head.
+            send_body: sends all between the head and the end.
+            head_sent: True if the head was sent before the model was loaded.
         """
         self._send = send
         self._send_body = send_body
@@ -247,22 +248,25 @@ class StreamOut:
         self._beginning = asyncio.Lock()
         self._last_sent = self._clock()
         self._events: AnswerStream | None = None
-        # Who shows life needs to know when something went out; others need nothing between.
+        # Keep-alive events depend on when the last bytes were sent; without them skip that step.
         self.send: Send = self._noted if self._sign else send_body
 
     @property
     def begun(self) -> bool:
-        """True once head and opening are on their way."""
+        """True once the head was sent, or is being sent."""
         return self._events is not None
 
     @property
     def events(self) -> AnswerStream:
-        """The answer's events; ``begin`` has been called."""
+        """The answer's events; ``begin`` must have been called."""
         assert self._events is not None
         return self._events
 
     async def begin(self, headers: Headers, prompt: Usage | None = None) -> None:
-        """Send head and opening, unless that was done; ``prompt``: its counts, if known."""
+        """Send the head and ``events.opening``, unless that was done.
+
+        ``prompt`` has the prompt's token counts if they are known.
+        """
         async with self._beginning:
             if self._events is not None:
                 return
@@ -279,9 +283,9 @@ class StreamOut:
 
     @asynccontextmanager
     async def showing_life(self, every_s: float, headers: Headers) -> AsyncIterator[None]:
-        """Show life whenever nothing went out for ``every_s`` seconds, until the context ends.
+        """Send a keep-alive event after each silence of ``every_s`` seconds inside the context.
 
-        ``headers``: of a head that goes out before the engine's answer has one.
+        ``headers``: those of the head, if it is sent before the engine has begun to answer.
         """
         if not self._sign:
             yield

@@ -1,4 +1,4 @@
-"""Asks the engine something that is no turn, such as how many tokens a prompt would have."""
+"""Asks the engine questions that are no turns, such as how many tokens a prompt has."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ QUESTION_S: Final = 60.0
 async def answer_to(
     request: Request, model: ServedModel, path: str, question: bytes, limit_s: float = QUESTION_S
 ) -> bytes:
-    """POST ``question``, a body of JSON, to a model's engine; returns the body of its answer.
+    """POST ``question``, a body of JSON, to a model's engine; return the body of its answer.
 
-    Tenants take turns here, and the engine stops when the client leaves.
+    Tenants' questions take turns, and the engine stops when the client leaves.
 
     Raises:
-        InvalidRequest: the engine refused it, with the engine's words.
-        EngineUnavailable: there is no engine, or it went away.
-        TimeoutError: no answer within ``limit_s``.
-        Overloaded, Draining: too many wait already.
-        ClientGone: the client left; the engine has stopped.
+        InvalidRequest: the engine refused the question; the message is the engine's.
+        EngineUnavailable: the engine is not ready, or has died.
+        TimeoutError: there was no answer within ``limit_s``.
+        Overloaded: too many questions wait already.
+        Draining: the server is shutting down.
+        ClientGone: the client left; the engine was stopped.
     """
     ask = partial(_ask, charged_caller(request), model, path, question, limit_s)
     return await while_client_stays(request.receive, ask)
@@ -53,7 +54,9 @@ async def _ask(
         if upstream.status < 400:
             return answer
         failure = engine_failure(upstream.status, answer)
-        if upstream.status in (404, 405) and failure.code == "engine":  # not in our shape: no path
+        if (
+            upstream.status in (404, 405) and failure.code == "engine"
+        ):  # the engine has no such path
             raise InvalidRequest(f"This engine has no {path}.", code="not_supported", status=404)
         raise InvalidRequest(failure.message, failure.param, failure.code, failure.status)
 
@@ -63,10 +66,10 @@ class _Counted(msgspec.Struct, frozen=True):
 
 
 def count_question(rules: TemplateRules, keeps_reasoning: bool, chat: Json) -> bytes:
-    """Write what the engine is asked, of the prompt as it would be served.
+    """Return the body of the question how many tokens the chat's prompt has.
 
     Args:
-        rules: the engine's, of its template.
+        rules: the rules of the engine's chat template.
         keeps_reasoning: ``gateway.keep_reasoning``.
         chat: a chat's body, validated, with the served model's name.
     """
@@ -76,18 +79,20 @@ def count_question(rules: TemplateRules, keeps_reasoning: bool, chat: Json) -> b
     if keeps_reasoning:
         keep_reasoning(question, rules)
     effort = question.get("reasoning_effort")
-    if effort is not None:  # vLLM looks for it here when it only tokenizes
+    if effort is not None:  # vLLM's /tokenize only reads it from here
         switches = {"reasoning_effort": effort, **question.get("chat_template_kwargs", {})}
         question["chat_template_kwargs"] = switches
     return msgspec.json.encode(question)
 
 
 async def prompt_tokens(request: Request, model: ServedModel, question: bytes) -> int:
-    """Ask a model's engine a ``count_question``, for the caller of a request.
+    """Send a ``count_question`` to a model's engine; return the number of tokens.
 
     Raises:
-        InvalidRequest: the engine refused it, or does not count.
-        EngineUnavailable: there is no engine, or its count cannot be read.
+        InvalidRequest: the engine refused the question, or cannot count tokens.
+        EngineUnavailable: the engine is not ready, or its answer cannot be read.
+
+    See ``answer_to`` for more.
     """
     answer = await answer_to(request, model, TOKENIZE_PATH, question)
     try:

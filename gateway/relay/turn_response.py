@@ -1,4 +1,4 @@
-"""Serves one turn: waits for a slot, opens the engine, relays its answer."""
+"""Serves one turn: waits for a slot, asks the engine, relays its answer."""
 
 from __future__ import annotations
 
@@ -58,35 +58,35 @@ LEFT_OUT_HEADER = "x-thermocline-left-out"
 IGNORED_HEADER = "x-thermocline-ignored"
 log = logging.getLogger("thermocline.gateway")
 
-# Sends the rest of the answer when the turn is over.
+# Sends the rest of the answer, after the turn is over.
 Ending: TypeAlias = Callable[[Send], Awaitable[None]]
 
 
 class TurnRequest(NamedTuple):
-    """The question to the engine, and its session."""
+    """A turn: the request to the engine, its session, and facts about its client."""
 
     operation: str  # OpenTelemetry's name
     path: str  # the engine's
     session: SessionRef
     body: bytes
     hints: TurnHints = TurnHints()
-    compared: Compared | None = None  # with the request before it in its session
-    client: str = ""  # a word for the program that asks
+    compared: Compared | None = None  # with the previous request of its session
+    client: str = ""  # the client program's name; see ``names.client_name``
     weight: int = 1  # of its tenant's share
     num_answers: int = 1
     title: str = ""  # for its session
-    foreign: Mapping[str, str] = {}  # the client's names of the engine's fields
-    ignored: Sequence[str] = ()  # of the client's fields, those that this server does not know
-    left_out: Sequence[str] = ()  # keywords of JSON schemas
-    is_silent: bool = False  # nothing of the answer is shown
+    foreign: Mapping[str, str] = {}  # engine's field -> the client's name of it
+    ignored: Sequence[str] = ()  # fields of the client that this server does not know
+    left_out: Sequence[str] = ()  # keywords of JSON schemas that no grammar enforces
+    is_silent: bool = False  # True: the answer's text is hidden
     on_words: Callable[[str], None] | None = None  # called with the beginning of the answer
 
 
 class TurnResponse(Response):
     """A response that serves its turn while it is sent.
 
-    A failure before the head is sent becomes an error answer. The end of the answer goes out after
-    the turn is over and its slot is free, so a client that has seen the end finds the session idle.
+    A failure before the head is sent becomes an error response. The end of the answer is sent after
+    the turn's slot is free, so that a client that has seen the end finds the session idle.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class TurnResponse(Response):
         self._request_id = request_id
         self._answer = answer
         self._keep = keep
-        self._was_there = False  # the session, when its turn began
-        self.head_sent = False  # by ``AwaitingModel``
+        self._was_there = False  # True: the session existed when its turn began
+        self.head_sent = False  # True: ``AwaitingModel`` has sent it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked, request = self._asked, self._model.live.request
         with request(self._session, self._request_id, asked.operation, asked.client) as live:
             live.title, live.compared = asked.title, asked.compared
-            live.error = "cancelled"  # until it is known better
+            live.error = "cancelled"  # unless another end is noted
             self._live = live
             name = f"{live.operation} {live.model}".strip()
             self._trace = self._gateway.tracing.begin(name, context_of(scope["headers"]))
@@ -129,7 +129,7 @@ class TurnResponse(Response):
         except ClientGone:
             self._live.error = "client_gone"
             raise
-        except Exception as error:  # the app's handlers answer it; it is counted here
+        except Exception as error:  # noted here; the app's handlers answer it
             self._live.error = _word(failure_of(error))
             raise
         finally:
@@ -156,7 +156,7 @@ class TurnResponse(Response):
             if not is_event_stream(upstream):
                 return await self._whole(upstream)
             if not limit.expired():
-                limit.reschedule(None)  # the relay keeps it: it ends the stream in its own way
+                limit.reschedule(None)  # the relay enforces it, and ends the stream with an event
             return await self._stream(upstream, out)
 
     @asynccontextmanager
@@ -193,10 +193,10 @@ class TurnResponse(Response):
         return FirstWords(SAID_CHARS, asked.on_words)
 
     def _let_go(self) -> None:
-        """Count the body no longer, and hold it no longer: it goes to the engine.
+        """Release the body and its share of the budget, as the engine gets it now.
 
-        A turn that computes for minutes keeps no other body out. The engine's client holds
-        small ones until the answer begins (``engines.client.second_try``).
+        A turn that computes for minutes must not keep other bodies waiting. The engine's client
+        holds small bodies until the answer begins (``engines.client.second_try``).
         """
         self._body = b""
         self._state.body.give_back()
@@ -229,7 +229,7 @@ class TurnResponse(Response):
         )
 
     def _broken_off(self, out: StreamOut, failure: Failure) -> Ending:
-        """End an answer whose head went out before it was known that it would fail."""
+        """Note a failure after the head was sent; return the ending that reports it."""
         self._live.error = _word(failure)
         return partial(send_end, body=out.events.ending(failure))
 
@@ -255,7 +255,7 @@ class TurnResponse(Response):
         return partial(send_end, body=ending)
 
     async def _store_answer(self) -> NotStored | None:
-        """Store the answer if that was asked for; return why it could not be, None if it was."""
+        """Store the answer if that was asked for; return why that failed, None if it did not."""
         if self._keep is None:
             return None
         return await self._keep(self._session, self._is_deleted)
@@ -265,7 +265,7 @@ class TurnResponse(Response):
         return self._was_there and self._model.sessions.get(self._session) is None
 
     def _count(self, turn: Turn) -> None:
-        """Count what the turn used, however it ended."""
+        """Charge the tokens that the turn used, however it ended."""
         used = self._live.charge()
         num_tokens = used.prompt_tokens + used.completion_tokens
         turn.used(num_tokens)
@@ -284,9 +284,9 @@ class TurnResponse(Response):
 
 
 class AwaitingModel(Response):
-    """Shows life in comments until a turn can begin, so that clients do not give up.
+    """Sends comments until a turn's model is loaded, so that clients do not give up.
 
-    What fails before the first comment is an error answer; after it, an event.
+    A failure before the first comment becomes an error response; after it, an event.
     """
 
     def __init__(
@@ -298,9 +298,9 @@ class AwaitingModel(Response):
     ) -> None:
         """
         Args:
-            preparing: makes the turn, once its model is loaded.
-            progress: says in a sentence how far that is.
-            failed: makes the event that ends a stream, of the request's dialect.
+            preparing: returns the turn's response once its model is loaded.
+            progress: returns the loading's progress in a sentence.
+            failed: returns the event, in the request's dialect, that ends a failed stream.
             every_s: seconds between two comments.
         """
         super().__init__()
@@ -334,5 +334,5 @@ class AwaitingModel(Response):
 
 
 def _word(failure: Failure) -> str:
-    """Name a failure for a metric's label: by its code, of which there are few, or its status."""
+    """Return a failure's label for metrics: its code, of which there are few, or its status."""
     return failure.code or str(failure.status)

@@ -1,1 +1,1 @@
-"""What every request passes: an id and a log line, its route, its caller and charges, its body."""
+"""The steps of every request: its id and log line, its route, its caller and charges, its body."""

@@ -1,10 +1,10 @@
-"""Request bodies: JSON only, of bounded size and weight, in bounded time; chats fit their template.
+"""Reads request bodies (JSON of bounded size and weight, in bounded time); fits chats to templates.
 
-What asks the engine for something enters by ``body_for_engine``; what does not, by ``parsed``.
+Routes that ask the engine read their bodies by ``body_for_engine``, all others by ``parsed``.
 
-A template may refuse system messages in the middle of a chat. Nothing is moved for it. System
-messages at the top instead, as some servers write them, would change the prompt from its first
-tokens on: all that was computed for the conversation would be lost at every such message.
+A template may refuse system messages in the middle of a chat. They are rewritten where they stand,
+and not moved to the top as some servers do: that would change the prompt from its first tokens on,
+so that the conversation's KV could not be reused after any such message.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ _SYSTEM = ("system", "developer")
 
 
 class ParsedBody:
-    """A body's JSON, and the bytes that it came in, with those that it recalls."""
+    """A parsed body, and its size in bytes, including the stored items that it recalls."""
 
     def __init__(
         self, request: Request, json: Json, nbytes: int, alone: AsyncExitStack, model: ServedModel
     ) -> None:
         """
         Args:
-            json: what the body says.
-            alone: what is entered there lasts as long as the body is used.
-            model: the one that the body means.
+            json: the parsed body.
+            nbytes: its size.
+            alone: contexts that are left when the body is not used any more.
+            model: the model that the body names.
         """
         self.model = model
         self.json = json
@@ -62,27 +63,27 @@ class ParsedBody:
 
     @property
     def room(self) -> int:
-        """The bytes that it may recall yet: with them it is no larger than any body may be."""
+        """The number of bytes that it may still recall, within ``max_body_bytes`` in all."""
         return gateway_of(self._request).config.max_body_bytes - self.nbytes
 
     def recall(self, nbytes: int) -> None:
-        """Count what it is about to recall. Raises ``RequestRefused`` (503)."""
+        """Count bytes that it is about to recall. Raises ``RequestRefused`` (503)."""
         state_of(self._request.scope).body.add(nbytes)
         self.nbytes += nbytes
 
     async def recalled(self) -> None:
-        """Wait until the recalled items may be parsed: no other large body is, meanwhile."""
+        """Wait until the recalled items may be parsed: only one large body is parsed at a time."""
         if self.nbytes > LARGE_BODY_BYTES and not self._is_alone:
             self._is_alone = True
             bodies = gateway_of(self._request).bodies
             await self._alone.enter_async_context(bodies.parsing)
 
     async def while_client_stays(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Do ``work``, but end it when the client leaves. Raises ``ClientGone``."""
+        """Return the result of ``work``. Raises ``ClientGone`` if the client leaves meanwhile."""
         return await while_client_stays(self._request.receive, work)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on it; on a thread if it is large, so that streams go on meanwhile."""
+        """Call ``work``, on a thread if the body is large, so that streams go on meanwhile."""
         return await _off_loop(self.nbytes, work)
 
 
@@ -94,22 +95,24 @@ async def body_for_engine(
     check: Callable[[ServedModel, Json], object] | None = None,
     on_wait: Callable[[ParsedBody], None] = lambda body: None,
 ) -> AsyncIterator[ParsedBody]:
-    """Read and parse the body of a request that asks the engine for something; see ``parsed``.
+    """Read and parse the body of a request to the engine, and have its model loaded.
 
-    While it waits for its model only its bytes are held: parsed, it would take many times as much.
+    While the request waits for its model, only the bytes of its body are held: parsed, they would
+    take many times the memory.
 
     Args:
-        check: looks at the body before a model is loaded for it, and may change what it is given: a
-            request that is wrong loads none, and unloads no other.
-        on_wait: called, after that, with the body of a request that waits for its model.
+        empty: the bytes that an empty body counts as.
+        check: checks a copy of the body, which it may change, before the model is loaded, so that
+            an invalid request does not load a model and unload another.
+        on_wait: called after that with the body, if the request has to wait for its model.
 
-    Raises (on entering), besides:
-        EngineUnavailable: there is no engine for its model, or none again in time.
-        InvalidRequest: 404, there are several models, and it names none of them.
+    Raises (on entering), besides the errors of ``parsed``:
+        EngineUnavailable: the model's engine is not ready, or not again in time.
+        InvalidRequest: 404, there are several models, and the body names none of them.
     """
     gateway = gateway_of(request)
     only = gateway.models.only
-    if only is not None:  # before the body is read: a request that waits holds no memory
+    if only is not None:  # wait before the body is read, so that no memory is held meanwhile
         await enter(gateway, only, request)
     body = await read_json_body(request, gateway.config) or empty
     if only is None:
@@ -124,7 +127,7 @@ async def body_for_engine(
                 if check is not None:
                     await early.off_loop(partial(_check_early, check, early))
                 on_wait(early)
-                early.json = {}  # its thread may hold the rest for a moment
+                early.json = {}  # free it now: a thread may refer to ``early`` for a moment
         await enter(gateway, model, request)
     async with _parsed(gateway, request, body) as whole:
         yield whole
@@ -134,14 +137,14 @@ async def body_for_engine(
 async def parsed(
     gateway: Gateway, request: Request, *, empty: bytes = b""
 ) -> AsyncIterator[ParsedBody]:
-    """Read a body and parse it. While the context is held, no other large body is parsed.
+    """Read a body and parse it. Inside the context of a large body, no other is parsed.
 
     Args:
-        empty: taken for a body of no bytes.
+        empty: the bytes that an empty body counts as.
 
     Raises (on entering):
-        RequestRefused: 503, the bodies of all requests take too much.
-        InvalidRequest: it is no JSON object, or has too many values; see ``read_json_body``, too.
+        RequestRefused: 503, the bodies of all requests are too large together.
+        InvalidRequest: the body is no JSON object, or has too many values; see ``read_json_body``.
     """
     body = await read_json_body(request, gateway.config) or empty
     async with _parsed(gateway, request, body) as whole:
@@ -171,7 +174,7 @@ _UNREAD: Final = object()
 
 
 def _model_named(body: bytes) -> object:
-    """Return the model that a body names; ``_UNREAD`` where only parsing all of it can say."""
+    """Return the ``model`` of a body; ``_UNREAD`` if that needs the more lenient ``_parsed``."""
     check_weight(body)
     try:
         return msgspec.json.decode(body, type=_Named).model
@@ -189,18 +192,18 @@ def _whole(body: bytes) -> WholeText:
 
 
 async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
-    """Read the whole body, and unpack it; it is not parsed here. A byte order mark is left out.
+    """Read the whole body and unpack it; return it unparsed, without a byte order mark.
 
-    Its bytes count in the budget of all bodies, as its caller's, until its share is given
-    back: those that came, and those that they were unpacked to.
+    Its bytes, packed and unpacked, count for the caller in the budget of all bodies, until the
+    request's share of the budget is given back.
 
     Raises:
-        RequestRefused: 503, the bodies of all requests take too much; 415, its encoding is
+        RequestRefused: 503, the bodies of all requests are too large together; 415, its encoding is
             unknown.
-        InvalidRequest: it takes too long (408), is too large (413), not declared as JSON (415), or
-            is not what it says (400).
+        InvalidRequest: it takes too long (408), is too large (413), is not declared as JSON (415),
+            or is not in its declared encoding (400).
     """
-    assert cost_of(request.scope).body, "a route that reads a body says so in its cost"
+    assert cost_of(request.scope).body, "the cost of a route that reads a body has ``body=True``"
     encoding = _encoding(request)
     share = state_of(request.scope).body
     try:
@@ -215,9 +218,9 @@ async def read_json_body(request: Request, config: GatewayConfig) -> bytes:
 
 
 def _encoding(request: Request) -> str:
-    """Return the body's encoding, "" if it has none.
+    """Return the body's encoding, "" if it has none; refuse any type but JSON.
 
-    Types are refused that a page of a foreign origin may send without asking first (no preflight).
+    A page of another origin can send some other types without a preflight.
     """
     if not _has_body(request):
         return ""
@@ -233,11 +236,11 @@ def _has_body(request: Request) -> bool:
 
 
 def fitted(messages: Sequence[Json], rules: TemplateRules) -> list[Json]:
-    """Return the messages as the model's template takes them; none is moved.
+    """Return the messages in a form that the model's template accepts, in the same order.
 
-    A system message after the first becomes a user's, with a mark. Where the template wants user
-    and assistant to alternate, it is added to the message before it, and users' messages that
-    follow each other are joined.
+    If the template refuses a system message after the first, it becomes a user's message with a
+    mark. If user and assistant have to alternate, it is added to the message before it, and
+    consecutive user messages are joined.
     """
     made = list(messages)
     if not rules.inline_system and any(_is_inline(messages, i) for i in range(len(messages))):
@@ -263,7 +266,7 @@ def _is_inline(messages: Sequence[Json], i: int) -> bool:
 def _text_of(message: Json) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict)]  # no images, those are refused
+        parts = [part for part in content if isinstance(part, dict)]  # images were refused earlier
         return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in parts)
     return str(content or "")
 
@@ -277,7 +280,7 @@ def _add_note(made: list[Json], note: str, rules: TemplateRules) -> None:
 
 
 def _alternating(messages: Sequence[Json]) -> list[Json]:
-    """Join users' messages that follow each other."""
+    """Join consecutive user messages."""
     made: list[Json] = []
     for message in messages:
         if made and made[-1]["role"] == message["role"] == "user":
@@ -288,7 +291,7 @@ def _alternating(messages: Sequence[Json]) -> list[Json]:
 
 
 def _joined(before: Json, after: Json) -> Json:
-    """Return ``before`` with the content of both: as text, or as parts if one holds an image."""
+    """Return ``before`` with the content of both: as text, or as parts if one has an image."""
     parts = [*_parts(before), *_parts(after)]
     if all(part.get("type") == "text" for part in parts):
         return {**before, "content": f"{_text_of(before)}\n\n{_text_of(after)}"}
@@ -303,7 +306,7 @@ def _parts(message: Json) -> list[Json]:
 
 
 def keep_reasoning(raw: Json, rules: TemplateRules) -> None:
-    """Switch this on in a chat's body, unless the client sets the template's switch itself."""
+    """Have the template keep the reasoning of earlier turns, unless the body sets its switch."""
     if rules.reasoning_switch:
         said = raw.get("chat_template_kwargs") or {}
         raw["chat_template_kwargs"] = {**rules.reasoning_switch, **said}

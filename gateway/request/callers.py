@@ -1,15 +1,16 @@
-"""Who asks, what it may see, what it is charged and holds; no other part charges a key.
+"""Authenticates the caller of a request, and charges it; no other part of the gateway charges.
 
-    count            in its key's minute, before anything waits for it
-    charged_caller   by its key: a place among that key's running requests; its body's bytes
-    enter            its model, loaded until the request ends
-    charge_session   the session of a turn
-    RequestState     the tokens of prompt and answer (``used_tokens``), when these are known; at the
-                     end of the answer it gives back place, session and bytes
+    count            counts the request in its key's minute, before it waits for anything
+    charged_caller   authenticates, and takes a place among the key's running requests; from then
+                     on the body's bytes count for this caller
+    enter            has the model loaded until the request ends
+    charge_session   counts the session of a turn
+    RequestState     counts the tokens of prompt and answer when they are known (``used_tokens``),
+                     and gives back place, session and bytes at the end of the answer
 
-The limits are those of ``edge/key_limits`` (with the costs of routes), which counts minutes by
-``edge/rates``, and of ``edge/bodies``. What a tenant may hold in tiers is up to the engines
-(``edge/tier_bytes``), and its turns' share of them to ``scheduler.admission``.
+``edge/key_limits`` (with ``edge/rates``) and ``edge/bodies`` have the limits. A tenant's bytes in
+tiers are limited by the engines (``edge/tier_bytes``), its share of the engines by
+``scheduler.admission``.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from gateway.models import ServedModel
 
 @dataclass
 class RequestState:
-    """One request until its answer has ended: the facts known of it, and the things held for it."""
+    """The facts and the shares of one request, until its answer has ended."""
 
     id: str
-    headers: Mapping[str, str]  # by their names in lower case; of several the first
+    headers: Mapping[str, str]  # by names in lower case; the first one of several
     body: BodyShare  # bytes in the budget of all bodies
-    known: Tenant | None = None  # the owner of its key, before anything is charged
-    taken: Taken = Taken()  # of its key's minute
+    known: Tenant | None = None  # the owner of its key, before it is charged
+    taken: Taken = Taken()  # the result of counting it in its key's minute
     caller: Tenant | None = None  # set once it is charged
-    place: KeyShare | None = None  # None: its route's cost counts in no key's limits
-    session: str | None = None  # of its turn, for the log
-    num_replaced: int = 0  # half characters in its body
+    place: KeyShare | None = None  # None: its route counts in no limits
+    session: str | None = None  # id of a turn's session, for the log
+    num_replaced: int = 0  # lone surrogates in its body
 
     def used_tokens(self, number: int) -> None:
         """Count the tokens of a prompt and its answer in the key's minute."""
@@ -58,14 +59,14 @@ class RequestState:
             self.place.used_tokens(number)
 
     def ended(self) -> None:
-        """Give back what is held for it."""
+        """Give back the request's shares."""
         self.body.give_back()
         if self.place is not None:
             self.place.leave()
 
 
 def state_of(scope: Scope) -> RequestState:
-    """Return the state of a request, which the middleware has made."""
+    """Return the state that the middleware has made for a request."""
     state = scope["state"]["request"]
     assert isinstance(state, RequestState)
     return state
@@ -81,21 +82,20 @@ def model_asked(request: Request) -> ServedModel | None:
     """Return the model that ``?model=NAME`` names; None if the request names none.
 
     Raises:
-        InvalidRequest: 404, no model goes by that name.
+        InvalidRequest: 404, no model has that name.
     """
     named, gateway = request.query_params.get("model"), gateway_of(request)
     return None if named is None else gateway.models.named(named, gateway.config)
 
 
 def sees_all(request: Request, caller: Tenant) -> bool:
-    """Return whether the caller is an admin: by its key, or as the one user of this very machine.
+    """Return whether the caller is an admin: by its key, by the socket, or as the only user.
 
-    Where admins have an address of their own (``gateway.admin_address``), no caller is one
-    elsewhere, but on their unix socket.
+    If admins have their own address (``gateway.admin_address``), callers are admins only there and
+    on the unix socket.
 
-    An open server on loopback has one user, who owns its process anyway. Pages of other sites are
-    kept out by the checks of ``Host`` and ``Origin``, as they are from that user's chats. Once an
-    admin key is set, it is needed here, too.
+    A server on loopback that needs no key has one user, who owns its process anyway, unless there
+    is an admin key. The checks of ``Host`` and ``Origin`` keep out web pages.
     """
     gateway = gateway_of(request)
     if gateway.config.is_admin_socket(request.scope.get("server")):
@@ -116,10 +116,10 @@ def _port_of(request: Request) -> int:
 
 
 def admin_of(request: Request) -> Tenant:
-    """Authenticate a request that only an admin may make.
+    """Authenticate a request that only an admin may send; return the caller.
 
     Raises:
-        InvalidRequest: 401, no key or an unknown one; 403, not an admin's.
+        InvalidRequest: 401, no key or an unknown one; 403, the caller is no admin.
     """
     caller = charged_caller(request)
     if sees_all(request, caller):
@@ -131,14 +131,15 @@ def admin_of(request: Request) -> Tenant:
 
 
 def charged_caller(request: Request) -> Tenant:
-    """Authenticate a request by its API key, and charge its route's cost to that key, once.
+    """Authenticate a request by its API key, and charge its route's cost to the key, once.
 
-    On the admins' unix socket no key is looked at. Where ``gateway.trust_user_header`` names a
-    header that was sent, it is that user of the key. From here on the body counts as this tenant's.
+    On the admins' unix socket no key is read. If the request has the header that
+    ``gateway.trust_user_header`` names, the caller is that user of the key. From here on the body's
+    bytes count for the caller.
 
     Raises:
         InvalidRequest: 401, no key, an unknown one, or two that differ.
-        RequestRefused: 429, the key has used up what it may.
+        RequestRefused: 429, a limit of the key is reached.
     """
     state, gateway = state_of(request.scope), gateway_of(request)
     if state.caller is not None:
@@ -154,9 +155,9 @@ def charged_caller(request: Request) -> Tenant:
 
 
 async def count(gateway: Gateway, scope: Scope) -> None:
-    """Count a request in its key's minute, before anything waits for it.
+    """Count a request in its key's minute, before it waits for anything.
 
-    A request of an unknown caller, or for no route, is refused later and counts in nothing.
+    A request from an unknown caller, or to an unknown path, is refused later, and not counted.
     """
     state = state_of(scope)
     with suppress(InvalidRequest):
@@ -166,9 +167,9 @@ async def count(gateway: Gateway, scope: Scope) -> None:
 
 
 async def enter(gateway: Gateway, model: ServedModel, request: Request) -> Welcome:
-    """Have a model loaded until the request ends, and return its engine's account of itself.
+    """Have a model loaded until the request ends; return its engine's properties.
 
-    An engine that died first gets ``engine_wait_s`` to come back.
+    If the engine has died, wait up to ``engine_wait_s`` for its restart.
 
     Raises:
         ClientGone: the client left while the model was being loaded.
@@ -185,7 +186,8 @@ async def enter(gateway: Gateway, model: ServedModel, request: Request) -> Welco
 async def _enter(loading: Loading, model: OnDemand, caller: Tenant, share: KeyShare) -> None:
     """Have a model loaded until ``share`` leaves.
 
-    There is no step between the two, in which a request that is cancelled would hold it for ever.
+    Nothing is awaited between the two calls: a request cancelled there would hold the model for
+    ever.
     """
     await loading.enter(model, caller.name)
     share.on_leaving(partial(loading.leave, model))
@@ -195,7 +197,7 @@ async def _enter(loading: Loading, model: OnDemand, caller: Tenant, share: KeySh
 async def using(gateway: Gateway, model: ServedModel, request: Request) -> AsyncIterator[None]:
     """Have a model loaded inside the context, for a verb. Raises as ``enter`` does.
 
-    A deletion goes on when its client leaves.
+    A deletion continues to wait after its client has left.
     """
     loading, on_demand = gateway.loading, model.on_demand
     if on_demand is None or loading is None:
@@ -213,8 +215,8 @@ async def using(gateway: Gateway, model: ServedModel, request: Request) -> Async
 def has_room_for(gateway: Gateway, tenant: Tenant, model: ServedModel, session_id: str) -> bool:
     """Return whether the tenant has that session, or may open one more.
 
-    The limit is on the sessions of all models together. Sessions that running requests will
-    open count as if they were there.
+    The limit is on the sessions of all models together, including those that running requests are
+    about to open.
     """
     most, coming = gateway.limits.of(tenant).sessions, gateway.limits.coming(tenant)
     if not most or model.coming_key(session_id) in coming or model.knows(tenant, session_id):
@@ -226,12 +228,12 @@ def has_room_for(gateway: Gateway, tenant: Tenant, model: ServedModel, session_i
 
 
 async def charge_session(request: Request, model: ServedModel, session_id: str) -> None:
-    """Count the session of a turn, until the turn ends, as one that its caller has.
+    """Count the session of a turn among its caller's sessions, until the turn ends.
 
-    Where gateways share a Redis, those at all of them count, as of half a second ago.
+    If gateways share a Redis, the sessions at all of them count, as of half a second ago.
 
     Raises:
-        RequestRefused: 429, the caller has all sessions that it may, and not this one.
+        RequestRefused: 429, the session is new, and the caller has as many as its limit.
     """
     gateway, tenant = gateway_of(request), charged_caller(request)
     place = state_of(request.scope).place
@@ -248,7 +250,7 @@ async def charge_session(request: Request, model: ServedModel, session_id: str) 
 
 
 def _cost(scope: Scope) -> RouteCost | None:
-    """Find the cost of a request that was not routed yet."""
+    """Return the cost of a request that was not routed yet; None if no route takes it."""
     for route in scope["app"].routes:
         match, found = route.matches(scope)
         if match is Match.FULL:

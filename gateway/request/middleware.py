@@ -1,7 +1,7 @@
 """The outermost middleware: every request passes it first, every answer last.
 
-Plain ASGI. It gives the request an id, turns away requests that a page tricked a browser into,
-adds the headers that every answer has, and answers unforeseen exceptions.
+Plain ASGI. It gives the request an id, refuses requests that a web page made a browser send
+(DNS rebinding, CSRF), adds the headers that every answer has, and answers unforeseen exceptions.
 """
 
 from __future__ import annotations
@@ -26,29 +26,28 @@ from gateway.request.callers import RequestState, count
 
 log = logging.getLogger("thermocline.gateway")
 
-CLIENT_CLOSED_REQUEST = 499  # nginx' word for it; never sent, only counted
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left; counted, never sent
 MAX_LOGGED_PATH = 200
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 _OPERATORS_ROUTES = ("livez", "readyz", "health", "metrics", "dashboard_file")
 _HEALTH = ("/livez", "/readyz", "/health", "/ping")
 _COUNTED = ("/v1/", "/tokenize", "/detokenize")  # paths that count in a key's limits
-_NAMING = ("/v1/sessions/", "/v1/models/")  # a name that follows may hold slashes
+_NAMING = ("/v1/sessions/", "/v1/models/")  # the name that follows may contain slashes
 
 
-# ASGI extension: ``send`` as it was before any middleware wrapped it, for the body of a stream
-# between its head and its end. No middleware looks at these messages, and six wrappers cost more
-# than the relay itself.
+# ASGI extension: ``send`` before any middleware wrapped it, for the body of a stream between its
+# head and its end. No middleware reads these messages, and six wrappers cost more than the relay.
 BODY_SEND = "thermocline.body_send"
 
 
 def body_send_of(scope: Scope, send: Send) -> Send:
-    """Return the server's own ``send``, past every middleware; ``send`` where there is none."""
+    """Return the server's own ``send``, which skips all middleware; else ``send``."""
     found: Send = scope.get("extensions", {}).get(BODY_SEND, send)
     return found
 
 
 class RequestMiddleware:
-    """Names, checks, logs and counts every request. See above."""
+    """Gives every request an id, and checks, logs and counts it. See the module's text."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
@@ -60,7 +59,7 @@ class RequestMiddleware:
             return
         scope = _plain(scope)
         path = scope["path"]
-        headers = {  # Starlette's look through all each time
+        headers = {  # a dict, since Starlette's ``Headers`` searches the list each time
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in reversed(scope["headers"])
         }
@@ -89,19 +88,19 @@ class RequestMiddleware:
     def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Failure | None:
         method, host = scope["method"], headers.get("host", "")
         if not host:
-            if scope["path"] in _HEALTH:  # load balancers check by HTTP/1.0, without a name
+            if scope["path"] in _HEALTH:  # load balancers check by HTTP/1.0, without a Host
                 return None
             return Failure(400, "A Host header is needed.", None, "host_missing")
-        # A page of another name cannot reach a socket in the file system.
+        # No web page can reach a socket in the file system.
         on_socket = self._gateway.config.is_admin_socket(scope.get("server"))
         if not on_socket and not self._host_allowed(_host_name(host)):
-            message = "This server does not go by that name. Allow it in gateway.allowed_hosts."
+            message = "This Host name is not allowed here. Allow it in gateway.allowed_hosts."
             return Failure(403, message, None, "host_not_allowed")
         origin = headers.get("origin")
         asks_first = "access-control-request-method" in headers  # a browser's preflight
         harmless = method in ("GET", "HEAD") or (method == "OPTIONS" and not asks_first)
         if origin and not harmless and not self._known(origin, host):
-            message = "Pages of that origin may not call. Allow it in gateway.allowed_origins."
+            message = "This origin is not allowed here. Allow it in gateway.allowed_origins."
             return Failure(403, message, None, "origin_not_allowed")
         return None
 
@@ -109,8 +108,8 @@ class RequestMiddleware:
         """Return whether the server may be called by this name.
 
         Without API keys the name is the only protection: a page from ``evil.example`` can make a
-        browser send requests to this machine under that name (DNS rebinding). Addresses and names
-        without a dot cannot be made to point here by other sites.
+        browser send requests to this machine under that name (DNS rebinding). Other sites cannot
+        do that with addresses, or with names without a dot.
         """
         if allowed := self._gateway.config.allowed_hosts:
             return name in allowed or name in LOOPBACK or _is_address(name)
@@ -138,12 +137,12 @@ class RequestMiddleware:
 
 
 class _TrackedResponse:
-    """Passes a response on; adds the headers that all have, and keeps its status and time."""
+    """Passes a response on, adds the headers that all responses have, and notes its status."""
 
     def __init__(self, send: Send, state: RequestState, path: str) -> None:
         self._send = send
         self._state = state
-        # There the request's id also goes out under Anthropic's name for it.
+        # Anthropic's clients read the request's id from a header of another name.
         self._anthropic = path.startswith(ANTHROPIC_PATH)
         self._began = time.perf_counter()
         self.status = 0
@@ -171,10 +170,9 @@ class _TrackedResponse:
 
 
 def _plain(scope: Scope) -> Scope:
-    """Route HEAD as GET (the server drops the body), and a path without a slash at its end.
+    """Return a scope with GET for HEAD (the server drops the body), and no slash at the path's end.
 
-    The scope is another one: the server looks at its own. Only a literal slash counts, and names
-    may end in one.
+    It is a copy if changed, as the server reads its own scope. A slash at the end of a name stays.
     """
     changed: dict[str, object] = {}
     if scope["method"] == "HEAD":

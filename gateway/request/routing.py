@@ -1,4 +1,4 @@
-"""Routes, the fields that their functions read of a request, and their answers."""
+"""Routes, and helpers to read a request's fields and to answer it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engines.openai.errors import InvalidRequest
 
 
 class PlainRoute(APIRoute):
-    """A route whose function takes the request and makes the response, with nothing between.
+    """A route whose function gets the request and returns the response, without any other step.
 
-    FastAPI's own resolve arguments and check bodies by pydantic for every request; here msgspec
-    checks them, in their bounds of bytes and time.
+    FastAPI's routes resolve arguments and validate bodies by pydantic for each request. Here
+    ``gateway.request.body`` reads bodies within bounds of bytes and time, and msgspec checks them.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
@@ -28,23 +28,27 @@ class PlainRoute(APIRoute):
 
 
 def new_router() -> APIRouter:
-    """Make a list of routes, for a file that has some."""
+    """Return a router whose routes are ``PlainRoute``s."""
     return APIRouter(route_class=PlainRoute)
 
 
 def takes(body: type[msgspec.Struct]) -> dict[str, Any]:
-    """Say which struct checks the body of a route's requests, for its ``openapi_extra``."""
+    """Return a route's ``openapi_extra``, which names the struct of its request's body."""
     return {"body": body}
 
 
 def json_response(body: object, status: int = 200) -> Response:
-    """Answer with an object as JSON; bytes are JSON already."""
+    """Answer with an object as JSON, or with bytes that are JSON already."""
     encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return Response(encoded, status, media_type="application/json")
 
 
 def limit_of(request: Request, usual: int, most: int, least: int = 1) -> int:
-    """Read ``limit``, the rows of a list. Raises ``InvalidRequest``: it is out of bounds."""
+    """Return ``?limit``, the number of rows of a list.
+
+    Raises:
+        InvalidRequest: the limit is no number from ``least`` to ``most``.
+    """
     given = request.query_params.get("limit") or str(usual)
     is_short = given.isascii() and given.isdigit() and len(given) <= len(str(most))
     if not (is_short and least <= int(given) <= most):

@@ -1,11 +1,11 @@
-"""Deletions of sessions, as gateways on one Redis learn of them.
+"""Publishes deletions of sessions to all gateways on one Redis, and applies those of others.
 
-A deletion is a tombstone with the server's time, and a message on a channel. A gateway that
-receives it removes what began before it: from its table at once, and from its engine as soon as
-that is there. One that may have missed messages looks for the tombstones of all its sessions; and
-before a session is shown, written or begun that this gateway has not had, its tombstone is looked
-at. So a save that was on its way is not served again, and a session that begins under the same name
-later is a new one.
+A deletion writes a tombstone with the Redis server's time, and sends a message on a channel. A
+gateway that receives it removes the session, if that began earlier: from its table at once, and
+from its engine as soon as that is ready. A gateway that may have missed messages reads the
+tombstones of all its sessions. Before a gateway lists, writes or begins a session that it has not
+had, it reads the tombstone. So a save that was under way during the deletion is not served again,
+and a session that begins later under the same name is a new one.
 """
 
 from __future__ import annotations
@@ -31,30 +31,33 @@ from kvstore.errors import TierUnavailable
 
 log = logging.getLogger("thermocline.sessions")
 
-KEPT_S: Final = 7 * 86_400  # a server that was away for longer lists deleted sessions again
+KEPT_S: Final = 7 * 86_400  # of a tombstone; a server away for longer lists deleted sessions again
 MAX_OWED: Final = 10_000  # deletions that wait for Redis, and for engines
 AT_ONCE: Final = 200  # sessions whose tombstones are read together
 REMOVED_AT_ONCE: Final = 8
-NEAR_S: Final = 0.05  # by which two servers may see one moment differently: the deletion wins
-STALE_S: Final = 60.0  # a message that is older was sent before
+NEAR_S: Final = 0.05  # the error of two servers' clocks, within which the deletion wins
+STALE_S: Final = 60.0  # an older message is a replay
 AGAIN_S: Final = 2.0
-FIRST_LOOK_S: Final = 3.0  # the first list of an engine waits so long for tombstones
-WAIT_S: Final = 0.1  # that the first turn of a session waits for its tombstone
+FIRST_LOOK_S: Final = 3.0  # for which an engine's first list waits for tombstones
+WAIT_S: Final = 0.1  # for which the first turn of a session waits for its tombstone
 ANY: Final = ""  # instead of a model's name: all models
 
 
 class Tombstone(msgspec.Struct, frozen=True, array_like=True):
-    """Says when the sessions of an id were deleted, by model, by the Redis server's clock."""
+    """The times, by model, when sessions of an id were deleted, by the Redis server's clock."""
 
     at: dict[str, float]
 
     def of(self, model: str) -> float:
-        """Return when the session of that model was deleted last."""
+        """Return the time when the session of that model was last deleted; 0.0 if never."""
         return max(self.at.get(model, 0.0), self.at.get(ANY, 0.0))
 
 
 class Deleted(msgspec.Struct, frozen=True, array_like=True):
-    """A message: sessions of these ids that began before ``at`` are deleted."""
+    """The message that a tenant's sessions of these ids were deleted, if they began before ``at``.
+
+    ``model``: the model's name, or ``ANY``.
+    """
 
     sender: str
     tenant: str
@@ -64,7 +67,7 @@ class Deleted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnSession(NamedTuple):
-    """Names a session of this gateway; ``model`` is the number of its model."""
+    """The key of a session of this gateway; ``model`` is the index of its model."""
 
     model: int
     tenant: str
@@ -76,7 +79,7 @@ _messages = msgspec.msgpack.Decoder(Deleted)
 
 
 def opened_tombstone(names: TenantNames, id: str, raw: object) -> Tombstone | None:
-    """Read the value of a tombstone's key; None if there is none of ours."""
+    """Decode the value of a tombstone's key; None if it is missing or not sealed by our servers."""
     return names.open(names.tombstone(id), raw, _tombstones)
 
 
@@ -97,29 +100,29 @@ class SharedDeletions:
         self._names = names
         self._clock = clock
         self._sender = secrets.token_hex(8)
-        self._unsaid: deque[tuple[Deleted, float]] = deque(maxlen=MAX_OWED)  # with our own time
-        self._subscribed = asyncio.Event()  # messages arrive now, and all that came before is known
+        self._unpublished: deque[tuple[Deleted, float]] = deque(maxlen=MAX_OWED)  # by our clock
+        self._subscribed = asyncio.Event()  # messages arrive, and all earlier deletions are known
         self._owed: dict[OwnSession, None] = {}  # still to be removed
         self._removing: asyncio.Task[None] | None = None
 
     @property
     def is_subscribed(self) -> bool:
-        """True while this gateway learns of all deletions."""
+        """True while this gateway receives all deletions."""
         return self._subscribed.is_set()
 
     # ---- ours
 
-    async def say(self, tenant: str, ids: Iterable[str], model: str = ANY) -> bool:
-        """Have all gateways remove sessions; False: they learn of it when Redis is back."""
+    async def publish(self, tenant: str, ids: Iterable[str], model: str = ANY) -> bool:
+        """Have all gateways remove sessions; return False if that has to wait for Redis."""
         deleted = Deleted(self._sender, tenant, model, list(ids), 0.0), self._clock()
         try:
-            await self._say(*deleted)
+            await self._publish(*deleted)
             return True
         except TierUnavailable:
-            self._unsaid.append(deleted)
+            self._unpublished.append(deleted)
             return False
 
-    async def _say(self, deleted: Deleted, when: float) -> None:
+    async def _publish(self, deleted: Deleted, when: float) -> None:
         await self._redis.look_at_clock()
         at = self._redis.server_time(when) or 0.0
         names, model = self._names.of(deleted.tenant), deleted.model
@@ -146,13 +149,13 @@ class SharedDeletions:
             try:
                 async with self._redis.subscribed(self._names.channel) as messages:
                     await self._redis.look_at_clock()
-                    while self._unsaid:
-                        await self._say(*self._unsaid[0])
-                        self._unsaid.popleft()
+                    while self._unpublished:
+                        await self._publish(*self._unpublished[0])
+                        self._unpublished.popleft()
                     await self._look_at_all()
                     self._subscribed.set()
                     async for raw in messages:
-                        await self._redis.look_at_clock()  # it may have jumped
+                        await self._redis.look_at_clock()  # notices if it has jumped
                         self.receive(raw)
             except TierUnavailable as error:
                 if self._subscribed.is_set():
@@ -162,7 +165,7 @@ class SharedDeletions:
             await asyncio.sleep(1.0)
 
     def receive(self, raw: bytes) -> None:
-        """Take a message; one that is not ours, or was sent before, means nothing."""
+        """Apply a message; ignore replays, our own, and those that our secret did not seal."""
         message = self._names.open(self._names.channel, raw, _messages)
         now = self._redis.now() or 0.0
         if message is None or message.sender == self._sender or now - message.at > STALE_S:
@@ -176,15 +179,15 @@ class SharedDeletions:
                         self.remove(key)
 
     def began(self, key: OwnSession) -> float | None:
-        """Return when a session began, by the server's clock; None: it is not known here.
+        """Return when a session began, by the Redis server's clock.
 
-        Of one that an engine has from an earlier life it is -inf.
+        -inf if it is from before the gateway's start; None if it is not known here.
         """
         began = self._models[key.model].sessions.began(key.tenant, key.id)
         return None if began is None else self._redis.server_time(began)
 
     async def _look_at_all(self) -> None:
-        """Look for the tombstones of all sessions here: messages may have been missed."""
+        """Read the tombstones of all sessions here, since messages may have been missed."""
         for number, model in enumerate(self._models):
             by_tenant: dict[str, list[str]] = {}
             for session in model.sessions.table:
@@ -194,7 +197,7 @@ class SharedDeletions:
                     self.remove(OwnSession(number, tenant, id))
 
     async def _deleted(self, model: int, tenant: str, ids: Sequence[str]) -> list[str]:
-        """List those of some sessions that were deleted since they began."""
+        """Return the ids of those sessions that were deleted after they began."""
         names, label = self._names.of(tenant), self._models[model].label
         found: list[str] = []
         for i in range(0, len(ids), AT_ONCE):
@@ -210,7 +213,7 @@ class SharedDeletions:
         return found
 
     async def _is_new(self, key: OwnSession, at: float) -> bool:
-        """Return whether a session began after its deletion, here or at another server."""
+        """Return whether a session began after its deletion at ``at``, here or elsewhere."""
         began = self.began(key)
         if began is not None and began >= at:
             return True
@@ -221,7 +224,7 @@ class SharedDeletions:
         return row is not None and row.began >= at
 
     async def among(self, model: int, reports: Iterable[SessionReport]) -> list[SessionReport]:
-        """See ``scheduler.follower.Deleted``."""
+        """Return the reported sessions that were deleted. See ``scheduler.follower.Deleted``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LOOK_S):
                 await self._subscribed.wait()
@@ -229,16 +232,16 @@ class SharedDeletions:
         for report in reports:
             by_tenant.setdefault(report.tenant, {})[report.id] = report
         found: list[SessionReport] = []
-        with suppress(TierUnavailable):  # then they are looked at when it is back
+        with suppress(TierUnavailable):  # ``run`` checks all sessions when Redis is back
             for tenant, each in by_tenant.items():
                 found += [each[x] for x in await self._deleted(model, tenant, list(each))]
         return found
 
     async def before_first_turn(self, model: ServedModel, session: SessionRef) -> None:
-        """Have the engine forget once more what a deletion may have left of a session.
+        """Have the engine forget a session again if it was deleted.
 
-        For a session that this gateway does not know: a save that was on its way may have come to
-        Redis after the deletion.
+        Called before the first turn of a session that this gateway does not know: a save that was
+        under way may have reached Redis after the deletion.
         """
         number = self._models.index(model)
         with suppress(TierUnavailable, TimeoutError, EngineError):
@@ -250,14 +253,14 @@ class SharedDeletions:
     # ---- removals
 
     def remove(self, key: OwnSession) -> None:
-        """Remove a session that was deleted elsewhere; an engine that is away is asked again."""
+        """Remove a session that was deleted elsewhere; retry while its engine is not ready."""
         if len(self._owed) < MAX_OWED:
             self._owed[key] = None
         if self._removing is None or self._removing.done():
             self._removing = asyncio.create_task(self._remove_all(), name="session-removals")
 
     async def removed(self) -> None:
-        """Wait until all is removed."""
+        """Wait until all sessions that ``remove`` was called for are removed."""
         if self._removing is not None:
             await self._removing
 
@@ -278,8 +281,8 @@ class SharedDeletions:
             if model.is_there:
                 log.warning("a session that was deleted is still to be removed: %s", error)
                 return
-        except Exception:  # the edge of a task: other sessions are to be removed all the same
+        except Exception:  # the edge of a task, which must go on with other sessions
             log.exception("a session that was deleted is still to be removed")
             return
         model.prefixes.forget(key.tenant, key.id)
-        self._owed.pop(key, None)  # a model that is not loaded forgets it when it is
+        self._owed.pop(key, None)  # a model that is not loaded drops the session at its next load

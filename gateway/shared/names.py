@@ -1,4 +1,4 @@
-"""Names and seals of rows, tombstones and messages; see the package."""
+"""The Redis keys of rows, tombstones and messages, and the encryption of their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from kvstore.errors import Corrupt
 from kvstore.tiers.seal import Seal
 
-# Makes a key from a tenant's name and a purpose, with the servers' common secret.
+# Derives a key from a tenant's name and a purpose, with the servers' common secret.
 KeyOf: TypeAlias = Callable[[str, bytes], bytes]
 MAX_TENANTS: Final = 4096  # whose keys are remembered
 _PURPOSE: Final = b"shared sessions:"
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Sealed:
-    """Writes and reads values that are bound to their names."""
+    """Encrypts and decrypts values, each bound to its name."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -30,7 +30,7 @@ class Sealed:
         return bytes(self._seal.close(name.encode(), msgspec.msgpack.encode(value)))
 
     def open(self, name: str, raw: object, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-        """Read a value; None if there is none that was sealed under that name."""
+        """Decrypt and decode a value; None if it was not sealed under that name with our key."""
         if not isinstance(raw, bytes):
             return None
         try:
@@ -40,7 +40,7 @@ class Sealed:
 
 
 class TenantNames(Sealed):
-    """The keys of one tenant, and the seal of their values."""
+    """The Redis keys of one tenant, and the encryption of their values."""
 
     def __init__(self, prefix: str, key: bytes) -> None:
         super().__init__(key)
@@ -49,7 +49,7 @@ class TenantNames(Sealed):
         self.index = f"{self._prefix}:index"
 
     def mark(self, model: str, session_id: str) -> str:
-        """Return the hash that stands for a session of a model."""
+        """Return the keyed hash by which keys name a session of a model."""
         word = f"{len(model)}:{model}{session_id}".encode("utf-8", "surrogatepass")
         return hmac.digest(self._key, word, "sha256")[:16].hex()
 
@@ -61,7 +61,7 @@ class TenantNames(Sealed):
 
 
 class SharedNames(Sealed):
-    """Names for all servers of one secret; ``channel`` is that of deletions."""
+    """The Redis keys that all servers with one secret share; ``channel`` is for deletions."""
 
     def __init__(self, key_of: KeyOf) -> None:
         super().__init__(key_of("", _PURPOSE))

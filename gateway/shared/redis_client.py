@@ -1,4 +1,4 @@
-"""A Redis, Sentinel or Cluster as a gateway asks it: on the event loop, within a time limit."""
+"""The gateway's client of a Redis, Sentinel or Cluster: on the event loop, within a time limit."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Command: TypeAlias = tuple[Any, ...]
 Reply: TypeAlias = Any
 T = TypeVar("T")
 
-AWAY_S: Final = 1.0  # after a failure no call waits for so long
-FIRST_LOOKS: Final = 5  # the quickest counts
-JUMP_S: Final = 0.5  # of one of the clocks
-QUIET_S: Final = 15.0  # a subscription that is silent for so long is checked
+AWAY_S: Final = 1.0  # for so long after a failure all calls fail at once
+FIRST_LOOKS: Final = 5  # at the server's clock; the quickest one is used
+JUMP_S: Final = 0.5  # a larger change of the offset means that a clock was set
+QUIET_S: Final = 15.0  # a subscription that is silent for so long is checked by a ping
 
 
 class AsyncRedis:
-    """Runs commands; a server that did not answer is not asked again for ``AWAY_S``.
+    """Runs commands. After a failure the server is not asked again for ``AWAY_S``.
 
     Args:
-        url: as ``store.redis_url``. Nothing is connected before the first call.
-        deadline_s: for one call, connecting included.
+        url: as in ``store.redis_url``. The first call connects.
+        deadline_s: the longest time of one call, including connecting.
 
     Raises:
         ImportError: redis-py is not installed.
-        ValueError: not a URL. The message may repeat its password.
+        ValueError: ``url`` is malformed. The message may repeat its password.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class AsyncRedis:
     # ---- calls
 
     async def run(self, commands: Sequence[Command]) -> list[Reply]:
-        """Send commands whose keys are in one slot; return the replies in order, errors included.
+        """Send commands whose keys are in one slot; return the replies in order.
 
-        Raises ``TierUnavailable``.
+        The reply to a command that failed is an exception. Raises ``TierUnavailable``.
         """
 
         async def sent(client: Any) -> list[Reply]:
@@ -81,18 +81,21 @@ class AsyncRedis:
         return await self.within(sent) if commands else []
 
     async def publish(self, channel: str, message: bytes) -> None:
-        """Send a message to all that have subscribed. Raises ``TierUnavailable``."""
+        """Send a message to all subscribers of a channel. Raises ``TierUnavailable``."""
         await self.within(lambda client: client.publish(channel, message))
 
     async def look_at_clock(self) -> None:
-        """Learn the server's time, or that it has jumped. Raises ``TierUnavailable``."""
+        """Measure the offset of the server's clock to ours; keep the known one unless it jumped.
+
+        Raises ``TierUnavailable``.
+        """
         looks = [await self._look() for _ in range(1 if self._offset_s else FIRST_LOOKS)]
         offset_s = min(looks)[1]
         if self._offset_s is None or abs(offset_s - self._offset_s) > JUMP_S:
-            self._offset_s = offset_s  # else the same moments stay the same
+            self._offset_s = offset_s  # else kept, so that a moment is always translated alike
 
     async def _look(self) -> tuple[float, float]:
-        """Return how long a look at the server's clock took, and its offset to ours."""
+        """Read the server's clock; return how long that took, and its offset to ours."""
         before = self._clock()
         reply = await self.within(self._time)
         after = self._clock()
@@ -106,15 +109,18 @@ class AsyncRedis:
         return next(iter(reply.values())) if isinstance(reply, dict) else reply
 
     def server_time(self, at: float) -> float | None:
-        """Translate a moment of our own clock to the server's, in seconds; None: not known yet."""
+        """Convert a time of our clock to the server's, in seconds; None if that is unknown."""
         return None if self._offset_s is None else at + self._offset_s
 
     def now(self) -> float | None:
-        """Return the server's time, in seconds; None: not known yet."""
+        """Return the server's time, in seconds; None while the offset is unknown."""
         return self.server_time(self._clock())
 
     async def within(self, call: Callable[[Any], Awaitable[T]]) -> T:
-        """Call with redis-py's client, within the time limit. Raises ``TierUnavailable``."""
+        """Return ``call(client)`` of redis-py's client, awaited within the time limit.
+
+        Raises ``TierUnavailable``.
+        """
         if self._clock() < self._away_until:
             raise TierUnavailable("redis did not answer lately")
         try:
@@ -130,9 +136,10 @@ class AsyncRedis:
 
     @asynccontextmanager
     async def subscribed(self, channel: str) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Subscribe inside the context, and iterate over the messages.
+        """Subscribe to a channel inside the context, which gives an iterator over its messages.
 
-        Raises ``TierUnavailable``, also later: the connection is gone, and messages may be missed.
+        Raises ``TierUnavailable``, also from the iterator: the connection was lost, and messages
+        may have been missed.
         """
         pubsub: PubSub | None = None
         try:
@@ -141,7 +148,7 @@ class AsyncRedis:
                     pubsub = await self._subscriber()
                     await pubsub.subscribe(channel)
                     while await pubsub.get_message(timeout=self._deadline_s) is None:
-                        _check_cancelled()  # until it has subscribed
+                        _check_cancelled()  # waits for the reply to SUBSCRIBE
             except self._errors as error:
                 raise TierUnavailable(f"redis: {type(error).__name__}") from None
             yield self._messages(pubsub)
@@ -162,7 +169,7 @@ class AsyncRedis:
                     async with asyncio.timeout(self._deadline_s):
                         await pubsub.ping()
                 if message is not None and message["type"] == "subscribe":
-                    raise TierUnavailable("redis: the connection was made anew")
+                    raise TierUnavailable("redis: the connection was lost and made again")
                 if message is not None and message["type"] == "message":
                     yield message["data"]
         except self._errors as error:
@@ -199,7 +206,7 @@ class AsyncRedis:
 
 
 def _check_cancelled() -> None:
-    """Raise ``CancelledError`` once more: redis-py loses one that comes while it connects."""
+    """Raise ``CancelledError`` if the task was cancelled: redis-py swallows it while connecting."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""Writes the rows of this gateway's sessions to Redis, some at once, beside all requests."""
+"""Writes the rows of this gateway's sessions to Redis, in batches, in the background."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUIET: Final = ("idle", "cold")
 
 
 class _Changes(Observer):
-    """Notes which sessions of a model have changed, while no turn of them runs."""
+    """Observes a model's sessions, and notes the changed ones while no turn of them runs."""
 
     def __init__(self, number: int, writer: RowWriter) -> None:
         self._number = number
@@ -44,7 +44,7 @@ class _Changes(Observer):
 
 
 class RowWriter:
-    """Keeps the rows of sessions that were used here last. Runs on the event loop."""
+    """Writes the rows of the sessions that this gateway used last. Runs on the event loop."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class RowWriter:
         self._names = names
         self._deletions = deletions
         self._clock = clock
-        self._changed: dict[OwnSession, float] = {}  # with the last use, by our own clock
-        self._said: set[str] = set()  # models whose names are there
+        self._changed: dict[OwnSession, float] = {}  # -> time of last use, by our own clock
+        self._published: set[str] = set()  # models whose names were written
         for number, model in enumerate(models):
             model.sessions.observe(_Changes(number, self))
 
     def note(self, key: OwnSession) -> None:
-        """Have the row of a session written, or removed if it is gone, in the next round."""
+        """Write the row of a session, or remove it if the session is gone, in the next round."""
         session = self._models[key.model].sessions.table.row(key.tenant, key.id)
-        if session is None or session.is_task:  # a task is no conversation, to be found elsewhere
+        if session is None or session.is_task:  # tasks are not listed at other servers
             return
         self._changed.pop(key, None)
         if len(self._changed) >= MAX_CHANGED:
@@ -75,11 +75,14 @@ class RowWriter:
         self._changed[key] = session.last_used
 
     def leave(self, key: OwnSession) -> None:
-        """Leave the row of a session as it is: its engine lost it, and Redis may have a copy."""
+        """Keep the row of a session that the engine lost, since Redis may still have a copy."""
         self._changed.pop(key, None)
 
     def note_if_begun(self, key: OwnSession) -> None:
-        """Do as ``note`` does if the session's first turn was here: engines list others, too."""
+        """Do as ``note`` does, but only if the session had a turn at this gateway.
+
+        An engine also lists sessions that it has from elsewhere.
+        """
         session = self._models[key.model].sessions.table.row(key.tenant, key.id)
         if session is None or not session.known or session.state.value not in QUIET:
             return
@@ -87,8 +90,8 @@ class RowWriter:
             self.note(key)
 
     async def round(self) -> bool:
-        """Write some changed rows; True if more are left. Raises ``TierUnavailable``."""
-        await self._say_models()
+        """Write some changed rows; return True if more are left. Raises ``TierUnavailable``."""
+        await self._publish_models()
         if not self._changed:
             return False
         await self._redis.look_at_clock()
@@ -104,20 +107,23 @@ class RowWriter:
             raise
         return bool(self._changed)
 
-    async def _say_models(self) -> None:
-        """Say which models have rows; if Redis has forgotten it, it has no rows of ours either."""
+    async def _publish_models(self) -> None:
+        """Write the names of our models to Redis.
+
+        If none of them was there any more, Redis was emptied: note all sessions again.
+        """
         labels = {x.label for x in self._models} - {""}
         if not labels:
             return
         added, _ = await self._redis.run(
             [("SADD", self._names.models, *labels), ("EXPIRE", self._names.models, KEPT_S)]
         )
-        if added == len(labels) and labels <= self._said:
+        if added == len(labels) and labels <= self._published:
             log.info("Redis was emptied: the rows of all sessions are written again")
             for number, model in enumerate(self._models):
                 for session in model.sessions.table:
                     self.note_if_begun(OwnSession(number, session.ref.tenant, session.ref.id))
-        self._said |= labels
+        self._published |= labels
 
     async def _write(
         self, tenant: str, keys: Sequence[OwnSession], used: dict[OwnSession, float]
@@ -151,9 +157,9 @@ class RowWriter:
     def _row(
         self, key: OwnSession, label: str, used: float, known: SessionRow | None
     ) -> SessionRow | None:
-        """Return the row as it is to be; None if the session is gone.
+        """Return the row to write; None if the session is gone.
 
-        ``known``: the row that is there. An earlier life of this server may have written it.
+        ``known``: the present row, perhaps from before this server's restart.
         """
         model = self._models[key.model]
         session = model.sessions.table.row(key.tenant, key.id)
@@ -173,6 +179,6 @@ class RowWriter:
 
 
 def is_same(known: SessionRow, row: SessionRow) -> bool:
-    """Return whether a row would be written as it is already."""
+    """Return whether two rows of a session have the same content, apart from ``began``."""
     shown = (row.tier, row.tokens, row.nbytes, row.title, row.score)
     return shown == (known.tier, known.tokens, known.nbytes, known.title, known.score)

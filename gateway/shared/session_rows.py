@@ -1,4 +1,4 @@
-"""The rows of a tenant's sessions on a Redis: listed by the page, the latest used first."""
+"""The rows of a tenant's sessions on a Redis, read page by page, the latest used first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gateway.shared.redis_client import AsyncRedis, Command
 from kvstore.errors import TierUnavailable
 from kvstore.session import TierName
 
-KEPT_S: Final = 7 * 86_400  # after its last turn a row is gone after this time
+KEPT_S: Final = 7 * 86_400  # for which a row is kept after its session's last turn
 MAX_MODELS: Final = 100  # whose names are read
-MICROS: Final = 1_000_000  # scores are whole numbers of these in a second
+MICROS: Final = 1_000_000  # scores are in microseconds
 
 
 class SessionRow(msgspec.Struct, frozen=True, array_like=True):
@@ -31,12 +31,12 @@ class SessionRow(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def score(self) -> int:
-        """Its place in the index."""
+        """Its score in the index: the time of last use in microseconds."""
         return int(self.used * MICROS)
 
 
 class RowPage(NamedTuple):
-    """A part of the list. ``next``: the score to go on from; None: nothing follows."""
+    """A page of the list. ``next``: the ``below`` of the next page; None: this is the last."""
 
     rows: Sequence[SessionRow]
     next: int | None
@@ -46,12 +46,12 @@ _decoder = msgspec.msgpack.Decoder(SessionRow)
 
 
 def opened_row(names: TenantNames, key: str, raw: object) -> SessionRow | None:
-    """Read the value of a row's key; None if there is none of ours."""
+    """Decode the value of a row's key; None if it is missing or not sealed by our servers."""
     return names.open(key, raw, _decoder)
 
 
 def writing(names: TenantNames, row: SessionRow) -> list[Command]:
-    """Make the commands that write a row."""
+    """Return the commands that write a row."""
     mark = names.mark(row.model, row.id)
     key = names.row(mark)
     return [
@@ -63,7 +63,7 @@ def writing(names: TenantNames, row: SessionRow) -> list[Command]:
 
 
 def removing(names: TenantNames, model: str, session_id: str) -> list[Command]:
-    """Make the commands that remove a row."""
+    """Return the commands that remove a row."""
     mark = names.mark(model, session_id)
     return [("ZREM", names.index, mark), ("UNLINK", names.row(mark))]
 
@@ -76,10 +76,10 @@ class SharedSessionRows:
         self._names = names
 
     async def page(self, tenant: str, most: int, below: int | None = None) -> RowPage:
-        """Read at most so many rows; its cost does not depend on how many there are.
+        """Read the next ``most`` rows; the cost does not depend on how many rows there are.
 
         Args:
-            below: only rows with a lower score, as a page's ``next``; None = from the beginning.
+            below: read only rows with a lower score: a page's ``next``; None = the first page.
         """
         names = self._names.of(tenant)
         start = "+inf" if below is None else f"({below}"
@@ -109,10 +109,10 @@ class SharedSessionRows:
         return found
 
     async def of_session(self, tenant: str, id: str, models: Collection[str]) -> list[SessionRow]:
-        """Read the rows of one id, of these models or of those that any server has.
+        """Read the rows of a session id, one for each model, the latest used first.
 
         Args:
-            models: names; none = all.
+            models: names of models; empty = all models of all servers.
         """
         names = self._names.of(tenant)
         if not models:
@@ -132,7 +132,7 @@ class SharedSessionRows:
 
 
 def _pairs(reply: object) -> list[tuple[str, int]]:
-    """Read marks with their scores; RESP3 sends pairs, RESP2 one flat list."""
+    """Parse marks with their scores; RESP3 sends pairs, RESP2 one flat list."""
     if not isinstance(reply, list):
         raise TierUnavailable(f"redis: {type(reply).__name__}")
     if reply and isinstance(reply[0], bytes):

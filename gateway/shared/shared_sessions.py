@@ -1,4 +1,4 @@
-"""The sessions of all servers on one Redis, as the gateway lists, deletes and begins them."""
+"""The sessions of all servers on one Redis: what the gateway's routes ask of them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from kvstore.errors import TierUnavailable
 log = logging.getLogger("thermocline.sessions")
 
 ROUND_S: Final = 0.5
-MORE_S: Final = 0.05  # between rounds that are full, for the sake of requests
+MORE_S: Final = 0.05  # after a full round, so that requests get their turn
 
 
 class Elsewhere(NamedTuple):
-    """The rows that were found; ``is_away``: Redis does not answer, so there may be more."""
+    """Rows of other servers. ``is_away``: Redis does not answer, so there may be more."""
 
     rows: Sequence[SessionRow] = ()
     is_away: bool = False
 
 
 class SharedSessions:
-    """Rows and deletions of all servers. Runs on the event loop.
+    """Lists and deletes sessions at all servers. Runs on the event loop.
 
     Args:
-        redis: owned by this object.
+        redis: closed by ``run`` at its end.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class SharedSessions:
     async def _write(self) -> None:
         while True:
             is_more = False
-            with suppress(TierUnavailable):  # they are written when it is back
+            with suppress(TierUnavailable):  # a later round writes them
                 is_more = await self.writer.round()
             await asyncio.sleep(MORE_S if is_more else ROUND_S)
 
     # ---- for requests
 
     async def page(self, tenant: str, most: int, below: int | None) -> RowPage | None:
-        """See ``SharedSessionRows.page``; None: Redis does not answer."""
+        """Do as ``SharedSessionRows.page`` does; return None if Redis does not answer."""
         try:
             return await self._rows.page(tenant, most, below)
         except TierUnavailable:
@@ -85,7 +85,7 @@ class SharedSessions:
     async def has_room_for(self, tenant: str, id: str, most: int) -> bool:
         """Return whether a tenant has that session at any server, or fewer than ``most``.
 
-        True also where Redis does not answer.
+        True also if Redis does not answer.
         """
         try:
             return await self._rows.number(tenant) < most or bool(
@@ -95,7 +95,7 @@ class SharedSessions:
             return True
 
     async def elsewhere(self, tenant: str, id: str, model: str = "") -> Elsewhere:
-        """Find the rows of a session; ``model``: "" = of all models."""
+        """Return the rows of a session, for one model or all (``model`` = "")."""
         try:
             return Elsewhere(await self._rows.of_session(tenant, id, [model] if model else []))
         except TierUnavailable:
@@ -104,16 +104,16 @@ class SharedSessions:
     async def delete(
         self, sessions: Sequence[SessionRef], models: Iterable[ServedModel], model: str
     ) -> Elsewhere:
-        """Have all servers remove sessions of one tenant, if any of them has one.
+        """Have all servers remove sessions of one tenant, if any server has one of them.
 
-        What engines of other servers left in Redis is removed by our own engines.
+        Our own engines remove the cold data in Redis, also that of other servers' engines.
 
         Args:
-            models: of this server, that are meant.
+            models: the models of this server to delete from.
             model: the name that was asked for; "" = all.
 
         Returns:
-            The rows that there were. ``is_away``: others learn of it when Redis is back.
+            The removed rows. ``is_away``: other servers receive the deletion when Redis is back.
         """
         tenant, rows, is_away = sessions[0].tenant, list[SessionRow](), False
         for session in sessions:
@@ -122,25 +122,25 @@ class SharedSessions:
             is_away |= found.is_away
         own = [x for x in models if any(x.sessions.get(ref) for ref in sessions)]
         if rows or own:
-            said = await self.deletions.say(tenant, [x.id for x in sessions], model)
-            is_away = not said
+            published = await self.deletions.publish(tenant, [x.id for x in sessions], model)
+            is_away = not published
         with suppress(TierUnavailable):
             await self._rows.remove(tenant, rows)
         refs = {x.id: x for x in sessions}
         for row in rows:
             for each in models:
                 if each.label == row.model and each.is_there:
-                    with suppress(EngineError):  # an engine that is away has nothing of it
+                    with suppress(EngineError):  # an engine that is away holds no data of it
                         await each.sessions.forget_deleted(refs[row.id])
         return Elsewhere(rows, is_away)
 
     async def before_first_turn(self, model: ServedModel, session: SessionRef) -> None:
-        """See ``SharedDeletions.before_first_turn``. A session that is known here needs none."""
+        """Call ``SharedDeletions.before_first_turn`` for a session that is not known here."""
         if model.sessions.get(session) is None:
             await self.deletions.before_first_turn(model, session)
 
     def shown(self, row: SessionRow) -> dict[str, Any]:
-        """Show a session of another server as the sessions API shows one's own."""
+        """Return another server's session in the form of the sessions API."""
         now = self._redis.now() or row.used
         return {
             "id": row.id,

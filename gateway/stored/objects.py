@@ -1,8 +1,8 @@
-"""Stored responses, conversations and chat completions: put, shown, listed, changed, deleted.
+"""Stores, reads, lists, changes and deletes responses, conversations and chat completions.
 
-Methods are made of steps: between two of them another tenant has its turn (see ``stored``). A step
-that will hold bytes says how many before it reads them. A page never changes, so those that were
-read last stay in memory under their row's number; which pages there are, the row's head says.
+Methods run in steps, between which other tenants get their turn (see ``stored``). A step yields the
+number of bytes that it will hold before it reads them. A row's head lists the row's pages. A page
+never changes, so those that were read last stay in memory.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from gateway.stored.rows import (
 from gateway.stored.table import Steps, StoreFailed, Table, Write
 
 MAX_ITEMS: Final = 16 << 10  # of one object
-PAGE_BYTES: Final = 4 << 20  # of a list; it may end before its limit
+PAGE_BYTES: Final = 4 << 20  # of one answer with a list, which may have fewer rows than its limit
 _ITEM_BYTES: Final = 200  # that an item in memory takes besides its body
-_LINE: Final = 32  # of a line of responses so many are asked for at once
-_MAX_TRIES: Final = 16  # of a change that others come between
+_LINE: Final = 32  # responses of a chain that are read at once
+_MAX_TRIES: Final = 16  # of a change, if others change the object meanwhile
 
 
 class Outgrown(Exception):
-    """An object would have more items than one may have."""
+    """An object would have more than ``MAX_ITEMS`` items."""
 
 
 class Query(NamedTuple):
-    """The wanted part of a list: at most ``limit`` after the one that is called ``after``."""
+    """The wanted part of a list: at most ``limit`` rows after the one with the id ``after``."""
 
     limit: int
-    after: str | None = None  # one that is not there is followed by nothing
+    after: str | None = None  # after an unknown id the list is empty
     ascending: bool = True
 
 
 class ObjectList(NamedTuple):
-    """A part of a list: ids and bodies, and whether more follows it."""
+    """A part of a list: ids and bodies, and whether more rows follow."""
 
     rows: list[Item]
     more: bool
@@ -66,9 +66,9 @@ class ObjectStore:
     def __init__(self, table: Table, key_of: KeyOf) -> None:
         self.table = table
         self.key_of = key_of
-        # Of pages so many bytes, by tenant, name and number of the row.
+        # The items of pages, up to so many bytes; keys: tenant, the row's name and number, page.
         self.pages = Recent[tuple[str, str, int, Page], list[Item]](16 << 20)
-        # Of so many responses the one before, by tenant.
+        # The previous response of each of so many responses; keys: tenant, id.
         self.before = Recent[tuple[str, str], str](16 << 10)
 
     def of(self, tenant: str) -> Objects:
@@ -87,11 +87,11 @@ class Objects:
         self._tenant = tenant
 
     def find(self, kind: Kind, id: str, *, uses: bool = True) -> Object | None:
-        """Find an object; note that it was used, if this is a use."""
+        """Find an object; None if it does not exist. ``uses``: note the time of use."""
         return self._find_all(kind, [id], uses=uses)[0]
 
     def show(self, kind: Kind, id: str) -> Steps[bytes | None]:
-        """Return an object as it is shown."""
+        """Return an object's JSON, with a response's output; None if it does not exist."""
         object = self.find(kind, id)
         if object is None:
             return None
@@ -106,7 +106,7 @@ class Objects:
         return b'%b,"output":[%b]}' % (body[:-1], b",".join(x.body for x in items))
 
     def page(self, kind: Kind, id: str, query: Query) -> Steps[ObjectList | None]:
-        """List items that an object was made with; those that were changed are passed over."""
+        """List an object's own items, without damaged ones; None if the object does not exist."""
         object = self.find(kind, id)
         if object is None:
             return None
@@ -132,10 +132,9 @@ class Objects:
     def read_all(
         self, object: Object, pages: Sequence[Page] | None = None
     ) -> Steps[list[Item] | None]:
-        """Read all items, or those of some pages, in slices.
+        """Read all items, or those of some pages, in slices; the caller has yielded their bytes.
 
-        Returns None if one was changed, moved, put back or taken away. The caller has said that it
-        will hold the bytes.
+        Returns None if a page is missing or was tampered with.
         """
         items: list[Item] = []
         row = (self._tenant, object.name, object.number)
@@ -152,7 +151,7 @@ class Objects:
         return items
 
     def item(self, kind: Kind, id: str, item: str) -> Steps[bytes | None]:
-        """Return one item of an object."""
+        """Return the JSON of one item; None if it, or the object, does not exist."""
         object = self.find(kind, id)
         pages = () if object is None else object.head.pages
         page = next((x for x in pages if item in x.ids), None)
@@ -163,7 +162,7 @@ class Objects:
         return content and page.items(content)[page.ids.index(item)].body
 
     def find_item(self, item: str) -> Steps[bytes | None]:
-        """Find an item by its id in any object, the latest if several have it."""
+        """Return an item of any object by its id, of several the latest; None if there is none."""
         for object in self._under("item", item):
             if object is not None:
                 return (yield from self.item(object.kind, object.id, item))
@@ -171,7 +170,7 @@ class Objects:
         return None
 
     def listed(self, kind: Kind, like: Json, query: Query) -> Steps[ObjectList]:
-        """List objects with the ``model`` and ``metadata`` of ``like``, as they were stored."""
+        """List the objects whose ``model`` and ``metadata`` match those of ``like``."""
         last = None
         if query.after is not None and (last := self.find(kind, query.after, uses=False)) is None:
             return ObjectList([], False)
@@ -192,18 +191,18 @@ class Objects:
         return ObjectList(rows, False)
 
     def latest(self, kind: Kind, session: str) -> str | None:
-        """Return the id of a session's object that was stored last."""
+        """Return the id of the session's object that was stored last; None if there is none."""
         last = next(self._under("session", session, kind), None)
         return last and last.id
 
     def line(self, id: str, take: Callable[[Head], None]) -> Steps[list[Object] | None]:
-        """Find a response and all before it, the last one first; None if one is not there.
+        """Find a response and all before it, the last one first; None if one does not exist.
 
-        Each names the one before it. A line that was found before is asked for piece by piece, by
-        the names that it had; what each of them says now still counts.
+        Each response names the one before it. A chain that was followed before is read in batches,
+        by the remembered ids; if an object now names another predecessor, that one counts.
 
         Args:
-            take: called with the head of each; an error that it raises ends the line.
+            take: called with the head of each; may raise to stop.
         """
         line: list[Object] = []
         following: str | None = id
@@ -212,7 +211,7 @@ class Objects:
             while len(asked) < _LINE and (before := self._before.get((self._tenant, asked[-1]))):
                 asked.append(before)
             for id, object in zip(asked, self._find_all("response", asked), strict=True):
-                if id != following:  # it goes on from another one than it did
+                if id != following:  # the remembered predecessor is outdated
                     break
                 if object is None:
                     return None
@@ -227,9 +226,9 @@ class Objects:
     def put(
         self, kind: Kind, object: Json, session: str, items: Iterable[Item] = ()
     ) -> Steps[bool]:
-        """Store an object and its items, all or nothing, in place of one of that id.
+        """Store an object and its items in one transaction; it replaces one with the same id.
 
-        Returns False if it is larger than all that the tenant may store.
+        Returns False if it is larger than the tenant's budget.
         """
         parts, draft = parts_of(kind, object), PageDraft()
         body, own, answer = draft.page(parts.body), draft.items(items), draft.items(parts.answer)
@@ -242,10 +241,10 @@ class Objects:
         return True
 
     def append(self, kind: Kind, id: str, items: Sequence[Item]) -> Steps[list[Item] | None]:
-        """Add items after the others; one whose id is there already gets another.
+        """Append items to an object; an item whose id is in use gets a new one.
 
-        Returns them as they are stored; None if there is no such object, or none any more: it had
-        outgrown the budget. Raises ``Outgrown`` if it would have more than ``MAX_ITEMS``.
+        Returns the items as they were stored; None if the object does not exist, or was removed
+        since it exceeded the budget. Raises ``Outgrown`` if it would have too many items.
         """
         added: list[Item] = []
 
@@ -261,7 +260,7 @@ class Objects:
         return added if self.find(kind, id) is not None else None
 
     def remove_item(self, kind: Kind, id: str, item: str) -> Steps[bool]:
-        """Remove one item, if it is there; returns False if there is no such object."""
+        """Remove an item if it exists; return False if the object does not exist."""
 
         def shrunk(object: Object, draft: PageDraft) -> Head:
             pages: list[Page] = []
@@ -274,7 +273,7 @@ class Objects:
         return (yield from self._change(kind, id, shrunk))
 
     def relabel(self, kind: Kind, id: str, metadata: Json) -> Steps[bytes | None]:
-        """Replace an object's metadata; returns the new body, None if there is no such object."""
+        """Replace an object's metadata; return the new body, None if it does not exist."""
         body: bytes | None = None
 
         def labelled(object: Object, draft: PageDraft) -> Head:
@@ -292,13 +291,13 @@ class Objects:
         return body if (yield from self._change(kind, id, labelled)) else None
 
     def delete(self, kind: Kind, id: str) -> Steps[bool]:
-        """Remove an object and its items, for good; returns False if it is not there."""
+        """Remove an object and its items; return False if it does not exist."""
         there = self._remove(f"{kind}:{id}")
         yield from self.tidy()
         return bool(there)
 
     def forget(self, session: str) -> Steps[int]:
-        """Remove all objects of a session; returns how many."""
+        """Remove all objects of a session; return how many."""
         number, beyond = self._remove(), None
         term = self._seal.term("session", session)
         while some := self.table.listed(self._tenant, term, beyond, ascending=True):
@@ -310,7 +309,7 @@ class Objects:
         return number
 
     def tidy(self) -> Steps[None]:
-        """Free the room of objects that are deleted, too old, or beyond the budget."""
+        """Free the room of objects that are deleted, too old or exceed the budget."""
         while self.table.tidy(self._tenant):
             yield 0
 
@@ -335,7 +334,7 @@ class Objects:
     def _under(
         self, *words: str, beyond: int | None = None, ascending: bool = False
     ) -> Iterator[Object | None]:
-        """Yield the objects that are found by some words; None where a step ends."""
+        """Yield the objects that are indexed under some words; None at the end of each step."""
         term = self._seal.term(*words)
         while some := self.table.listed(self._tenant, term, beyond, ascending=ascending):
             for beyond, name in some:
@@ -346,7 +345,7 @@ class Objects:
             yield None
 
     def _read(self, object: Object, pages: Sequence[Page]) -> list[bytes | None]:
-        """Read and open pages; None for each that is not as it was."""
+        """Read and decrypt pages; None for each that is missing or was tampered with."""
         if not pages:
             return []
         kind, id, numbers = object.kind, object.id, [x.number for x in pages]
@@ -360,9 +359,9 @@ class Objects:
     def _change(
         self, kind: Kind, id: str, change: Callable[[Object, PageDraft], Head]
     ) -> Steps[bool]:
-        """Change an object as ``change`` says; False if there is none.
+        """Replace an object's head by the result of ``change``; False if there is no object.
 
-        Others may come between: then it is asked anew.
+        If another thread has changed the object meanwhile, ``change`` is called again.
         """
         for _ in range(_MAX_TRIES):
             object = self.find(kind, id)
@@ -375,10 +374,10 @@ class Objects:
             if self._write(kind, id, replace(head, next=draft.next), draft, object):
                 return True
             yield 0
-        raise StoreFailed("too many change the same object at once", "busy")
+        raise StoreFailed("too many requests change the same object at once", "busy")
 
     def _write(self, kind: Kind, id: str, head: Head, draft: PageDraft, was: Object | None) -> bool:
-        """Put an object if there is room, or change the one that there was, if it is so yet."""
+        """Store a new object, or replace ``was``; False if it has no room, or ``was`` changed."""
         sealed = self._seal.close(msgspec.msgpack.encode(head), kind, id, "top")
         nbytes = head.taken + len(sealed)
         if was is None and nbytes > self.table.limits.tenant_bytes:

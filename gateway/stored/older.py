@@ -1,12 +1,12 @@
-"""Brings over what earlier releases stored in a SQLite file: four tables, sealed or in plain text.
+"""Converts the SQLite file of earlier releases: four tables, encrypted or in plain text.
 
-Done once, when the file is first opened, object by object: after a kill it goes on with the next
-one. In the end the older tables are dropped, the log is cut, and a mark is left: a file where the
-server's secret lies. From then on plain text is not believed, nor is another file of long ago that
-is put in the place of this one.
+Runs once, when the file is first opened, object by object, so that after a kill it continues with
+the next one. At the end the older tables are dropped, the write-ahead log is truncated, and a mark
+is left: an empty file in the folder of the server's secret. From then on plain text is not trusted,
+so an old file that is put in the place of this one is not read.
 
-An older sealed object has a head with the number of its items and a sum (exclusive or) of keyed
-hashes of their ids and numbers. An older item is 8 bytes of its number, and a seal.
+An older encrypted object has a head with the number of its items and the exclusive or of keyed
+hashes of their ids and numbers. An older item is its number in 8 bytes, and the encrypted content.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SELECT seq, CAST(tenant AS TEXT), CAST(kind AS TEXT), CAST(id AS TEXT), CAST(ses
 FROM entries LEFT JOIN heads ON owner = seq ORDER BY seq LIMIT 1
 """
 _ITEMS = "SELECT CAST(id AS TEXT), CAST(body AS BLOB) FROM items WHERE owner = ? ORDER BY seq"
-# Sealed heads: of entries, and of the objects that are there.
+# Encrypted heads: of older entries, and of present objects.
 _HEADS = (
     "SELECT CAST(tenant AS TEXT), kind || ':' || id, 'head', CAST(head AS BLOB)"
     " FROM entries JOIN heads ON owner = seq",
     "SELECT CAST(tenant AS TEXT), CAST(name AS TEXT), 'top', CAST(head AS BLOB)"
     " FROM objects WHERE name IS NOT NULL",
 )
-# The totals have counted older entries, too, by triggers.
+# Triggers have counted older entries in the totals, so these are computed again.
 _BEGIN = """
 CREATE TABLE IF NOT EXISTS heads (owner INTEGER PRIMARY KEY, head BLOB);
 DROP TRIGGER IF EXISTS entries_INSERT;
@@ -59,7 +59,7 @@ DROP TABLE IF EXISTS tags;
 DROP TABLE IF EXISTS leavings;
 DROP TABLE entries
 """
-# What says that an entry is not as it was written.
+# Errors that show that an entry was tampered with or is damaged.
 _CHANGED = (NotOurs, msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError)
 
 
@@ -78,14 +78,17 @@ class _OlderEntry(NamedTuple):
     session: str
     used: float
     body: bytes
-    head: bytes | None  # None: all of it is plain text, or some items are sealed already
+    head: bytes | None  # None: it is plain text, perhaps with some items encrypted already
 
 
 def bring_over(table: SqliteTable, key_of: KeyOf, mark: Path) -> None:
-    """Bring over all that is there of earlier releases.
+    """Convert all entries of earlier releases into objects.
 
-    What was sealed with another secret stays as it is, for a start with the right one, and so does
-    all plain text beside it. Raises ``StoreFailed``.
+    If the entries were encrypted with another secret, all of them are left as they are, for a start
+    with the right one. Raises ``StoreFailed``.
+
+    Args:
+        mark: the path of the file that is left at the end.
     """
     with table.reading() as db:
         there = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'entries'").fetchone()
@@ -95,24 +98,24 @@ def bring_over(table: SqliteTable, key_of: KeyOf, mark: Path) -> None:
                 db.execute(statement)
         if _is_foreign(table, key_of):
             log.error(
-                "what an earlier release stored was sealed with another secret, and stays as it"
-                " is: start with its store.secret_file (and data_dir) to have it again"
+                "objects that an earlier release stored were encrypted with another secret, and are"
+                " kept unread: start with its store.secret_file (and data_dir) to use them"
             )
             return
         (version,) = table.pragma("user_version")
         _bring_all(table, key_of, takes_plain=version < SEALED and not mark.exists())
     if not mark.exists():
-        table.pragma("wal_checkpoint(TRUNCATE)")  # of plain text
+        table.pragma("wal_checkpoint(TRUNCATE)")  # the log may have plain text
         try:
             _make(mark)
         except OSError as error:
-            log.warning("plain text of an earlier release would still be believed: %s", error)
+            log.warning("plain text of an earlier release is still trusted: %s", error)
 
 
 def _is_foreign(table: SqliteTable, key_of: KeyOf) -> bool:
-    """Return whether something is sealed, and nothing of it can be opened with our secret.
+    """Return whether there are encrypted entries, none of which our secret can decrypt.
 
-    What was stored since, under another secret, decides only where no entry is sealed.
+    If no older entry is encrypted, the present objects decide.
     """
     for heads in _HEADS:
         row = None
@@ -141,20 +144,20 @@ def _bring_all(table: SqliteTable, key_of: KeyOf, *, takes_plain: bool) -> None:
             if entry.kind in KINDS and (takes_plain or entry.head is not None):
                 object, session, items = _opened(key_of, entry, parts)
                 objects, brought = store.of(entry.tenant), brought + 1
-                # One that is over was put by a start that failed before it removed the entry.
+                # If it exists, an earlier start has stored it, and failed to remove the entry.
                 if objects.find(entry.kind, entry.id, uses=False) is None:
-                    # The first step; a budget that is exceeded stays as it is.
+                    # Only the first step: what exceeds the budget is not removed here.
                     next(objects.put(entry.kind, object, session, items), None)
                     used = entry.used
         table.remove(partial(_remove, entry=entry, used=used))
     with table.writing() as db:
         for statement in _END.split(";"):
             db.execute(statement)
-    log.info("brought over %d stored objects of an earlier release", brought)
+    log.info("converted %d stored objects of an earlier release", brought)
 
 
 def _remove(db: sqlite3.Connection, *, entry: _OlderEntry, used: float | None) -> None:
-    """Remove an entry; the object that was put for it was used last when the entry was."""
+    """Remove an entry; ``used`` becomes the time of last use of its object."""
     if used is not None:
         sql = "UPDATE objects SET used = ? WHERE tenant = ? AND name = ?"
         db.execute(sql, (used, entry.tenant, f"{entry.kind}:{entry.id}"))
@@ -165,7 +168,7 @@ def _remove(db: sqlite3.Connection, *, entry: _OlderEntry, used: float | None) -
 def _opened(
     key_of: KeyOf, entry: _OlderEntry, parts: list[tuple[str, bytes]]
 ) -> tuple[Json, str, list[Item]]:
-    """Return object, session and items. Raises ``NotOurs``: it is not as it was written."""
+    """Return the object, its session and its items. Raises one of ``_CHANGED``."""
     seal, place = ObjectSeal(key_of, "sqlite", entry.tenant), (entry.kind, entry.id)
     numbers = [int.from_bytes(x[:_NUMBER_BYTES]) for _, x in parts]
     items = []
@@ -197,7 +200,7 @@ def _json(body: bytes) -> Json:
 
 
 def _make(path: Path) -> None:
-    """Make an empty file that outlives a power cut. Raises ``OSError``."""
+    """Create an empty file, durably. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, flags in ((path, os.O_CREAT), (path.parent, os.O_DIRECTORY)):
         descriptor = os.open(name, os.O_RDONLY | flags, 0o600)

@@ -1,4 +1,4 @@
-"""What was read last, kept in memory: so what goes on costs what is new, not what is there."""
+"""A cache in memory for stored values that were read last."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """Values that never change, by their keys; those unused for longest go first. Thread-safe."""
+    """A cache of values that never change; those unused for longest are dropped. Thread-safe."""
 
     def __init__(self, max_size: int) -> None:
-        """``max_size``: of all values together."""
+        """
+        Args:
+            max_size: the largest sum of all values' sizes.
+        """
         self._max_size = max_size
         self._size = 0
         self._kept: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
-        """Return a value, if it is kept."""
+        """Return a value; None if it is not kept."""
         with self._lock:
             if key not in self._kept:
                 return None
@@ -30,7 +33,7 @@ class Recent(Generic[K, V]):
             return self._kept[key][0]
 
     def put(self, key: K, value: V, size: int = 1) -> None:
-        """Keep a value, unless a few of its size would fill all the room."""
+        """Keep a value, unless it is larger than a quarter of ``max_size``."""
         if size > self._max_size // 4:
             return
         with self._lock:
@@ -41,7 +44,7 @@ class Recent(Generic[K, V]):
                 self._drop(next(iter(self._kept)))
 
     def forget(self, is_gone: Callable[[K], bool]) -> None:
-        """Drop what is deleted."""
+        """Drop the values whose keys ``is_gone`` is true for."""
         with self._lock:
             for key in [x for x in self._kept if is_gone(x)]:
                 self._drop(key)

@@ -1,16 +1,16 @@
-"""Stored objects on a Redis or Valkey server: the place that several gateways share.
+"""Stored objects on a Redis or Valkey server, which several gateways share.
 
-    thermocline:stored:3:{tenant}:row:NAME   head, number and pages of a row
-                                 :index      its terms: TERM, number and name, in one sorted set
-                                 :terms      the terms of each row by its name, then its number
-                                 :used       names by the time of last use
-                                 :sizes, :total   bytes of each row by its name, and of all
+    thermocline:stored:3:{tenant}:row:NAME   hash: head, number and pages of a row
+                                 :index      sorted set: TERM, number and name of each entry
+                                 :terms      hash: name -> the row's terms and its number
+                                 :used       sorted set: names by the time of last use
+                                 :sizes, :total   bytes of each row by name, and of all rows
                                  :seq        the last number
 
-``tenant`` is a keyed hash of the name: the server sees no tenants' names. All keys of a tenant lie
-in one slot of a cluster, and each change is one transaction. A row expires by itself, and the
-server may evict it at any time; what the index still says of it then is passed over. What a
-deletion needs is done on a full server, too; counting it may wait there until the row is too old.
+``tenant`` is a keyed hash, so that the server sees no tenants' names. All keys of a tenant lie in
+one slot of a cluster, and each change is one transaction. A row expires by itself, and the server
+may evict it at any time; entries of the index without a row are skipped. A deletion also works on a
+full server, but its bytes may then stay counted until the row would have expired.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ except ImportError as error:
     raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
 
 _NUMBER_BYTES: Final = 8
-_PLAIN: Final = "thermocline:stored:{*"  # the keys of releases that sealed nothing
+_PLAIN: Final = "thermocline:stored:{*"  # the keys of releases that did not encrypt
 _PLAIN_AT_ONCE: Final = 64
 
 
@@ -57,12 +57,12 @@ class Keys:
 
 
 class RedisTable:
-    """Implements ``table.Table`` on a server or cluster, which is connected to at the first use.
+    """Implements ``table.Table`` on a server or cluster; connects at the first use.
 
     Args:
-        hidden: makes the word that stands for a tenant in the names of keys.
-        deadline_s: for one exchange with the server.
-        clock: gives seconds since 1970; gateways that share a server need about the same time.
+        hidden: returns the word that stands for a tenant in keys.
+        deadline_s: the longest time of one exchange with the server.
+        clock: returns Unix time; the clocks of gateways that share a server should agree.
     """
 
     place = "redis"
@@ -88,7 +88,7 @@ class RedisTable:
                 asked.hmget(keys.row(name.encode()), "head", "number")
             found = [None if None in x else Top(int(x[1]), x[0]) for x in asked.execute()]
         if uses and (used := [x for x, top in zip(names, found, strict=True) if top]):
-            with suppress(StoreFailed):  # a server that is full, or writes nothing, can be read
+            with suppress(StoreFailed):  # a server that is full or read-only can still be read
                 self._use(tenant, used)
         return found
 
@@ -122,7 +122,7 @@ class RedisTable:
                 if write.was is not None and head != write.was:
                     return False
                 if not (made.get(keys.total) or b"0").removeprefix(b"-").isdigit():
-                    made.delete(keys.total)  # no number of ours: it is counted anew
+                    made.delete(keys.total)  # not a number that we wrote: count anew
                 nbytes = _number(made.hget(keys.sizes, id))
                 terms, before = _indexed(made, keys, id, said)
                 number = int(said) if write.was is not None else made.incr(keys.seq)
@@ -160,7 +160,7 @@ class RedisTable:
                 asked.get(keys.total)
                 first, total = asked.execute()
             if not first:
-                if total and total != b"0":  # the server evicted what this was counted by
+                if total and total != b"0":  # the server has evicted the sizes
                     server.delete(keys.total)
                 return False
             ((name, used),) = first
@@ -170,7 +170,7 @@ class RedisTable:
             return self._remove(server, keys, name)[1]
 
     def chores(self) -> Steps[None]:
-        """Have keys of old releases, of which nothing is believed, end some time."""
+        """Let the keys of old releases expire, which are not read any more."""
         if self._plain_is_bounded:
             return
         with self._reported():
@@ -199,12 +199,12 @@ class RedisTable:
         except redis.OutOfMemoryError:
             raise StoreFailed("redis is full", "full") from None
         except redis.ResponseError as error:
-            said = str(error).rpartition("caused error: ")[2]  # of one in a pipeline
+            said = str(error).rpartition("caused error: ")[2]  # without a pipeline's prefix
             if said.startswith("WRONGTYPE") or "not an integer" in said or "not a valid" in said:
                 raise Misshapen("redis holds something else there") from None
             self._servers.forget()  # a key may have moved
             raise StoreFailed(f"redis refuses ({said.partition(' ')[0][:40]})") from None
-        except (redis.RedisError, OSError) as error:  # its words may hold the server's address
+        except (redis.RedisError, OSError) as error:  # whose message may have the server's address
             self._servers.forget()
             raise StoreFailed(f"redis does not answer ({type(error).__name__})") from None
         except (ValueError, TypeError, IndexError, OverflowError) as error:
@@ -217,14 +217,15 @@ class RedisTable:
             change.execute()
 
     def _keep(self, change: Any, keys: Keys, names: Sequence[bytes]) -> None:
-        """Give rows their whole life again, and all that is said of them."""
+        """Renew the time to live of rows, and of the keys that index them."""
         for key in (*map(keys.row, names), *keys.all):
             change.pexpire(key, self._life_ms)
 
     def _remove(self, server: Any, keys: Keys, name: bytes) -> tuple[bool, bool]:
-        """Remove a row, and all that is said of it, once even if two servers do.
+        """Remove a row and its index; if two servers do so at once, its size is subtracted once.
 
-        Returns whether it was there, and whether it is counted out: a full server may not do that.
+        Returns whether the row existed, and whether its size was subtracted, which a full server
+        may refuse.
         """
         row, there = keys.row(name), False
 
@@ -245,7 +246,7 @@ class RedisTable:
         for _ in range(2):
             try:
                 return bool(server.transaction(change, row, keys.sizes)[0]) or there, True
-            except redis.OutOfMemoryError:  # which is that of any transaction on a full server
+            except redis.OutOfMemoryError:  # a full server refuses any transaction
                 number = server.hget(row, "number")
                 listed = _members(*_indexed(server, keys, name, number), name)
                 there |= bool(server.unlink(row))
@@ -257,9 +258,9 @@ class RedisTable:
 def _indexed(
     server: Any, keys: Keys, name: bytes, number: bytes | None
 ) -> tuple[set[bytes], int | None]:
-    """Read the terms and the number under which the index has a row, which may be evicted.
+    """Return the terms and the number of a row's entries in the index.
 
-    ``number``: the row's own, None without one.
+    ``number``: the one in the row; None if the row was evicted.
     """
     said = server.hget(keys.terms, name) or b""
     end = len(said) // TERM_BYTES * TERM_BYTES

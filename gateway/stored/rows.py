@@ -1,14 +1,13 @@
-"""Rows of stored objects: what they are made of, and how they are sealed.
+"""Rows of stored objects: their parts, and how these are encrypted.
 
-A row has a head, a body, and items in pages, each page a JSON list. The head says which pages there
-are, in order, and which items they hold; no number of a page is used twice. Each part is sealed by
-AES-256-GCM and bound to its place, so what was changed, moved, taken out or put back where it lies
-is not there:
+A row has a head, a body, and items in pages, each page a JSON list. The head lists the pages in
+order, with the ids of their items; no number of a page is used twice. Each part is encrypted by
+AES-256-GCM and bound to its place, so a part that was changed, moved or replaced counts as missing:
 
     1 byte of version | 12 bytes of nonce | the content, encrypted | 16 bytes of tag
 
-The key is made of the server's secret and the tenant's name: nothing opens for another tenant, nor
-after a change of the secret.
+The key is derived from the server's secret and the tenant's name: no other tenant, and no server
+with another secret, can decrypt a part.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Kind: TypeAlias = Literal["response", "conversation", "completion"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 Json: TypeAlias = dict[str, Any]
 Labels: TypeAlias = tuple[tuple[str, str], ...]
-# Makes a tenant's key of its name and a purpose (``Tenants.key_of``).
+# Derives a tenant's key from its name and a purpose (``Tenants.key_of``).
 KeyOf: TypeAlias = Callable[[str, bytes], bytes]
 _VERSION: Final = b"\x01"
 _NONCE_BYTES: Final = 12
@@ -37,11 +36,11 @@ _PART_BYTES: Final = 200  # that a head, a body or a page takes besides its cont
 
 
 class NotOurs(Exception):
-    """This was not sealed here for this tenant and this place, or was changed since."""
+    """The data was not sealed by us for this tenant and place, or was changed since."""
 
 
 class ObjectSeal:
-    """Seals and opens all that one tenant has in one kind of place."""
+    """Encrypts and decrypts the parts of one tenant's objects in one kind of table."""
 
     def __init__(self, key_of: KeyOf, place: str, tenant: str) -> None:
         self._cipher = AESGCM(key_of(tenant, b"stored"))
@@ -49,7 +48,7 @@ class ObjectSeal:
         self._place = (place, tenant)
 
     def close(self, content: bytes, *part: str | int) -> bytes:
-        """Return the content sealed; it opens as this part of this object only."""
+        """Return the content sealed; ``open`` needs the same ``part``."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return _VERSION + nonce + self._cipher.encrypt(nonce, content, self._bound(part))
 
@@ -64,7 +63,7 @@ class ObjectSeal:
             raise NotOurs from None
 
     def term(self, *words: str) -> bytes:
-        """Return the term that stands for some words."""
+        """Return the keyed hash under which the index has some words."""
         return keyed_hash(self._terms_key, *words)
 
     def _bound(self, part: tuple[str | int, ...]) -> bytes:
@@ -82,13 +81,13 @@ class Item(NamedTuple):
     body: bytes
 
     def renamed(self) -> Item:
-        """Return it under an id that no other item has."""
+        """Return the item under a new, random id."""
         id = f"{self.id[:_KEPT_OF_ID]}-{secrets.token_hex(8)}"
         return Item(id, msgspec.json.encode({**msgspec.json.decode(self.body), "id": id}))
 
 
 class Page(msgspec.Struct, frozen=True, array_like=True):
-    """A page of an object: its number, the bytes in it, and the ids of its items in order."""
+    """A page of an object: its number, its size, and the ids of its items in order."""
 
     number: int
     nbytes: int
@@ -100,14 +99,14 @@ class Page(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
-    """The small part of an object that is read whenever anything of it is."""
+    """The small part of an object that is read first, whatever else is."""
 
-    session: str  # the object goes when this session is forgotten
-    next: int  # number of the next page
+    session: str  # deleting this session deletes the object
+    next: int  # the number that the next new page gets
     body: Page
     pages: tuple[Page, ...] = ()
-    outputs: int = 0  # how many of the last pages the answer added
-    about: dict[str, str] = {}  # of a response: the previous one, its conversation
+    outputs: int = 0  # how many of the last pages have a response's output
+    about: dict[str, str] = {}  # a response's "previous" response and its "conversation"
     labels: Labels | None = None  # None: it is in no list
 
     @property
@@ -122,16 +121,16 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def taken(self) -> int:
-        """Bytes of the row, about."""
+        """An estimate of the row's bytes."""
         return self.body.nbytes + self.nbytes + _PART_BYTES * (2 + len(self.pages))
 
     @property
     def num_own(self) -> int:
-        """The number of the first pages, of the items that the object was made with."""
+        """The number of first pages, which have the items that the object was created with."""
         return len(self.pages) - self.outputs
 
     def words(self, kind: Kind, pages: Iterable[Page]) -> set[tuple[str, ...]]:
-        """Return what the object is found by, besides its id; of its items those on ``pages``."""
+        """Return the words under which the object is indexed; of its items those on ``pages``."""
         words = {("session", self.session), ("session", self.session, kind)}
         if kind != "completion":  # requests refer to items of the others
             words |= {("item", id) for page in pages for id in page.ids}
@@ -141,13 +140,13 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Object(NamedTuple):
-    """An object that is there."""
+    """An object that was found in the table."""
 
     kind: Kind
     id: str
     head: Head
-    seen: bytes  # the head as it lies
-    number: int  # one that was put later has a higher one
+    seen: bytes  # the sealed head
+    number: int  # higher for objects that were stored later
 
     @property
     def name(self) -> str:
@@ -156,7 +155,7 @@ class Object(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of an object that lie apart; items of a response's answer are items, too."""
+    """The parts of an object that are stored separately; ``answer``: a response's output."""
 
     body: bytes
     about: dict[str, str] = {}
@@ -165,7 +164,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(kind: Kind, object: Json) -> Parts:
-    """Take an object apart."""
+    """Split an object into its parts."""
     if kind != "response":
         labels = labels_of(object) if kind == "completion" else None
         return Parts(msgspec.json.encode(object), {}, labels)
@@ -181,7 +180,7 @@ def parts_of(kind: Kind, object: Json) -> Parts:
 
 
 def labels_of(object: Json) -> Labels:
-    """Return what the lists of an object choose by: its metadata, and its model."""
+    """Return the labels by which lists filter objects: metadata and model."""
     metadata, model = object.get("metadata"), object.get("model")
     pairs = metadata.items() if isinstance(metadata, dict) else ()
     labels = [(f"metadata.{name}", x) for name, x in pairs if isinstance(x, str)]
@@ -189,7 +188,7 @@ def labels_of(object: Json) -> Labels:
 
 
 class PageDraft:
-    """Collects the new pages of an object, each under a number that was never used."""
+    """Collects the new pages of an object, each with a number that was never used."""
 
     def __init__(self, next: int = 0) -> None:
         self.next = next
@@ -210,7 +209,7 @@ _Row = TypeVar("_Row", Item, Page)
 
 
 def slices(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
-    """Yield the rows in slices of few bytes; one that is larger is a slice by itself."""
+    """Yield the rows in slices of about ``SLICE_BYTES``; a larger row is a slice by itself."""
     some: list[_Row] = []
     held = 0
     for row in rows:

@@ -1,10 +1,10 @@
-"""Stored objects in a SQLite file: the place for one gateway.
+"""Stored objects in a SQLite file, for one gateway.
 
-Many threads read it at once, one writes. Every change is one short transaction in a write-ahead
-log, so a crash leaves it done or not done. What is deleted is overwritten. A file that cannot be
-read, at the start or in use, is put aside for a week: what it held is lost, the gateway is not. One
-that a newer release wrote is left as it is. A file beside keeps the room that a deletion needs on a
-full disk.
+Many threads read the file at once, one writes. Every change is one short transaction in a
+write-ahead log, so a crash leaves it done or not done. Deleted data are overwritten. A damaged
+file, found at the start or in use, is renamed and kept for a week; its objects are lost, and the
+gateway continues with a new file. A file that a newer release wrote is left as it is. A second file
+reserves the room that a deletion needs on a full disk.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ T = TypeVar("T")
 log = logging.getLogger("thermocline.gateway")
 BUSY_S: Final = 5.0
 RESERVE_BYTES: Final = 8 << 20
-TOUCH_EVERY_S: Final = 60.0  # a use within this of the last one is not written down
+TOUCH_EVERY_S: Final = 60.0  # a use so soon after the last one is not noted
 MAX_TOUCHED: Final = 1024
 KEEP_DAMAGED_S: Final = 7 * 86400.0
-# The highest ``user_version``: of a release that marked so a file in which everything was sealed.
+# The highest known ``user_version``; a release set it when all of a file was encrypted.
 SEALED: Final = 2
-_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")  # beginnings of names
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")  # prefixes of error names
 _FULL = frozenset({"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"})
-# A row without a name is deleted; its pages are there yet. ``totals`` has each tenant's bytes.
+# A row whose name is NULL is deleted, but its pages still exist. ``totals``: each tenant's bytes.
 _SCHEMA = """
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
@@ -79,13 +79,13 @@ _COUNT = """
 INSERT INTO totals VALUES (?, ?)
 ON CONFLICT (tenant) DO UPDATE SET nbytes = nbytes + excluded.nbytes
 """
-# The row that is to go next: deleted, too old, or the last of a budget that is exceeded.
+# The row to remove next: one that is deleted, too old, or unused for longest beyond the budget.
 _OUTLIVED = """
 SELECT number FROM
     (SELECT number, used FROM objects WHERE tenant = ?1 ORDER BY used, number LIMIT 1)
 WHERE CAST(used AS REAL) < ? OR ? < (SELECT nbytes FROM totals WHERE tenant = ?1)
 """
-# Pages of few bytes together, at least one of them.
+# Drops a slice of a row's pages, at least one.
 _DROP_PAGES = f"""
 DELETE FROM pages WHERE object = ?1 AND page IN (
     SELECT page FROM (
@@ -102,10 +102,10 @@ RETURNING tenant, -CAST(nbytes AS INTEGER)
 
 
 class SqliteTable:
-    """Implements ``table.Table`` in a file, which is made if it is not there.
+    """Implements ``table.Table`` in a file, which is created if it does not exist.
 
     Raises:
-        StoreFailed: there can be no file.
+        StoreFailed: the file cannot be created or opened.
     """
 
     place = "sqlite"
@@ -114,9 +114,9 @@ class SqliteTable:
         self,
         path: Path,
         limits: StoredLimits,
-        clock: Callable[[], float] = time.time,  # seconds since 1970
+        clock: Callable[[], float] = time.time,  # Unix time
         *,
-        keeps_damaged: bool = True,  # beside, though it may hold plain text
+        keeps_damaged: bool = True,  # rename a damaged file, though it may have plain text
     ) -> None:
         self.limits = limits
         self._clock = clock
@@ -124,11 +124,11 @@ class SqliteTable:
         self._damaged = path.with_name(f"{path.name}.damaged")
         self._reserve = path.with_name(f"{path.name}.reserve")
         self._keeps_damaged = keeps_damaged
-        self._touched: dict[int, float] = {}  # uses that are not written down yet
+        self._touched: dict[int, float] = {}  # times of use that are not written yet, by row
         self._writes = threading.Lock()
         self._mine = threading.local()
         self._all: list[sqlite3.Connection] = []
-        self._file = 0  # the number of the present file: those before were damaged in use
+        self._file = 0  # the number of the present file: earlier ones were found damaged
         self._replacing = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -229,11 +229,11 @@ class SqliteTable:
         if self._touched:
             with suppress(StoreFailed), self.writing() as db:
                 self._write_uses(db)
-        for db in reversed(self._all):  # one of an older file would remove the log of the present
+        for db in reversed(self._all):  # an older file's, closed last, would remove the present log
             db.close()
 
     def _oldest(self) -> float:
-        """Return the time of last use before which rows go; those that are deleted have -1."""
+        """Return the time of last use before which rows are removed; deleted rows have -1."""
         return max(0.0, self._clock() - self.limits.max_age_s)
 
     def _write_uses(self, db: sqlite3.Connection) -> None:
@@ -245,9 +245,9 @@ class SqliteTable:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Use this thread's connection. Raises ``StoreFailed``.
+        """Use this thread's connection inside the context. Raises ``StoreFailed``.
 
-        A file that turns out to be damaged is put aside; the next use makes a new one.
+        A file that is found damaged is put aside; the next use creates a new one.
         """
         file = self._file
         try:
@@ -263,9 +263,9 @@ class SqliteTable:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Run a block in one transaction, after those of other threads. Raises ``StoreFailed``."""
+        """Run the context in one transaction, one thread at a time. Raises ``StoreFailed``."""
         if not self._writes.acquire(timeout=BUSY_S):
-            raise StoreFailed("others write for too long", "busy")
+            raise StoreFailed("other writers take too long", "busy")
         try:
             file = self._file
             with self.reading() as db:
@@ -282,9 +282,10 @@ class SqliteTable:
             self._writes.release()
 
     def remove(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Do ``work``, which removes something, in one transaction, on a full disk too.
+        """Run ``work``, which removes data, in one transaction; on a full disk, use the reserve.
 
-        There what is removed is not overwritten at once. It is sealed. Raises ``StoreFailed``.
+        In that case the removed data, which are encrypted, are not overwritten at once. Raises
+        ``StoreFailed``.
         """
         try:
             with self.writing() as db:
@@ -312,11 +313,11 @@ class SqliteTable:
         if db is None or self._mine.file != self._file:
             file = self._file
             self._path.touch(mode=0o600)
-            # It is closed by another thread than its own.
+            # ``check_same_thread``: another thread closes the connection.
             db = sqlite3.connect(
                 self._path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
-            # Bytes that are no text become a text that nothing has, not an error of the whole file.
+            # Bytes that are no UTF-8 become a text that matches nothing, instead of an error.
             db.text_factory = partial(str, encoding="utf-8", errors="replace")
             try:
                 (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -338,11 +339,11 @@ class SqliteTable:
             if age_s > KEEP_DAMAGED_S or not self._keeps_damaged:
                 self._damaged.unlink()
         self._path.touch(mode=0o600)
-        self._path.chmod(0o600)  # SQLite gives its log the same
+        self._path.chmod(0o600)  # SQLite creates its log with the same mode
         try:
             self._connection()
         except sqlite3.DatabaseError as error:
-            is_wreck = not isinstance(error, sqlite3.OperationalError)  # else: busy, or no room
+            is_wreck = not isinstance(error, sqlite3.OperationalError)  # that is busy, or no room
             if not again or not (is_wreck or self._reserve.exists()):
                 raise
             if is_wreck:
@@ -352,14 +353,15 @@ class SqliteTable:
             self._open(again=False)
 
     def _replace(self, file: int, error: Exception) -> None:
-        """Put a file aside in which a thread has found damage, once if several find it."""
+        """Put aside a file that a thread has found damaged; only once if several threads do."""
         with self._replacing:
             if file != self._file:
                 return
             try:
                 self._put_aside(error)
             except OSError as failed:
-                raise StoreFailed(f"{self._path} is damaged, and in the way: {failed}") from error
+                why = f"{self._path} is damaged, and cannot be moved: {failed}"
+                raise StoreFailed(why) from error
             finally:
                 if not self._path.exists():
                     self._touched = {}
@@ -368,27 +370,27 @@ class SqliteTable:
     def _put_aside(self, error: Exception) -> None:
         if self._keeps_damaged:
             self._path.replace(self._damaged)
-            os.utime(self._damaged)  # kept from now on
+            os.utime(self._damaged)  # the week begins now
         for name in ("", "-wal", "-shm"):
             self._path.with_name(self._path.name + name).unlink(missing_ok=True)
         kept = f"put aside as {self._damaged.name}" if self._keeps_damaged else "removed"
         log.error("%s is damaged (%s); it was %s", self._path, error, kept)
 
     def _take_reserve(self) -> None:
-        """Keep room for deletions; where there is none now, it is tried again after the next."""
+        """Reserve room for deletions; if there is none now, try again after the next deletion."""
         try:
             with self._reserve.open("ab") as file:
                 self._reserve.chmod(0o600)
-                # Random: a file system that packs must not save the room.
+                # Random bytes, which a compressing file system cannot shrink.
                 file.write(os.urandom(max(0, RESERVE_BYTES - file.tell())))
         except OSError as error:
-            log.warning("no room is kept for deletions on a full disk: %s", error.strerror)
+            log.warning("no room is reserved for deletions on a full disk: %s", error.strerror)
             with suppress(OSError):
                 self._reserve.unlink()
 
 
 def _hide(db: sqlite3.Connection, number: int) -> int:
-    """Delete a row but for its pages, which cannot be found without it; returns 1."""
+    """Delete a row, except for its pages, which nothing can find then; return 1."""
     sql = "UPDATE objects SET name = NULL, head = x'', used = -1 WHERE number = ?"
     db.execute(sql, (number,))
     db.execute("DELETE FROM terms WHERE object = ?", (number,))

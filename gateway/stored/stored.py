@@ -1,4 +1,4 @@
-"""Gives the event loop what is stored: on a few threads, in steps that tenants take in turns."""
+"""Runs operations on stored objects for the event loop: on a few threads, in steps, fairly."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ T = TypeVar("T")
 log = logging.getLogger("thermocline.gateway")
 NUM_THREADS: Final = 4
 THREADS_PER_TENANT: Final = 2
-MAX_WAITING: Final = 256  # questions of one tenant
-SLICE_S: Final = 0.01  # steps that hold nothing go on for so long without another's between them
+MAX_WAITING: Final = 256  # operations of one tenant
+SLICE_S: Final = 0.01  # for which steps without bytes run before another tenant's turn
 CHORES_EVERY_S: Final = 600.0
-DELETED: Final = "gone"  # why an answer is not stored: its session or conversation is deleted
-_NO_TENANT: Final = ""  # the tenant of work that is done for none
+DELETED: Final = "gone"  # reason for not storing an answer: its session or conversation is deleted
+_NO_TENANT: Final = ""  # the tenant under which chores run
 
 
 class Stored:
-    """The stored objects of one gateway. Belongs to the event loop."""
+    """The stored objects of one gateway. Runs on the event loop."""
 
     def __init__(self, opened: Callable[[], ObjectStore] | None = None) -> None:
-        """``opened`` is called on a thread at the first use; None: nothing is stored here."""
+        """
+        Args:
+            opened: opens the store; called on a thread at the first use. None: store nothing.
+        """
         self._open = opened
         self._store: ObjectStore | None = None
         self._opening = threading.Lock()
@@ -43,11 +46,11 @@ class Stored:
 
     @property
     def enabled(self) -> bool:
-        """False if nothing is ever stored: then every lookup finds nothing."""
+        """False if this gateway stores nothing; then nothing is ever found."""
         return self._open is not None
 
     def start(self) -> None:
-        """Begin the chores, which are done now and then in the background."""
+        """Start the background task that runs the chores every ``CHORES_EVERY_S``."""
         if self.enabled:
             self._chores = asyncio.create_task(self._do_chores(), name="stored-chores")
 
@@ -58,13 +61,13 @@ class Stored:
         absent: T,
         hold: Callable[[int], None] = lambda nbytes: None,
     ) -> T:
-        """Do ``work`` with a tenant's objects, step by step, each when it is the tenant's turn.
+        """Run ``work`` on a tenant's objects, step by step, and return its result.
 
-        When this is cancelled, the step that runs is the last one.
+        Tenants' steps take turns. If this is cancelled, the present step is the last one.
 
         Args:
-            absent: the answer where nothing is stored, or something that this code has not written.
-            hold: called with the bytes that the next step will hold; what it raises ends the work.
+            absent: returned if this gateway stores nothing, or the table has foreign data.
+            hold: called with the bytes that the next step will hold; may raise to end the work.
 
         Raises:
             StoreFailed: the table cannot be read or written now.
@@ -90,17 +93,17 @@ class Stored:
         work: Callable[[Objects], Steps[str]],
         is_deleted: Callable[[], bool],
     ) -> str:
-        """Store an answer by ``work``; return "", or a word for why it was not stored.
+        """Store an answer by ``work``; return "", or the reason in a word why it was not stored.
 
         Args:
-            what: names the answer in the log.
-            is_deleted: says whether its session was deleted since its turn began.
+            what: the answer's name in the log.
+            is_deleted: returns whether its session was deleted since its turn began.
         """
         why = said = DELETED
         try:
             if not is_deleted():
                 why = said = await self.ask(session.tenant, work, "unavailable")
-            if not why and is_deleted():  # just now: it may have removed all before this was there
+            if not why and is_deleted():  # meanwhile, perhaps before this object was stored
                 await self.ask(session.tenant, lambda objects: objects.forget(session.id), 0)
                 why = said = DELETED
         except StoreFailed as error:
@@ -110,7 +113,7 @@ class Stored:
         return why
 
     async def close(self) -> None:
-        """Finish what runs, and let go of files and connections."""
+        """Finish the running steps, and close files and connections."""
         if self._chores is not None:
             self._chores.cancel()
             await asyncio.wait([self._chores])
@@ -120,13 +123,13 @@ class Stored:
             self._store = None
 
     async def _in_turn(self, tenant: str, work: Callable[[], T]) -> T:
-        """Do ``work`` on a thread when it is its tenant's turn; not if it is cancelled before.
+        """Run ``work`` on a thread when it is the tenant's turn, unless cancelled before.
 
-        The threads take work in order; a tenant has few places in their line, so others wait for
-        few. A place is free when its work has ended, not when the one who asked has left.
+        The threads take work in order, and a tenant has at most ``THREADS_PER_TENANT`` places in
+        their queue. A place is free when its work has ended, even if the caller was cancelled.
         """
         if self._asked[tenant] >= MAX_WAITING + THREADS_PER_TENANT:
-            raise StoreFailed("too many questions of this tenant wait", "busy")
+            raise StoreFailed("too many operations of this tenant wait", "busy")
         place = self._places.setdefault(tenant, asyncio.Semaphore(THREADS_PER_TENANT))
         self._asked[tenant] += 1
         try:
@@ -154,9 +157,9 @@ class Stored:
     def _go_on(
         self, tenant: str, work: Callable[[Objects], Steps[T]], steps: list[Steps[T]]
     ) -> tuple[int, list[T] | None]:
-        """Do some steps of the work, which ``steps`` has once it was begun.
+        """Run some steps of the work; begin it if ``steps`` is empty, and put it there.
 
-        Returns the bytes that the next step will hold, and the result after the last one.
+        Returns the bytes that the next step will hold, and the result, in a list, after the last.
         """
         if not steps:
             with self._opening:
@@ -178,13 +181,13 @@ class Stored:
             try:
                 await self._chores_once()
             except StoreFailed as error:
-                log.warning("stored objects are not looked after now: %s", error)
-            except Exception:  # the edge of a task: a defect here must not end the others' work
-                log.exception("looking after stored objects failed")
+                log.warning("chores of stored objects cannot be done now: %s", error)
+            except Exception:  # the edge of a task: the chores are tried again later
+                log.exception("chores of stored objects failed")
             await asyncio.sleep(CHORES_EVERY_S)
 
     async def _chores_once(self) -> None:
-        """Do all chores; between two pieces as much time is left to others as one has taken."""
+        """Run all chores; after each piece, sleep for as long as it took."""
         steps: list[Steps[None]] = []
         go_on = partial(self._go_on, _NO_TENANT, lambda objects: objects.table.chores(), steps)
         while True:

@@ -1,8 +1,8 @@
-"""The table in which stored objects lie: one interface of a SQLite file and a Redis server.
+"""The protocol of the tables in which stored objects are kept: a SQLite file or a Redis server.
 
-A row has a name, a small head and numbered pages, all sealed, and is listed under terms, which are
-keyed hashes. A row that is not there, one that was evicted and another tenant's are the same: None.
-Every method is one short piece of work.
+A row has a name, a sealed head and numbered sealed pages, and is indexed under terms, which are
+keyed hashes. A row that does not exist, one that was evicted and another tenant's are all None.
+Every method is one short operation.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
-# Work in steps: between two of them others have their turn. It yields the number of bytes that
-# the next step will hold besides, and returns the result.
+# An operation in steps, between which others get their turn. It yields the number of additional
+# bytes that the next step will hold, and returns the result.
 Steps: TypeAlias = Generator[int, None, T]
-# Why nothing can be read or written now.
+# The reason why a table cannot be read or written now.
 Trouble: TypeAlias = Literal["unavailable", "busy", "full"]
-# About what one step reads or removes.
+# About how much one step reads or removes.
 SLICE_BYTES: Final = 512 << 10
 SLICE_ITEMS: Final = 512
 TERM_BYTES: Final = 16
 
 
 class StoreFailed(Exception):
-    """The place cannot be read or written now; says why."""
+    """A table cannot be read or written now; the message gives the reason."""
 
     def __init__(self, message: str, trouble: Trouble = "unavailable") -> None:
         super().__init__(message)
@@ -32,70 +32,76 @@ class StoreFailed(Exception):
 
 
 class Misshapen(StoreFailed):
-    """Something lies there that this code has not written."""
+    """A table has data that this code has not written."""
 
 
 class Top(NamedTuple):
     """A row without its pages."""
 
-    number: int  # one that was put later has a higher one
+    number: int  # higher for rows that were put later
     head: bytes
 
 
 class Write(NamedTuple):
-    """A change of a row, all or nothing."""
+    """A change of a row, written in one transaction."""
 
-    was: bytes | None  # the head that it is made for; None: the row is put anew
+    was: bytes | None  # the present head; None: the row is new, or replaces one of its name
     head: bytes
-    nbytes: int  # that the whole row counts from then on
-    pages: Mapping[int, bytes] = {}  # put besides those that are there
-    dropped: Collection[int] = ()  # pages
-    terms: Collection[bytes] = ()  # it is listed under these besides
-    left: Collection[bytes] = ()  # and no more under these
+    nbytes: int  # the new size of the whole row
+    pages: Mapping[int, bytes] = {}  # new pages
+    dropped: Collection[int] = ()  # numbers of pages to remove
+    terms: Collection[bytes] = ()  # terms to add to the index
+    left: Collection[bytes] = ()  # terms to remove from the index
 
 
 @dataclass(frozen=True)
 class StoredLimits:
-    """Bounds of each tenant's rows; those that were not used for longest go first."""
+    """The limits of each tenant's rows; those unused for longest are removed first."""
 
     tenant_bytes: int
     max_age_s: float  # since the last use
 
 
 class Table(Protocol):
-    """A place for rows. Used by several threads; every method may raise ``StoreFailed``."""
+    """A table of rows. Used by several threads; every method may raise ``StoreFailed``."""
 
     limits: StoredLimits
 
     @property
     def place(self) -> str:
-        """A word for the kind of place, which no other kind has."""
+        """The kind of table in a word, to which seals are bound."""
 
     def find_all(self, tenant: str, names: Sequence[str], *, uses: bool) -> list[Top | None]:
-        """Find rows; note that they were used, if this is a use."""
+        """Return rows without their pages, None for each that does not exist.
+
+        ``uses``: note the time of use.
+        """
 
     def pages(self, tenant: str, name: str, numbers: Sequence[int]) -> list[bytes | None]:
-        """Read pages of a row."""
+        """Return pages of a row, None for each that does not exist."""
 
     def listed(
         self, tenant: str, term: bytes, beyond: int | None, *, ascending: bool
     ) -> list[tuple[int, str]]:
-        """List some numbers and names under a term, after ``beyond``; rows may be gone by now."""
+        """Return numbers and names of some rows under a term, after the number ``beyond``.
+
+        Rows may have been removed since.
+        """
 
     def write(self, tenant: str, name: str, write: Write) -> bool:
-        """Put or change a row; False: its head is not the one that the change was made for."""
+        """Put or change a row; return False if its head is not ``write.was``."""
 
     def delete(self, tenant: str, names: Sequence[str]) -> int:
-        """Remove rows from all eyes, and damaged files that were put aside; returns how many."""
+        """Make rows impossible to find, and remove a damaged file; return the number of rows."""
 
     def tidy(self, tenant: str) -> bool:
-        """Free a piece of the room of rows that are deleted, too old, or beyond the budget.
+        """Free some room of rows that are deleted, too old or exceed the budget.
 
         Returns True if there may be more.
         """
 
     def chores(self) -> Steps[None]:
-        """Do what no tenant's request does."""
+        """Run the maintenance that no request does, such as removing old rows of all tenants."""
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""

@@ -1,6 +1,7 @@
-"""The figures shown of memory and of the gate: sums of sessions, and the engine's own reports.
+"""The figures of memory and of the quality gate in a snapshot.
 
-Figures of the whole machine would show a tenant how busy the others are.
+They are sums over sessions, and the engine's own reports. Only admins see figures of the whole
+machine, which would show a tenant how busy the others are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gateway.watch.tally import Tally
 from kvstore.codecs.names import EXACT
 from scheduler.session import AWAY, Session, State
 
-# Of the presets that a first measurement chooses between.
+# The sizes of the presets that a first measurement chooses between.
 EXPECTED: Final = "about 1/5 to 1/11 of bf16"
 
 
@@ -42,7 +43,7 @@ class Sums:
         self.of: defaultdict[str, TenantSums] = defaultdict(TenantSums)  # by tenant
         self.states: Counter[str] = Counter()
         self.asleep: Counter[TierName] = Counter()
-        self.copied: Counter[TierName] = Counter()  # awake, with a copy there
+        self.copied: Counter[TierName] = Counter()  # not cold, with a copy in the tier
         self.tier_bytes: Counter[TierName] = Counter()
         self.hot_bytes = self.idle_bytes = self.cold_bytes = self.bf16_bytes = 0
 
@@ -50,9 +51,9 @@ class Sums:
         """Count a session.
 
         Args:
-            hot_bytes: that it takes while it is hot.
-            bf16_bytes: that its cold KV would take in bf16.
-            is_away: it lay in the memory of an engine that is not there now.
+            hot_bytes: the size of its live KV, which counts only if it is hot.
+            bf16_bytes: the size that its cold KV would have in bf16.
+            is_away: its KV was in the memory of an engine that is not running now.
         """
         own = self.of[session.ref.tenant]
         own.num_sessions += 1
@@ -82,13 +83,14 @@ def memory_shown(
     *,
     admin: bool,
 ) -> MemoryStatus:
-    """Show memory.
+    """Return the memory part of a snapshot.
 
     Args:
-        report: the engine's latest; None if it has sent none.
-        water: the scheduler's high and low mark.
+        report: the engine's latest report; None if it has sent none.
+        water: the scheduler's high and low water marks.
+        admin: True for readers who see figures of the whole machine.
     """
-    whole = report if admin else None  # of the whole machine
+    whole = report if admin else None
     measures = codec is not None and bool(codec.progress)
     hot = HotMemory(
         bytes=whole.hot_bytes if whole else sums.hot_bytes,
@@ -130,7 +132,7 @@ def _tier(tier: TierStats, sums: Sums, codec: CodecReport | None, admin: bool) -
 def quality_shown(
     codec: CodecReport | None, can_measure: bool, history: list[CodecVerdict]
 ) -> QualityStatus | None:
-    """Show the codec and what was measured; None while no engine reports it."""
+    """Return the quality part of a snapshot; None until the engine has reported its codec."""
     if codec is None:
         return None
     fields = [x for x in QualityRow.__struct_fields__ if x != "in_use"]

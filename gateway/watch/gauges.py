@@ -1,4 +1,4 @@
-"""Figures of one moment, for Prometheus: the engine's, its tiers', the codec's, the sessions'."""
+"""The present figures of engine, tiers, codec and sessions, for Prometheus."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _OF_CODECS = (
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one model at one moment, gathered when they are asked for.
+    """The present figures of one model, gathered at each request for metrics.
 
-    ``model`` becomes a label; "" where it is the only one.
+    ``model`` becomes a label; "" if it is the only one.
     """
 
     ready: bool
@@ -39,12 +39,12 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineReport | None
     model: str = ""
     memory_available_bytes: int | None = None  # of the machine or container; None: not watched
-    sessions: Mapping[tuple[str, str], int] = {}  # how many, by state and fastest tier
-    replicas: Mapping[str, int] = {}  # how many, by their state; none where there is but one engine
+    sessions: Mapping[tuple[str, str], int] = {}  # numbers, by state and fastest tier
+    replicas: Mapping[str, int] = {}  # numbers, by state; {} if the model has one engine
 
 
 class GaugeCollector:
-    """Shows the ``Gauges`` of all models to prometheus_client as a collector."""
+    """A collector of prometheus_client for the ``Gauges`` of all models."""
 
     def __init__(self, *gauges: Gauges) -> None:
         self._gauges = gauges
@@ -90,7 +90,7 @@ def _of_engine(report: EngineReport) -> Iterator[Metric]:
         used = (report.hot_bytes - report.idle_hot_bytes) / report.hot_capacity_bytes
         words = "Live KV that requests use, as a share of its budget: 0 to 1."
         yield _gauge("kv_usage_ratio", words, min(1.0, max(0.0, used)))
-    if report.active_bytes:  # vLLM's is in processes that are not asked
+    if report.active_bytes:  # 0 for vLLM, whose workers are not asked
         yield _gauge("engine_active_bytes", "Tensor memory, weights too.", report.active_bytes)
     yield _gauge("engine_running", "Requests being served.", report.num_running)
     yield _gauge("engine_waiting", "Requests in the engine's own line.", report.num_waiting)
@@ -112,7 +112,8 @@ def _of_engine(report: EngineReport) -> Iterator[Metric]:
 def _of_codec(codec: CodecReport) -> Iterator[Metric]:
     used = codec.id or codec.name
     yield _by("codec_info", "1 for the codec of new chunks.", "codec", [(used, 1)])
-    yield _gauge("codec_unmeasured", "1 while nothing was measured to choose by.", codec.unmeasured)
+    words = "1 while no codec was measured on this model."
+    yield _gauge("codec_unmeasured", words, codec.unmeasured)
     yield _gauge("codec_measuring", "1 while the model is being measured.", bool(codec.progress))
     words = "1 while the host packs KV that lies on a GPU, which is slower."
     yield _gauge("codec_packed_by_host", words, bool(codec.why_host))
@@ -128,9 +129,9 @@ def _gauge(name: str, words: str, value: float) -> Metric:
 
 
 def _by(name: str, words: str, labels: str, rows: Iterable[tuple[Any, ...]]) -> Metric:
-    """Make a gauge of ``rows``, each its labels' values and, at last, its own; None is left out."""
+    """Return a gauge. Each row has the labels' values, then the gauge's; a None is left out."""
     gauge = GaugeMetricFamily(f"thermocline_{name}", words, labels=labels.split())
     for *names, value in rows:
-        if value is not None:  # an earlier release measured, or nothing was timed
+        if value is not None:  # None: measured by an earlier release, or not timed
             gauge.add_metric(names, float(value))
     return gauge

@@ -1,8 +1,8 @@
-"""Keeps account of everything that happens to the requests and sessions of one model.
+"""Records what happens to the requests and sessions of one model.
 
-Each turn has one account, a ``LiveRequest``; when it is over, Prometheus, the sums and the past of
-its session are fed from it. What readers are shown is made of all these in ``snapshots``. Without
-readers, all that this costs is a few sums and a bounded memory of each session's past.
+Each turn has one record, a ``LiveRequest``. When the turn is over, it is added to the metrics, to
+the sums (``tally``) and to its session's history. ``snapshots`` shows all these to readers. Without
+readers the cost is a few sums, and a bounded history of each session.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _HOT = ("active", "idle", "hibernating")
 
 
 def title_of(messages: Sequence[object]) -> str:
-    """Take the first words that a user has said; "" if there are none.
+    """Return the first words of the user, as a session's title; "" if there are none.
 
-    Agents put notes of their own before them, each as a text in tags.
+    Texts in tags are skipped, since agents put notes of their own there.
     """
     for message in messages:
         if not isinstance(message, dict) or message.get("role") != "user":
@@ -61,25 +61,25 @@ def _first_words(text: str) -> str:
 
 
 class SessionPast:
-    """One session's past, as this server has seen it."""
+    """One session's history, as far as this server has seen it."""
 
     __slots__ = ("num_turns", "place", "saved_s", "saved_tokens", "steps", "title", "turns")
 
     def __init__(self) -> None:
-        self.place: KVPlace = ""  # of its KV, since its last step
+        self.place: KVPlace = ""  # of its KV, after the last step
         self.title = ""
         self.turns: deque[TurnRecord] = deque(maxlen=MAX_TURNS)
         self.steps: deque[Transition] = deque(maxlen=MAX_STEPS)
         self.num_turns = 0
         self.saved_tokens = 0
-        self.saved_s: float | None = None  # until it is known of some
+        self.saved_s: float | None = None  # None until it is known of a turn
 
     @property
     def num_records(self) -> int:
         return 1 + len(self.turns) + len(self.steps)
 
     def step(self, step: Transition) -> tuple[KVPlace, KVPlace]:
-        """Take a step in; return where its KV was before, and where it is now."""
+        """Add a step; return where the session's KV was before, and where it is now."""
         before = self.place or _place_before(step)
         self.place = before
         if step.after in _HOT:
@@ -91,14 +91,17 @@ class SessionPast:
 
 
 def _place_before(first: Transition) -> KVPlace:
-    """Say by its first step where a session was: one that was adopted is quiet then."""
+    """Return where a session's KV was before its first known step; "" if it had none.
+
+    A session that was adopted from an engine or a tier is not active at its first step.
+    """
     if first.before in _HOT:
         return "" if first.before == "active" else "hot"
     return first.tier or ""
 
 
 class Histories:
-    """The pasts of all sessions, bounded; those that were quiet for longest go first."""
+    """The histories of all sessions, bounded; those quiet for longest are dropped first."""
 
     def __init__(self, wall: Callable[[], float], max_records: int = MAX_RECORDS) -> None:
         self._wall = wall
@@ -107,7 +110,7 @@ class Histories:
         self._pasts: OrderedDict[Key, SessionPast] = OrderedDict()
 
     def of(self, key: Key) -> SessionPast | None:
-        """Return a session's past; None if nothing of it is remembered."""
+        """Return a session's history; None if it is not remembered."""
         return self._pasts.get(key)
 
     def stepped(self, key: Key, step: Step) -> tuple[KVPlace, KVPlace]:
@@ -118,7 +121,7 @@ class Histories:
         return places
 
     def turned(self, key: Key, turn: TurnRecord, title: str = "") -> None:
-        """Note a turn that is over; ``title`` is the session's from then on."""
+        """Add a turn that is over; ``title`` becomes the session's."""
         past = self._open(key)
         past.title = title
         past.turns.append(turn)
@@ -129,7 +132,7 @@ class Histories:
         self._close(past)
 
     def forget(self, key: Key) -> None:
-        """Drop a session's past: nothing of it is to be left."""
+        """Drop a session's history."""
         past = self._pasts.pop(key, None)
         if past is not None:
             self._num_records -= past.num_records
@@ -147,7 +150,7 @@ class Histories:
 
 
 class Verdicts:
-    """Remembers what the gate decided, and when; the latest ``MAX_VERDICTS``."""
+    """The latest ``MAX_VERDICTS`` verdicts of the quality gate, with their times."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
@@ -155,7 +158,7 @@ class Verdicts:
         self._known: deque[CodecVerdict] = deque(maxlen=MAX_VERDICTS)
 
     def note(self, codec: CodecReport | None) -> list[CodecVerdict]:
-        """Note the engine's report, if it is another verdict; return all that are known."""
+        """Add the verdict of the engine's report if it is a new one; return all known ones."""
         if codec is None or not codec.id:
             return list(self._known)
         verdict = (codec.id, codec.why, codec.unmeasured)
@@ -174,7 +177,7 @@ class Verdicts:
 
 
 class Live(Observer):
-    """The account of one model. Belongs to the event loop."""
+    """The records of one model. Runs on the event loop."""
 
     def __init__(
         self,
@@ -185,7 +188,11 @@ class Live(Observer):
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """``clock``: the scheduler's."""
+        """
+        Args:
+            clock: the scheduler's clock, in seconds.
+            wall: returns Unix time.
+        """
         self.engine = engine
         self.sessions = sessions
         self.clock = clock
@@ -200,7 +207,7 @@ class Live(Observer):
         self._metrics = metrics
         self._serving: dict[Key, list[LiveRequest]] = {}  # the latest last
         self._num_moves = 0
-        self._last_welcome: Welcome | None = None  # of the engine that was there last
+        self._last_welcome: Welcome | None = None  # of the engine that was ready last
         sessions.observe(self)
 
     # ---- requests
@@ -209,7 +216,7 @@ class Live(Observer):
     def request(
         self, ref: SessionRef, id: str, operation: str, client: str
     ) -> Iterator[LiveRequest]:
-        """Follow a request while it is served; at its end its session's history has one more."""
+        """Record a request inside the context; at its end it is added to its session's history."""
         model = self.engine.welcome.model if self.engine.welcome else ""
         key, at = (ref.tenant, ref.id), self.wall()
         request = LiveRequest(ref, id, operation, client, at, self.clock, model)
@@ -226,14 +233,14 @@ class Live(Observer):
             self._take(request, key)
 
     def count(self, request: LiveRequest) -> None:
-        """Add the tokens of a request that came since the last time to the sums."""
+        """Add those tokens of a request to the sums that came since the last call."""
         for stretch in request.uncounted():
             for tally in self.tallies.counting(request.ref.tenant):
                 tally.count(stretch)
 
     def _take(self, request: LiveRequest, key: Key) -> None:
         saved_s: float | None = None
-        if request.in_engine:  # else it was refused, or its client left
+        if request.in_engine:  # False: it was refused, or its client left
             self.speed.learn(request, self.engine.codec)
             saved_s = self.speed.saved_s(request)
             turn = request.turn(saved_s)
@@ -244,11 +251,11 @@ class Live(Observer):
         self._metrics.turn_ended(request, saved_s)
 
     def served(self, key: Key) -> Sequence[LiveRequest]:
-        """Return the requests of a session that are not over, the latest last."""
+        """Return the running requests of a session, the latest last."""
         return self._serving.get(key, ())
 
     def requests(self, tenant: str | None = None) -> list[LiveRequest]:
-        """List a tenant's requests, the oldest first; all of them for None."""
+        """Return the running requests of a tenant, or of all (None), the oldest first."""
         each = (x for served in self._serving.values() for x in served)
         found = [x for x in each if tenant is None or x.ref.tenant == tenant]
         return sorted(found, key=lambda x: x.at)
@@ -302,12 +309,12 @@ class Live(Observer):
     # ---- sessions
 
     def row(self, key: Key) -> Session | None:
-        """Find a session that may be shown; None if it is gone or leaving."""
+        """Return a session; None if it is gone or leaving."""
         session = self.sessions.table.row(*key)
         return None if session is None or session.state is State.LEAVING else session
 
     def rows(self, tenant: str | None) -> list[Session]:
-        """List a tenant's sessions that may be shown; everybody's for None."""
+        """Return the sessions of a tenant, or of all (None), without those that are leaving."""
         table = self.sessions.table
         rows = table if tenant is None else table.of(tenant)
         return [x for x in rows if x.state is not State.LEAVING]
@@ -318,19 +325,22 @@ class Live(Observer):
         return past.title if past else ""
 
     def tokens(self, session: Session) -> int:
-        """Count a session's tokens, with those of answers that are on their way."""
+        """Return a session's number of tokens, including answers in progress."""
         served = (x.tokens_so_far for x in self.served((session.ref.tenant, session.ref.id)))
         return max(session.tokens, *served, 0)
 
     def hot_bytes(self, session: Session) -> int | None:
-        """Return the bytes of its live KV; until the engine has said, what its tokens take."""
+        """Return the bytes of a session's live KV, estimated from its tokens during a turn.
+
+        None if neither the engine has reported them nor the estimate is possible.
+        """
         if session.hot_bytes and not session.num_turns:
             return session.hot_bytes
         kv = welcome.live_kv if (welcome := self._latest_welcome()) else None
         return max(session.hot_bytes, kv.of(self.tokens(session)) if kv else 0) or None
 
     def bf16_bytes(self, num_tokens: int) -> int | None:
-        """Return the bytes that the KV of so many tokens takes in bf16; None if not known."""
+        """Return the bytes of the KV of ``num_tokens`` tokens in bf16; None if not known."""
         kv = welcome.bf16_kv if (welcome := self._latest_welcome()) else None
         return kv.of(num_tokens) if kv else None
 

@@ -21,7 +21,7 @@ from scheduler.session import Observer, Step
 
 log = logging.getLogger("thermocline.sessions")
 
-# The buckets that OpenTelemetry asks for.
+# The buckets that OpenTelemetry specifies.
 _DURATION_S = tuple(0.01 * 2**i for i in range(14))
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -30,7 +30,7 @@ _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 
 _TOKENS = tuple(4**i for i in range(14))
 PROVIDER = "thermocline"
 _GEN_AI = "gen_ai_operation_name gen_ai_provider_name gen_ai_request_model"
-# A label is never what a client chose.
+# The known kinds; any other is counted as "other", since no label may be chosen by a client.
 _LEFT_OUT_KINDS = frozenset(
     {"attribution", "beta", "tool", "container"}
     | {"web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"}
@@ -39,18 +39,18 @@ _LEFT_OUT_KINDS = frozenset(
     | {"compaction", "mcp_list_tools", "additional_tools", "result_image", "result_file"}
     | {"answer_image", "answer_file"}
 )
-_OF_BLOCKS = "block_"  # Anthropic's, which are few
-_EVERY_TURN = ("turn", "quiet")  # the request's own log line says as much
+_OF_BLOCKS = "block_"  # the prefix of Anthropic's kinds, which are few
+_EVERY_TURN = ("turn", "quiet")  # logged at debug level: the request has its own line
 
 
 class Defined(NamedTuple):
-    """A metric: how it is kept, and how ``docs/metrics.md`` describes it."""
+    """The definition of a metric, and its description in ``docs/metrics.md``."""
 
     name: str
     kind: str
     labels: tuple[str, ...]
     words: str
-    buckets: tuple[float, ...] = ()  # of a histogram
+    buckets: tuple[float, ...] = ()  # for a histogram
 
 
 def _histogram(name: str, labels: str, words: str, buckets: tuple[float, ...]) -> Defined:
@@ -81,35 +81,36 @@ DEFINED: Final = (
         _FIRST,
         f"{_GEN_AI} cache",
         "From the request's arrival to the first token of a stream. `cache`: where its prompt's KV"
-        " came from, `first` of a session's first turn.",
+        " came from; `first` for a session's first turn.",
         _FIRST_TOKEN_S,
     ),
     _histogram(
         _EACH,
         _GEN_AI,
-        "Of a stream, from its first token to its end, for each token after the first.",
+        "Time for each token of a stream after its first token.",
         _TOKEN_S,
     ),
     _histogram(
         _USAGE,
         f"{_GEN_AI} gen_ai_token_type gen_ai_token_cache",
-        "Tokens of a turn; of its prompt those read from KV, newly stored, and neither.",
+        "Tokens of a turn. `gen_ai_token_cache`: of the prompt, those reused, newly stored, and"
+        " neither.",
         _TOKENS,
     ),
     _histogram(_WAIT, "", "Time in the gateway's waiting line.", _DURATION_S),
     _counter(
         "saved_prefill_seconds",
         "source",
-        "Seconds of prefill that reused KV spared, at the engine's measured speed (estimated).",
+        "Seconds of prefill that reused KV has saved, estimated by the measured prefill speed.",
     ),
-    _counter("http_requests", "route status", "Answers."),
-    _counter("session_transitions", "before event after", "Changes of state."),
+    _counter("http_requests", "route status", "Answered requests."),
+    _counter("session_transitions", "before event after", "Changes of sessions' states."),
     _counter(
         "session_departures",
         "place why",
         "Sessions whose KV left a place (hot, or a tier), and why.",
     ),
-    _counter("decisions", "decision", "What the scheduler decided."),
+    _counter("decisions", "decision", "Decisions of the scheduler."),
     _counter(
         "memory_levels",
         "level",
@@ -118,29 +119,29 @@ DEFINED: Final = (
     _counter(
         "cache_outcomes",
         "source reason",
-        "Turns by where the reused KV came from, and why not more of it.",
+        "Turns by the source of the reused KV, and by the reason why not more was reused.",
     ),
     _counter("tokens", "kind", "Tokens of prompts and answers."),
-    _counter("model_loads", "model outcome", "Models on demand that were loaded, or were not."),
+    _counter("model_loads", "model outcome", "Loads of models on demand, and failures to load."),
     _counter("model_load_seconds", "model", "Time that loading models took."),
     _counter(
         "left_out",
         "kind",
-        "Parts of requests that engines have no use for, left out before the prompt.",
+        "Parts of requests that the engine cannot use, left out of the prompt.",
     ),
     _counter(
         "prompt_divergences",
         "changed",
-        "Turns whose prompt did not go on where the session's last one ended.",
+        "Turns whose prompt did not continue the session's previous one.",
     ),
     _gauge("connections", "", "Open connections."),
     _gauge(
         "limits_shared",
         "",
-        "1 while keys' limits hold over all gateways of one Redis; 0: at this one alone.",
+        "1 while limits of keys hold over all gateways of one Redis; 0: for this one alone.",
     ),
     _gauge(
-        "tenants_full", "tier", "Tenants that hold nine tenths or more of the bytes that they may."
+        "tenants_full", "tier", "Tenants that hold at least nine tenths of their limit of bytes."
     ),
     _counter("connections_ended", "reason", "Connections refused or cut."),
 )
@@ -166,11 +167,11 @@ class Metrics(Observer):
         self._add("connections_ended", reason)
 
     def limits_shared(self, is_shared: bool) -> None:
-        """Note whether keys' limits are shared with other gateways."""
+        """Note whether limits of keys are counted together with other gateways."""
         self._of["thermocline_limits_shared"]().set(is_shared)
 
     def tenants_full(self, tier: str, number: int) -> None:
-        """Note how many tenants hold nearly all that they may of a tier."""
+        """Note how many tenants hold nearly as much of a tier as their limit allows."""
         self._of["thermocline_tenants_full"](tier).set(number)
 
     # ---- reports of the scheduler
@@ -210,7 +211,7 @@ class Metrics(Observer):
         """Count a turn that is over.
 
         Args:
-            saved_s: of prefill, that it was spared; None: not known.
+            saved_s: the seconds of prefill that it saved; None if not known.
         """
         whose = turn.operation, PROVIDER, turn.model
         self._of[_DURATION](*whose, turn.error).observe(turn.age_s)
@@ -219,7 +220,7 @@ class Metrics(Observer):
         if turn.token_s is not None:
             self._of[_EACH](*whose).observe(turn.token_s)
         cache = turn.cache
-        if turn.named_cache:  # ``CacheOutcome`` has let only plain words through
+        if turn.named_cache:  # ``CacheOutcome.parse`` accepts only plain words
             source, reason = (cache.source, cache.reason or "") if cache else ("unknown", "")
             self._add("cache_outcomes", source, reason)
         if saved_s and cache is not None:
@@ -230,7 +231,7 @@ class Metrics(Observer):
             self.used(turn.operation, turn.model, turn.used)
 
     def used(self, operation: str, model: str, usage: Usage) -> None:
-        """Count the tokens of one answer; ``model`` is the served one's name."""
+        """Count the tokens of one answer; ``model``: the served model's name."""
         whose = operation, PROVIDER, model
         cached = min(usage.cached, usage.prompt_tokens)
         stored = min(usage.cache_written, usage.prompt_tokens - cached)
@@ -254,21 +255,21 @@ class Metrics(Observer):
             self._add("left_out", kind if known else "other")
 
     def loaded(self, model: str, seconds: float, is_loaded: bool) -> None:
-        """Count a model that was loaded, or was not; ``model`` is its name in the settings."""
+        """Count a load of a model, or its failure; ``model``: its name in the settings."""
         self._add("model_loads", model, "loaded" if is_loaded else "failed")
         self._add("model_load_seconds", model, by=seconds)
 
     def render(self, *gauges: Gauges) -> bytes:
-        """Write all metrics in Prometheus' text format; ``gauges`` are those of each model."""
+        """Return all metrics in the text format of Prometheus; ``gauges``: those of each model."""
         now = CollectorRegistry()
         now.register(GaugeCollector(*gauges))
         return generate_latest(self._registry) + generate_latest(now)
 
 
 def _kept(defined: Defined, registry: CollectorRegistry) -> Callable[..., Any]:
-    """Make a metric, as a function of its label values.
+    """Create a metric; return a function from its label values to the counter of them.
 
-    The lookup is cached: the library's own takes a lock every time.
+    The function caches its results, since the library's lookup takes a lock every time.
     """
     name, kind, labels, words, buckets = defined
     if kind == "histogram":

@@ -1,7 +1,7 @@
 """Sends a span for each turn to an OpenTelemetry collector; needs the extra ``otlp``.
 
-Only ``launch`` imports this, and only where ``gateway.otlp_endpoint`` is set. Spans have the
-attributes that OpenTelemetry names for generative AI, and never the text of a chat.
+Only ``launch`` imports this, and only if ``gateway.otlp_endpoint`` is set. Spans have
+OpenTelemetry's attributes for generative AI, and never the text of a chat.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gateway.watch.requests import LiveRequest
 from gateway.watch.telemetry import Tracing, TurnTrace
 
 CLOSE_MS = 3000
-SEND_S = 3.0  # with all tries; a server that ends waits for it
+SEND_S = 3.0  # for all tries together; the server waits for it at its end
 _context = TraceContextTextMapPropagator()
 
 
 class OtlpTracing(Tracing):
-    """Makes spans of turns; a thread of the library's sends them, and drops them where it lags."""
+    """Makes spans of turns, which a thread of the library sends, or drops if it is too slow."""
 
     def __init__(self, endpoint: str, version: str, exporter: SpanExporter | None = None) -> None:
         """
         Args:
             endpoint: the collector's URL for traces, such as http://localhost:4318/v1/traces.
-            exporter: instead of one to that endpoint.
+            exporter: replaces the exporter to ``endpoint``, for tests.
         """
         resource = Resource.create({"service.name": "thermocline", "service.version": version})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -63,7 +63,7 @@ class _TurnSpan(TurnTrace):
 
 
 def attributes(turn: LiveRequest) -> dict[str, str | int | float]:
-    """Describe a turn by OpenTelemetry's names, as far as it is known."""
+    """Return the known facts about a turn, by OpenTelemetry's attribute names."""
     known: dict[str, str | int | float | None] = {
         "gen_ai.operation.name": turn.operation,
         "gen_ai.provider.name": "thermocline",

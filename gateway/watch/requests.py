@@ -1,6 +1,7 @@
-"""The one account of a request, from its arrival to the end of its answer; numbers and times only.
+"""The record of one request, from its arrival to the end of its answer: numbers and times only.
 
-Prometheus, the page, the session's past and traces are all fed from it (``gateway.watch.live``).
+Metrics, the dashboard, the session's history and traces all get their figures from it, through
+``gateway.watch.live``.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from gateway.watch.shape import Phase, TurnRecord
 
 log = logging.getLogger("thermocline.gateway")
 
-FIRST: Final = "first"  # in place of a source
-TokenKind: TypeAlias = Literal["computed", "answered"]  # of the prompt, and of the answer
+FIRST: Final = "first"  # the source of a session's first turn
+TokenKind: TypeAlias = Literal["computed", "answered"]  # computed of the prompt; of the answer
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """The part of ``Usage`` that says how much of the prompt was not computed."""
+    """The details of a prompt in ``Usage``."""
 
     cached_tokens: int | None = None
     cache_write_tokens: int | None = None  # newly stored; few engines report it
@@ -31,13 +32,13 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class AnswerDetails(msgspec.Struct, frozen=True):
-    """The part of ``Usage`` that says how much of the answer was reasoning."""
+    """The details of an answer in ``Usage``."""
 
     reasoning_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The counted part of OpenAI's ``usage``."""
+    """OpenAI's ``usage``, with the fields that are used here."""
 
     prompt_tokens: int = 0
     answered: int | None = msgspec.field(default=0, name="completion_tokens")
@@ -46,22 +47,22 @@ class Usage(msgspec.Struct, frozen=True):
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of the answer."""
+        """The number of the answer's tokens."""
         return self.answered or 0
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that were not computed."""
+        """The number of the prompt's tokens that were reused."""
         return (self.prompt_tokens_details or _NO_DETAILS).cached_tokens or 0
 
     @property
     def cache_written(self) -> int:
-        """Tokens of the prompt that were newly stored."""
+        """The number of the prompt's tokens that were newly stored."""
         return (self.prompt_tokens_details or _NO_DETAILS).cache_write_tokens or 0
 
     @property
     def reasoning(self) -> int:
-        """Tokens of the answer that were reasoning."""
+        """The number of the answer's tokens that were reasoning."""
         details = self.completion_tokens_details
         return (details.reasoning_tokens if details else None) or 0
 
@@ -70,7 +71,7 @@ _NO_DETAILS = PromptDetails()
 
 
 class Stretch(NamedTuple):
-    """Tokens that came between two moments, in seconds of the request's clock."""
+    """Tokens that were computed between two times, in seconds of the request's clock."""
 
     kind: TokenKind
     begin: float
@@ -79,19 +80,19 @@ class Stretch(NamedTuple):
 
 
 class StreamProgress(Protocol):
-    """A streamed answer, as far as it has come."""
+    """The progress of a streamed answer."""
 
     @property
     def num_events(self) -> int:
-        """Its events that hold some of the answer, each about a token."""
+        """The number of events with a part of the answer, each about a token."""
 
     @property
     def prefill(self) -> tuple[int, int] | None:
-        """The tokens of the prompt that are there, and all; None if the engine did not say."""
+        """The prompt's tokens so far, and in all; None if the engine did not report them."""
 
 
 class LiveRequest:
-    """One request while it is served. Belongs to the event loop."""
+    """One request while it is served. Runs on the event loop."""
 
     def __init__(
         self,
@@ -105,10 +106,11 @@ class LiveRequest:
     ) -> None:
         """
         Args:
-            operation: OpenTelemetry's name.
-            client: a word for the program that asks.
+            operation: OpenTelemetry's name of the kind of request.
+            client: the client program's name; see ``names.client_name``.
             at: the Unix time of its arrival.
-            model: the served one's name.
+            clock: returns seconds; used for all durations.
+            model: the served model's name.
         """
         self.ref = ref
         self.is_first = False  # True: its session was unknown here when it came
@@ -118,39 +120,39 @@ class LiveRequest:
         self.at = at
         self.model = model
         self.title = ""  # for its session; shown to readers of that session only
-        self.compared: Compared | None = None  # with the request before it in its session
+        self.compared: Compared | None = None  # with the previous request of its session
         self.phase: Phase = "waiting"
-        self.named_cache = False  # the engine's answer says what was reused
-        self.cache: CacheOutcome | None = None  # None: that had no known form
-        # What it used: of its prompt from the head of the engine's answer on, of all when the
-        # engine has counted.
+        self.named_cache = False  # True: the engine's answer has ``CACHE_HEADER``
+        self.cache: CacheOutcome | None = None  # None: no such header, or it was malformed
+        # The prompt's tokens, from the head of the engine's answer on; all tokens, once
+        # ``is_counted``: the engine has sent its counts.
         self.usage: Usage | None = None
         self.is_counted = False
-        self.used: Usage | None = None  # as it is charged; None: the engine did not serve it
+        self.used: Usage | None = None  # what is charged; None: the engine did not serve it
         self.stream: StreamProgress | None = None
         self.first_token_s: float | None = None
-        self.token_s: float | None = None  # for each after the first; None where it was not seen
+        self.token_s: float | None = None  # for each token after the first; None: not known
         self.waited_s = 0.0
-        self.diverged = ""  # the part of the prompt that left the one before; "" if none did
+        self.diverged = ""  # the first part of the prompt that changed; "" if none did
         self.error = ""
         self.progress: RequestProgress | None = None  # the engine's latest report
         self._clock = clock
         self._began = clock()
         self._opened = self._began
-        self._prefilled_s: float | None = None  # from there to the last word of the prefill
-        # The tokens that ``uncounted`` has given, and the moment until which.
+        self._prefilled_s: float | None = None  # from ``_opened`` to the last progress of prefill
+        # The tokens that ``uncounted`` has returned, and the time up to which.
         self._given: dict[TokenKind, tuple[int, float]] = {}
 
-    # ---- what happens to it
+    # ---- events of the request
 
     def admitted(self) -> None:
-        """Its slot was free: the engine has it from now on."""
+        """Note that the request has its slot, and is sent to the engine."""
         self.phase = "prefill"
         self._opened = self._clock()
         self.waited_s = self._opened - self._began
 
     def engine_answered(self, headers: Mapping[str, str]) -> None:
-        """Read in the head of the engine's answer how much of the prompt is reused."""
+        """Read from the head of the engine's answer how much of the prompt is reused."""
         self.named_cache = CACHE_HEADER in headers
         self.cache = CacheOutcome.parse(headers.get(CACHE_HEADER, ""))
         prompt_tokens = headers.get(PROMPT_HEADER, "")
@@ -161,7 +163,7 @@ class LiveRequest:
             self.compared.cached_tokens = self.reused_tokens
 
     def look(self) -> None:
-        """See how far the stream is; called whenever more of it has come."""
+        """Note the progress of the stream; called after each chunk."""
         if self.first_token_s is not None or self.stream is None:
             return
         if self.stream.num_events:
@@ -173,7 +175,7 @@ class LiveRequest:
             self._prefilled_s = self._clock() - self._opened
 
     def answered(self, usage: Usage | None) -> None:
-        """Take the engine's counts, if it sent any, at the end of its answer."""
+        """Note the engine's token counts, if it sent any, at the end of its answer."""
         if usage is not None:
             details = usage.prompt_tokens_details or PromptDetails(self.reused_tokens)
             self.usage = msgspec.structs.replace(usage, prompt_tokens_details=details)
@@ -185,7 +187,7 @@ class LiveRequest:
             self.token_s = (self.age_s - self.first_token_s) / rest
 
     def _note_prompt(self, compared: Compared, usage: Usage | None) -> None:
-        """Keep the counts beside the prompt; log that it left the one before it."""
+        """Note the token counts for the next comparison; log how the prompt changed, if it did."""
         if usage is not None:
             compared.prompt_tokens = usage.prompt_tokens
             compared.answer_tokens = usage.completion_tokens
@@ -204,10 +206,10 @@ class LiveRequest:
         )
 
     def charge(self) -> Usage:
-        """Settle what a turn that the engine served has used, and return it.
+        """Return the tokens to charge for a turn that the engine served, and note them.
 
-        Of an answer that ended before the engine reported its counts they are estimated; of a
-        prefill that was broken off only what was computed counts.
+        If the answer ended before the engine sent its counts, they are estimated; of an aborted
+        prefill only the finished part counts.
         """
         if self.usage is not None and self.is_counted:
             self.used = self.usage
@@ -220,7 +222,7 @@ class LiveRequest:
         return self.used
 
     def uncounted(self) -> list[Stretch]:
-        """Give the tokens that came since this was called last, and between which moments."""
+        """Return the tokens since the last call, with the times between which they came."""
         if not self.in_engine:
             return []
         now = until = self._clock()
@@ -245,19 +247,19 @@ class LiveRequest:
         self._given[kind] = num_tokens, end
         return [Stretch(kind, begin, end, num_tokens - before)]
 
-    # ---- how far it is
+    # ---- progress
 
     @property
     def age_s(self) -> float:
-        """Seconds since it came."""
+        """Seconds since its arrival."""
         return self._clock() - self._began
 
     @property
     def source(self) -> str | None:
-        """The place that its prompt's KV came from; ``FIRST`` of a first turn, None if unknown yet.
+        """The place that its prompt's KV came from; None until it is known.
 
-        A first turn is no return, though it may share a beginning with other sessions. One that is
-        unknown here and lies on Redis may be another server's.
+        ``FIRST`` for a session's first turn, even if its prompt shares a beginning with other
+        sessions. A session that is unknown here but was found on Redis may be another server's.
         """
         if self.cache is None:
             return None
@@ -270,23 +272,23 @@ class LiveRequest:
 
     @property
     def in_engine(self) -> bool:
-        """True once the engine has it."""
+        """True once it was sent to the engine."""
         return self.phase != "waiting"
 
     @property
     def phase_now(self) -> Phase:
-        """The phase; the engine knows better where an answer is not streamed."""
+        """The phase, also for an answer that is not streamed: then by the engine's reports."""
         answers = self.progress is not None and self.progress.answered_tokens > 0
         return "decode" if answers and self.phase == "prefill" else self.phase
 
     @property
     def tokens_so_far(self) -> int:
-        """The length of its session, answer included; 0 until the engine reports it."""
+        """The number of tokens of prompt and answer so far; 0 until the engine reports it."""
         return (self.prompt_tokens or 0) + self.answered_tokens if self.in_engine else 0
 
     @property
     def prefill_seen(self) -> tuple[int, float]:
-        """The tokens that were computed of the prompt, and the seconds that this took."""
+        """The number of the prompt's tokens that were computed so far, and the seconds it took."""
         if self.prefill_s is not None:
             return self.computed_tokens or 0, self.prefill_s
         if self.progress is None or self._prefilled_s is None:
@@ -295,25 +297,25 @@ class LiveRequest:
 
     @property
     def prefill_s(self) -> float | None:
-        """Seconds from the engine's taking it to the first token; None if that was not seen."""
+        """Seconds from the start in the engine to the first token; None if not streamed so far."""
         return None if self.first_token_s is None else self.first_token_s - self.waited_s
 
     @property
     def reused_tokens(self) -> int:
-        """The part of the prompt that was not computed."""
+        """The number of the prompt's tokens that were reused."""
         if self.usage is not None:
             return self.usage.cached
         return self.cache.cached_tokens if self.cache else 0
 
     @property
     def computed_tokens(self) -> int | None:
-        """The part of the prompt that was not reused; None while its length is not known."""
+        """The number of the prompt's tokens that were not reused; None until it is known."""
         prompt_tokens = self.prompt_tokens
         return None if prompt_tokens is None else max(0, prompt_tokens - self.reused_tokens)
 
     @property
     def answered_tokens(self) -> int:
-        """The tokens of the answer so far, by its events or as the engine last reported."""
+        """The number of the answer's tokens so far, by its events or the engine's last report."""
         if self.usage is not None and self.is_counted:
             return self.usage.completion_tokens
         return max(
@@ -329,13 +331,16 @@ class LiveRequest:
 
     @property
     def prefilled_tokens(self) -> int | None:
-        """The finished part of the prompt, reused or computed; None until it is reported."""
+        """The number of the prompt's tokens that were reused or computed; None until reported."""
         if self.phase == "decode":
             return self.prompt_tokens
         return self.progress.prefilled_tokens if self.progress else None
 
     def turn(self, saved_s: float | None) -> TurnRecord:
-        """Sum it up when it is over."""
+        """Return the summary of the request, for its session's history.
+
+        ``saved_s``: the seconds of prefill that it saved; None if not known.
+        """
         cache, reused_tokens = self.cache, self.reused_tokens
         change = self.compared.change if self.compared else None
         restored = cache is not None and cache.source.startswith("cold")

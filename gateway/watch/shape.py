@@ -1,8 +1,8 @@
-"""The shape of the data shown: that of ``GET /v1/snapshot`` and of one session's detail.
+"""The data of ``GET /v1/snapshot`` and of ``GET /v1/sessions/{id}``.
 
-``docs/snapshot.md`` says the same in words, with examples. Times are Unix times in seconds, sizes
-are bytes, durations seconds; what is not known is null. No field ever holds the text of a chat, but
-a session's title where ``gateway.session_titles`` asks for it.
+``docs/snapshot.md`` describes the fields with examples. Times are Unix times in seconds, sizes are
+bytes, durations seconds; what is not known is null. No field holds the text of a chat, except a
+session's title if ``gateway.session_titles`` is set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KVPlace: TypeAlias = Literal["", "hot", TierName]  # of a session's KV; "" = non
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The server, and who is looking."""
+    """The server, and the reader's rights."""
 
     model: str | None  # the name that clients use; null while the engine starts
     engine: str | None  # mlx, vllm or fake
@@ -29,7 +29,7 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: str  # of this server
     started_at: float
     ready: bool
-    loading: str  # of a model on demand: unloaded, loading, loaded, unloading; "" of others
+    loading: str  # a model on demand: unloaded, loading, loaded or unloading; "" for others
     trouble: str  # why it is not ready; "" while it is
     draining: bool
     max_context: int | None
@@ -46,18 +46,18 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str | UnsetType = UNSET  # for admins only
     session: str
-    client: str  # a word for the program that asks; "other" for one that is not known
+    client: str  # the client program's name; "other" if it is not known
     operation: str  # chat, text_completion, ...
     started_at: float
     phase: Phase
     prompt_tokens: int | None  # None until the engine reports it
-    prefilled_tokens: int | None  # reused ones included
+    prefilled_tokens: int | None  # including reused ones
     answered_tokens: int | None
     source: str | None  # where the reused part of the prompt came from
     reason: str | None  # why not more of it was reused
 
 
-# Of a turn: its session began; it went on in hot memory, or from a tier; nothing was found.
+# A turn that began its session, found its KV in hot memory, in a tier, or nowhere.
 TurnKind: TypeAlias = Literal["first", "hot", "restored", "missed"]
 
 
@@ -71,33 +71,34 @@ class FirstTokenTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Activity(msgspec.Struct, frozen=True, kw_only=True):
-    """This moment, as far as the caller may see it."""
+    """The present activity, as far as the caller may see it."""
 
     running: int
     waiting: int
     requests: list[RequestStatus]  # the oldest first, at most ``MAX_REQUESTS``
-    # Over the last ten seconds, or since there is work again: prompts' computed ones, and answers'.
+    # Computed tokens of prompts, and tokens of answers, over the last ten seconds, or since work
+    # began after a pause.
     prompt_tokens_per_s: float
     answer_tokens_per_s: float
     memory_available_bytes: int | None  # of the whole machine; for admins only
     prefill_tokens_per_s: float | None  # measured; savings are estimated by it
-    saved_tokens_today: int  # restored or hot, since midnight UTC or the start
+    saved_tokens_today: int  # restored or found hot, since midnight UTC or the start
     saved_s_today: float | None  # null: the speed of prefill is not known yet
     turns_today: int
-    first_token: dict[TurnKind, FirstTokenTimes]  # kinds that were seen, since the server's start
+    first_token: dict[TurnKind, FirstTokenTimes]  # since the server's start, kinds with any turn
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts what one tenant has and uses."""
+    """The sums of one tenant."""
 
     name: str
     sessions: int
     hot_bytes: int
     cold_bytes: int
     running: int  # requests inside the engine
-    waiting: int  # and in the gateway's line
-    tokens_last_hour: int  # that were computed, of prompts and answers
-    share: float | None  # of those of all tenants; null while there are none
+    waiting: int  # requests in the gateway's line
+    tokens_last_hour: int  # computed tokens of prompts, and tokens of answers
+    share: float | None  # of these tokens of all tenants; null if there are none
     wait_p95_s: float | None  # in the gateway's line, over its latest turns
     saved_tokens_today: int
 
@@ -107,14 +108,14 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     tenant: str | UnsetType = UNSET  # for admins only
-    title: str | UnsetType = UNSET  # the user's first words, where the settings ask for them
+    title: str | UnsetType = UNSET  # the user's first words, if ``gateway.session_titles``
     client: str | None  # of its latest turn
     parent: str | None
     kind: Literal["main", "child", "task"]
     state: str  # active, idle, saving, hibernating, cold, waking or away
     tier: TierName | None  # the fastest that holds a cold copy
-    tokens: int  # while it is served: those of the prompt and of the answer so far
-    bytes: int | None  # hot bytes while hot (about, while it is served), packed bytes while cold
+    tokens: int  # while it is served: of the prompt and the answer so far
+    bytes: int | None  # live KV while hot (estimated during a turn), packed bytes while cold
     cold_bytes: int
     bf16_bytes: int | None  # that the KV of its tokens would take in bf16
     ratio: float | None  # its bytes in bf16 over its packed bytes; null: it is not packed
@@ -122,9 +123,9 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool
     last_source: str | None  # first, hot, cold-ram, cold-disk, cold-redis or miss
     last_reason: str | None  # why not more of its prompt was reused
-    saved_tokens: int  # of its prompts, not computed again
-    saved_s: float | None  # estimated, that these would have taken; null: not known
-    turns: int  # that this server has seen, with the one that it serves
+    saved_tokens: int  # reused tokens of all its prompts
+    saved_s: float | None  # estimated time of prefill that these have saved; null: not known
+    turns: int  # that this server has seen, including a running one
     retain_until: float | None  # its client asked to keep it until then
 
 
@@ -132,12 +133,12 @@ class HotMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Live KV against its budget."""
 
     bytes: int
-    idle_bytes: int  # of these, what idle sessions would give back by sleeping
+    idle_bytes: int  # of these, the bytes that would become free if idle sessions slept
     capacity_bytes: int | None
     high_water: float  # shares of the capacity between which idle sessions are put to sleep
     low_water: float
     save_queue_bytes: int | None
-    measuring_bytes: int  # of these, about, while the model is measured
+    measuring_bytes: int  # of these, an estimate of what a running measurement holds
 
 
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,8 +147,8 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: TierName
     bytes: int
     profile_bytes: int  # of these, the learned tables of codecs
-    sessions: int  # asleep (cold), their fastest copy here
-    hot_sessions: int  # awake, with a copy ready here
+    sessions: int  # cold sessions whose fastest copy is here
+    hot_sessions: int  # other sessions whose fastest copy is here
     capacity_bytes: int | None
     blobs: int | None
     evictions: int | None  # since the engine's start
@@ -157,15 +158,15 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The places of the sessions' KV, against their budgets."""
+    """The bytes of the sessions' KV in each place, against the budgets."""
 
     hot: HotMemory
     tiers: list[TierStatus]  # fastest first
     cold_bytes: int  # packed bytes of all sessions, each counted once
     bf16_bytes: int | None  # that the same KV would take in bf16
     sessions: dict[str, int]  # how many are in each state
-    outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = nothing missed)
-    departures: dict[str, dict[str, int]]  # sessions that left a place, hot or a tier, by why
+    outcomes: dict[str, dict[str, int]]  # turns by source, then by reason ("" = all was reused)
+    departures: dict[str, dict[str, int]]  # sessions whose KV left a place, by place and reason
     repacking: Repacking | None  # for admins only
 
 
@@ -186,13 +187,13 @@ class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
     chain_kl: float | None
     chain_top1: float | None
     chain_delta_p: float | None
-    restore_share: float | None  # time to unpack, in prefills of the same tokens
+    restore_share: float | None  # time to unpack, as a share of a prefill of the same tokens
     prefill_s: float | None  # of 1,000 tokens
     restore_s: float | None
 
 
 class QualityBound(msgspec.Struct, frozen=True):
-    """The most that a codec may cost to serve this model."""
+    """The bound on a codec's measured loss, within which it may be used for this model."""
 
     kl: float
     top1: float
@@ -201,13 +202,13 @@ class QualityBound(msgspec.Struct, frozen=True):
 
 
 class CodecVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict of the gate, from then on until the next."""
+    """A verdict of the gate, valid until the next one."""
 
-    at: float  # when this server learned it
+    at: float  # when this server received it
     codec: str  # id
     why: str
     measured: bool
-    worst_kl: float | None  # of those in use that lose something
+    worst_kl: float | None  # the largest of the codec's rows; null: none was measured
 
 
 class QualityStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,9 +217,9 @@ class QualityStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     codec: str  # id; "" = the engine reports none
     exact: bool  # what is stored is as it was computed
-    expected: str  # the size that a measurement will lead to, in words; "" = none is awaited
+    expected: str  # in words, the size that the running first measurement may give; "" = none runs
     why: str
-    measured: bool  # false: what the settings ask for was never measured on this model
+    measured: bool  # false: the codec was not measured on this model
     progress: str  # of a measurement; "" = none runs
     can_measure: bool  # ``POST /admin/measure`` starts one
     bound: QualityBound | None
@@ -236,9 +237,9 @@ class HourlySpeeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's KV is in another place than before."""
+    """A move of a session's KV from one place to another."""
 
-    number: int  # of all moves since the server's start
+    number: int  # counts all moves since the server's start
     at: float
     id: str
     tenant: str | UnsetType = UNSET  # for admins only
@@ -247,12 +248,12 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     event: str  # of ``Transition``
     why: str
     tokens: int
-    bytes: int | None  # that it takes there
+    bytes: int | None  # its size in the new place
     bf16_bytes: int | None  # that its tokens would take in bf16
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a reader may see, at one moment."""
+    """The present state of the server, as far as the reader may see it."""
 
     server: ServerStatus
     now: Activity
@@ -260,32 +261,32 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     quality: QualityStatus | None  # null while the engine starts
     hour: HourlySpeeds
     moves: list[Move]  # of the last hour, the oldest first; the latest ``MAX_MOVES``
-    tenants: list[TenantStatus]  # for admins only; who used most in the last hour first
+    tenants: list[TenantStatus]  # for admins only; by use in the last hour, the most first
     num_sessions: int  # may be more than are listed
     sessions: list[SessionStatus]  # the most recently used first
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """A step of a session's life."""
+    """A change of a session's state."""
 
     at: float
     before: str
     event: str
     after: str
     tier: TierName | None  # that held its cold copy then
-    why: str  # its KV left the place where it was; "" if it did not
+    why: str  # the reason why its KV left its place; "" if it did not
 
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn that is over: where its prompt came from, and how long it took."""
+    """One turn that is over: the source of its prompt's KV, its tokens and its times."""
 
     at: float  # when the request came
     client: str
     operation: str
     source: str | None
     reason: str | None  # why not more was reused
-    prompt_tokens: int | None  # null: the answer had no usage
-    reused_tokens: int  # of these, ``restored_tokens`` came from a tier
+    prompt_tokens: int | None  # null: the engine sent no counts
+    reused_tokens: int  # of which ``restored_tokens`` came from a tier
     restored_tokens: int
     computed_tokens: int | None
     answered_tokens: int | None
@@ -293,13 +294,13 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None  # of a stream, from the request's arrival
     total_s: float
     saved_s: float | None  # estimated
-    changed: str | None  # what left the prompt before: model, system, tools or messages
-    at_message: int | None  # the first message that differs, where it was the messages
-    error: str  # "" for a good end
+    changed: str | None  # the first changed part: model, system, tools or messages; null: none
+    at_message: int | None  # the first message that differs, if ``changed`` is messages
+    error: str  # "" if it succeeded
 
 
 class SessionDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """One session with its past, for ``GET /v1/sessions/{id}``."""
+    """One session with its history, for ``GET /v1/sessions/{id}``."""
 
     row: SessionStatus
     timeline: list[Transition]  # the oldest first

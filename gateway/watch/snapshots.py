@@ -1,9 +1,9 @@
-"""Makes snapshots of one model for those who look, at most one a second for each tenant.
+"""Makes snapshots of one model for its readers, at most one a second for each tenant.
 
-All readers of a tenant get the same figures, and a tag by which they see that nothing has changed;
-who asks for fewer rows gets the first of them.
-Between two snapshots at least ``REST`` times as long passes as the last one took, so that looking
-at very many sessions takes a small part of the event loop.
+All readers of a tenant get the same snapshot, with a tag by which they see whether it has changed;
+a reader who asks for fewer rows gets the first of them. After each snapshot at least ``REST`` times
+the time passes that it took, so that even with very many sessions, snapshots take a small part of
+the event loop.
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ from scheduler.session import AWAY, Session
 
 EVERY_S = 1.0
 REST = 20.0
-LINGER_S = 60.0  # that a snapshot is kept without a reader
-ASK_S = 0.5  # that the engine may take to answer
-STALE_S = 3.0  # of the engine's figures
+LINGER_S = 60.0  # for which a snapshot is kept without a reader
+ASK_S = 0.5  # for the engine's answer
+STALE_S = 3.0  # older figures of the engine are asked for again
 MAX_ROWS = 2000
 MAX_REQUESTS = 400  # shown
 MAX_TENANTS = 200  # shown
 SIZES = (500, MAX_ROWS)  # rows of the snapshots that are kept
-ROWS_AT_ONCE = 250  # then others get their turn
+ROWS_AT_ONCE = 250  # between two yields to the event loop
 TENANTS_AT_ONCE = 50
 DIALECTS: Final = ("chat.completions", "completions", "responses", "messages")
-COARSE_BYTES = 64 << 20  # the machine's memory changes all the time; smaller steps mean nothing
-LEAST_RATIO = 1.05  # less is no packing: exact copies have headers, and fp32 takes twice bf16
+COARSE_BYTES = 64 << 20  # steps of the machine's memory, which changes all the time
+LEAST_RATIO = 1.05  # a lower one is not shown: exact copies, with headers, are not packed
 _encode = msgspec.json.Encoder().encode
 
 
 class Made(NamedTuple):
-    """A snapshot, and how it is sent."""
+    """A snapshot and its encoded form."""
 
     shown: Snapshot
     body: bytes
-    tag: str  # another one for other bytes
-    until: float  # by the clock: it is made anew from then on
-    asked: float
+    tag: str  # a hash of ``body``
+    until: float  # the time, by ``Live.clock``, at which a new one may be made
+    asked: float  # the time of the last request for it
 
 
 class Snapshots:
-    """Makes and keeps the snapshots of one model. Belongs to the event loop."""
+    """Makes and keeps the snapshots of one model. Runs on the event loop."""
 
     def __init__(
         self, live: Live, *, name: str = "", loading: Callable[[], str] = lambda: ""
     ) -> None:
         """
         Args:
-            name: of the model; "" = as the engine says.
-            loading: returns the state of a model on demand, such as "unloaded"; "" of others.
+            name: the model's name; "" = the engine names it.
+            loading: returns the state of a model on demand, such as "unloaded"; "" for others.
         """
         self._live = live
         self._name = name
@@ -88,8 +88,8 @@ class Snapshots:
         """Return a snapshot that is at most about a second old.
 
         Args:
-            tenant: whose sessions; None = everybody's, for admins.
-            most: sessions that are listed, those used last.
+            tenant: the tenant whose sessions are shown; None = all tenants, for admins.
+            most: the number of sessions to list, those used last.
         """
         key, clock = (tenant, next((x for x in SIZES if x >= most), MAX_ROWS)), self._live.clock
         async with self._making[key]:
@@ -113,7 +113,7 @@ class Snapshots:
                 del self._made[key], self._making[key]
 
     def detail(self, ref: SessionRef) -> SessionDetail | None:
-        """Show one session with its past, to its tenant; None if it is unknown."""
+        """Return one session with its history, as its tenant may see it; None if unknown."""
         key = (ref.tenant, ref.id)
         session, past = self._live.row(key), self._live.histories.of(key)
         if session is None:
@@ -158,7 +158,7 @@ class Snapshots:
         )
 
     async def _ask_engine(self) -> None:
-        """Ask the engine for its figures where the sweeps do not: it serves without sleep."""
+        """Ask the engine for its figures if no sweep has: sweeps only run with hibernation."""
         live = self._live
         if not live.engine.ready:
             live.report = None
@@ -221,7 +221,7 @@ class Snapshots:
         )
 
     async def _tenants(self, sums: Sums) -> list[TenantStatus]:
-        """Show what each tenant has and uses; those of long ago, without sessions, are left out."""
+        """Return the sums of each tenant that has sessions, or used tokens in the last hour."""
         live = self._live
         now, requests = live.clock(), live.requests()
         served = Counter(x.ref.tenant for x in requests)
@@ -256,7 +256,7 @@ class Snapshots:
         return session.shown_state(self._live.engine.welcome is not None)
 
     def _row(self, session: Session, *, admin: bool) -> SessionStatus:
-        """Show a session: made of its row, its past, and the requests that it has now."""
+        """Return a session's row, from the table, its history and its running requests."""
         live, key = self._live, (session.ref.tenant, session.ref.id)
         past, serving = live.histories.of(key), live.served(key)
         last = past.turns[-1] if past and past.turns else None
@@ -291,12 +291,12 @@ class Snapshots:
         )
 
     def _unix(self, reading: float, digits: int = 3) -> float:
-        """Turn a reading of the scheduler's clock into Unix time."""
+        """Convert a reading of the scheduler's clock into Unix time."""
         return round(self._live.wall() + reading - self._live.clock(), digits)
 
 
 def _ratio(in_bf16: int | None, cold_bytes: int) -> float | None:
-    """Return how much denser than bf16 it is packed; None if it is not."""
+    """Return the size in bf16 over the packed size; None if the KV is not packed."""
     if not in_bf16 or not cold_bytes or in_bf16 < LEAST_RATIO * cold_bytes:
         return None
     return round(in_bf16 / cold_bytes, 2)

@@ -1,4 +1,4 @@
-"""Adds up what turns used and were spared: today, over the last hour, over the last seconds."""
+"""Sums of the tokens and times that turns used and saved: today, in the last hour, and now."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engines.wire import CodecReport
 from gateway.watch.requests import FIRST, LiveRequest, Stretch, TokenKind
 from gateway.watch.shape import MAX_MOVES, FirstTokenTimes, Move, TurnKind, TurnRecord
 
-LATEST_TURNS: Final = 500  # over which times are shown
+LATEST_TURNS: Final = 500  # over which percentiles of times are taken
 
 RATE_S = 10.0
-LEAST_RATE_S = 1.0  # a shorter time depends more on one step of the engine than on its speed
-STEP_S = 10  # of the last hour
+LEAST_RATE_S = 1.0  # over a shorter time, single steps of the engine would dominate a rate
+STEP_S = 10  # the length of a step of the last hour
 HOUR_S = 3600
 DAY_S = 86_400
 MAX_TENANTS = 1000  # whose sums are kept: a key may have any number of users
@@ -25,16 +25,16 @@ _INSTANT_S = 1e-3
 class PrefillSpeed:
     """The engine's speed of prefill, measured on turns whose first token was seen."""
 
-    LEAST_TOKENS = 64  # shorter prompts depend more on the step than on the speed
+    LEAST_TOKENS = 64  # with fewer, the fixed time of a step would dominate
 
     def __init__(self) -> None:
-        self._reported: float | None = None  # by the engine, from when its codecs were measured
-        self._seen: float | None = None
+        self._reported: float | None = None  # tokens/s, from the engine's measurement of codecs
+        self._seen: float | None = None  # tokens/s, the moving mean over turns
 
     def learn(self, request: LiveRequest, codec: CodecReport | None = None) -> None:
-        """Learn from a turn. One that was restored counts less: unpacking took some of its time.
+        """Update the speed by a turn, unless more of its prompt was reused than computed.
 
-        ``codec``: the engine's report, which has times of prefills.
+        ``codec``: the engine's report, which has measured times of prefills.
         """
         timed = [x.prefill_s for x in codec.rows if x.prefill_s] if codec else []
         self._reported = 1000 / max(timed) if timed else None
@@ -48,13 +48,13 @@ class PrefillSpeed:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The speed on turns, else as the engine measured it for its codecs; None if neither is."""
+        """The speed on turns, else that of the engine's measurement; None if neither is known."""
         return self._seen or self._reported
 
     def saved_s(self, request: LiveRequest) -> float | None:
-        """Estimate the seconds that a prefill of the reused tokens would have taken longer.
+        """Estimate the seconds of prefill that a request's reused tokens have saved.
 
-        What restoring took is taken off, as far as it is known; None while no speed is known.
+        The time that restoring took is subtracted if it is known. None while no speed is known.
         """
         if not request.reused_tokens:
             return 0.0
@@ -77,7 +77,7 @@ class Buckets:
         self._tokens: dict[int, float] = {}  # by number, which is time over width
 
     def add(self, begin: float, end: float, num_tokens: int) -> None:
-        """Spread tokens evenly over the time between two moments."""
+        """Add tokens, spread evenly over the time from ``begin`` to ``end``."""
         last = int(end // self._width_s)
         first = int(begin // self._width_s)
         per_s = num_tokens / (end - begin)
@@ -89,11 +89,11 @@ class Buckets:
             self._tokens = {n: tokens for n, tokens in self._tokens.items() if n >= oldest}
 
     def of(self, number: int) -> float:
-        """Return the tokens of a bucket."""
+        """Return the tokens of the bucket with this number."""
         return self._tokens.get(number, 0.0)
 
     def since(self, moment: float) -> float:
-        """Add up all that came after a moment."""
+        """Return the tokens since a time."""
         first = int(moment // self._width_s)
         rest = 1 - (moment / self._width_s - first)  # of the bucket in which it lies
         later = sum(tokens for number, tokens in self._tokens.items() if number > first)
@@ -101,19 +101,19 @@ class Buckets:
 
 
 class Pace:
-    """Tokens of one kind, of one tenant or of all: how many a second now, and in the last hour.
+    """The rates of one kind of tokens, of one tenant or of all, now and in the last hour.
 
-    Tokens that came between two moments are spread evenly over the time between them. So it does
-    not matter how often it is read, or whether it is read at all.
+    Tokens are spread evenly over the time in which they came, so that the rates do not depend on
+    when they are read.
     """
 
     def __init__(self) -> None:
         self._recent = Buckets(1, int(RATE_S) + 1)
         self._hour = Buckets(STEP_S, HOUR_S // STEP_S)
-        self._began = self._ended = float("-inf")  # of work without a pause of ``RATE_S``
+        self._began = self._ended = float("-inf")  # of the last work without a pause of ``RATE_S``
 
     def add(self, begin: float, end: float, num_tokens: int) -> None:
-        """Count tokens, not long after they came."""
+        """Count tokens that came from ``begin`` to ``end``, shortly after they came."""
         begin = min(begin, end - _INSTANT_S)
         if begin > self._ended + RATE_S or begin < self._began:
             self._began = begin
@@ -122,25 +122,25 @@ class Pace:
         self._hour.add(begin, end, num_tokens)
 
     def rate(self, now: float) -> float:
-        """Return tokens a second over the last ``RATE_S``, or since work began if that is less."""
+        """Return tokens per second over the last ``RATE_S``, or since work began if later."""
         if now - self._ended >= RATE_S:
             return 0.0
         over_s = now - self._began
-        if over_s < RATE_S:  # before it there was nothing: its first bucket is its own
+        if over_s < RATE_S:  # the first bucket is counted whole, as there was no work before
             return round(self._recent.since(int(self._began)) / max(LEAST_RATE_S, over_s), 1)
         return round(self._recent.since(now - RATE_S) / RATE_S, 1)
 
     def in_hour(self, now: float) -> float:
-        """Return the tokens of the last hour; it begins with a step."""
+        """Return the tokens of the last hour, counted from the beginning of a step."""
         return self._hour.since(now // STEP_S * STEP_S - HOUR_S)
 
     def hour(self, first: int, until: int) -> list[float]:
-        """Return the rates of steps, by their numbers."""
+        """Return the tokens per second of the steps ``first`` to ``until`` - 1."""
         return [round(self._hour.of(number) / STEP_S, 1) for number in range(first, until)]
 
 
 def first_token_times(latest: Collection[tuple[float, int]]) -> FirstTokenTimes:
-    """Return the median and the 95th percentile of times, each with the length of its prompt."""
+    """Return percentiles of first-token times; ``latest``: pairs of seconds and prompt tokens."""
     seconds = [x for x, _ in latest]
     return FirstTokenTimes(
         turns=len(seconds),
@@ -151,26 +151,26 @@ def first_token_times(latest: Collection[tuple[float, int]]) -> FirstTokenTimes:
 
 
 def p95(values: Collection[float]) -> float:
-    """Return the 95th percentile of at least one value: one that was seen, never less."""
+    """Return the 95th percentile of one or more values, always one of them."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)]
 
 
 def kind_of(source: str) -> TurnKind:
-    """Return the kind of a turn by ``LiveRequest.source``."""
+    """Return the kind of a turn from its ``LiveRequest.source``."""
     if source.startswith("cold"):
         return "restored"
     return "first" if source == FIRST else "hot" if source == "hot" else "missed"
 
 
 class Tally:
-    """One tenant's sums, or everybody's."""
+    """The sums of one tenant, or of all."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._day = int(wall() // DAY_S)
         self._saved_tokens = self._turns = 0
-        self._saved_s: float | None = None  # until it is known of some
+        self._saved_s: float | None = None  # None until it is known of a turn
         self.paces: Mapping[TokenKind, Pace] = {"computed": Pace(), "answered": Pace()}
         self._first_tokens: dict[TurnKind, deque[tuple[float, int]]] = {}
         self._waits: deque[float] = deque(maxlen=LATEST_TURNS)
@@ -194,11 +194,11 @@ class Tally:
             latest.append((turn.first_token_s, turn.prompt_tokens or 0))
 
     def count(self, stretch: Stretch) -> None:
-        """Count tokens when they came."""
+        """Count tokens of a running request."""
         self.paces[stretch.kind].add(stretch.begin, stretch.end, stretch.num_tokens)
 
     def first_tokens(self) -> dict[TurnKind, FirstTokenTimes]:
-        """Return the times to first token of the latest streams of each kind that was seen."""
+        """Return the times to first token of the latest streams, for each kind with any."""
         return {kind: first_token_times(seen) for kind, seen in self._first_tokens.items()}
 
     @property
@@ -207,11 +207,11 @@ class Tally:
         return round(p95(self._waits), 3) if self._waits else None
 
     def tokens_last_hour(self, now: float) -> int:
-        """Count the tokens that were computed in the last hour, of prompts and answers."""
+        """Return the tokens of the last hour: computed ones of prompts, and those of answers."""
         return round(sum(x.in_hour(now) for x in self.paces.values()))
 
     def hour(self, now: float, started: float) -> tuple[float, list[float], list[float]]:
-        """Return when the last hour's first step began, and each step's rates, of both kinds."""
+        """Return the start of the last hour's first step, and the rates of both kinds by step."""
         until = int(now // STEP_S)
         first = min(until, max(int(started // STEP_S), until - HOUR_S // STEP_S))
         prompts, answers = (x.hour(first, until) for x in self.paces.values())
@@ -219,7 +219,7 @@ class Tally:
 
     @property
     def today(self) -> tuple[int, float | None, int]:
-        """Tokens and seconds that were spared since midnight UTC, and the turns."""
+        """The saved tokens, the saved seconds and the turns since midnight UTC."""
         self._turn_day()
         saved_s = None if self._saved_s is None else round(self._saved_s, 3)
         return self._saved_tokens, saved_s, self._turns
@@ -231,7 +231,7 @@ class Tally:
 
 
 class Tallies:
-    """The sums of each tenant, and everybody's; those not counted in for longest go."""
+    """The sums of each tenant and of all; those of tenants quiet for longest are dropped."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
@@ -243,7 +243,7 @@ class Tallies:
         return set(self._of)
 
     def counting(self, tenant: str) -> tuple[Tally, Tally]:
-        """Return what is counted in for a tenant: everybody's sums and its own."""
+        """Return the sums in which a tenant's turns count: those of all tenants, and its own."""
         own = self._of.pop(tenant, None) or Tally(self._wall)
         self._of[tenant] = own
         if len(self._of) > MAX_TENANTS:
@@ -251,5 +251,5 @@ class Tallies:
         return self._everybody, own
 
     def shown(self, tenant: str | None) -> Tally:
-        """Return the sums for a reader; None: all tenants'. Without any, empty ones."""
+        """Return the sums of a tenant, empty if it has none; for None, those of all tenants."""
         return self._everybody if tenant is None else self._of.get(tenant, self._none)

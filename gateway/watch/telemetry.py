@@ -2,12 +2,12 @@
 
 2026-01-31T12:00:00.000Z info gateway: POST /v1/chat/completions 200 ...
 
-The log is one line per event on standard error. What is kept of it for admins has nothing that
-looks like a key.
+The log has one line per event, on standard error. The lines that are kept for admins are redacted:
+anything that looks like a key is replaced.
 
-Traces follow W3C's trace context: what a client sends goes on to the engine, with spans of our own.
-Without the extra ``otlp`` a client's ``traceparent`` is passed on as it is, so that the engine's
-spans join the client's trace. With it (``gateway.watch.otlp``) each turn is a span in between.
+Traces follow W3C's trace context. Without the extra ``otlp``, a client's ``traceparent`` is passed
+on unchanged, so that the engine's spans join the client's trace. With it (``gateway.watch.otlp``),
+each turn adds a span between the client's and the engine's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class OneLine(logging.Formatter):
 
 
 class OneObject(logging.Formatter):
-    """Formats a record as one JSON object; ids of request and session have fields of their own."""
+    """Formats a record as one JSON object, with fields for the ids of request and session."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -75,7 +75,7 @@ class OneObject(logging.Formatter):
 
 
 def keep_lines(ring: LogRing) -> None:
-    """Have the last lines kept for admins, too."""
+    """Add ``ring`` to the root logger, so that it keeps the last lines for admins."""
     logging.getLogger().addHandler(ring)
 
 
@@ -88,12 +88,12 @@ def configure_logging(level: str, form: str = "text") -> None:
     handler.setFormatter(OneObject() if form == "json" else OneLine())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    for name in _QUIET:  # they repeat what we say, at the level of our own important lines
+    for name in _QUIET:  # at INFO these repeat our own lines
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line of the log; numbers only grow."""
+    """A line of the log; ``n`` grows from line to line."""
 
     n: int
     at: float
@@ -114,7 +114,7 @@ class LogRing(logging.Handler):
         """Keep a record; ``handle`` holds the lock."""
         try:
             self._keep(record)
-        except Exception:  # as in every handler: no record fails its logger's caller
+        except Exception:  # as in every handler: logging must not fail its caller
             self.handleError(record)
 
     def _keep(self, record: logging.LogRecord) -> None:
@@ -128,7 +128,7 @@ class LogRing(logging.Handler):
         self._lines.append(LogLine(self._last, round(record.created, 3), level, name, shown))
 
     def lines(self, after: int, most: int) -> list[LogLine]:
-        """Return the latest lines after number ``after``, the oldest first."""
+        """Return at most ``most`` of the latest lines after number ``after``, the oldest first."""
         self.acquire()
         try:
             return [x for x in self._lines if x.n > after][-most:]
@@ -137,12 +137,12 @@ class LogRing(logging.Handler):
 
 
 def redacted(text: str) -> str:
-    """Replace what looks like a key, a token, a password in a URL or a hash."""
+    """Replace anything that looks like a key, a token, a password in a URL or a hash."""
     return _SECRETS.sub("***", text)
 
 
 class TurnTrace:
-    """The trace of one turn; this one is the client's own."""
+    """The trace of one turn; this class passes the client's trace on, without a span."""
 
     def __init__(self, context: Mapping[str, str]) -> None:
         self._context = context
@@ -152,22 +152,22 @@ class TurnTrace:
         return self._context
 
     def end(self, turn: LiveRequest) -> None:
-        """End the turn; called once."""
+        """End the turn's span; called once."""
 
 
 class Tracing:
-    """Begins the traces of turns; this one makes no spans."""
+    """Begins the traces of turns; this class makes no spans."""
 
     def begin(self, name: str, context: Mapping[str, str]) -> TurnTrace:
         """Begin a turn's trace; ``context`` is the result of ``context_of`` for its request."""
         return TurnTrace(context)
 
     def close(self) -> None:
-        """Send what is still to be sent; may take a few seconds."""
+        """Send the spans that are left; may take a few seconds."""
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Read the trace context of a request; {} if there is none or it is not well formed."""
+    """Return the trace context of a request; {} if there is none or it is malformed."""
     found = {name: value for name, value in headers if name in (b"traceparent", b"tracestate")}
     parent = found.get(b"traceparent", b"").decode("latin-1")
     if not _PARENT.fullmatch(parent):

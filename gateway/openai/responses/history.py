@@ -1,11 +1,11 @@
-"""The history that a response continues: earlier turns, or its conversation; and its storage.
+"""Reads the history that a response continues (earlier responses or a conversation); stores turns.
 
-A stored response has its own input items and its output. The turns before it are found by walking
-``previous_response_id`` back, so that nothing is stored twice. A turn that is missing, or was
-changed where it lies, ends the walk with the standard error: never with a part of the conversation.
+A stored response has its own input items and its output. Earlier turns are found by following
+``previous_response_id`` back, so that nothing is stored twice. If a turn is missing or damaged, the
+request fails with the standard error; it never continues a part of the conversation.
 
-What is recalled counts as a part of the request's body: in bytes before it is read, in values
-before it is parsed.
+Recalled items count as a part of the request's body: in bytes before they are read, in values
+before they are parsed.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ _PREFIXES = {
 }
 
 
-# Ids are kept several times, beside the counted and sealed bytes; one that is longer is replaced.
+# A longer id is replaced: each is stored several times besides the counted bytes of its item.
 _MAX_ID_CHARS = 256
 
 
 class EarlierItems(NamedTuple):
-    """The items before a request, and the session that they belong to."""
+    """The items that a request continues, and their session (None if they have none)."""
 
     items: list[Json] = []
     session: str | None = None
 
 
 class Context(NamedTuple):
-    """All that a request is about: what was before, and its own items without references."""
+    """The items of a whole prompt: the earlier ones, and the request's own, references resolved."""
 
     past: EarlierItems
     own: list[Json]
 
 
 class _Recalled(NamedTuple):
-    """Items that were read for a request, and are not parsed yet."""
+    """Stored items that were read for a request, and are not parsed yet."""
 
     items: list[Item]
     session: str | None
@@ -67,10 +67,13 @@ class _Recalled(NamedTuple):
 
 
 class _RecallRoom:
-    """The room that is left for the items that a request recalls."""
+    """The room that is left for the stored items that a request recalls."""
 
     def __init__(self, max_bytes: int, field: str) -> None:
-        """``field``: the one that names what is recalled."""
+        """
+        Args:
+            field: the request's field that names the items, for errors.
+        """
         self._bytes = max_bytes
         self._items = MAX_ITEMS
         self._field = field
@@ -90,8 +93,8 @@ class _RecallRoom:
 
     def _too_large(self, why: str) -> InvalidRequest:
         message = (
-            f"{self._field}: together with what it goes on from, the request is too large: {why}."
-            " Begin a new conversation with a summary of this one, or delete items of it."
+            f"{self._field}: together with the items that it continues, the request is too large:"
+            f" {why}. Begin a new conversation with a summary of this one, or delete some items."
         )
         return InvalidRequest(message, self._field, "conversation_too_large")
 
@@ -99,13 +102,12 @@ class _RecallRoom:
 async def recalled(
     gateway: Gateway, tenant: Tenant, body: ParsedBody
 ) -> tuple[ResponseFields, Context]:
-    """Check a body, and find what it goes on from.
+    """Check a body, and read the items that it continues.
 
-    What it named is taken out of the body, and the session that it names so is put in.
+    In the body, ``previous_response_id`` and ``conversation`` are replaced by ``session_id``.
 
     Raises:
-        InvalidRequest: it is no request for a response, or names something that is not there, or
-            that is too large to go on from.
+        InvalidRequest: the body is malformed, or names items that do not exist or are too large.
         StoreFailed: the store does not answer.
     """
     asked = body.json
@@ -123,13 +125,12 @@ async def recalled(
 async def context_of(
     stored: Stored, tenant: Tenant, fields: ResponseFields, body: ParsedBody
 ) -> Context:
-    """Find the past that a request continues, and the items that its references name.
+    """Read the items that a request continues, and those that its references name.
 
     Raises:
         ClientGone: the client left meanwhile.
-        InvalidRequest: something that it names is not there, or too large.
-        RequestRefused: 503, the bodies of all requests, with the items that they recall, take too
-            much.
+        InvalidRequest: the request names items that do not exist or are too large.
+        RequestRefused: 503, all bodies together, with the items that they recall, are too large.
         StoreFailed: the store does not answer.
     """
     if fields.conversation is not None and not fields.conversation_id:
@@ -155,14 +156,14 @@ async def context_of(
 
 def _parsed(found: _Recalled, own: Sequence[Json]) -> Context:
     bodies = [*(x.body for x in found.items), *found.referred.values()]
-    check_weight(*bodies, what="What the request goes on from")
+    check_weight(*bodies, what="The history that the request continues")
     past = EarlierItems([msgspec.json.decode(x.body) for x in found.items], found.session)
     known = {x.id for x in found.items}
     resolved: list[Json] = []
     for item in own:
         if kind_of(item) != "item_reference":
             resolved.append(item)
-        elif item["id"] not in known:  # what the past has is not said twice
+        elif item["id"] not in known:  # an item of the history is not repeated
             resolved.append(msgspec.json.decode(found.referred[item["id"]]))
     return Context(past, resolved)
 
@@ -170,7 +171,7 @@ def _parsed(found: _Recalled, own: Sequence[Json]) -> Context:
 def _read(
     objects: Objects, *, fields: ResponseFields, room: _RecallRoom
 ) -> Steps[_Recalled | None]:
-    """Read all that a request recalls; None if what it goes on from is not there."""
+    """Read all items that a request recalls; None if the history it names does not exist."""
     items: list[Item] | None = []
     session = None
     if fields.conversation_id:
@@ -194,14 +195,15 @@ def _read(
             if id not in referred:
                 referred[id] = yield from _referred(objects, id)
             room.take(len(referred[id]), 1)
-            yield len(referred[id])  # named again, it stands in the prompt again
+            yield len(referred[id])  # counted for each reference, since the prompt repeats it
     return _Recalled(items, session, referred)
 
 
 def _branch(objects: Objects, id: str, session: str | None) -> str | None:
-    """Return the session to go on in: a response that another followed begins one of its own.
+    """Return the session of a request that continues the response ``id``.
 
-    Two conversations that began alike, and two branches of one, would else overwrite each other.
+    It is ``session`` if the response is the latest one there. Otherwise a new branch begins, with
+    ``id`` as its session, since two branches in one session would overwrite each other.
     """
     if session is None or objects.find("conversation", session) is not None:
         return id
@@ -209,14 +211,17 @@ def _branch(objects: Objects, id: str, session: str | None) -> str | None:
 
 
 def _chain(objects: Objects, id: str, room: _RecallRoom) -> Steps[tuple[list[Item], str] | None]:
-    """Read a response and all before it; None if one of them is not there."""
+    """Read a response and all before it: return their items and their session.
+
+    None if one of them does not exist.
+    """
 
     nbytes = 0
 
     def take(head: Head) -> None:
-        """Take room for a turn, one item at least, so that no line is endless."""
+        """Take room for a turn: at least one item, so that no chain is endless."""
         nonlocal nbytes
-        if "conversation" in head.about:  # its items lie there
+        if "conversation" in head.about:  # the conversation has its items
             room.take(0, 1)
         else:
             room.take(head.nbytes, max(1, head.num))
@@ -242,9 +247,10 @@ def _chain(objects: Objects, id: str, room: _RecallRoom) -> Steps[tuple[list[Ite
 def _conversation(
     objects: Objects, id: str, room: _RecallRoom, until: Collection[str] | None = None
 ) -> Steps[list[Item] | None]:
-    """Read a conversation, or up to the last of the items ``until`` that are left of a turn.
+    """Read the items of a conversation, all or up to the last one whose id is in ``until``.
 
-    Returns None if it is not there, or none of them is: no item of a later turn may follow.
+    ``until``: the ids of a turn's items; those of later turns must not be read. Returns None if the
+    conversation, or all items of the turn, do not exist any more.
     """
     object = objects.find("conversation", id)
     if object is None:
@@ -267,7 +273,7 @@ def _referred(objects: Objects, id: str) -> Steps[bytes]:
 
 
 def full_items(items: Sequence[Json]) -> list[Json]:
-    """Write items in full: each with an id of its own, a type, and its content in parts."""
+    """Return items in full form: each with a unique id, a type, and its content in parts."""
     ids: set[str] = set()
     full = []
     for item in items:
@@ -285,7 +291,7 @@ def full_items(items: Sequence[Json]) -> list[Json]:
 
 
 def rows_of(items: Sequence[Json]) -> list[Item]:
-    """Write full items as they are stored."""
+    """Return full items in their stored form."""
     return [Item(x["id"], msgspec.json.encode(x)) for x in items]
 
 
@@ -300,9 +306,9 @@ def _parts(content: object, role: object) -> object:
 class KeptTurn(NamedTuple):
     """The part of a turn that is stored besides its answer."""
 
-    conversation_id: str | None  # it is added to this
-    stores: bool  # the response is stored, too
-    own: list[Item]
+    conversation_id: str | None  # to which the turn is added; None: to none
+    stores: bool  # True: the response is stored
+    own: list[Item]  # the request's items
 
 
 async def keep_response(
@@ -314,7 +320,7 @@ async def keep_response(
 ) -> str:
     """Store a response, and add its turn to its conversation.
 
-    Returns "", or why it could not be stored (``NotStored``).
+    Returns "", or the reason why it could not be stored; see ``NotStored``.
     """
 
     def work(objects: Objects) -> Steps[str]:

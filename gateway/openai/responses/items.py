@@ -1,7 +1,7 @@
-"""Items of a response's input, written as the messages of a chat.
+"""Translates the items of a response's input into the messages of a chat.
 
-What an assistant did in one go, thinking, speaking and calling, is several items and one message.
-So the same conversation gives the same messages, and the same tokens, as in a chat.
+An assistant's thoughts, text and calls of one turn are several items, and become one message. So a
+conversation gives the same messages, and the same tokens, as it does in a chat.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TEXTS = _TEXT_PARTS | {"refusal"}
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _IMAGES = frozenset({"input_image", "computer_screenshot"})
 _NOT_TEXT = _IMAGES | {"input_file", "input_audio"}
-# Codex has called it by other names, too.
+# Names of the item that asks for, or holds, a compacted history; Codex has used several.
 _COMPACTIONS = frozenset(
     {"compaction", "compaction_summary", "context_compaction", "compaction_trigger"}
 )
@@ -38,10 +38,10 @@ _NESTS = frozenset({dict, list})
 
 
 def check_nesting(items: Sequence[Json], where: str) -> None:
-    """Refuse an item that is nested too deeply, or has too many values: it is kept and read again.
+    """Refuse items that are nested too deeply or have too many values to be stored and read again.
 
     Raises:
-        InvalidRequest: names the item.
+        InvalidRequest: the error names the item.
     """
     for i, item in enumerate(items):
         level: list[Any] = [item]
@@ -58,7 +58,7 @@ def check_nesting(items: Sequence[Json], where: str) -> None:
 
 
 def kind_of(item: Json) -> str:
-    """Return the type of an item; a message and a reference may go without saying it."""
+    """Return the type of an item, which may be absent in a message or a reference."""
     given = item.get("type")
     if isinstance(given, str):
         return given
@@ -66,11 +66,11 @@ def kind_of(item: Json) -> str:
 
 
 class MessageWriter:
-    """Writes messages, item by item. ``skipped`` has words for all that no chat can hold."""
+    """Translates items one by one; ``skipped`` has a label for each that a chat cannot hold."""
 
     def __init__(self, image_support: ImageSupport) -> None:
         self._sight = image_support
-        self._shown: list[Json] = []  # images that tools gave, until the last of their outputs
+        self._shown: list[Json] = []  # images of consecutive tool outputs, added after the last one
         self.skipped: list[str] = []
         self._messages: list[Json] = []
         self._thought = ""
@@ -84,7 +84,8 @@ class MessageWriter:
         """Add items; ``where`` names their list in errors.
 
         Raises:
-            InvalidRequest: an item is not what it says, or not text. Names it.
+            InvalidRequest: an item is malformed, or has parts the engine cannot take; the error
+                names it.
         """
         for i, item in enumerate(items):
             self._add(item, f"{where}[{i}]")
@@ -102,7 +103,7 @@ class MessageWriter:
         elif kind.endswith("_call") and isinstance(item.get("call_id"), str):
             self._add_call(kind, item, where)
         elif kind in _COMPACTIONS:
-            raise _wrong(where, f"{kind}: nothing is compacted here: send a summary as a message")
+            raise _wrong(where, f"{kind}: not supported here; send a summary as a message")
         else:
             self.skipped.append(kind)
 
@@ -138,7 +139,7 @@ class MessageWriter:
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def _assistant(self) -> Json:
-        """Return the message that the next call belongs to: the last one, or a new one."""
+        """Return the assistant's message that a call belongs to: the last one, or a new one."""
         last = self._messages[-1] if self._messages else None
         if last is not None and last["role"] == "assistant" and not self._thought:
             return last
@@ -151,14 +152,14 @@ class MessageWriter:
     def _add_output(self, item: Json, where: str) -> None:
         call_id = item.get("call_id") or item.get("id")  # local_shell_call_output has only an id
         if not isinstance(call_id, str):
-            raise _wrong(f"{where}.call_id", "an output names the call that it answers")
+            raise _wrong(f"{where}.call_id", "an output needs the id of its call")
         self._thought = ""
         text, images = self._output(item.get("output"), f"{where}.output")
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         self._shown += images
 
     def _output(self, output: Any, where: str) -> tuple[str, list[Json]]:
-        """Return what a tool gave: text, or as JSON what is no text; and images."""
+        """Return the text of a tool's output, or its JSON if it is no text; and its images."""
         if output is None or isinstance(output, str):
             return output or "", []
         if _type_of(output) in _IMAGES:  # a computer's
@@ -174,7 +175,7 @@ class MessageWriter:
         return between.join(texts) or (SHOWN_BELOW if images else ""), images
 
     def _output_part(self, part: Json, where: str) -> str | Json:
-        """Return an image, or a text; an image that is not taken leaves a sentence."""
+        """Return a part's text or its image; a sentence for a part that the engine cannot take."""
         kind, url = _type_of(part), part.get("image_url")
         if kind in _TEXTS:
             return _part_text(part, where)
@@ -185,7 +186,7 @@ class MessageWriter:
         return sentence
 
     def _said_before(self, part: Any) -> Any:
-        """Put a sentence in the place of the assistant's image or file: another model made it."""
+        """Replace an image or a file in an assistant's message by a sentence."""
         if (kind := _type_of(part)) not in MEDIA:
             return part
         sentence, word = in_place_of(kind, "answer")
@@ -193,7 +194,7 @@ class MessageWriter:
         return {"type": "output_text", "text": sentence}
 
     def _content(self, content: Any, where: str) -> str | list[Json]:
-        """Return a content as text, or as parts if there are images in it."""
+        """Return a user's content: one text, or a list of parts if there are images in it."""
         if not isinstance(content, list) or not any(_is_image(part) for part in content):
             return _text(content, where)
         return [self._part(part, f"{where}[{i}]") for i, part in enumerate(content)]
@@ -202,39 +203,39 @@ class MessageWriter:
         if not _is_image(part):
             return {"type": "text", "text": _part_text(part, where)}
         if part.get("file_id"):
-            raise _wrong(f"{where}.file_id", "no files are kept here: send the image itself")
+            raise _wrong(f"{where}.file_id", "this server keeps no files: send the image itself")
         return self._sight.part(part.get("image_url"), where, "input_image", part.get("detail"))
 
     def _end_outputs(self) -> None:
-        """Show the images of tools in a message of the user: templates know no others."""
+        """Add the images of tool outputs as a user's message; templates allow them nowhere else."""
         if self._shown:
             self._messages.append({"role": "user", "content": self._shown})
             self._shown = []
 
 
 def _called(kind: str, item: Json, where: str) -> tuple[str, str]:
-    """Return name and arguments of a call; of kinds that are not run here, what they were about."""
+    """Return name and arguments of a call; for other kinds of calls, fields that describe them."""
     if kind not in ("function_call", "custom_tool_call"):
         about = {k: v for k, v in item.items() if k in ("action", "operation", "arguments")}
         return kind.removesuffix("_call"), msgspec.json.encode(about).decode()
     name = item.get("name")
     given = item.get("arguments" if kind == "function_call" else "input", "")
     if not isinstance(name, str):
-        raise _wrong(f"{where}.name", "a call names its function")
+        raise _wrong(f"{where}.name", "a call needs the name of its function")
     if not isinstance(given, str):
-        raise _wrong(where, "arguments and input of a call are strings")
+        raise _wrong(where, "the arguments or the input of a call must be a string")
     return name, given if kind == "function_call" else custom_arguments(given)
 
 
 def _has_parts(output: list[Any]) -> bool:
-    """Return whether a list is a content, and not the JSON of a tool."""
+    """Return whether a tool's output is a list of parts, and not other JSON."""
     if not all(isinstance(x, dict) and "type" in x for x in output):
         return False
     return not output or any(_is_part(x) for x in output)
 
 
 def _is_part(given: Json) -> bool:
-    """Return whether this is a text, or an image or a file that another dialect writes with it."""
+    """Return whether this is a text, image or file part, of this or of another dialect."""
     kind = _type_of(given)
     if kind == "resource":  # MCP's
         return isinstance(given.get(kind), dict) and "blob" in given[kind]
@@ -255,7 +256,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _text(content: Any, where: str) -> str:
-    """Join the text of a content: a string, or a list of parts."""
+    """Return the text of a content, which may be a string or a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -270,7 +271,7 @@ def _part_text(part: Any, where: str) -> str:
     elif kind == "refusal":
         text = part.get("refusal")
     elif kind in _NOT_TEXT:
-        raise _wrong(f"{where}.type", f"only text is taken here; {kind!r} is not")
+        raise _wrong(f"{where}.type", f"only text can be read here, not {kind!r}")
     else:
         raise _wrong(f"{where}.type", "use input_text or output_text")
     if not isinstance(text, str):

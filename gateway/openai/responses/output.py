@@ -1,8 +1,8 @@
-"""The output items of a response, grown from the engine's answer, and their events.
+"""Builds the output items of a response, and their events, from the engine's answer.
 
-Reasoning and text are each one item with one part; a tool call is an item. Reasoning and text are
-done when something else begins, calls when the answer is. A custom tool's input stands inside the
-arguments of a function, so it is sent in one piece when the call is whole.
+Reasoning and text are each an item with one part; each tool call is an item. Reasoning and text
+end when another item begins; calls end with the answer. A custom tool's input is inside the JSON
+arguments of a function, so it is sent as a whole when the call is complete.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gateway.relay.answer import CallPart, MessagePart
 
 
 def new_id(prefix: str) -> str:
-    """Make an id that cannot be guessed: ``prefix``, then 48 hex digits."""
+    """Return a new id that cannot be guessed: ``prefix``, then 48 hex digits."""
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
 class _Text:
-    """An item with one part of text: what the model said, or what it thought."""
+    """An item with one part of text: the model's message, or its reasoning."""
 
     def __init__(self, index: int, thought: bool) -> None:
         self.thought = thought
@@ -71,7 +71,7 @@ class _Text:
 
 
 class _Call:
-    """A tool call; of a custom tool if ``custom``."""
+    """The item of a tool call."""
 
     def __init__(self, index: int, part: CallPart, customs: Collection[str]) -> None:
         self._index = index
@@ -114,22 +114,25 @@ class _Call:
 
 
 class Output:
-    """All output items of one response. The events that it yields have no sequence number yet."""
+    """All output items of one response. Its methods yield events without sequence numbers."""
 
     def __init__(self, customs: Collection[str]) -> None:
-        """``customs`` names the functions that stand for custom tools."""
+        """
+        Args:
+            customs: names of the functions that stand for custom tools.
+        """
         self._customs = customs
-        self._items: list[Json] = []  # a place for every item; of open ones what they began as
+        self._items: list[Json] = []  # an item that has not ended is here as it began
         self._text: _Text | None = None
         self._calls: dict[int, tuple[int, _Call]] = {}  # by the engine's number
 
     @property
     def items(self) -> list[Json]:
-        """The items; of one that is still open, its beginning."""
+        """The items; one that has not ended is without its content."""
         return self._items
 
     def add(self, part: MessagePart, scores: Collection[Json]) -> Iterator[Json]:
-        """Take what the engine says; yield the events for it."""
+        """Add a part of the engine's answer; yield the events for it."""
         if part.thought:
             yield from self._say(part.thought, (), thought=True)
         if text := part.content or part.refusal:
@@ -140,7 +143,7 @@ class Output:
             yield from self._call(i if call.index is None else call.index, call)
 
     def close(self, *, whole: bool) -> Iterator[Json]:
-        """End every open item; the last one is incomplete if the answer is not ``whole``."""
+        """End all open items and yield the events; unless ``whole``, the last is incomplete."""
         last = len(self._items) - 1
         yield from self._end_text("completed" if whole or self._calls else "incomplete")
         for index, call in self._calls.values():

@@ -1,4 +1,4 @@
-"""A request for a response: its fields, and the response object that echoes them."""
+"""The request for a response: its fields, and the response object that repeats them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_ITEMS = 4096
 Items = Annotated[list[Json], msgspec.Meta(max_length=MAX_ITEMS)]
 ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
-# The engine's word for why an answer ended early, and the one of responses.
+# The engine's ``finish_reason`` of an answer that ended early, and the reason in responses.
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
@@ -37,7 +37,7 @@ class TextFormat(msgspec.Struct, frozen=True):
             raise FieldError("schema", "type json_schema needs schema")
 
     def for_chat(self) -> Json | None:
-        """Write it as a chat's ``response_format``; None for plain text."""
+        """Return the chat's ``response_format``; None for plain text."""
         if self.type != "json_schema":
             return None if self.type == "text" else {"type": self.type}
         schema = JsonSchema(self.name, self.schema, self.description, self.strict)
@@ -56,7 +56,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class CacheOptions(msgspec.Struct, frozen=True):
-    """A wish how long a prompt is kept; our sessions are kept as budgets allow."""
+    """The client's wish for how long to keep its prompt; see ``names.asked_seconds``."""
 
     mode: str = "implicit"
     ttl: str = "30m"
@@ -65,9 +65,9 @@ class CacheOptions(msgspec.Struct, frozen=True):
 class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /v1/responses.
 
-    Sampling fields have a chat's names and are checked there. Unknown fields, and
-    fields that cannot change this server's answer (``service_tier``, ``truncation``,
-    ``context_management`` ...), are taken and left alone.
+    Sampling fields have the same names as in a chat, whose validation checks them. Unknown fields,
+    and fields that cannot change this server's answer (``service_tier``, ``truncation``,
+    ``context_management`` ...), are accepted and ignored.
     """
 
     model: ModelName
@@ -99,25 +99,25 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.background:
-            raise FieldError("background", "background responses are not made here: leave it out")
+            raise FieldError("background", "background responses are not supported: leave it out")
         if self.prompt is not None:
-            raise FieldError("prompt", "no prompt templates are stored here: send their text")
+            raise FieldError("prompt", "prompt templates are not supported: send their text")
         if self.previous_response_id and self.conversation:
             raise FieldError("conversation", "send conversation or previous_response_id, not both")
 
     @property
     def answer_tokens(self) -> int | None:
-        """The most tokens that the answer may have; None = as many as the context allows."""
+        """The limit of the answer's tokens; None = as many as the context allows."""
         return None if self.max_output_tokens == NO_LIMIT else self.max_output_tokens
 
     @property
     def stores(self) -> bool:
-        """Return whether the response is to be stored; so it is unless the client says no."""
+        """True if the response is to be stored, which is the default."""
         return self.store is not False
 
     @property
     def conversation_id(self) -> str | None:
-        """The conversation that it belongs to, None if to none."""
+        """The id of the conversation that the response belongs to; None if to none."""
         if isinstance(self.conversation, dict):
             found = self.conversation.get("id")
             return found if isinstance(found, str) else None
@@ -125,7 +125,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def items(self) -> list[Json]:
-        """The input as items; a string is one message of the user."""
+        """The input as items; a string becomes one message of the user."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return list(self.input or ())
@@ -136,7 +136,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draft:
-    """A response before, while and after it is made. Its id is new."""
+    """The response object, from its beginning to its end, under a new id."""
 
     def __init__(self, fields: ResponseFields, stores: bool = False) -> None:
         self.id = new_id("resp")
@@ -178,7 +178,7 @@ class Draft:
         error: Json | None = None,
         reason: str | None = None,
     ) -> Json:
-        """Make the object. ``reason`` says why it is incomplete."""
+        """Return the object as JSON. ``reason``: why it is incomplete; None if it is not."""
         ended = status in ("completed", "incomplete")
         return {
             **self._echo,
@@ -191,18 +191,18 @@ class Draft:
         }
 
     def finished(self, output: list[Json], usage: Usage | None, finish_reason: str) -> Json:
-        """Make the object of an answer that the engine ended with ``finish_reason``."""
+        """Return the object of an answer that the engine ended with ``finish_reason``."""
         reason = _INCOMPLETE.get(finish_reason)
         return self.shown("incomplete" if reason else "completed", output, usage, reason=reason)
 
 
 def cut_short(finish_reason: str) -> bool:
-    """Return whether the engine ended an answer before the model did."""
+    """Return whether an answer was ended before the model ended it."""
     return finish_reason in _INCOMPLETE
 
 
 def shown_usage(usage: Usage) -> Json:
-    """Write token counts as responses do: all details are there."""
+    """Return token counts in the form of responses, with all details."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
@@ -216,7 +216,7 @@ def shown_usage(usage: Usage) -> Json:
 
 
 def shown_error(failure: Failure) -> Json:
-    """Write a failure as a response's error, whose codes are few."""
+    """Return a failure as the ``error`` of a response, which has only three codes."""
     limited = failure.status == 429
     code = "rate_limit_exceeded" if limited else "server_error"
     return {"code": "invalid_prompt" if failure.status == 400 else code, "message": failure.message}
@@ -238,12 +238,12 @@ def _text(fields: ResponseFields) -> Json:
 
 
 def _written(echo: object) -> msgspec.Raw:
-    """Write what may be large: parsed, it would take many times as much during the turn."""
+    """Encode fields that may be large: as objects they would take many times the memory."""
     return msgspec.Raw(msgspec.json.encode(echo))
 
 
 def _tool(tool: Json) -> Json:
-    """Echo a tool; of a function all fields are there."""
+    """Return a tool as the response repeats it; a function's missing fields are null."""
     if tool.get("type") != "function":
         return tool
     return {"description": None, "parameters": None, "strict": None, **tool}

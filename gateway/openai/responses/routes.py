@@ -48,10 +48,10 @@ from gateway.turns import Operation, Translate, Translated, accept
 
 router = new_router()
 _ONE = "/v1/responses/{response_id}"
-_REPLAYED = 4  # times that a response is in its events: begun, in progress, in pieces, whole
+_REPLAYED = 4  # times that its events repeat a response: created, in progress, deltas, completed
 RESPONSES = StoredKind("response", "Response with id", "response")
 _EVENTS = {"output_text": "response.output_text", "reasoning_text": "response.reasoning_text"}
-# The field of a call that a model writes, and the event that reports it.
+# The field with the text of a call that a model writes, and the event for it.
 _WRITTEN = {
     "function_call": ("arguments", "response.function_call_arguments"),
     "custom_tool_call": ("input", "response.custom_tool_call_input"),
@@ -74,7 +74,7 @@ def _translate(
     made = translation(fields, asked, context, image_support, stores)
     keep = None
     if stores or fields.conversation_id:
-        # Written here: parsed, it would take many times as much while the engine computes.
+        # Encoded now: as objects they would take many times the memory while the engine computes.
         turn = KeptTurn(fields.conversation_id, fields.stores, rows_of(full_items(context.own)))
         keep = partial(_keep, gateway, turn, made.answer)
     return Translated(made.chat, made.answer, keep, made.skipped, asked_seconds(asked))
@@ -94,7 +94,7 @@ async def _keep(
 
 
 def _check_early(model: ServedModel, asked: Json) -> None:
-    checked(asked, ResponseFields)  # the rest needs what is stored
+    checked(asked, ResponseFields)  # further checks need the stored items
 
 
 def _failed(failure: Failure) -> bytes:
@@ -119,7 +119,7 @@ async def create_response(request: Request) -> Response:
 
 @router.get(_ONE)
 async def show_response(request: Request) -> Response:
-    """Show a stored response; ``stream`` as events, those after ``starting_after``."""
+    """Show a stored response; with ``stream``, its events after number ``starting_after``."""
     body = await RESPONSES.body(request)
     if request.query_params.get("stream", "").lower() != "true":
         return json_response(body)
@@ -144,13 +144,13 @@ async def delete_response(request: Request) -> Response:
 
 @router.get(_ONE + "/input_items")
 async def list_input_items(request: Request) -> Response:
-    """List the items that a stored response was asked with, its own turn's."""
+    """List the input items of a stored response, without those of earlier turns."""
     return await RESPONSES.list_items(request, ascending=False)
 
 
 @router.post(_ONE + "/cancel")
 async def cancel_response(request: Request) -> Response:
-    """Refuse: only background responses can be cancelled, and there are none here."""
+    """Refuse: only background responses can be cancelled, and this server makes none."""
     gateway = gateway_of(request)
     await RESPONSES.require(request)
     await read_json_body(request, gateway.config)
@@ -160,7 +160,7 @@ async def cancel_response(request: Request) -> Response:
 
 
 def replayed(response: Json) -> Iterator[Json]:
-    """Yield the events of a stored response, without their numbers."""
+    """Yield the events of a stored response, without sequence numbers."""
     none_yet: Json = {"output": [], "usage": None, "completed_at": None, "incomplete_details": None}
     begun = {**response, **none_yet, "status": "in_progress"}
     for kind in ("response.created", "response.in_progress"):
@@ -209,10 +209,10 @@ def _part_events(index: int, item: Json) -> Iterator[Json]:
 @router.post("/v1/responses/input_tokens", openapi_extra=takes(ResponseFields))
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a request's whole input; nothing is answered or stored."""
-    model, question = await _question(request)  # what was parsed is gone while the engine works
+    model, question = await _question(request)  # the parsed body is freed before the engine works
     try:
         count = await prompt_tokens(request, model, question)
-    except InvalidRequest as error:  # the engine's words are of a chat
+    except InvalidRequest as error:  # the engine names a chat's field
         raise InvalidRequest(error.message, "input", error.code, error.status) from error
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -223,8 +223,8 @@ async def compact_conversation(request: Request) -> Response:
     charged_caller(request)
     await read_json_body(request, gateway_of(request).config)
     message = (
-        "Conversations are not compacted here: ask for a summary in a response, and begin a new"
-        " conversation with it."
+        "This server does not compact conversations: ask for a summary in a response, and begin a"
+        " new conversation with it."
     )
     raise InvalidRequest(message, None, "not_supported", 404)
 

@@ -1,4 +1,4 @@
-"""Makes a chat of a request for a response, and a response of the chat's answer."""
+"""Translates a request for a response into a chat, and the chat's answer into a response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gateway.relay.answer import AnswerChoice, AnswerFormat, TranslatedStream, r
 from gateway.watch.requests import Usage
 
 _encode = msgspec.json.Encoder().encode
-# Fields of the chat that a response is made of, and the client's names for them.
+# Fields of the chat, and the client's names for them.
 RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -29,8 +29,8 @@ RENAMED = {
     "reasoning_effort": "reasoning.effort",
     "logprobs": "top_logprobs",
 }
-# Taken as they are: a chat has them under the same name. Those after the first line are not
-# OpenAI's, but engines and their users know them.
+# Fields with the same name and meaning in a chat. Those after the first line are not in OpenAI's
+# Responses, but engines and their users know them.
 _SAME = (
     *("temperature", "top_p", "metadata"),
     *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
@@ -45,7 +45,7 @@ class EventWriter:
         self._number = 0
 
     def write(self, events: Iterable[Json], after: int = -1) -> bytes:
-        """Write events as they go out; those with numbers up to ``after`` are only counted."""
+        """Number events and return their bytes, without those whose number is at most ``after``."""
         lines = []
         for event in events:
             event["sequence_number"] = self._number
@@ -55,7 +55,7 @@ class EventWriter:
         return b"".join(lines)
 
     def write_again(self, events: Collection[Json]) -> bytes:
-        """Write the last events anew, with the numbers that they had."""
+        """Return the bytes of the last events again, after a change, with the same numbers."""
         self._number -= len(events)
         return self.write(events)
 
@@ -63,7 +63,7 @@ class EventWriter:
 class ResponseEvents(TranslatedStream):
     """Translates one stream.
 
-    After ``ending`` the whole response is there as ``response``, unless it failed.
+    After ``ending``, ``response`` has the whole response, unless that failed.
     """
 
     def __init__(self, draft: Draft, output: Output) -> None:
@@ -82,7 +82,7 @@ class ResponseEvents(TranslatedStream):
         return self._writer.write({"type": kind, "response": shown} for kind in kinds)
 
     def ending(self, failure: Failure | None) -> bytes:
-        if self._error is not None:  # says more than that the stream broke off after it
+        if self._error is not None:  # it says more than the failure that the stream broke off
             failure = Failure(502, self._error, None, "engine")
         if failure is not None:
             failed = self._draft.shown(
@@ -96,7 +96,7 @@ class ResponseEvents(TranslatedStream):
         return self._writer.write(self._ending)
 
     def unstored(self) -> bytes:
-        """Return the end anew, of a response that could not be stored."""
+        """Return the last events again, with ``store`` false: the response was not stored."""
         assert self.response is not None
         self.response["store"] = False
         return self._writer.write_again(self._ending)
@@ -115,7 +115,7 @@ class ResponseEvents(TranslatedStream):
 
 
 def renamed(param: str | None) -> str | None:
-    """Return the client's name of a chat's field; what it is inside the field is left out."""
+    """Return the client's name of a chat's field, without a path inside it, except for tools."""
     if param is None:
         return None
     field = param.partition("[")[0].partition(".")[0]
@@ -125,7 +125,7 @@ def renamed(param: str | None) -> str | None:
 
 
 def _in_own_words(message: str, param: str | None) -> tuple[str, str | None]:
-    """Return an error's message and field with the client's name of the field."""
+    """Return an error's message and field, with the chat's field in the client's words."""
     theirs = renamed(param)
     if theirs and param and message.startswith(param):
         message = theirs + message.removeprefix(param)
@@ -143,11 +143,11 @@ class ResponseAnswer(AnswerFormat):
 
     @property
     def response(self) -> Json | None:
-        """The whole response; None as long as it is not, and if it failed."""
+        """The whole response; None until it is complete, and if it failed."""
         return self._events.response if self._events else self._whole
 
     def unstored(self) -> bytes:
-        """Return the whole answer, or its last events, anew: it could not be stored."""
+        """Return the whole answer, or its last events, again, with ``store`` false."""
         if self._events is not None:
             return self._events.unstored()
         assert self._whole is not None
@@ -164,7 +164,7 @@ class ResponseAnswer(AnswerFormat):
         reason = choice.finish_reason or ""
         output = Output(self._customs)
         for _ in output.add(choice.part, choice.scores):
-            pass  # the client gets no steps
+            pass  # without streaming the events are not sent
         for _ in output.close(whole=not cut_short(reason)):
             pass
         self._whole = self._draft.finished(output.items, said.usage, reason)
@@ -176,7 +176,7 @@ class ResponseAnswer(AnswerFormat):
 
 
 class Translation(NamedTuple):
-    """A request for a response as a chat, and who writes its answer."""
+    """A request that was translated into a chat, and the writer of its answer."""
 
     chat: Json
     answer: ResponseAnswer
@@ -190,16 +190,16 @@ def translation(
     image_support: ImageSupport,
     stores: bool = False,
 ) -> Translation:
-    """Translate a request.
+    """Translate a request into a chat.
 
     Args:
-        asked: the body, for fields that a chat has, too.
-        context: the items of the turns before, and the request's own.
-        image_support: which images are taken.
-        stores: the response will be stored.
+        asked: the body, from which fields with the same name in a chat are copied.
+        context: the items of earlier turns, and the request's own.
+        image_support: the kinds of images that the engine takes.
+        stores: whether the response will be stored.
 
     Raises:
-        InvalidRequest: it cannot be served; names the client's field.
+        InvalidRequest: the request cannot be served; the error names the client's field.
     """
     writer = MessageWriter(image_support)
     writer.add_all(context.past.items, "conversation")
@@ -222,7 +222,7 @@ def translation(
 
 
 def validate(chat: Json, image_support: ImageSupport) -> ChatRequest:
-    """Check the chat. Raises ``InvalidRequest``, which names the client's fields."""
+    """Validate the chat. Raises ``InvalidRequest`` with the client's name of the field."""
     try:
         return validate_chat(chat, image_support)
     except InvalidRequest as error:
@@ -232,7 +232,7 @@ def validate(chat: Json, image_support: ImageSupport) -> ChatRequest:
 
 def _messages(fields: ResponseFields, writer: MessageWriter) -> list[Json]:
     said = writer.messages()
-    if all(x["role"] == "system" for x in said):  # a probe; templates want a message to answer
+    if all(x["role"] == "system" for x in said):  # templates require a user's message
         said = [*said, {"role": "user", "content": ""}]
     first = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     return first + said

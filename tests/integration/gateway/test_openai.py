@@ -130,5 +130,5 @@ def test_compaction_is_refused_in_words(client: openai.OpenAI) -> None:
         client.responses.compact(model=MODEL, previous_response_id=first.id)
     assert caught.value.code == "not_supported"
     item: Any = {"type": "compaction", "encrypted_content": "AAAA"}
-    with pytest.raises(openai.BadRequestError, match="nothing is compacted here"):
+    with pytest.raises(openai.BadRequestError, match="not supported here; send a summary"):
         client.responses.create(model=MODEL, input=[item])

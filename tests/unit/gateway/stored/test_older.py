@@ -184,7 +184,7 @@ def test_a_mark_that_cannot_be_made_is_said_and_tried_again(path, tmp_path, capl
     mark = in_the_way / "stored.sealed"
     table = SqliteTable(path, LIMITS, lambda: 2e9)
     bring_over(table, KEY_OF, mark)
-    assert "would still be believed" in caplog.text
+    assert "is still trusted" in caplog.text
     assert shown(ObjectStore(table, KEY_OF).of("a"), "resp_1", "response") == FIRST
     in_the_way.unlink()
     bring_over(table, KEY_OF, mark)

@@ -88,7 +88,7 @@ def test_a_damaged_file_that_stays_in_the_way_is_tried_again(tmp_path, monkeypat
 
     with monkeypatch.context() as full:
         full.setattr(Path, "replace", refused)
-        with pytest.raises(StoreFailed, match="in the way"):
+        with pytest.raises(StoreFailed, match="cannot be moved"):
             wrecked()
     assert shown(objects, "1") is not None
     with pytest.raises(StoreFailed):

@@ -151,7 +151,7 @@ async def test_values_are_counted_before_they_are_parsed(stored: Stored) -> None
         assert (await app.post(f"/v1/conversations/{id}/items", items)).status == 200
     reply = await respond(app, conversation=id)
     assert (reply.status, reply.error["code"]) == (400, "too_many_values")
-    assert "goes on from" in reply.error["message"]
+    assert "history that the request continues" in reply.error["message"]
 
 
 def nested(depth: int) -> Any:
