@@ -1,6 +1,6 @@
 """``python -m engines.mlx_worker``: the engine's process.
 
-It reads its settings from standard input, serves on two sockets, and leaves when its input ends.
+It reads its settings from standard input, serves on two sockets, and exits when its input ends.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from engines.wire import CodecReport, TemplateRules, Welcome
 
 logger = logging.getLogger("engines.mlx_worker")
 
-# The gateway waits so long after it ended our input: time to save, sync and leave.
+# Limit for saving at the end; less than the gateway waits for this process to exit.
 FLUSH_S: Final = 20.0
-# The machine may have these again in a moment: files, room, memory. To start again can help.
+# Errors of a machine that is short of files, disk space or memory; a restart may succeed.
 _PASSING: Final = frozenset(
     {
         *(errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT),
@@ -53,31 +53,31 @@ def main() -> None:
     try:
         with held(Path(config.runtime_dir), lifeline.gateway_died):
             asyncio.run(serve(config, lifeline))
-    except CannotServe as error:  # what the operator can change
+    except CannotServe as error:  # something that the operator can change
         reason = " ".join(str(error).split())
         logger.error("%s cannot be served: %s", config.served_model_name, reason)
         raise SystemExit(WRONG_SETTINGS) from error
-    except Exception as error:  # the edge of this process: its log gets one line of it
-        logger.exception("a defect of the engine")
+    except Exception as error:  # the process's edge: log the error and exit
+        logger.exception("the engine ended with an unexpected error")
         raise SystemExit(1) from error
 
 
 async def start(owner: Owner) -> None:
-    """Start the owner.
+    """Start the owner thread.
 
     Raises:
-        CannotServe: something is wrong that stays until a person changes it.
-        OSError: something is missing that may come back.
+        CannotServe: it cannot start until the operator changes something.
+        OSError: the machine is short of files, disk space or memory; a restart may succeed.
     """
     try:
         await owner.start()
     except (OSError, ValueError) as error:
-        if _passes(error):
+        if _may_pass(error):
             raise
         raise CannotServe(str(error)) from error
 
 
-def _passes(error: Exception) -> bool:
+def _may_pass(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
@@ -86,13 +86,13 @@ def load(config: WorkerConfig) -> LoadedModel:
 
     Raises:
         CannotServe: it cannot be loaded; the message suggests a remedy.
-        OSError: something is missing that may come back.
+        OSError: the machine is short of files, disk space or memory; a restart may succeed.
     """
     path = config.model_path
     try:
         return load_model(path, config.engine.dtype)
     except Exception as error:  # third-party files can break a loader in any way
-        if _passes(error):
+        if _may_pass(error):
             raise
         if not Path(path).exists():
             raise CannotServe(
@@ -100,7 +100,7 @@ def load(config: WorkerConfig) -> LoadedModel:
                 f" give --model a local folder ({error})"
             ) from error
         raise CannotServe(
-            f"{path} cannot be loaded; is it whole, and of a kind that mlx_lm knows?"
+            f"{path} cannot be loaded; is it complete, and of a kind that mlx_lm supports?"
             f" ({type(error).__name__}: {error})"
         ) from error
 
@@ -143,13 +143,13 @@ async def _serve_until(
     owner.on_change = notifier.receive
     if store := owner.store:
         store.listen(verbs.store_changed)
-        # A measurement takes times, which this would spoil.
+        # Packing stored blobs again would distort the times that a measurement takes.
         store.pack_when(lambda: owner.is_quiet and measuring.has_verdict)
     http = _HttpServer(_http_config(owner, config))
     listener = _listener(folder / "http.sock")
     serving = asyncio.create_task(http.serve([listener]), name="http")
     notifying = asyncio.create_task(notifier.run(), name="notices")
-    # Last: once the gateway gets a welcome, everything else is there.
+    # Last, since all else must be ready once the gateway gets a welcome.
     control_socket = await control.serve(f"unix:{folder}/control.sock")
     facts = owner.facts
     logger.info("serving %s, context %d tokens", facts.name, facts.max_context)
@@ -162,7 +162,7 @@ async def _serve_until(
     control_socket.close()
     control.close()
     http.should_exit = True
-    await owner.close()  # ends the answers that are being streamed, so that http can leave
+    await owner.close()  # ends the streams, for which the HTTP server waits
     await serving
     notifying.cancel()
     await asyncio.wait([notifying])
@@ -171,7 +171,7 @@ async def _serve_until(
 
 
 async def _first(*events: asyncio.Event) -> None:
-    """Wait until one of them is set."""
+    """Wait until one of the events is set."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -179,7 +179,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: see ``lifeline``."""
+    """uvicorn without its own signal handlers, since ``Lifeline`` handles SIGTERM."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
@@ -191,14 +191,14 @@ def _http_config(owner: Owner, config: WorkerConfig) -> uvicorn.Config:
         create_app(owner, owner.loaded.tokenizer, config, embedder=embedder),
         log_config=None,
         access_log=False,
-        # Above the gateway's own idle limit: it must be the one that closes a connection.
+        # Longer than the gateway's idle limit, so that the gateway closes an idle connection.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )
 
 
 def _listener(path: Path) -> socket.socket:
-    """A unix socket of our own: uvicorn would open its socket to everybody."""
+    """Return a listening unix socket for this user only; uvicorn's own would be open to all."""
     listener = private_socket(path)
     listener.listen(1024)
     listener.setblocking(False)
@@ -206,7 +206,7 @@ def _listener(path: Path) -> socket.socket:
 
 
 def _welcome(owner: Owner, config: WorkerConfig, codec: CodecReport, can_measure: bool) -> Welcome:
-    """The engine's account of itself; ``codec`` is that of the moment."""
+    """Return the welcome with which the engine describes itself; ``codec`` is the current one."""
     facts, tokenizer, rules = owner.facts, owner.loaded.tokenizer, TemplateRules()
     if tokenizer.has_chat_template:
         render = tokenizer.apply_chat_template

@@ -1,8 +1,8 @@
 """The engine's end of the control connection: the gateway's verbs, reports and notices.
 
-Verbs run on the event loop. What touches hot KV is a short command to the owner thread; what may
-wait for a disk or a network runs on a thread of its own. Nothing here holds up a running sequence.
-Reports are safe on any thread, and may wait for a tier.
+Verbs run on the event loop. They change hot KV by short commands to the owner thread, and use
+other threads for work that may wait for a disk or a network. So no verb delays a running sequence.
+Reports may be made on any thread, and may wait for a tier.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kvstore.stats import StoreStats
 
 logger = logging.getLogger(__name__)
 _Changes: TypeAlias = dict[tuple[str, str, Cause], tuple[SessionRef, str]]
-# How long a demote waits for a save that is on its way before the gateway is to ask again.
+# Seconds that a demote waits for a running save; after that the gateway has to ask again.
 SAVE_WAIT_S: Final = 5.0
-# How long a prefetch may take before the caller gets an answer without it.
+# Seconds that a prefetch may take before the caller gets an answer without it.
 WAKE_WAIT_S: Final = 60.0
 _NO_STORE: Final = StoreStats(
     counters={}, save_queue_bytes=0, write_queue_bytes={}, num_sessions=0, tiers=[]
@@ -49,24 +49,24 @@ _NO_STORE: Final = StoreStats(
 
 
 class SessionReports:
-    """Writes reports from the hot sessions and from the store's records."""
+    """Makes reports from the hot sessions and from the store's records."""
 
     def __init__(
         self, owner: Owner, measuring: Callable[[CodecReport], CodecReport] = lambda report: report
     ) -> None:
-        """``measuring`` adds what is to be said of a measurement of the model."""
+        """``measuring`` adds the state of a measurement to a codec report."""
         self._owner = owner
         self._measuring = measuring
         self._hot = owner.batching.hot_cache.sessions
         self._store = owner.store
 
     def session(self, session: SessionRef) -> SessionReport | None:
-        """The report on one session; None if neither the engine nor the store knows it."""
+        """Return the report on a session; None if neither the engine nor the store knows it."""
         record = self._store.record(session) if self._store else None
         return self._report(session.name, record)
 
     def sessions(self) -> list[SessionReport]:
-        """The reports on all sessions, hot and cold. Blocks until those on Redis are known."""
+        """Return the reports on all sessions, hot and cold; waits until those on Redis are read."""
         found = self._store.records() if self._store else []
         records = {(x.tenant, x.id): x for x in found}
         keys = dict.fromkeys([*records, *(x.key for x in self._hot.all()), *self._hot.busy()])
@@ -99,11 +99,11 @@ class SessionReports:
     # ---- the engine
 
     def engine(self) -> EngineReport:
-        """The report on the engine: memory in use, queues, tiers, counts since the start."""
+        """Return the report on the engine: memory, queues, tiers, counters since the start."""
         owner, batching = self._owner, self._owner.batching
         store = self._store.stats() if self._store else _NO_STORE
         active, measured = mx.get_active_memory(), owner.held.nbytes if owner.held else 0
-        # Misses are those that were reported to clients; the store counts look-ups.
+        # Report the misses of turns, not those of the store, which counts look-ups.
         stored = {x: n for x, n in store.counters.items() if not x.startswith("misses.")}
         return EngineReport(
             hot_bytes=max(0, active - owner.weight_bytes - measured),
@@ -122,14 +122,14 @@ class SessionReports:
         )
 
     def codec(self) -> CodecReport:
-        """The report on the codecs that pack cold KV."""
+        """Return the report on the codec that packs cold KV."""
         if (codecs := self._owner.codecs) is not None:
             return self._measuring(codecs.report)
         return CodecReport(name="none", why=self._owner.facts.hibernation_reason)
 
 
 class Notifier:
-    """Turns changes of sessions into notices. Changes that come close together share a report."""
+    """Turns changes of sessions into notices; equal changes in quick succession are merged."""
 
     def __init__(
         self,
@@ -145,9 +145,9 @@ class Notifier:
         self._changed = asyncio.Event()
 
     def receive(self, cause: Cause, session: SessionRef, why: str = "") -> None:
-        """Note a change. Called on the event loop."""
+        """Queue a change. Called on the event loop."""
         change = (session.tenant, session.id, cause)
-        self._changes.pop(change, None)  # the latest of its kind, in its place in time
+        self._changes.pop(change, None)  # keep only the latest, in the order of time
         self._changes[change] = session, why
         self._changed.set()
 
@@ -159,8 +159,8 @@ class Notifier:
             changes, self._changes = self._changes, {}
             try:
                 await self._send(changes)
-            except Exception:  # the edge of this task: later notices matter more than this one
-                logger.exception("a notice could not be written")
+            except Exception:  # the edge of this task: one failure must not stop later notices
+                logger.exception("a notice could not be sent")
 
     async def _send(self, changes: _Changes) -> None:
         for (_, _, cause), (session, why) in changes.items():
@@ -171,7 +171,7 @@ class Notifier:
 
 
 class MlxVerbs:
-    """The verbs of ``engines.host.control_server``. Belongs to the event loop."""
+    """The ``SessionVerbs`` of this engine; belongs to the event loop."""
 
     def __init__(
         self,
@@ -195,9 +195,9 @@ class MlxVerbs:
         return await asyncio.to_thread(self._reports.engine)
 
     async def adopt(self) -> CodecReport:
-        """Take over new codecs, if a measurement found some.
+        """Adopt the codecs that a measurement has chosen, and return the report.
 
-        KV that was saved before stays readable; a save that is under way ends as it began.
+        KV that was saved before stays readable; a running save ends with the old codec.
         """
         codecs, store = self._owner.codecs, self._owner.store
         if codecs and store:
@@ -205,18 +205,18 @@ class MlxVerbs:
         return self._reports.codec()
 
     async def measure(self, order: CalibrationOrder | None) -> CodecReport:
-        """Begin to measure what the codecs cost this model, in idle moments."""
+        """Begin to measure the codecs' cost on this model, in idle moments; return the report."""
         self._begin_to_measure(order)
         codec = self._reports.codec()
         return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
-        """Hold tenants to bytes of the tiers; see ``engines.wire.LimitTenants``."""
+        """Limit tenants to bytes of the tiers; see ``engines.wire.LimitTenants``."""
         store = self._owner.store
         return TenantUses(await asyncio.to_thread(store.limit_tenants, tiers) if store else {})
 
     async def demote(self, session: SessionRef, tier: TierName | None) -> Done:
-        """Drop the hot copy once there is a cold one; ``tier`` also moves the cold copy down."""
+        """Drop the hot copy once there is a cold one; see ``engines.wire.Demote``."""
         store = self._owner.store
         kept: KeptReason | None = await self._cool(session) if store else "disabled"
         if not kept and store and tier:
@@ -224,18 +224,18 @@ class MlxVerbs:
         return Done(await self.report(session), kept)
 
     async def _cool(self, session: SessionRef) -> KeptReason | None:
-        """Drop the hot copy. Returns why it is still there, None if it is not."""
+        """Drop the hot copy; return why it is still there, or None if it is not."""
         key = session.name
-        # On the owner thread, because a turn whose end the client has just seen ends there.
+        # On the owner thread, where a turn ends whose end the client may have seen already.
         hot = await self._owner.call(lambda: self._candidate(key))
         if hot is None or isinstance(hot, str):
             return hot
-        # wait(), because its time limit does not cancel the save.
+        # asyncio.wait() does not cancel the save at its timeout.
         await asyncio.wait([asyncio.wrap_future(hot.saved)], timeout=SAVE_WAIT_S)
         return await self._owner.call(lambda: self._drop(hot))
 
     def _candidate(self, key: SessionName) -> HotSession | KeptReason | None:
-        """The hot session, which may go once it is saved; or why it may not; None = not hot."""
+        """Return the hot session to drop once it is saved, or why it must stay; None = not hot."""
         if self._hot.is_busy(key):
             return "busy"
         if self._hot.is_pinned(key):
@@ -245,7 +245,7 @@ class MlxVerbs:
         return hot
 
     def _drop(self, hot: HotSession) -> KeptReason | None:
-        """Drop it unless something changed. On the owner thread, so nothing comes in between."""
+        """Drop the session if it has not changed; return why it stays. On the owner thread."""
         if self._hot.is_busy(hot.key) or self._hot.get(hot.key) is not hot:
             return "busy"
         if not hot.is_saved:
@@ -254,7 +254,7 @@ class MlxVerbs:
         return None
 
     async def prefetch(self, session: SessionRef) -> Done:
-        """Make the session hot, as far as there is room, and report on it."""
+        """Make the session hot, if there is room, and report on it."""
         admission, woken = self._owner.batching.admission, Future[None]()
         begin = partial(admission.prefetch, session, partial(woken.set_result, None))
         if await self._owner.call(begin):
@@ -270,7 +270,7 @@ class MlxVerbs:
         self._hot.pin(key, pinned)
         if store:
             await asyncio.to_thread(store.pin, session, pinned)
-        self._hot.pin(key, pinned)  # a restore may have brought the record's older pin
+        self._hot.pin(key, pinned)  # again: a restore may have set the pin of the older record
         return Done(await self.report(session))
 
     async def pin_saved(self, session: SessionRef) -> None:
@@ -286,15 +286,15 @@ class MlxVerbs:
             return
         key = session.name
         if self._hot.get(key) is None and not self._hot.is_busy(key):
-            self._hot.pin(key, False)  # nothing is left that the pin could hold
+            self._hot.pin(key, False)  # neither copy is left to be pinned
         self._owner.notify("lost", session, notice.why)
 
     async def forget(self, session: SessionRef) -> Done:
-        """Remove a session from memory and every tier. A running turn goes on and is not kept."""
+        """Remove a session from memory and all tiers; a running turn goes on, but is not kept."""
         key = session.name
         await self._owner.call(lambda: self._owner.batching.forget(key))
         if store := self._owner.store:
             await asyncio.to_thread(store.forget, session)
-            # A prefetch may have begun meanwhile, and read what the store had not removed yet.
+            # A prefetch that began meanwhile may have read KV that the store then removed.
             await self._owner.call(lambda: self._owner.batching.forget(key))
         return Done(await self.report(session))

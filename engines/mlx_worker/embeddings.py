@@ -1,10 +1,10 @@
-"""Embeddings of the served model: its hidden states, pooled; one text at a time, step by step.
+"""Embeddings of the served model: its pooled hidden states, one text at a time, step by step.
 
-The model runs without its head, on the owner thread. Requests take turns with their texts. A step
-stands between two rounds of the batches, so answers go on meanwhile, and takes no longer than a
-chunk of a prefill may beside them. After a step the engine is theirs for as long as it took. A text
-of several steps holds KV, which counts in no budget: one that is longer than the longest step
-begins only when no request lacks memory or waits.
+The model runs without its head, on the owner thread. Requests take turns, text by text. A step runs
+between two rounds of the batches, so answers continue, and takes no longer than a prefill's chunk
+beside them may. After a step, the answers get as much time as the step took. A text of several
+steps holds KV outside of the memory budget, so it begins only when no request waits or lacks
+memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from engines.mlx_worker.prompt.request_planner import Planning
 from engines.openai.errors import InvalidRequest, context_too_long
 from engines.openai.requests import MAX_EMBEDDED_TOKENS, EmbeddingsRequest
 
-MAX_VALUES: Final = 4 << 20  # of one answer; as JSON a value has some 20 bytes
+MAX_VALUES: Final = 4 << 20  # numbers in one answer; each takes some 20 bytes as JSON
 Vector: TypeAlias = npt.NDArray[np.float32]
 Pooling: TypeAlias = Literal["last", "mean", "first"]
 _MODES: dict[str, Pooling] = {
@@ -41,8 +41,8 @@ _MODES: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "first",
 }
-Piece: TypeAlias = list[str | list[int]]  # of the inputs
-PIECE_CHARS: Final = 1 << 16  # of texts that are tokenized together, some 50 ms
+Piece: TypeAlias = list[str | list[int]]  # some of a request's inputs
+PIECE_CHARS: Final = 1 << 16  # characters that are tokenized together, in some 50 ms
 T = TypeVar("T")
 MAX_WAITING: Final = 64  # requests
 LOOK_AGAIN_S: Final = 0.05
@@ -51,13 +51,13 @@ LOOK_AGAIN_S: Final = 0.05
 async def tokens_of(
     asked: EmbeddingsRequest, planning: Planning, vocabulary: Vocabulary, facts: ModelFacts
 ) -> list[list[int]]:
-    """Tokenize what is to be embedded, with the tokens that the tokenizer adds by itself.
+    """Return the token ids of each input, with the tokens that the tokenizer adds by itself.
 
-    It ends with the piece that exceeds a bound.
+    It stops at the first piece that exceeds a limit.
 
     Raises:
-        InvalidRequest: more tokens than may be embedded at once, a text that the context cannot
-            hold or that has no tokens, or an id outside the vocabulary.
+        InvalidRequest: there are more tokens than may be embedded at once, a text is empty or
+            longer than the context, or an id is outside the vocabulary.
     """
     check_texts(asked, vocabulary.max_token_chars, facts.max_context)
     encode = vocabulary.tokenizer.encode
@@ -79,7 +79,7 @@ def _encoded(encode: Callable[[str], Any], piece: Piece) -> list[list[int]]:
 
 
 def check_texts(asked: EmbeddingsRequest, max_token_chars: int, max_context: int) -> None:
-    """Refuse what cannot fit, before anything is tokenized. Raises ``InvalidRequest``."""
+    """Raise ``InvalidRequest`` for inputs that are surely too long, before any is tokenized."""
     least = [len(x) if isinstance(x, list) else len(x) // max_token_chars for x in asked.inputs]
     if sum(least) > MAX_EMBEDDED_TOKENS:
         raise _too_many_tokens()
@@ -88,7 +88,7 @@ def check_texts(asked: EmbeddingsRequest, max_token_chars: int, max_context: int
 
 
 def pieces(inputs: Sequence[str | list[int]]) -> Iterator[Piece]:
-    """Cut a list of inputs into pieces of about ``PIECE_CHARS``; no input is cut."""
+    """Yield the inputs in pieces of about ``PIECE_CHARS``; no input is cut."""
     piece: Piece = []
     size = 0
     for one in inputs:
@@ -101,12 +101,12 @@ def pieces(inputs: Sequence[str | list[int]]) -> Iterator[Piece]:
 
 
 def _check_input(text: Sequence[int], facts: ModelFacts) -> None:
-    if not text:  # some texts are none to some tokenizers
+    if not text:  # some tokenizers make no tokens of some texts
         raise InvalidRequest("input: a text has no tokens", "input")
     if len(text) >= facts.max_context:
         raise context_too_long(facts.max_context, len(text), "input")
     if max(text) >= facts.vocab_size:
-        raise InvalidRequest("input: a token id is none of this model's", "input")
+        raise InvalidRequest("input: a token id is outside this model's vocabulary", "input")
 
 
 def _too_many_tokens() -> InvalidRequest:
@@ -114,10 +114,10 @@ def _too_many_tokens() -> InvalidRequest:
 
 
 def cut(vector: Vector, dimensions: int | None) -> Vector:
-    """Return the first ``dimensions`` values, all if that is None, as a vector of length 1.
+    """Return the first ``dimensions`` values (None = all), scaled to a vector of length 1.
 
     Raises:
-        InvalidRequest: there are not so many.
+        InvalidRequest: the vector has fewer values.
     """
     if dimensions is not None and dimensions > vector.size:
         message = f"dimensions: this model's vectors have {vector.size}"
@@ -128,14 +128,14 @@ def cut(vector: Vector, dimensions: int | None) -> Vector:
 
 
 def check_size(vector: Vector, num_inputs: int) -> None:
-    """Raise ``InvalidRequest`` if an answer of so many such vectors would be far too large."""
+    """Raise ``InvalidRequest`` if an answer with ``num_inputs`` such vectors is too large."""
     if vector.size * num_inputs > MAX_VALUES:
         most = MAX_VALUES // vector.size
         raise InvalidRequest(f"input: at most {most} inputs of this size at once", "input")
 
 
 def shown(asked: EmbeddingsRequest, vectors: Sequence[Vector], num_tokens: int) -> bytes:
-    """Write the answer: ``vectors`` are those of the inputs, of ``num_tokens`` tokens together."""
+    """Return the JSON answer with the inputs' vectors; ``num_tokens`` counts all inputs."""
     packed = asked.encoding_format == "base64"
     rows = [
         {
@@ -151,11 +151,11 @@ def shown(asked: EmbeddingsRequest, vectors: Sequence[Vector], num_tokens: int) 
 
 
 def pooling_of(folder: Path | None) -> Pooling:
-    """Return how a model's states become one vector.
+    """Return how a model's hidden states are pooled into one vector.
 
-    What its files say, as sentence-transformers writes them, goes first. Qwen's embedding models
-    are known by name, since copies of them often lack that file. Of a model that was made for
-    something else, all states say more than its last.
+    The model's sentence-transformers files decide, if there are any. Qwen's embedding models are
+    recognised by name, since copies of them often lack these files. For a model that was not made
+    for embeddings, the mean over all tokens works better than the last token.
     """
     if folder is None:
         return "mean"
@@ -165,15 +165,15 @@ def pooling_of(folder: Path | None) -> Pooling:
             if modes.get(name) is True:
                 return pooling
     except (OSError, ValueError, AttributeError):
-        pass  # no such file, or none that can be read
+        pass  # there is no such file, or it cannot be read
     return "last" if "qwen3-embedding" in str(folder).lower() else "mean"
 
 
 def inner_of(model: Any) -> Any | None:
-    """Return the part of a model that gives hidden states; None if it has none of the usual kind.
+    """Return the part of a model that gives hidden states; None if there is none of a usual kind.
 
-    mlx_lm's classes of decoders have it as ``model``, under a head; some have another such class
-    as their ``language_model``.
+    In mlx_lm's decoder classes it is the attribute ``model``; some wrap such a class in
+    ``language_model``.
     """
     for outer in (model, getattr(model, "language_model", None)):
         inner = getattr(outer, "model", None)
@@ -183,7 +183,7 @@ def inner_of(model: Any) -> Any | None:
 
 
 class HiddenStates:
-    """The states of one text, as far as it has been read."""
+    """The pooled hidden states of one text, as far as it has been fed."""
 
     def __init__(self, model: Any, inner: Any, pooling: Pooling) -> None:
         self._model = model
@@ -194,7 +194,7 @@ class HiddenStates:
         self._num_tokens = 0
 
     def feed(self, tokens: Sequence[int], *, last: bool) -> None:
-        """Read ``tokens``; ``last`` says that no more follow, so that no KV need be kept."""
+        """Feed ``tokens``; ``last`` means that none follow, so that no KV need be kept."""
         if self._caches is None and not last:
             self._caches = make_prompt_cache(self._model)
         states = self._inner(mx.array(list(tokens))[None], cache=self._caches)
@@ -214,7 +214,7 @@ class HiddenStates:
             mx.clear_cache()
 
     def pooled(self) -> Vector:
-        """Return the vector of all that was read; its length is not normalised."""
+        """Return the pooled vector of all tokens fed; its length is not normalised."""
         assert self._pooled is not None
         vector: Vector = np.array(self._pooled, dtype=np.float32)
         if self._pooling == "mean":
@@ -223,10 +223,11 @@ class HiddenStates:
 
 
 class Embedder:
-    """Embeds texts with the model of a started owner. Belongs to the event loop.
+    """Embeds texts with the model of a started owner; belongs to the event loop.
 
     Args:
-        wait_s: for how long a text waits until no request lacks memory.
+        step: most tokens of a step.
+        wait_s: longest wait of a long text until no request lacks memory, in seconds.
     """
 
     def __init__(
@@ -246,17 +247,18 @@ class Embedder:
         self._line = WorkLine(MAX_WAITING)
 
     def check(self) -> None:
-        """Raise ``InvalidRequest`` (404) if this model makes no embeddings."""
+        """Raise ``InvalidRequest`` (status 404) if this model cannot make embeddings."""
         if self._inner is None:
-            message = "This model makes no embeddings: its class keeps its hidden states to itself."
+            message = "This model makes no embeddings: its class gives no access to hidden states."
             raise InvalidRequest(message, "model", "not_supported", 404)
 
     async def embed(self, asked: EmbeddingsRequest, texts: Sequence[Sequence[int]]) -> list[Vector]:
-        """Embed texts; each vector has the length 1.
+        """Return one vector of length 1 for each text, fp32 (dimensions,).
 
         Raises:
-            InvalidRequest: more dimensions than the model has, or far too many values.
-            QueueFull: too many wait already, or there is no room for a long text.
+            InvalidRequest: the request asks for more dimensions than the model has, or the answer
+                would be too large.
+            QueueFull: too many requests wait already, or there is no memory for a long text.
         """
         vectors = []
         for text in texts:
@@ -278,7 +280,7 @@ class Embedder:
         return states.pooled()
 
     def _feed(self, states: HiddenStates, part: Sequence[int], last: bool) -> float:
-        """Do a step; return for how many seconds the engine is the answers' now."""
+        """Run a step; return the seconds to leave to the answers before the next one."""
         begin = self._clock()
         states.feed(part, last=last)
         took_s = self._clock() - begin

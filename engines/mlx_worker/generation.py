@@ -1,8 +1,8 @@
-"""Requests of the HTTP side to the owner thread, and the events that come back.
+"""The messages between the HTTP side and the owner thread: generations, and their events.
 
-The HTTP side turns a request into a ``Generation`` and reads ``Event``s from the
-``EventQueue`` that ``Owner.submit`` returns. Samplers and logits processors are opaque callables
-that the owner thread calls.
+The HTTP side turns a request into a ``Generation`` and reads ``Event``s from the ``EventQueue``
+that ``Owner.submit`` returns. The owner thread calls samplers and logits processors without knowing
+what they do.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True)
 class SequenceSampling:
-    """The way one of the ``n`` answers chooses its tokens.
+    """The sampler and logits processors of one of the ``n`` answers.
 
-    Never share a sampler or a processor between answers: they have state.
+    Samplers and processors have state, so two answers must not share one.
     """
 
     sampler: Sampler | None = None  # None = greedy
@@ -39,27 +39,26 @@ class SequenceSampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """A prompt, and how to answer it."""
+    """A prompt, and the settings for its answers."""
 
     prompt: Sequence[int] | np.ndarray  # at least one token; an array is int32
     sampling: Sequence[SequenceSampling]  # one for each answer
     max_tokens: int
-    # Token sequences that end an answer; the tokens that end it are delivered too.
+    # Token sequences that end an answer; they are delivered, too.
     stop_sequences: Sequence[tuple[int, ...]]
     session: SessionRef | None = None
-    # Positions in ``prompt`` where a later turn may come back to (end of the system prompt, and as
-    # the last one the end of the messages, before the generation marker). Models whose cache cannot
-    # be trimmed take a copy of their state at the first and the last.
+    # Positions in ``prompt`` that a later turn may return to: the end of the system prompt and, as
+    # the last one, the end of the messages before the generation prompt. If a model's cache cannot
+    # be trimmed, its state is copied at the first and the last.
     boundaries: Sequence[int] = ()
     top_logprobs: int | None = None  # None = no logprobs at all
 
 
 @dataclass(frozen=True)
 class PromptAdmitted:
-    """Always the first event: the prompt has its place in a batch.
+    """The first event of every generation: the prompt has its place in a batch.
 
-    It comes again if the prompt reuses something else in the end: the prompt whose beginning it
-    waited for ended early.
+    It comes again, with another outcome, if the prompt shared another's prefill that ended early.
     """
 
     cache: CacheOutcome
@@ -67,7 +66,7 @@ class PromptAdmitted:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """``done`` of the prompt's ``total`` tokens are in the cache."""
+    """The progress of a prefill: ``done`` of the prompt's ``total`` tokens are in the cache."""
 
     done: int
     total: int
@@ -85,7 +84,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of answer number ``index``. ``cancelled`` after ``stop_sequence``."""
+    """The last event of answer number ``index``; the reason is "cancelled" after ``stop``."""
 
     index: int
     reason: FinishReason
@@ -93,7 +92,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of all answers: the generation died (a defect in a processor, no memory)."""
+    """The last event of all answers: the generation failed, as by a processor's error."""
 
     message: str
 
@@ -109,19 +108,19 @@ class ModelFacts:
     max_context: int  # tokens, prompt and answer together
     vocab_size: int  # width of the logits
     hibernation: bool
-    hibernation_reason: str = ""  # why not
+    hibernation_reason: str = ""  # why ``hibernation`` is False
     usual_sampling: UsualSampling = UsualSampling()
 
 
 class EventQueue:
-    """The events of one generation. All but the constructor is the event loop's."""
+    """The events of one generation; all but the constructor belongs to the event loop."""
 
     def __init__(self, num_answers: int, stop: Callable[[int | None], None]) -> None:
         """``stop(index)`` asks the owner to end an answer, ``stop(None)`` all of them.
 
-        It is let go of as soon as there is nothing to stop: it holds the request, and the request
-        this queue. In that ring every prompt would stay until Python's next full collection,
-        which a process with many long-lived objects puts off for thousands of requests.
+        The reference to ``stop`` is dropped as soon as there is nothing to stop, since ``stop``
+        refers to the request and the request to this queue. That cycle would keep every prompt in
+        memory until Python's next full collection, which may be thousands of requests later.
         """
         self._num_open = num_answers
         self._stop = stop
@@ -133,7 +132,7 @@ class EventQueue:
         self._arrived.set()
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield events as they come; ends after the last answer's, or after ``Failed``."""
+        """Yield events as they come, until all answers have ended or the generation failed."""
         while self._num_open:
             await self._arrived.wait()
             self._arrived.clear()
@@ -148,11 +147,11 @@ class EventQueue:
                 yield event
 
     def stop(self, index: int) -> None:
-        """End one answer early (a stop string was seen); its slot is free before the next step."""
+        """End one answer early, at a stop string; its slot is free before the next step."""
         self._stop(index)
 
     def cancel(self) -> None:
-        """End all answers at once (the client went away); what was computed is still saved."""
+        """End all answers at once, as for a client that left; the computed KV is still saved."""
         self._stop(None)
         self._stop = _nothing
 
@@ -162,7 +161,7 @@ def _nothing(index: int | None) -> None:
 
 
 class EventBuffer:
-    """Collects events during one round, so that one hop to the event loop carries them all.
+    """Collects the events of a round, to hand them to the event loop in one call.
 
     Belongs to the owner thread.
     """
@@ -175,7 +174,7 @@ class EventBuffer:
         self._addressed.append((queue, event))
 
     def flush(self) -> None:
-        """Deliver what was collected, in its order."""
+        """Deliver the collected events, in order."""
         if self._addressed and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_deliver, self._addressed)
         self._addressed = []

@@ -1,14 +1,13 @@
-"""Holds answers to a grammar: JSON, a JSON schema, or calls of given functions.
+"""Makes answers obey a grammar: JSON, a JSON schema, or calls of given functions.
 
 A small schema can keep llguidance busy for minutes and take gigabytes (``multipleOf``, ``allOf``
-with patterns), its own limits notwithstanding. So each grammar is compiled in another process
-first, which ends when it takes too much or its client leaves (``host.grammar_trial``). What passes
-is little work, and compiled here, on a thread. What came of a text is
-remembered for its tenant, refusals too; for its tenant only, or times would reveal what schemas
-others use.
+with patterns) in spite of its own limits. So each grammar is first compiled in another process,
+which ends if it takes too much or its client leaves (``host.grammar_trial``). A grammar that passes
+takes little work, and is compiled here, on a thread. Results, refusals included, are cached per
+tenant: with a shared cache, response times would reveal other tenants' schemas.
 
-llguidance's verdict is applied as the last of an answer's logits processors. The end-of-text tokens
-are allowed only where the grammar accepts, and nothing else is allowed once it can take no more.
+llguidance's masks are applied as the last of an answer's logits processors. End-of-text tokens are
+allowed only where the grammar accepts, and only they are allowed once it is complete.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ MAX_SOURCE_CHARS: Final = 1 << 20
 MAX_WAITING: Final = 64  # requests
 MAX_KNOWN: Final = 64  # grammars
 MAX_KNOWN_BYTES: Final = 64 << 20
-# A grammar takes so much for a character of its text at least.
+# The least memory counted for a grammar, per character of its text.
 _BYTES_PER_CHAR: Final = 64
 _Key: TypeAlias = tuple[str, bytes]  # tenant, digest of the text
 
 
 class GrammarFailed(Exception):
-    """llguidance gave up in the middle of an answer: the grammar is too complex here."""
+    """llguidance failed with a grammar, in compiling it or in the middle of an answer."""
 
 
 class Grammar:
-    """A compiled grammar, from which each answer takes a matcher of its own."""
+    """A compiled grammar, of which each answer gets its own copy of the matcher."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
@@ -64,10 +63,10 @@ class Grammar:
 
     @classmethod
     def compile(cls, vocabulary: Vocabulary, text: str) -> Grammar:
-        """Compile a grammar that was tried out, see ``compiler``. Not on the event loop.
+        """Compile a grammar that has passed its trial. Not on the event loop.
 
         Raises:
-            GrammarFailed: it was not, or not well.
+            GrammarFailed: it cannot be compiled.
         """
         assert vocabulary.grammar is not None
         matcher = new_matcher(vocabulary.grammar, text)
@@ -76,35 +75,38 @@ class Grammar:
         return cls(matcher, vocabulary)
 
     def processor(self, prompt_tokens: int, after: tuple[int, ...] | None) -> GrammarProcessor:
-        """Make the processor of one answer.
+        """Return the logits processor of one answer.
 
-        ``after``: the grammar begins after these tokens (the end of thinking).
+        Args:
+            prompt_tokens: number of tokens of the prompt.
+            after: tokens after which the grammar begins (the end of reasoning); None = at once.
         """
         matcher = self._matcher.deep_copy()
         return GrammarProcessor(matcher, self._vocabulary.width, prompt_tokens, after)
 
 
 class GrammarProcessor:
-    """Logits processor of one answer; called on the owner thread only."""
+    """The logits processor of one answer; called on the owner thread only."""
 
     def __init__(
         self, matcher: LLMatcher, width: int, prompt_tokens: int, after: tuple[int, ...] | None
     ) -> None:
         self._matcher = matcher
-        self._seen = prompt_tokens  # tokens so far that are settled
-        # None once the grammar has begun.
+        self._seen = prompt_tokens  # tokens processed so far, the prompt included
+        # Finds the tokens after which the grammar begins; None once it has begun.
         self._opening = StopSequences([after]).matcher() if after else None
         self._bits = bitmasks.allocate_token_bitmask(1, width)
-        self._masks_s = 0.0  # beyond what is free
-        self.failure = ""  # why it gave up
+        self._masks_s = 0.0  # CPU seconds of masks beyond ``FREE_MASK_S`` each
+        self.failure = ""  # why the grammar failed; "" = it has not
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Return (1, vocab) logits with -inf for every token that may not come next.
 
-        ``tokens``: integers, (num_tokens,): the prompt and the answer so far.
+        Args:
+            tokens: integers (num_tokens,), the prompt and the answer so far.
 
         Raises:
-            GrammarFailed: the matcher gave up; the answer must not go on unchecked.
+            GrammarFailed: the matcher failed; the answer must not continue unchecked.
         """
         fresh: list[int] = np.array(tokens[self._seen :]).tolist()
         self._seen += len(fresh)
@@ -125,7 +127,7 @@ class GrammarProcessor:
             if self._opening.advance(token):
                 self._opening = None
         elif not self._matcher.is_stopped():
-            # The step after the last token is already under way when the answer ends.
+            # A step samples one token ahead, so one may follow the grammar's end.
             self._matcher.consume_token(token)
             self._check()
 
@@ -152,7 +154,7 @@ class _KnownGrammar(NamedTuple):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. Belongs to the event loop."""
+    """Compiles grammars for one model, and caches them; belongs to the event loop."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -162,11 +164,11 @@ class GrammarCompiler:
         self.trials = GrammarTrials(partial(_for_trials, vocabulary))
 
     async def of(self, tenant: str, wish: GrammarWish) -> Grammar:
-        """Compile a grammar, or find it among those of the tenant.
+        """Return the compiled grammar, from the tenant's cache if it is there.
 
         Raises:
-            InvalidRequest: a schema is wrong, or beyond what can be enforced. Names the field.
-            QueueFull: too many wait already, or none can be tried out now.
+            InvalidRequest: a schema is wrong or cannot be enforced; the error names the field.
+            QueueFull: too many requests wait already, or no trial is possible now.
         """
         source = await self._source(wish)
         key = tenant, hashlib.blake2b(source.text.encode()).digest()
@@ -178,7 +180,7 @@ class GrammarCompiler:
         return known.of()
 
     async def close(self) -> None:
-        """End the process that tries grammars out."""
+        """End the trial process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self.trials.close()
 
@@ -208,11 +210,11 @@ class GrammarCompiler:
 
 
 class _KnownGrammars:
-    """Remembers what came of the texts that were tried lately, within so many bytes."""
+    """An LRU cache of the results of recent trials, bounded in number and bytes."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[_Key, _KnownGrammar] = OrderedDict()  # used last is last
-        self._nbytes: Counter[str] = Counter()  # of each tenant
+        self._known: OrderedDict[_Key, _KnownGrammar] = OrderedDict()  # the latest used is last
+        self._nbytes: Counter[str] = Counter()  # by tenant
 
     def __len__(self) -> int:
         return len(self._known)
@@ -224,7 +226,7 @@ class _KnownGrammars:
         return found
 
     def add(self, key: _Key, known: _KnownGrammar) -> None:
-        """Remember it; if it is too much, the tenant with most forgets what it used longest ago."""
+        """Add a result; while over a limit, drop the oldest of the tenant that holds the most."""
         self._forget(key)
         self._known[key] = known
         self._nbytes[key[0]] += known.nbytes
@@ -245,7 +247,7 @@ class _KnownGrammars:
 def _written(vocabulary: Vocabulary, wish: GrammarWish) -> GrammarSource:
     if vocabulary.grammar is None:
         raise InvalidRequest(
-            "This model's tokenizer cannot be held to a grammar: drop response_format and "
+            "Grammars are not supported with this model's tokenizer: drop response_format and "
             "leave tool_choice at auto.",
             "tool_choice" if wish.param == "tools" else wish.param,
         )

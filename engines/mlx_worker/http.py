@@ -1,10 +1,11 @@
-"""Serves HTTP to the gateway: completions, embeddings, tokens of prompts.
+"""Serves HTTP to the gateway: completions, embeddings, tokenization.
 
-It stands on a unix socket and answers only who knows the token. A request was checked by the
-gateway. It is planned on a thread (``prompt/request_planner.py``), handed to the owner thread, and
-answered as its events arrive.
-The response's head is sent when the prompt has its place in a batch, since only then it is known
-how much of it was in the cache.
+It listens at a unix socket and requires the bearer token. The gateway has checked a request; here
+it is planned on a thread (``prompt/request_planner.py``), handed to the owner thread, and answered
+as its events arrive.
+
+The response's head is sent when the prompt has its place in a batch, since only then is it known
+how much of the prompt was cached.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 << 20
-# A body over this is parsed on a thread.
+# A larger body is parsed on a thread.
 LARGE_BODY_BYTES = 256 << 10
 _RETRY_AFTER_S = 1
-# No client reads a response to a closed connection; the number is nginx's.
+# nginx's status for a client that has closed the connection, which no client reads.
 _CLIENT_CLOSED = 499
-# Exceptions that have an answer of their own, and all others.
+# The exceptions that ``_refusal`` turns into responses; the last one stands for all others.
 _ANSWERED = (
     InvalidRequest,
     QueueFull,
@@ -104,9 +105,12 @@ def create_app(
     keepalive_s: float = KEEPALIVE_S,
     embedder: Embedder | None = None,
 ) -> Starlette:
-    """Make the app. ``owner`` must have started; it still runs when the app's lifespan ends.
+    """Return the app.
 
-    Without ``embedder`` there are no embeddings.
+    Args:
+        owner: must have started; it still runs when the app's lifespan ends.
+        keepalive_s: seconds between comments in a stream that sends nothing else.
+        embedder: None = the route of embeddings answers 404.
     """
     endpoints = Endpoints(owner, tokenizer, config, keepalive_s, embedder)
     return Starlette(
@@ -124,7 +128,7 @@ def create_app(
 
 
 class Endpoints:
-    """The endpoints, and the two threads on which they read and plan requests."""
+    """The endpoints, and the threads on which they parse bodies and plan requests."""
 
     def __init__(
         self,
@@ -141,10 +145,11 @@ class Endpoints:
         self._planner = RequestPlanner(self._vocabulary, owner.facts)
         self._tokens = PromptTokens(self._vocabulary, owner.facts)
         self._served = AnsweringModel(owner.facts.name, _fingerprint(config), self._vocabulary)
-        # First in the line of the prompts' thread: no one waits for it on the event loop later.
+        # The prompts' thread first builds the grammar vocabulary, so that it need not be built on
+        # the event loop later.
         self._planning = Planning(lambda: self._vocabulary.grammar)
         self._grammars = GrammarCompiler(self._vocabulary)
-        # Who sends a large body waits for no prompt.
+        # A thread of its own, so that large bodies do not wait for prompts.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="body")
 
     @asynccontextmanager
@@ -222,7 +227,10 @@ class Endpoints:
         return await while_client_stays(request.receive, planned)
 
     async def _read(self, request: Request, parse: Callable[[bytes], T]) -> tuple[T, int]:
-        """Read a body, and its size; a large one on a thread, or all streams would stall."""
+        """Return a request's parsed body, and the body's size in bytes.
+
+        A large body is parsed on a thread; on the event loop it would stall all streams.
+        """
         body = await read_body(request, MAX_BODY_BYTES)
         if len(body) <= LARGE_BODY_BYTES:
             return parse(body), len(body)
@@ -230,14 +238,14 @@ class Endpoints:
         return await reading, len(body)
 
     def _echo(self, asked: CompletionRequest) -> list[str]:
-        """The prompts as text, if they are to come back. On the prompts' thread."""
+        """Return the prompts as text if the request asks to echo them. On the prompts' thread."""
         decode = self._vocabulary.tokenizer.decode
         prompts = asked.prompts if asked.echo else []
         return [x if isinstance(x, str) else str(decode(x)) for x in prompts]
 
 
 async def _in_time(request: Request, reply: ReplyStream) -> None:
-    """Wait for a place in a batch. Raises ``QueueFull`` after the time that the gateway gave."""
+    """Wait for a place in a batch. Raises ``QueueFull`` after the gateway's time limit."""
     patience_s = patience_from(request.headers)
     try:
         async with asyncio.timeout(patience_s):
@@ -251,9 +259,9 @@ def _cache_headers(reply: ReplyStream, plan: RequestPlan) -> dict[str, str]:
 
 
 def _fingerprint(config: WorkerConfig) -> str:
-    """A string that changes when the same seed may give another answer.
+    """Return OpenAI's system fingerprint, which changes if the same seed may give another answer.
 
-    That is with other weights, another dtype or another version of the library.
+    It depends on the model's path, the dtype and the versions of the libraries.
     """
     parts = (config.model_path, config.engine.dtype, version("mlx"), version("mlx-lm"))
     return f"fp_{hashlib.blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
@@ -273,7 +281,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _error_event(error: Exception) -> dict[str, Any]:
-    """The last event of a stream that had begun before it failed."""
+    """Return the last event of a stream that fails after it has begun."""
     body, status = _refusal(error)
     if status >= 500:
         logger.error("a stream failed", exc_info=error)
@@ -281,7 +289,7 @@ def _error_event(error: Exception) -> dict[str, Any]:
 
 
 def _refusal(error: Exception) -> tuple[dict[str, Any], int]:
-    """Turn an exception into a body and a status; the one place where that is done."""
+    """Return the body and the status for an exception."""
     match error:
         case InvalidRequest():
             return error.body(), error.status

@@ -1,4 +1,4 @@
-"""Begins and ends the measurement of the model that this engine serves."""
+"""Starts and stops the measurement of the model that this engine serves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Measuring:
-    """The measurement, if one is needed. Its methods belong to the event loop."""
+    """The measurement of the served model, if one is needed.
+
+    Its methods belong to the event loop, except where a docstring says any thread.
+    """
 
     def __init__(self, owner: Owner, config: WorkerConfig) -> None:
         """Prepare for a started owner; nothing is measured before ``begin``."""
@@ -32,7 +35,7 @@ class Measuring:
         self._running: SelfMeasurement | None = None
 
     def with_progress(self, report: CodecReport) -> CodecReport:
-        """The report with the measurement's progress, and with its end. Any thread."""
+        """Return the report with the measurement's progress or end added. Any thread."""
         return self._running.with_progress(report) if self._running is not None else report
 
     @property
@@ -42,18 +45,18 @@ class Measuring:
 
     @property
     def has_verdict(self) -> bool:
-        """True unless a measurement runs whose verdict is awaited. Any thread."""
+        """False while a measurement runs that has no verdict yet. Any thread."""
         return not self.is_running or (self._running is not None and self._running.has_verdict)
 
     @property
     def possible(self) -> bool:
-        """True if this model can be measured here, whether it has to be or not."""
+        """True if this model can be measured here, whether or not it needs to be."""
         return (
             self._owner.codecs is not None and self._owner.held is not None and bool(self._folder)
         )
 
     def begin(self) -> None:
-        """Begin to measure what is not known yet of this model; says why if it cannot."""
+        """Start the measurement that the served codecs still need; log why if it is impossible."""
         codecs = self._owner.codecs
         if codecs is not None:
             codecs.compile_rest()
@@ -61,7 +64,7 @@ class Measuring:
             self._begin(codecs)
 
     def begin_again(self, order: CalibrationOrder | None = None) -> None:
-        """Begin to measure, also if that was done before, unless it is being done already.
+        """Start a measurement even if there was one before, unless one runs already.
 
         ``order``: see ``engines.wire.Measure``.
         """
@@ -75,7 +78,7 @@ class Measuring:
     def _begin(
         self, open_questions: ServedCodecs | None, order: CalibrationOrder | None = None
     ) -> None:
-        # Arithmetic of calibration, which a measured model's engine never needs.
+        # Imported here, since the engine of a model that was measured never needs it.
         from engines.calibration.self_measurement import SelfMeasurement
 
         config, data = self._config, self._folder
@@ -91,7 +94,7 @@ class Measuring:
             self._running.close()
         self._running = SelfMeasurement(
             wanted,
-            # No user waits beside an engine that was started to measure: its steps may be long.
+            # An engine that measures by order has no other users, so its steps may be long.
             partial(self._instrument, LARGEST if order is not None else 0),
             self._adopt,
             engine=f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}",
@@ -100,7 +103,7 @@ class Measuring:
         )
 
     async def close(self) -> None:
-        """End it; what it has found so far is kept. The owner closes after this."""
+        """Stop the measurement and keep its results so far; call it before ``Owner.close``."""
         if self._running is not None:
             self._running.close()
             self._owner.idle_steps.close()

@@ -1,8 +1,8 @@
-"""The one thread that touches mlx.
+"""The owner thread, the only one that uses mlx.
 
 mlx evaluates a lazy array only on the thread whose stream made it, so this thread loads the model,
-feeds prompts, steps the batches and turns KV into numpy. Everybody else hands it commands, and gets
-events, numbers or numpy views back. Between commands it runs ``batch.batch_loop``.
+feeds prompts, steps the batches and converts KV to numpy. Other threads post commands to it, and
+get events, numbers or numpy views back. Between commands it runs ``batch.batch_loop``.
 """
 
 from __future__ import annotations
@@ -46,22 +46,21 @@ from kvstore.store.cold_store import ColdStore
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Called on the owner thread once the model is loaded. Returns the store for its KV, or one sentence
-# that says why there is none.
+# Called on the owner thread once the model is loaded. Returns the store for the model's KV, or one
+# sentence that says why there is none.
 OpenStore: TypeAlias = Callable[[LoadedModel, CachePlan], OpenedStore | str]
-Listener: TypeAlias = Callable[[Cause, SessionRef, str], None]  # the last: why, or ""
-
-# So many requests may wait for each slot of the batch.
+Listener: TypeAlias = Callable[[Cause, SessionRef, str], None]  # the string: the reason, or ""
+# Requests that may wait for each slot of the batch.
 WAITING_PER_SLOT = 16
-# While a prompt waits for room and nothing runs, look again after this long.
+# Seconds between checks while a prompt waits for room and nothing runs.
 LOOK_AGAIN_S = 0.25
-# Work that needs no model waits until the engine was unused for so long.
+# Seconds without a request after which the engine counts as quiet.
 QUIET_S = 1.0
-# Freed buffers that mlx may keep for reuse. Small: memory that was given up must really be free.
+# Freed buffers that mlx may keep for reuse; small, since dropped KV must really free memory.
 MLX_POOL_BYTES = 64 << 20
-# The threshold that glibc starts with.
+# glibc's initial mmap threshold.
 LARGE_BLOCK_BYTES: Final = 128 << 10
-# Half of Linux's default limit for a process. Beyond it large blocks go to the heaps again.
+# Half of Linux's default limit per process. Beyond it, glibc puts large blocks into heaps again.
 MAX_MAPPINGS: Final = 32_768
 # malloc.h
 _M_TRIM_THRESHOLD: Final = -1
@@ -70,11 +69,11 @@ _M_MMAP_MAX: Final = -4
 
 
 def _look() -> None:
-    """Do nothing: as a command it only makes the owner thread look for work."""
+    """Do nothing; as a command, it makes the owner thread look for work."""
 
 
 class Owner:
-    """The owner thread. Its public methods are called on the event loop."""
+    """The owner thread; its public methods are called on the event loop."""
 
     def __init__(
         self,
@@ -84,12 +83,17 @@ class Owner:
         open_store: OpenStore = lambda model, plan: "it is switched off",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``load`` runs on the owner thread; ``name`` is the model's name for clients.
+        """Make an owner; nothing runs before ``start``.
+
+        Args:
+            load: loads the model; called on the owner thread.
+            name: the model's name for clients.
+            open_store: see ``OpenStore``.
 
         Attributes:
-            loaded: any thread may use its tokenizer, the owner thread the rest.
+            loaded: the model; any thread may use its tokenizer, only the owner thread the rest.
             plan: the caches of the loaded model.
-            is_closing: nothing new is accepted.
+            is_closing: True once no new work is accepted.
             on_change: called on the event loop whenever a session changes.
         """
         self._load = load
@@ -103,10 +107,10 @@ class Owner:
         self._limit = QueueLimit(WAITING_PER_SLOT * config.max_batch)
         self.on_change: Listener = lambda cause, session, why: None
         self.is_closing = False
-        self._until_closed = ExitStack()  # what is undone when the thread ends
+        self._until_closed = ExitStack()  # contexts that end with the thread
         self._leaving = False  # the thread ends after this round
         self._started: Future[None] = Future()
-        # Set when the thread has ended, be it asked to or not: nothing can be served any more.
+        # Set when the thread has ended, on request or not: no request can be served any more.
         self.ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="mlx-owner", daemon=True)
 
@@ -114,7 +118,7 @@ class Owner:
         """Load the model; return when it can generate.
 
         Raises:
-            CannotServe, OSError, ValueError: what is wrong with the model or the settings.
+            CannotServe, OSError, ValueError: the model or a setting is wrong.
         """
         self._loop = asyncio.get_running_loop()
         self._events = EventBuffer(self._loop)
@@ -128,16 +132,16 @@ class Owner:
 
     @property
     def is_quiet(self) -> bool:
-        """True if this engine was unused for a moment. Any thread."""
+        """True if no request has used this engine for ``QUIET_S``. Any thread."""
         return self.idle_steps.alone_s >= QUIET_S and not self._limit.num_waiting
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a slot or for memory."""
+        """The number of requests that wait for a slot or for memory."""
         return self._limit.num_waiting
 
     def submit(self, generation: Generation) -> EventQueue:
-        """Start a generation; its events can be read at once.
+        """Start a generation; return the queue of its events.
 
         Raises:
             InvalidRequest: the prompt fills the context.
@@ -154,7 +158,7 @@ class Owner:
             lambda index: self.post(lambda: self.batching.stop(request, index)),
         )
         request = Request(generation, events)
-        # As many answers at once as fit into the budget together.
+        # Answers of this request that decode at once: as many as fit into the budget together.
         at_once = self._config.hot_bytes // self.plan.cost.row_bytes(num_tokens) // 2
         at_once = max(1, min(self._config.max_batch, at_once))
         tasks = split_request(request, min(generation.max_tokens, most - num_tokens), at_once)
@@ -162,20 +166,20 @@ class Owner:
         return events
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the owner thread, between two rounds, and return what it returns."""
+        """Run ``work`` on the owner thread, between two rounds, and return its result."""
         done: Future[T] = Future()
 
         def command() -> None:
             try:
                 done.set_result(work())
-            except Exception as error:  # travels to the caller
+            except Exception as error:  # raised in the caller
                 done.set_exception(error)
 
         self.post(command)
         return await asyncio.wrap_future(done)
 
     async def close(self) -> None:
-        """End all requests, keep what they computed, and end the thread. The store stays open."""
+        """End all requests, keep their KV, and end the thread; the store stays open."""
         self.is_closing = True
         self.idle_steps.close()
         if self._thread.is_alive():
@@ -185,11 +189,11 @@ class Owner:
     # ---- any thread
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have ``command`` run on the owner thread, between two rounds."""
+        """Queue ``command`` to run on the owner thread, between two rounds."""
         self._commands.put(command)
 
     def notify(self, cause: Cause, session: SessionRef, why: str = "") -> None:
-        """Have ``on_change`` called on the event loop."""
+        """Schedule a call of ``on_change`` on the event loop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.on_change, cause, session, why)
 
@@ -198,7 +202,7 @@ class Owner:
     def _run(self) -> None:
         try:
             self._open()
-        except BaseException as error:  # of any kind: the caller of start() must get it
+        except BaseException as error:  # the caller of start() must get any error
             mx.clear_streams()  # see _close
             self._started.set_exception(error)
             return
@@ -223,13 +227,13 @@ class Owner:
                 self.held.drop()
             if self._is_free:
                 self.idle_steps.do_one()
-        except Exception as error:  # a defect of ours: fail what runs, stay alive
+        except Exception as error:  # an unexpected error: fail what runs, and stay alive
             logger.exception("a round of the engine failed")
             self.batching.fail_all(error)
         self._events.flush()
 
     def _run_commands(self) -> None:
-        """Run the commands that came in; wait for one when there is nothing to compute."""
+        """Run the queued commands; wait for one if there is nothing to compute."""
         timeout = LOOK_AGAIN_S if self.batching.is_waiting else None
         try:
             may_wait = not (self.batching.is_working or self._is_free)
@@ -242,13 +246,13 @@ class Owner:
 
     @property
     def _is_free(self) -> bool:
-        """True if an idle step waits and may be done: no request has come since."""
+        """True if an idle step waits and may run, since there are no requests or commands."""
         if not self.idle_steps.is_waiting or self._leaving:
             return False
         return self._commands.empty() and self.batching.is_idle
 
     def _leave(self) -> None:
-        self._leaving = True  # in every case
+        self._leaving = True  # first, so that it is set even if the rest fails
         self.idle_steps.close()
         self.batching.stop_all()
 
@@ -289,7 +293,7 @@ class Owner:
             hibernation_reason=opened if isinstance(opened, str) else "",
             usual_sampling=self.loaded.usual_sampling,
         )
-        # What a measurement has live, if this model can be measured.
+        # The prefix of a measurement, if this model can be measured.
         layout = self.plan.layout
         self.held = HeldPrefix(model, layout) if layout else None
         sessions = HotSessions(self._clock)
@@ -306,26 +310,26 @@ class Owner:
             raise ValueError(reason)
         affordable = longest_context(self.plan.cost, self._config.hot_bytes, wanted)
         if affordable < wanted:
-            logger.warning("hot_bytes allow a context of %d of %d tokens", affordable, wanted)
+            logger.warning("hot_bytes limit the context to %d of %d tokens", affordable, wanted)
         return affordable
 
 
 def return_large_blocks() -> bool:
-    """Make glibc return large freed blocks to the system; False if the C library is another.
+    """Make glibc return large freed blocks to the system; return False without glibc.
 
-    glibc keeps blocks below a threshold in heaps, which shrink only at their ends, and above it
-    gives each block a mapping of its own. Whenever such a block is freed it raises the threshold,
-    up to 32 MiB. From then on mlx's short-lived buffers and the packed blobs of the RAM tier, a
-    mebibyte or so each and kept for hours, lie mixed in the heaps, and the holes between them stay
-    resident. Measured with 32 users, several turns each: 70 MiB of holes after half a minute, 250
-    after five. With a fixed threshold it was 30 to 70 throughout, and as many turns were served.
+    glibc keeps blocks below a threshold in heaps, which shrink only at their ends, and maps each
+    larger block separately. Whenever such a block is freed, glibc raises the threshold, up to
+    32 MiB. From then on the heaps hold both mlx's short-lived buffers and the packed blobs of the
+    RAM tier (about 1 MiB each, kept for hours), and the holes between them stay resident. Measured
+    with 32 users and several turns each: 70 MiB of holes after half a minute, 250 after five. With
+    a fixed threshold there were 30 to 70 throughout, and as many turns were served.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return False
     settings = {
         _M_MMAP_THRESHOLD: LARGE_BLOCK_BYTES,
-        _M_TRIM_THRESHOLD: LARGE_BLOCK_BYTES,  # it rises along, and stays where it is
+        _M_TRIM_THRESHOLD: LARGE_BLOCK_BYTES,  # would otherwise rise together with the other
         _M_MMAP_MAX: MAX_MAPPINGS,
     }
     return all(libc.mallopt(name, value) for name, value in settings.items())

@@ -1,5 +1,5 @@
-"""Turns generated tokens into what a client is shown: text, tool calls, chunks, events.
+"""Turns generated tokens into the replies that clients get: text, tool calls, chunks, events.
 
-The walk: ``reply`` (the plan, and events of all choices) -> ``output_processor`` (text, stop
-strings, ``tool_calls``, log-probabilities) -> ``reply_format`` (OpenAI's objects, and the stream).
+Tokens pass through ``reply`` (the plan, and events of all choices) -> ``output_processor`` (text,
+stop strings, ``tool_calls``, log-probabilities) -> ``reply_format`` (OpenAI's objects, streams).
 """

@@ -1,7 +1,7 @@
-"""Turns one answer's tokens into what a client is shown.
+"""Turns one answer's tokens into text, reasoning and tool calls.
 
 tokens -> text (never half a character) -> stop strings -> reasoning, tool and answer sections
-(mlx_lm's text machine) -> tool calls. Each stage may hold something back; ``finish`` lets it out.
+(mlx_lm's text machine) -> tool calls. Each stage may hold text back; ``finish`` releases it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from engines.mlx_worker.answer.tool_calls import CallDelta, CallReader, ParsedTe
 from engines.mlx_worker.generation import FinishReason, Token
 from engines.mlx_worker.model.loading import Vocabulary
 
-# JSON has no -inf; OpenAI writes this for a token that cannot occur.
+# JSON has no -inf; OpenAI writes this log-probability for a token that cannot occur.
 _NEVER = -9999.0
 _TextMachine: Any = TextStateMachine  # mlx_lm has no annotations
 _make_text_machine: Any = make_text_state_machine
-# OpenAI's; a cancelled answer is not reported, except when a stop string cancelled it.
+# OpenAI's finish reasons; a cancelled answer gets none, unless a stop string cancelled it.
 ShownReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """One token of an answer, with the likeliest tokens at its place."""
+    """One token of an answer, with the likeliest tokens at its position."""
 
     token: Token
-    offset: int  # characters of the answer before it
+    offset: int  # characters of the answer before the token
 
 
 def chat_logprobs(scores: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
-    """The ``logprobs`` of a chat choice."""
+    """Return the ``logprobs`` of a chat choice."""
 
     def spelled(token: int, logprob: float | None) -> dict[str, Any]:
         text, spelling = _text(token, vocabulary), vocabulary.spelling(token)
@@ -50,11 +50,11 @@ def chat_logprobs(scores: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict
 
 
 def text_logprobs(scores: Sequence[ScoredToken], vocabulary: Vocabulary) -> dict[str, Any]:
-    """The ``logprobs`` of a text completion; offsets count from the start of the answer."""
+    """Return the ``logprobs`` of a text completion; offsets count from the answer's start."""
     return {
         "tokens": [_text(x.token.id, vocabulary) for x in scores],
         "token_logprobs": [_finite(x.token.logprob) for x in scores],
-        # The likeliest tokens, and the chosen one even if it is none of them.
+        # The likeliest tokens, and the chosen one even if it is not among them.
         "top_logprobs": [
             {
                 _text(token, vocabulary): _finite(logprob)
@@ -75,9 +75,9 @@ def _finite(logprob: float | None) -> float:
 
 
 class StopStrings:
-    """Lets text through up to the first stop string.
+    """Passes text on up to the first stop string.
 
-    Text that may be the beginning of a stop string is held back until the next text settles it.
+    Text that may be the beginning of a stop string is held back until more text decides it.
     Positions count characters from the start of the answer.
     """
 
@@ -85,7 +85,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._longest = max((len(x) for x in stops), default=0)
         self._held = ""
-        self.num_passed = 0  # characters let through so far
+        self.num_passed = 0  # characters passed on so far
         self.found: str | None = None
 
     @property
@@ -94,7 +94,7 @@ class StopStrings:
         return self.found is not None
 
     def feed(self, text: str) -> str:
-        """Take more text; return the text that is now safe to show: none after a hit."""
+        """Take more text; return the text that is now safe to show, "" after a stop string."""
         if self.hit:
             return ""
         text = self._held + text
@@ -105,13 +105,13 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """Let out what was held back: at the answer's end it began no stop string after all."""
+        """Return the text held back at the answer's end, which began no stop string after all."""
         shown = "" if self.hit else self._held
         self.num_passed += len(shown)
         return shown
 
     def _num_undecided(self, text: str) -> int:
-        """The length of the longest end of ``text`` that is a stop string's beginning."""
+        """Return the length of the longest end of ``text`` that is a stop string's beginning."""
         for size in range(min(len(text), self._longest - 1), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):
                 return size
@@ -120,7 +120,7 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class Delta:
-    """The part of an answer that one token added; the three texts are shown in this order."""
+    """The part of an answer that one token added: reasoning, content, calls, in this order."""
 
     reasoning: str = ""
     content: str = ""
@@ -132,7 +132,7 @@ class Delta:
 
 
 class _WithoutTools:
-    """A tokenizer as ``make_text_state_machine`` sees it, but without markers of tool calls."""
+    """A tokenizer for ``make_text_state_machine`` that hides its markers of tool calls."""
 
     has_tool_calling = False
 
@@ -146,7 +146,7 @@ class _WithoutTools:
 class Sections:
     """Splits an answer's text into reasoning, tool calls and plain text.
 
-    Markers are dropped; a beginning of one is held back until it is decided.
+    Markers are dropped; text that may begin one is held back until more text decides it.
     """
 
     def __init__(self, machine: Any, first: str) -> None:
@@ -154,25 +154,25 @@ class Sections:
 
     @property
     def current(self) -> str:
-        """The name of the section that the next text belongs to, as far as is known."""
+        """The name of the section that the next text belongs to, unless a marker begins it."""
         return str(self._machine[0])
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """Split more text; returns (section, text) in order."""
+        """Split more text; return pairs of (section, text) in order."""
         self._machine, sections = _TextMachine.split(self._machine, text)
         return list(sections)
 
     def flush(self) -> list[tuple[str, str]]:
-        """Let out what was held back: no marker comes any more."""
+        """Return the text held back at the answer's end, since no marker follows."""
         self._machine, text, section = _TextMachine.flush(self._machine)
         return [(section, text)]
 
 
 def chat_sections(vocabulary: Vocabulary, marked_tools: bool, thinking: bool) -> Sections:
-    """The sections of a chat answer.
+    """Return the splitter of a chat answer.
 
     Args:
-        marked_tools: tool calls stand between the model's own markers.
+        marked_tools: tool calls are written between the model's own markers.
         thinking: the prompt has opened a block of reasoning.
     """
     tokenizer = vocabulary.tokenizer
@@ -182,35 +182,35 @@ def chat_sections(vocabulary: Vocabulary, marked_tools: bool, thinking: bool) ->
 
 
 def plain_sections() -> Sections:
-    """The single section of a text completion."""
+    """Return the splitter of a text completion, which has a single section."""
     return Sections(_TextMachine(), "normal")
 
 
 class AnswerText:
-    """Decodes the tokens of an answer to text, token by token, never half a character."""
+    """Detokenizes an answer, token by token, never to half a character."""
 
     def __init__(
         self, vocabulary: Vocabulary, prompt: Sequence[int] | np.ndarray, shows_eos: bool = False
     ) -> None:
-        """``shows_eos``: the request ignores end-of-text tokens, so they are part of the text."""
+        """``shows_eos``: end-of-text tokens do not end the answer, so they are part of its text."""
         self._vocabulary = vocabulary
         self._shows_eos = shows_eos
         self._detokenizer, self._owed = vocabulary.continuing(prompt)
-        self.num_chars = 0  # of the answer, so far
+        self.num_chars = 0  # characters of the answer so far
 
     def hides(self, token: int, in_call: bool) -> bool:
-        """True for a token that is no text: the end, padding, special tokens outside calls."""
+        """Return whether a token is not text: the end, padding, special tokens outside calls."""
         ends = token in self._vocabulary.eos and not self._shows_eos
         return ends or self._vocabulary.hides(token, in_call)
 
     def add(self, token: int) -> str:
-        """Decode one more token; returns the text that is whole by now."""
+        """Take one more token; return the new text that is complete by now."""
         self._detokenizer.add_token(token)
         return self._new_text()
 
     def finish(self) -> str:
-        """Return what was held back as half a character."""
-        # mlx_lm's byte decoder trips over half a character in front of an added token.
+        """Return the text that was held back as half a character."""
+        # mlx_lm's byte decoder raises at half a character in front of an added token.
         with contextlib.suppress(KeyError):
             self._detokenizer.finalize()
         return self._new_text()
@@ -224,7 +224,7 @@ class AnswerText:
 
 
 class NoCalls:
-    """No tools were offered: everything is content."""
+    """A ``CallReader`` for requests that offer no tools: all text is content."""
 
     num_calls = 0
     is_cut = False
@@ -253,9 +253,9 @@ class OutputProcessor:
         """
         Args:
             stops: the request's stop strings.
-            calls: finds the tool calls in the text; None = no tools were offered.
-            one_call: end the answer once it has made a tool call.
-            silent: nothing is to be shown; the prompt was all.
+            calls: finds the tool calls in the text; None = the request offers no tools.
+            one_call: end the answer after its first tool call.
+            silent: show no text, since the request asks for no tokens.
             keeps_scores: show the tokens' log-probabilities.
         """
         self._text = text
@@ -289,12 +289,12 @@ class OutputProcessor:
         return self._advance(self._text.add(token.id))
 
     def finish(self, reason: FinishReason) -> tuple[Delta, ShownReason]:
-        """Let out what was held back; returns it, and why the answer ended."""
+        """Return the text held back at the answer's end, and the reason to show for the end."""
         if self._silent:
             return Delta(), "length"
         rest = [] if self._stops.hit else self._ending()
         rest.append(self._shown(self._calls.finish()))
-        # What ended here may have reached its limit with the same token, or before it was ended.
+        # An answer that was stopped here may have reached its length limit as well.
         if reason == "length" and not self.stopped:
             return joined(rest), "length"
         is_cut_by_stop = self._stops.hit and self._calls.is_cut
@@ -309,7 +309,7 @@ class OutputProcessor:
         return ended
 
     def _advance(self, text: str, checked: bool = False) -> Delta:
-        """Pass text through the stop strings (unless it has been) and on to the sections."""
+        """Pass text through the stop strings, unless ``checked``, and on to the sections."""
         safe = text if checked else self._stops.feed(text)
         self.stopped = self.stopped or self._stops.hit
         sections = self._sections.feed(safe)
@@ -328,9 +328,9 @@ class OutputProcessor:
             self._after_reasoning = True
             return Delta(reasoning=text)
         if section not in ("normal", "tool"):
-            return Delta()  # a header between two messages, in formats that have one
+            return Delta()  # a header between two messages, in formats with headers
         if section == "normal" and self._after_reasoning:
-            # Templates put line breaks after the reasoning; they are no part of the answer.
+            # Line breaks after the reasoning come from the template's format, not the answer.
             text = text.lstrip("\n")
             self._after_reasoning = not text
         return self._shown(self._calls.feed(section, text))
@@ -340,7 +340,10 @@ class OutputProcessor:
         return Delta(content=parsed.content, calls=calls)
 
     def _release_scores(self) -> list[ScoredToken]:
-        """Take out the scores of tokens whose text was let through; a stop string has none."""
+        """Remove and return the scores of tokens whose text was passed on.
+
+        The tokens of a stop string are never passed on.
+        """
         if not self._scores:
             return []
         passed = self._stops.num_passed
@@ -350,7 +353,7 @@ class OutputProcessor:
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """Join what several tokens added."""
+    """Return the deltas of several tokens as one."""
     return Delta(
         "".join(x.reasoning for x in deltas),
         "".join(x.content for x in deltas),

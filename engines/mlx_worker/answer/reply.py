@@ -45,7 +45,7 @@ class RequestPlan:
 
 
 class GenerationFailed(Exception):
-    """The engine could not go on with this request."""
+    """The engine could not continue this request."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,13 @@ ReplyEvent: TypeAlias = PrefillProgress | ChoiceDelta | ChoiceEnd
 
 
 class ReplyStream:
-    """All generations of a request, read as one.
-
-    Belongs to the event loop.
-    """
+    """The events of all generations of a request in one stream; belongs to the event loop."""
 
     def __init__(self, owner: Owner, plan: RequestPlan) -> None:
         """Submit the plan's generations.
 
         Raises:
-            InvalidRequest, QueueFull: one was refused; then none is left running.
+            InvalidRequest, QueueFull: a generation was refused; the others are cancelled.
         """
         self._plan = plan
         self._streams: list[EventQueue] = []
@@ -94,21 +91,21 @@ class ReplyStream:
         self._outcomes: dict[int, CacheOutcome] = {}  # by generation, the first admitted first
 
     async def aclose(self) -> None:
-        """End it; what still runs is cancelled."""
+        """End the request; generations that still run are cancelled."""
         if self._num_open:
             self._cancel()
         await self._events.aclose()
 
     @property
     def outcome(self) -> CacheOutcome:
-        """The first admitted prompt's: expected at first, and true at the end."""
+        """The cache outcome of the first admitted prompt; final only once the reply has ended."""
         return next(iter(self._outcomes.values()))
 
     async def admitted(self) -> None:
         """Wait for the first prompt's place in a batch.
 
         Raises:
-            GenerationFailed: it never got one.
+            GenerationFailed: the request ended before.
         """
         number, event = await anext(self._events)
         if not isinstance(event, PromptAdmitted):
@@ -117,11 +114,11 @@ class ReplyStream:
         self._outcomes[number] = event.cache
 
     async def events(self) -> AsyncIterator[ReplyEvent]:
-        """Yield what is to be shown, as it comes, until all choices have ended.
+        """Yield the events of the reply as they come, until all choices have ended.
 
         Raises:
-            GenerationFailed: the engine could not go on.
-            InvalidRequest: it could not because of the request's grammar.
+            GenerationFailed: the engine could not continue.
+            InvalidRequest: it could not continue because of the request's grammar.
         """
         async for number, event in self._events:
             self._raise_if_failed(event)
@@ -131,7 +128,7 @@ class ReplyStream:
             raise GenerationFailed("the engine ended the request without finishing it")
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's token counts of all choices; true at the end."""
+        """Return OpenAI's token counts over all choices; final only once the reply has ended."""
         prompt = self._plan.prompt_tokens
         completion = sum(output.num_tokens for output in self._plan.outputs)
         reasoning = sum(output.num_reasoning_tokens for output in self._plan.outputs)
@@ -186,7 +183,7 @@ class ReplyStream:
 
 
 async def _merged(streams: Sequence[EventQueue]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of all streams as they come, each with its stream's number."""
+    """Yield the events of all streams as they come, each with its stream's number."""
     if len(streams) == 1:
         async for event in streams[0].events():
             yield 0, event

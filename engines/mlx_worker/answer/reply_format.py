@@ -1,6 +1,6 @@
-"""Writes replies as OpenAI's objects, chunks and server-sent events, for chats and for texts.
+"""Writes replies as OpenAI's objects, chunks and server-sent events, for chats and completions.
 
-A streamed response notices at once when its reader has left.
+A streamed response notices at once when its client has disconnected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from engines.openai.requests import ChatRequest, CompletionRequest
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-# A comment this often while nothing else is sent, so that no proxy takes us for dead.
+# Seconds between comments while nothing else is sent, so that no proxy closes the connection.
 KEEPALIVE_S = 5.0
 
 _encode = msgspec.json.Encoder().encode
@@ -49,15 +49,15 @@ def sse_event(body: Mapping[str, Any]) -> bytes:
 
 
 def sse_comment(text: str) -> bytes:
-    """A line that every client ignores."""
+    """Return an event-stream comment, which every client ignores."""
     return f": {text}\n\n".encode()
 
 
 class SseResponse(Response):
-    """Sends ``chunks`` as they come; in every case ``closing`` is closed at the end.
+    """Sends ``chunks`` as they come, and always closes ``closing`` at the end.
 
-    A failure in the middle becomes one last event, the one ``on_error`` makes of it: the status
-    line has long been sent.
+    An error in mid-stream becomes a last event, made by ``on_error``, since the status has been
+    sent already. ``keepalive_s``: see ``KEEPALIVE_S``.
     """
 
     media_type = "text/event-stream"
@@ -87,7 +87,7 @@ class SseResponse(Response):
                 logger.debug("the client left in mid-stream")
 
     async def _send_all(self, send: Send) -> None:
-        """Send everything but the end, which would look like a disconnect to who watches."""
+        """Send all but the final body message, after which ``receive`` reports a disconnect."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         keepalive = asyncio.create_task(self._keep_alive(send))
@@ -96,7 +96,7 @@ class SseResponse(Response):
                 await self._send(send, chunk)
         except OSError:
             raise
-        except Exception as error:  # the edge of the process: the client must see an end
+        except Exception as error:  # the process's edge: the client must see an end
             await self._send(send, sse_event(self._on_error(error)))
         finally:
             keepalive.cancel()
@@ -115,7 +115,7 @@ class SseResponse(Response):
 
 @dataclass(frozen=True)
 class AnsweringModel:
-    """The model that answers; the same in every reply of a process."""
+    """The model that answers, as replies name it."""
 
     model: str
     fingerprint: str
@@ -124,7 +124,7 @@ class AnsweringModel:
 
 @dataclass
 class CollectedChoice:
-    """One choice in one piece."""
+    """One choice of a reply that is not streamed."""
 
     deltas: list[Delta] = field(default_factory=list)
     reason: ShownReason = "stop"
@@ -134,8 +134,8 @@ class CollectedChoice:
 async def chunks(form: ReplyFormat, reply: ReplyStream) -> AsyncIterator[bytes]:
     """Yield the events of a streamed reply. Raises as ``ReplyStream.events`` does.
 
-    Before the first token there are only comments, so that an engine which ends in a prefill has
-    said nothing, and may be asked once more.
+    Before the first token there are only comments: if the engine ends during the prefill, the
+    gateway can then send the request once more.
     """
     openings = [sse_event(body) for body in form.openings()]
     async for event in reply.events():
@@ -155,7 +155,7 @@ async def chunks(form: ReplyFormat, reply: ReplyStream) -> AsyncIterator[bytes]:
 
 
 async def collected(form: ReplyFormat, reply: ReplyStream) -> JsonObject:
-    """Wait for the reply and return it in one piece. Raises as ``ReplyStream.events`` does."""
+    """Return the complete reply as one object. Raises as ``ReplyStream.events`` does."""
     choices = [CollectedChoice() for _ in range(form.num_choices)]
     async for event in reply.events():
         match event:
@@ -190,11 +190,11 @@ class _Envelope:
         }
 
     def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        """The chunk of token counts."""
+        """Return the chunk with the token counts."""
         return self._whole([], usage)
 
     def _chunk(self, choice: JsonObject) -> JsonObject:
-        # Asked for usage, a client expects the key in every chunk.
+        # A client that asks for usage expects the key in every chunk.
         no_usage = {"usage": None} if self.include_usage else {}
         return {**self._fixed, "choices": [choice], **no_usage}
 
@@ -267,7 +267,7 @@ class ChatFormat(_Envelope):
 
 
 def merged_calls(deltas: Sequence[CallDelta]) -> dict[int, JsonObject]:
-    """Join deltas by the call's number; a client adds up what several chunks say of one."""
+    """Return the calls by number, each with the name and arguments of all its deltas joined."""
     calls: dict[int, JsonObject] = defaultdict(lambda: {"function": {"arguments": ""}})
     for delta in deltas:
         call = calls[delta.index]
@@ -279,7 +279,7 @@ def merged_calls(deltas: Sequence[CallDelta]) -> dict[int, JsonObject]:
 
 
 class CompletionFormat(_Envelope):
-    """Writes replies of /v1/completions; ``prompts`` are the texts to echo, one per prompt."""
+    """Writes replies of /v1/completions; ``prompts`` are the texts to echo, or none."""
 
     def __init__(
         self, served: AnsweringModel, request: CompletionRequest, prompts: Sequence[str]

@@ -1,14 +1,14 @@
 """Finds the tool calls in an answer's text.
 
-Three ways in which models write them, one reader for each:
+There is one reader for each of three ways in which models write them:
 
 - ``MarkedCalls``: between the markers that the model was trained on, in any syntax that mlx_lm
   parses;
-- ``LineCalls``: our own grammar's (``engines.host.grammar.source_of``): one JSON object per line,
-  ``{"name": ..., "arguments": ...}``, whose arguments are passed on as they are generated;
-- ``BareCalls``: the same JSON, in any spelling, from a model that was only asked to use it.
+- ``LineCalls``: as our grammar enforces them (``engines.host.grammar.source_of``), one JSON object
+  per line, ``{"name": ..., "arguments": ...}``; arguments are passed on as they are generated;
+- ``BareCalls``: such JSON in any formatting, from a model that was only asked to write it.
 
-What does not parse, or names a function that was not offered, is shown as the text that it is.
+Text that does not parse, or names a function that was not offered, is shown as content.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, Protocol
 
 from engines.host.grammar import call_header
 
-# What other people's parsers raise for text that they do not understand.
+# The errors that mlx_lm's parsers raise for text that they do not understand.
 _NOT_A_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 @dataclass(frozen=True)
 class CallDelta:
-    """More of call number ``index``. The first delta has the name, later ones arguments."""
+    """A part of call number ``index``; the first delta has the name, later ones the arguments."""
 
     index: int
     name: str = ""
@@ -38,30 +38,30 @@ class CallDelta:
 
 @dataclass
 class ParsedText:
-    """Content and calls that a reader found in some text; the content is shown first."""
+    """The content and calls that a reader found in some text; the content is shown first."""
 
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
 
 class CallReader(Protocol):
-    """Finds the tool calls in one answer, in one way of writing them."""
+    """Finds the tool calls in one answer."""
 
     num_calls: int  # found so far
-    is_cut: bool  # the answer ended within the last one
+    is_cut: bool  # True if the answer ended within the last call
 
     def feed(self, section: str, text: str) -> ParsedText:
-        """Read more of the answer.
+        """Take more of the answer; return the content and calls that are certain by now.
 
-        ``section`` is the state of mlx_lm's text machine: ``tool`` between markers.
+        ``section`` is the state of mlx_lm's text machine, ``tool`` between markers.
         """
 
     def finish(self) -> ParsedText:
-        """Return what was held back: the answer is over."""
+        """Return the content and calls that were held back, at the answer's end."""
 
 
 class MarkedCalls:
-    """Reads what stands between the model's own markers with mlx_lm's parser for it."""
+    """Reads calls between the model's own markers, with mlx_lm's parser for this model."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class MarkedCalls:
         self._tools = tools
         self._names = {tool["function"]["name"] for tool in tools}
         self._markers = markers
-        self.is_cut = False  # such a text is no call
+        self.is_cut = False  # an incomplete call does not parse, so it is no call
         self._inside = False
         self._text = ""
         self.num_calls = 0
@@ -84,7 +84,7 @@ class MarkedCalls:
             self._text += text
             return ParsedText()
         parsed_text = self.finish()
-        # Line breaks between calls are no answer.
+        # Line breaks between calls are not content.
         if text.strip() or not self.num_calls:
             parsed_text.content += text
         return parsed_text
@@ -104,7 +104,7 @@ class MarkedCalls:
 
 
 class BareCalls:
-    """Reads calls in bare JSON: an answer that begins like it is held back until its end."""
+    """Reads calls in bare JSON; an answer that begins like JSON is held back until its end."""
 
     _OPENINGS = ("{", "[", "```", "<tool_call>")
     _WRAPPING = re.compile(r"^(?:```(?:json)?|<tool_call>)\s*|\s*(?:```|</tool_call>)$")
@@ -138,7 +138,7 @@ class BareCalls:
 
 
 class LineCalls:
-    """Reads calls that our grammar wrote; their arguments are passed on as they come."""
+    """Reads calls that our grammar enforced; arguments are passed on as they are generated."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._headers = {call_header(name): name for name in names}
@@ -159,7 +159,7 @@ class LineCalls:
         return parsed_text
 
     def finish(self) -> ParsedText:
-        """End the answer; a call that was cut short keeps the arguments it has, as at OpenAI."""
+        """Return the rest; a call that was cut short keeps its arguments so far, as at OpenAI."""
         text, self._held = self._held, ""
         self.is_cut = self._calling and not text.endswith("}")
         if self._calling:
@@ -167,7 +167,7 @@ class LineCalls:
         return ParsedText(text)
 
     def _begin(self, parsed_text: ParsedText) -> bool:
-        """Read a call's header in the held text; False = more text is needed."""
+        """Read a call's header in the held text; return False if more text is needed."""
         header = next((x for x in self._headers if self._held.startswith(x)), None)
         if header is None:
             self._plain = not any(x.startswith(self._held) for x in self._headers)
@@ -179,7 +179,11 @@ class LineCalls:
         return True
 
     def _pass_arguments(self, parsed_text: ParsedText) -> bool:
-        """Pass on all but the last character, which may be the brace that closes the call."""
+        """Pass on arguments, except the last character, which may be the call's closing brace.
+
+        Returns:
+            True if the call has ended and text of the next one may be held.
+        """
         line, end, rest = self._held.partition("\n")
         if end:
             parsed_text.calls += self._arguments(line.removesuffix("}"))
@@ -194,11 +198,11 @@ class LineCalls:
 
 
 def _checked(parsed: Any, names: Collection[str]) -> list[dict[str, Any]]:
-    """Check one parsed call or several. Raises ``ValueError`` if they are no calls of ``names``."""
+    """Return parsed calls in one form. Raises ``ValueError`` if one is not a call of ``names``."""
     checked = []
     for one in parsed if isinstance(parsed, list) else [parsed]:
         call = one.get("function", one)
-        # Llama's models say "parameters".
+        # Llama models write "parameters".
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
@@ -212,7 +216,7 @@ def _checked(parsed: Any, names: Collection[str]) -> list[dict[str, Any]]:
 
 
 def _deltas(calls: Sequence[dict[str, Any]], first: int) -> list[CallDelta]:
-    """Write out calls, numbered from ``first``: the name, then the arguments, as OpenAI does."""
+    """Return the deltas of calls, numbered from ``first``: a name, then arguments, as OpenAI's."""
     deltas = []
     for index, call in enumerate(calls, first):
         deltas.append(CallDelta(index, call["name"], _call_id()))

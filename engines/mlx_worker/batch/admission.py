@@ -1,15 +1,15 @@
-"""Lets waiting requests into the batch, first come, first served, as places and memory allow.
+"""Admits waiting requests to the batch, first come, first served, as places and memory allow.
 
-The rule is ``MemoryBudget``'s: is there memory for one more? Everything that was admitted is
-charged as if it decoded already, in the bucket it will be in: sequences x longest. To this are
-added the copy that is made while a sequence joins or leaves a batch, the KV of idle sessions, and
-the states that running requests keep. If the sum is over the budget, idle sessions go; if that is
-not enough, the newcomer waits; if running sequences outgrow the budget, the youngest is sent back:
-it goes into the queue, and its KV becomes an idle session like any other.
+``MemoryBudget`` decides whether there is memory for one more. Every admitted task is charged as if
+it decoded already, in its future bucket, with (number of sequences) x (longest). Added to this are
+the copy that is made while a sequence joins or leaves a batch, the KV of idle sessions, and the
+states that running requests keep. If the sum exceeds the budget, idle sessions are dropped; if that
+is not enough, the new task waits. If running sequences outgrow the budget, the youngest is sent
+back: it returns to the queue, and its KV becomes an idle session.
 
-What a prompt starts from is the business of ``prefix_reuse``, feeding it that of ``prefill``.
-Cold sessions become hot before their next turn when the gateway asks for it.
-Shares between tenants are the gateway's: it sends no more turns than there are places.
+``prefix_reuse`` finds the KV that a prompt starts from, and ``prefill`` feeds the rest. A prefetch
+from the gateway makes a cold session hot before its next turn. The gateway is fair between tenants:
+it sends no more turns than there are places.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvstore.blobs.state_tree import state_nbytes
 from kvstore.session import SessionName, SessionRef
 from kvstore.store.restorer import Restored
 
-# How long a prompt that could run alone waits for saves to release memory.
+# Seconds that a prompt that could run alone waits for saves to release memory.
 SAVE_WAIT_S = 10.0
 
 
 class MemoryBudget:
-    """Compares the memory in use with the budget; drops nothing itself."""
+    """Compares the memory in use with the budget; it drops no sessions itself."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class MemoryBudget:
         return len(self._batches) + waiting < self._places
 
     def missing_for(self, task: PrefillTask) -> int:
-        """Bytes that must be freed before the task may enter.
+        """Return the bytes to free before the task may be admitted; negative = to spare.
 
-        The hot KV of its own session does not count: the task starts from it.
+        The hot KV of the task's own session does not count, since the task starts from it.
         """
         own = self._hot.get(task.request.key) if task.request.key else None
         missing = self._missing([*self._prefiller.admitted, task])
         return missing - (own.nbytes if own else 0)
 
     def missing(self) -> int:
-        """Bytes by which running and idle KV exceeds the budget; negative = to spare."""
+        """Return the bytes by which running and idle KV exceeds the budget; negative = to spare."""
         return self._missing(self._prefiller.admitted)
 
     def _missing(self, tasks: Iterable[PrefillTask]) -> int:
@@ -86,7 +86,7 @@ class MemoryBudget:
         return sum(state_nbytes(x.tree) for request in requests for x in request.taken_states)
 
     def _shapes(self, tasks: Iterable[PrefillTask]) -> list[tuple[int, int]]:
-        """(sequences, longest) of each bucket, once ``tasks`` are in."""
+        """Return (sequences, longest) of each bucket, as if ``tasks`` were in it already."""
         shapes = [(len(x.sequences), x.longest) for x in self._batches.buckets]
         for task in tasks:
             index = self._batches.index_of(len(task.tokens))
@@ -97,14 +97,14 @@ class MemoryBudget:
 
 @dataclass
 class _Prefetch:
-    """One that is under way."""
+    """A prefetch in progress."""
 
     joined: list[PrefillTask] = field(default_factory=list)  # turns that wait for it
-    forgotten: bool = False  # the session was deleted meanwhile: what comes is not wanted
+    forgotten: bool = False  # the session was deleted meanwhile: discard the restored KV
 
 
 class Admission:
-    """The waiting queue, and who may leave it for the batch. Belongs to the owner thread."""
+    """The waiting queue, and the prefetches in progress; belongs to the owner thread."""
 
     def __init__(
         self,
@@ -138,25 +138,25 @@ class Admission:
 
     @property
     def tasks(self) -> list[PrefillTask]:
-        """All that do not decode yet, wherever they are."""
+        """All tasks that do not decode yet: in the queue, in a prefetch, or being prefilled."""
         joined = [task for x in self._prefetches.values() for task in x.joined]
         return [*self._queue, *joined, *self._prefiller.admitted]
 
     # ---- the queue
 
     def enqueue(self, task: PrefillTask) -> None:
-        """Let a task wait for its turn, or for the prefetch of its session."""
+        """Append a task to the queue, or make it wait for the prefetch of its session."""
         prefetch = self._prefetches.get(task.request.key)
         (self._queue if prefetch is None else prefetch.joined).append(task)
 
     def requeue(self, task: PrefillTask) -> None:
-        """Put back what ran already; it is next."""
+        """Put a task that ran already at the head of the queue."""
         self._queue.appendleft(task)
 
     def remove(self, task: PrefillTask, *, failed: bool = False) -> None:
-        """Forget a task, in line or in a batch: its sequences are all gone.
+        """Remove a task whose sequences have all ended, wherever it is.
 
-        ``failed``: its KV is of no use to those that wait for it.
+        ``failed``: its KV cannot be used by the tasks that wait for it.
         """
         self._stop_waiting(task.request)
         if task in self._queue:
@@ -178,9 +178,10 @@ class Admission:
     # ---- out of the queue
 
     def admit(self) -> None:
-        """Let in as many tasks from the head of the queue as there is room for.
+        """Admit as many tasks from the head of the queue as there is room for.
 
-        A free place lets in all answers of a task, or those of a later one would wait for theirs.
+        One free place suffices for all sequences of a task, so a task with several answers need not
+        wait until as many places are free.
         """
         while self._queue and self._budget.has_place and self._has_memory(self._queue[0]):
             task = self._queue.popleft()
@@ -195,7 +196,7 @@ class Admission:
             return True
         if self._prefiller.admitted or len(self._batches):
             return False
-        # Nothing else runs: it fits once everything idle is gone, which only waits for saves.
+        # Nothing else runs: the task fits once all idle sessions are dropped, after their saves.
         now = self._clock()
         if self._blocked_since_s is None:
             self._blocked_since_s = now
@@ -203,11 +204,11 @@ class Admission:
         return self._hot_cache.drop_all(own, at_any_price=has_waited)
 
     def fed(self, task: PrefillTask) -> None:
-        """Let the tasks go on that waited for these tokens."""
+        """Start the followers that waited for tokens which this task has now computed."""
         self._shared.fed(task)
 
     def _start(self, task: PrefillTask, outcome: CacheOutcome) -> None:
-        """Have the task fed, or let it wait for one that begins alike and is being fed."""
+        """Start to prefill the task, or make it follow one with the same beginning."""
         go_on = partial(self._start, task)
         if shared := self._shared.follow(task, self._prefiller.ready, outcome, go_on):
             self._inform(task, CacheOutcome("hot", shared))
@@ -217,10 +218,10 @@ class Admission:
         self._inform(task, outcome)
 
     def _inform(self, task: PrefillTask, outcome: CacheOutcome) -> None:
-        """Send the client the outcome of its first task, and another one if it changes.
+        """Send the client the outcome of its first task, and again if that changes.
 
-        A follower's client does not wait for the leader, since its patience ends: the outcome that
-        it gets is expected, and becomes less if the leader ends early.
+        A follower's client gets the expected outcome at once, since its patience is limited; the
+        outcome may become less if the leader ends early.
         """
         if not task.request.admitted or task.shown not in (None, outcome):
             task.request.admitted, task.shown = True, outcome
@@ -237,7 +238,11 @@ class Admission:
     # ---- prefetch
 
     def prefetch(self, session: SessionRef, done: Callable[[], None]) -> bool:
-        """Make a session hot; then ``done`` is called on this thread. False: nothing to do."""
+        """Begin to make a session hot; ``done`` is called on this thread at the end.
+
+        Returns:
+            False if there is nothing to do; ``done`` is not called then.
+        """
         key, hot = session.name, self._hot_cache.sessions
         if self._cold is None or key in self._prefetches or hot.get(key) or hot.is_busy(key):
             return False
@@ -246,7 +251,7 @@ class Admission:
         return True
 
     def forget(self, key: SessionName) -> None:
-        """Discard the KV that a prefetch of this session restores."""
+        """Discard the KV that a running prefetch of this session will restore."""
         if (prefetch := self._prefetches.get(key)) is not None:
             prefetch.forgotten = True
 
@@ -255,7 +260,7 @@ class Admission:
         try:
             if found.restored is not None and not prefetch.forgotten:
                 self._keep(session, found.restored, found)
-        finally:  # in every case the turns that waited for it go on
+        finally:  # the turns that waited for the prefetch continue in any case
             for task in prefetch.joined:
                 self.enqueue(task)
             done()

@@ -1,4 +1,4 @@
-"""The main loop of the owner thread, ``BatchLoop.step``, and the parts that it is made of."""
+"""The main loop of the owner thread: ``BatchLoop.step`` and its parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLoop:
-    """Continuous batching, and the parts that it is made of. Belongs to the owner thread."""
+    """Continuous batching and its parts; belongs to the owner thread."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class BatchLoop:
         """Make the loop for one model.
 
         Args:
-            limit: counts the requests that wait.
-            clock: in seconds; only differences count.
+            limit: counts the waiting requests.
+            clock: returns seconds from any start.
         """
         self.hot_cache, self.cold = hot_cache, hot_cache.cold
         state_step = self.cold.store.chunk_tokens if plan.needs_state and self.cold else 0
@@ -61,7 +61,7 @@ class BatchLoop:
 
     @property
     def counters(self) -> dict[str, int]:
-        """All counts since the start. Any thread."""
+        """All counters since the start. Any thread."""
         counted = [self._counters, self.admission.counters, self.requests.counters]
         counted += [self.hot_cache.counters, *([self.cold.counters] if self.cold else [])]
         return {name: count for x in counted for name, count in dict(x).items()}
@@ -87,7 +87,7 @@ class BatchLoop:
         )
 
     def lacks(self, nbytes: int) -> bool:
-        """True if requests wait, or soon will, for memory of which a measurement holds ``nbytes``.
+        """Return whether requests wait for memory, or would if ``nbytes`` were taken.
 
         False while nothing runs or waits.
         """
@@ -95,7 +95,7 @@ class BatchLoop:
         return self.is_waiting or bool(runs and self.budget.missing() + nbytes > 0)
 
     def arrive(self, request: Request, tasks: list[PrefillTask]) -> None:
-        """Take a request in; ``tasks`` bring its sequences into a batch."""
+        """Take a request over; ``tasks`` will bring its sequences into a batch."""
         self.requests.begin(request)
         for task in tasks:
             self.admission.enqueue(task)
@@ -113,9 +113,9 @@ class BatchLoop:
     def _send_back(self) -> None:
         """Make room if running sequences have outgrown the budget.
 
-        Idle sessions go first, then the youngest sequence: it goes back into the line, and its KV
-        becomes an idle session, which sleeps, and is restored or computed again. One per round at
-        most, and none while a save is about to release memory.
+        Idle sessions are dropped first, then the youngest sequence goes back to the queue. Its KV
+        becomes an idle session, which may be saved, dropped and restored or computed again. At most
+        one sequence goes back per round, and none while a save is about to release memory.
         """
         missing = self.budget.missing()
         if missing <= 0 or self.hot_cache.make_room(missing, None) or self.hot_cache.is_saving:
@@ -128,7 +128,7 @@ class BatchLoop:
         (detached,) = self.batches.detach([sequence])
         if (output := detached.step()) is not None:
             self._take(output)
-        if sequence in sequence.request.sequences:  # else that token was its last
+        if sequence in sequence.request.sequences:  # otherwise that token was its last
             tokens = sequence.tokens
             self.requests.keep(sequence, detached.caches, len(tokens) - 1)
             self.admission.requeue(PrefillTask(sequence.request, [sequence], tokens))
@@ -160,7 +160,7 @@ class BatchLoop:
     def _step_bucket(self, bucket: LengthBucket) -> None:
         try:
             outputs = bucket.step()
-        except Exception as error:  # as in _feed_chunk, but all sequences of this batch are lost
+        except Exception as error:  # from the model or mlx; all sequences of this bucket are lost
             logger.exception("a decode step failed")
             for request in dict.fromkeys(x.request for x in bucket.reset()):
                 self.fail(request, error)
@@ -171,9 +171,9 @@ class BatchLoop:
     def _take(self, output: StepOutput) -> None:
         """Deliver one token, and end its sequence if it was the last."""
         sequence, request = output.sequence, output.sequence.request
-        if sequence not in request.sequences:  # failed through another sequence of this very step
+        if sequence not in request.sequences:  # another sequence of this step failed the request
             return
-        # Its next token is sampled already, unless this was the last.
+        # The step has sampled the next token already, unless this was the last.
         num_sampled = len(sequence.emitted) + (output.finish is None)
         if sequence.guard.fault is not None and sequence.guard.is_faulty_within(num_sampled):
             self.fail(request, sequence.guard.fault)
@@ -184,10 +184,10 @@ class BatchLoop:
             self.requests.finish(sequence, output.finish, output.caches, output.num_cached)
 
     def _feed_chunk(self, task: PrefillTask) -> None:
-        """Feed one chunk; an error in it fails the request."""
+        """Feed one chunk of a prompt; an error fails its request."""
         try:
             self.prefiller.feed(task, busy=len(self.batches) > 0)
-        except Exception as error:  # the model, mlx: anything. Only this prompt is lost.
+        except Exception as error:  # from the model or mlx; only this prompt is lost
             logger.exception("a prefill failed")
             self.fail(task.request, error)
             return
@@ -207,7 +207,7 @@ class BatchLoop:
     # ---- ends that come from outside
 
     def stop(self, request: Request, index: int | None) -> None:
-        """End one sequence, or all (None); their slots are free when this returns."""
+        """End the sequence number ``index``, or all (None); their slots are free at return."""
         sequences = [x for x in request.sequences if index is None or x.index == index]
         for x in self.batches.detach(sequences):
             self.requests.finish(x.sequence, "cancelled", x.caches, x.num_cached)
@@ -215,18 +215,18 @@ class BatchLoop:
             self._withdraw(task, sequences)
 
     def stop_all(self) -> None:
-        """End every request, and keep what was computed."""
+        """End every request, and keep the KV that was computed."""
         for request in self.requests.all():
             self.stop(request, None)
 
     def forget(self, key: SessionName) -> None:
-        """Keep no KV of this session, neither idle nor of requests that run now."""
+        """Drop the session's idle KV, and keep none of its running requests at their end."""
         self.requests.forget(key)
         self.admission.forget(key)
         self.hot_cache.forget(key)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End the whole request and keep nothing of it."""
+        """End the whole request with an error, and keep none of its KV."""
         self.batches.detach(request.sequences)
         for task in self.admission.tasks:
             if task.request is request:
@@ -234,7 +234,7 @@ class BatchLoop:
         self.requests.fail(request, error)
 
     def fail_all(self, error: Exception) -> None:
-        """End everything after a defect of our own: nothing that runs can be trusted."""
+        """Fail every request after an unexpected error, since no running state can be trusted."""
         for bucket in self.batches.buckets:
             bucket.reset()
         for request in self.requests.all():
@@ -245,7 +245,7 @@ class BatchLoop:
         if leaving and not task.sequences:
             self.admission.remove(task)
         for sequence in leaving:
-            # Sequences that go on need these caches.
+            # The sequences that stay need these caches.
             caches = [] if task.sequences else task.caches
             unchanged = task.saved if task.num_cached == task.num_reused else None
             self.requests.finish(sequence, "cancelled", caches, task.num_cached, unchanged)

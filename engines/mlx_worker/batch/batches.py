@@ -1,8 +1,9 @@
 """Decodes all running sequences, in a few batches of similar length.
 
-A batch of mlx_lm is padded to its longest sequence, and padding is real memory: sequences x
-longest. So sequences are kept in buckets by length, and one that outgrows its bucket moves to the
-next. The batch itself (merge, filter, step, stop sequences) is mlx_lm's ``BatchGenerator``.
+A batch of mlx_lm is padded to its longest sequence, and the padding takes memory: the number of
+sequences x the longest. So sequences are kept in buckets by length, and one that outgrows its
+bucket moves to the next. mlx_lm's ``BatchGenerator`` is the batch itself (merge, filter, step, stop
+sequences).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from engines.mlx_worker.cache.layout import Caches
 from engines.mlx_worker.generation import FinishReason, Token
 from kvstore.store.states import StateAt
 
-# Longest sequence of each bucket but the last, in tokens.
+# Longest sequence of each bucket except the last, in tokens.
 BUCKET_BOUNDS = (1024, 4096)
 
 
@@ -33,22 +34,22 @@ class StepOutput:
     token: int
     logprobs: mx.array  # (vocab,), before temperature
     finish: FinishReason | None = None
-    # Of a finished sequence only: its KV, and how many of its tokens that covers.
+    # For a finished sequence only: its KV, and the number of its tokens in it.
     caches: Caches = field(default_factory=list)
     num_cached: int = 0
 
     def event(self) -> Token:
-        """The event that reports this token to the client."""
+        """Return the event that reports this token to the client."""
         top = self.sequence.request.generation.top_logprobs
         return token_event(self.sequence.index, self.token, self.logprobs, top)
 
 
 def token_event(index: int, token: int, logprobs: mx.array, top: int | None) -> Token:
-    """The event of one token of sequence ``index``.
+    """Return the event of one token of sequence ``index``.
 
     Args:
         logprobs: (vocab,), before temperature, of any float dtype.
-        top: how many alternatives to name, the likeliest first; None = no log-probability at all.
+        top: number of likeliest tokens to name; None = no log-probabilities at all.
     """
     if top is None:
         return Token(index, token)
@@ -61,7 +62,7 @@ def token_event(index: int, token: int, logprobs: mx.array, top: int | None) -> 
 
 @dataclass(frozen=True)
 class DetachedSequence:
-    """A sequence taken out of its batch, its KV, and the token it had sampled but not fed."""
+    """A sequence removed from its batch, with its KV and the token it has sampled but not fed."""
 
     sequence: Sequence
     caches: Caches
@@ -70,7 +71,7 @@ class DetachedSequence:
     logprobs: mx.array | None
 
     def step(self) -> StepOutput | None:
-        """Count that token as delivered, as the next step would have done."""
+        """Return the sampled token as the next step would have; None if there is none."""
         if self.token is None or self.logprobs is None:
             return None
         sequence = self.sequence
@@ -84,7 +85,7 @@ class DetachedSequence:
 
 
 class _ResumedStopSequences(StopSequences):
-    """The stop sequences of a sequence that may have emitted tokens already, before it moved."""
+    """The stop sequences of a sequence that may have emitted tokens before it joined this batch."""
 
     def __init__(self, sequence: Sequence) -> None:
         stops = sequence.request.generation.stop_sequences
@@ -113,7 +114,7 @@ class LengthBucket:
             self._model,
             completion_batch_size=self._max_sequences,
             prefill_batch_size=self._max_sequences,
-            # All work of this thread goes to one stream: nothing to synchronise.
+            # All work of this thread goes to one stream, so no synchronisation is needed.
             stream=mx.default_stream(mx.default_device()),
         )
 
@@ -127,12 +128,12 @@ class LengthBucket:
         return max((x.num_tokens for x in self._sequences.values()), default=0)
 
     def insert(self, sequence: Sequence, caches: Caches) -> None:
-        """Take a sequence in. ``caches`` hold all its tokens but the last, and are given away."""
+        """Add a sequence; takes over ``caches``, which hold all its tokens but the last."""
         (uid,) = self._generator.insert(
             [[sequence.last]],
             max_tokens=[sequence.remaining],
             caches=[caches],
-            # A copy: the generator keeps and extends it. Only processors are given it.
+            # A copy, since the generator extends it; only logits processors read it.
             all_tokens=[sequence.tokens[:-1].tolist() if sequence.guard.processors else []],
             samplers=[sequence.guard.sampler],
             logits_processors=[sequence.guard.processors],
@@ -141,7 +142,10 @@ class LengthBucket:
         self._sequences[uid] = sequence
 
     def step(self) -> list[StepOutput]:
-        """Decode one token for every sequence that had its first step before this one."""
+        """Decode one step; return a token for every sequence that had made its first step before.
+
+        A sequence's first step only samples its first token.
+        """
         batch = self._generator._generation_batch
         sole = list(batch.prompt_cache) if len(batch.uids) == 1 else []
         _, responses = self._generator.next()
@@ -163,9 +167,10 @@ class LengthBucket:
         return outputs
 
     def _take_states(self) -> None:
-        """Keep the newest state at a chunk's end of each session's first sequence.
+        """Keep the newest state at a chunk's end for the first sequence of each session's request.
 
-        What is in mlx_lm's batch has made its first step: all its tokens are fed.
+        The sequences in mlx_lm's generation batch have made their first step, so all their tokens
+        are fed.
         """
         batch = self._generator._generation_batch
         for row, uid in enumerate(batch.uids):
@@ -178,7 +183,7 @@ class LengthBucket:
                 sequence.request.answer_state = StateAt(num_cached, state)
 
     def detach(self, sequences: Collection[Sequence]) -> list[DetachedSequence]:
-        """Take out those of ``sequences`` that are here, between two steps."""
+        """Remove those of ``sequences`` that are in this bucket; call it between two steps."""
         uids = [uid for uid, x in self._sequences.items() if x in sequences]
         if not uids:
             return []
@@ -187,15 +192,15 @@ class LengthBucket:
         detached = []
         for uid in uids:
             sequence, (token, logprobs) = self._sequences.pop(uid), unfed.get(uid, (None, None))
-            # Before its first step the last token of the prompt has not been fed.
+            # Before its first step, the prompt's last token has not been fed.
             num_cached = sequence.num_tokens - (token is None)
             detached.append(DetachedSequence(sequence, kept[uid][0], num_cached, token, logprobs))
         return detached
 
     def _unfed(self) -> dict[int, tuple[int, mx.array]]:
-        """The sampled token of each sequence that the next step would feed, and its distribution.
+        """Return, by uid, the sampled token that the next step would feed, and its log-probs.
 
-        mlx_lm has no public name for these. Without them a sequence that changes its batch would
+        mlx_lm has no public name for these. Without them, a sequence that changes its batch would
         have to sample that token again, which a seeded sampler or a grammar must not do.
         """
         batch = self._generator._generation_batch
@@ -205,7 +210,7 @@ class LengthBucket:
         return dict(zip(batch.uids, zip(tokens, batch._next_logprobs, strict=True), strict=True))
 
     def reset(self) -> list[Sequence]:
-        """Forget everything after a failed step; returns the sequences that were lost."""
+        """Drop all sequences after a failed step; return them."""
         lost = self.sequences
         self._sequences.clear()
         self._generator.close()
@@ -217,10 +222,10 @@ class LengthBucket:
 
 
 class Batches:
-    """The buckets, shortest first. Belongs to the owner thread, except ``len``."""
+    """The buckets, shortest first; belongs to the owner thread, except ``len``."""
 
     def __init__(self, model: Any, max_sequences: int, state_step: int) -> None:
-        """``state_step``: tokens between places where states are taken; 0 = none are."""
+        """``state_step``: tokens between positions at which states are taken; 0 = none are."""
         count = len(BUCKET_BOUNDS) + 1
         self.buckets = [LengthBucket(model, max_sequences, state_step) for _ in range(count)]
 
@@ -233,19 +238,19 @@ class Batches:
         return [x for bucket in self.buckets for x in bucket.sequences]
 
     def index_of(self, num_tokens: int) -> int:
-        """The index of the bucket that a sequence of this length belongs to."""
+        """Return the index of the bucket for sequences of this length."""
         return sum(num_tokens > bound for bound in BUCKET_BOUNDS)
 
     def insert(self, sequence: Sequence, caches: Caches) -> None:
-        """Put a sequence into the bucket of its length; ``caches`` are given away."""
+        """Add a sequence to the bucket of its length; takes over ``caches``."""
         self.buckets[self.index_of(sequence.num_tokens)].insert(sequence, caches)
 
     def detach(self, sequences: Collection[Sequence]) -> list[DetachedSequence]:
-        """Take out those of ``sequences`` that decode, between two steps."""
+        """Remove and return those of ``sequences`` that decode; call it between two steps."""
         return [x for bucket in self.buckets for x in bucket.detach(sequences)]
 
     def detach_outgrown(self) -> list[DetachedSequence]:
-        """Take out the sequences that have become too long for their bucket."""
+        """Remove and return the sequences that have become too long for their bucket."""
         detached: list[DetachedSequence] = []
         for index, bucket in enumerate(self.buckets[:-1]):
             outgrown = [x for x in bucket.sequences if self.index_of(x.num_tokens) > index]
@@ -254,6 +259,6 @@ class Batches:
         return detached
 
     def close(self) -> None:
-        """Give up everything; nothing can be decoded any more."""
+        """Close all buckets; no sequence can be decoded any more."""
         for bucket in self.buckets:
             bucket.close()

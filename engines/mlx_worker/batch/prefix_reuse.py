@@ -1,14 +1,14 @@
-"""Finds the longest beginning of a prompt whose KV need not be computed.
+"""Finds the longest prefix of a prompt whose KV need not be computed.
 
-There are three sources: the session's own hot KV, a hot session of the same tenant that begins
-alike (copied), and the cold store. The longest is used, unless a restore adds so little to hot KV
-that computing it is sooner.
+There are three sources: the session's own hot KV, a copy of another hot session of the same tenant
+with the same beginning, and the cold store. The longest is used, unless a restore would add so
+little to hot KV that computing it is faster.
 
-A prompt may also wait for a beginning that another prompt of its tenant is being prefilled with.
-The prompt that is fed is the *leader*; a *follower* begins alike, and takes a copy of the leader's
-KV as soon as that covers what both have in common. The leader has at least as many tokens already,
-and a follower takes no turn meanwhile, so waiting is never longer than computing. If the leader
-ends before that, its followers go on with its part.
+A prompt may also share the prefill of another prompt of its tenant. The prompt that is fed is the
+*leader*; a *follower* has the same beginning, and takes a copy of the leader's KV as soon as that
+covers the tokens that both share. The leader has at least as many tokens already, and a follower
+takes no turns meanwhile, so waiting never takes longer than computing. If the leader ends early,
+its followers start from the KV that it has.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ Then: TypeAlias = Callable[[CacheOutcome], None]
 
 
 class PrefixReuse:
-    """Gives prefill tasks the caches they can start from. Belongs to the owner thread."""
+    """Gives prefill tasks the caches that they start from; belongs to the owner thread."""
 
     def __init__(self, hot_cache: HotCache) -> None:
         self._hot_cache = hot_cache
         self._cold = hot_cache.cold
-        # Tasks that the cold store is being asked for.
+        # Tasks for which the cold store is searching.
         self._asked: dict[PrefillTask, tuple[HotPrefix | None, Then]] = {}
 
     def find(self, task: PrefillTask, then: Then) -> None:
-        """Give the task the KV that it can reuse, then call ``then``: at once, or after a restore.
+        """Give the task the KV that it can reuse, then call ``then``, at once or after a restore.
 
-        Without a prefix of any use ``task.caches`` stay empty.
+        If there is no usable prefix, ``task.caches`` stay empty.
         """
         session = task.request.generation.session
         if session is None:
@@ -73,7 +73,7 @@ class PrefixReuse:
             self._cold.find(session, task.tokens, task.target, held, known, found)
 
     def cancel(self, task: PrefillTask) -> None:
-        """Let go of a task that is not wanted any more: its ``then`` is not called."""
+        """Stop the search for a task that is not wanted any more; its ``then`` is not called."""
         self._asked.pop(task, None)
 
     def _found(self, task: PrefillTask, found: ColdPrefix) -> None:
@@ -100,9 +100,9 @@ class PrefixReuse:
 
 
 def _is_enough(task: PrefillTask, hot: HotPrefix | None, chunk_tokens: int) -> bool:
-    """True if no tier can add a chunk to this hot beginning.
+    """Return whether no tier can add a chunk to this hot prefix.
 
-    Without one the store is asked also for less than a chunk: it knows why there is nothing.
+    Without a hot prefix the store is always asked, since it also knows the reason of a miss.
     """
     if hot is None:
         return False
@@ -111,7 +111,7 @@ def _is_enough(task: PrefillTask, hot: HotPrefix | None, chunk_tokens: int) -> b
 
 
 def _outcome(task: PrefillTask, hot: HotPrefix | None, reason: MissReason | None) -> CacheOutcome:
-    """The outcome of a task that starts from hot KV, or from nothing."""
+    """Return the outcome of a task that starts from hot KV, or from no KV."""
     if hot is None:
         return CacheOutcome("miss", 0, reason)
     if hot.num_tokens == task.target or reason in UNKNOWN_REASONS:
@@ -124,13 +124,13 @@ def _outcome(task: PrefillTask, hot: HotPrefix | None, reason: MissReason | None
 @dataclass(frozen=True)
 class _Wait:
     leader: PrefillTask
-    num_tokens: int  # that both have in common
-    outcome: CacheOutcome  # of the KV that the follower has already
+    num_tokens: int  # tokens that both share
+    outcome: CacheOutcome  # the outcome of the KV that the follower has already
     then: Then
 
 
 class PrefillFollowers:
-    """The prompts that wait for another's prefill. Belongs to the owner thread."""
+    """The prompts that wait for another's prefill; belongs to the owner thread."""
 
     def __init__(self) -> None:
         self._waits: dict[PrefillTask, _Wait] = {}  # by follower
@@ -138,10 +138,10 @@ class PrefillFollowers:
     def follow(
         self, task: PrefillTask, ready: Iterable[PrefillTask], outcome: CacheOutcome, then: Then
     ) -> int:
-        """Let the task wait for one of those that are fed; return the tokens that it will have.
+        """Make the task follow one of ``ready``; return the number of tokens it will take over.
 
-        0 = none of them is of use, and ``then`` is not called. Else it is called once, at the
-        latest when the leader ends.
+        0 = none of them helps, and ``then`` is not called. Otherwise ``then`` is called once, at
+        the latest when the leader ends.
         """
         found = [(_num_shared(task, x), x) for x in ready if x.num_cached >= task.num_cached]
         shared, leader = max(found, key=lambda x: x[0], default=(0, task))
@@ -154,11 +154,14 @@ class PrefillFollowers:
         return shared
 
     def fed(self, leader: PrefillTask) -> None:
-        """Give its followers what they wait for, as far as it is there."""
+        """Start the leader's followers whose shared tokens it has computed."""
         self._end(leader, lambda wait: wait.num_tokens <= leader.num_cached)
 
     def leave(self, task: PrefillTask, *, usable: bool) -> None:
-        """Forget a task that is fed no more; ``usable``: its KV is right as far as it goes."""
+        """Forget a task that is not fed any more, and start its followers.
+
+        ``usable``: the KV that it has computed so far is valid.
+        """
         self._waits.pop(task, None)
         if not usable:
             task.num_cached, task.caches = 0, []
@@ -173,18 +176,18 @@ class PrefillFollowers:
 
 
 def _num_shared(task: PrefillTask, other: PrefillTask) -> int:
-    """Count the tokens that a task can take over from another one; 0 for another tenant's."""
+    """Return the number of tokens that a task can take over from another; 0 across tenants."""
     one, two = task.request.generation.session, other.request.generation.session
     if one is None or two is None or (one.tenant, one.salt) != (two.tenant, two.salt):
         return 0
     shared = min(common_prefix(task.tokens, other.tokens), task.target, other.target)
-    shared = whole_chunks(shared, other.request.restored_tokens)  # as ``_taken`` gives them
+    shared = whole_chunks(shared, other.request.restored_tokens)  # as ``_taken`` does
     is_behind = other.num_cached <= shared or kv_arrays.can_trim(other.caches)
     return shared if is_behind else 0
 
 
 def _taken(task: PrefillTask, wait: _Wait) -> CacheOutcome | None:
-    """Let a follower start from its leader's KV; None if it has as much of its own."""
+    """Start a follower from its leader's KV; None if that has too few tokens more or is no use."""
     leader = wait.leader
     restored = leader.request.restored_tokens
     count = whole_chunks(min(wait.num_tokens, leader.num_cached), restored)

@@ -1,11 +1,11 @@
 """Requests while the owner thread works on them, from their arrival to their last event.
 
-A ``Request`` has ``n`` answers, and each of them is a ``Sequence``. A ``PrefillTask`` is a run of
-tokens on its way into a cache, with the sequences that decode once it is there: those of a new
-request at first, and a single one again if it had to leave its batch.
+A ``Request`` has ``n`` answers, each of which is a ``Sequence``. A ``PrefillTask`` is a run of
+tokens to put into a cache, with the sequences that decode from it afterwards: first those of a new
+request, later a single one if that had to leave its batch.
 
-At its end a turn's KV stays as an idle hot session and is saved, whether the turn ran to its end
-or was cancelled half-way: KV that was computed is not wasted.
+At the end of a turn, its KV stays as an idle hot session and is saved, whether the turn was
+completed or cancelled, so that no computed KV is wasted.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _Process: TypeAlias = Callable[[mx.array, mx.array], mx.array]
 
 
 class SamplingGuard:
-    """Stands between one sequence's sampling and the batched step.
+    """Keeps errors of one sequence's sampling out of the batched step.
 
-    An exception inside the step would take every other sequence down with it. So the first one is
-    remembered in ``fault``, the step goes on with an arbitrary token for this sequence, and the
-    batch loop fails its request before that token reaches a client.
+    An exception inside the step would fail every other sequence as well. So the first one is kept
+    in ``fault``, the step continues with an arbitrary token for this sequence, and the batch loop
+    fails its request before that token reaches a client.
 
-    A step samples one token ahead, so the code of a request is also called once after its last
-    token. What it raises there spoils nothing.
+    A step samples one token ahead, so a request's sampler is also called once after the last token;
+    an error there does no harm.
     """
 
     def __init__(self, sampling: SequenceSampling) -> None:
@@ -61,28 +61,28 @@ class SamplingGuard:
         self._first_faulty = 0
 
     def is_faulty_within(self, num_tokens: int) -> bool:
-        """True if one of the first ``num_tokens`` tokens of the answer is arbitrary."""
+        """Return whether one of the answer's first ``num_tokens`` tokens is arbitrary."""
         return self.fault is not None and self._first_faulty < num_tokens
 
     @property
     def sampler(self) -> _Step | None:
-        """The guarded sampler; ``None`` for greedy: such sequences share one batched argmax."""
+        """The guarded sampler; None for greedy sequences, which share one batched argmax."""
         return None if self._sampler is None else self._sample
 
     @property
     def processors(self) -> tuple[_Process, ...]:
-        """The guarded logits processors: one that calls them all, or none."""
+        """One guarded logits processor that calls all of the request's, or none."""
         return (self._process,) if self._sampling.logits_processors else ()
 
     def _sample(self, logprobs: mx.array) -> mx.array:
-        """Sample from (1, vocab) log-probabilities; returns (1,), an integer."""
-        if not self._sampling.logits_processors:  # else counted there
+        """Sample from (1, vocab) log-probabilities; return integers (1,)."""
+        if not self._sampling.logits_processors:  # otherwise ``_process`` counts
             self._num_samples += 1
         sampled = self._guarded(lambda: self._sampler(logprobs), (1,))
         return mx.argmax(logprobs, axis=-1) if sampled is None else sampled
 
     def _process(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Process (1, vocab) logits, given the tokens so far; returns the same shape."""
+        """Process (1, vocab) logits, given the tokens so far; return the same shape."""
         self._num_samples += 1
         processed = self._guarded(lambda: self._processed(tokens, logits), logits.shape)
         return logits if processed is None else processed
@@ -93,7 +93,7 @@ class SamplingGuard:
         return logits
 
     def _guarded(self, step: Callable[[], mx.array], shape: tuple[int, ...]) -> mx.array | None:
-        """Do a step of the request's; None after its first error, or if it is one."""
+        """Run a step of the request's code; None if it fails, or failed before."""
         if self.fault is not None:
             return None
         try:
@@ -101,7 +101,7 @@ class SamplingGuard:
             if made.shape == shape:
                 return made
             raise ValueError(f"a sampler or processor returned shape {made.shape}, not {shape}")
-        except Exception as error:  # code of the request: its defects are this sequence's alone
+        except Exception as error:  # an error of the request's code must fail this sequence only
             self.fault, self._first_faulty = error, self._num_samples - 1
             return None
 
@@ -112,19 +112,19 @@ class Request:
 
     generation: Generation
     events: EventQueue
-    prompt: np.ndarray = field(init=False)  # the generation's, int32, (num_tokens,)
+    prompt: np.ndarray = field(init=False)  # int32, (num_tokens,)
     sequences: list[Sequence] = field(default_factory=list)  # those that have not ended
     is_waiting: bool = True  # counts against the limit of the waiting queue
-    admitted: bool = False  # the client was informed
+    admitted: bool = False  # ``PromptAdmitted`` was sent
     num_fed: int = 0  # tokens of its prompt that are in a cache; any thread may read it
-    forgotten: bool = False  # the session was deleted meanwhile: keep nothing of it
-    # The first so many tokens of its KV may come from a lossy copy. Only grows: sequences that left
-    # their batch begin again from the KV that is there by then.
+    forgotten: bool = False  # the session was deleted meanwhile: keep no KV of it
+    # This many first tokens of its KV may come from a lossy copy. Only grows: sequences that left
+    # their batch start again from the KV that is there by then.
     restored_tokens: int = 0
-    # Its state at ends of chunks that a later turn may come back to, for the save at the end: those
-    # in the prompt, and the newest in the answer.
+    # States at chunk ends that a later turn may return to, for the save at the end: those in the
+    # prompt here, and in ``answer_state`` the newest in the answer.
     states: list[StateAt] = field(default_factory=list)
-    # The names of its prompt's first chunks, as far as they are known: they are not hashed again.
+    # The known hashes of its prompt's first chunks, which are not computed again.
     chain: Chain = ()
     answer_state: StateAt | None = None
 
@@ -133,13 +133,13 @@ class Request:
 
     @property
     def key(self) -> SessionName | None:
-        """The session it is a turn of; None for a request without a session."""
+        """The name of the session that this is a turn of; None for a request without a session."""
         session = self.generation.session
         return session.name if session else None
 
     @property
     def progress(self) -> RequestProgress:
-        """Tokens that are computed so far, of a session's request. Any thread."""
+        """The tokens computed so far; only for a request with a session. Any thread."""
         assert self.key is not None
         prompt = len(self.prompt)
         answered = sum(len(x.emitted) for x in list(self.sequences))
@@ -147,28 +147,28 @@ class Request:
 
     @property
     def taken_states(self) -> list[StateAt]:
-        """All states that it holds."""
+        """All states that the request holds."""
         return [*self.states, *([self.answer_state] if self.answer_state else [])]
 
     def note_chain(self, chain: Chain, chunk_tokens: int) -> None:
-        """Remember names of chunks of one of its answers, as far as all its answers share them."""
+        """Keep the known chunk hashes of the prompt, which all answers share."""
         self.chain = chain[: (len(self.prompt) - 1) // chunk_tokens]
 
     def note_restored(self, num_tokens: int) -> None:
-        """Remember that its first ``num_tokens`` may come from a lossy copy."""
+        """Record that the first ``num_tokens`` may come from a lossy copy."""
         self.restored_tokens = max(self.restored_tokens, num_tokens)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer in the making. Its KV holds ``tokens``, except perhaps the last of them."""
+    """One answer being generated; its KV holds ``tokens``, except perhaps the last of them."""
 
     request: Request
-    index: int  # of its request's answers
+    index: int  # its number among the request's answers
     guard: SamplingGuard
-    remaining: int  # tokens it may still deliver
-    emitted: list[int] = field(default_factory=list)  # every token delivered so far
-    entered: int = 0  # when it came into its batch: the youngest is preempted first
+    remaining: int  # tokens that it may still emit
+    emitted: list[int] = field(default_factory=list)  # every token emitted so far
+    entered: int = 0  # order of entry into a batch: the youngest is sent back first
 
     @property
     def num_tokens(self) -> int:
@@ -177,7 +177,7 @@ class Sequence:
 
     @property
     def last(self) -> int:
-        """The last of these tokens."""
+        """The last token, of the prompt or of the answer so far."""
         return self.emitted[-1] if self.emitted else int(self.request.prompt[-1])
 
     @property
@@ -195,12 +195,12 @@ class PrefillTask:
     tokens: np.ndarray  # int32, (num_tokens,)
     caches: Caches = field(default_factory=list)
     num_cached: int = 0  # tokens that ``caches`` hold
-    num_reused: int = 0  # of these, how many did not have to be computed
-    # Whether what was reused also rests in the cold store; None: it was never saved.
+    num_reused: int = 0  # those of ``num_cached`` that did not have to be computed
+    # Whether the reused KV is also in the cold store; None: it was never saved.
     saved: Future[bool] | None = None
-    state_positions: list[int] = field(default_factory=list)  # to take its state at; ascending
-    pauses: set[int] = field(default_factory=set)  # where others take over a copy of its caches
-    # What the client was informed of; None: nothing yet, or by another task of its request.
+    state_positions: list[int] = field(default_factory=list)  # where to take states, ascending
+    pauses: set[int] = field(default_factory=set)  # where followers copy its caches
+    # The outcome that the client got; None: none yet, or from another task of the request.
     shown: CacheOutcome | None = None
 
     @property
@@ -210,24 +210,27 @@ class PrefillTask:
 
     @property
     def next_stop(self) -> int:
-        """The position that the next chunk may reach at most: a state's, a pause, or the target."""
+        """The position that the next chunk must not pass: a state's, a pause, or the target."""
         stops = (*self.state_positions, *self.pauses)
         return min((x for x in stops if x > self.num_cached), default=self.target)
 
     def reuse(self, caches: Caches, num_tokens: int, saved: Future[bool] | None) -> None:
-        """Start from ``caches``, which hold the first ``num_tokens`` tokens; see ``saved``."""
+        """Start from ``caches``, which hold the first ``num_tokens`` tokens.
+
+        ``saved``: see the attribute.
+        """
         self.caches, self.saved = caches, saved
         self.num_cached = self.num_reused = num_tokens
 
     def drop(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Take these out of the task, as far as they are in it; returns the ones taken."""
+        """Remove those of ``sequences`` that are in the task, and return them."""
         leaving = [x for x in self.sequences if x in sequences]
         self.sequences = [x for x in self.sequences if x not in leaving]
         return leaving
 
 
 def split_request(request: Request, max_tokens: int, at_once: int) -> list[PrefillTask]:
-    """Make the request's sequences, and a prefill task for each ``at_once`` of them."""
+    """Make the request's sequences; return prefill tasks of up to ``at_once`` sequences each."""
     generation = request.generation
     request.sequences = [
         Sequence(request, i, SamplingGuard(sampling), max_tokens)
@@ -239,10 +242,10 @@ def split_request(request: Request, max_tokens: int, at_once: int) -> list[Prefi
 
 
 class RunningRequests:
-    """All requests that have not had their last event. Belongs to the owner thread.
+    """All requests that have not had their last event; belongs to the owner thread.
 
-    A sequence is in a batch or on its way there, but in the midst of a step it may be in neither;
-    a caller that must miss none asks here.
+    A sequence is in a batch or in a prefill task, but during a step it may be in neither; a caller
+    that must not miss any looks here.
     """
 
     def __init__(self, hot_cache: HotCache, events: EventBuffer) -> None:
@@ -255,14 +258,14 @@ class RunningRequests:
         return list(self._requests)
 
     def begin(self, request: Request) -> None:
-        """Take a request in; its session is busy from now on."""
+        """Add a request; its session is busy from now on."""
         self.counters["turns"] += 1
         self._requests[request] = None
         if key := request.key:
             self._hot_cache.sessions.begin_turn(key, len(request.generation.prompt))
 
     def send(self, request: Request, event: Event) -> None:
-        """Have the client informed, at the end of this round."""
+        """Send the client an event, at the end of this round."""
         self._events.put(request.events, event)
 
     def finish(
@@ -273,16 +276,16 @@ class RunningRequests:
         num_cached: int,
         unchanged: Future[bool] | None = None,
     ) -> None:
-        """End one sequence and keep its KV; with the last one the request is over.
+        """End one sequence and keep its KV; the request ends with its last sequence.
 
         Args:
-            caches: its KV, given away; empty if it has none of its own.
-            num_cached: how many of its tokens ``caches`` hold.
-            unchanged: of KV that is as it was saved before; see ``HotCache.keep``.
+            caches: the sequence's KV, taken over; empty if it has none of its own.
+            num_cached: number of its tokens that ``caches`` hold.
+            unchanged: the earlier save, if the KV is as it was saved; see ``HotCache.keep``.
         """
         sequence.request.sequences.remove(sequence)
         self.send(sequence.request, Finished(sequence.index, reason))
-        self._events.flush()  # the client need not wait while KV is kept
+        self._events.flush()  # the client need not wait for the KV to be kept
         self.keep(sequence, caches, num_cached, unchanged)
         if not sequence.request.sequences:
             self._end(sequence.request)
@@ -294,7 +297,7 @@ class RunningRequests:
         num_cached: int,
         unchanged: Future[bool] | None = None,
     ) -> None:
-        """Make the first sequence's KV the session's; of the others nothing is kept."""
+        """Keep the first sequence's KV as the session's; the other sequences' is dropped."""
         request, session = sequence.request, sequence.request.generation.session
         if session is None or sequence.index or request.forgotten or not caches or not num_cached:
             return
@@ -305,14 +308,14 @@ class RunningRequests:
         request.states, request.answer_state = [], None
 
     def fail(self, request: Request, error: Exception) -> None:
-        """End the whole request and keep nothing of it."""
+        """End the whole request with an error, and keep none of its KV."""
         self.counters["failed_turns"] += 1
         request.sequences.clear()
         self.send(request, Failed(f"{type(error).__name__}: {error}"))
         self._end(request)
 
     def forget(self, key: SessionName) -> None:
-        """Keep nothing of the requests that run for this session."""
+        """Mark the session's running requests, so that none of their KV is kept."""
         for request in self._requests:
             request.forgotten = request.forgotten or request.key == key
 

@@ -1,1 +1,1 @@
-"""Live KV as mlx_lm keeps it, or packed: its layout, and the way to numpy arrays and back."""
+"""Live KV as mlx_lm keeps it, or packed: its layout, and its conversion from and to numpy."""

@@ -1,12 +1,12 @@
-"""Turns mlx_lm's caches into numpy arrays, and back. Everything belongs to the owner thread.
+"""Converts mlx_lm's caches to numpy arrays, and back; all of it belongs to the owner thread.
 
-Views are zero-copy and pin the engine's memory until they are dropped. They are taken of a *slice*
-of the cache's array, never of the array itself: mlx writes into a cache in place when nothing else
-holds its buffer, and a view of the cache's own array object would see, or outlive, that write. A
-slice counts as a holder, so the next write goes to a fresh buffer.
+Views are zero-copy and pin the engine's memory until they are dropped. They are made of a *slice*
+of the cache's array, never of the array itself: mlx writes into a cache in place if there is no
+other reference to its buffer, and a view of the cache's own array would see, or outlive, that
+write. A slice is such a reference, so the next write goes to a new buffer.
 
-A packed cache becomes the store's packed arrays. Nothing is packed or unpacked on the way: the rows
-have the bytes of the cold store's codec already.
+A packed cache becomes the store's packed arrays without packing or unpacking: its rows have the
+bytes of the cold store's codec already.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from kvstore.codecs.rows.packed_layout import PackedArray, PackedLayout, empty_p
 from kvstore.errors import Mismatch
 from kvstore.shapes import DType, KVLayout, KVPair, KVRun
 
-# Spare room of a growing cache is kept if it is at most so small a part of the rest: to give it
-# back, all of that would be copied, and the next turn may use it.
+# ``compact`` frees a growing cache's spare room only above 1 / MOST_SPARE of the used part, since
+# that copies the whole used part and the next turn may need the room.
 MOST_SPARE = 8
 
 
 def can_trim(caches: Caches) -> bool:
-    """True if all of them can be cut back to any earlier token, as they are now."""
+    """Return whether all caches, as they are now, can be cut back to any earlier token."""
     return bool(can_trim_prompt_cache(caches))
 
 
 def can_always_trim(caches: Caches) -> bool:
-    """True if that holds for any number of tokens; a window loses it once it is full."""
+    """Return whether ``can_trim`` holds for any number of tokens; not for windows, once full."""
     return all(map(is_growing, leaves(caches)))
 
 
 def trim(caches: Caches, surplus: int) -> None:
-    """Cut off the last ``surplus`` tokens. Only if ``can_trim``."""
+    """Cut off the last ``surplus`` tokens; requires ``can_trim``."""
     if surplus:
         trim_prompt_cache(caches, surplus)
 
 
 def copy_of(caches: Caches) -> Caches:
-    """Copy caches; the arrays are shared until one side writes."""
+    """Return a copy of caches; the arrays are shared until one side writes."""
     copied: Caches = deepcopy(caches)
     return copied
 
 
 def pack_old(caches: Caches) -> None:
-    """Pack what has left the recent window of packed caches; leaves others alone.
+    """Pack the tokens that have left the recent window of packed caches; leave others unchanged.
 
     The caches must have been evaluated.
     """
@@ -75,22 +75,22 @@ def pack_old(caches: Caches) -> None:
 
 
 def nbytes_of(caches: Caches) -> int:
-    """Bytes that the caches hold in memory, spare room included."""
+    """Return the bytes that the caches hold in memory, spare room included."""
     return int(sum(cache.nbytes for cache in caches))
 
 
 def check_length(caches: Caches, num_tokens: int) -> None:
-    """Check lengths. Raises ``Mismatch`` if a cache that counts tokens holds another number."""
+    """Raise ``Mismatch`` if a cache that counts tokens does not hold ``num_tokens``."""
     held = {leaf.offset for leaf in leaves(caches) if hasattr(leaf, "offset")} - {num_tokens}
     if held:
         raise Mismatch(f"caches of {num_tokens} tokens hold {sorted(held)}")
 
 
 def compact(caches: Caches) -> None:
-    """Evaluate the caches, and give back memory that they do not use.
+    """Evaluate the caches, and free memory that they do not use.
 
-    That is the spare room of growing caches, if it is worth a copy of all the rest, and the batch
-    of which a finished sequence's state is still a slice.
+    That is the spare room of growing caches, if it is worth a copy of the rest (``MOST_SPARE``),
+    and the batch of which a finished sequence's state is still a slice.
     """
     for leaf in leaves(caches):
         if isinstance(leaf, PackedKVCache):
@@ -107,9 +107,9 @@ def compact(caches: Caches) -> None:
 
 
 def sole_row(cache: Any) -> Any:
-    """Return the cache of the only sequence of a batch that is given up; copies nothing if it can.
+    """Return the cache of the only sequence of a batch that is not used any more.
 
-    The batch's own ``extract`` copies all rows that grow.
+    It avoids copies if it can; the batch's own ``extract`` copies all growing rows.
     """
     whole: Any = cache if isinstance(cache, BatchKVCache) else None
     if whole is None or whole.keys is None or any(whole.left_padding.tolist()):
@@ -127,10 +127,10 @@ def _contiguous(value: Any) -> Any:
 
 
 def growing_run(caches: Caches, num_tokens: int) -> list[KVPair]:
-    """The first ``num_tokens`` tokens' KV of every growing layer, as views.
+    """Return the KV of the first ``num_tokens`` tokens of every growing layer, as views.
 
-    K and V of each are (num_kv_heads, num_tokens, head_dim), in the engine's dtype, bf16 as uint16;
-    of packed caches they are ``PackedArray``s.
+    K and V of each layer are (num_kv_heads, num_tokens, head_dim), in the engine's dtype, bf16 as
+    uint16; for packed caches they are ``PackedArray``s.
     """
     growing = [leaf for leaf in leaves(caches) if is_growing(leaf)]
     if growing and isinstance(growing[0], PackedKVCache):  # then all of them are
@@ -142,17 +142,18 @@ def growing_run(caches: Caches, num_tokens: int) -> list[KVPair]:
 
 
 def state_tree(caches: Caches) -> StateTree:
-    """The exact state of every leaf that does not grow, as (class name, state).
+    """Return the exact state of every leaf that does not grow, as (class name, state).
 
-    Rotating windows are brought into temporal order first, without spare room. What a codec may
-    pack is marked: windows' rows, and matrices of recurrent layers.
+    Rotating windows are first brought into temporal order, without spare room. Arrays that a codec
+    may pack have their own types: ``WindowArray`` for windows' rows, ``MatrixArray`` for matrices
+    of recurrent layers.
     """
     rest = [leaf for leaf in leaves(caches) if not is_growing(leaf)]
     return _state_of([type(leaf).merge([leaf]).extract(0) for leaf in rest])
 
 
 def state_of_row(batch: Caches, row: int) -> StateTree:
-    """The exact state of one sequence of a batch, as ``state_tree`` gives it."""
+    """Return the exact state of one sequence of a batch, as ``state_tree`` does."""
     rest = [leaf for leaf in leaves(batch) if type(leaf) is not BatchKVCache]
     return _state_of([leaf.extract(row) for leaf in rest])
 
@@ -182,19 +183,19 @@ def _named(array: mx.array) -> tuple[str, np.ndarray]:
 
 
 def as_numpy(array: mx.array) -> np.ndarray:
-    """View an array without a copy; numpy has no bf16, so that becomes its bit pattern."""
+    """Return a view of an array; numpy has no bf16, so that becomes bit patterns, uint16."""
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
-# ---- and back
+# ---- from numpy
 
 
 def empty_rows(layout: KVLayout, num_tokens: int, most: int) -> tuple[list[mx.array], KVRun]:
-    """Allocate mlx's own arrays for rows to be restored, and view their first ``num_tokens``.
+    """Allocate mlx arrays for rows to be restored; return them and views of their first tokens.
 
-    There is spare room for ``most`` tokens. Nothing is left to evaluate, so any thread may call it.
-    There are no arrays for a packed cache. The views may be written to until ``rebuild`` takes the
-    arrays.
+    The arrays have room for ``most`` tokens, the views for ``num_tokens``. All arrays are
+    evaluated, so any thread may call it. A packed cache gets views without arrays. The views may be
+    written to until ``rebuild`` takes the arrays.
     """
     if isinstance(layout, PackedLayout):
         return [], layout.empty(num_tokens)
@@ -212,12 +213,13 @@ def rebuild(
     num_tokens: int,
     arrays: Sequence[mx.array] = (),
 ) -> Caches:
-    """Make caches that hold ``num_tokens`` tokens. Other arrays are copied, so ``run`` may go.
+    """Return caches that hold ``num_tokens`` tokens.
 
     Args:
-        run: as ``growing_run`` gives it, for every growing layer.
-        state: as ``state_tree`` gives it; None for models that need none.
-        arrays: those of ``empty_rows``, if ``run`` views them; they are given away.
+        run: the KV of every growing layer, as ``growing_run`` returns it; copied unless it views
+            ``arrays``.
+        state: as ``state_tree`` returns it; None for models without state.
+        arrays: those of ``empty_rows``, if ``run`` views them; they are taken over.
 
     Raises:
         Mismatch: the KV is not this model's, or has another length.
@@ -273,10 +275,10 @@ def _fill(leaf: Any, kept: Any, num_tokens: int) -> None:
 
 
 def packed_run(caches: Sequence[PackedKVCache], num_tokens: int) -> list[KVPair]:
-    """Copy the first ``num_tokens`` tokens' K and V, (num_kv_heads, num_tokens, dim) each.
+    """Return copies of the first ``num_tokens`` tokens' K and V, (num_kv_heads, num_tokens, dim).
 
     Raises:
-        Mismatch: a cache holds fewer.
+        Mismatch: a cache holds fewer tokens.
     """
     sides = []
     for cache in caches:
@@ -284,7 +286,7 @@ def packed_run(caches: Sequence[PackedKVCache], num_tokens: int) -> list[KVPair]
             raise Mismatch(f"a cache of {cache.offset} tokens where {num_tokens} are wanted")
         sides += [side.trimmed(num_tokens) for side in cache.sides]
     bits = [[bits_of(x) for x in side.arrays] for side in sides]
-    mx.eval(bits)  # all at once: a call costs as much as many rows
+    mx.eval(bits)  # in one call, which costs as much as many rows
     kinds = [(packer.kind, cache.dtype) for cache in caches for packer in cache.packers]
     arrays = [
         _array([np.asarray(x)[0] for x in held], *kind)
@@ -294,7 +296,7 @@ def packed_run(caches: Sequence[PackedKVCache], num_tokens: int) -> list[KVPair]
 
 
 def _array(held: Sequence[np.ndarray], kind: RowKind, dtype: DType) -> PackedArray:
-    """Join the arrays of a ``PackedSide``, viewed, without their first axis."""
+    """Return the ``PackedArray`` of a ``PackedSide``'s arrays, viewed, without their first axis."""
     sinks, codes, scales, recent, kept, places = held
     first = sinks.shape[1]
     last = first + scales.shape[1]
@@ -304,13 +306,13 @@ def _array(held: Sequence[np.ndarray], kind: RowKind, dtype: DType) -> PackedArr
     array.exact[:, last:] = recent
     array.codes[:, first:last] = codes
     array.scales[:, first:last] = scales
-    array.exact[:, first:last][scales == 0] = 0  # rows of zeros, but for those that are kept
+    array.exact[:, first:last][scales == 0] = 0  # rows of zeros, except the kept ones
     array.exact[places[:, 0], first + places[:, 1]] = kept
     return array
 
 
 def fill_packed(cache: PackedKVCache, pair: Any, num_tokens: int) -> None:
-    """Make a fresh cache hold the K and V that ``packed_run`` or the cold store gave.
+    """Fill an empty cache with the K and V that ``packed_run`` or the cold store returned.
 
     Raises:
         Mismatch: they are not this model's.
@@ -328,7 +330,7 @@ def fill_packed(cache: PackedKVCache, pair: Any, num_tokens: int) -> None:
 
 
 def _side(array: PackedArray, kind: RowKind, first: int, end: int) -> PackedSide:
-    """Make a side of which the tokens from ``end`` on, none of which is packed, are the newest."""
+    """Return a side whose packed tokens are ``first`` to ``end``; the tokens after are unpacked."""
     packed = array[:, first:end]
     odd = np.argwhere(packed.scales == 0)
     rows = packed.exact[odd[:, 0], odd[:, 1]]

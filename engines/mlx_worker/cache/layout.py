@@ -1,10 +1,10 @@
-"""Finds out what a model's caches consist of, from real ones after a tiny forward pass.
+"""Finds the layout of a model's caches, by inspecting real ones after a tiny forward pass.
 
 Three kinds of cache can be kept cold. ``KVCache`` grows with every token and goes through the
 codec, chunk by chunk; ``PackedKVCache`` takes its place where live KV is kept packed.
 ``RotatingKVCache`` (a sliding window) and ``ArraysCache`` (recurrent state) cannot be cut back to
-an earlier token; they are kept as states, packed where that was measured. ``CacheList`` is a
-bundle of them. Any other class can be served but not kept.
+an earlier token; they are kept as states, packed if the model's quality was measured so.
+``CacheList`` is a list of these. Any other class can be served but not kept.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvstore.shapes import KVLayer, KVLayout, StateLayout
 Caches: TypeAlias = list[Any]
 
 _PROBE = [1, 2, 3]
-LEAST_MATRIX_ROWS = 8  # convolutions are narrower
+LEAST_MATRIX_ROWS = 8  # more than the kernel width of any convolution
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 class CannotKeep(Exception):
-    """This model's caches cannot be kept cold. The message is one sentence for the operator."""
+    """This model's caches cannot be kept cold; the message is one sentence for the operator."""
 
 
 class CannotServe(Exception):
@@ -40,21 +40,21 @@ class CannotServe(Exception):
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The caches of one model, leaf by leaf. A layer is one leaf, or several in a CacheList."""
+    """The caches of one model, leaf by leaf; a layer is one leaf, or several in a CacheList."""
 
     class_names: tuple[str, ...]
     cost: KVCost
-    layout: KVLayout | None  # of the growing leaves; None = cannot be kept
-    reason: str = ""  # why not, in one sentence
-    states: StateLayout | None = None  # what there is besides growing leaves; None = nothing
+    layout: KVLayout | None  # layout of the growing leaves; None = the caches cannot be kept
+    reason: str = ""  # why they cannot be kept, in one sentence
+    states: StateLayout | None = None  # layout of the other leaves; None = there are none
 
     @property
     def needs_state(self) -> bool:
-        """True if a part of the cache does not grow and must be kept as states."""
+        """True if some leaves do not grow with every token, and must be kept as states."""
         return any(name not in GROWING for name in self.class_names)
 
     def kv_sizes(self) -> tuple[KVSize, KVSize | None]:
-        """The bytes of a session at rest, and in bf16; None where the dtype is not known."""
+        """Return the size of an idle session's live KV, and in bf16; None if it cannot be kept."""
         live = KVSize(self.cost.per_token, self.cost.windows, self.cost.fixed)
         if (layout := self.layout) is None:
             return live, None
@@ -67,7 +67,7 @@ class CachePlan:
 
 
 def leaves(caches: Caches) -> Iterator[Any]:
-    """Yield the caches, and those inside a CacheList in its place."""
+    """Yield the caches, with those inside a CacheList in its place."""
     for cache in caches:
         if type(cache) is CacheList:
             yield from leaves(list(cache.caches))
@@ -76,12 +76,12 @@ def leaves(caches: Caches) -> Iterator[Any]:
 
 
 def is_growing(leaf: Any) -> bool:
-    """True if the leaf holds KV of every token, so that it can be cut anywhere."""
+    """Return whether the leaf holds KV of every token, so that it can be cut anywhere."""
     return type(leaf) in (KVCache, PackedKVCache)
 
 
 def probe(model: Any) -> CachePlan:
-    """Plan how to keep the model's caches. Call it on the owner thread.
+    """Return the plan of the model's caches. Call it on the owner thread.
 
     Raises:
         CannotServe: continuous batching is impossible with this model.
@@ -125,16 +125,16 @@ def _layout_of(leaves: list[Any], dtypes: set[str]) -> KVLayout | None:
 
 
 def is_matrix(array: mx.array) -> bool:
-    """True for matrices of a recurrent layer; False for the few newest inputs of a convolution.
+    """Return whether an array is a recurrent layer's matrices, not inputs of a convolution.
 
-    Inputs of a convolution are at most as many rows as its kernel is wide.
+    A convolution keeps at most as many rows as its kernel is wide.
     """
     rows = array.size // array.shape[-1] if array.ndim and array.size else 0
     return array.ndim > 2 and rows >= LEAST_MATRIX_ROWS and array.dtype in FLOATS
 
 
 def packable_window(leaf: Any) -> bool:
-    """True for a sliding window that keeps the newest tokens and no others."""
+    """Return whether a leaf is a sliding window that keeps only the newest tokens."""
     return type(leaf) is RotatingKVCache and leaf.keep == 0
 
 
@@ -154,7 +154,7 @@ def _states(found: list[Any]) -> StateLayout | None:
 
 
 def _window_layout(windows: list[Any], found: list[Any]) -> KVLayout | None:
-    """The layers with windows, if all are equally long: their rows are packed side by side."""
+    """Return the layout of the windows; None unless all are equally long, to be packed together."""
     if not windows or len({x.max_size for x in windows}) > 1:
         return None
     return _layout_of(windows, _dtypes([x for x in found if is_growing(x)] + windows))

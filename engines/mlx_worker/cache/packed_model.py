@@ -1,14 +1,14 @@
-"""Gives a model of mlx_lm caches that are packed while they are in use (``engine.hot_codec``).
+"""Gives an mlx_lm model caches that are packed while they are in use (``engine.hot_codec``).
 
-What packs them is the fastest on this device that proves itself: before the first request each
-candidate packs and unpacks a few hundred rows, ordinary and strange ones, and everything has to be
-what the definition in numpy makes of them, bit for bit.
+The fastest packer of this device that passes a check is used: before the first request, each
+candidate packs and unpacks a few hundred rows, ordinary and extreme ones, and the results must
+equal those of the definition in numpy, bit for bit.
 
-Where that is right and faster, the model attends to packed rows as they are. mlx_lm's models import
-``scaled_dot_product_attention`` by name and call it with the cache, after the cache was asked for
-keys and values. That function of the model's own module is replaced, for as long as ``attending``
-is entered, by one that asks a packed cache for its attention and passes everything else on. Nothing
-of mlx_lm's other modules is touched. ``attends_better`` tries both ways at the start.
+If it is correct and faster, the model attends to packed rows without unpacking them. mlx_lm's
+models import ``scaled_dot_product_attention`` by name and call it with the cache, after the cache
+has returned keys and values. While the context ``attending`` is entered, that function is replaced
+in the model's own module by one that calls a packed cache's own attention and passes all other
+calls on. mlx_lm's other modules are not changed. ``attends_better`` tries both ways at the start.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ logger = logging.getLogger(__name__)
 
 _NUM_ROWS = 320
 _PROBE = [1, 2, 3, 2, 1]
-# The share of the logits' spread that rounding to 16 bits may change; a thousandth is usual. A
-# model that computes attention in a way of its own is away by half of it.
+# The allowed difference of logits, as a fraction of their spread. Rounding to 16 bits changes them
+# by about a thousandth; if a model computes attention in its own way, they differ by about a half.
 TOLERANCE: Final = 0.05
 NAME: Final = "scaled_dot_product_attention"
-PROMPT: Final = [x % 64 for x in range(256)]  # so long that half of it is packed
-NEXT: Final = (1, 2, 3)  # any of these comes after it
-NUM_TOKENS: Final = 1024  # that the caches hold while both ways are timed
+PROMPT: Final = [x % 64 for x in range(256)]  # long enough that half of it is packed
+NEXT: Final = (1, 2, 3)  # tokens fed after the prompt, each on its own
+NUM_TOKENS: Final = 1024  # tokens in the caches while both ways are timed
 NUM_ROUNDS: Final = 4
 
 
 class NoPacker(Exception):
-    """Nothing on this device packs such rows as the cold store does."""
+    """No packer on this device packs such rows as the cold store does."""
 
 
 def choose_packer(kind: RowKind) -> RowPacker:
-    """Choose the packer of one kind of rows. Call it on the owner thread.
+    """Return the fastest correct packer for one kind of rows. Call it on the owner thread.
 
     Raises:
-        NoPacker: nothing on this device gives the right bytes.
+        NoPacker: no packer on this device gives the right bytes.
     """
     for name, make in _candidates(kind):
         try:
@@ -78,7 +78,7 @@ def choose_packer(kind: RowKind) -> RowPacker:
                 logger.info("live KV rows of %d values are packed by %s", kind.dim, name)
                 return packer
             reason = "it gives other bytes than the definition"
-        except Exception as error:  # of a compiler, a driver: any kind
+        except Exception as error:  # a compiler or driver may raise any kind
             reason = f"{type(error).__name__}: {error}"
         logger.warning("%s cannot pack live KV rows of %d values: %s", name, kind.dim, reason)
     raise NoPacker(f"nothing on this device packs rows of {kind.dim} values as the cold store does")
@@ -95,7 +95,7 @@ def _candidates(kind: RowKind) -> Iterator[tuple[str, Callable[[], RowPacker]]]:
 
 
 def agrees(packer: RowPacker) -> bool:
-    """True if a packer gives the definition's bytes."""
+    """Return whether a packer gives the definition's bytes for sample rows."""
     kind, form = packer.kind, packer.kind.format
     stored = sample_rows(kind)
     codes, scales = form.pack(floats.widen(stored, kind.stored))
@@ -112,9 +112,9 @@ def agrees(packer: RowPacker) -> bool:
 
 
 def sample_rows(kind: RowKind) -> np.ndarray:
-    """Rows to try a packer with, as bit patterns, uint16 (num_rows, dim).
+    """Return rows to check a packer with, as bit patterns, uint16 (num_rows, dim).
 
-    Their channels have very different sizes, and some rows cannot be packed.
+    Their channels differ widely in magnitude, and some rows cannot be packed.
     """
     ramp = np.arange(_NUM_ROWS * kind.dim, dtype=np.float64).reshape(_NUM_ROWS, kind.dim)
     values = np.sin(ramp * ramp) * np.exp(3 * np.sin(np.arange(kind.dim) * 1.7))
@@ -130,7 +130,7 @@ def sample_rows(kind: RowKind) -> np.ndarray:
 
 
 class PackedCacheModel:
-    """The model, except for the caches it makes. mlx_lm asks a model for these by name."""
+    """A model that makes packed caches, through the methods that mlx_lm finds by name."""
 
     def __init__(
         self, model: Any, layers: list[KVPackers], dtype: DType, seam: Seam | None = None
@@ -150,7 +150,7 @@ class PackedCacheModel:
         return self.model.parameters()
 
     def attends_better(self, layout: KVLayout) -> bool:
-        """Try whether attention should read packed rows as they are, on this machine."""
+        """Return whether attention should read packed rows directly, as tried on this machine."""
         heads = [layer.num_kv_heads for layer in layout.layers]
         return attends_better(self.model, self.make_cache(), heads)
 
@@ -158,10 +158,10 @@ class PackedCacheModel:
 def with_packed_caches(
     model: Any, plan: CachePlan, config: EngineConfig
 ) -> tuple[PackedCacheModel, CachePlan]:
-    """Give a model packed caches; returns it and its new plan. Call it on the owner thread.
+    """Return a model with packed caches, and its new plan. Call it on the owner thread.
 
     Raises:
-        CannotServe: this model's caches cannot be kept packed; says why.
+        CannotServe: this model's caches cannot be kept packed; the message says why.
     """
     layout, num_bits = _packable(model, plan, config.hot_codec), HOT_CODECS[config.hot_codec]
     stored: DType = "float16" if layout.dtype == "float16" else "bfloat16"
@@ -173,16 +173,16 @@ def with_packed_caches(
     layers = [(packers[x.head_dim], packers[x.value_dim]) for x in layout.layers]
     live = PackedCacheModel(model, layers, layout.dtype, AttentionSeam(model))
     try:
-        goes_on = _goes_on_alike(model, live)
-    except (AttributeError, TypeError, ValueError) as error:  # it asks caches for more than usual
+        is_alike = _continues_alike(model, live)
+    except (AttributeError, TypeError, ValueError) as error:  # it uses caches in its own way
         raise CannotServe(
             f"engine.hot_codec = {config.hot_codec} is refused: this model cannot use packed caches"
             f" ({error}); leave it empty"
         ) from error
-    if not goes_on:
+    if not is_alike:
         raise CannotServe(
-            f"engine.hot_codec = {config.hot_codec} is refused: with packed caches this model says"
-            " something else; leave it empty"
+            f"engine.hot_codec = {config.hot_codec} is refused: with packed caches this model gives"
+            " other answers; leave it empty"
         )
     packed = PackedLayout(num_bits=num_bits, **msgspec.structs.asdict(layout))
     names = tuple(PackedKVCache.__name__ for _ in layers)
@@ -208,10 +208,10 @@ def _packable(model: Any, plan: CachePlan, hot_codec: str) -> KVLayout:
     return plan.layout
 
 
-def _goes_on_alike(model: Any, live: PackedCacheModel) -> bool:
-    """True if both say the same after a few tokens, none of which is packed yet.
+def _continues_alike(model: Any, live: PackedCacheModel) -> bool:
+    """Return whether both give the same logits after a few tokens, none of which is packed yet.
 
-    A model that looks into its caches by itself is noticed here, or raises its own error.
+    This detects models that access the insides of their caches, unless they raise an error.
     """
     answers = []
     for each in (model, live):
@@ -226,7 +226,7 @@ def _goes_on_alike(model: Any, live: PackedCacheModel) -> bool:
 
 
 class PackedAttention:
-    """Stands in for mlx_lm's function of this name in one module."""
+    """Stands in for mlx_lm's ``scaled_dot_product_attention`` in one module."""
 
     def __init__(self, plain: Callable[..., mx.array]) -> None:
         self.plain = plain
@@ -245,7 +245,7 @@ class PackedAttention:
 
 
 class AttentionSeam(NeverCopied):
-    """Knows the modules whose function may be replaced, and whether it is. Caches hold it."""
+    """The modules whose attention function may be replaced; caches ask it whether it is."""
 
     def __init__(self, model: Any) -> None:
         self.modules = modules_of(model)
@@ -258,7 +258,7 @@ class AttentionSeam(NeverCopied):
 
 
 def modules_of(model: Any) -> tuple[ModuleType, ...]:
-    """Find the modules of a model's layers that have imported mlx_lm's function."""
+    """Return the modules of a model's layers that have imported mlx_lm's attention function."""
     names = dict.fromkeys(type(layer).__module__ for _, layer in model.named_modules())
     modules = (sys.modules[name] for name in names if name in sys.modules)
     return tuple(module for module in modules if _has_seam(module))
@@ -273,10 +273,10 @@ def _has_seam(module: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def attending(model: Any) -> Iterator[None]:
-    """Replace the function in the modules of a model, and put it back at the end.
+    """Replace the attention function in a model's modules, and restore it at the end.
 
-    A model that does not use it is left as it is: its caches restore their rows. Entered twice, it
-    is replaced once.
+    A model that does not use the function is left unchanged: its caches unpack their rows. If
+    entered twice, the function is replaced once.
     """
     replaced = []
     for module in modules_of(model):
@@ -292,15 +292,18 @@ def attending(model: Any) -> Iterator[None]:
 
 
 def attends_better(model: Any, caches: list[Any], num_kv_heads: list[int]) -> bool:
-    """Say whether a model should attend to packed rows; the log says by how much it is faster.
+    """Return whether a model should attend to packed rows; log how the times compare.
 
-    ``caches``: empty packed ones, one for each layer, of so many heads; they are of no use
-    afterwards. Call it on the owner thread.
+    Call it on the owner thread.
+
+    Args:
+        caches: empty packed caches, one for each layer; they are filled and unusable afterwards.
+        num_kv_heads: number of heads of each layer.
     """
     if not all(isinstance(x, PackedKVCache) for x in caches):
         return False
     if not says_the_same(model, caches):
-        logger.warning("this model says something else when it attends to packed rows: it restores")
+        logger.warning("attending to packed rows gives other logits; this model unpacks its rows")
         return False
     _fill_with_noise(caches, num_kv_heads)
     restoring_s, attending_s = [], []
@@ -310,8 +313,8 @@ def attends_better(model: Any, caches: list[Any], num_kv_heads: list[int]) -> bo
             attending_s.append(_step(model, caches)[1])
     share = min(attending_s) / min(restoring_s)
     logger.info(
-        "live KV: this model %s; at %d tokens a step takes %.2f of the time of restoring",
-        "attends to packed rows" if share < 1 else "restores packed rows",
+        "live KV: this model %s; at %d tokens, attending takes %.2f of the time of unpacking",
+        "attends to packed rows" if share < 1 else "unpacks its rows",
         NUM_TOKENS,
         share,
     )
@@ -319,7 +322,7 @@ def attends_better(model: Any, caches: list[Any], num_kv_heads: list[int]) -> bo
 
 
 def says_the_same(model: Any, caches: list[Any]) -> bool:
-    """Compare logits after a prompt, of which the caches are filled, in both ways."""
+    """Return whether attending and unpacking give the same logits; fills ``caches``."""
     step = len(PROMPT) // 2
     for at in range(0, len(PROMPT), step):
         model(mx.array([PROMPT[at : at + step]]), cache=caches)
@@ -347,7 +350,7 @@ def _fill_with_noise(caches: list[Any], num_kv_heads: list[int]) -> None:
 
 
 def _step(model: Any, caches: list[Any], token: int = 1) -> tuple[mx.array, float]:
-    """Return the logits of one more token, and the seconds; the caches stay as they are."""
+    """Return the logits after one more token and the time in seconds; ``caches`` do not change."""
     begin = time.perf_counter()
     logits = model(mx.array([[token]]), cache=[copy(cache) for cache in caches])[0, -1]
     logits = logits.astype(mx.float32)

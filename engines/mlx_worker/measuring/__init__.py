@@ -1,1 +1,1 @@
-"""Measures the served model between users' requests, in small steps of the owner thread."""
+"""Measures the served model between users' requests, in small steps on the owner thread."""

@@ -35,30 +35,30 @@ from engines.mlx_worker.model.ropes import rope_readers
 from kvstore.session import CHUNK_TOKENS
 from kvstore.shapes import KVLayout, KVRun, Rope, StateLayout
 
-CPU_WORK: Final = 2 * 10**10  # tokens of a step times parameters
+CPU_WORK: Final = 2 * 10**10  # work of a step: its tokens x the model's parameters
 GPU_WORK: Final = 10**12
-SMALLEST: Final = 8
+SMALLEST: Final = 8  # tokens of a step
 LARGEST: Final = 512
 T = TypeVar("T")
 
 
 def step_tokens(num_parameters: int, *, on_gpu: bool) -> int:
-    """Return the tokens of a step, a power of two."""
+    """Return the number of tokens of a step, a power of two."""
     wanted = (GPU_WORK if on_gpu else CPU_WORK) // max(num_parameters, 1)
     return max(SMALLEST, min(LARGEST, 1 << max(wanted.bit_length() - 1, 0)))
 
 
 def step_tokens_of(model: Any) -> int:
-    """Return the tokens of a step of this model, on the device that computes it."""
+    """Return the number of tokens of a step for this model on mlx's device."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     count: int = get_total_parameters(model)  # type: ignore[no-untyped-call]
     return step_tokens(count, on_gpu=on_gpu)
 
 
 class MlxInstrument:
-    """Measures a model in this process, or the served one in idle moments of the owner thread.
+    """An ``Instrument`` for a model of this process, or the served one, in idle moments.
 
-    In an engine all of its methods raise ``Interrupted`` once the engine ends.
+    In an engine, all of its methods raise ``Interrupted`` once the engine ends.
     """
 
     sees_states = True
@@ -73,16 +73,16 @@ class MlxInstrument:
         held: HeldPrefix | None = None,
         step_tokens: int = LARGEST,
     ) -> None:
-        """Look at a loaded model.
+        """Make an instrument for a loaded model.
 
         Args:
-            plan: of the served model's cache.
+            plan: the plan of the model's caches.
             folder: see ``fingerprint``.
-            steps, held: the owner thread's; None = the model belongs to this thread.
-            step_tokens: that are fed at a time.
+            steps, held: those of the owner thread; None = the model belongs to this thread.
+            step_tokens: number of tokens fed at a time.
 
         Raises:
-            ValueError: this model's cache cannot be kept.
+            ValueError: this model's caches cannot be kept.
         """
         if plan.layout is None:
             raise ValueError(plan.reason)
@@ -94,7 +94,7 @@ class MlxInstrument:
         self._steps: Steps = steps or AtOnce()
         self._held = held or HeldPrefix(loaded.model, plan.layout)
         self._step_tokens = step_tokens
-        self._lost_s = 0.0  # in work that was begun again
+        self._lost_s = 0.0  # time of work that had to be started again
 
     @property
     def waited_s(self) -> float:
@@ -125,7 +125,7 @@ class MlxInstrument:
         return self._until_done(lambda: self._whole(tokens, past))
 
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
-        num_passed = 0  # looks whose notices were passed on: a text that begins again repeats them
+        num_passed = 0  # looks whose notices were passed on; a repeated text must not pass on again
 
         def observed() -> KVRun:
             nonlocal num_passed
@@ -140,13 +140,13 @@ class MlxInstrument:
 
         try:
             return self._until_done(observed)
-        except (RuntimeError, ValueError) as error:  # mlx says so in either way
+        except (RuntimeError, ValueError) as error:  # mlx raises either
             raise NotObservable(f"mlx cannot differentiate a layer: {error}") from error
 
     def _looks(self, tokens: Sequence[int], first: int) -> Iterator[Callable[[], list[Noticed]]]:
-        """Feed the tokens from ``first`` on; yields what differentiates a few of the last calls.
+        """Feed the tokens from ``first`` on; yield functions that differentiate some layer calls.
 
-        Steps and draws are the same each time, and so is the order of notices.
+        Steps and random draws are the same at each repetition, and so is the order of notices.
         """
         size, at_once = min(self._step_tokens, PART_TOKENS), len(self._held.streams)
         for at in range(first, len(tokens), size):
@@ -157,12 +157,12 @@ class MlxInstrument:
                 yield partial(self._held.notices, some, first, seeds)
 
     def _until_done(self, work: Callable[[], T]) -> T:
-        """Do work of several steps, again from its start whenever the KV was needed by others."""
+        """Return the result of work of several steps; restart it if requests took its memory."""
         while True:
             began, waited_s = time.perf_counter(), self._steps.waited_s
             try:
                 return work()
-            except Dropped:  # the first step of the next try waits for an idle moment
+            except Dropped:  # the first step of the next attempt waits for an idle moment
                 took = time.perf_counter() - began
                 self._lost_s += max(0.0, took - (self._steps.waited_s - waited_s))
             except Exception:
@@ -175,7 +175,7 @@ class MlxInstrument:
         return self._steps.run(lambda: self._held.take(len(tokens)))
 
     def _feed(self, past: HeldSession, tokens: Sequence[int]) -> None:
-        """Have ``past``, followed by ``tokens``, held."""
+        """Make ``held`` hold ``past`` followed by ``tokens``."""
         self._steps.run(lambda: self._held.begin(past))
         for part in self._parts(tokens):
             self._steps.run(partial(self._held.feed, part))

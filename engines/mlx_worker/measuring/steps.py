@@ -1,10 +1,10 @@
 """The owner thread's part of a measurement: small steps, and the one prefix whose KV is live.
 
-The measuring thread hands steps in and waits for each; the owner thread takes one between two
-rounds, and only when nothing runs, waits or is being saved. So a request that arrives waits for one
-step at most. The prefix is outside of all batches and belongs to no session: it counts for no
-budget, and goes at once when users' requests need its memory. It belongs to the owner thread,
-except where a docstring says any thread.
+The measuring thread hands in steps and waits for each; the owner thread takes one between two
+rounds, and only if nothing runs, waits or is being saved. So a new request waits for one step at
+most. The prefix is outside of all batches and belongs to no session: it counts against no budget,
+and is dropped at once when requests need its memory. It belongs to the owner thread, except where a
+docstring says any thread.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from kvstore.workers import usable_cores
 T = TypeVar("T")
 ENDS: Final = "the engine ends"
 Noticed: TypeAlias = LayerNotice | StateNotice | None  # None: a state that mlx cannot differentiate
-PART_TOKENS: Final = 128  # that go through the layers together; whose calls are differentiated
+PART_TOKENS: Final = 128  # tokens per forward pass whose layer calls are differentiated
 
 
 class Steps(Protocol):
     """Runs steps that need the model."""
 
-    waited_s: float  # that steps waited for their turn since the start
+    waited_s: float  # total time that steps waited for their turn, in seconds
 
     def run(self, step: Callable[[], T]) -> T:
-        """Run ``step`` and return what it returns."""
+        """Run ``step`` and return its result."""
 
 
 class AtOnce:
@@ -65,15 +65,15 @@ class _WaitingStep(NamedTuple):
 
 
 class IdleSteps:
-    """A line of one: the next step, and the thread that waits for it. A ``Steps``."""
+    """``Steps`` that run on the owner thread in idle moments; at most one waits at a time."""
 
     def __init__(
         self, wake: Callable[[], None], monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        """Make an empty line; ``wake`` has the owner thread look again. Called on any thread."""
+        """``wake`` makes the owner thread look for a step; it is called on any thread."""
         self._wake = wake
         self._monotonic = monotonic
-        self._others_at = float("-inf")  # when others last used the model
+        self._others_at = float("-inf")  # time when a request last used the model
         self._lock = threading.Lock()
         self._next: _WaitingStep | None = None
         self._closed = False
@@ -83,7 +83,7 @@ class IdleSteps:
     # ---- the measuring thread
 
     def run(self, step: Callable[[], T]) -> T:
-        """Have ``step`` run on the owner thread in an idle moment, and return what it returns.
+        """Run ``step`` on the owner thread in an idle moment, and return its result.
 
         Raises:
             Interrupted: the engine ends.
@@ -104,7 +104,7 @@ class IdleSteps:
     # ---- the owner thread
 
     def note_others(self) -> None:
-        """Note that a request uses the model."""
+        """Record that a request uses the model now."""
         self._others_at = self._monotonic()
 
     @property
@@ -113,17 +113,17 @@ class IdleSteps:
         return self._next is not None
 
     def do_one(self) -> None:
-        """Do the step that waits, if one does."""
+        """Run the waiting step, if there is one."""
         if (waiting := self._taken()) is not None:
             self.num_done += 1
             self.waited_s += self._monotonic() - waiting.since_s
             try:
                 waiting.done.set_result(waiting.step())
-            except Exception as error:  # travels to who waits for it
+            except Exception as error:  # raised in the thread that waits for the step
                 waiting.done.set_exception(error)
 
     def close(self) -> None:
-        """Refuse the step that waits and all to come. Any thread."""
+        """Raise ``Interrupted`` for the waiting step and all later ones. Any thread."""
         self._closed = True
         if (waiting := self._taken()) is not None:
             waiting.done.set_exception(Interrupted(ENDS))
@@ -135,35 +135,36 @@ class IdleSteps:
 
 
 class Dropped(Exception):
-    """The prefix was given up for a user's request; its work has to begin again."""
+    """The prefix was dropped for a user's request; the work on it has to start again."""
 
 
 def log_probs(logits: mx.array) -> mx.array:
-    """Return log-probabilities in fp32."""
+    """Return log-probabilities over the last axis, in fp32."""
     wide = logits.astype(mx.float32)
     scores: mx.array = wide - mx.logsumexp(wide, axis=-1, keepdims=True)
     return scores
 
 
 class HeldPrefix:
-    """The session of at most one prefix. ``layout``: of the part of its cache that grows."""
+    """The live KV of at most one prefix; ``layout``: that of its growing caches."""
 
     def __init__(self, model: Any, layout: KVLayout) -> None:
         self._model = model
         self._layout = layout
         self._caches: Caches | None = None
-        self._noted: list[NotedRows | NotedState] = []  # of the tokens that were fed last
+        self._noted: list[NotedRows | NotedState] = []  # the layer calls of the last tokens fed
         self._nbytes = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of live KV, and of all that hangs on it. Any thread."""
+        """The bytes of the live KV. Any thread."""
         return self._nbytes
 
     def begin(self, session: HeldSession) -> None:
-        """Hold a copy of a session, which may be empty, in place of the earlier prefix.
+        """Hold a copy of a session, which may be empty, instead of the earlier prefix.
 
-        Raises ``Mismatch``.
+        Raises:
+            Mismatch: the session is not this model's.
         """
         self.drop()
         if session.num_tokens:
@@ -176,15 +177,15 @@ class HeldPrefix:
     def feed(self, tokens: Sequence[int]) -> None:
         """Prefill ``tokens`` after the held prefix. Raises ``Dropped``."""
         self._read(tokens)
-        # Only the caches: the scores of these positions are never computed.
+        # Only the caches are evaluated: the logits of these positions are never computed.
         mx.eval([cache.state for cache in self._held()])
         mx.clear_cache()
         self._count()
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
-        """Feed ``tokens`` and return the log-probabilities after each of them.
+        """Feed ``tokens``; return the log-probabilities after each, fp32 (len(tokens), vocabulary).
 
-        fp32 (len(tokens), vocabulary). Raises ``Dropped``.
+        Raises ``Dropped``.
         """
         scores = self._read(tokens)
         mx.eval(scores)
@@ -194,10 +195,10 @@ class HeldPrefix:
         return found
 
     def _read(self, tokens: Sequence[int]) -> list[mx.array]:
-        """Have the model read ``tokens``; returns parts of their log-probabilities, not computed.
+        """Feed ``tokens`` in parts; return the parts' log-probabilities, not evaluated.
 
-        On a processor mlx computes a stream on one thread. So the parts go by turns to two streams,
-        the second of which follows the first through the layers. Raises ``Dropped``.
+        On a CPU, mlx computes each stream on one thread. So the parts alternate between two
+        streams, the second of which follows the first through the layers. Raises ``Dropped``.
         """
         caches, streams, found = self._held(), self.streams, []
         step = len(tokens) if len(streams) == 1 else PART_TOKENS
@@ -209,13 +210,13 @@ class HeldPrefix:
 
     @cached_property
     def streams(self) -> list[mx.Stream]:
-        """The streams to compute on: so many calls are differentiated in the time of one."""
+        """The streams to compute on; one layer call at a time is differentiated on each."""
         device = mx.default_device()
         is_slow = device.type == mx.DeviceType.cpu and usable_cores() > 1
         return [mx.default_stream(device), *([mx.new_stream(device)] if is_slow else [])]
 
     def take(self, num_tokens: int) -> HeldSession:
-        """Return a copy of all that is held, of ``num_tokens`` tokens, and drop it.
+        """Return a copy of the prefix, which has ``num_tokens`` tokens, and drop it.
 
         Raises ``Dropped``.
         """
@@ -226,9 +227,9 @@ class HeldPrefix:
         return session
 
     def feed_noted(self, tokens: Sequence[int]) -> int:
-        """Prefill ``tokens``, and keep each layer's call; returns the number of calls that count.
+        """Prefill ``tokens`` and keep the layers' calls; return the number of calls kept.
 
-        Raises ``Dropped``, and ``NotObservable``.
+        Raises ``Dropped`` and ``NotObservable``.
         """
         held = self._held()
         before = kv_arrays.copy_of(held)
@@ -238,11 +239,12 @@ class HeldPrefix:
         return len(self._noted)
 
     def notices(self, numbers: Sequence[int], first: int, seeds: Sequence[int]) -> list[Noticed]:
-        """Return what some calls noticed of the first tokens' K and V, or of their states.
+        """Return how some calls depend on the first tokens' K and V, or on the state before them.
 
         Args:
-            numbers: of the calls, neighbours, at most one for each of ``streams``.
-            seeds: one for each of them.
+            numbers: consecutive numbers of calls, at most one for each of ``streams``.
+            first: number of first tokens.
+            seeds: the seed of the random draws for each call.
 
         Raises ``Dropped``.
         """
@@ -258,7 +260,7 @@ class HeldPrefix:
         return found
 
     def drop(self) -> None:
-        """Free it."""
+        """Drop the prefix and free its memory."""
         if self._nbytes:
             self._caches = None
             self._noted = []
@@ -267,7 +269,7 @@ class HeldPrefix:
 
     def _held(self) -> Caches:
         if self._caches is None:
-            raise Dropped("its memory went to a request")
+            raise Dropped("a request needed the prefix's memory")
         return self._caches
 
     def _count(self) -> None:

@@ -1,1 +1,1 @@
-"""The loaded model: weights, fingerprint and vocabulary (``loading``), ``ropes``, layers' calls."""
+"""The loaded model: weights, fingerprint, vocabulary (``loading``), ``ropes``, ``layer_calls``."""

@@ -1,12 +1,12 @@
-"""The calls of a model's layers, which can be repeated and differentiated one by one.
+"""Records the calls of a model's layers, to repeat and differentiate them one by one.
 
-A module that is given a layer's cache is that layer's attention, under any name. While
-calls are noted, ``NotedModule``s stand in the places of such modules; that is how mlx exchanges
-layers (``Module.update_modules``), and afterwards the model is as it was.
+The module that is passed a layer's cache is that layer's attention, whatever its name. While calls
+are recorded, ``NotedModule``s replace such modules (``Module.update_modules``); afterwards the
+model is as before.
 
-A recurrent layer's call is differentiated by the state before it. The call is repeated in pieces of
-a few tokens, from the last back to the first: a whole one would keep every token's state at once.
-Between pieces the derivative is carried by the state, as it was carried forward.
+A recurrent layer's call is differentiated with respect to the state before it. The call is repeated
+in pieces of a few tokens, from the last back to the first, since a whole call would keep every
+token's state at once. Between pieces, the gradient with respect to the state is carried on.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from engines.mlx_worker.cache import kv_arrays
 from engines.mlx_worker.cache.layout import Caches, is_growing, is_matrix, leaves, packable_window
 
 logger = logging.getLogger(__name__)
-PIECE_TOKENS: Final = 16  # each keeps its state, and the state's inputs
+PIECE_TOKENS: Final = 16  # every token of a piece keeps its state and the state's inputs
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a module that was given ``cache``. ``stream``: what its output is added to."""
+    """One call of a module that was passed ``cache``.
+
+    ``stream`` is the residual stream that the output is added to; None if it is not known.
+    """
 
     module: Module
     given: tuple[Any, ...]
@@ -45,12 +48,12 @@ class LayerCall:
 
     @property
     def given_shape(self) -> tuple[int, ...]:
-        """Shape of the module's input, and so of its output."""
+        """The shape of the module's input, which is also that of its output."""
         first = next(x for x in [*self.given, *self.named.values()] if isinstance(x, mx.array))
         return tuple(first.shape)
 
     def again(self, cache: Any) -> mx.array:
-        """Call it with another cache; fp32 (1, num_tokens, hidden)."""
+        """Repeat the call with another cache; return its output, fp32 (1, num_tokens, hidden)."""
         given = [cache if x is self.cache else x for x in self.given]
         named = {name: cache if x is self.cache else x for name, x in self.named.items()}
         output: Any = self.module(*given, **named)
@@ -58,14 +61,14 @@ class LayerCall:
         return added.astype(mx.float32)
 
     def sizes(self) -> mx.array:
-        """The size of each token's residual stream, (num_tokens, 1); 1 if it is not known."""
+        """Return the RMS of each token's residual stream, (num_tokens, 1); 1.0 if not known."""
         if self.stream is None:
             return mx.array(1.0)
         return mx.sqrt(mx.mean(mx.square(self.stream[0].astype(mx.float32)), -1, keepdims=True))
 
 
 class NotedModule(Module):
-    """Stands in the place of a module and notes its calls."""
+    """Replaces a module and records its calls."""
 
     def __init__(self, module: Module, layer: NotedLayer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,11 +94,11 @@ class NotedLayer:
     def __init__(self, caches: Sequence[Any]) -> None:
         """``caches``: the leaves of the layer's cache."""
         self._caches = caches
-        self._stream: mx.array | None = None  # what the layer's first module was given
+        self._stream: mx.array | None = None  # the input of the layer's first module
         self.calls: list[LayerCall] = []
 
     def note(self, module: Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Note a call."""
+        """Record a call if it was passed one of the layer's caches."""
         arguments = [*given, *named.values()]
         for cache in self._caches:
             if any(x is cache for x in arguments):
@@ -107,7 +110,10 @@ class NotedLayer:
 
 @contextmanager
 def noted_calls(model: Any, caches: Caches) -> Iterator[list[NotedLayer]]:
-    """Note the calls of a forward pass with these caches, by layer; there are none if unknown."""
+    """Record the calls of a forward pass with these caches; yield one ``NotedLayer`` per layer.
+
+    The list is empty if the model's layers and its caches do not correspond.
+    """
     layers = list(model.layers)
     if len(layers) != len(caches):
         yield []
@@ -127,18 +133,24 @@ def noted_calls(model: Any, caches: Caches) -> Iterator[list[NotedLayer]]:
 
 
 class NotedRows:
-    """One layer's call after rows of K and V: what it makes of them can be differentiated."""
+    """One layer's call, to differentiate with respect to the K and V before it."""
 
     def __init__(self, call: LayerCall, before: Any, number: int) -> None:
-        """``before``: the cache as it was before the call. ``number``: of the layer in its kind."""
+        """``before``: the cache before the call. ``number``: the layer's, among those of its kind.
+
+        The two kinds are growing layers and windows.
+        """
         self._call = call
         self._before = before
         self._number = number
 
     def begin(self, first: int, seed: int) -> Callable[[], LayerNotice]:
-        """Begin to differentiate random parts of the call's output by the rows of the first tokens.
+        """Begin to differentiate random projections of the call's output by the first tokens' rows.
 
-        The current stream computes while the caller goes on. What is returned waits for it.
+        The current stream computes while the caller continues.
+
+        Returns:
+            A function that waits for the result and returns it.
         """
         known = _rows_of(self._before)
         keys, values = _gradients(self._call, self._before, known, seed)
@@ -159,7 +171,7 @@ class NotedRows:
 
 
 def calls_by_cache(layers: Sequence[NotedLayer]) -> dict[int, list[LayerCall]]:
-    """Sort the calls of one forward pass by the ``id`` of the cache that they were given."""
+    """Return the calls of one forward pass by the ``id`` of the cache that each was passed."""
     calls: dict[int, list[LayerCall]] = {}
     for call in (x for layer in layers for x in layer.calls):
         calls.setdefault(id(call.cache), []).append(call)
@@ -167,9 +179,10 @@ def calls_by_cache(layers: Sequence[NotedLayer]) -> dict[int, list[LayerCall]]:
 
 
 def noted_rows(caches: Caches, before: Caches, layers: Sequence[NotedLayer]) -> list[NotedRows]:
-    """The calls of one forward pass whose caches hold rows from a session's first token on.
+    """Return the calls of one forward pass whose caches hold rows from the first token on.
 
-    Raises ``NotObservable``: a layer that keeps all tokens was not seen to be called, once.
+    Raises:
+        NotObservable: a layer that keeps all tokens was not recorded with exactly one call.
     """
     calls = calls_by_cache(layers)
     found, numbers = [], {True: 0, False: 0}
@@ -179,7 +192,7 @@ def noted_rows(caches: Caches, before: Caches, layers: Sequence[NotedLayer]) -> 
             continue
         own = calls.get(id(leaf), [])
         if growing and (len(own) != 1 or not isinstance(earlier, KVCache)):
-            raise NotObservable("where this model reads its cache is not to be found")
+            raise NotObservable("the module that reads a layer's cache is not found")
         if len(own) == 1 and (growing or earlier.offset <= earlier.max_size):
             found.append(NotedRows(own[0], earlier, numbers[growing]))
         numbers[growing] += 1
@@ -187,7 +200,7 @@ def noted_rows(caches: Caches, before: Caches, layers: Sequence[NotedLayer]) -> 
 
 
 def _rows_of(leaf: Any) -> tuple[mx.array, mx.array]:
-    """K and V that a cache holds, (1, KV heads, tokens, dim)."""
+    """Return the K and V that a cache holds, (1, KV heads, tokens, dim)."""
     keys, values = leaf.state[:2]
     used = min(leaf.offset, keys.shape[2])
     return keys[..., :used, :], values[..., :used, :]
@@ -196,9 +209,10 @@ def _rows_of(leaf: Any) -> tuple[mx.array, mx.array]:
 def _gradients(
     call: LayerCall, before: Any, known: tuple[mx.array, mx.array], seed: int
 ) -> tuple[mx.array, mx.array]:
-    """Gradients of random parts of a call's output, over the size of the residual stream.
+    """Return gradients of random projections of a call's output, relative to the residual stream.
 
-    fp32 (``NUM_DRAWS``, KV heads, tokens, dim), by K and by V; not evaluated.
+    The gradients, with respect to K and to V, are fp32 (``NUM_DRAWS``, KV heads, tokens, dim), not
+    evaluated.
     """
 
     def output(keys: mx.array, values: mx.array) -> mx.array:
@@ -216,15 +230,15 @@ def _gradients(
 
 
 class NotedState:
-    """One layer's call after a recurrent state."""
+    """One layer's call, to differentiate with respect to the recurrent state before it."""
 
     def __init__(self, call: LayerCall, before: Any, place: int, number: int) -> None:
         """Keep the call.
 
         Args:
-            before: the cache as it was before the call.
-            place: of the array in the cache's state.
-            number: of the array among all that a codec may pack.
+            before: the cache before the call.
+            place: index of the array in the cache's state.
+            number: index of the array among all that a codec may pack.
         """
         self._call = call
         self._before = before
@@ -232,9 +246,9 @@ class NotedState:
         self._number = number
 
     def begin(self, first: int, seed: int) -> Callable[[], StateNotice | None]:
-        """Return what differentiates random parts of the call's output by the state.
+        """Return a function that differentiates random projections of the output by the state.
 
-        It returns None if mlx cannot.
+        The function returns None if mlx cannot differentiate the layer.
         """
         return partial(self._notice, seed)
 
@@ -249,7 +263,7 @@ class NotedState:
         return StateNotice(self._number, np.array(matrices), np.stack(gradients))
 
     def _gradients(self, seed: int) -> Iterator[np.ndarray]:
-        """One for each draw, fp32, as the array lies."""
+        """Yield a gradient for each draw, fp32, in the shape of the state's array."""
         call, num_tokens = self._call, self._call.given_shape[1]
         spans = [
             (at, min(at + PIECE_TOKENS, num_tokens)) for at in range(0, num_tokens, PIECE_TOKENS)
@@ -272,7 +286,7 @@ class NotedState:
     def _pulled_back(
         self, call: LayerCall, before: Any, drawn: mx.array, after: mx.array
     ) -> mx.array:
-        """Pull cotangents of outputs, and of the state after them, back to the state before."""
+        """Return the cotangent of the state before, given those of outputs and state after."""
 
         def forward(matrices: mx.array) -> list[mx.array]:
             cache = with_array(before, self._place, matrices)
@@ -284,9 +298,9 @@ class NotedState:
 
 
 def noted_states(caches: Caches, before: Caches, layers: Sequence[NotedLayer]) -> list[NotedState]:
-    """The calls of one forward pass after recurrent states that a codec may pack.
+    """Return the calls of one forward pass after recurrent states that a codec may pack.
 
-    There is none of a layer that was not called once, or that had no state yet.
+    Layers that were not called exactly once, or had no state yet, are left out.
     """
     calls = calls_by_cache(layers)
     found, numbers = [], itertools.count()
@@ -304,13 +318,13 @@ def noted_states(caches: Caches, before: Caches, layers: Sequence[NotedLayer]) -
 
 
 def arrays_of(cache: Any) -> list[Any]:
-    """List all that a cache's state holds, in the order in which a session has it."""
+    """Return the leaves of a cache's state, in the order in which a session stores them."""
     flat: Any = tree_flatten(cache.state)
     return [x for _, x in flat]
 
 
 def with_array(cache: Any, place: int, array: mx.array) -> Any:
-    """Copy a cache with another array in one place of its state."""
+    """Return a copy of a cache with another array at one index of its state."""
     (copied,) = kv_arrays.copy_of([cache])
     numbers = itertools.count()
     copied.state = tree_map(lambda x: array if next(numbers) == place else x, cache.state)
@@ -319,7 +333,7 @@ def with_array(cache: Any, place: int, array: mx.array) -> Any:
 
 @contextmanager
 def _differentiable(module: Any) -> Iterator[None]:
-    """Have a module run as in training: kernels for serving have no derivative."""
+    """Put a module into training mode, since kernels for inference have no derivative."""
     was = module.training
     module.train()
     try:
@@ -329,7 +343,7 @@ def _differentiable(module: Any) -> Iterator[None]:
 
 
 def _piece(call: LayerCall, at: int, end: int) -> LayerCall:
-    """The call of some of the tokens alone."""
+    """Return the call limited to the tokens from ``at`` to ``end``."""
     num_tokens = call.given_shape[1]
 
     def cut(value: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Reads a model and its vocabulary from disk, in the dtype this machine computes fastest.
+"""Reads a model and its vocabulary from disk, in the dtype that this machine computes fastest.
 
 On a Mac the weights keep their own dtype. Linux CPU builds of mlx multiply float32 a hundred times
 faster than bf16 (the BLAS they call has no bf16), so there everything runs in float32.
 
-KV of one model must never be offered to another, so one hash identifies a model. The same files
-give the same hash on every machine. Weights count with every byte: see ``engines.host.weights``.
+A fingerprint identifies a model, so that its KV is never offered to another. The same files give
+the same fingerprint on every machine; every byte of the weights counts (``engines.host.weights``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from engines.mlx_worker.cache.layout import CachePlan
 from engines.openai.requests import Body, RepetitionPenalty, Share, Temperature, TopK, TopP
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# Raise when what is stored changes its meaning.
+# Increase it when stored KV changes its meaning.
 FORMAT = 2
 _TEXTS = ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SAMPLING_FILE: Final = "generation_config.json"
@@ -46,14 +46,14 @@ MOST_SAMPLING_BYTES: Final = 1 << 20
 AnyBody = TypeVar("AnyBody", bound=Body)
 logger = logging.getLogger(__name__)
 
-# Enough tokens for the detokenizer to know whether a word or a character goes on.
+# Enough of a prompt's last tokens for the detokenizer to continue a word or a character.
 _CONTEXT_TOKENS = 4
 
 
 class UsualSampling(msgspec.Struct, frozen=True):
-    """The sampling of requests that name no other; None: the model says nothing.
+    """The model's default sampling, from ``generation_config.json``, which vLLM uses as well.
 
-    It is that of ``generation_config.json``, as vLLM takes it, too.
+    A value of None means that the model states no default.
     """
 
     temperature: Temperature | None = None
@@ -64,7 +64,7 @@ class UsualSampling(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, folder: Path) -> UsualSampling:
-        """Read a model's folder; a value that is missing or out of bounds asks for nothing."""
+        """Read the defaults from a model's folder; values missing or out of bounds become None."""
         file = folder / SAMPLING_FILE
         try:
             with file.open("rb") as opened:
@@ -73,7 +73,7 @@ class UsualSampling(msgspec.Struct, frozen=True):
                 raise ValueError(f"it has more than {MOST_SAMPLING_BYTES} bytes")
             said = json.loads(content)
             if not isinstance(said, dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not a JSON object")
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, RecursionError) as error:
@@ -91,7 +91,7 @@ class UsualSampling(msgspec.Struct, frozen=True):
         return cls(**good)
 
     def filled_in(self, request: AnyBody) -> AnyBody:
-        """Return a request with all of these that it leaves open."""
+        """Return a request with these defaults for the values that it does not state."""
         said = {x: y for x, y in msgspec.structs.asdict(self).items() if y is not None}
         left_open = {x: y for x, y in said.items() if getattr(request, x) is None}
         return msgspec.structs.replace(request, **left_open) if left_open else request
@@ -99,7 +99,7 @@ class UsualSampling(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, its tokenizer and its config. ``model`` belongs to the thread that loaded it."""
+    """A model, its tokenizer and its config; ``model`` belongs to the thread that loaded it."""
 
     model: Any
     tokenizer: Any
@@ -108,26 +108,26 @@ class LoadedModel:
 
     @property
     def max_context(self) -> int:
-        """Longest context the model was made for, prompt and answer together, in tokens."""
+        """The longest context of the model, prompt and answer together, in tokens."""
         return stated_context(self.config) or UNSTATED_CONTEXT
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """The width of the logits."""
         text = self.config.get("text_config") or self.config
         return int(text["vocab_size"])
 
     @property
     def usual_sampling(self) -> UsualSampling:
-        """The sampling that its files ask for."""
+        """The default sampling that the model's files state."""
         return UsualSampling.of(self.path) if self.path else UsualSampling()
 
 
 def load_model(model_path: str, dtype: str = "auto") -> LoadedModel:
-    """Load from a local folder or the hub. Call it on the thread that will run the model.
+    """Load a model from a local folder or the hub. Call it on the thread that will run the model.
 
     Raises:
-        OSError, ValueError: no such model, or mlx_lm does not know its architecture.
+        OSError, ValueError: there is no such model, or mlx_lm does not support its architecture.
     """
     loaded: Any = load(model_path, lazy=True, return_config=True)
     model, tokenizer, config = loaded
@@ -139,13 +139,13 @@ def load_model(model_path: str, dtype: str = "auto") -> LoadedModel:
 
 
 def model_folder(model_path: str) -> Path:
-    """The folder of a model's files; a hub id must have been downloaded before."""
+    """Return the folder of a model's files; a model of the hub must have been downloaded."""
     path = Path(model_path)
     return path if path.exists() else Path(hf_repo_to_path(model_path))  # type: ignore[no-untyped-call]
 
 
 def chosen_dtype(setting: str) -> str | None:
-    """The dtype to cast to; ``None`` = the model's own."""
+    """Return the dtype to cast the model to; None = its own."""
     if setting != "auto":
         return setting
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -153,12 +153,12 @@ def chosen_dtype(setting: str) -> str | None:
 
 
 def describe_device(engine: EngineConfig) -> str:
-    """The device and the dtype that the model runs in, for the log."""
+    """Return the device and the dtype that the model runs in, for the log."""
     return f"mlx on {mx.default_device()}, dtype {chosen_dtype(engine.dtype) or 'of the model'}"
 
 
 def fingerprint(loaded: LoadedModel, plan: CachePlan, folder: Path | None = None) -> str:
-    """Hex digest of weights, tokenizer, dtype, cache classes and the libraries' versions.
+    """Return the hex digest of weights, tokenizer, dtype, cache classes and library versions.
 
     ``folder`` keeps the digests of large files between starts; see ``weight_digests``.
     """
@@ -169,9 +169,9 @@ def fingerprint(loaded: LoadedModel, plan: CachePlan, folder: Path | None = None
 
 
 def _computed_by(loaded: LoadedModel, plan: CachePlan) -> Iterator[bytes]:
-    """Everything but the model's files that KV depends on."""
+    """Yield everything that KV depends on, except the model's files."""
     yield f"format {FORMAT}".encode()
-    # A new version may compute KV, or lay it out, in another way.
+    # Another version may compute KV, or lay it out, differently.
     yield from (f"{name} {version(name)}".encode() for name in ("mlx", "mlx-lm"))
     yield json.dumps(plan.class_names).encode()
     yield repr(plan.layout).encode()
@@ -193,7 +193,7 @@ def _contents(loaded: LoadedModel, folder: Path | None) -> Iterator[bytes]:
 
 
 def _parameters(model: Any) -> Iterator[bytes]:
-    """The weights themselves, of a model that was built in code."""
+    """Yield the weights themselves, for a model that was built in code."""
     for name, array in _arrays(model):
         yield name.encode()
         yield np.array(array.astype(mx.float32)).tobytes()
@@ -205,7 +205,7 @@ def _arrays(model: Any) -> list[tuple[str, mx.array]]:
 
 
 class Vocabulary:
-    """One model's vocabulary. Read-only.
+    """The vocabulary of one model; read-only.
 
     ``grammar`` is built on first use, which takes about a second for large vocabularies.
     """
@@ -214,27 +214,27 @@ class Vocabulary:
         """``size`` is the width of the model's logits, which may exceed the tokenizer's."""
         self.tokenizer = tokenizer
         self.size = size
-        self.width = max(size, len(tokenizer))  # of the masks of a grammar
+        self.width = max(size, len(tokenizer))  # width of a grammar's masks
         self.eos: frozenset[int] = frozenset(tokenizer.eos_token_ids)
         added = tokenizer.added_tokens_decoder.items()
         self._special = {x for x, token in added if token.special} - self._marker_ids()
 
     def hides(self, token: int, in_call: bool) -> bool:
-        """True for ids that are no text: padding of the vocabulary, and special tokens.
+        """Return whether an id is not text: padding of the vocabulary, or a special token.
 
-        In a tool call special tokens may be part of the syntax that its parser reads.
+        In a tool call, special tokens are shown, since its parser may need them.
         """
         return token >= len(self.tokenizer) or (token in self._special and not in_call)
 
     def spelling(self, token: int) -> bytes:
-        """The exact bytes of one token, which may be a part of a character."""
+        """Return the exact bytes of one token, which may be a part of a character."""
         if self.grammar is None:
             return str(self.tokenizer.decode([token])).encode()
         return bytes(self.grammar.decode_bytes([token]))
 
     @cached_property
     def grammar(self) -> llguidance.LLTokenizer | None:
-        """The vocabulary as a grammar sees it; None for tokenizers without a fast version."""
+        """The vocabulary in llguidance's form; None for tokenizers without a fast version."""
         try:
             # mlx_lm has no public name for the tokenizer that it wraps.
             return llguidance.hf.from_tokenizer(
@@ -244,7 +244,7 @@ class Vocabulary:
             return None
 
     def serialized(self) -> str:
-        """Return the tokenizer as JSON, for another process; only where there is a ``grammar``."""
+        """Return the tokenizer as JSON, for another process; requires ``grammar``."""
         backend = copy(self.tokenizer._tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -252,15 +252,16 @@ class Vocabulary:
 
     @cached_property
     def max_token_chars(self) -> int:
-        """Length of the longest token, in characters."""
+        """The length of the longest token, in characters."""
         return max(len(text) for text in self.tokenizer.get_vocab())
 
     def continuing(self, prompt: Sequence[int] | np.ndarray) -> tuple[Any, int]:
-        """mlx_lm's detokenizer after the prompt's end, and how many characters it still owes.
+        """Return mlx_lm's detokenizer after a prompt, and the number of characters to skip.
 
-        Started afresh it would take the space off the first word; the next turn's prompt would
-        then hold another text than was generated, and part with the cache there. The characters
-        owed belong to the prompt (a last space is kept back until the next token): not shown.
+        A new detokenizer would strip the space before the first word. The next turn's prompt would
+        then differ from the generated text, and could not reuse the cache from there on. The
+        characters to skip belong to the prompt: the detokenizer holds back a final space until the
+        next token.
         """
         end = [int(x) for x in prompt[-_CONTEXT_TOKENS:] if x < len(self.tokenizer)]
         whole, live = (self.tokenizer.detokenizer for _ in range(2))
@@ -274,14 +275,14 @@ class Vocabulary:
 
     @property
     def markers(self) -> frozenset[str]:
-        """The texts around reasoning and tool calls, which are parts of a model's own words."""
+        """The texts that a model itself writes around reasoning and tool calls."""
         tokenizer = self.tokenizer
         markers = [tokenizer.think_start, tokenizer.think_end]
         markers += [tokenizer.tool_call_start, tokenizer.tool_call_end]
         return frozenset(text for text in markers if text)
 
     def _marker_ids(self) -> set[int]:
-        """Ids of the special tokens that mark reasoning and tool calls."""
+        """Return the ids of the special tokens that mark reasoning and tool calls."""
         tokenizer = self.tokenizer
         markers = [*self.markers, *tokenizer.structural_markers]
         for edges in tokenizer.response_transitions.values():

@@ -1,4 +1,4 @@
-"""Reads off how the layers of a model turn their keys. Belongs to the thread that loaded it."""
+"""Finds the rotary position embeddings (RoPE) of a model's layers, on the model's own thread."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from kvstore.shapes import KVLayer, Rope
 
 
 def rope_readers(model: Any, plan: CachePlan, *, windows: bool) -> list[Callable[[], Rope | None]]:
-    """One function for each layer that reads off how it turns its keys; None if it turns none.
+    """Return for each layer a function that returns its RoPE, or None if it rotates no keys.
 
-    ``windows``: of the layers with sliding windows, not of those that grow. Of a model with states
-    a layer whose turning is not to be found counts as one without: that costs bits, not truth.
+    If a model has states, a layer whose RoPE is not found counts as one without; that costs
+    packing density, not correctness. Otherwise the functions raise ``ValueError`` for such a layer.
 
-    The functions raise ``ValueError`` if a layer turns its keys in a way that is not understood.
+    Args:
+        windows: True for the layers with sliding windows, False for the growing ones.
     """
     kept = plan.states.windows if windows and plan.states else None if windows else plan.layout
     if kept is None:
@@ -42,7 +43,7 @@ def rope_readers(model: Any, plan: CachePlan, *, windows: bool) -> list[Callable
 
 
 def _layers_of(model: Any, plan: CachePlan, windows: bool) -> list[Any]:
-    """The model's layers whose caches grow, or are windows; of layers with several caches each."""
+    """Return the layer of each growing cache, or of each window; [] if layers are not known."""
     layers, caches = list(model.layers), list(make_prompt_cache(model))
     if len(layers) != len(caches):
         return []
@@ -57,7 +58,7 @@ def _not_turned() -> None:
 
 
 def _keeps_latent(layer: Any, kept: KVLayer) -> bool:
-    """True if a latent lies where others keep keys, and its turned part in the place of values."""
+    """Return whether a layer (MLA) keeps a latent as keys, and the rotated channels as values."""
     attention = _attention_of(layer)
     found = [getattr(attention, x, 0) for x in ("kv_lora_rank", "qk_rope_head_dim")]
     return kept.num_kv_heads == 1 and found == [kept.head_dim, kept.value_dim]
@@ -68,7 +69,7 @@ def _attention_of(layer: Any) -> Any:
 
 
 def _rope_of_latent(layer: Any, dim: int) -> Rope | None:
-    """Read how a layer rotates the ``dim`` channels beside its latents; None if not found."""
+    """Return the RoPE of the ``dim`` channels beside a layer's latents; None if not found."""
     rope = _rope_if_found(layer, dim)
     return None if rope is None else msgspec.structs.replace(rope, side="values")
 
@@ -81,12 +82,12 @@ def _rope_if_found(layer: Any, head_dim: int) -> Rope | None:
 
 
 def rope_of(layer: Any, head_dim: int) -> Rope | None:
-    """Read off how one layer turns its keys. Raises ``ValueError`` where it is not found."""
+    """Return the RoPE of a layer; None if it has no effect. Raises ``ValueError`` if not found."""
     attention = _attention_of(layer)
     module = getattr(attention, "rope", None)
     if attention is None or module is None:
-        raise ValueError("how this model turns its keys is not to be found")
-    # Keys that are unfolded out of latents have their turned channels after the others.
+        raise ValueError("the position encoding of this model's keys is not found")
+    # Keys that are expanded from latents have their rotated channels after the others.
     turned = min(getattr(attention, "qk_rope_head_dim", head_dim), head_dim)
 
     def matrix(position: int) -> np.ndarray:
@@ -98,6 +99,6 @@ def rope_of(layer: Any, head_dim: int) -> Rope | None:
 
 
 def _turned(module: Any, dim: int, position: int) -> np.ndarray:
-    """The (dim, dim) matrix, float32, by which keys at ``position`` are turned."""
+    """Return the (dim, dim) matrix, float32, that rotates keys at ``position``."""
     identity = mx.eye(dim)[:, None, None, :]
     return np.array(module(identity, offset=position).astype(mx.float32)).reshape(dim, dim)

@@ -1,5 +1,5 @@
 """Plans a checked request: chat template, tools, grammar, sampling and penalties.
 
-The walk: ``request_planner`` -> ``tools`` (what the answer may call, and its ``grammar``) ->
-``chat_template`` (token ids) -> ``sampling`` (how each answer chooses tokens).
+A request passes ``request_planner`` -> ``tools`` (functions to offer, and the wanted grammar) ->
+``chat_template`` (token ids) -> ``sampling`` (samplers and logits processors of each answer).
 """

@@ -1,7 +1,4 @@
-"""Writes messages as the token ids that the model reads, by the model's own chat template.
-
-So it also answers what tokens a prompt has.
-"""
+"""Turns messages into token ids with the model's own chat template, and tokenizes prompts."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ from engines.mlx_worker.prompt.tools import (
 from engines.openai.errors import InvalidRequest, context_too_long
 from engines.openai.requests import MAX_CONTEXTS, ChatRequest, Detokenize, TokenizeText
 
-# Characters for each token of the context that hardly any prompt has: one with more is counted part
-# by part before it is tokenized whole.
+# A prompt with more characters than this per token of the context is probably too long, so its
+# tokens are counted part by part before it is tokenized whole.
 _CONTEXT_CHARS = 4
 _PART_CHARS = 1 << 15
 _CUT_TOKENS = 16
-# What a template raises for messages that it was not written for.
+# The errors of a template for messages that it was not written for.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
 
@@ -42,17 +39,17 @@ class ChatPrompt:
     """A chat as the model reads it."""
 
     token_ids: np.ndarray  # int32, (num_tokens,)
-    # Positions that a later turn may come back to: the end of the system prompt, and, as the last,
-    # the end of the messages, before the marker that makes the assistant speak.
+    # Positions that a later turn may return to: the end of the system prompt, and, as the last, the
+    # end of the messages, before the generation prompt.
     boundaries: tuple[int, ...]
-    thinking: bool  # the marker opens a block of reasoning
+    thinking: bool  # the generation prompt opens a block of reasoning
 
 
 class PromptWriter:
-    """Writes prompts for one model. Not thread-safe: one call at a time.
+    """Writes prompts for one model; not thread-safe.
 
     Attributes:
-        segments: the ids of parts of prompts that were written before.
+        segments: the cached ids of parts of earlier prompts.
     """
 
     def __init__(self, vocabulary: Vocabulary, max_context: int) -> None:
@@ -66,19 +63,22 @@ class PromptWriter:
         self.segments = SegmentCache(backend, self._whole, template)
 
     def text(self, text: str) -> np.ndarray:
-        """Token ids of a text completion's prompt, at least one.
+        """Return the ids of a text completion's prompt, int32 (num_tokens,), at least one.
 
         Raises:
-            InvalidRequest: empty, or longer than the context.
+            InvalidRequest: the prompt is empty, or fills the context.
         """
         self._check_size(text, "prompt")
         return self.checked(self._tokenizer.encode(text), "prompt")
 
     def checked(self, token_ids: Sequence[int] | np.ndarray, param: str) -> np.ndarray:
-        """Return ids, int32, if the model can read them; ``param`` is the request's field.
+        """Return ids as int32 (num_tokens,) if the model can read them.
+
+        Args:
+            param: the request's field that they come from.
 
         Raises:
-            InvalidRequest: there are none, they fill the context, or one is no token.
+            InvalidRequest: there are none, they fill the context, or one is outside the vocabulary.
         """
         ids = np.asarray(token_ids)
         if not len(ids):
@@ -91,11 +91,11 @@ class PromptWriter:
         return ids.astype(np.int32, copy=False)
 
     def chat(self, request: ChatRequest, plan: ToolPlan, key: bytes | None = None) -> ChatPrompt:
-        """Write a chat's prompt.
+        """Return a chat's prompt.
 
         Args:
-            key: the tenant's, by which parts of its earlier prompts are known; None = all of the
-                prompt is encoded.
+            key: the tenant's key of cached parts of earlier prompts; None = encode the whole prompt
+                without the cache.
 
         Raises:
             InvalidRequest: the template refuses the messages, or they exceed the context.
@@ -105,7 +105,7 @@ class PromptWriter:
                 "This model has no chat template: use /v1/completions.", "messages"
             )
         messages = self._messages(request, plan)
-        # Only templates that know tools get them.
+        # Only templates that support tools get them.
         tools = list(plan.tools) if self._knows_tools and plan.tools else None
         options = self._controls.marked_value({"tools": tools, **_options(request)})
         text = self._render(messages, True, options)
@@ -147,7 +147,7 @@ class PromptWriter:
         return ids
 
     def _check_size(self, text: str, param: str) -> None:
-        """Refuse what cannot fit, before the tokenizer spends seconds on it."""
+        """Raise ``InvalidRequest`` for a text that is surely too long, before tokenizing it."""
         least = len(text) // self._vocabulary.max_token_chars
         if least < self._max_context and len(text) > _CONTEXT_CHARS * self._max_context:
             least = self._least_tokens(text)
@@ -155,17 +155,20 @@ class PromptWriter:
             raise context_too_long(self._max_context, least, param, at_least=True)
 
     def _least_tokens(self, text: str) -> int:
-        """Count the tokens of a long text part by part, as far as the context reaches."""
+        """Return a lower bound on a long text's tokens, counted until it exceeds the context."""
         least = first = 0
         while first < len(text) and least < self._max_context:
             part = text[first : first + _PART_CHARS]
-            # Cut elsewhere, a part may have some tokens more than the same text in the whole.
+            # A cut may give a part some tokens more than the same text has in the whole.
             least += max(0, len(self._encode(part)) - _CUT_TOKENS)
             first += _PART_CHARS
         return least
 
     def _marker_start(self, marker: str, ids: np.ndarray) -> int:
-        """Count the tokens before the marker; all but one if it has no tokens of its own."""
+        """Return the number of tokens before the generation prompt.
+
+        If that has no tokens of its own, return the number of all tokens but one.
+        """
         size = len(tail := self._encode(marker)) if marker else 0
         return len(ids) - (size if size and np.array_equal(ids[-size:], tail) else 1)
 
@@ -177,14 +180,14 @@ class PromptWriter:
         ids: np.ndarray,
         key: bytes | None,
     ) -> int:
-        """Count the tokens that any prompt with the same system message and tools begins with."""
+        """Return the number of first tokens that depend only on the system message and tools."""
         head = [x for x in messages[:1] if x["role"] == "system"]
         if not head and not options["tools"]:
             return 0
         try:
             other = self._render([*head, {"role": "user", "content": ""}], False, options)
         except InvalidRequest:
-            return 0  # this template wants more than that; the request itself was fine
+            return 0  # the template refuses the shortened chat, though it took the request's own
         head_ids = self._encode(text[: _num_shared(text, other)], key)
         return _num_equal(ids, head_ids)
 
@@ -196,7 +199,7 @@ class PromptWriter:
 
 
 def _num_shared(a: str, b: str) -> int:
-    """Count the first characters that two long texts have in common."""
+    """Return the length of the common prefix of two long texts."""
     if a.startswith(b):
         return len(b)
     size = min(len(a), len(b))
@@ -205,14 +208,14 @@ def _num_shared(a: str, b: str) -> int:
 
 
 def _num_equal(one: np.ndarray, other: np.ndarray) -> int:
-    """Count the first elements that two arrays have in common."""
+    """Return the length of the common prefix of two arrays."""
     size = min(len(one), len(other))
     differ = one[:size] != other[:size]
     return int(differ.argmax()) if differ.any() else size
 
 
 def _options(request: ChatRequest) -> dict[str, Any]:
-    """The template's switches; the client's own come last."""
+    """Return the template's arguments; the client's own override ours."""
     options: dict[str, Any] = {}
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
@@ -222,7 +225,7 @@ def _options(request: ChatRequest) -> dict[str, Any]:
 
 
 class PromptTokens:
-    """Tokenizes for one model. Slow, and not thread-safe: one call at a time."""
+    """Tokenizes and detokenizes for one model; slow, and not thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, facts: ModelFacts) -> None:
         self._vocabulary = vocabulary
@@ -230,7 +233,7 @@ class PromptTokens:
         self._writer = PromptWriter(vocabulary, MAX_CONTEXTS * facts.max_context)
 
     def of(self, asked: ChatRequest | TokenizeText) -> dict[str, Any]:
-        """Tokenize a chat as it would be answered, or a text.
+        """Return the answer to a request to tokenize a chat, as it would be answered, or a text.
 
         Raises:
             InvalidRequest: the template refuses the messages, or there are far too many tokens.
@@ -258,12 +261,12 @@ class PromptTokens:
         return ids
 
     def text_of(self, asked: Detokenize) -> dict[str, Any]:
-        """Return the text of tokens.
+        """Return the answer to a request to detokenize.
 
         Raises:
-            InvalidRequest: one is no token of this model.
+            InvalidRequest: a token id is outside the vocabulary.
         """
         size = self._vocabulary.size
         if max(asked.tokens, default=0) >= size:
-            raise InvalidRequest(f"tokens: one is outside the vocabulary of {size}.", "tokens")
+            raise InvalidRequest(f"tokens: an id is outside the vocabulary of {size}.", "tokens")
         return {"prompt": str(self._vocabulary.tokenizer.decode(asked.tokens))}

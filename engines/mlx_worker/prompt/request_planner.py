@@ -1,9 +1,9 @@
-"""Plans a checked request: the generations to ask for, and the readers of their answers.
+"""Plans a checked request: its generations, and the output processors of their answers.
 
-Plans are made on one thread. Templates hold the GIL, and tokenizers are not fully thread-safe, so
-one thread is all that helps. A piece of work is short (some texts to embed, or one prompt that
-fits the context), and requests take turns with their pieces. A request with a small body goes
-straight to the thread: it waits for one long piece at most.
+Plans are made on one thread: templates hold the GIL, and tokenizers are not fully thread-safe, so
+more threads would not help. A piece of work is short (some texts to embed, or one prompt that fits
+the context), and requests take turns with their pieces. A request with a small body skips the
+queue: it waits for at most one long piece.
 """
 
 from __future__ import annotations
@@ -37,33 +37,36 @@ from kvstore.session import SessionRef
 T = TypeVar("T")
 
 MAX_WAITING: Final = 1024  # requests
-SMALL_CHARS: Final = 1 << 13
+SMALL_CHARS: Final = 1 << 13  # largest body that skips the queue
 # OpenAI's default length of a text completion.
 _TEXT_TOKENS = 16
 
 
 class Planning:
-    """The thread, and the line of requests that wait for it. Belongs to the event loop."""
+    """The planning thread, and the queue for it; belongs to the event loop."""
 
     def __init__(self, first: Callable[[], object]) -> None:
-        """``first`` is done ahead of all requests."""
+        """``first`` runs on the thread before all requests."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompt")
         self._line = WorkLine(MAX_WAITING)
         self._thread.submit(first)
 
     def close(self) -> None:
-        """Drop what waits; what runs goes on to its end."""
+        """Drop the work that waits; running work continues to its end."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def do(self, work: Callable[[], T], size: int) -> T:
-        """Do ``work`` on the thread; ``size``: of its body or texts, in bytes or characters.
+        """Run ``work`` on the thread and return its result.
 
-        A caller that is cancelled before its turn leaves the line.
+        A caller that is cancelled before its turn leaves the queue.
+
+        Args:
+            size: size of the body or the texts, in bytes or characters.
 
         Raises:
             QueueFull: too many requests wait.
-            InvalidRequest: what ``work`` raises, the body is nested too deeply for it, or the
-                tokenizer cannot read a text.
+            InvalidRequest: raised by ``work``; or the body is nested too deeply, or the tokenizer
+                cannot read a text.
         """
         async with self._line.turn() if size > SMALL_CHARS else nullcontext():
             loop = asyncio.get_running_loop()
@@ -72,7 +75,7 @@ class Planning:
                 return await to_its_end(work_done)
             except UnreadableText as error:
                 raise InvalidRequest(f"{error}") from error
-            except RecursionError as error:  # a schema just shallow enough to have been parsed
+            except RecursionError as error:  # a schema just shallow enough for the parser
                 raise InvalidRequest("The JSON body is nested too deeply.") from error
 
 
@@ -82,10 +85,7 @@ def _without_panic(work: Callable[[], T]) -> T:
 
 
 class RequestPlanner:
-    """Plans requests for one model. Slow (templates, tokenizers): not for the event loop.
-
-    Not thread-safe: one call at a time.
-    """
+    """Plans requests for one model; not thread-safe, and too slow for the event loop."""
 
     def __init__(self, vocabulary: Vocabulary, facts: ModelFacts) -> None:
         self._vocabulary = vocabulary
@@ -95,10 +95,13 @@ class RequestPlanner:
     def chat(
         self, request: ChatRequest, session: SessionRef | None, grammar: Grammar | None = None
     ) -> RequestPlan:
-        """Plan a chat; ``grammar``: the one that it wants (``tools.grammar_wanted``), compiled.
+        """Return the plan of a chat.
+
+        Args:
+            grammar: the compiled grammar that the request asks for (``tools.grammar_wanted``).
 
         Raises:
-            InvalidRequest: this model cannot do it.
+            InvalidRequest: this model cannot serve the request.
         """
         self._check(request)
         request = self._facts.usual_sampling.filled_in(request)
@@ -139,7 +142,7 @@ class RequestPlanner:
         return plan
 
     def text(self, request: CompletionRequest, session: SessionRef | None) -> RequestPlan:
-        """Plan a text completion; a session is kept for a single prompt only.
+        """Return the plan of a text completion; the session is used only if there is one prompt.
 
         Raises ``InvalidRequest`` for a request that this model cannot serve.
         """
@@ -178,7 +181,7 @@ class RequestPlanner:
         return plan
 
     def _limit(self, wanted: int | None, prompt_tokens: int) -> int:
-        """The length of an answer in tokens: what was asked for, as far as the context has room."""
+        """Return the most tokens of an answer: those asked for, limited by the context."""
         room = self._facts.max_context - prompt_tokens
         return room if wanted is None else min(wanted, room)
 
@@ -186,23 +189,23 @@ class RequestPlanner:
         return [] if ignored else [(token,) for token in sorted(self._vocabulary.eos)]
 
     def _check(self, body: Body) -> None:
-        """Refuse what only vLLM can do, and tokens that there are not."""
+        """Raise ``InvalidRequest`` for fields that only vLLM supports, and unknown token ids."""
         if body.min_tokens:
-            raise _cannot("min_tokens", "this engine cannot do that: leave it out")
+            raise _refusal("min_tokens", "this engine does not support it: leave it out")
         if max(body.bias, default=0) >= self._vocabulary.size:
             known = f"outside the vocabulary of {self._vocabulary.size}."
-            raise _cannot("logit_bias", f"a token id is {known}")
+            raise _refusal("logit_bias", f"a token id is {known}")
 
 
 def _check_text(request: CompletionRequest) -> None:
-    none_here = "a text completion has none here: send a chat"
+    chats_only = "this engine supports it for chats only: send a chat"
     if request.echo and request.logprobs is not None:
-        raise _cannot("echo", "the prompt has no logprobs here: drop echo or logprobs")
+        raise _refusal("echo", "this engine gives no logprobs of prompts: drop echo or logprobs")
     if request.response_format is not None and request.response_format.type != "text":
-        raise _cannot("response_format", none_here)
+        raise _refusal("response_format", chats_only)
     if request.structured_outputs:
-        raise _cannot("structured_outputs", none_here)
+        raise _refusal("structured_outputs", chats_only)
 
 
-def _cannot(field: str, why: str) -> InvalidRequest:
+def _refusal(field: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: {why}", field)

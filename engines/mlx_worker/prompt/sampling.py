@@ -1,8 +1,8 @@
 """Chooses tokens by temperature, min_p, top_k, top_p and a seed, after penalties and biases.
 
-Every answer draws from its own chain of random keys, so a seeded answer depends on nothing else in
-the batch. The filters are plain mlx operations: mlx_lm's are compiled, and on Linux each new
-``top_p`` then calls the C++ compiler for one to two seconds while everybody waits.
+Every answer draws from its own chain of random keys, so a seeded answer does not depend on the rest
+of the batch. The filters are plain mlx operations: mlx_lm's are compiled, and on Linux each new
+``top_p`` then calls the C++ compiler, for which all answers wait one to two seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engines.openai.requests import Body
 
 _ALL_TOKENS = 1 << 30
 
-# Below this vLLM, too, takes the most likely token; dividing by less overflows.
+# Below this the most likely token is taken, as in vLLM; dividing by less overflows.
 _LEAST_TEMPERATURE = 1e-5
 
 
@@ -42,7 +42,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, body: Body) -> SamplingParams:
-        """Read them from a request."""
+        """Return the parameters of a request."""
         return cls(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -52,23 +52,23 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if nothing is drawn: the most likely token is taken."""
+        """True if the most likely token is always taken."""
         return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
 
 
 class SeededSampler:
-    """Draws from (1, vocab) log-probabilities; has state, so never share one between answers."""
+    """Draws tokens for one answer; it has state, so two answers must not share one."""
 
     def __init__(self, params: SamplingParams, seed: int, index: int) -> None:
         self._params = params
-        # Hashed, so that answer 1 of seed 7 is not answer 0 of seed 8.
+        # Hashed, so that for example answer 1 of seed 7 does not equal answer 0 of seed 8.
         digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
         self._seed = int.from_bytes(digest, "big")
-        # Made on the owner thread, in the first call: arrays belong to the thread that made them.
+        # Made in the first call, on the owner thread: arrays belong to the thread that made them.
         self._key: mx.array | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Draw one token from (1, vocab) log-probabilities; returns (1,)."""
+        """Draw one token from (1, vocab) log-probabilities; return it as (1,)."""
         if self._key is None:
             self._key = mx.random.key(self._seed)
         self._key, step = mx.random.split(self._key, 2)
@@ -76,12 +76,12 @@ class SeededSampler:
 
 
 def filtered(logprobs: mx.array, params: SamplingParams) -> mx.array:
-    """Turn (..., vocab) log-probabilities into float32 logits, -inf where nothing may be drawn.
+    """Return (..., vocab) float32 logits, with -inf for tokens that must not be drawn.
 
-    In vLLM's order: temperature, min_p, top_k, top_p. Ties at the edge of top_k stay in.
+    The order is vLLM's: temperature, min_p, top_k, top_p. Ties at the edge of top_k are kept.
     """
     scaled = logprobs.astype(mx.float32) / params.temperature
-    # Zero for the most likely token: its exponential never underflows, and min_p needs no sum.
+    # Shifted so that the maximum is 0: its exponential cannot underflow, and min_p needs no sum.
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     if params.min_p > 0:
         scaled = mx.where(scaled < math.log(params.min_p), -mx.inf, scaled)
@@ -91,7 +91,7 @@ def filtered(logprobs: mx.array, params: SamplingParams) -> mx.array:
 
 
 def _nucleus(scaled: mx.array, top_k: int, top_p: float) -> mx.array:
-    """Keep the ``top_k`` best, and of these the fewest that hold ``top_p`` of their mass."""
+    """Keep the ``top_k`` best tokens, and of these the fewest with ``top_p`` of their mass."""
     size = scaled.shape[-1]
     if top_k == size and top_p >= 1:
         return scaled
@@ -106,7 +106,7 @@ def _nucleus(scaled: mx.array, top_k: int, top_p: float) -> mx.array:
 
 
 class GeneratedOnly:
-    """Hides the prompt from a processor, which then sees the answer's tokens only."""
+    """A logits processor that passes only the answer's tokens to another, without the prompt."""
 
     def __init__(self, processor: LogitsProcessor, prompt_tokens: int) -> None:
         self._processor = processor
@@ -118,7 +118,7 @@ class GeneratedOnly:
 
 
 class LogitBias:
-    """Adds to chosen logits. The arrays are made in the first call, on the owner thread."""
+    """Adds a bias to chosen logits; its arrays are made in the first call, on the owner thread."""
 
     def __init__(self, bias: dict[int, float]) -> None:
         self._bias = bias
@@ -132,7 +132,7 @@ class LogitBias:
 
 
 def make_processors(body: Body, prompt_tokens: int) -> list[LogitsProcessor]:
-    """Make the processors that a request asks for, in mlx_lm's order, perhaps none.
+    """Return the logits processors that a request asks for, maybe none, in mlx_lm's order.
 
     The order is bias, repetition, presence, frequency.
     """
@@ -153,7 +153,7 @@ def make_processors(body: Body, prompt_tokens: int) -> list[LogitsProcessor]:
 def sampling_of(
     body: Body, prompt_tokens: int, grammars: Sequence[GrammarProcessor | None]
 ) -> list[SequenceSampling]:
-    """Choose how each answer samples: one for each of ``grammars``, which are applied last."""
+    """Return the sampling of each answer; ``grammars`` has one, applied last, or None for each."""
     params = SamplingParams.of(body)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     chosen = []
@@ -161,7 +161,7 @@ def sampling_of(
         processors = make_processors(body, prompt_tokens)
         if grammar is not None:
             processors.append(grammar)
-        # The batch takes the most likely tokens of all greedy answers in one call.
+        # Without a sampler, the batch takes the most likely tokens of all answers in one call.
         sampler = None if params.greedy else SeededSampler(params, seed, i)
         chosen.append(SequenceSampling(sampler, processors))
     return chosen

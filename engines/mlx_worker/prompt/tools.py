@@ -1,15 +1,15 @@
-"""Plans how offered functions are put to this model, and how its calls are read.
+"""Plans how functions are offered to this model, and how its calls are read.
 
 Tools work with every model:
 
-- A chat template that knows tools is given them. Others get ``DESCRIPTION`` in the system message,
-  and earlier calls and their results are written out in the same plain way.
-- With ``tool_choice`` auto, a model with a parser in mlx_lm is read by that parser. Any other is
-  read as JSON: an answer that is nothing but ``{"name": ..., "arguments": {...}}`` (or a list of
-  these) is a call.
-- With ``tool_choice`` required, or naming a function, the answer is held to a grammar:
-  ``{"name": NAME, "arguments": ARGUMENTS}`` where ARGUMENTS obeys the function's schema. It is one
-  call, or, if ``parallel_tool_calls`` is explicitly true, up to eight, one per line.
+- A chat template that supports tools gets them. For others, the system message gets
+  ``DESCRIPTION``, and earlier calls and their results are written as plain text.
+- With ``tool_choice`` auto, mlx_lm's parser for the model reads its calls. If there is none, an
+  answer that is nothing but JSON ``{"name": ..., "arguments": {...}}`` (or a list of these) is a
+  call.
+- With ``tool_choice`` required, or naming a function, a grammar enforces
+  ``{"name": NAME, "arguments": ARGUMENTS}`` where ARGUMENTS obeys the function's schema. It allows
+  one call, or, if ``parallel_tool_calls`` is explicitly true, up to eight, one per line.
 - With ``response_format`` and auto together, the grammar allows either.
 """
 
@@ -46,18 +46,18 @@ Otherwise answer as usual."""
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """The consequences of a request's tools for the prompt and the reading."""
+    """The way a request's tools are written into the prompt, and its calls are read."""
 
     tools: Sequence[ChatMessage]  # as the client sent them, for the chat template
-    reader: Callable[[], CallReader | None]  # one per answer; None: all of it is content
-    marked: bool = False  # calls stand between the model's own markers
+    reader: Callable[[], CallReader | None]  # makes one per answer; None: all text is content
+    marked: bool = False  # calls are written between the model's own markers
 
 
 def grammar_wanted(request: ChatRequest) -> GrammarWish | None:
-    """Return the grammar that a request's answer is to be held to; None if to none.
+    """Return the grammar that a request's answer must obey; None if it may be any text.
 
     Raises:
-        InvalidRequest: it asks for a form that this engine cannot hold an answer to.
+        InvalidRequest: the request asks for a form that this engine cannot enforce.
     """
     wish = wish_for(request.response_format, request.structured_outputs)
     many = request.parallel_tool_calls is True
@@ -67,7 +67,7 @@ def grammar_wanted(request: ChatRequest) -> GrammarWish | None:
 
 
 def plan_tools(request: ChatRequest, vocabulary: Vocabulary, held: bool = False) -> ToolPlan:
-    """Plan a request's tools; ``held``: its answer is held to the grammar that it wants."""
+    """Return the plan of a request's tools; ``held``: a grammar constrains its answer."""
     tokenizer, tools = vocabulary.tokenizer, _offered(request)
     names = [tool.function.name for tool in tools]
     shown = [_plain(tool) for tool in request.tools or ()]
@@ -82,7 +82,7 @@ def plan_tools(request: ChatRequest, vocabulary: Vocabulary, held: bool = False)
 
 
 def _offered(request: ChatRequest) -> list[Tool]:
-    """The functions that this answer may call."""
+    """Return the functions that this answer may call."""
     tools = list(request.tools or ())
     if request.tool_choice == "none":
         return []
@@ -98,14 +98,14 @@ def _plain(tool: Tool) -> ChatMessage:
 
 
 def template_knows_tools(tokenizer: TokenizerWrapper) -> bool:
-    """True if the model's chat template says something about tools."""
+    """Return whether the model's chat template mentions tools."""
     template = tokenizer.chat_template
     texts = template.values() if isinstance(template, dict) else [template or ""]
     return tokenizer.has_tool_calling or any("tools" in text for text in texts)
 
 
 def template_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """Write messages in the form that chat templates expect, for those that know tools."""
+    """Return messages in the form that chat templates with tools expect."""
     return [_template_message(message) for message in messages]
 
 
@@ -138,7 +138,7 @@ def _calls(message: Message) -> list[ChatMessage]:
 
 
 def _arguments(text: str) -> Any:
-    """A call's arguments as the object that templates want, or as text if they are none."""
+    """Return a call's arguments as the object that templates expect, or as text if not JSON."""
     try:
         return msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -146,7 +146,7 @@ def _arguments(text: str) -> Any:
 
 
 def plain_messages(messages: Sequence[Message], tools: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Write messages for templates that know no tools: calls and results become text."""
+    """Return messages for templates without tools: calls and results become text."""
     names = {x.id: x.function.name for m in messages for x in m.tool_calls or ()}
     shown = [_plain_message(x, names) for x in template_messages(messages)]
     if not tools:

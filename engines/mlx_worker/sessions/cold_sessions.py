@@ -1,9 +1,8 @@
 """Saves hot sessions into the cold store, and finds and unpacks cold ones.
 
-Looking for a prompt's KV and unpacking it happen on a few threads of this module's own, before the
-prompt enters a batch, so running sequences never wait for a disk. Rows are unpacked into mlx's own
-arrays, which the owner thread only puts into caches. Any error on the way costs a prefill and
-nothing else.
+A few threads of this module look for a prompt's KV and unpack it before the prompt enters a batch,
+so running sequences never wait for a disk. Rows are unpacked into mlx's own arrays, which the owner
+thread only has to put into caches. Any error costs a prefill and nothing else.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ Post: TypeAlias = Callable[[Callable[[], None]], None]
 
 @dataclass(eq=False)
 class HotSession:
-    """An idle session. Its ``caches`` hold exactly ``num_tokens`` tokens.
+    """An idle session whose ``caches`` hold exactly ``num_tokens`` tokens.
 
-    Those are ``tokens``, int32 (num_tokens,). Of a session that was restored ahead of its turn they
-    are not known, but ``chain`` is, the names of its full chunks; it has no tokens after them.
-    Otherwise the first names are known if they were needed before.
+    ``tokens``, int32 (num_tokens,), are these tokens. A session that was restored before its turn
+    has none; instead ``chain``, the hashes of its full chunks, covers all of its tokens. For other
+    sessions, ``chain`` has the hashes of the first chunks, as far as they were computed.
     """
 
     ref: SessionRef
@@ -55,12 +54,12 @@ class HotSession:
     num_tokens: int
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     chain: Chain = ()
-    restored_tokens: int = 0  # the first so many may have been restored from a lossy copy
+    restored_tokens: int = 0  # number of first tokens that may come from a lossy copy
     nbytes: int = 0
     last_used_s: float = 0.0  # monotonic
-    # Resolved by the store: True = there is a cold copy. Unresolved = a save is on its way.
+    # True = there is a cold copy. The store resolves it; until then a save is running.
     saved: Future[bool] = field(default_factory=Future)
-    was_refused: bool = False  # by the store, whose queue was full; it is asked twice
+    was_refused: bool = False  # the store refused a save, and was asked a second time
 
     @property
     def key(self) -> SessionName:
@@ -74,12 +73,12 @@ class HotSession:
 
 @dataclass(frozen=True)
 class ColdPrefix:
-    """The cold store's answer; ``restored`` is None for a miss."""
+    """The cold store's answer to a search for a prompt's KV."""
 
-    restored: Restored | None
-    reason: MissReason | None
+    restored: Restored | None  # None = nothing was restored
+    reason: MissReason | None  # why no more was restored
     chain: Chain = ()  # of the prompt
-    arrays: Sequence[mx.array] = ()  # that the restored rows lie in, if they are mlx's
+    arrays: Sequence[mx.array] = ()  # the mlx arrays that hold the restored rows, if any
 
 
 # Called on the owner thread.
@@ -109,34 +108,34 @@ class ColdSessions:
         known: Chain,
         then: OnFound,
     ) -> None:
-        """Look for a prompt's longest prefix and unpack it, then call ``then``.
+        """Search for a prompt's longest stored prefix and unpack it, then call ``then``.
 
         Args:
-            tokens: int32, (num_tokens,).
-            limit: at most so many of them are of use.
-            held: so many are there already.
-            known: the names of its first chunks, as far as they are known.
+            tokens: the prompt's tokens, int32 (num_tokens,).
+            limit: most tokens to restore.
+            held: number of tokens whose KV is hot already.
+            known: the hashes of its first chunks that are known already.
         """
         work = partial(self._look_up, ref, tokens, limit, held, known)
         self._pool.submit(self._answer, work, then)
 
     def load(self, ref: SessionRef, then: OnFound) -> None:
-        """Unpack everything that is kept of a session, then call ``then``."""
+        """Restore all stored KV of a session, then call ``then``."""
         self._pool.submit(self._answer, partial(self._load, ref), then)
 
     def chain(self, ref: SessionRef, tokens: np.ndarray, before: Chain = ()) -> list[bytes]:
-        """Name the full chunks of these tokens, int32 (num_tokens,), of a session's tenant.
+        """Return the hashes of the full chunks of ``tokens``, int32 (num_tokens,).
 
-        ``before``: the names of the first ones, if they are known.
+        The hashes depend on the tenant's salt in ``ref``. ``before``: the known first ones.
         """
         return self.store.maker.of_tokens(ref.salt, tokens, before)
 
     def save(
         self, hot: HotSession, states: Sequence[StateAt], then: Callable[[bool], None]
     ) -> None:
-        """Start copying the session into the store; resolves ``hot.saved``, then calls ``then``.
+        """Start to save a session; at the end, resolve ``hot.saved``, then call ``then``.
 
-        Raises all that mlx or the store raise; ``hot.saved`` is then as it was.
+        Raises whatever mlx or the store raises; ``hot.saved`` is then unchanged.
         """
         saved: Future[bool] = Future()
 
@@ -156,7 +155,7 @@ class ColdSessions:
             states = [*states, StateAt(end, kv_arrays.state_tree(hot.caches))]
         fitting = {x.position: x for x in states if not x.position % size and x.position <= end}
         taken = [TakenState(x, model.windows, model.window_tokens) for x in fitting.values()]
-        # Rows of a packed cache are the codec's own bytes: to save them packs nothing again.
+        # A packed cache's rows are the codec's bytes already, so saving them adds no loss.
         packed = isinstance(self._plan.layout, PackedLayout)
         restored_tokens = 0 if packed else hot.restored_tokens
         run = kv_arrays.growing_run(hot.caches, end)
@@ -169,23 +168,23 @@ class ColdSessions:
             on_done=done,
         ):
             saved.set_result(False)
-        # Last: what raises above leaves no promise that would not be kept.
+        # Set last, so that an error above leaves no future that is never resolved.
         hot.saved = saved
 
     def rebuild(self, found: ColdPrefix) -> Caches | None:
-        """Make caches of the KV that was restored; it is given away. None: it cannot be used."""
+        """Return caches of the restored KV, which they take over; None if it cannot be used."""
         restored, layout = found.restored, self._plan.layout
         assert restored is not None
         run, state, count = restored.run, restored.state, restored.num_tokens
         try:
             return kv_arrays.rebuild(self._model, layout, run, state, count, found.arrays)
-        except Exception:  # stored data may be wrong in any way; prefill is right
+        except Exception:  # stored data may be wrong in any way; a prefill is always right
             logger.exception("a restored session could not be used")
             self.counters["rebuild_failures"] += 1
             return None
 
     def close(self) -> None:
-        """End the threads; look-ups that have not begun are dropped."""
+        """End the threads; searches that have not begun are dropped."""
         self._pool.shutdown(cancel_futures=True)
 
     # ---- threads of the pool
@@ -193,7 +192,7 @@ class ColdSessions:
     def _answer(self, look_up: Callable[[], ColdPrefix], then: OnFound) -> None:
         try:
             found = look_up()
-        except Exception:  # the edge of this thread: a store that fails is a store without KV
+        except Exception:  # the thread's edge: a failure of the store counts as a miss
             logger.exception("the cold store could not be read")
             found = ColdPrefix(None, "unavailable")
         self._post(partial(then, found))
@@ -206,12 +205,12 @@ class ColdSessions:
         self, ref: SessionRef, tokens: np.ndarray, limit: int, held: int, known: Chain
     ) -> ColdPrefix:
         chain = self.chain(ref, tokens[:limit], known)
-        if not chain:  # of less than a chunk there is nothing to match
+        if not chain:  # there is less than a chunk
             is_known = self.store.record(ref) is not None
             return ColdPrefix(None, "diverged" if is_known else self.store.ledger.why_unknown(ref))
         match = self.store.match(ref, chain)
         if match.tier is not None and held:
-            # All of it is restored, also what is held: in about the time of computing so many.
+            # A restore also reads the tokens that are hot; it takes as long as computing ``worth``.
             worth = TIERS[match.tier].restore_share * match.num_tokens
             if 0 < match.num_tokens - held < worth:
                 return ColdPrefix(None, "computed-sooner", chain=chain)
@@ -220,8 +219,8 @@ class ColdSessions:
     def _restore(self, match: Match, held: int = 0, most: int = 0) -> ColdPrefix:
         """Restore a match if it has more tokens than are held, with room for ``most`` tokens.
 
-        Its rows are unpacked where they stay; only of a match that was not all good they are
-        copied once more.
+        Rows are unpacked in their final place; they are copied again only if a part of the match
+        could not be restored.
         """
         if match.num_tokens <= held:
             return ColdPrefix(None, match.reason)
@@ -237,9 +236,9 @@ class CacheRows:
     """Implements ``kvstore.store.save_queue.RowSource`` with views of the engine's caches.
 
     Args:
-        run: of all growing layers, from the first token on.
-        states: of models that need them, at ends of chunks.
-        restored_tokens: no row and no state after so many tokens came from a lossy copy.
+        run: K and V of all growing layers, from the first token on.
+        states: states at chunk ends, for models that need them.
+        restored_tokens: number of first tokens that may come from a lossy copy; they are not saved.
     """
 
     def __init__(

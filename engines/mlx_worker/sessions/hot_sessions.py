@@ -1,14 +1,14 @@
 """Idle sessions whose KV is still in the engine's memory: kept, saved, and dropped for room.
 
-A session is here between its turns. A turn takes the session out and brings it back at its end.
-Making room drops some: least recently used first, pinned ones last, and those that are being
-saved only when nothing else is left, since their memory is pinned until the save is through.
+A session is here between its turns. A turn takes the session out and puts it back at its end.
+Making room drops the least recently used sessions first, pinned ones last, and those that are being
+saved only if no others are left, since the save holds their memory until it ends.
 
-The owner thread alone changes what is here, pins excepted. Reports are written on other threads:
-each method reads and writes in single steps of a dict, a list or a set, which Python does whole.
+Only the owner thread changes sessions, except for their pins. Other threads read them for reports,
+so each method uses single operations on a dict, a list or a set, which are atomic in Python.
 
-Copy first, evict last: a session is dropped once the store has taken its KV. If the store refused
-(its queue was full) it is asked once more, and then the session is dropped all the same: it is only
+Copy first, evict last: a session is dropped once the store has taken its KV. If the store refuses
+(its queue is full), it is asked once more, and then the session is dropped in any case: it is only
 a cache, and running requests need the memory.
 """
 
@@ -34,7 +34,7 @@ from kvstore.store.states import StateAt
 
 logger = logging.getLogger(__name__)
 
-# A shared prefix shorter than this is computed again sooner than it is copied.
+# A shared prefix shorter than this is computed faster than it is copied.
 SHORTEST_SHARED = 32
 
 
@@ -46,26 +46,26 @@ ChainOf: TypeAlias = Callable[[SessionRef, np.ndarray], Chain]
 
 @dataclass(frozen=True)
 class HotPrefix:
-    """A hot session that begins as a prompt does."""
+    """A hot session that shares a prefix with a prompt."""
 
     session: HotSession
-    num_tokens: int  # of its tokens that the prompt can use
+    num_tokens: int  # number of its first tokens that the prompt can use
     own: bool  # it is the prompt's own session, so its caches may be written to
 
     @property
     def diverged(self) -> bool:
-        """True if the prompt's own session went on in another way than the prompt does."""
+        """True if it is the prompt's own session, but continues differently from the prompt."""
         return self.own and self.num_tokens < self.session.num_tokens
 
     def pop_caches(self) -> Caches:
-        """Caches that hold the first ``num_tokens`` tokens, free to be written to."""
+        """Return caches with the first ``num_tokens`` tokens, which the caller may write to."""
         caches = self.session.caches if self.own else kv_arrays.copy_of(self.session.caches)
         kv_arrays.trim(caches, self.session.num_tokens - self.num_tokens)
         return caches
 
 
 class HotSessions:
-    """The table of hot sessions, of running turns and of pins. Reading it is thread-safe."""
+    """The table of hot sessions, of running turns and of pins; reading it is thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -75,7 +75,7 @@ class HotSessions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of KV that all idle sessions hold."""
+        """The bytes of KV that all idle sessions hold."""
         return sum(x.nbytes for x in self.all())
 
     @property
@@ -90,11 +90,11 @@ class HotSessions:
         return self._sessions.get(key)
 
     def idle_s(self, hot: HotSession) -> float:
-        """Seconds since the end of its last turn."""
+        """Return the seconds since the end of the session's last turn."""
         return max(0.0, self._clock() - hot.last_used_s)
 
     def put(self, hot: HotSession) -> None:
-        """Add a session as the most recently used; it replaces an earlier one of its key."""
+        """Add a session as the most recently used; it replaces an earlier one with its key."""
         hot.last_used_s = self._clock()
         self._sessions[hot.key] = hot
 
@@ -105,25 +105,25 @@ class HotSessions:
     # ---- sessions that are being served
 
     def begin_turn(self, key: SessionName, num_tokens: int) -> None:
-        """Note that a turn has begun whose prompt has ``num_tokens`` tokens."""
+        """Record that a turn has begun whose prompt has ``num_tokens`` tokens."""
         self._turns.setdefault(key, []).append(num_tokens)
 
     def end_turn(self, key: SessionName, num_tokens: int) -> None:
-        """Note that a turn has ended, with the number that it began with."""
+        """Record that a turn has ended; ``num_tokens`` as at its ``begin_turn``."""
         self._turns[key].remove(num_tokens)
         if not self._turns[key]:
             del self._turns[key]
 
     def busy_tokens(self, key: SessionName) -> int:
-        """Tokens of the longest prompt that is being served; 0 = the session is not busy."""
+        """Return the tokens of the longest prompt being served; 0 = the session is not busy."""
         return max(self._turns.get(key, ()), default=0)
 
     def is_busy(self, key: SessionName) -> bool:
-        """True while any turn of the session runs."""
+        """Return whether a turn of the session runs."""
         return self.busy_tokens(key) > 0
 
     def busy(self) -> list[SessionName]:
-        """All sessions with a running turn."""
+        """Return all sessions with a running turn."""
         return list(self._turns)
 
     # ---- pins
@@ -140,14 +140,14 @@ class HotSessions:
     def best_prefix(
         self, ref: SessionRef, prompt: np.ndarray, limit: int, chain_of: ChainOf | None = None
     ) -> HotPrefix | None:
-        """Find the hot session of the same tenant with the longest beginning in common.
+        """Return the hot session of the same tenant that shares the longest prefix; None if none.
 
-        The session's own KV is preferred: it need not be copied.
+        At equal length, the prompt's own session is preferred, as its KV need not be copied.
 
         Args:
             prompt: int32 token ids, (num_tokens,).
-            limit: at most so many tokens are of use, since one at least must be fed.
-            chain_of: names the chunks of a prompt, for sessions of which only those are known.
+            limit: most tokens to use, since at least one must be fed.
+            chain_of: returns the chunk hashes of a prompt, for sessions without known tokens.
         """
         wanted_chain = cache(lambda: chain_of(ref, prompt) if chain_of else ())
 
@@ -166,37 +166,37 @@ class HotSessions:
         return max(found, key=lambda x: (x.num_tokens, x.own), default=None)
 
     def victims(self) -> list[HotSession]:
-        """All sessions, in the order in which they may be dropped."""
+        """Return all sessions, in the order in which they may be dropped."""
         return sorted(
             self.all(), key=lambda x: (self.is_pinned(x.key), not x.saved.done(), x.last_used_s)
         )
 
 
 def whole_chunks(num_tokens: int, restored_tokens: int) -> int:
-    """Round a beginning down to whole chunks if it ends within what was restored.
+    """Return a prefix's length, rounded down to whole chunks if it ends within restored tokens.
 
-    The chunk in which it ends would be restored in part. As no row is packed twice, neither that
+    Otherwise its last chunk would be restored in part; as no row is packed twice, neither that
     chunk nor any after it could ever be saved.
     """
     return num_tokens - num_tokens % CHUNK_TOKENS if num_tokens < restored_tokens else num_tokens
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """Count the leading tokens that two arrays of token ids, (num_tokens,), share."""
+    """Return the length of the common prefix of two arrays of token ids, (num_tokens,)."""
     length = min(len(one), len(other))
     different = np.nonzero(one[:length] != other[:length])[0]
     return int(different[0]) if len(different) else length
 
 
 def resolved(value: bool) -> Future[bool]:
-    """A future that has its result already."""
+    """Return a future that has its result already."""
     future: Future[bool] = Future()
     future.set_result(value)
     return future
 
 
 class HotCache:
-    """Keeps, saves and drops the hot sessions. Belongs to the owner thread."""
+    """Keeps, saves and drops the hot sessions; belongs to the owner thread."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class HotCache:
         notify: Notify,
         nudge: Callable[[], None],
     ) -> None:
-        """``nudge`` wakes the owner thread: a save has ended, so something may be dropped now."""
+        """``nudge`` wakes the owner thread when a save has ended, so that it may drop a session."""
         self.sessions = sessions
         self.cold = cold
         self.notify = notify
@@ -218,17 +218,17 @@ class HotCache:
         states: Sequence[StateAt] = (),
         saved: Future[bool] | None = None,
     ) -> None:
-        """Make a session idle, and save it. Never raises: its KV can be computed again.
+        """Add an idle session, and save it; it never raises, since KV can be computed again.
 
         Args:
-            states: those taken in its turn.
-            saved: of a session that has not changed since it was saved; it is not saved again.
+            states: the states taken during its turn.
+            saved: the earlier save of a session that has not changed since; it is not saved again.
         """
         try:
             kv_arrays.compact(hot.caches)
             kv_arrays.check_length(hot.caches, hot.num_tokens)
             hot.nbytes = kv_arrays.nbytes_of(hot.caches)
-        except Exception:  # of mlx, or a defect: running requests must not feel it
+        except Exception:  # an error here must not affect running requests
             logger.exception("the KV of a turn could not be kept")
             self.counters["keep_failures"] += 1
             return
@@ -238,7 +238,7 @@ class HotCache:
             self._save(hot, states)
 
     def _save(self, hot: HotSession, states: Sequence[StateAt] = ()) -> None:
-        """Start a save. Never raises: a session that cannot be saved is one without a cold copy."""
+        """Start a save; it never raises: on an error the session just has no cold copy."""
         if self.cold is None:
             return
 
@@ -249,16 +249,19 @@ class HotCache:
 
         try:
             self.cold.save(hot, states, then)
-        except Exception:  # of mlx or the store: running requests must not feel it
+        except Exception:  # an error of mlx or the store must not affect running requests
             logger.exception("a session could not be saved")
             self.counters["keep_failures"] += 1
 
     def take_prefix(self, ref: SessionRef, prompt: np.ndarray, limit: int) -> HotPrefix | None:
-        """Choose the hot session to start a prompt from; the prompt's own session is taken out.
+        """Return the hot session to start a prompt from; remove it if it is the prompt's own.
 
         Args:
             prompt: int32 token ids, (num_tokens,).
-            limit: at most so many tokens are of use.
+            limit: most tokens to use.
+
+        Returns:
+            None if no hot session shares a usable prefix.
         """
         chain_of = self.cold.chain if self.cold is not None else None
         best = self.sessions.best_prefix(ref, prompt, limit, chain_of)
@@ -267,20 +270,20 @@ class HotCache:
         return best
 
     def note_restored(self, ref: SessionRef) -> None:
-        """Take over a restored session's pin, and report it."""
-        # Pinned perhaps by an engine before this one. As of now: it may have been unpinned since.
+        """Take over a restored session's pin, and report the restore."""
+        # An earlier engine may have pinned it. The store is asked now, as it may be unpinned since.
         if self.cold is not None and self.cold.store.is_pinned(ref):
             self.sessions.pin(ref.name, True)
         self.notify("restored", ref)
 
     def drop(self, hot: HotSession) -> None:
-        """Give up a hot session; its memory is free on return, unless a save still reads it."""
+        """Drop a hot session; its memory is free on return, unless a save still reads it."""
         self.sessions.take(hot.key)
         hot.caches.clear()
         mx.clear_cache()
         lost = hot.saved.done() and not hot.is_saved
         if lost and not self.sessions.is_busy(hot.key):
-            self.sessions.pin(hot.key, False)  # nothing is left that could be kept
+            self.sessions.pin(hot.key, False)  # neither copy is left to be pinned
         self.notify("dropped" if hot.is_saved else "lost", hot.ref)
 
     def forget(self, key: SessionName) -> None:
@@ -293,7 +296,10 @@ class HotCache:
     def make_room(self, nbytes: int, spare: SessionName | None) -> bool:
         """Free at least ``nbytes`` by dropping idle sessions, or drop none and return False.
 
-        False: not now; ``nudge`` says when to try again.
+        If it returns False, ``nudge`` is called when another attempt may succeed.
+
+        Args:
+            spare: a session that is not dropped.
         """
         chosen: list[HotSession] = []
         waiting = False
@@ -313,9 +319,9 @@ class HotCache:
         return True
 
     def drop_all(self, spare: SessionName | None, at_any_price: bool) -> bool:
-        """Drop all idle sessions but ``spare``. False: some are still being saved.
+        """Drop all idle sessions but ``spare``; return False if some are still being saved.
 
-        ``at_any_price``: those too; their memory comes back when the save is through.
+        ``at_any_price``: drop these, too; their memory is freed when the save ends.
         """
         for hot in self.sessions.victims():
             if hot.key != spare and (at_any_price or self._may_go(hot)):
@@ -333,10 +339,10 @@ class HotCache:
 
     @property
     def is_saving(self) -> bool:
-        """True if an idle session is on its way into the store; its memory can go soon."""
+        """True if an idle session is being saved, so that its memory can be freed soon."""
         return any(not hot.saved.done() for hot in self.sessions.all())
 
     def save_again(self, hot: HotSession) -> None:
-        """Save it if it has no cold copy and none is on its way."""
+        """Save a session that has no cold copy, unless a save of it is running."""
         if hot.saved.done() and not hot.saved.result():
             self._save(hot)

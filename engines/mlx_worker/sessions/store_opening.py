@@ -1,15 +1,13 @@
 """Opens the cold store for a loaded model, or says why there is none.
 
-No trouble with hibernation ever stands in the way of serving, but for two mistakes
-of the operator: a codec that was named and costs this model more than the bound, and
-a data folder that another engine has.
+Problems with hibernation never prevent serving, except for two mistakes of the operator: naming a
+codec whose cost on this model exceeds the bound, and naming a data folder that another engine uses.
 
-A self-test proves first that this model's KV survives hibernation.
-A few tokens are fed, their caches are taken to numpy, through the store's own format of states, and
-back, and both copies go on side by side. The rebuilt copy must hold the same bits, merge into a
-batch and come out of it unharmed, and say the same next token. A model with rotating windows is
-tried a second time with windows so small that they have gone round. mlx_lm's cache classes change
-between versions; this test notices it.
+First a self-test checks that this model's KV survives hibernation. A few tokens are fed; their
+caches are converted to numpy and, through the store's own format of states, back; then both copies
+continue. The rebuilt copy must hold the same bits, come out of a batch unchanged, and give the same
+next logits. A model with rotating windows is tested a second time, with windows so small that they
+wrap around. The test detects changes of mlx_lm's cache classes between versions.
 """
 
 from __future__ import annotations
@@ -40,32 +38,33 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.registry import open_usable_tiers
 
 NUM_TOKENS = 12
-# Where live KV is kept packed: so many that some of it is.
+# For packed live KV: enough tokens that some are packed.
 NUM_TOKENS_PACKED = MOST_EXACT + 8
-# Of these, fed one by one, as in decoding: only then does a window's write position go round.
+# The last ones are fed one by one, as in decoding, which makes a window's write position wrap.
 NUM_STEPS = 5
 SMALL_WINDOW = 4
-# Logits of the two copies may differ by rounding, where kernels choose their path by layout.
+# Largest difference of the copies' logits, as a fraction of their spread: kernels that depend on
+# the memory layout may round differently.
 TOLERANCE = 1e-2
 
 
 def restore_fault(model: Any, plan: CachePlan, vocab_size: int) -> str:
-    """Restore a few tokens' KV and compare.
+    """Run the self-test on the owner thread.
 
-    Returns "" if all is well, else one sentence on why this model's sessions cannot hibernate.
-    Call it on the owner thread.
+    Returns:
+        "" if it passes, else one sentence that says why this model's sessions cannot hibernate.
     """
     if plan.layout is None:
         return plan.reason
     try:
         narrow = [_Narrow(model)] if _rotating(make_prompt_cache(model)) else []
         return next(filter(None, (_try(x, plan, vocab_size) for x in (model, *narrow))), "")
-    except Exception as error:  # what fails here would fail, or be wrong, in a user's turn
+    except Exception as error:  # what fails here would also fail in a user's turn
         return f"its caches could not be restored in a test ({type(error).__name__}: {error})"
 
 
 class _Narrow:
-    """The model with small windows. Its answers are of no use, but must be the same twice."""
+    """The model with small windows; its answers are meaningless, but must be reproducible."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -127,7 +126,7 @@ def _asleep_and_awake(model: Any, plan: CachePlan, caches: Caches, num_tokens: i
 
 
 def _same(one: Caches, other: Caches, num_tokens: int) -> bool:
-    """Compare bit for bit all that is kept; spare room is not."""
+    """Return whether two copies hold the same bits, apart from spare room."""
     runs = (kv_arrays.growing_run(caches, num_tokens) for caches in (one, other))
     pairs = zip(*runs, strict=True)
     equal = all(np.array_equal(a, b) for x, y in pairs for a, b in zip(x, y, strict=True))
@@ -143,10 +142,10 @@ def _close(expected: mx.array, got: mx.array) -> bool:
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """A cold store, and the codecs it was opened with."""
+    """A cold store, and the codecs that it uses."""
 
     store: ColdStore
-    codecs: ServedCodecs  # those of the store; it may adopt others
+    codecs: ServedCodecs  # may choose others later
 
 
 def tiers_of_settings(config: StoreConfig) -> list[Tier]:
@@ -160,15 +159,15 @@ def store_opener(
     data_path: str = "",
     tiers_of: Callable[[StoreConfig], list[Tier]] = tiers_of_settings,
 ) -> Callable[[LoadedModel, CachePlan], OpenedStore | str]:
-    """Make the function by which ``Owner`` opens its store, on its thread, for its model.
+    """Return the function that opens the store for ``Owner``, on its thread; see ``OpenStore``.
 
     That function raises ``CannotServe`` for a codec that the settings name and the gate refuses,
-    and for a data folder that another engine has.
+    and for a data folder that another engine uses.
 
     Args:
-        name: what clients call the model.
+        name: the model's name for clients.
         data_path: the folder of models' profiles; "" = beside the disk tier.
-        tiers_of: opens the tiers, fastest first.
+        tiers_of: opens the tiers, and returns them fastest first.
     """
     folder = Path(config.disk_path) if config.disk_path else None
     data = Path(data_path) if data_path else folder
@@ -210,7 +209,7 @@ def store_opener(
 
 
 def _measured_as(loaded: LoadedModel, plan: CachePlan, folder: Path | None) -> MeasuredModel | None:
-    """The model with a plain live cache, as it is measured; None = it has one."""
+    """Return the model with plain live caches, as it was measured; None if they are not packed."""
     if not isinstance(plan.layout, PackedLayout):
         return None
     plain = replace(loaded, model=loaded.model.model)

@@ -106,7 +106,7 @@ def test_windows_are_seen_while_they_hold_the_first_token() -> None:
 def test_a_model_whose_layers_are_not_found_shows_nothing() -> None:
     model = tiny_model("llama").model
     caches = make_prompt_cache(model)
-    with pytest.raises(NotObservable, match="is not to be found"):
+    with pytest.raises(NotObservable, match="is not found"):
         noted_rows(caches, kv_arrays.copy_of(caches), [])
 
 

@@ -50,5 +50,5 @@ def test_only_what_is_slow_is_slowed(base, scaling, slower) -> None:
 
 
 def test_a_layer_whose_rotary_cannot_be_found() -> None:
-    with pytest.raises(ValueError, match="not to be found"):
+    with pytest.raises(ValueError, match="is not found"):
         rope_of(layer_with(None), 64)

@@ -76,7 +76,7 @@ def test_a_model_that_no_engine_knows(tmp_path, folder):
 
 def test_weights_that_are_cut_off(tmp_path, folder):
     code, why, _ = refused(tmp_path, "--model", folder, begins=True)
-    assert code == 1 and f"{folder} cannot be loaded; is it whole" in why
+    assert code == 1 and f"{folder} cannot be loaded; is it complete" in why
 
 
 def test_a_cache_folder_that_cannot_be_written(tmp_path, folder):

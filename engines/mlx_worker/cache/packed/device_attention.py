@@ -1,8 +1,8 @@
 """Computes attention of one new token straight from packed rows, on any device that mlx has.
 
-The counterpart of ``host_rows.attend``, which is for mlx on a CPU. Rows stay packed; see
-``kvstore.codecs.rows.attention``, whose values these kernels and operations give up to the
-order of addition. The query is rotated, and the sum rotated back, by ``mx_packer``.
+``host_rows.attend`` does the same for mlx on a CPU. Rows stay packed. The results are those of
+``kvstore.codecs.rows.attention``, except for the order of additions. ``mx_packer`` rotates the
+query, and rotates the sum back.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvstore.codecs.rows.attention import TOLERANCE, ReferenceAttention
 
 logger = logging.getLogger(__name__)
 
-MOST_QUERIES: Final = 4  # in one pass over the rows: they, or their sums, are in registers
-SCORE_TOKENS: Final = 8  # rows of a SIMD group, which reads its queries once
-SUM_TOKENS: Final = 64  # rows that a SIMD group adds up; mlx adds up what the groups give
+MOST_QUERIES: Final = 4  # per pass over the rows: the queries, or their sums, stay in registers
+SCORE_TOKENS: Final = 8  # rows per SIMD group, which reads its queries once
+SUM_TOKENS: Final = 64  # rows that a SIMD group adds up; mlx adds up the groups' sums
 
 
 class RowScores(Protocol):
-    """Products with packed rows of one kind, and weighted sums of them.
+    """Computes dot products with packed rows of one kind, and weighted sums of such rows.
 
     ``codes``: uint8 (heads, tokens, bytes of a row). ``scales``: uint16 (heads, tokens); a row
-    whose scale is zero counts as zero.
+    whose scale is zero counts as zeros.
     """
 
     def scores(self, query: mx.array, codes: mx.array, scales: mx.array) -> mx.array:
@@ -42,7 +42,7 @@ class RowScores(Protocol):
 
 
 class MlxRowScores(NeverCopied):
-    """Works by mlx operations. Implements ``RowScores``."""
+    """``RowScores`` by mlx operations."""
 
     def __init__(self, kind: RowKind) -> None:
         self._rows = MlxRowPacker(kind)
@@ -63,7 +63,7 @@ class MlxRowScores(NeverCopied):
 
 
 class MetalRowScores(MlxRowScores):
-    """Works by Metal kernels. Implements ``RowScores``."""
+    """``RowScores`` by Metal kernels."""
 
     def __init__(self, kind: RowKind) -> None:
         super().__init__(kind)
@@ -92,7 +92,7 @@ class MetalRowScores(MlxRowScores):
 
 
 def _in_parts(of: Callable[[mx.array], mx.array], whole: mx.array) -> mx.array:
-    """Compute with (heads, queries, ...) some queries at a time, and join what comes of them."""
+    """Apply ``of`` to (heads, queries, ...), some queries at a time, and join the results."""
     firsts = range(0, whole.shape[1], MOST_QUERIES)
     found = [of(whole[:, first : first + MOST_QUERIES]) for first in firsts]
     return found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
@@ -104,7 +104,7 @@ def attend(
     queries: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attend to each session's rows with its query; see ``host_rows.attend``."""
+    """Return the attention of each session's query to its rows; see ``host_rows.attend``."""
     shape = (*queries.shape[1:3], kinds[1].dim)
     given = queries.astype(mx.float32) * scale
     found = [
@@ -134,21 +134,21 @@ def _attend_one(sides: KVSides, kinds: tuple[RowKind, RowKind], query: mx.array)
 
 @functools.cache
 def row_scores(kind: RowKind) -> RowScores:
-    """Choose Metal kernels where there are some that agree with numpy, else mlx operations."""
+    """Return Metal kernels if they are available and agree with numpy, else mlx operations."""
     if mx.default_device().type != mx.DeviceType.cpu and mx.metal.is_available():
         try:
             kernels = MetalRowScores(kind)
             if agrees(kernels, kind):
                 return kernels
             reason = "they give other values than the definition"
-        except Exception as error:  # of a compiler, a driver: any kind
+        except Exception as error:  # a compiler or driver may raise any kind
             reason = f"{type(error).__name__}: {error}"
         logger.warning("no Metal kernels attend to rows of %d values: %s", kind.dim, reason)
     return MlxRowScores(kind)
 
 
 def agrees(found: RowScores, kind: RowKind) -> bool:
-    """True if scores and sums of a few rows, one of which is not packed, are the definition's."""
+    """Return whether scores and sums of a few sample rows equal the definition's in numpy."""
     return all(
         np.allclose(np.array(one), other, rtol=0, atol=TOLERANCE * np.abs(other).max())
         for one, other in _pairs(found, kind)
@@ -202,7 +202,7 @@ def _run(kernel: Any, num_groups: int, inputs: list[mx.array], shape: tuple[int,
 
 @functools.cache
 def scores_source(kind: RowKind, num_queries: int) -> str:
-    """The body of the kernel that multiplies; ``given`` are rotated queries."""
+    """Return the body of the kernel that computes scores; ``given`` are rotated queries."""
     values = _num_values(kind)
     value = f"given[(head * {num_queries} + q) * {kind.dim} + i * 32 + lane]"
     return f"""{_begin(kind, SCORE_TOKENS)}
@@ -228,7 +228,7 @@ def scores_source(kind: RowKind, num_queries: int) -> str:
 
 @functools.cache
 def sums_source(kind: RowKind, num_queries: int) -> str:
-    """The body of the kernel that adds weighted levels; ``given`` are weights."""
+    """Return the body of the kernel that computes weighted sums; ``given`` are the weights."""
     values, dim = _num_values(kind), kind.dim
     return f"""{_begin(kind, SUM_TOKENS)}
     float sums[{num_queries * values}] = {{0}};
@@ -251,7 +251,7 @@ def sums_source(kind: RowKind, num_queries: int) -> str:
 
 
 def _num_values(kind: RowKind) -> int:
-    """Values of a row that a lane holds; the last is missing in some lanes of some rows."""
+    """Return the number of a row's values per lane, rounded up."""
     return -(-kind.dim // LANES)
 
 
@@ -267,7 +267,7 @@ def _begin(kind: RowKind, num_tokens: int) -> str:
 
 
 def _level(kind: RowKind) -> str:
-    """Metal source that finds value ``i * 32 + lane`` of a row, before its rotation."""
+    """Return Metal source that unpacks value ``i * 32 + lane`` of a row, still rotated."""
     bits, dim = kind.num_bits, kind.dim
     place = f"row * {bits * dim // 8} + bit * {dim // 8} + i * 4 + lane / 8"
     size = f"levels[code & {(1 << (bits - 1)) - 1}u]"

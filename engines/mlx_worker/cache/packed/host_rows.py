@@ -1,9 +1,9 @@
 """Unpacks and attends to rows with the host's own kernels, where mlx runs on the host as well.
 
-On a CPU mlx's arrays are the host's memory: numpy sees them without a copy, and numba's kernel is
-many times faster than the same steps as mlx operations. Its results are put into the graph as
-constants, so the packed rows are evaluated first; they have been computed in an earlier step. For
-attention rows stay packed: see ``kvstore.codecs.rows.attention``.
+On a CPU mlx's arrays are in the host's memory: numpy views them without a copy, and numba's kernel
+is many times faster than the same steps as mlx operations. Its results enter mlx's graph as
+constants, so the packed rows, computed in an earlier step, are evaluated first. For attention the
+rows stay packed: see ``kvstore.codecs.rows.attention``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostRowPacker(MlxRowPacker):
 
     def __init__(self, kind: RowKind) -> None:
         super().__init__(kind)
-        # One for bit patterns, one for an fp32 engine's values, which are the same numbers.
+        # One writes bit patterns of the stored dtype, the other the same values in fp32.
         self._kernel: ArrayKernel = best_kernel(kind.format, kind.dim, kind.stored)
         self._wide: ArrayKernel = best_kernel(kind.format, kind.dim, "float32")
 
@@ -45,9 +45,9 @@ class HostRowPacker(MlxRowPacker):
         width: int,
         dtype: mx.Dtype,
     ) -> mx.array:
-        """Do as ``kv_cache.fetch`` does, with one copy instead of several.
+        """Return the same as ``kv_cache.fetch``, with one copy instead of several.
 
-        Everything before it in the graph is evaluated, which frees the layer before: else the
+        It evaluates the graph so far, which frees the KV of the layer before: otherwise the
         unpacked KV of all layers would be in memory at once.
         """
         held = [side for side in sides if side is not None]
@@ -86,7 +86,7 @@ class HostRowPacker(MlxRowPacker):
 
 
 def viewed(array: mx.array) -> np.ndarray:
-    """View an array without a copy, 16-bit floats as their bit patterns, uint16. Read only."""
+    """Return a read-only view of an array, 16-bit floats as their bit patterns, uint16."""
     view: np.ndarray = np.asarray(bits_of(array))
     return view
 
@@ -98,7 +98,7 @@ def bits_of(array: mx.array) -> mx.array:
 
 
 def _exact(array: mx.array, element: np.dtype) -> np.ndarray:
-    """Turn rows, (1, ..., dim) of the stored dtype, into ``element``, less axis 0."""
+    """Return rows (1, ..., dim) of the stored dtype as ``element``, without axis 0."""
     bits = viewed(array)[0]
     return floats.widen(bits, "bfloat16") if element == np.float32 else bits.view(element)
 
@@ -114,7 +114,7 @@ def _numpy_dtype(kind: RowKind) -> np.dtype:
 
 @functools.lru_cache(maxsize=256)
 def _group(kind: RowKind, num_heads: int, num_tokens: int) -> SlotGroup:
-    """The layout of one array for a kernel: all scales, then all codes."""
+    """Return the layout of one array for a kernel: all scales, then all codes."""
     slot = ArraySlot(
         num_heads=num_heads,
         num_sinks=0,
@@ -137,15 +137,18 @@ def attend(
     queries: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attend to each session's rows with its query; a session without tokens gives zeros.
+    """Return the attention of each session's query to its rows; zeros for one without tokens.
 
-    ``queries``: (sessions, num_heads, 1, head_dim), already turned. Returns the same with
-    ``value_dim``, in the queries' dtype.
+    Args:
+        queries: (sessions, num_heads, 1, head_dim), with their position encoding applied.
+
+    Returns:
+        (sessions, num_heads, 1, value_dim), in the queries' dtype.
     """
     keys, values = kinds
     given = (queries * scale).astype(mx.float32)
     bits = [[bits_of(x) for side in sides or () for x in side.arrays[:4]] for sides in sessions]
-    mx.eval(given, bits)  # all at once: a call costs as much as many rows
+    mx.eval(given, bits)  # in one call, which costs as much as many rows
     shapes = keys.format, keys.dim, values.dim, keys.stored
     out = np.zeros((*given.shape[:2], values.dim), np.float32)
     for query, arrays, target in zip(np.asarray(given)[:, :, 0], bits, out, strict=True):

@@ -1,13 +1,13 @@
 """mlx_lm's KV cache, kept packed while it is in use: one session, or a batch of them.
 
-Appending keeps new tokens as they are; tokens that leave the recent window are packed, a block at a
-time; reading unpacks what is packed. Where the border lies depends on the session's own length
-only, never on the other sessions of a batch, and a batch is a list of sessions: nothing is padded
-in memory, and joining, leaving and reordering move no bytes.
+New tokens are appended unpacked; tokens that leave the recent window are packed, a block at a time;
+reading unpacks them. Which tokens are packed depends only on the session's own length, never on the
+other sessions of a batch. A batch is a list of sessions: it has no padding in memory, and joining,
+leaving and reordering move no bytes.
 
 mlx_lm finds the methods by name (``merge`` ... ``nbytes``); no base class declares them. No
-attribute here may be called ``bits`` or ``group_size``: mlx_lm takes a cache that has those for a
-quantized one of its own.
+attribute here may be called ``bits`` or ``group_size``: mlx_lm takes a cache with those names for
+its own quantized cache.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ KVPackers = tuple[RowPacker, RowPacker]
 
 
 class Seam(Protocol):
-    """Says how a model attends, for its caches; see ``cache.packed_model.AttentionSeam``."""
+    """States how a model attends, for its caches; see ``cache.packed_model.AttentionSeam``."""
 
     def is_open(self) -> bool:
-        """True if attention asks the cache, once it has been given the new keys and values."""
+        """Return whether attention calls ``attended`` of the cache after ``update_and_fetch``."""
 
 
 class PackedKVCache:
     """The KV of one session in one layer; stands in for mlx_lm's ``KVCache``."""
 
     def __init__(self, packers: KVPackers, dtype: DType, seam: Seam | None = None) -> None:
-        """``dtype``: the engine's, in which attention wants to read."""
+        """``dtype``: the engine's dtype, in which attention reads K and V."""
         self.packers = packers
         self.seam = seam
-        self.is_waiting = False  # for ``attended``: a step was appended, and nothing restored
+        # True after a token was appended for which ``attended`` is to be called next.
+        self.is_waiting = False
         self.dtype = dtype
         self.sides: KVSides | None = None  # None = no token yet
         self.offset = 0  # tokens it holds
@@ -59,20 +60,20 @@ class PackedKVCache:
         return self.fetched(keys.dtype)
 
     def fetched(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Restore all K and V."""
+        """Return all K and V, unpacked."""
         self.is_waiting = False
         return fetch_pair([self], [0], self.offset, dtype)
 
     def attended(self, queries: mx.array, scale: float) -> mx.array:
-        """Attend to all rows; ``queries`` are (1, num_heads, 1, head_dim)."""
+        """Return the attention of ``queries``, (1, num_heads, 1, head_dim), to all rows."""
         self.is_waiting = False
         return attend(self.packers, [self.sides], queries, scale)
 
     @property
     def attends(self) -> bool:
-        """True if the next single token will be attended to packed rows.
+        """True if the next single token attends to packed rows.
 
-        Rows that cannot be packed are restored with all others.
+        If the cache holds rows that cannot be packed, all rows are unpacked instead.
         """
         is_open = self.seam is not None and self.seam.is_open()
         return is_open and not any(side.num_kept for side in self.sides or ())
@@ -87,10 +88,10 @@ class PackedKVCache:
         self.offset += keys.shape[2]
 
     def pack_old(self) -> None:
-        """Pack what has left the recent window.
+        """Pack the tokens that have left the recent window.
 
-        Call it before new tokens come: those that are here should be evaluated, since it asks them
-        whether they can be packed.
+        Call it before appending: the tokens that are here should be evaluated already, since it
+        reads whether they can be packed.
         """
         if self.sides is None:
             return
@@ -146,7 +147,7 @@ class PackedKVCache:
         return BatchPackedKVCache([cache.copied() for cache in caches])
 
     def copied(self) -> PackedKVCache:
-        """An independent cache; the arrays that both hold are shared."""
+        """Return an independent cache that shares its arrays with this one."""
         copy = PackedKVCache(self.packers, self.dtype, self.seam)
         copy.sides, copy.offset = self.sides, self.offset
         return copy
@@ -155,18 +156,19 @@ class PackedKVCache:
 class BatchPackedKVCache:
     """The KV of several sessions in one layer; stands in for mlx_lm's ``BatchKVCache``.
 
-    What attention sees is a batch padded on the left, as mlx_lm has it: column ``c`` of row ``i``
-    is the row's token ``c - left[i]``.
+    Attention sees a batch padded on the left, as mlx_lm has it: column ``c`` of row ``i`` is the
+    row's token ``c - left[i]``.
     """
 
     def __init__(self, caches: list[PackedKVCache]) -> None:
         self.caches = caches
         self._width = max((cache.offset for cache in caches), default=0)
         self._left = [self._width - cache.offset for cache in caches]
-        # While prompts padded on the right are fed: where each row's own tokens end, its padding.
+        # While prompts padded on the right are fed: the column where each row's own tokens end, and
+        # its padding on the right.
         self._ends: list[int] | None = None
         self._right: list[int] = []
-        self.is_waiting = False  # as of ``PackedKVCache``
+        self.is_waiting = False  # as in ``PackedKVCache``
 
     @property
     def offset(self) -> mx.array:
@@ -189,12 +191,12 @@ class BatchPackedKVCache:
         return self.fetched(keys.dtype)
 
     def fetched(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Restore all K and V."""
+        """Return all K and V, unpacked."""
         self.is_waiting = False
         return fetch_pair(self.caches, self._left, self._width, dtype)
 
     def attended(self, queries: mx.array, scale: float) -> mx.array:
-        """Attend to each session's rows; ``queries`` are (sessions, num_heads, 1, head_dim)."""
+        """Return each session's attention; ``queries`` are (sessions, num_heads, 1, head_dim)."""
         self.is_waiting = False
         packed = [i for i, cache in enumerate(self.caches) if cache.attends]
         sides = [self.caches[i].sides for i in packed]
@@ -203,7 +205,7 @@ class BatchPackedKVCache:
         found = attend(self.caches[0].packers, sides, queries[mx.array(packed)], scale)
         rows = dict(zip(packed, mx.split(found, len(packed)), strict=True))
         for i, cache in enumerate(self.caches):
-            if i not in rows:  # it keeps rows that cannot be packed
+            if i not in rows:  # the cache has rows that cannot be packed
                 keys, values = cache.fetched(queries.dtype)
                 rows[i] = mx.fast.scaled_dot_product_attention(
                     queries[i : i + 1], keys, values, scale=scale
@@ -287,7 +289,7 @@ class BatchPackedKVCache:
 def attend(
     packers: KVPackers, sessions: Sequence[KVSides | None], queries: mx.array, scale: float
 ) -> mx.array:
-    """Attend to packed rows where they were packed: on the host, or on the device."""
+    """Return the attention to packed rows, computed where they were packed: host or device."""
     are_on_host = all(isinstance(packer, HostRowPacker) for packer in packers)
     attend_there = host_rows.attend if are_on_host else device_attention.attend
     return attend_there(sessions, (packers[0].kind, packers[1].kind), queries, scale)
@@ -296,7 +298,7 @@ def attend(
 def fetch_pair(
     caches: Sequence[PackedKVCache], starts: Sequence[int], width: int, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array]:
-    """Unpack K and V of all sessions for attention, (sessions, num_kv_heads, width, dim) each.
+    """Return K and V of all sessions unpacked, (sessions, num_kv_heads, width, dim) each.
 
     Session ``i`` begins at column ``starts[i]``; all other columns are zero.
     """
@@ -316,10 +318,10 @@ def fetch(
     width: int,
     dtype: mx.Dtype,
 ) -> mx.array:
-    """Unpack one side for attention, (sessions, num_kv_heads, width, dim) of ``dtype``.
+    """Return one side (K or V) unpacked, (sessions, num_kv_heads, width, dim) of ``dtype``.
 
-    Session ``i`` begins at column ``starts[i]``; all other columns are zero. A side that is None
-    belongs to a session without a token yet.
+    Session ``i`` begins at column ``starts[i]``; all other columns are zero. A side is None for a
+    session that has no tokens yet.
     """
     if isinstance(packer, HostRowPacker):
         return packer.fetch(sides, starts, width, dtype)
@@ -341,7 +343,7 @@ def fetch(
 
 
 def _unpack_all(packer: RowPacker, sides: Sequence[PackedSide]) -> list[mx.array]:
-    """Unpack every session's packed tokens in one go: (1, num_kv_heads, num_packed, dim) each."""
+    """Return every session's packed tokens, unpacked: (1, num_kv_heads, num_packed, dim) each."""
     heads, row_nbytes = sides[0].codes.shape[1], sides[0].codes.shape[3]
     counts = [heads * side.num_packed for side in sides]
     if not sum(counts):

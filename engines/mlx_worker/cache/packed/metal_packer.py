@@ -1,11 +1,11 @@
 """Packs ``tq3`` and ``tq4`` by Metal kernels: one SIMD group of 32 lanes packs or unpacks one row.
 
-Element ``e`` of a row lies in lane ``e % 32`` as its value number ``e / 32``. So butterflies of a
-distance below 32 are shuffles between lanes, the others stay inside a lane; and a vote of all lanes
-on one bit of their codes *is* four bytes of a bit plane.
+Element ``e`` of a row is value number ``e / 32`` of lane ``e % 32``. So butterflies of a distance
+below 32 are shuffles between lanes, and the others stay inside a lane; a ballot of all lanes on one
+bit of their codes gives four bytes of a bit plane.
 
-Bytes must equal the definition's, so nothing may be reordered save sums of whole numbers: mlx
-compiles without fast math, and a product that is added to anything is exact in fp32.
+The bytes must equal the definition's, so only sums of integers may be reordered: mlx compiles
+without fast math, and every product that is added to something is exact in fp32.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ROWS_PER_GROUP: Final = 4
 
 
 def has_metal_kernel(kind: RowKind) -> bool:
-    """True for powers of two that give every lane at least two values."""
+    """Return whether the dimension is a power of two with at least two values per lane."""
     order = rotation.order_of(kind.dim)
     return order is not None and order.base == 1 and kind.dim >= 2 * LANES
 
 
 class MetalRowPacker(NeverCopied):
-    """A ``RowPacker`` for Metal, and for kinds that ``has_metal_kernel`` is true of."""
+    """A ``RowPacker`` for Metal, for kinds with ``has_metal_kernel``."""
 
     def __init__(self, kind: RowKind) -> None:
         self.kind = kind
@@ -78,7 +78,7 @@ class MetalRowPacker(NeverCopied):
     ) -> list[mx.array]:
         outputs: list[mx.array] = kernel(
             inputs=inputs,
-            grid=(num_rows * LANES, 1, 1),  # exactly: Metal leaves out what the last group lacks
+            grid=(num_rows * LANES, 1, 1),  # exact, since Metal allows a smaller last group
             threadgroup=(min(num_rows, _ROWS_PER_GROUP) * LANES, 1, 1),
             output_shapes=shapes,
             output_dtypes=dtypes,
@@ -97,7 +97,7 @@ _BEGIN = """
 
 @functools.cache
 def pack_source(kind: RowKind) -> str:
-    """The body of the kernel that packs; ``rows`` are bit patterns, uint16."""
+    """Return the body of the kernel that packs ``rows``, bit patterns in uint16."""
     values, bits, dim = kind.dim // LANES, kind.num_bits, kind.dim
     bounds = [str(bound) for bound in kind.format.bounds]
     squares = ", ".join(str(x) for x in rotated_rows.squared_levels(bits))
@@ -156,7 +156,7 @@ def pack_source(kind: RowKind) -> str:
 
 @functools.cache
 def unpack_source(kind: RowKind) -> str:
-    """The body of the kernel that unpacks into bit patterns, uint16."""
+    """Return the body of the kernel that unpacks into bit patterns, uint16."""
     values, bits, dim = kind.dim // LANES, kind.num_bits, kind.dim
     levels = [str(level) for level in kind.format.levels]
     return f"""{_BEGIN}
@@ -182,13 +182,13 @@ def unpack_source(kind: RowKind) -> str:
 
 
 def unit_source(kind: RowKind, scale: str) -> str:
-    """Metal source of the value of a level of one; zero for a row that is not packed."""
+    """Return Metal source for the value of a level of one; zero for a row that is not packed."""
     size = f"as_type<float>((uint({scale}) + {floats.REBIAS}u) << 13)"
     return f"{scale} == 0 ? 0.0f : {size} * {_float(kind.format.unit_of(kind.dim))}"
 
 
 def _butterflies(values: int, ascending: bool) -> str:
-    """Metal source of the butterflies, from distance 1 up, or from the largest down.
+    """Return Metal source of the butterflies, from distance 1 up, or from the largest down.
 
     Distances 1 to 16 lie between lanes, the larger ones inside a lane.
     """
@@ -218,7 +218,7 @@ def _butterflies(values: int, ascending: bool) -> str:
 
 
 def _sign_words(dim: int) -> str:
-    """Metal source of the random signs: bit ``lane`` of word ``i`` is that of ``32 i + lane``."""
+    """Return Metal source of the random signs; bit ``b`` of word ``i`` is for value 32 i + b."""
     negative = (rotation.sign_masks(dim) >> 31).astype(np.uint8)
     words = np.packbits(negative, bitorder="little").view("<u4")
     return ", ".join(f"{word:#010x}u" for word in words)
@@ -231,7 +231,7 @@ def _widened(kind: RowKind, stored: str) -> str:
 
 
 def _narrowed(kind: RowKind) -> str:
-    """Metal source that rounds to the stored dtype, to nearest even; fp16 saturates."""
+    """Return Metal source that rounds to the stored dtype, to nearest even; fp16 saturates."""
     if kind.stored == "float16":
         largest = _float(floats.FP16_LARGEST)
         return f"as_type<ushort>(half(metal::clamp(as_type<float>(word), -{largest}, {largest})))"
@@ -239,7 +239,7 @@ def _narrowed(kind: RowKind) -> str:
 
 
 def _float(value: np.float32) -> str:
-    """Metal source of exactly this fp32, however the compiler rounds decimal fractions."""
+    """Return Metal source of exactly this fp32, independent of the compiler's decimal rounding."""
     return f"as_type<float>({_word(value)})"
 
 

@@ -1,8 +1,8 @@
 """Packs ``tq3`` and ``tq4`` by mlx operations, on every device that mlx has.
 
-Every addition of squares stands in the order that the definition in numpy has, and whole numbers
-know no order, so the bytes are the same. mlx has the butterflies as one operation; where a device's
-own kernel for them is not exact, ``butterflies="plain"`` spells them out.
+Squares are added in the same order as in the definition in numpy, and sums of integers do not
+depend on the order, so the bytes are the same. mlx has the butterflies as one operation; if a
+device's kernel for it is not exact, ``butterflies="plain"`` computes them step by step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MlxRowPacker(NeverCopied):
         self._base = rotation.base_matrix(order.base)
         self._bit_values = mx.array((1 << np.arange(_BYTE)).astype(np.uint8))
         self._shifts = mx.arange(_BYTE, dtype=mx.uint8)
-        # Evaluated: another thread may use what this one made.
+        # Evaluated here, since another thread may use these arrays.
         constants = [*self._bounds, self._levels, self._squares, self._signs]
         mx.eval(*constants, self._bit_values, self._shifts)
 
@@ -101,7 +101,10 @@ class MlxRowPacker(NeverCopied):
         return y.astype(self.kind.dtype)
 
     def levels_and_units(self, codes: mx.array, scales: mx.array) -> tuple[mx.array, mx.array]:
-        """Return rows before their rotation, fp32 (..., dim), and the values of a level of one."""
+        """Return the levels of rows, still rotated, fp32 (..., dim), and the value of a level of 1.
+
+        The values are fp32 (...), one per row.
+        """
         units = _widen_normal_fp16(scales) * float(self.kind.format.unit_of(self.kind.dim))
         units = mx.where(scales == 0, 0.0, units)
         return mx.take(self._levels, self._from_planes(codes)), units
@@ -150,7 +153,7 @@ class MlxRowPacker(NeverCopied):
 
 
 def _plain(groups: mx.array) -> mx.array:
-    """The butterflies of the last axis, spelled out."""
+    """Return the butterflies of the last axis, computed step by step."""
     power = groups.shape[-1]
     shape = groups.shape
     for distance in (1 << k for k in range(power.bit_length() - 1)):
@@ -161,7 +164,7 @@ def _plain(groups: mx.array) -> mx.array:
 
 
 def _halving_sum(terms: mx.array) -> mx.array:
-    """Sum over axis -2 in the order of ``rotation.halving_sum``."""
+    """Return the sum over axis -2, added in the order of ``rotation.halving_sum``."""
     while terms.shape[-2] % 2 == 0:
         half = terms.shape[-2] // 2
         terms = terms[..., :half, :] + terms[..., half:, :]

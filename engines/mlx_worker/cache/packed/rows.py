@@ -1,15 +1,15 @@
-"""Holds K or V of one layer of one session in packed rows, and defines what packs them.
+"""Holds K or V of one layer of one session in packed rows, and defines the packers' interface.
 
-A ``RowPacker`` gives the cold store's row codec its form on the device: it writes and reads exactly
-the bytes of ``kvstore.codecs.rows.rotated_rows``, so a live cache and a cold session hold the same
-rows. A ``PackedSide`` packs all tokens but its first and its newest:
+A ``RowPacker`` is the cold store's row codec on the device: it writes and reads exactly the bytes
+of ``kvstore.codecs.rows.rotated_rows``, so a live cache and a cold session hold the same rows. A
+``PackedSide`` packs all tokens except its first and its newest:
 
     first tokens | packed tokens | newest tokens
     as they are  | codes, scales | as they are
 
-A packed token's row that cannot be packed (infinite, or out of a scale's range) has a scale of zero
-and is kept as it is; a row of zeros has a scale of zero, too. Every change makes a new object out
-of new arrays, so copies may share everything.
+A row that cannot be packed (infinite, or out of a scale's range) has a scale of zero and is also
+kept unpacked; a row of zeros has a scale of zero, too. Every change makes a new object with new
+arrays, so copies may share their arrays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RowKind:
 
     num_bits: int
     dim: int
-    stored: DType  # what a row is before it is packed: bfloat16, or float16 in an fp16 engine
+    stored: DType  # dtype of a row before it is packed: bfloat16, or float16 in an fp16 engine
 
     @property
     def format(self) -> RotatedRows:
@@ -54,18 +54,19 @@ class RowPacker(Protocol):
     def kind(self) -> RowKind: ...
 
     def pack(self, rows: mx.array) -> tuple[mx.array, mx.array]:
-        """Pack (..., dim) of the stored dtype.
+        """Pack rows, (..., dim) of the stored dtype.
 
-        Returns codes, uint8 (..., num_bits * dim / 8), and scales, bit patterns of fp16 as uint16
-        (...). A scale of zero means that the row cannot be packed.
+        Returns:
+            codes, uint8 (..., num_bits * dim / 8), and scales, fp16 bit patterns as uint16 (...).
+            A scale of zero means that the row cannot be packed, or is all zeros.
         """
 
     def unpack(self, codes: mx.array, scales: mx.array) -> mx.array:
-        """Unpack to (..., dim) of the stored dtype. Rows whose scale is zero become zero."""
+        """Return rows, (..., dim) of the stored dtype; rows whose scale is zero become zeros."""
 
 
 class NeverCopied:
-    """Stays one object when mlx_lm copies caches deeply, as it does to split a batch.
+    """Makes ``deepcopy`` return the object itself; mlx_lm deep-copies caches to split a batch.
 
     For classes whose objects never change.
     """
@@ -76,17 +77,14 @@ class NeverCopied:
 
 @dataclass(frozen=True)
 class PackedSide(NeverCopied):
-    """Arrays of one session.
-
-    "Stored" is the dtype that rows are packed from: bf16, or fp16 in an fp16 engine.
-    """
+    """K or V of one session in one layer; "stored dtype" is ``RowKind.stored``."""
 
     sinks: mx.array  # stored dtype (1, heads, up to 4, dim)
     codes: mx.array  # uint8 (1, heads, num_packed, bytes of a row)
     scales: mx.array  # uint16 (1, heads, num_packed)
     recent: mx.array  # stored dtype (1, heads, num_recent, dim)
     kept: mx.array  # stored dtype (1, num_kept, dim): rows that cannot be packed
-    places: mx.array  # int32 (1, num_kept, 2): their heads and packed tokens
+    places: mx.array  # int32 (1, num_kept, 2): head and packed token of each kept row
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -94,12 +92,12 @@ class PackedSide(NeverCopied):
 
     @property
     def num_packed(self) -> int:
-        """Tokens that are packed."""
+        """The number of packed tokens."""
         return int(self.scales.shape[2])
 
     @property
     def num_kept(self) -> int:
-        """Rows that cannot be packed."""
+        """The number of rows that cannot be packed."""
         return int(self.kept.shape[1])
 
     @property
@@ -111,7 +109,7 @@ class PackedSide(NeverCopied):
         return int(sum(x.nbytes for x in self.arrays))
 
     def appended(self, rows: mx.array) -> PackedSide:
-        """Add tokens: ``rows`` are (1, num_kv_heads, any number, dim) of any float dtype."""
+        """Return a side with tokens added; ``rows``: (1, num_kv_heads, any number, dim), floats."""
         rows = rows.astype(self.recent.dtype)
         missing = min(NUM_SINKS - self.sinks.shape[2], rows.shape[2])
         sinks, recent = self.sinks, self.recent
@@ -125,8 +123,9 @@ class PackedSide(NeverCopied):
     def packed(self, packer: RowPacker, count: int) -> tuple[PackedSide, mx.array]:
         """Pack the oldest ``count`` of the newest tokens.
 
-        The second value, bool (1, heads, count), marks the rows that cannot be packed: the scale
-        is zero but the row is not. Give them to ``keeping``.
+        Returns:
+            The new side, and bool (1, heads, count) that marks the rows that cannot be packed: the
+            scale is zero but the row is not. Pass these rows to ``keeping``.
         """
         old = self.recent[:, :, :count]
         codes, scales = packer.pack(old)
@@ -139,7 +138,7 @@ class PackedSide(NeverCopied):
         return side, (scales == 0) & (mx.abs(old).max(axis=-1) != 0)
 
     def keeping(self, rows: mx.array, marked: mx.array) -> PackedSide:
-        """Keep the marked ones of the rows that were packed last.
+        """Return a side that also keeps the marked rows of those packed last, unpacked.
 
         ``marked``: bool (1, heads, count). ``rows``: (1, heads, count or more, dim).
         """
@@ -152,14 +151,14 @@ class PackedSide(NeverCopied):
         )
 
     def filled(self, rows: mx.array) -> mx.array:
-        """Put the rows that are kept into the unpacked ones, (1, heads, num_packed, dim)."""
+        """Write the kept rows into the unpacked ones, (1, heads, num_packed, dim); return these."""
         if self.num_kept:
             heads, tokens = self.places[0].T
             rows[:, heads, tokens] = self.kept
         return rows
 
     def trimmed(self, num_tokens: int) -> PackedSide:
-        """Keep the first ``num_tokens`` tokens only."""
+        """Return a side with only the first ``num_tokens`` tokens."""
         if num_tokens == self.num_tokens:
             return self
         sinks = min(num_tokens, self.sinks.shape[2])
@@ -183,7 +182,7 @@ KVSides: TypeAlias = tuple[PackedSide, PackedSide]  # K and V
 
 
 def empty_side(kind: RowKind, num_heads: int) -> PackedSide:
-    """A side without a token yet."""
+    """Return a side without tokens."""
     none = mx.zeros((1, num_heads, 0, kind.dim), kind.dtype)
     row_nbytes = kind.format.packed_nbytes(kind.dim)
     codes = mx.zeros((1, num_heads, 0, row_nbytes), mx.uint8)
