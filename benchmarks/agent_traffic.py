@@ -1,4 +1,4 @@
-"""Long agents' sessions: what a turn costs beyond the model, and what returns of many.
+"""Long agents' sessions: the cost of a turn beyond the model, and how many sessions come back.
 
     python -m benchmarks.agent_traffic turns                   a turn of some 14 tokens, by length
     python -m benchmarks.agent_traffic turns --engine vllm --lengths 10000 145000
@@ -7,16 +7,16 @@
     python -m benchmarks.agent_traffic traffic --engine vllm --runs cold plain lmcache
     python -m benchmarks.agent_traffic together --sessions 8   chats that begin alike, at once
 
-Of the runs, in ``kill`` the engine is killed half-way, and in ``none`` nothing sleeps. ``plain`` is
-vLLM alone, and ``lmcache`` vLLM with LMCache, in as much memory as ours with its RAM tier. What
-they compute depends on which requests come together, so their answers are not compared.
+Runs: in ``cold`` sessions sleep; in ``kill`` the engine is also killed half-way; in ``none`` no
+session sleeps. ``plain`` is vLLM alone, and ``lmcache`` vLLM with LMCache, in as much memory as
+ours with its RAM tier. What they compute depends on how requests are batched, so their answers are
+not compared.
 
-The model has one layer with one head, random weights and the sample model's tokenizer, so
-bookkeeping is what is measured.
-Processor time is that of all processes, saves included; ``turns`` leaves out the engine's thread
-on which mlx computes, or vLLM's worker. Sessions rest exactly (``raw``). Answers are compared with
-those of a run in which nothing sleeps and one request comes after another; a session is wrong if
-one differs.
+The model has one layer with one head, random weights and the sample model's tokenizer, so that the
+cost of bookkeeping is measured. Processor time is that of all processes, saves included; ``turns``
+leaves out the engine's thread on which mlx computes, or vLLM's worker. Sessions are stored exactly
+(``raw``). Answers are compared with those of a run in which no session sleeps and requests come one
+after another; a session is wrong if one answer differs.
 ``turns`` on mlx draws docs/pictures/agent-turns.png.
 """
 
@@ -79,7 +79,7 @@ PROFILES: Final = {
 
 @dataclass
 class Run:
-    """The turns of all sessions, and their sums."""
+    """The turns of all sessions, with their totals."""
 
     client: Client
     profile: Profile
@@ -89,14 +89,14 @@ class Run:
     ttfts: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    # Of prompts, what the session's last turn left; of a first turn the head, which all share.
+    # Tokens of prompts that the session's last turn left; of a first turn the shared head.
     reusable_tokens: int = 0
     has_head: bool = False  # some session has begun
     computed_again: Counter[str] = field(default_factory=Counter)  # reusable tokens, by reason
     asked_again: int = 0
 
     async def ask(self, name: str, turn: int, messages: list[dict[str, str]], known: int) -> Reply:
-        """Ask until there is an answer, as clients do."""
+        """Send a turn until it is answered, as clients do; add it to the totals."""
         reply = Reply(0)
         while not reply.ok:
             try:
@@ -118,7 +118,7 @@ class Run:
         return reply
 
     async def ask_task(self, name: str, number: int, text: str) -> None:
-        """Ask as Open WebUI asks for a title; the prompt is none of which more could be reused."""
+        """Send a helper's prompt, as Open WebUI does for a title; no token counts as reusable."""
         body = {"model": self.client.model, "max_tokens": self.profile.answer, "temperature": 0}
         body |= {"messages": [{"role": "user", "content": text}]}
         answer: dict[str, Any] = {}
@@ -133,10 +133,10 @@ class Run:
         self.answers[f"{name} task", number] = answer["choices"][0]["message"]["content"]
 
     async def session(self, name: str, turns: int, has_child: bool = False) -> None:
-        """Have one conversation, with its subagent and its helpers' prompts."""
+        """Take all turns of one session, with its subagent and its helpers' prompts."""
         rng, profile = random.Random(name), self.profile
         known, self.has_head = int(self.has_head) * profile.head // self.scale, True
-        pauses = random.Random(f"{name} pauses")  # of their own, or texts would depend on them
+        pauses = random.Random(f"{name} pauses")  # apart: texts must not depend on it
         each = (profile.last - profile.head) / profile.turns - profile.answer
         messages = [{"role": "system", "content": prose("head", profile.head / self.scale)}]
         for turn in range(turns):
@@ -162,7 +162,7 @@ def light() -> Iterator[Path]:
 
 
 def stack_of(model: Path, hot_bytes: int, sleeps: bool, kind: str = "mlx") -> Stack:
-    """Return the product; it is not started yet."""
+    """Return the product, not started yet."""
     ram, disk = (hot_bytes, 16 << 30) if sleeps else (0, 0)
     engine: dict[str, Any] = {"kind": kind, "model": str(model), "hot_bytes": hot_bytes}
     if kind == "vllm":
@@ -176,8 +176,8 @@ def stack_of(model: Path, hot_bytes: int, sleeps: bool, kind: str = "mlx") -> St
 
 
 def peer_of(name: str, model: Path, hot_bytes: int) -> PlainVllm | LmcacheVllm:
-    """Return plain vLLM, or vLLM with LMCache, not started yet; ``hot_bytes``: as of ours."""
-    as_fits = 0  # tokens of a request: what the model and vLLM's memory hold
+    """Return plain vLLM, or vLLM with LMCache, not started yet, with our ``hot_bytes``."""
+    as_fits = 0  # a request may have as many tokens as the model and vLLM's memory hold
     if name == "plain":
         return PlainVllm(2 * hot_bytes, as_fits, model_path=str(model))
     python, spare = python_with_lmcache(default_cache_dir(os.environ) / "lmcache"), hot_bytes // 4
@@ -185,7 +185,7 @@ def peer_of(name: str, model: Path, hot_bytes: int) -> PlainVllm | LmcacheVllm:
 
 
 class Processes:
-    """The processes of a server: the gateway's, if there is one, and the engine's."""
+    """The processes of a server: the gateway, if there is one, and the engine."""
 
     def __init__(self, server: Stack | PlainVllm | LmcacheVllm) -> None:
         self._gateways: list[psutil.Process] = []
@@ -195,11 +195,11 @@ class Processes:
             self._engine = (server.vllm if isinstance(server, LmcacheVllm) else server).process
 
     def cpu_ms(self) -> np.ndarray:
-        """Processor time of the gateway and of the engine, children included."""
+        """Return the processor time of the gateway and of the engine, in ms, children included."""
         return 1000 * np.array([cpu_s(self._gateways), cpu_s(tree(self._engine))])
 
     def figures(self) -> dict[str, float]:
-        """MiB of the gateway and of the engine, and what the engine has written."""
+        """Return the memory of gateway and engine in MiB, and the data that the engine wrote."""
         engines = tree(self._engine)
         written = sum(x.io_counters().write_chars for x in engines) / 1024
         memory = {"gateway_mib": rss_mib(*self._gateways), "engine_mib": rss_mib(*engines)}
@@ -247,7 +247,7 @@ async def _measured(
         "of_reusable": run.cached_tokens / max(1, run.reusable_tokens),
         "asked_again": run.asked_again,
     }
-    if kind != "kill":  # of a killed engine nothing counts but what clients saw
+    if kind != "kill":  # a killed engine's own figures are lost
         cpu, found = processes.cpu_ms() - before, processes.figures()
         figures |= {"gateway_ms_a_turn": cpu[0] / count, "engine_ms_a_turn": cpu[1] / count}
         figures |= {"written_kib_a_turn": found.pop("written_kib") / count, **found}
@@ -261,7 +261,7 @@ async def kill_half_way(stack: Stack, run: Run, num_sessions: int) -> None:
 
 
 async def together(args: argparse.Namespace) -> None:
-    """Chats with one new beginning that come at once, against one alone."""
+    """Compare chats with one new beginning that come at once with one chat alone."""
 
     async def ask(client: Client, beginning: str, name: str, length: int = args.shared) -> Reply:
         system = {"role": "system", "content": prose(beginning, length)}
@@ -303,7 +303,7 @@ async def compared(args: argparse.Namespace) -> None:
 
 
 def thread_ns(*processes: psutil.Process) -> Counter[str]:
-    """Processor time of each thread, by Linux's own count of it."""
+    """Return the processor time of each thread in ns, as Linux counts it, by the thread's id."""
     found = Counter[str]()
     for folder in (x for y in processes for x in Path(f"/proc/{y.pid}/task").iterdir()):
         with suppress(OSError):  # it ended meanwhile
@@ -312,7 +312,7 @@ def thread_ns(*processes: psutil.Process) -> Counter[str]:
 
 
 async def turns(args: argparse.Namespace) -> None:
-    """Take turns of all lengths in alternation: the machine's load changes meanwhile."""
+    """Measure turns of all lengths in alternation, since the machine's load changes meanwhile."""
     chats, sleeps = [_Turns(x) for x in args.lengths], "cold" in args.runs
     with light() as model, stack_of(model, 4 << 30, sleeps, args.engine) as stack:
         async with client_of(stack) as client:

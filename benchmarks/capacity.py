@@ -1,15 +1,15 @@
-"""Many sessions on memory for a few: how many come back, round after round, and is memory bounded?
+"""Measures how many of many sessions come back on memory for a few, and whether memory is bounded.
 
     python -m benchmarks.capacity [--engine vllm] [--sessions 24] [--tokens 1000] [--hot-for 3]
         [--room 24] [--rounds 1] [--plain] [--json OUT]
 
 Every session has a first turn of about ``--tokens`` tokens; then all come back ``--rounds`` times,
 in the same order, which is the worst one for a least-recently-used cache. Live KV of ``--hot-for``
-sessions fits. The RAM tier, which is the only one, is for ``--room`` sessions of that size (0:
-all), by what one of them takes in a first server. Printed for each round: how many came back (half
-of the first prompt or more was reused), what was reused of what could be, and the median time to
+sessions fits. The RAM tier, the only one, has room for ``--room`` sessions of that size (0: all); a
+first server measures the size of one. Printed for each round: how many came back (half of the first
+prompt or more was reused), the share of reusable tokens that was reused, and the median time to
 first token; then the engine's memory as the operating system counts it. ``--plain``: the same on
-vLLM without us, with the same pool. Minutes on two cores.
+vLLM without us, with the same pool. Takes minutes on two cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def first_turn(client: Client, i: int, tokens: int) -> tuple[History, Repl
 
 
 def figures(firsts: list[tuple[History, Reply]], returns: list[Reply]) -> dict[str, Any]:
-    """Sum up one round."""
+    """Return the figures of one round."""
     reusable = [first.prompt_tokens + first.completion_tokens - 1 for _, first in firsts]
     shares = [x.cached_tokens / y for x, y in zip(returns, reusable, strict=True)]
     return {
@@ -51,7 +51,7 @@ def figures(firsts: list[tuple[History, Reply]], returns: list[Reply]) -> dict[s
 
 
 async def cycle(server: Stack | PlainVllm, args: argparse.Namespace) -> dict[str, Any]:
-    """Play all rounds on one server."""
+    """Run all rounds on one server; return their figures and the engine's memory."""
 
     def engine_mib() -> float:
         return rss_mib(server.engine) if isinstance(server, Stack) else 0.0

@@ -1,7 +1,7 @@
-"""Sessions kept alive against memory, with the product and without: measures, draws a picture.
+"""Measures and draws how many sessions stay alive by memory, with the product and without.
 
-    python benchmarks/capacity_picture.py measure plain 80      one point: nothing sleeps, 80 MiB
-    python benchmarks/capacity_picture.py measure product 80    the same memory, shared out
+    python benchmarks/capacity_picture.py measure plain 80      one point: no session sleeps, 80 MiB
+    python benchmarks/capacity_picture.py measure product 80    the same memory, divided
     python benchmarks/capacity_picture.py draw                  docs/pictures/capacity.png
     python benchmarks/capacity_picture.py --engine vllm draw    docs/pictures/capacity-vllm.png
 

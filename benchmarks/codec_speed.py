@@ -1,14 +1,14 @@
-"""GB/s of a codec beside memcpy of the same bf16 bytes, in one process.
+"""Measures a codec's GB/s beside memcpy of the same bf16 bytes, in one process.
 
     python -m benchmarks.codec_speed [--codec tq3] [--dims 64 128 256] [--seconds 3] [--json OUT]
     python -m benchmarks.codec_speed --profile FILE --codec dense3 balanced max
 
-Packed and restored are 128 tokens of all layers of a small model with that head dimension, payload
-and all: four of the store's chunks. Learned presets know a model: they take its
-profile (``thermocline calibrate`` writes one), and pack KV that the sample model computes of a
-held-out text (a minute); its chunks, all but the first, are repeated at their own places. The
-candidates take turns on data that is cold in the cache, and the best round of each counts, in
-processor time of each thread: on a shared machine only ratios within one run mean anything.
+Each step packs or restores 128 tokens of all layers of a small model with that head dimension, as
+whole payloads: four of the store's chunks. Learned presets need a model's profile (``thermocline
+calibrate`` writes one), and pack KV that the sample model computes from a held-out text (a minute);
+its chunks, all but the first, are repeated at their own places. The candidates take turns on data
+that is cold in the cache, and the best round of each counts, in processor time of each thread: on a
+shared machine only ratios within one run mean anything.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Candidate:
 
 
 def aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """uint16, at a multiple of a cache line as engines allocate."""
+    """Return a uint16 array that begins at a cache line, as engines allocate."""
     nbytes = 2 * int(np.prod(shape))
     raw = np.ones(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -70,7 +70,7 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def uneven_rows(num_rows: int, dim: int) -> np.ndarray:
-    """bf16 rows whose channels differ in size; a short sample, repeated."""
+    """Return bf16 rows whose channels differ in size: a short sample, repeated."""
     rng = np.random.default_rng(0)
     sample = rng.standard_normal((4096, dim)) * rng.lognormal(0, 1, dim)
     rows = aligned((num_rows, dim))
@@ -79,10 +79,10 @@ def uneven_rows(num_rows: int, dim: int) -> np.ndarray:
 
 
 class Slices:
-    """Many slices of one chunk's rows each: bf16 source, target, payloads."""
+    """Slices of one chunk's rows each, with their bf16 sources, targets and payloads."""
 
     def __init__(self, codec: Codec, layout: KVLayout, kv: np.ndarray | None = None):
-        """``kv``: uint16 (layers, 2, heads, tokens, head_dim); made up unless given."""
+        """``kv``: uint16 (layers, 2, heads, tokens, head_dim); random unless given."""
         self.codec, self.layout = codec, layout
         self.num_heads, self.dim = layout.layers[0].num_kv_heads, layout.layers[0].head_dim
         num_arrays = 2 * self.num_heads * len(layout.layers)
@@ -124,12 +124,12 @@ class Slices:
 
     @property
     def bits(self) -> float:
-        """Bits of a value, over all chunks."""
+        """The bits that a value takes, over all chunks."""
         return 8 * sum(map(len, self.payloads)) / (self.count * self.num_rows * self.dim)
 
 
 def measure(slices: Slices, threads: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """All candidates take turns until the time is up; each turn takes the next slices."""
+    """Run all candidates in turns, each on the next slices, until the time is up; yield figures."""
     works = {"memcpy": slices.copy, "pack": slices.encode_chunk, "restore": slices.decode_chunk}
     found = [Candidate(what, work) for what, work in works.items()]
     deadline, number = time.perf_counter() + seconds, 0
@@ -152,7 +152,7 @@ def measure(slices: Slices, threads: int, seconds: float) -> Iterator[dict[str, 
 
 
 def all_slices(args: argparse.Namespace) -> Iterator[Slices]:
-    """One after another: each takes gigabytes."""
+    """Yield the slices of each codec and dimension, one after another: each takes gigabytes."""
     if args.profile is None:
         for name in args.codec:
             for dim in args.dims:

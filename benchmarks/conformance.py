@@ -1,14 +1,14 @@
-"""How many tests of the official Python clients pass against us, file by file, and why others fail.
+"""Counts the tests of the official Python clients that pass against us, and explains the others.
 
 The source packages of OpenAI's and Anthropic's clients, of the versions that are installed here,
-bring tests that speak to a server and check the types of all it answers. They run in environments
-of their own, with every object that they name by id put into our store before each test.
+bring tests that talk to a server and check the types of its answers. They run in environments of
+their own; every object that they name by id is put into our store before each test.
 
     python benchmarks/conformance.py --servers mlx,vllm,mlx_lm.server,vllm-serve \\
         --write docs/conformance.md
 
-``--results FILE`` keeps the counts, so that servers can be asked one after the other, and
-``--servers "" --write PAGE`` writes the page of it again.
+``--results FILE`` keeps the counts, so that servers can be tested one after the other, and
+``--servers "" --write PAGE`` writes the page from them again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "engine": {"hot_bytes": 512 * MIB, "max_context": 4096},
     "store": {"ram_bytes": 64 * MIB, "disk_bytes": 0},
 }
-# What a failing test asks for, and why it is refused: the first words of its name that fit.
+# What a failing test asks for, and why it is refused, by the beginning of the test's name.
 REASONS = {
     "test_responses.compact": "conversations are not compacted here: 404, with the way to do it",
     "test_responses.create_with_all_params": (
@@ -89,7 +89,7 @@ Counted: TypeAlias = Iterator[tuple[str, FileResult]]
 
 
 def _count(server: str, suites: Sequence[Suite], model: str, wanted: str) -> Counted:
-    """Start a server, and run the files against it whose names have ``wanted`` in them."""
+    """Start a server and run the files against it whose names contain ``wanted``."""
     starts: dict[str, Any] = {
         "mlx_lm.server": mlx_lm_server,
         "vllm-serve": partial(vllm_serve, all_models(suites)),
@@ -114,7 +114,7 @@ def _keep(path: Path | None, results: Results) -> None:
 
 @contextmanager
 def ours(kind: str, model: str) -> Iterator[tuple[str, Path]]:
-    """Start the product with an engine; yields its URL and its store of responses."""
+    """Start the product with an engine; yield its URL and its store of responses."""
     engine = {**SETTINGS["engine"], "kind": kind, "model": model}
     if kind == "vllm":
         engine["vllm.python"] = python_with_vllm()
@@ -124,7 +124,7 @@ def ours(kind: str, model: str) -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def vllm_serve(names: Sequence[str], model: str) -> Iterator[tuple[str, None]]:
-    """Start vLLM's own server, which answers to all these names; yields its URL."""
+    """Start vLLM's own server with all these names of models; yield its URL."""
     flags = ("--served-model-name", *names)
     context = SETTINGS["engine"]["max_context"]
     with PlainVllm(512 * MIB, context, arguments=flags, model_path=model) as server:
@@ -133,7 +133,7 @@ def vllm_serve(names: Sequence[str], model: str) -> Iterator[tuple[str, None]]:
 
 @contextmanager
 def mlx_lm_server(model: str) -> Iterator[tuple[str, None]]:
-    """Start mlx_lm's own server with a model; yields its URL."""
+    """Start mlx_lm's own server with a model; yield its URL."""
     port = free_port()
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, "--port", str(port)]
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +145,7 @@ def mlx_lm_server(model: str) -> Iterator[tuple[str, None]]:
 
 
 def reason_of(key: str, test: str) -> str:
-    """Explain the failure of a test by the table; "" if it has no entry."""
+    """Return the reason why a test fails, from the table; "" if it has no entry."""
     plain = test.removeprefix("test_")
     for start in ("method_", "raw_response_", "streaming_response_", "path_params_"):
         plain = plain.removeprefix(start)
@@ -157,7 +157,7 @@ def reason_of(key: str, test: str) -> str:
 
 
 def page(found: Results) -> str:
-    """Write the document: a table of passes, and a line for each test that fails on ours."""
+    """Return the page: a table of passes, and a line for each test that fails on ours."""
     results = {NAMES[x]: found[x] for x in NAMES if x in found}
     lines = ["# Conformance", "", INTRODUCTION]
     for client in CLIENTS:

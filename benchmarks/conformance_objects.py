@@ -1,7 +1,7 @@
 """A pytest plug-in for ``conformance``: puts the objects that a client's tests name into our store.
 
-It runs in the environment of those tests, which has the packages for sealing besides. The tests
-delete the objects; each of them gets all of it again.
+It runs in the environment of those tests, which also has the packages for sealing. The tests delete
+objects, so all objects are stored again before each test.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def objects(store: Objects) -> None:
         _done(store.put(kind, body, body["id"], [_item(item)]))
 
     for id in RESPONSE_IDS:
-        # The item that is asked for has the id of the one that is said.
+        # The tests ask for an item by the id of the one that they add.
         said = {**SAID, "id": f"{id}-said"}
         put("response", {**RESPONSE, "id": id, "output": [said]}, SAID)
     put("conversation", CONVERSATION, SAID)
-    # Their type of a stored message knows answers only.
+    # The client's type of a stored message covers answers only.
     message = {"id": "completion_id-0", "role": "assistant", "content": "yes", "refusal": None}
     put("completion", COMPLETION, message)

@@ -1,4 +1,4 @@
-"""The tests of official Python clients, unpacked and run against a server, for ``conformance``."""
+"""Unpacks the tests of official Python clients and runs them against a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = ("msgspec", "cryptography")  # needed to put objects into our store
 
 @dataclass(frozen=True)
 class Client:
-    """An official client whose source package brings tests that speak to a server."""
+    """An official client whose source package brings tests that talk to a server."""
 
     package: str
     words: str  # as the page calls it
@@ -78,7 +78,7 @@ class Suite:
         self._tests = folder / f"{client.package}-{client.version}"
 
     def prepare(self) -> None:
-        """Download and install missing packages."""
+        """Download the client's source and install the packages that its tests need."""
         package, version = self.client.package, self.client.version
         pip = [str(self._venv / "bin/python"), "-m", "pip"]
         if not self._venv.exists():
@@ -98,7 +98,7 @@ class Suite:
             yield from re.findall(r'\bmodel(?:_id)?="([^"]+)"', text)
 
     def run(self, file: str, url: str, database: Path | None) -> FileResult:
-        """Run one file of tests against a server; objects are put into ``database`` before each."""
+        """Run a file of tests against a server; put objects into ``database`` before each test."""
         report = self._folder / f"report-{self.client.package}.xml"
         seed = ["-p", "benchmarks.conformance_objects"] if database else []
         env = {
@@ -139,5 +139,5 @@ def _read_report(path: Path) -> FileResult:
 
 
 def all_models(suites: Sequence[Suite]) -> list[str]:
-    """List the models that any of the tests ask for."""
+    """Return the names of the models that any of the tests ask for."""
     return sorted({name for suite in suites for name in suite.models()})

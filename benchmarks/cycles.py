@@ -1,9 +1,9 @@
-"""A hundred hibernate/wake cycles: the same bytes and the same answer as after one?
+"""Checks that a hundred hibernate/wake cycles give the bytes and the answer of one.
 
     python benchmarks/cycles.py [--cycles 100] [--tokens 500] [--json OUT]
 
-A session sleeps and wakes to the *same* turn again and again. The packed bytes are read from the
-disk tier after the stack has stopped, once after one cycle and once after the last.
+A session sleeps and wakes for the *same* turn again and again. The packed bytes are read from the
+disk tier of the stopped stack, once after one cycle and once after the last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "sleeper"
 
 
 def chunk_hashes(data: Path) -> dict[str, str]:
-    """Key -> hash of every packed chunk in the stopped stack's disk tier."""
+    """Return the hash of every packed chunk in the stopped stack's disk tier, by its key."""
     (tier,) = open_tiers(StoreConfig(ram_bytes=0), data)
     try:
         return {

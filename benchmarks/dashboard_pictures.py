@@ -1,10 +1,10 @@
-"""Pictures of the dashboard: the real engine with the sample model, and a small team at work.
+"""Takes pictures of the dashboard while a small team uses a real engine with the sample model.
 
     python benchmarks/dashboard_pictures.py [--out docs/pictures]
 
 A few clients chat, fall asleep in memory, on disk and in Redis (where a redis-server is found), and
 come back; one of them changes its own system message. Then the views are photographed, light and
-dark. Nothing in them is made up.
+dark. All figures in them are measured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LONG = "invoice-import"  # the session whose journey is shown
 
 
 class Speaker(NamedTuple):
-    """A session, the program that speaks, and how long its first question is."""
+    """A session, the client program, and the length of its first question."""
 
     id: str
     agent: str
@@ -104,7 +104,7 @@ class Team:
 
 
 def day(team: Team, slowest: str) -> None:
-    """Let the team work; ``slowest`` is the slowest tier that there is."""
+    """Run the team's chats; ``slowest`` is the slowest tier that there is."""
     first, *others = SPEAKERS
     refactor, tests, parcels, mira, jonas, night, desk = others
     monday = SYSTEM + " Today is Monday."
@@ -133,7 +133,7 @@ def photograph(chromium: Any, stack: Stack, out: Path, slowest: str) -> None:
     page = chromium.new_page(viewport={"width": 1440, "height": 900})
 
     def until(*working: Future[None]) -> None:
-        """Wait while the page goes on."""
+        """Wait for work on other threads while the page keeps running."""
         while not all(x.done() for x in working):
             page.wait_for_timeout(100)
         for done in working:

@@ -1,16 +1,15 @@
-"""How many sessions fit where one fitted: bytes of whole cold sessions over bf16.
+"""Measures how many cold sessions fit in the bytes of one in bf16.
 
-Every byte counts: blob headers, exact first tokens, escaped rows, the session's record and its
-pages, the keys, and the tier's own overhead per blob. Tokens after the last full chunk are not
-stored and not counted. *Own* is the preset's own ratio: for these rows after the first four tokens,
-without headers. A session of few tokens cannot reach it.
+All bytes count: blob headers, exact first tokens, escaped rows, the session's record and its pages,
+the keys, and the tier's own overhead per blob. Tokens after the last full chunk are not stored and
+not counted. *Own ratio* is the preset's, for these rows after the first four tokens and without
+headers; a session of few tokens cannot reach it.
 
     python -m benchmarks.density [--codec tq3 dense3] [--json OUT]
     python -m benchmarks.density --profile FILE [--model FOLDER] [--codec dense3 balanced max]
 
-Learned presets know a model: they take its profile (``thermocline calibrate`` writes one) and pack
-rows of it, which mlx computes of a held-out text; the model is the sample model unless named.
-Nothing fails here: it measures.
+Learned presets need a model's profile (``thermocline calibrate`` writes one) and pack rows that mlx
+computes with the model from a held-out text; it is the sample model unless named.
 """
 
 from __future__ import annotations
@@ -57,18 +56,18 @@ class Row:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The parts of the own ratio that are reached in RAM and on disk."""
+        """The shares of the preset's own ratio that are reached in RAM and on disk."""
         in_ram, on_disk = self.ratios
         return in_ram / self.own_ratio, on_disk / self.own_ratio
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """How many times smaller it is than bf16, in RAM and on disk."""
+        """The bytes in bf16 over those in RAM, and over those on disk."""
         return self.bf16_bytes / self.ram_bytes, self.bf16_bytes / self.disk_bytes
 
 
 def synthetic_run(layout: KVLayout, num_tokens: int) -> KVRun:
-    """bf16 bit patterns of normal noise: sizes depend on the values only through escaped rows."""
+    """Return normal noise in bf16; the values change sizes only through escaped rows."""
     rng = np.random.default_rng(0)
     run = layout.empty(num_tokens)
     for array in (x for pair in run for x in pair):
@@ -78,7 +77,7 @@ def synthetic_run(layout: KVLayout, num_tokens: int) -> KVRun:
 
 
 def model_run(model: Path | None, num_tokens: int) -> tuple[KVLayout, KVRun]:
-    """Rows that a model computes of a held-out text, and their layout."""
+    """Return the layout and the rows that a model computes from a held-out text."""
     from engines.calibration.corpus import held_out_texts
     from engines.mlx_worker.cache.layout import probe
     from engines.mlx_worker.measuring.instrument import MlxInstrument
@@ -95,7 +94,7 @@ def model_run(model: Path | None, num_tokens: int) -> tuple[KVLayout, KVRun]:
 
 
 class Rows:
-    """Implements ``kvstore.store.save_queue.RowSource`` with rows that are there already."""
+    """A ``kvstore.store.save_queue.RowSource`` over rows that exist already."""
 
     def __init__(self, store: ColdStore, run: KVRun) -> None:
         self._store = store
@@ -110,11 +109,11 @@ class Rows:
         return [packer.pack_rows(x, rows) for x, rows in zip(pieces, spans, strict=True)]
 
     def release(self) -> None:
-        """The rows are used again."""
+        """Do nothing: the rows are used again."""
 
 
 def weigh(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> tuple[int, int]:
-    """One session alone in a fresh store; the bytes that RAM and disk report."""
+    """Store one session alone in a new store; return the bytes that RAM and disk report."""
     with tempfile.TemporaryDirectory() as folder:
         tiers: list[Tier] = [RamTier(4 * GIB), DiskTier(Path(folder), 4 * GIB)]
         store = ColdStore(StoreConfig(), StoredModel("density", "density", layout), codec, tiers)
@@ -129,7 +128,7 @@ def weigh(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> tuple[
 
 
 def own_ratio(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> float:
-    """What the codec makes of these very rows after the first tokens, and nothing else."""
+    """Return the ratio of bf16 to packed bytes of these rows, first tokens and headers left out."""
     starts = [NUM_SINKS, *range(CHUNK_TOKENS, num_tokens, CHUNK_TOKENS)]
     ends = [*starts[1:], num_tokens]
     pieces = [
@@ -140,7 +139,7 @@ def own_ratio(layout: KVLayout, codec: Codec, run: KVRun, num_tokens: int) -> fl
 
 
 def measure(name: str, layout: KVLayout, codec: Codec, run: KVRun) -> list[Row]:
-    """Sessions of the lengths for which there are rows."""
+    """Measure sessions of the lengths for which there are rows."""
     rows = []
     for n in (n for n in NUM_TOKENS if n <= run[0][0].shape[1]):
         stored = n // CHUNK_TOKENS * CHUNK_TOKENS

@@ -1,12 +1,12 @@
-"""Whether one tenant can starve another.
+"""Measures whether one tenant can starve another.
 
     python -m benchmarks.fairness [--engine vllm] [--model FOLDER] [--seconds 60] [--json OUT]
 
 One tenant has eight endless streams, as many as the engine has places; another chats every five
-seconds. Each is measured alone first. What the streams said alone and beside the other tenant must
-be the same text (raw, greedy, float32), as far as both got. The rate of both together is that of
-the answers' tokens; and once more with the chats' prompts, of which a token counts a quarter.
-Ratios of one run on one machine; the sample model. Five times ``--seconds``, and the start.
+seconds. Each is measured alone first. The streams must give the same text alone and beside the
+other tenant (raw, greedy, float32), as far as both got. The rate of both together counts the
+answers' tokens; a second figure adds the chats' prompts, with a quarter for each token. Ratios of
+one run on one machine, with the sample model. Takes five times ``--seconds``, and the start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def asked(client: Client, prompt: str, tokens: int, session: str, into: Re
 
 @asynccontextmanager
 async def endless(busy: Client, name: str) -> AsyncIterator[list[Reply]]:
-    """Eight streams that do not end by themselves; they are cut when the block ends."""
+    """Run eight streams that do not end by themselves; cut them when the block ends."""
     streams = [Reply(0) for _ in range(PLACES)]
     asking = [
         asyncio.create_task(asked(busy, prose(f"endless {i}", 24), 3000, f"{name}-{i}", x))
@@ -55,7 +55,7 @@ async def endless(busy: Client, name: str) -> AsyncIterator[list[Reply]]:
 
 
 async def chats(other: Client, seconds: float, name: str) -> list[Reply]:
-    """A short chat every so often."""
+    """Send a short chat every few seconds; return the replies."""
     found: list[Reply] = []
     until = time.perf_counter() + seconds
     while (began := time.perf_counter()) < until:
@@ -76,7 +76,7 @@ async def starvation(busy: Client, other: Client, seconds: float) -> dict[str, A
             if phase == "beside":
                 others = await chats(other, 2 * seconds, "beside")
             else:
-                await asyncio.sleep(2 * seconds)  # as long, since a token costs more the later
+                await asyncio.sleep(2 * seconds)  # as long as both together: later tokens cost more
             until = time.perf_counter()
             tokens = [since <= x < until for y in (*streams, *others) for x in y.times]
             rates[phase] = sum(tokens) / (until - since)

@@ -1,8 +1,8 @@
-"""Changes packed bytes as damage and as an attacker would: at random, or with checksums that fit.
+"""Changes packed bytes at random, as damage does, or with valid checksums, as an attacker would.
 
 ``mutated`` changes any bytes. The others change what a header claims (layers, heads, dimensions,
-tokens, shapes, names) and make lengths, digests and checksums right again, so that a reader has
-only the claim itself to doubt. All draw from a seeded generator.
+tokens, shapes, names) and make lengths, digests and checksums valid again, so that a reader can
+reject only the claim itself. All draw from a seeded generator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.blobs import format as blobs
 from kvstore.shapes import KVLayout
 from thermocline.packed import MAGIC
 
-# Changes a good input; arguments: source of chance, the input, another one.
+# Changes a valid input; arguments: a generator of random numbers, the input, another input.
 Change: TypeAlias = Callable[[random.Random, bytes, bytes], bytes]
 
 EXTREMES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 64) - 1)
@@ -27,7 +27,7 @@ MOST_FIELD = (1 << 32) - 1  # of a number in a blob's header
 
 
 def mutated(chance: random.Random, seed: bytes, other: bytes) -> bytes:
-    """Change a good input in one to four ways."""
+    """Change a valid input in one to four ways."""
     data = bytearray(seed)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(data) + 1)
@@ -53,12 +53,12 @@ def mutated(chance: random.Random, seed: bytes, other: bytes) -> bytes:
 
 
 def mended(chance: random.Random, seed: bytes, other: bytes) -> bytes:
-    """Change a blob anywhere, and make its checksum right again."""
+    """Change a blob anywhere, and make its checksum valid again."""
     return with_right_checksum(mutated(chance, seed, other))
 
 
 def with_right_checksum(data: bytes) -> bytes:
-    """Make the checksum and the stated length right, so that a reader goes on after them."""
+    """Make the checksum and the stated length valid, so that a reader continues after them."""
     head, tail = bytearray(data[: blobs.HEADER_BYTES]), data[blobs.HEADER_BYTES :]
     if len(head) < blobs.HEADER_BYTES:
         return data
@@ -68,7 +68,7 @@ def with_right_checksum(data: bytes) -> bytes:
 
 
 def forged_blob(chance: random.Random, seed: bytes, other: bytes) -> bytes:
-    """Change what a blob's header says of its payload, or the payload."""
+    """Change a blob's payload, or its header's description of the payload."""
     (header, payload), (another, _) = blobs.parse(seed), blobs.parse(other)
     body = bytes(payload)
     for _ in range(chance.randint(1, 2)):
@@ -87,7 +87,7 @@ def forged_blob(chance: random.Random, seed: bytes, other: bytes) -> bytes:
 
 
 def within_blob(change: Change) -> Change:
-    """Return the change of a blob that makes this change to its payload."""
+    """Return a change of blobs that applies ``change`` to their payload."""
 
     def changed(chance: random.Random, seed: bytes, other: bytes) -> bytes:
         (header, payload), (_, another) = blobs.parse(seed), blobs.parse(other)
@@ -119,7 +119,7 @@ def forged_rows(chance: random.Random, seed: bytes, other: bytes) -> bytes:
         layout = msgspec.json.decode(head, type=KVLayout)
         header = header._replace(layout=blobs.layout_digest(layout))
     except msgspec.ValidationError:
-        pass  # no reader gets so far as to look at the digest
+        pass  # a reader refuses it before it checks the digest
     return b"".join((MAGIC, len(head).to_bytes(4, "little"), head, blobs.pack(header, body)))
 
 

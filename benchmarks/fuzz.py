@@ -1,16 +1,16 @@
-"""Mutations of everything that is read from outside: typed errors, bounded memory and time.
+"""Reads changed inputs by every reader of outside data; checks errors, memory and time.
 
     python -m benchmarks.fuzz [--count 200000] [--seconds 3600] [--only NAME]
 
 Rows of every method, blobs, states, session records, profiles, and the control messages of both
-sides; each reader gets ``count`` changed inputs. Half of them and more are
-forged: what a header claims is changed, and lengths, digests and checksums are made right again. A
-reader may give an answer or raise an exception that it documents. Anything else is printed with the
-input, also more than 64 MiB beyond the input and more than 50 ms of the processor (three times in
-turn, so that what is made once does not count), and the exit status is 1.
+sides; each reader gets ``count`` changed inputs. More than half of them are forged: a claim of a
+header is changed, and lengths, digests and checksums are made valid again. A reader may give an
+answer or raise an exception that it documents. Anything else is printed with the input, and the
+exit status is 1; so is a use of more than 64 MiB beyond the input, or of more than 50 ms of the
+processor (in each of three tries, so that kernels and tables that are made once do not count).
 
 The kernel refuses a reader more than 64 MiB of further address space. An input that needs more, and
-one in 64 of the others, is read once more while Python counts the bytes: that takes five times as
+one in 64 of the others, is read again while Python counts the bytes, which takes five times as
 long.
 """
 
@@ -100,7 +100,7 @@ def wire_targets(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     hub = (frame(stage)[4:], frame(vllm_messages.FrontHello())[4:])
     for name in ("to_rank", "from_peer", "to_front"):
         decode = getattr(vllm_messages, f"decode_{name}")
-        # The hub and the ranks take a ``ValueError`` for a broken peer.
+        # The hub and the ranks treat a ``ValueError`` as a broken peer.
         yield Target(f"vLLM's message {name}", hub, decode, (ValueError,))
 
 
@@ -109,7 +109,7 @@ def wire_targets(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 
 @dataclass
 class Findings:
-    """What one reader did with its inputs."""
+    """The outcomes of one reader, and the most memory and time that an input took."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     defects: list[str] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Findings:
 
 
 def fuzz(target: Target, count: int, seconds: float, seed: int) -> Findings:
-    """Change inputs and read them until one of the bounds is met."""
+    """Change inputs and read them until the count or the time is reached; return the findings."""
     chance, found = random.Random(seed), Findings()
     for data in target.seeds:  # makes kernels and tables
         _read(target, data)
@@ -136,14 +136,14 @@ def fuzz(target: Target, count: int, seconds: float, seed: int) -> Findings:
 
 
 def bound_memory(more: int = MOST_BYTES) -> None:
-    """Bound this process's address space to what it has now and ``more`` bytes; 0: no bound."""
+    """Limit this process's address space to its present size and ``more`` bytes; 0: no limit."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     size = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     resource.setrlimit(resource.RLIMIT_AS, (size + more if more else hard, hard))
 
 
 def outcome(target: Target, data: bytes, found: Findings, *, counted: bool) -> str:
-    """Read an input, once more if it took too much, and note the most that any took."""
+    """Read an input, again if it took too much; note the maxima; return the outcome's name."""
     (kind, cpu_s), nbytes = _read(target, data), 0
     if counted or kind.startswith("MemoryError"):
         kind, nbytes = _counted(target, data)
@@ -161,7 +161,7 @@ def outcome(target: Target, data: bytes, found: Findings, *, counted: bool) -> s
 
 
 def _read(target: Target, data: bytes) -> tuple[str, float]:
-    """Return what happened, and the seconds of the processor."""
+    """Read an input; return the outcome and the processor time in seconds."""
     began, kind = time.thread_time(), "read"
     try:
         target.read(data)
@@ -175,7 +175,7 @@ def _read(target: Target, data: bytes) -> tuple[str, float]:
 
 
 def _counted(target: Target, data: bytes) -> tuple[str, int]:
-    """Return what happened without a bound of memory, and the bytes beyond the input."""
+    """Read an input without a limit of memory; return the outcome and the bytes beyond it."""
     bound_memory(0)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

@@ -1,4 +1,4 @@
-"""What ``benchmarks.fuzz`` reads by codecs and of a store.
+"""The readers of codecs and of a store, for ``benchmarks.fuzz``.
 
 Rows of every method, blobs of every codec, states, and sessions' records with their pages.
 """
@@ -40,13 +40,13 @@ from kvstore.shapes import KVLayer, KVLayout, StoredModel
 from tests.unit.kvstore.codecs.learning.calibration import model_layout, model_profile, model_run
 from thermocline.method import SIDES, Method
 
-# So many values of a token that a first chunk has its first tokens squeezed.
+# A token has so many values that a first chunk stores its first tokens compressed.
 LAYOUT = KVLayout("bfloat16", (KVLayer(4, 64, 64),) * 2)
 WINDOWS = KVLayout("bfloat16", (KVLayer(1, 32, 32),) * 2)
 CHUNK = 16
 CHAIN = ChainMaker("model", CHUNK).of_tokens(b"salt", as_tokens(range(4 * CHUNK)))
 LEARNED = "learned "
-# Parameters with which payloads are shortest, or have more parts.
+# Parameters that give the shortest payloads, or payloads of more parts.
 VARIANTS = (
     "kivi:bits=1,group=1024",
     "gear:bits=1,rank=0,outliers=0",
@@ -61,7 +61,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Target:
-    """A reader, good inputs, the exceptions that it may raise, and how its inputs are changed."""
+    """A reader, valid inputs, the exceptions that it may raise, and the changes of its inputs."""
 
     name: str
     seeds: tuple[bytes, ...]
@@ -74,7 +74,7 @@ class Target:
 
 
 def method_names() -> list[str]:
-    """Name every codec that is made without a profile, those that a profile makes, and variants."""
+    """Return the names of codecs without a profile, of learned ones, and of variants."""
     return [*codec_names(), *VARIANTS]
 
 
@@ -123,7 +123,7 @@ def _dims(layer: KVLayer) -> tuple[int, int]:
 
 
 def blob_target(name: str) -> Target:
-    """Chunks, the session's first among them, and windows' rows, one of them of a part."""
+    """Return a reader of chunks (a session's first among them) and of windows' rows."""
     is_learned = name.startswith(LEARNED)
     codec = learned_codec(name) if is_learned else codec_by_name(name)
     layout = model_layout() if is_learned else LAYOUT
@@ -150,7 +150,7 @@ def blob_target(name: str) -> Target:
 
 
 def state_target(name: str) -> Target:
-    """A state with matrices, one of them of zeros, and the rows of two layers with windows."""
+    """Return a reader of a state with matrices, one of zeros, and of two layers' windows."""
     values = np.random.default_rng(6).standard_normal((2, 4, 32), np.float32)
     arrays = [x[None] for pair in model_run(WINDOWS, CHUNK, 5, CHUNK) for x in pair]
     tree: StateTree = {
@@ -184,7 +184,7 @@ def _matrices(name: str) -> AnyMatrixCodec:
 
 
 def record_target(*, of_page: bool) -> Target:
-    """The record of a chain with two pages and a rest, or one of the pages."""
+    """Return a reader of a record with two pages and further names, or of one of the pages."""
     model = StoredModel("model", "model", LAYOUT, True, WINDOWS, 3 * CHUNK)
     keys = ChainKeys(CHUNK, window_tokens=model.window_tokens)
     records = Records("model", Packer(RAW, model), keys)
@@ -220,7 +220,7 @@ def record_target(*, of_page: bool) -> Target:
 
 
 def codec_targets() -> dict[str, Callable[[], Target]]:
-    """What makes each of them, by name: a process makes only its own."""
+    """Return the function that makes each reader, by name: a process makes only its own."""
     found: dict[str, Callable[[], Target]] = {
         f"rows {x}": functools.partial(method_target, x) for x in method_names()
     }

@@ -1,13 +1,13 @@
-"""A live cache that is kept packed, beside mlx_lm's own: memory, speed of decoding, quality.
+"""Compares a packed live cache with mlx_lm's own: memory, speed of decoding, quality.
 
     python -m benchmarks.live_cache [--tokens 1024 2048] [--steps 8] [--rounds 3] [--json OUT]
 
-One process, one prefill for each length and way. *KVCache* is mlx_lm's exact cache. Ours is fed as
-the engine feeds it, so what it computed while packed carries its loss on, and attention reads
-packed rows as they are (``engine.hot_codec`` takes this way where it is the faster one). KL is that
-of the next tokens of a held-out text against the exact cache. The ways take turns; the median round
+One process, one prefill for each length and cache. *KVCache* is mlx_lm's exact cache. Ours is fed
+as the engine feeds it, so KV that is computed from packed rows carries their loss on, and attention
+reads packed rows as they are (``engine.hot_codec`` does so where that is faster). KL is that of the
+next tokens of a held-out text against the exact cache. The caches take turns; the median round
 counts, of a batch with one row and with four. ``speed`` is a ratio of wall clock times, ``cpu`` one
-of processor times: a crowded machine changes these less. Minutes on two cores.
+of processor times, which a busy machine changes less. Takes minutes on two cores.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def entered(way: str, model: Any) -> AbstractContextManager[None]:
 
 
 def logits_after(model: Any, caches: Caches, tokens: Sequence[int]) -> mx.array:
-    """Logits of the next tokens, fed one by one as in decoding."""
+    """Return the logits of the next tokens, fed one by one as in decoding."""
     caches, logits = deepcopy(caches), []
     for token in tokens:
         logits.append(model(mx.array([[token]]), cache=caches)[0].astype(mx.float32))
@@ -73,7 +73,7 @@ def divergence(right: mx.array, other: mx.array) -> float:
 
 
 def step_seconds(model: Any, caches: Caches, steps: int, rows: int) -> tuple[float, float]:
-    """Wall clock and processor time per decode step of a batch of ``rows`` equal sessions."""
+    """Return wall clock and processor time per step of a batch of ``rows`` equal sessions."""
     if rows > 1:
         work = [cache.merge([deepcopy(cache) for _ in range(rows)]) for cache in caches]
     else:

@@ -1,12 +1,12 @@
-"""Live KV packed or plain: how many sessions stay hot in the same bytes, and how fast is decoding?
+"""Compares packed with plain live KV: sessions that stay hot in the same bytes, and speed.
 
     python -m benchmarks.live_sessions [--codec tq3] [--tokens 1024] [--users 4] [--json OUT]
 
 Two servers on mlx have the same ``engine.hot_bytes``; one keeps live KV packed
 (``engine.hot_codec``). First ``--users`` users have a session of ``--tokens`` tokens each and ask
 for ``--answer`` more at once, on one server and on the other, round by round; speed is the sum of
-what each gets between its first token and its last. Then new sessions come until each server has
-put ``--enough`` to sleep; those that are still hot are counted. Minutes on two cores.
+the users' rates between first and last token. Then new sessions come until each server has put
+``--enough`` to sleep; those that are still hot are counted. Takes minutes on two cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN = "plain"
 
 
 class User:
-    """A session on one server, and all that was said in it."""
+    """A session on one server, with its messages."""
 
     def __init__(self, client: Client, name: str, tokens: int) -> None:
         self._client, self._name, self._tokens = client, name, tokens
@@ -41,7 +41,7 @@ class User:
 
 
 async def speeds_of(clients: dict[str, Client], args: argparse.Namespace) -> dict[str, list[float]]:
-    """All users' tokens a second, of answers that were asked at the same time, round by round."""
+    """Return each server's tokens a second, all users asking at once, round by round."""
     users = {
         name: [User(client, f"user-{i}", args.tokens) for i in range(args.users)]
         for name, client in clients.items()
@@ -58,7 +58,7 @@ async def speeds_of(clients: dict[str, Client], args: argparse.Namespace) -> dic
 
 
 async def hot_of(client: Client, args: argparse.Namespace) -> int:
-    """How many sessions are hot after so many came that some had to sleep."""
+    """Open sessions until some have to sleep; return how many are hot."""
     for number in range(args.sessions):
         await User(client, f"session-{number}", args.tokens).ask(4)
         listed = (await client.get("/v1/sessions?limit=1000"))["data"]

@@ -1,4 +1,4 @@
-"""All methods of the library in one table: bits, loss on the sample model, and speed.
+"""Measures all methods of the library: bits, loss on the sample model, and speed.
 
     python -m benchmarks.methods [--only tq3,kivi] [--context 2048] [--texts 2] [--learn 8]
         [--model FOLDER] [--json OUT] [--write docs/methods.md]
@@ -130,7 +130,7 @@ def main() -> None:
 def row(
     name: str, quality: thermocline.Quality, profile: thermocline.Profile | None, run: KVRun
 ) -> dict[str, Any]:
-    """One method. Speeds are its time over that of a copy."""
+    """Return the figures of one method; speeds are its time over that of a copy."""
     method = thermocline.codec(name, profile=profile)
     places = range(0, SPEED_TOKENS, CHUNK_TOKENS)
     chunks = [(slice_tokens(run, i, i + CHUNK_TOKENS), i) for i in places]
@@ -153,7 +153,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the quickest of the rounds that a second holds."""
+    """Return the seconds of the quickest of the rounds that fit into a second."""
     best, begun = float("inf"), time.perf_counter()
     while (before := time.perf_counter()) - begun < ENOUGH_S:
         work()

@@ -1,17 +1,16 @@
-"""How one tenant's costly request delays another tenant's short chat, and how much work it leaves.
+"""Measures how one tenant's costly request delays another's chat, and how much work it leaves.
 
     python -m benchmarks.neighbours [--only schema,tools] [--engine vllm] [--seconds 60]
 
 A server is started for each attack: mlx or vLLM, the sample model, keys of two tenants, stored
 objects on. The neighbour asks for two tokens again and again, by chat completions and by Responses
-(which stores its answers), first alone and then beside the attack, until the attack was
-answered, or for ``--seconds``. Then the attack is begun once more, and its client leaves after a
-second: counted are the CPU seconds that gateway and engine, with all processes below them, take
-from then on until both rest. Memory is the most that was seen beside the attack, above that
-before it.
+(which stores its answers), first alone and then beside the attack, until the attack was answered,
+or for ``--seconds``. Then the attack is sent again, and its client leaves after a second; the CPU
+seconds that gateway and engine, with all their child processes, take from then until both are idle
+are counted. Memory is the maximum beside the attack, less that before it.
 
-The lists are asked of ``--chats 60000`` stored chats. A fake engine answers them, so that
-they are there in minutes. The whole takes 15 minutes, and half an hour longer where attacks hold.
+The lists are requested from ``--chats 60000`` stored chats, which a fake engine answers so that
+they exist within minutes. A run takes 15 minutes, and half an hour longer if attacks succeed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from gateway.keys import generate_key
 
 ALONE: Final = 6  # times that the neighbour asks before the attack
 LEAVES_AFTER_S: Final = 1.0
-REST_S: Final = 1.0  # both processes rest when they took next to nothing for so long
+REST_S: Final = 1.0  # both are idle when they took next to nothing for so long
 REST_SHARE: Final = 0.1  # of one core
 GIVE_UP_S: Final = 300.0  # waiting for rest
 KINDS: Final = ("email", "uri", "ipv6", "date-time")
@@ -46,7 +45,7 @@ Sent = tuple[str, str, bytes]  # method, path, body
 
 
 class Attack(NamedTuple):
-    """Costly requests; ``at_once`` of them are sent together, and then no more."""
+    """A costly request, sent ``at_once`` times together."""
 
     name: str
     what: str
@@ -57,7 +56,7 @@ class Attack(NamedTuple):
 
 
 async def asked(client: Client, sent: Sent) -> tuple[int, bytes]:
-    """Status 0: the server broke off."""
+    """Send a request; return status and body; status 0 if the server broke off."""
     try:
         return await client.ask(*sent)
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -65,7 +64,7 @@ async def asked(client: Client, sent: Sent) -> tuple[int, bytes]:
 
 
 async def neighbour(client: Client, until: Callable[[int], bool]) -> dict[str, Any]:
-    """Ask for two tokens until ``until`` finds that so many rounds are enough."""
+    """Ask for two tokens until ``until(rounds)`` is true; return the longest waits."""
     waits: dict[str, list[float]] = {"chat": [], "response": []}
     statuses, rounds = Counter[int](), 0
     while rounds == 0 or not until(rounds):
@@ -120,21 +119,21 @@ def many_tools(model: str, _: str) -> Sent:
 
 
 def lengths(model: str, _: str) -> Sent:
-    """Eight lengths of texts, which xgrammar takes fifteen seconds for."""
+    """Return a request with eight lengths of texts, for which xgrammar takes 15 seconds."""
     properties = {f"text_{i}": {"type": "string", "maxLength": 3000 + i} for i in range(8)}
     return schema_of(model, properties, list(properties))
 
 
 def formats(model: str, _: str) -> Sent:
-    """Forced calls with formats, which xgrammar takes seconds for."""
+    """Return a request for a forced call with formats, for which xgrammar takes seconds."""
     properties = {f"f{i}": {"type": "string", "format": KINDS[i % 4]} for i in range(200)}
     return tools_of(model, properties, list(properties), 1)
 
 
 async def grow_conversation(attacker: Client) -> str:
-    """Make a conversation of 75 MB, 60 appends of lists in lists; as far as it is taken."""
+    """Append lists in lists to a conversation 60 times, up to 75 MB; return its id."""
     id = str((await attacker.post("/v1/conversations"))["id"])
-    # No chat can hold such an item, so it takes no place in the prompt.
+    # No chat can contain such an item, so it adds nothing to the prompt.
     item = {"type": "mcp_list_tools", "tools": [[0, 0, 0, 0]] * 125_000}
     body = json.dumps({"items": [item]}, separators=(",", ":")).encode()
     sent = "POST", f"/v1/conversations/{id}/items", body
@@ -184,7 +183,7 @@ ATTACKS: Final = (
 
 
 class Processes:
-    """The gateway and the engine, each with the processes below it."""
+    """The gateway and the engine, each with its child processes."""
 
     def __init__(self, stack: Stack) -> None:
         self._gateway, self._engine = stack.gateway, stack.engine
@@ -200,7 +199,7 @@ class Processes:
         return self.sums(lambda found: rss_mib(*found))
 
     async def rest(self) -> tuple[dict[str, float], float]:
-        """Wait until both rest; returns the CPU seconds until then, and the seconds."""
+        """Wait until both are idle; return the CPU seconds of each until then, and the seconds."""
         began = last_busy = time.perf_counter()
         first = before = at_rest = self.sums(cpu_s)
         while (now := time.perf_counter()) - last_busy < REST_S and now - began < GIVE_UP_S:
@@ -279,7 +278,7 @@ def stack_of(folder: Path, keys: list[str], kind: str = "mlx") -> Stack:
 
 
 async def store_chats(stack: Stack, key: str, number: int) -> None:
-    """Fill a server's folder with stored chats of the attacker."""
+    """Store chats of the attacker in a server's folder."""
     async with client_of(stack, key) as client:
         left = iter(range(number))
 

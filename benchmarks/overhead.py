@@ -1,13 +1,13 @@
-"""What the cold store costs when nothing is ever reused: throughput with it over without.
+"""Measures the cost of the cold store if nothing is ever reused: throughput with and without it.
 
     python -m benchmarks.overhead [--engine vllm] [--rounds 6] [--users 4] [--json OUT]
 
-Two servers stand side by side and take turns, so that both see the same noise. On mlx one stores
+Two servers run side by side and take turns, so that both see the same noise. On mlx one stores
 sessions and the other does not; on vLLM a plain one is asked directly, and one with the plug-in
-through our gateway. Each round is ``--users`` users who ask ``--requests`` new prompts each, one
-after another, and ends when the last save is done. The figure is the ratio of the summed round
-times; on a machine that others use, that of the processors' time of all processes is steadier.
-Some minutes.
+through our gateway. In each round ``--users`` users send ``--requests`` new prompts each, one after
+another; it ends when the last save is done. The figure is the ratio of the summed round times; on a
+machine that others use, the ratio of the processor time of all processes is steadier. Takes some
+minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAVE_QUEUE = "thermocline_engine_save_queue_bytes "
 
 
 class Side:
-    """One of both servers: seconds of each round, and the processors' time of all."""
+    """One of the two servers, with the seconds of each round and the processor time of all."""
 
     def __init__(self, server: Stack | PlainVllm, client: Client) -> None:
         self._server, self._client = server, client
@@ -55,7 +55,7 @@ class Side:
 
 
 def servers(args: argparse.Namespace) -> tuple[Stack | PlainVllm, Stack]:
-    """Not started yet: without the cold store, and with it."""
+    """Return a server without the cold store and one with it, not started yet."""
     if args.engine == "vllm":
         pool = args.pool_mib * MIB
         plain = PlainVllm(pool, MAX_CONTEXT, dtype=args.dtype)
@@ -73,7 +73,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             sides.append(Side(server, client))
         off, on = sides
         for i in range(-1, args.rounds):  # the first one warms up
-            # Who goes first alternates: a drift of the machine then cancels out.
+            # The first server alternates, so that a drift of the machine cancels out.
             for side in (on, off) if i % 2 else (off, on):
                 await side.round(f"r{i}", args)
             if i < 0:

@@ -1,4 +1,4 @@
-"""Quantised and pruned caches of transformers, on the model and texts of ``benchmarks.methods``.
+"""Measures quantised and pruned caches of transformers on the texts of ``benchmarks.methods``.
 
     .venv-vllm/bin/python -m benchmarks.peer_caches [--context 2048] [--texts 2] [--json OUT]
         [--write docs/comparison.md]
@@ -53,7 +53,7 @@ def quantised(backend: str, bits: int, axis: int) -> Fill:
 
 
 def pruned(share: float) -> Fill:
-    """Keep the tokens that kvpress expects to be looked at; ``share`` of them go."""
+    """Return a cache without the ``share`` of tokens that kvpress expects least attention for."""
     from kvpress import ExpectedAttentionPress
 
     def fill(model: Any, ids: torch.Tensor) -> Cache:
@@ -77,14 +77,14 @@ CACHES: Final[dict[str, tuple[float, Callable[[], Fill]]]] = {
 
 
 def scored(model: Any, cache: Cache, ids: torch.Tensor, first: int) -> torch.Tensor:
-    """Return log probabilities, (tokens, vocabulary), of what follows ``first`` tokens."""
+    """Return the log probabilities, (tokens, vocabulary), after the ``first`` tokens."""
     places = torch.arange(first, ids.shape[1])[None]
     logits = model(ids[:, first:], past_key_values=cache, position_ids=places).logits[0]
     return torch.log_softmax(logits.float(), dim=-1)
 
 
 def loss(model: Any, fill: Fill, texts: list[torch.Tensor]) -> dict[str, float]:
-    """Compare a cache with the exact one, over all scored tokens of all texts."""
+    """Return the loss of a cache against the exact one, over all scored tokens of all texts."""
     kl, top, change = [], [], []
     for ids in texts:
         first = ids.shape[1] - NUM_SCORED

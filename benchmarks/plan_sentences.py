@@ -1,8 +1,8 @@
-"""Writes a table of docs/bench.md: what ``thermocline plan`` says of four models on five machines.
+"""Writes a table of docs/bench.md: the ``thermocline plan`` of four models on five machines.
 
-Made of the fields of published config.json files on which caches and weights depend; weights of 4
-bits (those of gpt-oss as they are published), the smallest disk that each machine is sold with.
-Computed, not measured.
+Computed, not measured: from the fields of published config.json files that determine caches and
+weights, with weights of 4 bits (gpt-oss's as published) and the smallest disk that each machine is
+sold with.
 
     python benchmarks/plan_sentences.py
 """
@@ -31,7 +31,7 @@ MACHINES: Final = {
 
 
 def models() -> dict[str, dict[str, Any]]:
-    """The config.json of each model, with the fields that weights depend on."""
+    """Return the config.json of each model, with the fields that determine its weights."""
     qwen35, gemma = dict(QWEN35_35B["text_config"]), dict(GEMMA3_27B["text_config"])
     qwen35 |= {"num_experts": 256, "moe_intermediate_size": 512, "vocab_size": 248_320}
     qwen35 |= {"shared_expert_intermediate_size": 512}
@@ -53,7 +53,7 @@ def models() -> dict[str, dict[str, Any]]:
 
 
 def rows() -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Each model, each length, and the plan of each machine by its name."""
+    """Yield each model and length, with the plan of each machine by its name."""
     with tempfile.TemporaryDirectory() as folder:
         for name, config in models().items():
             path = Path(folder) / name.replace(" ", "-")
@@ -71,7 +71,7 @@ def rows() -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def sentence(row: dict[str, Any]) -> str:
-    """Say how many sessions stay alive, and how many would without sleep."""
+    """Return in words how many sessions stay alive, and how many would without sleep."""
     if row["refused"]:
         return str(row["refused"])
     alive = max(row[x] for x in ("hot", "ram", "disk"))

@@ -1,8 +1,8 @@
-"""Writes the tables of docs/models.md: what sessions of published models take, live and cold.
+"""Writes the tables of docs/models.md: the bytes of sessions of published models, live and cold.
 
-Nothing is loaded or guessed: ``thermocline plan``'s own arithmetic over the fields of published
-config.json files on which a cache depends. bf16, the engine's chunks, two states per session where
-the model has states. *packed* is ``dense3+state6``: windows and states packed, too, where the gate
+Computed by ``thermocline plan``'s arithmetic from the fields of published config.json files that
+determine a cache; no model is loaded. bf16, the engine's chunks, two states per session where the
+model has states. *packed* is ``dense3+state6``: windows and states packed, too, where the gate
 allows it. Bits that are dealt over a state's rows take as many on average, or fewer.
 
     python -m benchmarks.plan_table
@@ -32,7 +32,7 @@ PACKED = "dense3+state6"
 
 
 def kept(shape: CacheShape) -> str:
-    """How the layers keep their KV, in words."""
+    """Return in words how the layers keep their KV."""
     what = "latents" if shape.has_latents else "K and V"
     words = [f"{len(shape.growing)} {what}"] if shape.growing else []
     if shape.windows:
@@ -44,7 +44,7 @@ def kept(shape: CacheShape) -> str:
 
 
 def engines(config: dict[str, Any]) -> str:
-    """The engines that keep its sessions cold, and live as the row says."""
+    """Return "both" if vLLM keeps sessions in the same live bytes as mlx, else "mlx"."""
     try:
         on_vllm = cache_shape(config, "vllm")
     except ModelRefused:
@@ -53,7 +53,7 @@ def engines(config: dict[str, Any]) -> str:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """One row for each model and length; sizes in bytes, None where a codec is refused."""
+    """Yield a row for each model and length; sizes in bytes, None where a codec is refused."""
     for name, config in sorted(PUBLISHED.items(), key=lambda x: x[0].lower()):
         shape = cache_shape(config)
         for num_tokens in LENGTHS:
@@ -76,7 +76,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def _packed(shape: CacheShape, num_tokens: int) -> tuple[int | None, int]:
-    """Bytes where windows and states sleep packed, too: on mlx, within the bound."""
+    """Return the bytes with windows and states packed, too, as on mlx within the bound."""
     states = shape.states("bfloat16")
     assert states is not None
     name = for_session(PACKED, states.windows is not None, states.has_matrices)

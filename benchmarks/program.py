@@ -1,4 +1,4 @@
-"""What all programs share: options, figures as JSON, and tables of Markdown."""
+"""Shared by all programs: options, figures as JSON, and tables of Markdown."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 def options_of(doc: str | None, line: str) -> argparse.ArgumentParser:
-    """Make the options of a command line with their defaults; ``doc`` is what ``--help`` prints.
+    """Return a parser of the options that ``line`` lists with their defaults, and of ``--json``.
 
-    ``--sessions 24 --engine mlx|vllm --lengths 10 20 --codecs tq3 ... --folder PATH --plain``: a
-    number, choices of which the first is the default, several values twice, a path or none, a flag.
-    ``--json OUT`` is always there.
+    ``--sessions 24 --engine mlx|vllm --lengths 10 20 --codecs tq3 ... --folder PATH --plain`` are a
+    number, a choice of which the first is the default, two options of several values, a path or
+    None, and a flag. ``--help`` prints ``doc``.
     """
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=kind)
@@ -48,12 +48,12 @@ def _value(text: str) -> int | float | str:
 
 
 def arguments(doc: str | None, line: str) -> argparse.Namespace:
-    """Parse the command line of a program that has these options."""
+    """Parse the command line by the options of ``options_of``."""
     return options_of(doc, line).parse_args()
 
 
 def write_json(path: Path | None, result: dict[str, Any] | list[Any]) -> None:
-    """Print figures, and write them to a file if one is named."""
+    """Print figures as JSON, and write them to ``path`` unless it is None."""
     text = json.dumps(result, indent=2, default=str)
     print(text)
     if path:
@@ -69,7 +69,7 @@ def replace_table(page: Path, text: str) -> None:
     """Replace the text between the two marks of a page.
 
     Raises:
-        ValueError: the page lacks one of them.
+        ValueError: the page lacks one of the marks.
     """
     before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)

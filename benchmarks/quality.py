@@ -1,14 +1,14 @@
-"""What every codec costs the sample model: ours and those of the literature, on held-out text.
+"""Measures the loss of every codec, ours and the literature's, on the sample model.
 
-The machinery is that of ``thermocline calibrate``, so the figures are those of a real engine's real
-cache: all bytes counted, what follows a prefix judged against the exact cache. vLLM is used where
-it is installed: it reads prompts several times as fast as mlx does on a CPU.
+It measures as ``thermocline calibrate`` does, in a real engine's cache, with all bytes counted: the
+model's predictions after a held-out prefix are compared with those after the exact cache. vLLM is
+used where it is installed: it reads prompts several times as fast as mlx does on a CPU.
 
     python benchmarks/quality.py [--engine vllm|mlx] [--model M] [--dtype bfloat16] [--presets ours]
         [--contexts 2048,6144] [--folder F] [--json OUT] [--markdown OUT.md] [--plot OUT.png]
 
 With ``--folder`` the profile is kept there, and another run with other presets adds to it. The last
-line is what ``auto`` would choose by that profile.
+line is the codec that ``auto`` would choose by that profile.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def _measured(args: argparse.Namespace, folder: Path) -> CalibrationReport:
 
 
 def _choice(path: Path) -> str:
-    """What ``auto`` chooses by the profile in this file, and why."""
+    """Return the codec that ``auto`` chooses by the profile in this file, and the reason."""
     profile = load_profile(path)
     return f"auto: {choose(AUTO, StoreConfig(), profile.layout, profile).why}"
 
 
 def markdown(report: CalibrationReport, seconds: float) -> str:
-    """Three tables: of all texts, of each kind of text, and of each kind of problem."""
+    """Return three tables: of all texts, of each kind of text, and of each kind of problem."""
     parts = [f"{report.engine}, {report.dtype}, {seconds / 60:.0f} minutes on this machine.", ""]
     parts += table(HEAD, [list(_cells(row)) for row in report.rows])
     kinds = list(dict.fromkeys(kind(x.text) for row in report.rows for x in row.texts))
@@ -131,13 +131,13 @@ def _cells(row: Quality) -> Iterator[str]:
 
 
 def kind(text: str) -> str:
-    """The kind of a text that ships with us; the names of written ones begin with it."""
+    """Return the kind of a shipped text, with which the names of our own texts begin."""
     first, dash, _ = text.partition("-")
     return first if dash else ("manual" if text.startswith("manual") else "code")
 
 
 def _kl_of(texts: Sequence[TextQuality], kinds: Sequence[str]) -> Iterator[str]:
-    """The mean KL of each kind; "" for kinds of which no text is long enough."""
+    """Yield the mean KL of each kind; "" for kinds of which no text is long enough."""
     found: dict[str, list[float]] = defaultdict(list)
     for x in texts:
         found[kind(x.text)].append(x.kl)

@@ -1,13 +1,13 @@
-"""Replicas on Ray: sessions stay, one is killed under load, all are replaced, one goes.
+"""Checks that sessions on Ray's replicas survive a kill, a replacement of all, and a removal.
 
     python -m benchmarks.ray_replicas [--sessions 12] [--tokens 300] [--json OUT]
 
-The sample model on a Ray of this machine, two replicas with small pools of KV, a gateway before
-them, one Redis. Sessions are stored exactly (``raw``). Every session takes a turn in each of five
-rounds: at first, again, while a replica is killed, after all replicas were replaced by two new
-ones, and by a single one. The texts are compared with those of one vLLM that nothing happens to
-(``--engine vllm`` of the product). A stream that had begun when its replica was killed ends in an
-error, as any engine's does; its client asks again, and that is counted.
+The sample model on a local Ray, two replicas with small pools of KV, a gateway before them, one
+Redis. Sessions are stored exactly (``raw``). Every session takes a turn in each of five rounds: at
+first, again, while a replica is killed, after all replicas were replaced by two new ones, and after
+they were replaced by one. The texts are compared with those of one undisturbed vLLM (``--engine
+vllm`` of the product). A stream that had begun when its replica was killed ends in an error, as any
+engine's does; its client asks again, and that is counted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RayReplicas:
     """The replicas, on small budgets.
 
     Attributes:
-        folder: for the secret and the log.
+        folder: where the secret and the log are written.
     """
 
     folder: Path
@@ -70,7 +70,7 @@ class RayReplicas:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of a gateway before them."""
+        """Return the settings of a gateway before the replicas."""
         return {
             "engine": {
                 "replica_list": f"http://127.0.0.1:{self.port}/",
@@ -106,7 +106,7 @@ class RayReplicas:
         self._running.end()  # it drains
 
     def change(self, **changes: int) -> None:
-        """Deploy again with other settings, and wait until Serve has rolled them out."""
+        """Deploy with changed settings, and wait until Serve has rolled them out."""
         for name, value in changes.items():
             setattr(self, name, value)
         address = self.log.read_text(errors="replace").split(READY)[1].split()[0]
@@ -117,7 +117,7 @@ class RayReplicas:
             )
 
     def replicas(self) -> list[psutil.Process]:
-        """List the replicas' processes."""
+        """Return the replicas' processes."""
         found = psutil.Process(self._running.process.pid).children(recursive=True)
         titles = {x: _title(x) for x in found}
         return [x for x, y in titles.items() if y.startswith("ray::") and "ThermoclineServer" in y]

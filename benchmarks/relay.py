@@ -1,11 +1,11 @@
-"""What the gateway costs: CPU time per streamed chunk, and delay of the first one.
+"""Measures the gateway's CPU time per streamed chunk, and its delay of the first one.
 
 The fake engine streams answers of 200 chunks to 16 readers at once, every chunk written by itself:
 ``busy`` without pauses, ``paced`` with one after each chunk, as tokens come. When paced, most of
-the CPU time is the kernel's, for waking the process for each single chunk, and the process has it
-to spare; the target is for ``busy``. ``translated`` is as busy, with the events of /v1/responses.
-CPU time is read from the process table. Time to first token
-is measured through the gateway and, request by request in turns, at the engine's own socket.
+the CPU time is the kernel's, which wakes the process for each chunk, and the process is idle
+otherwise; the target is for ``busy``. ``translated`` is as busy, with the events of /v1/responses.
+CPU time is read from the process table. Time to first token is measured alternately through the
+gateway and at the engine's own socket.
 
     python benchmarks/relay.py --json relay.json
 """
@@ -45,7 +45,7 @@ def body(path: str, script: str) -> dict[str, Any]:
 async def stream(
     http: aiohttp.ClientSession, host: str, path: str, script: str, headers: dict[str, str]
 ) -> tuple[float, int]:
-    """Seconds to the first byte of the first event, and the number of events."""
+    """Return the seconds to the first byte of the first event, and the number of events."""
     began = time.perf_counter()
     first_s, num_events = 0.0, 0
     async with http.post(host + path, json=body(path, script), headers=headers) as answer:
@@ -65,7 +65,7 @@ async def cpu_per_chunk(
     answers: int = 1,
     path: str = CHAT,
 ) -> dict[str, float]:
-    """``readers`` at once, each reading so many ``answers`` one after the other."""
+    """Let ``readers`` read ``answers`` each, one after the other; return CPU time per chunk."""
     script = f"chunks={chunks} delay_s={pause_s}"
 
     async def read(session: str) -> int:
@@ -89,7 +89,7 @@ async def cpu_per_chunk(
 async def first_token(
     stack: FakeStack, http: aiohttp.ClientSession, engine: aiohttp.ClientSession, rounds: int
 ) -> dict[str, float]:
-    """Medians in ms, one request at a time, gateway and engine in turns."""
+    """Return medians in ms, of requests through the gateway and to the engine in turns."""
     direct_headers = {
         "authorization": f"Bearer {stack.token}",
         "x-thermocline-tenant": "bench",

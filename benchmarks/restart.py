@@ -1,10 +1,10 @@
-"""A restart of the server: are sessions still there, and do returns reuse them?
+"""Checks that sessions survive a restart of the server, and that returns reuse them.
 
     python -m benchmarks.restart [--sessions 4] [--tokens 600] [--json OUT]
 
-After SIGTERM of the server, after kill -9 of its gateway, and of the engine alone. Each session has
-a turn before and after: printed is how much of its prompt, without the ``--new-tokens`` of the new
-message, was reused at least, and how many turns failed. A few minutes.
+The server gets SIGTERM, then its gateway kill -9, then the engine alone. Each session has a turn
+before and after. Printed are the least share of a prompt that was reused, without the
+``--new-tokens`` of the new message, and how many turns failed. Takes a few minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ History = list[dict[str, str]]
 async def talk(
     stack: Stack, histories: dict[str, History], text: str, new_tokens: int
 ) -> dict[str, Any]:
-    """One more turn of every session."""
+    """Take one more turn of every session; return the shares reused and the failures."""
     failed, shares = 0, []
     async with client_of(stack) as client:
         for name, history in histories.items():

@@ -1,23 +1,23 @@
-"""Time to first token of a returning session: prefilled, still hot, and restored from cold.
+"""Measures the time to first token of a returning session: prefilled, hot, and restored.
 
     python -m benchmarks.restore_ttft [--engine vllm] [--tokens 2048 6144] [--rounds 4]
         [--codec tq3] [--dtype float32] [--folder F] [--json OUT]
 
-A codec that has to know the model finds its profile in a folder in which it was calibrated:
+A learned codec needs a folder in which it was calibrated:
 
     THERMOCLINE_DATA_DIR=F/data thermocline calibrate --presets max --set engine.kind=vllm
     python -m benchmarks.restore_ttft --engine vllm --codec max --folder F
 
 Through gateway and HTTP, on the CPU; cold sessions are in RAM. One process, one conversation per
-length, also beyond the context that the sample model was trained for: only time counts here. It
-goes on for ``--rounds`` turns of each kind, in turns: one short new message after all earlier ones,
-while the session is hot, and after it was put to sleep. At last the session is deleted and its
-newest prompt sent once more: the same work with nothing to reuse. ``asleep_s``: from a demotion
-right after its first turn, which has all of it still to pack, until it is cold.
+length, also beyond the context that the sample model was trained for, since only time counts here.
+The conversation has ``--rounds`` turns of each kind, alternately: one short new message after all
+earlier ones, while the session is hot, and after it was put to sleep. At last the session is
+deleted and its newest prompt sent again: the same work with nothing to reuse. ``asleep_s`` is the
+time from a demotion right after the first turn, when all of it has yet to be packed, until the
+session is cold.
 
-What a hot return takes is the floor of a restored one: HTTP, the chat template, and one step of the
-model over the new message. (On vLLM both get the tokens after the last full block from the cold
-store.)
+A hot return is the floor of a restored one: HTTP, the chat template, and one step of the model over
+the new message and the tokens after the last full chunk or block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROOM_TOKENS = 2048  # for what a conversation adds to its first prompt
 
 @dataclass
 class Conversation:
-    """One session that goes on; ``prompt`` is the newest."""
+    """One session; ``prompt`` has all messages so far."""
 
     client: Client
     name: str
@@ -90,7 +90,7 @@ class Conversation:
         self.prompt = [*self.prompt, {"role": "assistant", "content": reply.text}, question]
 
     def row(self) -> dict[str, Any]:
-        """Against the prefill of the same prompt."""
+        """Return the medians, also as ratios to the prefill of the same prompt."""
         again = self.prefilled[-1]
         hot, cold = (
             statistics.median(x.ttft_s for x in self.returns[kind]) for kind in ("hot", "cold")

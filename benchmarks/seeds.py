@@ -1,10 +1,10 @@
-"""Claims of the four projects from which this one grew, and of papers that they took up, measured.
+"""Measures claims of the four projects from which this one grew, and of the papers they use.
 
     python -m benchmarks.seeds [--write docs/seeds.md] [--json OUT]
 
-Rows are random: normal ones, as the projects assume, and *uneven* ones, normal with a size of its
-own for each channel (lognormal, sigma 1), as keys of models have it. Bits are marginal: those of a
-token more, without the first tokens that every method keeps in 16 bits. Losses on a model are in
+Rows are random: normal ones, as the projects assume, and *uneven* ones, normal with a different
+size for each channel (lognormal, sigma 1), as in keys of models. Bits are those of one token more,
+without the first tokens that every method keeps in 16 bits. Losses on a model are in
 ``benchmarks.methods``. ``--write`` replaces the table between the two marks of a page.
 """
 
@@ -46,7 +46,7 @@ def rows_of(dim: int, *, uneven: bool = False) -> np.ndarray:
 
 
 def plain(name: str) -> thermocline.Method:
-    """Return a method without kernels, which would be compiled for each dimension."""
+    """Return a method without compiled kernels: these would be compiled for each dimension."""
     try:
         return thermocline.codec(name, backend="numpy")
     except ValueError:  # it has none
@@ -54,14 +54,14 @@ def plain(name: str) -> thermocline.Method:
 
 
 def bits(name: str, dim: int) -> float:
-    """Return the bits that a value of one token more takes, scales included."""
+    """Return the bits per value of one token more, scales included."""
     method, rows = plain(name), rows_of(dim)
     more = method.pack(rows).nbytes - method.pack(rows[:, :TOKENS]).nbytes
     return float(8 * more / (TOKENS * rows.shape[0] * dim))
 
 
 def ratio(name: str, dim: int) -> str:
-    """Return how many times smaller than bf16 a method's rows are, in words."""
+    """Return the ratio of bf16 to a method's rows as text, such as "5.12x"."""
     return f"{16 / bits(name, dim):.2f}x"
 
 
@@ -83,7 +83,7 @@ def error(name: str, dim: int) -> float:
 
 
 def learned_bits(name: str, dim: int) -> float:
-    """Return the bits a value of a method that learns a model, here one of random rows."""
+    """Return the bits per value of a method that has learned a model, here of random rows."""
     layout = thermocline.KVLayout("float32", (thermocline.KVLayer(1, dim, dim),))
     keys, values = rows_of(dim)[:, None, :FIRST]
     samples = thermocline.Samples(layout, (None,), [[(keys, values)]])
@@ -117,7 +117,7 @@ def best_uniform_error(num_levels: int) -> float:
 
 
 def bias(name: str, dim: int = 128, num_pairs: int = 2000) -> tuple[float, float]:
-    """Return the slope of estimated on exact products, and its standard error.
+    """Return the slope of a regression of estimated on exact products, and its standard error.
 
     An unbiased estimate has slope 1. Each key is estimated under the method's one rotation, so many
     pairs of independent rows take the place of many rotations.
@@ -146,7 +146,7 @@ def packed_per_second(name: str, dim: int) -> float:
 
 
 def within(value: float, claimed: float, share: float = 0.01) -> str:
-    """Return the verdict on a figure that should be met within a share of it."""
+    """Return the verdict on a value that should be within a share of the claimed one."""
     return HOLDS if abs(value - claimed) <= share * claimed else WRONG
 
 

@@ -1,16 +1,17 @@
-"""What it costs that an engine measures its own model while it serves: time, memory, waiting.
+"""Measures what an engine's own measurement of its model costs: time, memory, users' waits.
 
     python -m benchmarks.self_measurement [--engine mlx] [--rounds 4] [--json OUT]
 
 First an idle server measures its model: seconds to the first verdict and to the one on ``balanced``
-(``--last max``: on all presets; it learns from 96 texts, minutes later), and the most memory that
-all processes held (anonymous memory, which the system cannot drop), against a server that does not
-measure and answers the same few chats: one that keeps them exactly, and one that packs them with
-the measured codec. Then a first start under the chats of four users: seconds to the verdict. Last
-two servers take turns, one of which is measuring, and four users with pauses chat with each; the
-one whose turn it is not is stopped. What they wait longer is given in steps: prompts of as many
-tokens as a measurement prefills at a time. ``--skip-idle``, ``--skip-traffic`` and ``--skip-users``
-leave one of the three out. The figures are ratios of one run. Minutes for each.
+(``--last max``: on all presets, which learn from 96 texts and take minutes longer), and the most
+memory that all processes held (anonymous memory, which the system cannot drop), against servers
+that answer the same few chats without measuring: one that keeps them exactly, and one that packs
+them with the measured codec. Then a first start under the chats of four users: seconds to the
+verdict. Last, two servers alternate, one of which is measuring, while four users chat with each;
+the other server is stopped meanwhile. The users' additional waits are given in steps: prompts of as
+many tokens as a measurement prefills at a time. ``--skip-idle``, ``--skip-traffic`` and
+``--skip-users`` leave one of the three out. The figures are ratios of one run. Each part takes
+minutes.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ MOST_S = 3600.0  # to a verdict
 
 def server_of(args: argparse.Namespace, *, measures: bool, folder: Path | None = None) -> Stack:
     store = {"codec": "auto", "accept_loss": False, "calibrate": measures}
-    # A stack that was stopped for a while must not take its engine for a dead one. vLLM's pool of
-    # blocks is memory that counts once it is used: a large one would be so by measuring alone.
+    # After a stop the gateway must not consider its engine dead. vLLM's pool of blocks counts as
+    # memory once it is used, and a measurement alone would use a large pool.
     engine = {"kind": args.engine, "hot_bytes": POOL_BYTES}
     return Stack({"engine": engine, "store": store}, folder, start_timeout_s=START_S)
 
@@ -62,7 +63,7 @@ def measured(codec: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 async def verdict(client: Client, last: str) -> dict[str, Any]:
-    """Wait until a preset was measured; returns seconds, and what was found."""
+    """Wait until a preset was measured; return the seconds and its figures."""
     began, first_s = time.monotonic(), None
     async with asyncio.timeout(MOST_S):
         while last not in measured(codec := await codec_of(client)):
@@ -81,7 +82,7 @@ async def verdict(client: Client, last: str) -> dict[str, Any]:
 
 @contextmanager
 def stopped(stack: Stack) -> Iterator[None]:
-    """Stop a stack's processes, so that another has the machine."""
+    """Stop a stack's processes (SIGSTOP) within the block, so that another has the machine."""
     held = tree(stack.gateway)
     for process in held:
         process.suspend()
@@ -93,7 +94,7 @@ def stopped(stack: Stack) -> Iterator[None]:
 
 
 async def user(client: Client, name: str, args: argparse.Namespace) -> list[float]:
-    """Seconds to the first token of each turn of one conversation."""
+    """Have one conversation; return the seconds to the first token of each turn."""
     messages: list[dict[str, str]] = []
     found = []
     for turn in range(args.turns):
@@ -116,8 +117,7 @@ async def one_round(client: Client, label: str, args: argparse.Namespace) -> lis
 
 
 async def one_step(client: Client) -> float:
-    """Seconds to the first token after a prompt of one step, on an engine that does nothing else;
-    the median."""
+    """Return the median seconds to first token of a prompt of one step on an idle engine."""
     found = []
     for i in range(NUM_STEPS):
         message = {"role": "user", "content": words_of(f"step {i}", STEP_TOKENS)}
@@ -128,7 +128,7 @@ async def one_step(client: Client) -> float:
 
 
 async def idle(args: argparse.Namespace) -> dict[str, Any]:
-    """Let an idle server measure its model; others serve the same few chats without."""
+    """Measure an idle server that measures its model, and servers that only chat."""
 
     async def peak_of(stack: Stack, act: Callable[[Client], Awaitable[None]]) -> int:
         with stack:
@@ -145,7 +145,6 @@ async def idle(args: argparse.Namespace) -> dict[str, Any]:
     async def until_measured(client: Client) -> None:
         used, pid = cpu_s(tree(measuring.engine)), measuring.engine.pid
         found.update(await verdict(client, args.last))
-        # On a busy machine the better figure.
         found["cpu_seconds_of_the_engine"] = round(cpu_s(tree(measuring.engine)) - used)
         found["engine_restarted"] = measuring.engine.pid != pid
 
@@ -156,14 +155,14 @@ async def idle(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         measuring = server_of(args, measures=True, folder=Path(folder))
         peak = await peak_of(measuring, until_measured)
-        # What was measured is known there: it packs, and measures nothing.
+        # Its folder has the profile already: it packs, and measures nothing.
         packing = await peak_of(server_of(args, measures=False, folder=Path(folder)), packs)
     peaks = {"peak_mib": peak, "peak_mib_without": plain, "peak_mib_packing": packing}
     return {**found, **peaks, "extra_mib": peak - plain, "extra_mib_over_packing": peak - packing}
 
 
 async def under_traffic(args: argparse.Namespace) -> dict[str, Any]:
-    """A first start while users chat: how long it takes to the verdict, and what that is."""
+    """Measure a first start while users chat: the seconds to the verdict, and the verdict."""
     turns, chatting = 0, True
 
     async def chats(client: Client, i: int) -> None:

@@ -1,25 +1,25 @@
-"""Many users at once, several turns each, for minutes: errors, memory, fairness, wrong tokens.
+"""Runs many users for minutes and counts errors, memory, fairness and wrong tokens.
 
     python -m benchmarks.soak [--users 32] [--minutes 5] [--tenants 4 --kill-every 60] [--json OUT]
     python -m benchmarks.soak --engine vllm [--users 16] [--minutes 5] [--kill-every 60]
 
 Users chat, pause and come back; conversations that grow long are replaced by new sessions. Memory
-is the engine's and the gateway's own: the second quarter of the run against the last, the slope of
-a line through the last half, and the series itself. Of the engine also what is neither tensors nor
-the RAM tier, which come and go with the conversations: a leak would be there. Fairness is Jain's
-index of the turns that each user got.
+is that of the engine and the gateway: the second quarter of the run against the last, the slope of
+a line through the last half, and the series itself. Of the engine's memory the part beside tensors
+and the RAM tier, which vary with the conversations, is also given: a leak would show there.
+Fairness is Jain's index of the turns that each user got.
 
-With ``--kill-every`` the engine and a Redis of its own are killed in turns, kill -9, and come back;
-the codec is then ``raw``, and some clients leave in mid-answer. On mlx some of the answers are
-asked for again, by a tenant that has no cache: other text would be wrong tokens. Open files, the
+With ``--kill-every`` the engine and a Redis of its own are killed alternately (kill -9) and come
+back; the codec is then ``raw``, and some clients leave in mid-answer. On mlx a tenant without a
+cache asks for some of the answers again: a different text would be wrong tokens. Open files, the
 disk tier's file and Redis's memory are watched like memory: their budgets are small, so they fill
-up early, and must stay where they are. Where nothing was restored there must be a reason.
+up early, and must then stay constant. A turn that restored nothing must have a reason.
 
-On vLLM the codec is always ``raw``, and a plain vLLM without any cache then reads all that was
-said, prompts and answers, as tokens. At each place of an answer it must prefer the token that our
-user got: the same prompt, so the same greedy choice. How requests are batched changes sums in
-float32 by some units in the last place, so where the two best tokens are closer than ``TIE`` either
-may have been chosen; those are counted as ties. Everything else is a wrong token.
+On vLLM the codec is always ``raw``, and a plain vLLM without any cache then reads all prompts and
+answers as tokens. At each position of an answer it must prefer the token that our user got: the
+same prompt, so the same greedy choice. Batching changes sums in float32 by some units in the last
+place, so where the two best tokens are closer than ``TIE`` either may have been chosen; those are
+counted as ties. Everything else is a wrong token.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Said(NamedTuple):
 
 @dataclass
 class Habits:
-    """The habits of simulated users; pairs are the least and the most."""
+    """The habits of simulated users; pairs are minimum and maximum."""
 
     words: tuple[int, int] = (8, 40)  # of a message
     first_words: tuple[int, int] = (8, 40)  # of a conversation's first one
@@ -96,7 +96,7 @@ HABITS = {
 
 @dataclass
 class Run:
-    """All that was said so far."""
+    """The replies of all users so far."""
 
     habits: Habits
     until: float
@@ -104,10 +104,10 @@ class Run:
     said: list[Said] = field(default_factory=list)
 
     async def user(self, client: Client, number: int) -> int:
-        """Chat until the time is up; returns the number of turns."""
+        """Chat until the time is up; return the number of turns."""
         rng, turns, conversation, habits = random.Random(number), 0, 0, self.habits
         history: list[dict[str, str]] = []
-        # Lengths differ, or all would begin anew together for ever.
+        # Lengths differ, or all users would begin new sessions at the same time.
         longest = 2 * rng.randint(1, habits.most_turns)
         while time.monotonic() < self.until:
             if len(history) >= longest:
@@ -132,7 +132,7 @@ class Run:
 
 
 def sample_of(stack: Stack, redis: RedisServer | None, engine: str) -> dict[str, float]:
-    """All that may grow, except of a process that is down just now."""
+    """Return the sizes that may grow, except those of a process that is down."""
     found: dict[str, float] = {"gateway_files": stack.gateway.num_fds()}
     files = (stack.root / "data").rglob("data.mdb")
     found |= {"gateway": rss_mib(stack.gateway), "disk": sum(x.stat().st_size for x in files) / MIB}
@@ -189,7 +189,7 @@ def summary(replies: list[Reply], turns: list[int]) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def killing(stack: Stack, redis: RedisServer | None, every_s: float) -> AsyncIterator[None]:
-    """Kill engine and Redis in turns meanwhile; at the end the engine is there."""
+    """Kill engine and Redis alternately within the block; wait for the engine at its end."""
 
     async def kill_in_turns(redis: RedisServer) -> None:
         while True:
@@ -208,7 +208,7 @@ async def killing(stack: Stack, redis: RedisServer | None, every_s: float) -> As
 
 
 async def asked_again(stack: Stack, key: str, said: list[Said]) -> dict[str, int]:
-    """Ask for some of the answers as a tenant that has nothing here yet."""
+    """Ask for some of the answers again as a tenant without a cache; count equal texts."""
     chosen, same = random.Random(0).sample(said, min(ASKED_AGAIN, len(said))), 0
     async with client_of(stack, key) as client:
         for i, (messages, max_tokens, text) in enumerate(chosen):
@@ -220,14 +220,14 @@ async def asked_again(stack: Stack, key: str, said: list[Said]) -> dict[str, int
 
 
 class Transcript(NamedTuple):
-    """Tokens as the model saw them, and where in them answers are."""
+    """Tokens as the model saw them, and the positions of answers in them."""
 
     ids: list[int]
     answers: list[range]
 
 
 def transcripts(replies: list[Reply]) -> list[Transcript]:
-    """A turn whose tokens are the beginning of a later prompt is checked together with that."""
+    """Return the transcripts to check; a turn that a later prompt begins with is part of that."""
     found: list[Transcript] = []
     for reply in sorted(replies, key=lambda x: -len(x.prompt_ids)):
         whole = reply.prompt_ids + reply.token_ids
@@ -241,7 +241,7 @@ def transcripts(replies: list[Reply]) -> list[Transcript]:
 
 
 async def gaps(server: PlainVllm, http: aiohttp.ClientSession, said: Transcript) -> list[float]:
-    """The advantage of the best token over each token of the answers; 0 = it was that one."""
+    """Return for each token of the answers the best token's lead in logprob; 0 = it is the best."""
     body = {"model": MODEL_NAME, "prompt": said.ids, "max_tokens": 1, "temperature": 0}
     url = f"{server.url}/v1/completions"
     async with http.post(url, json={**body, "prompt_logprobs": 1}) as answer:
@@ -254,7 +254,7 @@ async def gaps(server: PlainVllm, http: aiohttp.ClientSession, said: Transcript)
 
 
 async def check(server: PlainVllm, replies: list[Reply]) -> dict[str, Any]:
-    """Have plain vLLM read everything; a token that was changed on purpose must be found."""
+    """Check all replies with plain vLLM; a token changed on purpose must be found, too."""
     said, places = transcripts(replies), asyncio.Semaphore(AT_ONCE)
     spoilt, first = list(said[0].ids), min(x.start for x in said[0].answers)
     spoilt[first] ^= 1

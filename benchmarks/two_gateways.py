@@ -1,17 +1,17 @@
-"""Two gateways, three engines, one Redis; each of them is killed in turn while users chat.
+"""Kills two gateways, three engines and one Redis in turn while users chat, and counts failures.
 
     python -m benchmarks.two_gateways [--sessions 200] [--tokens 150] [--json OUT]
 
 Each gateway has an engine on mlx of its own; both are attached to one vLLM. A third of the sessions
-uses vLLM. Every session takes a turn in each round, each time by the other gateway; in the middle
-of a round one part is ended by kill -9, Redis is stopped for 30 s. A user whose gateway is gone
-asks the other one; one whose stream breaks, or who gets a 503, asks again. All of these are
-counted, and so are turns that failed all the same. Sessions are stored exactly (``raw``), and all
-texts are compared with those of the same turns on one server where nothing is killed.
+uses vLLM. Every session takes a turn in each round, each time through the other gateway; in the
+middle of a round one process is killed (kill -9), or Redis is stopped for 30 s. A user whose
+gateway is down asks the other one; one whose stream breaks, or who gets a 503, asks again. All of
+these are counted, and so are turns that failed nevertheless. Sessions are stored exactly (``raw``),
+and all texts are compared with those of the same turns on one server where nothing is killed.
 
-After each round some sessions are deleted by the gateway that did not serve them last: five seconds
-later no gateway may list them, and their next turns may find nothing. At the end a key with 60
-requests a minute asks both gateways at once.
+After each round some sessions are deleted through the gateway that did not serve them last: five
+seconds later no gateway may list them, and their next turns must reuse nothing. At the end a key
+with 60 requests a minute asks both gateways at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def model() -> str:
 
 
 async def delete(users: Rounds, name: str, clients: list[Client], undeleted: list[str]) -> None:
-    """Delete some sessions, each by the gateway that did not serve it last."""
+    """Delete some sessions, each through the gateway that did not serve it last."""
     turned, sessions = len(users.sources) - 1, list(users.histories)
     for number in ((turned * PER_ROUND + i) % len(sessions) for i in range(PER_ROUND)):
         deletes = clients[(number + turned + 1) % len(clients)]
@@ -84,7 +84,7 @@ def gateway(folder: Path, redis: str, vllm: Elsewhere, keys: Path, secret: Path)
 def events(
     a: Stack, b: Stack, vllm: Elsewhere, redis: RedisServer
 ) -> dict[str, Callable[[], None] | None]:
-    """The rounds, and what is done in which: each returns when another part is in its place."""
+    """Return the fault of each round by name; each returns once the process is replaced."""
 
     def kill_vllm() -> None:
         vllm.kill()
@@ -135,7 +135,7 @@ async def all_rounds(
 
 
 async def burst(clients: list[Client]) -> dict[str, Any]:
-    """Ask both gateways at once with one key; count what its limit lets through."""
+    """Ask both gateways at once with one key; count the requests that its limit admits."""
     began = time.monotonic()
 
     async def one(i: int) -> int:
@@ -148,7 +148,7 @@ async def burst(clients: list[Client]) -> dict[str, Any]:
 
 
 def undisturbed() -> Stack:
-    """One server with both engines and room for all."""
+    """Return one server with both engines and room for all sessions."""
     settings = {
         "engine": {"hot_bytes": 1024 * MIB, "max_context": 2048},
         "engine.vllm": {"python": python_with_vllm()},

@@ -4,8 +4,8 @@ python -m benchmarks.walk [--json OUT]
 
 Traces a real gateway and a real mlx_lm engine: one streamed chat of a known session with its save,
 one sleep, one return. Functions that also run while nothing happens (sweeps, heartbeats) are left
-out. Each process notes the functions of the product that it enters, and writes them down at a
-signal.
+out. Each process records the functions of the product that it enters, and writes them to a file at
+a signal.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ async def walks(walk: Walk, client: Client) -> dict[str, Any]:
 
 
 def without(found: Functions, others: Functions) -> Functions:
-    """Leave out functions, and files of which nothing is left."""
+    """Return ``found`` without the functions of ``others``; files without any are left out."""
     own = {file: functions - others.get(file, set()) for file, functions in found.items()}
     return {file: functions for file, functions in own.items() if functions}
 
