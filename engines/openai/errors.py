@@ -28,7 +28,7 @@ ERROR_TYPES: dict[int, str] = {
 
 
 class InvalidRequest(Exception):
-    """The client's request cannot be served as it stands; the message names the change."""
+    """The client's request cannot be served; the message says what to change."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400
@@ -40,12 +40,12 @@ class InvalidRequest(Exception):
         self.status = status
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that a client gets."""
+        """Return the JSON object that the client gets."""
         return error_body(self.message, error_type(self.status), self.param, self.code)
 
 
 class FieldError(ValueError):
-    """A field's value cannot be taken; the path to its struct is added by who catches it."""
+    """A field's value is not accepted; the code that catches it adds the path to the struct."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -60,14 +60,17 @@ def error_type(status: int) -> str:
 def error_body(
     message: str, type: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Make the JSON object of a failed request, or of a failed stream's last event."""
+    """Return the JSON object of a failed request, or of a failed stream's last event."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
 def context_too_long(
     max_context: int, prompt_tokens: int, param: str, *, at_least: bool = False
 ) -> InvalidRequest:
-    """Make the error of a prompt that is too long; ``at_least``: it was not counted to its end."""
+    """Return the error of a prompt that is too long.
+
+    ``at_least``: the prompt has ``prompt_tokens`` or more, since counting ended early.
+    """
     number = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
     return InvalidRequest(
         f"This model's maximum context length is {max_context} tokens, but the prompt has "
@@ -78,7 +81,7 @@ def context_too_long(
 
 
 def unknown_model(model: str, *served: str) -> InvalidRequest:
-    """Make the error for a model that is not among those served."""
+    """Return the error for a model that is not among those served (status 404)."""
     there = ", ".join(map(repr, served))
     return InvalidRequest(
         f"The model {model!r} does not exist here; this server has {there}.",

@@ -1,10 +1,10 @@
-"""Fields of other servers' requests, and the fate of each: the one list, for all dialects.
+"""The fields of other servers' requests, for all dialects, and the treatment of each.
 
-A field on which some server acts, and which changes the answer, is honoured or refused by name: an
-answer that looks right and ignores a constraint is worse than none. Fields that only hint (where to
-cache, which figures to report) are taken, and change nothing. ``docs/conformance.md`` shows the
-list. A field that is neither in it nor ours is ignored and named, so clients newer than this file
-keep working (``unknown_fields``). ``foreign_request`` applies it.
+A field that changes the answer of some server is honoured or refused by name: an answer that looks
+right but ignores a constraint is worse than none. Fields that only hint (where to cache, which
+figures to report) are accepted without effect. ``docs/conformance.md`` shows the list. A field that
+is neither in it nor ours is ignored and named, so newer clients keep working (``unknown_fields``).
+``foreign_request`` applies the list.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SERVERS: Final = (VLLM, LLAMA, OLLAMA, LM_STUDIO, SGLANG, MLX_LM, OTHERS, SIBLIN
 
 
 class Fate(Enum):
-    """The ways in which a field that asks for something is answered."""
+    """The treatment of a field whose value asks for something."""
 
     HONOURED = "honoured"
     ON_VLLM = "honoured on vLLM, refused on mlx"
-    # The answer has more in it, or is cut differently: only OpenAI's chats and texts can show that.
+    # It changes what an answer shows, which only OpenAI's chats and text completions can represent.
     SHOWN_ON_VLLM = "on vLLM honoured in chats and text completions; refused elsewhere"
     REFUSED = "refused"
-    HINT = "taken, changes nothing"
+    HINT = "accepted, has no effect"
 
 
-# Makes the fields of a chat that a value means; raises ``ValueError`` if it means nothing.
+# Returns the fields of a chat that a value stands for; raises ``ValueError`` if it is invalid.
 Make: TypeAlias = Callable[[Any], Json]
 _OFF: Final[tuple[object, ...]] = (False, 0, "", [], {})
 _ON: Final = (True,)  # by default
@@ -47,13 +47,13 @@ class ForeignField(NamedTuple):
     name: str
     servers: tuple[str, ...]
     fate: Fate
-    words: str  # the field of ours that it means, or advice
-    make: Make | None  # None: the engine knows it by this name, or it is not honoured
-    neutral: tuple[object, ...]  # values that ask for nothing, beside null
-    beside: tuple[str, ...]  # fields without which it asks for nothing; () = none is needed
+    words: str  # the field of ours that it stands for, or advice
+    make: Make | None  # None: the engine has a field of this name, or it is not honoured
+    neutral: tuple[object, ...]  # values without effect, besides null
+    beside: tuple[str, ...]  # it has an effect only beside one of these; () = always
 
     def asks(self, value: object) -> bool:
-        """Say whether a value of it asks for something."""
+        """Return whether a value of the field asks for something."""
         return value is not None and value not in self.neutral
 
 
@@ -99,14 +99,14 @@ def _hint(names: str, *servers: str, words: str = "") -> _Made:
 
 
 def _schema(value: Any) -> Json:
-    """Hold the answer to a JSON schema, or, as Ollama says it, to any JSON."""
+    """Return the format for a JSON schema, or for any JSON (Ollama's value ``json``)."""
     if value == "json":
         return {"response_format": {"type": "json_object"}}
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"it is no JSON: {error}") from error
+            raise ValueError(f"it is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError("a JSON schema is needed, as an object")
     is_named = isinstance(value.get("schema"), dict) and not set(_KEYWORDS[1:]) & value.keys()
@@ -114,15 +114,15 @@ def _schema(value: Any) -> Json:
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
-_BESIDE: Final = ("name", "strict")  # of a schema, where a format has one
+_BESIDE: Final = ("name", "strict")  # fields beside the schema in a format
 _KEYWORDS: Final = ("type", "properties", "items", "$ref", "anyOf", "oneOf", "allOf", "enum")
 
 
 def wider_format(value: Any) -> Any:
-    """Write a ``response_format`` of other servers as OpenAI does.
+    """Return a ``response_format`` of other servers in OpenAI's form.
 
-    Its schema, name and ``strict`` may stand beside ``type``, also of ``json_object``, the schema
-    in the place of all three, and ``strict`` may be a text. Raises ``ValueError``: no schema.
+    Schema, name and ``strict`` may be beside ``type``, also for ``json_object``; the schema may
+    replace all three; ``strict`` may be a text. Raises ``ValueError`` for an invalid schema.
     """
     if not isinstance(value, dict) or value.get("type") not in ("json_object", "json_schema"):
         return value
@@ -141,7 +141,7 @@ def wider_format(value: Any) -> Any:
 
 
 def _formatted(value: Any) -> Json:
-    """Read the format of an answer as Responses and Messages have it, without an object around."""
+    """Return the format for that of Responses and Messages, which have ``json_schema`` flat."""
     if not isinstance(value, dict):
         raise ValueError("an object is needed, such as {type: json_schema, schema: {}}")
     kind = value.get("type", "text")
@@ -195,7 +195,7 @@ def _reasoning(value: Any) -> Json:
         raise ValueError("an object is needed, such as {effort: low}")
     for name in ("max_tokens", "exclude"):
         if value.get(name):
-            raise ValueError(f"{name} cannot be done here: leave it out")
+            raise ValueError(f"{name} is not supported here: leave it out")
     if value.get("enabled") is False:
         return {"reasoning_effort": "none"}
     if value.get("effort"):
@@ -224,19 +224,19 @@ _GRAMMAR: Final = "`structured_outputs.grammar`"
 _NO_LIMIT: Final = "`max_tokens`; below 0: no limit"
 _TEMPLATE: Final = "the template is the server's: another one would be code that we run"
 _IMAGES: Final = "send images as parts of a message: {type: image_url}"
-_SYSTEM: Final = "send a message of the system"
-_MESSAGES: Final = "send the messages before"
+_SYSTEM: Final = "send a system message"
+_MESSAGES: Final = "send the earlier messages"
 _ADAPTER: Final = "adapters are served as models of their own"
 _INSIDE: Final = "on vLLM, send it inside structured_outputs"
 _THOUGHTS: Final = "reasoning comes back by itself, as reasoning_content"
 _PENALTIES: Final = ("repeat_penalty", "repetition_penalty", "presence_penalty")
-_PRIVATE: Final = "the gateway's own to set"
-_PART: Final = "a part of something that is refused"
+_PRIVATE: Final = "only the gateway sets it"
+_PART: Final = "an option of a field that is refused"
 _SWITCHED: Final = "`chat_template_kwargs.enable_thinking`"
 _EFFORT: Final = "send reasoning_effort, or chat_template_kwargs"
-_SEEN: Final = "how images are read is the server's to say"
+_SEEN: Final = "the server decides how images are read"
 _WHOLE: Final = "penalties look at the whole conversation: leave it out"
-_MESSAGE: Final = "say in a message what is to be done"
+_MESSAGE: Final = "describe the task in a message"
 _GO_ON: Final = "on vLLM, send continue_final_message and add_generation_prompt: false"
 
 FOREIGN_FIELDS: Final[tuple[ForeignField, ...]] = (

@@ -1,8 +1,8 @@
 """Applies the list of foreign fields to a request, in any dialect, and names unknown ones.
 
-OpenAI refuses every unknown field. Here clients of other servers, and newer ones, go on working:
-what is unknown is ignored, and named in the answer's head. Only where a field that changes the
-answer was meant, and is not there under its right name, a request is refused.
+OpenAI refuses every unknown field. Here newer clients, and those of other servers, keep working:
+an unknown field is ignored, and named in a header of the answer. A request is refused only if an
+unknown field looks like a misspelt one that changes the answer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from engines.openai.foreign_fields import (
 )
 from engines.openai.messages import Json
 
-# Fields of our chats that other dialects have not, or under another name.
+# Fields of our chats that other dialects lack or name differently.
 CHAT_FIELDS: Final = (
     *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "structured_outputs"),
     *("chat_template_kwargs", "response_format", "reasoning_effort"),
 )
-_OPTIONS: Final = "options"  # Ollama's group of fields: each counts as one of the body's
+_OPTIONS: Final = "options"  # Ollama's object of fields, which count as fields of the body
 _IN_OPTIONS: Final = frozenset({*CHAT_FIELDS, "temperature", "top_p"})
 _KNOWN: Final[Mapping[str, ForeignField]] = {field.name: field for field in FOREIGN_FIELDS}
 _HOLDERS: Final = ("response_format", "structured_outputs")
@@ -38,34 +38,36 @@ _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 
 
 class Dialect(NamedTuple):
-    """A kind of request, as far as foreign fields differ in it."""
+    """The properties of a request's dialect that foreign fields depend on."""
 
-    fields: tuple[str, ...]  # its own, which are no foreign ones
-    shows: bool = False  # its answers are the engine's own: they show all that the engine reports
-    renames: Mapping[str, str] = {}  # its names of a chat's fields, in errors
+    fields: tuple[str, ...]  # the dialect's own fields, which are not foreign
+    shows: bool = False  # answers are passed on from the engine, with all that it reports
+    renames: Mapping[str, str] = {}  # the dialect's names for fields of chats, used in errors
 
 
 def take_foreign(asked: Json, raw: Json, dialect: Dialect, engine: str) -> dict[str, str]:
-    """Honour the foreign fields of a request in the body for the engine, or refuse one.
-
-    Returns the client's names of the fields of ``raw`` that were made of others.
+    """Apply the foreign fields of a request to the body for the engine.
 
     Args:
         asked: the client's body.
-        raw: the body for the engine; foreign fields that it does not know are removed.
-        engine: its kind; "" if it is not known yet.
+        raw: the body for the engine, which is changed; foreign fields that the engine does not know
+            are removed.
+        engine: the engine's kind; "" if it is not known yet.
+
+    Returns:
+        The client's name of each field of ``raw`` that was set from a foreign field.
 
     Raises:
-        InvalidRequest: a field asks for something that is not done here; names it.
+        InvalidRequest: a field asks for something that is not supported here.
     """
     return _Taking(asked, raw, dialect, engine).take()
 
 
 def ignored_fields(asked: Json, dialect: Dialect) -> list[str]:
-    """List the fields of the client's body that this server does not know.
+    """Return the fields of the client's body that this server does not know.
 
     Raises:
-        InvalidRequest: a field seems to be a misspelt one that changes the answer.
+        InvalidRequest: a field looks like a misspelt one that changes the answer.
     """
     ours, known = _known_fields(dialect.fields)
     return unknown_fields(asked, known, ours)
@@ -73,7 +75,7 @@ def ignored_fields(asked: Json, dialect: Dialect) -> list[str]:
 
 @cache
 def _known_fields(own: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the fields that change the answer, and all that are known, of one dialect."""
+    """Return a dialect's fields that change the answer, and all its known fields."""
     honoured = {x.name for x in FOREIGN_FIELDS if x.fate is Fate.HONOURED}
     ours = frozenset({*own, *CHAT_FIELDS, *honoured} - CHANGE_NOTHING)
     return ours, ours | CHANGE_NOTHING | _KNOWN.keys()
@@ -120,31 +122,31 @@ class _Taking:
         for i, message in enumerate(messages if isinstance(messages, list) else ()):
             for field in IN_MESSAGES if isinstance(message, dict) else ():
                 if field.name == "images" and message.get("role") != "user":
-                    continue  # of answers and results, which are sent again at every turn
+                    continue  # answers and results are sent again at every turn, with any images
                 if field.name in message and field.asks(message[field.name]):
                     raise _refusal(f"messages[{i}].{field.name}", field.words)
 
     def _take(self, field: ForeignField, value: Any) -> None:
         name = field.name
-        if name not in _LIMITS or self._raw.get(name) == value:  # else it is made of another
+        if name not in _LIMITS or self._raw.get(name) == value:  # else another field has set it
             self._raw.pop(name, None)
         if not field.asks(value) or field.fate is Fate.HINT:
             return
         if field.beside and not any(_matters(self._asked.get(x)) for x in field.beside):
             return
         if field.fate is Fate.REFUSED:
-            raise _refusal(name, f"it cannot be done here: {field.words}")
+            raise _refusal(name, f"it is not supported here: {field.words}")
         if field.fate is Fate.SHOWN_ON_VLLM and not self._dialect.shows:
             raise _refusal(name, "an answer of this kind cannot show it: leave it out")
         if field.fate is not Fate.HONOURED and self._engine == "mlx":
-            raise _refusal(name, "this engine cannot do that: leave it out")
+            raise _refusal(name, "this engine does not support it: leave it out")
         if field.make is None:
             self._raw[name] = value
             return
         self._add(name, _made(name, field.make, value))
 
     def _add(self, name: str, made: Json) -> None:
-        """Add fields to the body that the client's field means; its own fields go first."""
+        """Set the fields that the client's field ``name`` stands for, unless they are set."""
         for ours, value in made.items():
             has = self._raw.get(ours)
             if has in ({"type": "text"}, []):
@@ -163,16 +165,16 @@ class _Taking:
         return any(self._raw.get(name) is not None for name in _LIMITS)
 
     def _check_alone(self, name: str) -> None:
-        """Refuse two constraints for one answer, of which one would be left out."""
+        """Raise ``InvalidRequest`` if the answer has a constraint already: two cannot be joined."""
         for ours in _HOLDERS:
             held = self._raw.get(ours)
             if held and held != {"type": "text"}:
                 other = self._names.get(ours, ours)
-                raise _refusal(name, f"an answer is held to one thing: leave out it or {other}")
+                raise _refusal(name, f"an answer can have only one form: leave out it or {other}")
 
 
 def _made(name: str, make: Make, value: Any) -> Json:
-    """Return what a field's value means. Raises ``InvalidRequest`` if it means nothing."""
+    """Return the fields that a field's value stands for. Raises ``InvalidRequest`` if invalid."""
     try:
         return make(value)
     except ValueError as error:
@@ -188,7 +190,7 @@ def _refusal(name: str, words: str) -> InvalidRequest:
 
 
 def renamed(message: str, param: str | None, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return an error's message and field with the client's own name of the field."""
+    """Return an error's message and field, with the name that the client used for the field."""
     if param is None:
         return message, param
     theirs = names.get(param) or names.get(param.partition(".")[0].partition("[")[0])
@@ -199,7 +201,7 @@ def renamed(message: str, param: str | None, names: Mapping[str, str]) -> tuple[
     return message, theirs
 
 
-# OpenAI's and Anthropic's own fields that change no answer here, in whatever dialect.
+# OpenAI's and Anthropic's own fields that change no answer here, in any dialect.
 CHANGE_NOTHING: Final = frozenset(
     {"audio", "betas", "context_management", "conversation", "inference_geo", "metadata"}
     | {"moderation", "options", "parallel_tool_calls", "prediction", "previous_response_id"}
@@ -207,23 +209,23 @@ CHANGE_NOTHING: Final = frozenset(
     | {"service_tier", "speed", "store", "stream_options", "truncation", "user"}
     | {"user_profile_id", "verbosity", "web_search_options", "workspace_id"}
 )
-_ALIKE: Final = 0.88  # of two names, as difflib counts: one letter in eight, or two in sixteen
-_SHORTEST: Final = 8  # shorter names are too often near another by chance
+_ALIKE: Final = 0.88  # difflib's ratio of names that differ in one letter of eight, or two of 16
+_SHORTEST: Final = 8  # shorter names too often resemble another by chance
 _SHORT_WORD: Final = 3
 _NOTHING: Final[tuple[object, ...]] = ("", [], {})  # values that ask for nothing
-_MOST: Final = 16  # of the fields that are named, and looked at
+_MOST: Final = 16  # most unknown fields that are examined and named
 _LONGEST: Final = 40
 
 
 def unknown_fields(asked: Json, known: Collection[str], ours: Collection[str]) -> list[str]:
-    """List the fields that are unknown, as a header can name them.
+    """Return the names of unknown fields, in a form that a header can have.
 
     Args:
-        known: all names that mean something, or are known to mean nothing.
+        known: all known names, those without effect included.
         ours: those among them that change an answer.
 
     Raises:
-        InvalidRequest: a field seems to be a misspelt one of ours.
+        InvalidRequest: a field looks like a misspelt one of ``ours``.
     """
     unknown = [x for x in asked if x not in known and asked[x] is not None][:_MOST]
     for name in unknown:
@@ -245,7 +247,7 @@ def _meant(name: str, ours: Collection[str]) -> str:
 
 
 def _same_words(name: str, ours: str) -> bool:
-    """Say whether the words differ in their spelling only: short ones, as min and max, may not."""
+    """Return whether the words differ only in spelling; short ones, as min and max, must agree."""
     theirs, wanted = re.split("[_-]", name), ours.split("_")
     if len(theirs) != len(wanted) or re.findall(r"\d", name) != re.findall(r"\d", ours):
         return False

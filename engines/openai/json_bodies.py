@@ -1,6 +1,6 @@
-"""JSON of clients, read into a plain dict and checked against the fields of a struct.
+"""Parses clients' JSON into a plain dict, and checks it against the fields of a struct.
 
-What is wrong is said in one sentence with the field in front.
+An error is one sentence that begins with the field's name.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from engines.openai.messages import Json
 R = TypeVar("R", bound=msgspec.Struct)
 _WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _FLOAT_GIVEN = re.compile(r"Expected `([^`]*)`, got `float`")
-_MAX_WHOLE_FLOATS = 64  # in one body
+_MAX_WHOLE_FLOATS = 64  # integers written as 4.0 that one body may have
 _MISSING = re.compile(r"missing required field `(\w+)`")
-# What msgspec cannot say: the values that would have been right.
+# The allowed values of fields, which msgspec's errors do not name.
 _CHOICES = {
     "role": "use system, developer, user, assistant or tool",
     "tool_choice": "use none, auto, required or {type: function, function: {name}}",
     "response_format.type": "use text, json_object or json_schema",
     "reasoning_effort": "use none, minimal, low, medium, high, xhigh or max",
     "thinking.type": "use enabled, disabled or adaptive",
-    "type": "only function is known here",
+    "type": "only function is supported here",
 }
 
 
 def parse_json(body: bytes) -> Json:
-    """Parse a body into a plain dict, for callers that look at other fields, too.
+    """Parse a body into a plain dict, for callers that also read fields outside the struct.
 
     Raises:
         InvalidRequest: it is not JSON, not an object, or nested too deeply.
@@ -47,7 +47,7 @@ def parse_json(body: bytes) -> Json:
 
 
 def decoded(body: bytes, decoder: msgspec.json.Decoder[R]) -> R:
-    """Read a body straight into a struct. Raises ``InvalidRequest``."""
+    """Decode a body directly into a struct. Raises ``InvalidRequest``."""
     try:
         return decoder.decode(body)
     except RecursionError as error:
@@ -59,10 +59,10 @@ def decoded(body: bytes, decoder: msgspec.json.Decoder[R]) -> R:
 
 
 def checked(raw: Json, kind: type[R]) -> R:
-    """Check parsed JSON against the fields of ``kind``. Raises ``InvalidRequest``.
+    """Return parsed JSON as a struct of ``kind``. Raises ``InvalidRequest``.
 
-    A number like ``4.0`` becomes ``4`` in ``raw``, too, where ``kind`` has an integer: to JSON it
-    is one, and some clients have no other numbers.
+    Where ``kind`` has an integer, a number like ``4.0`` is accepted and changed to ``4`` in ``raw``
+    as well: in JSON it is an integer, and some clients have no other numbers.
     """
     for _ in range(_MAX_WHOLE_FLOATS):
         try:
@@ -76,7 +76,7 @@ def checked(raw: Json, kind: type[R]) -> R:
 
 
 def _made_whole(raw: Json, error: msgspec.ValidationError) -> bool:
-    """Write the number that an error is about as an integer; False if it is none."""
+    """Replace the float that an error is about by an equal integer; False if it has none."""
     found, expected = _WHERE.search(str(error)), _FLOAT_GIVEN.match(str(error))
     if found is None or expected is None or "int" not in expected[1].split(" | "):
         return False
@@ -95,7 +95,7 @@ def _made_whole(raw: Json, error: msgspec.ValidationError) -> bool:
 
 
 def _readable(error: msgspec.ValidationError) -> InvalidRequest:
-    """Put the field in front of msgspec's words, and into ``param``."""
+    """Return msgspec's error as a sentence that begins with the field, which is also ``param``."""
     found = _WHERE.search(str(error))
     message = _WHERE.sub("", str(error))
     param = found.group(1) if found else ""

@@ -1,4 +1,4 @@
-"""The parts of a chat request: messages, images, tools, the wanted format of the answer."""
+"""The parts of a chat request: messages, images, tools, the requested format of the answer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 from engines.openai.errors import FieldError, InvalidRequest
 
 Json: TypeAlias = dict[str, Any]
-DETAILS: Final = ("auto", "low", "high")  # of an image, as OpenAI knows them
+DETAILS: Final = ("auto", "low", "high")  # OpenAI's values for an image's ``detail``
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
-# What a tool's result says if it is an image: that stands in a message of the user after it.
+# The text of a tool's result that is an image; the image follows in a message of the user.
 SHOWN_BELOW: Final = "(The result is the image in the next message.)"
-# It has these in place of an image or a file that is not taken, and so has the assistant's message:
-# another model made it. A client sends both again at every turn, so that refusing them would end
-# the conversation for good.
+# These replace an image or a file that is not accepted in a tool's result, or in a message of the
+# assistant, which another model has written. A client sends both again at every turn, so refusing
+# them would end the conversation for good.
 IMAGE_LEFT_OUT: Final = "(An image was left out here: it cannot be shown to this model.)"
 FILE_LEFT_OUT: Final = "(A file was left out here: it cannot be shown to this model.)"
-# Parts that are no words, as the dialects name them.
+# Types of parts that are not text, in all dialects.
 MEDIA: Final = frozenset(
     {"image", "document", "image_url", "input_image", "output_image", "image_file"}
     | {"file", "input_file", "audio", "input_audio", "output_audio", "video_url"}
@@ -28,26 +28,26 @@ MEDIA: Final = frozenset(
 
 
 def in_place_of(kind: str, said_by: Literal["result", "answer"] = "result") -> tuple[str, str]:
-    """Return the sentence in the place of a part that is not taken, and its word."""
+    """Return the sentence that replaces a part that is not accepted, and a word for the part."""
     if "image" in kind or "screenshot" in kind:
         return IMAGE_LEFT_OUT, f"{said_by}_image"
     return FILE_LEFT_OUT, f"{said_by}_file"
 
 
-# Half a character as JSON inside a text escapes it; an escaped backslash is not the next one's.
+# Lone surrogates, as JSON inside a text escapes them; ``_ESCAPE`` skips escaped backslashes.
 _HALF: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _ESCAPE: Final = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # both halves
     r"|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
     re.DOTALL,
 )
-_SHOWN_BY: Final = ("user", "tool")  # templates have no place for others' images, or drop them
+_SHOWN_BY: Final = ("user", "tool")  # templates refuse or drop images in messages of other roles
 _HERE: Final = "data:image/"
 _ELSEWHERE: Final = ("http://", "https://")
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """An image: its address, or itself as one."""
+    """An image: its address, or a data URL with the image itself."""
 
     url: str
     detail: str | None = None
@@ -71,12 +71,12 @@ class ContentPart(msgspec.Struct, frozen=True):
 
     @property
     def body(self) -> str | None:
-        """Its text, of either type; None if it is an image."""
+        """The part's text or refusal; None for an image."""
         return self.text if self.type == "text" else self.refusal
 
     @property
     def plain(self) -> Json:
-        """The part as JSON, with the fields that are known here and no others."""
+        """The part as JSON, with only the fields that are known here."""
         if self.image_url is None:
             return {"type": self.type, self.type: self.body}
         image = {"url": self.image_url.url}
@@ -85,7 +85,7 @@ class ContentPart(msgspec.Struct, frozen=True):
         return {"type": self.type, "image_url": image}
 
 
-# An engine joins them anyway; without a bound a body of megabytes is a million objects.
+# Bounded, as a body of megabytes could otherwise become a million objects.
 ContentParts = Annotated[list[ContentPart], msgspec.Meta(max_length=1024)]
 
 
@@ -110,8 +110,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # newer vLLM's name of it, and OpenRouter's
-    thinking: Any = None  # Ollama's
+    reasoning: Any = None  # the name in newer releases of vLLM, and at OpenRouter
+    thinking: Any = None  # the name at Ollama
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
@@ -126,27 +126,28 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """All its text, as one string."""
+        """All text of the message, as one string."""
         if isinstance(self.content, list):
             return "".join(part.body or "" for part in self.content)
         return self.content or self.refusal or ""
 
     @property
     def thought(self) -> str | None:
-        """Return what the model thought before it, under whichever name."""
+        """The model's reasoning before the message, under any of its three names."""
         given = (self.reasoning_content, self.reasoning, self.thinking)
         return next((x for x in given if isinstance(x, str) and x), self.reasoning_content)
 
 
 def with_known_parts(messages: Sequence[Json], read: Sequence[Message]) -> list[Json]:
-    """Return messages whose contents have only such parts, and fields of parts, as were checked.
+    """Return messages whose contents have only the parts, and fields of parts, that were checked.
 
-    An engine may know more of them: vLLM fetches every address that a part of any type holds, and
-    takes its ``uuid`` for the hash of an image, by which images of all tenants are kept. Arguments
-    of calls have no half characters, which templates would write into the prompt.
+    An engine may use others: vLLM fetches the address in a part of any type, and takes a part's
+    ``uuid`` for the hash of its image, by which it caches images across tenants. Lone surrogates in
+    arguments of calls are replaced, since templates would write them into the prompt.
 
     Args:
-        read: the same messages, as they were checked.
+        messages: the messages as the client sent them.
+        read: the same messages, decoded and checked.
     """
     return [_as_checked(*x) for x in zip(messages, read, strict=True)]
 
@@ -166,7 +167,7 @@ def _with_whole_text(call: Json) -> Json:
 
 
 def without_halves(text: str) -> tuple[str, int]:
-    """Replace half characters that JSON inside a text escapes; returns their number, too."""
+    """Return a text with escaped lone surrogates replaced by U+FFFD, and their number."""
     if not _HALF.search(text):
         return text, 0
     made = _ESCAPE.sub(lambda x: r"\ufffd" if x["half"] else x[0], text)
@@ -211,22 +212,23 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class ImageSupport(NamedTuple):
-    """The images that are taken: none, those in the request itself, or also those of other servers.
+    """States which images are accepted: none, those in the request itself, or fetched ones, too.
 
-    An engine that fetches images reaches every host that its machine does, for any client.
+    An engine that fetches images lets any client reach every host that its machine can reach.
     """
 
     sees: bool = False
     fetches: bool = False
 
     def check(self, url: object, where: str, kind: str) -> str:
-        """Return the address of an image that is taken.
+        """Return the address of an image that is accepted.
 
         Args:
-            where: the client's field, for errors; ``kind`` is its word for an image.
+            where: the client's field, for errors.
+            kind: the client's word for an image.
 
         Raises:
-            InvalidRequest: images are not seen here, or not this one.
+            InvalidRequest: no images are accepted here, or not this one.
         """
         if not self.sees:
             raise _wrong(f"{where}.type", f"this engine is text only; {kind!r} is not taken")
@@ -245,7 +247,7 @@ class ImageSupport(NamedTuple):
         return url
 
     def takes(self, url: object) -> bool:
-        """Say whether an image is taken. See ``check``."""
+        """Return whether an image is accepted; see ``check``."""
         try:
             self.check(url, "", "")
         except InvalidRequest:
@@ -253,7 +255,7 @@ class ImageSupport(NamedTuple):
         return True
 
     def part(self, url: object, where: str, kind: str, detail: object = None) -> Json:
-        """Make the part of a chat's message that holds an image. See ``check``."""
+        """Return the part of a chat's message for an image. Raises as ``check`` does."""
         image: Json = {"url": self.check(url, where, kind)}
         if isinstance(detail, str) and detail in DETAILS:
             image["detail"] = detail

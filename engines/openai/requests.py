@@ -1,12 +1,12 @@
 """Requests of OpenAI's completions and embeddings and vLLM's /tokenize.
 
-The gateway checks them at its border, once, by ``validate_*``, which take JSON that was parsed
-already. Known fields have types and bounds; rules that a bound cannot express stand in ``check``
-of their struct. Unknown fields are ignored, so clients newer than this file keep working; fields
-that ask for something we cannot do are refused.
+The gateway checks them once, with the functions ``validate_*``, which take parsed JSON. Known
+fields have types and bounds; the struct's ``check`` has the rules that bounds cannot express.
+Unknown fields are ignored, so newer clients keep working; fields that ask for something that is not
+supported are refused.
 
-An engine of ours reads what the gateway has checked, by ``read_*``, which take a body: its fields
-have their types, and no rule is looked at again.
+Our engines decode the checked requests with the functions ``read_*``, which take a body; they check
+the types of fields, but not the rules again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=10)]
 # -1 and 0 both mean "off", as in vLLM.
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 NumTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-NO_LIMIT: Final = -1  # as LM Studio and llama.cpp have it
+NO_LIMIT: Final = -1  # the value in LM Studio and llama.cpp
 TokenLimit = Annotated[int, msgspec.Meta(ge=NO_LIMIT, le=2**31 - 1)]
 NumChoices = Annotated[int, msgspec.Meta(ge=1, le=16)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -58,7 +58,7 @@ _MAX_TOKEN_ID = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 MAX_ANSWERS = 128
 MAX_PARTS = 8192  # of all messages together
-# Set by the engine itself; a client's own template would be code that we run.
+# Arguments that only the engine sets; a client's own template would be code that we run.
 _TEMPLATE_KEYS_OF_OURS = frozenset(
     {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict"}
     | {"add_generation_prompt", "continue_final_message", "return_tensors", "tokenizer_kwargs"}
@@ -67,18 +67,18 @@ _TEMPLATE_KEYS_OF_OURS = frozenset(
 TOKENIZE_PATH: Final = "/tokenize"
 DETOKENIZE_PATH: Final = "/detokenize"
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-# The most that is tokenized, in contexts of the model: a client that counts wants to know by how
-# much its prompt is too long, but not of any prompt.
+# The most tokens that /tokenize counts, in contexts of the model: it should show a client by how
+# much its prompt is too long, but the work must be bounded.
 MAX_CONTEXTS: Final = 4
-# The fields of a chat that make its prompt.
+# The fields of a chat that its prompt depends on.
 PROMPT_FIELDS: Final = frozenset(
     {"model", "messages", "tools", "chat_template_kwargs", "reasoning_effort"}
 )
-# Of a chat that is not answered: its tools, strict ones as well, only make the prompt.
+# Fields for a chat that is only tokenized: its tools enter the prompt, but constrain no answer.
 HELD_TO_NOTHING: Final[Json] = {"tool_choice": "none", "response_format": None}
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
-MAX_INPUTS: Final = 2048  # OpenAI's
-MAX_EMBEDDED_TOKENS: Final = 300_000  # of all inputs together; OpenAI's, too
+MAX_INPUTS: Final = 2048  # OpenAI's limit
+MAX_EMBEDDED_TOKENS: Final = 300_000  # of all inputs together; OpenAI's limit
 Inputs = Annotated[
     list[str | int | list[int]], msgspec.Meta(min_length=1, max_length=MAX_EMBEDDED_TOKENS)
 ]
@@ -99,9 +99,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     seed: Seed | None = None
     n: NumChoices | None = None
     stop: StopString | StopList | None = None
-    # Zero is allowed: the prompt is read, and kept for the next turn, and nothing is answered.
+    # Zero is allowed: the prompt is only computed and kept for the next turn.
     max_tokens: TokenLimit | None = None
-    # Not OpenAI's, but vLLM's: what an engine cannot do of these it refuses by name.
+    # vLLM's fields; an engine that does not support one refuses it by name.
     min_tokens: NumTokens | None = None
     structured_outputs: Json | None = None
     ignore_eos: bool = False
@@ -121,16 +121,16 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_schemas(self) -> bool:
-        """True if a compiler or the model's template will see JSON schemas of the client's."""
+        """True if a compiler or the model's template will get JSON schemas of the client."""
         return bool(self.offered_tools or self.response_format or self.structured_outputs)
 
     @property
     def held_schemas(self) -> Sequence[HeldSchema]:
-        """The JSON schemas that the answer is held to."""
+        """The JSON schemas that the answer must obey."""
         return held_formats(self.response_format, self.structured_outputs)
 
     def count_schemas(self) -> SchemaCount:
-        """Count what compilers would have to do. Raises ``FieldError`` if it is too much."""
+        """Return the counts of all JSON schemas. Raises ``FieldError`` if they exceed a limit."""
         counted = SchemaCount()
         for i, tool in enumerate(self.offered_tools):
             if tool.function.parameters:
@@ -143,12 +143,12 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def offered_tools(self) -> Sequence[Tool]:
-        """The functions that the model may call, or is shown at least."""
+        """The functions in the prompt, whether or not the model may call them."""
         return ()
 
     @property
     def bias_by_text(self) -> dict[str, float]:
-        """``logit_bias`` without its zeros, which change nothing and may have any key."""
+        """``logit_bias`` without its zeros, which have no effect and may have any key."""
         return {key: bias for key, bias in (self.logit_bias or {}).items() if bias}
 
     @property
@@ -166,7 +166,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_answers(self) -> int:
-        """The number of answers to all prompts."""
+        """The number of answers to all prompts together."""
         return self.num_choices
 
     @property
@@ -277,7 +277,7 @@ class CompletionRequest(Body, frozen=True, kw_only=True):
 
 
 def listed(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """List the texts, each a string or token ids, of a field that takes one or several."""
+    """Return the inputs, each a text or token ids, of a field that holds one or several."""
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], int):
@@ -286,19 +286,22 @@ def listed(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
 
 
 def validate_chat(raw: Json, image_support: ImageSupport = NO_IMAGES) -> ChatRequest:
-    """Check a chat request that was parsed already. Raises ``InvalidRequest``."""
+    """Return a parsed chat request, checked. Raises ``InvalidRequest``."""
     request = _with_rules(checked(raw, ChatRequest))
     image_support.check_messages(request.messages)
     return request
 
 
 def validate_completion(raw: Json, image_support: ImageSupport = NO_IMAGES) -> CompletionRequest:
-    """Check a text completion, which has no images. Raises ``InvalidRequest``."""
+    """Return a parsed text completion, checked; ``image_support`` is ignored.
+
+    Raises ``InvalidRequest``.
+    """
     return _with_rules(checked(raw, CompletionRequest))
 
 
 class TokenizeText(msgspec.Struct, frozen=True):
-    """A plain text whose tokens are asked for."""
+    """A request to tokenize a plain text."""
 
     model: ModelName
     prompt: str
@@ -307,7 +310,7 @@ class TokenizeText(msgspec.Struct, frozen=True):
 
 
 class Detokenize(msgspec.Struct, frozen=True):
-    """Tokens whose text is asked for."""
+    """A request for the text of tokens."""
 
     model: ModelName
     tokens: Annotated[list[TokenId], msgspec.Meta(max_length=1 << 20)]
@@ -316,10 +319,10 @@ class Detokenize(msgspec.Struct, frozen=True):
 def validate_tokenize(
     raw: Json, image_support: ImageSupport = NO_IMAGES
 ) -> ChatRequest | TokenizeText:
-    """Check a request for the tokens of ``messages`` or of a ``prompt``.
+    """Return a parsed request to tokenize ``messages`` or a ``prompt``, checked.
 
     Raises:
-        InvalidRequest: it is neither, or not of the right form.
+        InvalidRequest: it has neither, or is malformed.
     """
     if "messages" in raw:
         prompt = {name: raw[name] for name in PROMPT_FIELDS & raw.keys()}
@@ -328,7 +331,7 @@ def validate_tokenize(
 
 
 def validate_detokenize(raw: Json, image_support: ImageSupport = NO_IMAGES) -> Detokenize:
-    """Check a request for the text of tokens. Raises ``InvalidRequest``."""
+    """Return a parsed request for the text of tokens, checked. Raises ``InvalidRequest``."""
     return checked(raw, Detokenize)
 
 
@@ -361,7 +364,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate_embeddings(raw: Json) -> EmbeddingsRequest:
-    """Check a request for embeddings that was parsed already. Raises ``InvalidRequest``."""
+    """Return a parsed request for embeddings, checked. Raises ``InvalidRequest``."""
     return _with_rules(checked(raw, EmbeddingsRequest))
 
 
@@ -369,7 +372,7 @@ R = TypeVar("R", ChatRequest, CompletionRequest, EmbeddingsRequest)
 
 
 def _with_rules(request: R) -> R:
-    """Return the request once its rules are checked. Raises ``InvalidRequest``."""
+    """Check the rules between fields and return the request. Raises ``InvalidRequest``."""
     try:
         request.check()
     except FieldError as error:
@@ -383,15 +386,15 @@ _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
 
 
 def read_chat(body: bytes) -> ChatRequest:
-    """Read a chat that was checked before it was sent. Raises ``InvalidRequest`` as others do."""
+    """Decode a chat that the gateway has checked. Raises ``InvalidRequest``."""
     return decoded(body, _read_chat)
 
 
 def read_completion(body: bytes) -> CompletionRequest:
-    """Read a text completion that was checked before it was sent."""
+    """Decode a text completion that the gateway has checked. Raises ``InvalidRequest``."""
     return decoded(body, _read_completion)
 
 
 def read_embeddings(body: bytes) -> EmbeddingsRequest:
-    """Read a request for embeddings that was checked before it was sent."""
+    """Decode a request for embeddings that the gateway has checked. Raises ``InvalidRequest``."""
     return decoded(body, _read_embeddings)

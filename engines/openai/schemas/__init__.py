@@ -1,7 +1,7 @@
-"""JSON schemas of answers and of calls: their bounds, and the keywords that no compiler knows.
+"""JSON schemas of answers and calls: their limits, and the keywords that no compiler supports.
 
-``schema_count`` bounds them. ``well_formed`` leaves out values that are no schema, ``enforceable``
-writes the rest for a compiler, and ``keywords`` names the keywords that were left out, or refuses
-them where a schema is strict. Parts of schemas: ``refs``, ``one_of``, ``numbers``, ``patterns``.
-Readers: ``xgrammar_keywords``, and ``vllm_check``, which vLLM makes before it compiles.
+``schema_count`` limits their size. ``well_formed`` removes malformed parts, ``enforceable`` writes
+the rest for a compiler, and ``keywords`` names the removed keywords, or refuses a strict schema
+that has any. ``refs``, ``one_of``, ``numbers`` and ``patterns`` handle parts of schemas.
+``xgrammar_keywords`` has xgrammar's peculiarities, and ``vllm_check`` those of vLLM's own check.
 """

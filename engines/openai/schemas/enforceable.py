@@ -1,8 +1,7 @@
 """Writes a JSON schema as a compiler can enforce it, and reports the keywords that are left out.
 
-A grammar says which characters may come next, so a keyword that looks at the whole value, or that
-excludes names or texts, has no place in it. Without such a keyword an answer still obeys all the
-others.
+A grammar defines which characters may come next, so it cannot express a keyword that depends on the
+whole value, or excludes names or texts. Without such a keyword, an answer still obeys all others.
 """
 
 from __future__ import annotations
@@ -38,52 +37,51 @@ _UNKNOWN: Final = frozenset(
     | {"unevaluatedItems", "unevaluatedProperties"}
     | {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
 )
-# Keywords that may name properties which no other keyword of an object does.
+# Keywords that may name properties that no other keyword of the object names.
 _NAMING: Final = frozenset(
     {"if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
 )
 _FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-# The grammar of these wants an offset from UTC; zod writes a pattern for times without one, too,
-# and no text obeys both: the pattern says more, so the format goes, of strict schemas as well.
+# llguidance's grammar of these formats requires an offset from UTC. zod also writes a pattern for
+# times without one, and no text obeys both; so the format is left out, in strict schemas, too.
 _OFFSET: Final = ("time", "date-time")
 _ENDS_IN_OFFSET: Final = re.compile(r"(?:[zZ]|[+-]\d\d:\d\d)$")
-# Those that ask for nothing are left out in silence.
+# Values with which a keyword has no effect; such a keyword is left out without a report.
 _NOTHING: Final[dict[str, tuple[object, ...]]] = {
     "uniqueItems": (False,),
     "minProperties": (0,),
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
 }
-# Keywords beside which ``unevaluatedProperties`` is more than ``additionalProperties``.
+# Keywords beside which ``unevaluatedProperties`` differs from ``additionalProperties``.
 _APPLYING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", *_NAMING, "not", "$dynamicRef"})
-# Without one of these, ``additionalProperties`` make it an object for xgrammar.
+# Without one of these keywords, adding ``additionalProperties`` makes xgrammar require an object.
 _OF_OBJECTS: Final = frozenset(
     {"type", "properties", "patternProperties", "additionalProperties", "required"}
 )
 _NAMED: Final = frozenset({"properties", "patternProperties", *DEFINITIONS})
-# Keywords whose schemas are not written, or elsewhere.
+# Keywords whose schemas are left out, or written under another keyword.
 _LOST: Final = _UNKNOWN | ANNOTATIONS | {"oneOf", "patternProperties"}
-# Schemas that xgrammar may take for others get a keyword of their own.
+# Schemas with one of these get a unique mark if xgrammar might confuse them with others.
 _MARKED: Final = frozenset({"properties", "const", "enum"})
 _CHOICES: Final = frozenset({"allOf", "anyOf", "oneOf"})
-# Beside a ref that leads back to itself llguidance takes only these.
+# Beside a recursive ref, llguidance allows only these keywords.
 _BESIDE_CIRCLES: Final = frozenset(
     {"$ref", *DEFINITIONS, "$id", "$anchor", "title", "description", "readOnly", "$comment"}
 )
-_LITERAL: Final = re.compile(r"\^((?:[\w/:@ -]|\\[-./_])+)(?![*?{|])")  # with which a name begins
-
-# vLLM holds calls by xgrammar; answers there, and everything on mlx, are held by llguidance.
+_LITERAL: Final = re.compile(r"\^((?:[\w/:@ -]|\\[-./_])+)(?![*?{|])")  # a literal prefix of names
+# On vLLM, xgrammar enforces the schemas of calls; llguidance those of answers, and all on mlx.
 Compiler: TypeAlias = Literal["llguidance", "xgrammar"]
 
 
 class LeftOut(NamedTuple):
-    """A keyword that a grammar does not have."""
+    """A keyword of a schema that its grammar lacks."""
 
     path: Path
     keyword: str
-    spared: bool = False  # a strict schema may have it all the same
+    spared: bool = False  # a strict schema may have it nevertheless
 
 
 Report: TypeAlias = Callable[[LeftOut], None]
@@ -111,7 +109,7 @@ class _SchemaWriter:
         self._num_marked = 0
 
     def written(self, node: Any, path: Path) -> Any:
-        """Return a copy of a part as it can be enforced."""
+        """Return an enforceable copy of a part of the schema."""
         if isinstance(node, list):
             return [self.written(x, (*path, str(i))) for i, x in enumerate(node)]
         if not isinstance(node, dict):
@@ -138,7 +136,7 @@ class _SchemaWriter:
         return made
 
     def _keyword(self, key: str, value: Any, node: Json, path: Path) -> Json:
-        """Return a keyword of a node as it can be enforced; {} without it."""
+        """Return a keyword of a node in enforceable form; {} if it is left out."""
         if key in ANNOTATIONS or _means_nothing(key, node):
             return {}
         if key == "required" and (possible := _possible(node)) is not None:
@@ -157,7 +155,7 @@ class _SchemaWriter:
         if self._in_calls and key in LENGTHS:
             return self._left_out(path, key, spared=True)
         if self._in_calls and key in _CHOICES and BESIDE & node.keys():
-            return {}  # reported as ignored; xgrammar would read nothing else
+            return {}  # reported as ignored already; beside it, xgrammar would ignore the rest
         if key == "oneOf" and isinstance(value, list):
             return self._one_of(value, node, path)
         if includes_its_bound(key, node):
@@ -187,7 +185,7 @@ class _SchemaWriter:
         }
 
     def _named_by_pattern(self, schemas: Json, node: Json, path: Path) -> Json:
-        """Return the schemas of names by patterns, if each name can obey one of them at most."""
+        """Return ``patternProperties``, limited to patterns of which no name matches two."""
         key = "patternProperties"
         held = [x for x in schemas if self._reads(x)]
         begins = sorted(found[1] for x in held if (found := _LITERAL.match(x)))
@@ -195,19 +193,19 @@ class _SchemaWriter:
         if len(held) > 1 and (self._in_calls or not differ):
             held = []
         if self._in_calls and "properties" in node:
-            held = []  # xgrammar would take other names, too
+            held = []  # xgrammar would allow other names, too
         if len(held) < len(schemas):
             self._report(LeftOut(path, key))
         return {self._pattern(x): self.written(schemas[x], (*path, key, x)) for x in held}
 
     def _is_circular(self, node: Json) -> bool:
-        """Say whether a ref of a node, or of its branches, leads back to itself."""
+        """Return whether a node's ref, or that of one of its branches, is recursive."""
         parts = [x for key in _CHOICES if isinstance(node.get(key), list) for x in node[key]]
         refs = [x for x in (node, *parts) if isinstance(x, dict) and isinstance(x.get("$ref"), str)]
         return any(map(self._refs.leads_back, refs))
 
     def _without_siblings(self, node: Json, path: Path) -> Json:
-        """Leave out what stands beside a ref, or a choice of refs, that leads back to itself."""
+        """Return a node without the keywords beside its recursive ref or choice of refs."""
         kept = next(x for x in ("$ref", "anyOf", "oneOf", "allOf") if x in node)
         for key in node.keys() & (BESIDE | _UNKNOWN | LENGTHS | {"type", *_CHOICES}) - {kept}:
             if node[key] not in _NOTHING.get(key, ()):
@@ -232,7 +230,7 @@ class _SchemaWriter:
         if key in _UNKNOWN:
             return False
         if key in ("format", "pattern") and isinstance(value, str):
-            # It is no text's, and means nothing, or it is one that all compilers know.
+            # It has no effect unless the value may be text, or all compilers support it.
             return not _may_be_text(node) or (key == "format" and value in _FORMATS)
         if isinstance(value, int | float) and not is_enforceable_number(
             key, value, node, self._in_calls
@@ -242,7 +240,7 @@ class _SchemaWriter:
 
 
 def _may_have_other_names(node: Json, made: Json) -> bool:
-    """Say whether keywords that were left out of an object may name further properties."""
+    """Return whether keywords that were left out of an object may name further properties."""
     patterns = "patternProperties"
     return (
         bool(_NAMING & node.keys())
@@ -253,7 +251,7 @@ def _may_have_other_names(node: Json, made: Json) -> bool:
 
 
 def _possible(node: Json) -> list[object] | None:
-    """Return the required names that a closed object can have; None: it can have them all."""
+    """Return the required names that a closed object can have; None if it can have all."""
     named, needed = node.get("properties", {}), node["required"]
     if node.get("additionalProperties") is not False or "patternProperties" in node:
         return None
@@ -264,10 +262,11 @@ def _possible(node: Json) -> list[object] | None:
 
 
 def _means_nothing(key: str, node: Json) -> bool:
-    """Say so of a keyword that constrains nothing, and for which compilers forget others.
+    """Return whether a keyword has no effect, but makes compilers ignore others.
 
-    ``$schema`` names a draft, and llguidance ignores what later ones have; ``additionalItems`` goes
-    with a list of ``items`` only, and for it ``prefixItems`` is ignored; an ``$id`` may be none.
+    ``$schema`` names a draft, and llguidance ignores the keywords of later drafts;
+    ``additionalItems`` applies only beside a list of ``items``, and makes it ignore
+    ``prefixItems``; an ``$id`` may be no address.
     """
     if key == "additionalItems":
         return not isinstance(node.get("items"), list)
@@ -282,7 +281,7 @@ def _is_address(value: object) -> bool:
 
 
 def _without_closing(node: Json) -> Json:
-    """Write ``unevaluatedProperties`` as ``additionalProperties`` where both mean the same."""
+    """Return a node with ``unevaluatedProperties`` renamed, if it acts as the additional ones."""
     if "unevaluatedProperties" not in node or (_APPLYING | {"additionalProperties"}) & node.keys():
         return node
     return {
@@ -292,7 +291,7 @@ def _without_closing(node: Json) -> Json:
 
 
 def _has_no_offset(node: Json, reads: Callable[[str], bool]) -> bool:
-    """Say whether a time's values or pattern leave no room for an offset, as far as can be seen."""
+    """Return whether the values or the pattern of a time certainly allow no offset from UTC."""
     if node.get("format") not in _OFFSET or not _may_be_text(node):
         return False
     values = [node["const"]] if "const" in node else node.get("enum")

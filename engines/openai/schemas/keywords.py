@@ -1,7 +1,7 @@
-"""The JSON schemas of a request: those that hold an answer or a call, without unknown keywords.
+"""The JSON schemas that an answer or a call must obey, without unsupported keywords.
 
-A keyword that no grammar has is left out and named; a client that says ``strict`` wants all of them
-or a refusal, as OpenAI does.
+A keyword that no grammar can express is left out and named; a schema with ``strict`` is refused
+instead, as by OpenAI.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from engines.openai.schemas.well_formed import misfits, with_well_formed_tools
 
 
 class HeldSchema(NamedTuple):
-    """A JSON schema to which an answer is held."""
+    """A JSON schema that an answer, or the arguments of a call, must obey."""
 
-    field: str  # of the request
-    name: str  # as OpenAI's errors name it
+    field: str  # the request's field
+    name: str  # the name in OpenAI's errors
     schema: Json
     strict: bool
-    of_call: bool = False  # the arguments of one, and no answer
-    on_mlx_only: bool = False  # others hold an answer to its format alone, or to nothing
-    on_vllm: bool = False  # which holds calls by another compiler than answers, and checks both
+    of_call: bool = False  # for the arguments of a call, not for an answer
+    on_mlx_only: bool = False  # only mlx enforces it; others enforce the answer's format at most
+    on_vllm: bool = False  # vLLM enforces it, with another compiler for calls than for answers
 
     def check(self) -> None:
-        """Refuse what cannot be left out. Raises ``FieldError``."""
+        """Raise ``FieldError`` for an endless ref, and for a keyword that a strict schema lacks."""
         if ref := endless_ref(self.schema):
             raise FieldError(
                 self.field,
@@ -56,7 +56,7 @@ class HeldSchema(NamedTuple):
 
     @property
     def left_out(self) -> set[str]:
-        """The keywords that its grammar does not have."""
+        """The keywords of the schema that its grammar lacks."""
         found = {left.keyword for left in self._left_out()}
         return found | {misfit.keyword for misfit in misfits(self.schema)}
 
@@ -70,7 +70,7 @@ class HeldSchema(NamedTuple):
 
 
 def held_formats(form: ResponseFormat | None, outputs: Json | None) -> list[HeldSchema]:
-    """List the schemas of a request's ``response_format`` and ``structured_outputs``."""
+    """Return the schemas of a request's ``response_format`` and ``structured_outputs``."""
     found = []
     named = form.json_schema if form is not None else None
     if named is not None and named.schema is not None:
@@ -86,10 +86,11 @@ def held_tools(
     choice: Literal["none", "auto", "required"] | NamedTool | None,
     beside_format: bool,
 ) -> list[HeldSchema]:
-    """List the schemas of functions that are strict, or whose call is forced.
+    """Return the schemas of functions that are strict, or whose call is forced.
 
     Args:
-        beside_format: of an answer; then mlx holds all calls that may come in its place.
+        beside_format: the answer has a format; mlx then also enforces the schemas of all calls that
+            may replace the answer.
     """
     if choice == "none":
         return []
@@ -115,10 +116,10 @@ def held_tools(
 
 
 def left_out(schemas: Iterable[HeldSchema], engine: str) -> list[str]:
-    """List the keywords that the grammars of checked schemas do not have at an engine.
+    """Return the keywords that the grammars of checked schemas lack at an engine, sorted.
 
     Raises:
-        InvalidRequest: a strict one has such a keyword.
+        InvalidRequest: a strict schema has such a keyword.
     """
     on_vllm = engine == "vllm"
     held = [x._replace(on_vllm=on_vllm) for x in schemas if engine == "mlx" or not x.on_mlx_only]
@@ -131,7 +132,7 @@ def left_out(schemas: Iterable[HeldSchema], engine: str) -> list[str]:
 
 
 def read_schema(schema: object) -> object:
-    """Return a schema that was sent as text as an object; what is no JSON, as it is."""
+    """Return a schema parsed if it was sent as JSON text; any other value unchanged."""
     if isinstance(schema, str):
         with suppress(msgspec.DecodeError, RecursionError):
             return msgspec.json.decode(schema)
@@ -141,9 +142,10 @@ def read_schema(schema: object) -> object:
 def with_known_keywords(
     raw: Json, held: Iterable[HeldSchema], engine: str
 ) -> tuple[Json, list[str]]:
-    """Return the fields of a checked body that hold schemas, as they can be used there.
+    """Return a checked body's fields with schemas, in the form for an engine.
 
-    Returns the keywords that they lose as well; see ``left_out``.
+    Returns:
+        The changed fields, and the keywords that were left out (see ``left_out``).
     """
     tools, misplaced = with_well_formed_tools(raw)
     keywords = misplaced.union(left_out(held, engine))
@@ -151,7 +153,7 @@ def with_known_keywords(
 
 
 def with_enforceable_formats(raw: Json, engine: str) -> Json:
-    """Return the fields of a checked body that hold its answer's schema, as it can be enforced."""
+    """Return a checked body's fields with the answer's schema, in enforceable form."""
     made: Json = {}
 
     def written(schema: Json) -> Json:

@@ -1,4 +1,4 @@
-"""Numbers in JSON schemas of which compilers make no grammar, or that vLLM cannot pass on."""
+"""Numbers in JSON schemas that compilers cannot enforce, or that vLLM cannot pass on."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from typing import Any, Final
 
 from engines.openai.messages import Json
 
-# llguidance makes no grammar of bounds as far from zero as the first, as those of ``int64`` and
-# ``float`` are, or that exclude zero and are as far as the second. Upper ones of integers reach to
-# the third, but for xgrammar, by which vLLM holds calls.
+# llguidance cannot enforce bounds from ``_FARTHEST`` on, as those of ``int64`` and ``float``, nor
+# bounds from ``_NEAREST`` on that exclude zero. Upper bounds of integers may reach
+# ``_FARTHEST_OF_INTEGERS``, except with xgrammar, which enforces calls on vLLM.
 UPPER: Final = frozenset({"maximum", "exclusiveMaximum"})
 LOWER: Final = frozenset({"minimum", "exclusiveMinimum"})
 _FARTHEST: Final = 2**63 - 512  # from here on the nearest double is 2**63
 _NEAREST: Final = 10**18
 _FARTHEST_OF_INTEGERS: Final = 2**64
-_FINEST: Final = 1e-10  # that numbers may be multiples of
+_FINEST: Final = 1e-10  # smallest fractional ``multipleOf``
 _OTHERS: Final = frozenset({"$ref", "allOf", "anyOf", "oneOf"})  # may name properties as well
-_LARGEST: Final = 2**64 - 1  # that vLLM's processes send each other
+_LARGEST: Final = 2**64 - 1  # limits of integers that vLLM's processes can send each other
 _SMALLEST: Final = -(2**63)
 
 
 def is_enforceable_number(key: str, value: float, node: Json, of_call: bool) -> bool:
-    """Say so of a bound or a divisor."""
+    """Return whether a grammar can enforce ``value`` as the bound or divisor ``key``.
+
+    ``of_call``: the schema is for the arguments of a call on vLLM, which xgrammar enforces.
+    """
     if key in UPPER | LOWER:
         outwards = value if key in UPPER else -value
         reaches_on = key in UPPER and node.get("type") == "integer" and not of_call
@@ -30,9 +33,9 @@ def is_enforceable_number(key: str, value: float, node: Json, of_call: bool) -> 
 
 
 def includes_its_bound(key: str, node: Json) -> bool:
-    """Say whether llguidance takes the bound that a keyword excludes for a value.
+    """Return whether llguidance wrongly allows the bound that a keyword excludes.
 
-    So it does where the other bound is less than one away.
+    It does so if the other bound is less than one away.
     """
     if key not in ("exclusiveMinimum", "exclusiveMaximum") or node.get("type") == "integer":
         return False
@@ -44,13 +47,13 @@ def includes_its_bound(key: str, node: Json) -> bool:
 
 
 def holds_number(key: str, value: Any, node: Json) -> bool:
-    """Say whether a grammar holds an object to its least or greatest number of properties."""
+    """Return whether a grammar can enforce ``minProperties`` or ``maxProperties``."""
     if not _has_optional(node):
         named = node.get("properties")
         is_too_large = isinstance(named, dict) and key == "minProperties" and value > len(named)
         return not is_too_large and not _OTHERS & node.keys()
     is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
-    needs_one = bool(node.get("required"))  # anyway
+    needs_one = bool(node.get("required"))
     return value == 1 and (key == "minProperties" if needs_one else is_closed)
 
 
@@ -62,10 +65,10 @@ def _has_optional(node: Json) -> bool:
 
 
 def sendable(value: Any) -> Any:
-    """Return a value of JSON whose integers beyond 64 bits are written with an exponent.
+    """Return a JSON value with floats in place of integers beyond 64 bits.
 
     Raises:
-        OverflowError: one is no float.
+        OverflowError: such an integer has no equal float.
     """
     if isinstance(value, list):
         return [sendable(x) for x in value]

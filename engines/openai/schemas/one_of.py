@@ -1,8 +1,9 @@
-"""Says whether the branches of a ``oneOf`` exclude each other.
+"""Decides whether the branches of a ``oneOf`` exclude each other.
 
-Compilers take ``oneOf`` for ``anyOf``. That is the same where no value obeys two branches: these
-are of different types, have different constants, or are objects with a property that differs
-in them. What cannot be seen so is taken to overlap. Bounded, since schemas come from clients.
+Compilers treat ``oneOf`` as ``anyOf``. Both mean the same if no value obeys two branches: they have
+different types, different constants, or are objects that differ in a property. Branches that are
+not shown to differ in this way count as overlapping. The work is bounded, as schemas come from
+clients.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import msgspec
 from engines.openai.messages import Json
 from engines.openai.schemas.refs import Refs, same_place
 
-_MAX_PAIRED: Final = 16  # branches; of more, one thing has to distinguish all of them
-_MAX_PARTS: Final = 8  # schemas that hold together: a chain of ``$ref``, an ``allOf``
-_MAX_TAGS: Final = 32  # required properties that are looked at
-_MAX_CONSTANTS: Final = 128  # of one branch; of more it is not seen that they differ
+_MAX_PAIRED: Final = 16  # branches compared in pairs; more must all differ in one property
+_MAX_PARTS: Final = 8  # schemas that apply together: a chain of ``$ref``, an ``allOf``
+_MAX_TAGS: Final = 32  # required properties that are examined
+_MAX_CONSTANTS: Final = 128  # constants of a branch that are examined
 _KIND_OF: Final = {str: "string", int: "number", float: "number", bool: "boolean"} | {
     dict: "object",
     list: "array",
@@ -32,15 +33,15 @@ Constants: TypeAlias = frozenset[Hashable] | None  # None: any value
 
 
 class _Branch(NamedTuple):
-    """The things that all values of one branch have in common."""
+    """The properties that all values of one branch share."""
 
     kinds: frozenset[str] = _KINDS
     constants: Constants = None
-    tags: dict[str, _Branch] = {}  # of each property that an object must have
+    tags: dict[str, _Branch] = {}  # the same for each property that an object must have
     closed_to: tuple[frozenset[str], ...] = ()  # the names that objects are limited to
 
     def joined(self, other: _Branch) -> _Branch:
-        """Return what values of both have in common."""
+        """Return the properties of values that obey both branches."""
         return _Branch(
             self.kinds & other.kinds,
             _merged(self.constants, other.constants),
@@ -64,7 +65,7 @@ class _Branch(NamedTuple):
 
 
 class Branches:
-    """The branches of one schema; each of its parts is looked at once, also if many refer to it."""
+    """The branches of one schema; each part is examined only once, even if many refer to it."""
 
     def __init__(self, root: Json) -> None:
         """``root``: the schema that refs point into."""
@@ -72,7 +73,7 @@ class Branches:
         self._known: dict[tuple[int, bool], _Branch] = {}
 
     def exclude_each_other(self, node: Json) -> bool:
-        """Say whether no value obeys two branches of a node's ``oneOf``, as far as can be seen."""
+        """Return whether certainly no value obeys two branches of a node's ``oneOf``."""
         kinds = _Branch(_named_kinds(node))
         seen = [self._of(x).joined(kinds) for x in node["oneOf"]]
         if len(seen) <= _MAX_PAIRED:
@@ -135,7 +136,7 @@ def _merged(one: Constants, other: Constants) -> Constants:
 
 
 def _constant(value: Any) -> Hashable:
-    """Return something that is equal for equal values of JSON, as 1 and 1.0 are."""
+    """Return a key that is equal for equal JSON values, such as 1 and 1.0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number else msgspec.json.encode(value, order="sorted")
 

@@ -1,8 +1,8 @@
-r"""Says which patterns a grammar can hold a text to.
+r"""Decides which regular expressions a grammar can enforce.
 
-JSON schemas have JavaScript's patterns, and programs write others' into them. llguidance reads
-Rust's: no looks ahead, back or at an earlier part, no ends of words, and ends of the text only at
-the ends of a pattern. One that it does not read would cost the whole request.
+JSON schemas have JavaScript's patterns, and programs also write those of other languages.
+llguidance reads Rust's: no lookahead, lookbehind, backreferences or word boundaries, and anchors
+only at the ends of a pattern. A pattern that it cannot read would fail the whole request.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _TOKEN: Final = re.compile(
 )
 _IN_CLASS: Final = re.compile(rf"(?P<kind>{_KINDS})|(?P<hex>{_HEX})|\\?(?P<char>.)", re.DOTALL)
 _CONTROLS: Final = dict(zip("nrtfva", "\n\r\t\f\v\a", strict=True))
-# Classes of Unicode, classes by name, flags and long escapes, which xgrammar does not read or takes
-# for letters.
+# Unicode classes, named classes, flags and long escapes, which xgrammar cannot read or reads as
+# letters.
 _NOT_OF_XGRAMMAR: Final = re.compile(
     r"(\\[pP]|\\[xu]\{|\[:|\(\?(?!:|P?<[A-Za-z_]))|\\.|.", re.DOTALL
 )
-# Beside one of these it reads ``_ANY`` as quotes and line ends, too.
+# Beside such a character, xgrammar lets ``_ANY`` match quotes and line ends, too.
 _FOREIGN: Final = re.compile(r"[^\x00-\x7f]")
 _ANY: Final = r"[\s\S]*"
-# In a class, what is an operator of Rust's and means the characters alone in JavaScript.
+# Operators in Rust's classes, which are plain characters in JavaScript's.
 _OPERATORS: Final = re.compile(r"(\\.)|\[|&&|~~|--", re.DOTALL)
 
 
 def is_plain(pattern: str) -> bool:
-    """Say whether a pattern can be matched from left to right, without a look elsewhere."""
+    """Return whether a pattern has only elements that can be matched from left to right."""
     walk, at = _PatternWalk(), 0
     while at < len(pattern):
         token = _TOKEN.match(pattern, at)
@@ -48,9 +48,9 @@ def is_plain(pattern: str) -> bool:
 
 
 def in_rust(pattern: str) -> str:
-    """Write a plain pattern as llguidance reads it.
+    """Return a plain pattern in the form for llguidance.
 
-    It has no operators between classes, and no end of the text twice.
+    Operators in classes are escaped, and repeated anchors are removed.
     """
     written, last = "", ""
     for token in _TOKEN.finditer(pattern):
@@ -69,16 +69,16 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def is_plain_in_calls(pattern: str) -> bool:
-    """Say whether a call's arguments can be held to a pattern at vLLM."""
+    """Return whether xgrammar can enforce a pattern in a call's arguments on vLLM."""
     return is_plain(pattern) and in_calls(pattern) is not None
 
 
 def in_calls(pattern: str) -> str | None:
-    """Write a plain pattern as xgrammar reads it, by which vLLM holds calls.
+    """Return a plain pattern in the form for xgrammar, which enforces calls on vLLM.
 
-    A text obeys a schema's pattern if it has a match anywhere. xgrammar holds the whole text to the
-    pattern, so the rest of the text is written out. Its classes leave out the characters that JSON
-    escapes, but what stands for itself goes into the arguments as it is.
+    A text obeys a schema's pattern if any part of it matches. xgrammar matches the whole text, so
+    the pattern is extended to match the rest. xgrammar's classes exclude characters that JSON
+    escapes, but it copies literal characters into the arguments unescaped.
 
     Returns:
         None if there is no such pattern.
@@ -101,7 +101,7 @@ def in_calls(pattern: str) -> str | None:
             branches[-1] = before + branches[-1]
             branches, ends, before = [*branches, ""], [*ends, False], _ANY
         elif token["repeat"] == "?" and is_after_group:
-            branches[-1] += "{0,1}"  # xgrammar reads (ab+)? as if b were enough
+            branches[-1] += "{0,1}"  # xgrammar lets (ab+)? match b alone
         else:
             branches[-1] += token[0] if token["char"] != "]" else r"\]"
         is_after_group = bool(token["close"])
@@ -111,7 +111,7 @@ def in_calls(pattern: str) -> str | None:
 
 
 def _is_escaped_in_json(token: re.Match[str]) -> bool:
-    """Say so of a character that stands for itself, and of a class of nothing else."""
+    """Return whether a token is a character that JSON escapes, or a class of only such."""
     if content := token["class"]:
         return not re.sub(r'\\\\|\\?"', "", content)
     if not (token["char"] or token["atom"]):
@@ -122,18 +122,18 @@ def _is_escaped_in_json(token: re.Match[str]) -> bool:
 
 
 class _PatternWalk:
-    """A place in a pattern: what may come next there."""
+    """A position in a pattern, which decides the tokens that may come next."""
 
     def __init__(self) -> None:
         self.groups: list[_PatternGroup] = []
         self._in = _PatternGroup(begun=False)
-        self._begun = False  # something may have been matched before
+        self._begun = False  # characters may have been matched before
         self._ended = False  # the text may have ended
-        self._repeats = False  # there is something that may be repeated
+        self._repeats = False  # the last token may be repeated
         self._names: set[str] = set()  # of groups
 
     def takes(self, token: re.Match[str]) -> bool:
-        """Go over a token; False if it cannot stand there."""
+        """Advance over a token; return False if it is not allowed there."""
         match token.lastgroup if token["repeat"] is None else "repeat":
             case "atom" | "class" | "char":
                 fits = not self._ended and _is_class(token["class"] or "")
@@ -167,7 +167,7 @@ class _PatternWalk:
                 return kind == "flags"
 
     def _is_new(self, opened: str) -> bool:
-        """Note a group's name, if it has one; False if another one has it."""
+        """Record a group's name, if it has one; return False if the name is taken."""
         name = opened.partition("<")[2]
         fits = name not in self._names
         self._names |= {name} - {""}
@@ -182,21 +182,21 @@ class _PatternWalk:
 
 
 class _PatternGroup:
-    """The branches of a group so far, each beginning at the same place."""
+    """The branches of a group so far, which all begin at the same position."""
 
     def __init__(self, begun: bool) -> None:
         self.begun = begun
         self.may_begin = self.may_end = False  # in some branch
-        self.has_ends = False  # of the text
+        self.has_ends = False  # it contains an anchor
 
     def note(self, begun: bool, ended: bool) -> None:
-        """Note the end of a branch."""
+        """Record the end of a branch."""
         self.may_begin |= begun
         self.may_end |= ended
 
 
 def _is_class(content: str) -> bool:
-    """Say whether all ranges in a class go up, between characters."""
+    """Return whether all ranges in a class are between characters, in ascending order."""
     items = list(_IN_CLASS.finditer(content))
     i = 0
     while i + 2 < len(items):
@@ -211,7 +211,7 @@ def _is_class(content: str) -> bool:
 
 
 def _code(item: re.Match[str]) -> int:
-    """Return a character's number; -1 for a kind of characters."""
+    """Return a character's code point; -1 for a class such as ``\\d``."""
     if item["kind"]:
         return -1
     if item["hex"]:

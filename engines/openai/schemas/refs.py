@@ -11,28 +11,28 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from engines.openai.messages import Json
 
-# Keywords whose values are no schemas.
+# Keywords whose values are not schemas.
 VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "required"})
-ANNOTATIONS: Final = frozenset({"default", "examples", "example"})  # of these, what holds nothing
-_IN_REFS: Final = "/~$:?@!&'()*+,;="  # need no escapes
+ANNOTATIONS: Final = frozenset({"default", "examples", "example"})  # those that constrain nothing
+_IN_REFS: Final = "/~$:?@!&'()*+,;="  # characters that need no escapes
 DEFINITIONS: Final = ("$defs", "definitions")
-# The keywords whose values are schemas by name, and in a list.
+# The keywords whose values are objects of schemas, and lists of schemas.
 BY_NAME: Final = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 LISTED: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 class Refs:
-    """The refs of one schema. All are taken to be relative to its root's address."""
+    """The refs of one schema; all are assumed to be relative to its root's address."""
 
     def __init__(self, root: Json, lost: frozenset[str] = frozenset()) -> None:
-        """``lost``: keywords that are not written as they are, so no ref may lead into them."""
+        """``lost``: keywords that are left out or renamed, so no ref may lead into them."""
         self._root = root
         self._lost = lost
         given = root.get("$id")
         self._base = given if isinstance(given, str) else ""
 
     def target(self, ref: str) -> Any:
-        """Return the schema that a ref leads to; None if it leads out of this one."""
+        """Return the schema that a ref leads to; None if that is not in this schema."""
         try:
             url, fragment = urldefrag(urljoin(self._base, ref))
         except ValueError:
@@ -43,16 +43,17 @@ class Refs:
         return found if isinstance(found, dict | bool) else None
 
     def for_llguidance(self, ref: str) -> str | None:
-        """Return a ref with the escapes of an address; None if it leads out of the schema."""
+        """Return a ref with a URL's escapes, for llguidance; None if it cannot be followed."""
         url, _, fragment = ref.partition("#")
         if self.target(ref) is None or self._lost & set(_crossed(fragment)):
             return None
         return f"{url}#{quote(unquote(fragment), _IN_REFS)}"
 
     def for_xgrammar(self, ref: str) -> str | None:
-        """Return a ref as xgrammar finds it, which knows no escapes, lists, addresses; else None.
+        """Return a ref in the form for xgrammar; None if xgrammar could not follow it.
 
-        Definitions have to be named by ``escaped``.
+        xgrammar supports no escapes, lists or addresses in refs. Definitions must be named by
+        ``escaped``.
         """
         steps = unquote(ref).split("/")
         if steps[0] != "#" or self.target(ref) is None or self._has_addresses:
@@ -63,15 +64,16 @@ class Refs:
         return None if any("~" in x for x in names) else "/".join(steps)
 
     def leads_back(self, node: Json) -> bool:
-        """Say whether the schema that a node's ref leads to has the node in it, also by others."""
+        """Return whether a node's ref is recursive, directly or through other refs."""
         group = self._groups.get(id(node))
         return group is not None and group == self._groups.get(id(self.target(node["$ref"])))
 
     @cached_property
     def _groups(self) -> dict[int, int]:
-        """The group of each node of the schema: those that reach each other.
+        """The group of each node, by ``id``: the nodes that can reach each other.
 
-        Tarjan's strongly connected components, without recursion, as schemas may be deep.
+        They are found by Tarjan's algorithm for strongly connected components, without recursion,
+        as schemas may be deep.
         """
         groups: dict[int, int] = {}
         numbers: dict[int, int] = {}
@@ -104,7 +106,7 @@ class Refs:
 
     @property
     def nodes(self) -> Iterator[Json]:
-        """All schemas in this one, and what looks like one."""
+        """All objects in the schema that are schemas, or may be."""
         waiting: list[Any] = [self._root]
         while waiting:
             node = waiting.pop()
@@ -113,19 +115,19 @@ class Refs:
                 waiting += inner_schemas(node)
 
     def _reached(self, node: Json) -> Iterator[Json]:
-        """Yield the nodes inside one, and the one that its ref leads to."""
+        """Yield the nodes inside a node, and the one that its ref leads to."""
         yield from (x for x in inner_schemas(node) if isinstance(x, dict))
         if isinstance(ref := node.get("$ref"), str) and isinstance(to := self.target(ref), dict):
             yield to
 
     @cached_property
     def _has_addresses(self) -> bool:
-        """True if a part has an address of its own, from which its refs lead."""
+        """True if a part has an address of its own, to which its refs are relative."""
         return any("#" not in url for url in self._addresses if url != self._base)
 
     @cached_property
     def _addresses(self) -> dict[str, Any]:
-        """The schemas that have an address of their own, or an anchor."""
+        """The parts with an address of their own or an anchor, by address."""
         found: dict[str, Any] = {self._base: self._root}
         waiting: list[tuple[Any, str]] = [(self._root, self._base)]
         while waiting:
@@ -142,7 +144,7 @@ class Refs:
 
 
 def inner_schemas(node: Json) -> Iterator[Any]:
-    """Yield what lies in a schema by keywords that may have schemas; names are no keywords."""
+    """Yield the values in a schema that may be schemas, for any keyword."""
     for key, value in node.items():
         if key in BY_NAME and isinstance(value, dict):
             yield from value.values()
@@ -153,7 +155,7 @@ def inner_schemas(node: Json) -> Iterator[Any]:
 
 
 def _crossed(fragment: str) -> Iterator[str]:
-    """Yield the keywords on the way of a ref, without the names and numbers that follow some."""
+    """Yield the keywords in a ref's path, without the names and indices that follow some."""
     is_name = False
     for step in unquote(fragment).split("/")[1:]:
         if not is_name:
@@ -162,12 +164,12 @@ def _crossed(fragment: str) -> Iterator[str]:
 
 
 def escaped(name: str) -> str:
-    """Return a name as a ref has it."""
+    """Return a name escaped as in a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def endless_ref(schema: Json) -> str:
-    """Return a ``$ref`` that leads back to itself in every value; "" if none does."""
+    """Return a ``$ref`` that every value would follow without end; "" if there is none."""
     refs = Refs(schema)
     waiting: list[Any] = [schema]
     nodes: dict[int, Json] = {}
@@ -186,7 +188,10 @@ def endless_ref(schema: Json) -> str:
 
 
 def _circle(nodes: dict[int, Json], targets: dict[int, list[int]]) -> str:
-    """Take away, again and again, what leads nowhere; what is left goes round."""
+    """Return a ref of a cycle; "" if there is none.
+
+    Nodes without targets are removed repeatedly; the nodes that stay lead into cycles.
+    """
     before: dict[int, list[int]] = {x: [] for x in nodes}
     for one, others in targets.items():
         for other in others:
@@ -214,7 +219,7 @@ def same_place(refs: Refs, node: Json) -> Iterator[Any]:
 
 
 def _needed(node: Json) -> Iterator[Any]:
-    """Yield the schemas of values that each value of a schema has in it."""
+    """Yield the schemas of the inner values that every value of a schema must contain."""
     named, required = node.get("properties"), node.get("required")
     if node.get("type") == "object" and isinstance(named, dict) and isinstance(required, list):
         yield from (named[x] for x in required if isinstance(x, str) and x in named)
@@ -223,7 +228,7 @@ def _needed(node: Json) -> Iterator[Any]:
 
 
 def target(root: Any, ref: str) -> Any:
-    """Return what a ``$ref`` into its own root points to; None if that is nothing."""
+    """Return the value that a ``$ref`` into its own root points to; None if there is none."""
     found = root
     for step in unquote(ref[1:]).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
@@ -237,7 +242,7 @@ def target(root: Any, ref: str) -> Any:
 
 
 def _parts(node: Json) -> Iterator[Any]:
-    """Yield the schemas inside one that its values can reach."""
+    """Yield the schemas inside a schema that its values use, without definitions."""
     for key, value in node.items():
         if key in ("properties", "patternProperties") and isinstance(value, dict):
             yield from value.values()

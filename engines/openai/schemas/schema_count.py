@@ -1,7 +1,7 @@
-"""Bounds the JSON schemas of a request, counted before anything compiles them.
+"""Limits the size of a request's JSON schemas before any compiler gets them.
 
-The counts are those on which the time and memory of a compiler depend. All schemas of a request
-count together, since they become one grammar.
+The counted quantities determine a compiler's time and memory. All schemas of a request count
+together, since they become one grammar.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import msgspec
 from engines.openai.errors import FieldError, InvalidRequest
 
 MAX_BYTES: Final = 512 << 10  # 128 functions of 4 KiB
-MAX_PROPERTIES: Final = 5000  # OpenAI's
-# Levels of objects and lists. A nested object of a schema is two of them: OpenAI allows ten.
+MAX_PROPERTIES: Final = 5000  # OpenAI's limit
+# Levels of JSON objects and lists; a nested object of a schema takes two. OpenAI allows ten levels.
 MAX_DEPTH: Final = 64
 MAX_ENUM_VALUES: Final = 5000  # five times OpenAI's
-# An object's optional properties may be left out in any way: compilers take time by the square of
-# their number. One object may have 512 of them, 128 functions may have 45 each.
+# Limit on the sum, over all objects, of the squared number of optional properties, to which a
+# compiler's time is proportional. One object may have 512 of them, 128 functions may have 45 each.
 MAX_OPTIONAL_SQUARES: Final = 512 * 512
-# The digits of ``multipleOf``: an automaton of so many states.
+# Sum of the digits of ``multipleOf``, read as integers: the states of the automata.
 MAX_DIVISORS: Final = 1 << 16
-# Characters that all patterns match at most, each ``{m,n}`` written out.
+# Most characters that all patterns can match, each ``{m,n}`` expanded.
 MAX_PATTERN_CHARS: Final = 1 << 14
-# Branches that hold all at once: what they allow together is found by multiplying them.
+# Branches of ``allOf``, which compilers have to intersect.
 MAX_ALL_OF: Final = 64
-# Different lengths that texts are held to, above ``FREE_LENGTH``. vLLM's compiler takes about a
-# second of a core for each.
+# Different limits on the length of texts above ``FREE_LENGTH``. vLLM's compiler takes about one CPU
+# second for each.
 MAX_LENGTHS: Final = 8
 FREE_LENGTH: Final = 32
 
@@ -41,7 +41,7 @@ _THINGS: Final = re.compile(
 
 
 class SchemaCount:
-    """Counts what the schemas of one request have, one after the other."""
+    """The counts over all schemas of one request; ``add`` adds one schema."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -51,16 +51,17 @@ class SchemaCount:
         self.optional_squares = 0
         self.divisors = 0
         self.pattern_chars = 0
-        self.lengths: dict[tuple[str, int], str] = {}  # to the field that has it
+        self.lengths: dict[tuple[str, int], str] = {}  # (keyword, length) -> the request's field
 
     def add(self, field: str, schema: object, *, of_call: bool = False) -> None:
-        """Count a schema in.
+        """Add the counts of a schema.
 
         Args:
-            of_call: vLLM holds the arguments of calls to no lengths, so these do not count.
+            of_call: the schema is for a call's arguments; their lengths do not count, since vLLM
+                does not enforce them.
 
         Raises:
-            FieldError: ``field`` makes it too much.
+            FieldError: with ``field``, the schemas exceed a limit.
         """
         known = dict(self.lengths)
         self.num_bytes += len(msgspec.json.encode(schema))
@@ -75,15 +76,15 @@ class SchemaCount:
             self.lengths = known
 
     def add_pattern(self, field: str, pattern: str) -> None:
-        """Count a pattern that stands alone. Raises ``FieldError``."""
+        """Add the counts of a pattern outside of a schema. Raises ``FieldError``."""
         self._count_pattern(field, pattern)
         self._check_all(field)
 
     def add_structured_outputs(self, wanted: Mapping[str, object]) -> None:
-        """Count vLLM's own field in: a schema, a pattern, choices or a grammar.
+        """Add the counts of vLLM's ``structured_outputs``: a schema, pattern, choices or grammar.
 
         Raises:
-            FieldError: it is too much.
+            FieldError: with it, the schemas exceed a limit.
         """
         for name, value in wanted.items():
             field = f"structured_outputs.{name}"
@@ -93,12 +94,12 @@ class SchemaCount:
                 try:
                     self.add(field, msgspec.json.decode(value))
                 except (msgspec.DecodeError, RecursionError) as error:
-                    raise FieldError(field, f"it is no JSON: {error}") from error
+                    raise FieldError(field, f"it is not JSON: {error}") from error
             else:
                 self.add(field, {"enum": value} if name == "choice" else value)
 
     def check_lengths(self) -> None:
-        """Check what only vLLM's compiler takes long for. Raises ``InvalidRequest``."""
+        """Raise ``InvalidRequest`` for too many lengths; only vLLM's compiler is slow with them."""
         if len(self.lengths) > MAX_LENGTHS:
             raise InvalidRequest(
                 f"The JSON schemas of this request hold texts to {len(self.lengths)} different"
@@ -153,13 +154,13 @@ class SchemaCount:
 
 
 def pattern_chars(pattern: str) -> int:
-    """Count the characters that a pattern matches at most, with every ``{m,n}`` written out.
+    """Return an estimate of the most characters that a pattern matches, each ``{m,n}`` expanded.
 
-    ``*`` and ``+`` count once. It is an estimate: what is no pattern at all counts by its length.
+    ``*`` and ``+`` count once. A pattern longer than ``MAX_PATTERN_CHARS`` counts by its length.
     """
     if len(pattern) > MAX_PATTERN_CHARS:
         return len(pattern)
-    sums, last = [0], 0  # by depth of parentheses; of the last thing, which a repeat multiplies
+    sums, last = [0], 0  # counts by depth of parentheses, and of the last item before a repeat
     for thing in _THINGS.finditer(pattern):
         if thing[1]:
             times = max(int(thing[1]), int(thing[2] or 0), 1)
@@ -186,7 +187,7 @@ def _digits(divisor: object) -> int:
 
 
 def _nodes(schema: object) -> Iterator[tuple[object, int]]:
-    """Yield every object and list, and how deep it lies. Takes no recursion: it may be deep."""
+    """Yield every object and list, and its depth; without recursion, as schemas may be deep."""
     waiting: list[tuple[object, int]] = [(schema, 1)]
     while waiting:
         node, depth = waiting.pop()

@@ -1,9 +1,9 @@
 """Writes JSON schemas so that they pass vLLM's own check, which no setting turns off.
 
-Where that check (``SamplingParams`` of vLLM 0.32) finds a keyword that it believes xgrammar not to
-know, it asks llguidance, but where ``patternProperties`` stand anywhere in the schema it asks
-outlines, which refuses much. Our engine compiles all of them with llguidance. The check looks for a
-keyword beside the type that it goes with, and for several branches of ``allOf``.
+If that check (``SamplingParams`` of vLLM 0.32) finds a keyword that it assumes xgrammar does not
+support, it asks llguidance, or, if ``patternProperties`` occurs anywhere in the schema, outlines,
+which refuses many schemas. Our plug-in compiles all of them with llguidance. The check finds such a
+keyword only beside the type that it belongs to, and it finds ``allOf`` with several branches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WITHOUT_QUOTES: Final = re.compile(r'\[\^(?:\\.|[^\]\\])*"')
 
 
 def passing(schema: Json) -> Json:
-    """Return a schema that means the same and passes."""
+    """Return an equivalent schema that passes the check."""
     nodes = list(_nodes(schema))
     if not any("patternProperties" in x for x in nodes) or not any(map(_is_sent_on, nodes)):
         return schema
@@ -29,7 +29,7 @@ def passing(schema: Json) -> Json:
 
 
 def excludes_quotes(schema: Json) -> bool:
-    """Say whether a text may not have quotes by its pattern, which llguidance 1.7 lets through."""
+    """Return whether a pattern excludes quotes, which llguidance 1.7 does not enforce."""
     patterns = (node.get("pattern") for node in _nodes(schema))
     return any(isinstance(x, str) and _WITHOUT_QUOTES.search(x) for x in patterns)
 
@@ -46,7 +46,7 @@ def _nodes(schema: Any) -> Iterator[Json]:
 
 
 def _is_sent_on(node: Json) -> bool:
-    """Say whether the check finds something in a node."""
+    """Return whether the check finds an unsupported keyword in a node."""
     parts = node.get("allOf")
     return _is_found_beside_type(node) or (isinstance(parts, list) and len(parts) > 1)
 
@@ -71,7 +71,7 @@ _FOUND: Final[tuple[tuple[str, Callable[[Json], bool]], ...]] = (
 
 
 def _rewritten(node: Any) -> Any:
-    """Move types into branches, and each branch of an ``allOf`` into that of the one before it."""
+    """Return a node with types moved into branches, and each ``allOf`` as a nested chain."""
     if isinstance(node, list):
         return [_rewritten(x) for x in node]
     if not isinstance(node, dict):

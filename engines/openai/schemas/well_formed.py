@@ -1,12 +1,12 @@
-"""Finds things in a JSON schema that have no meaning where they stand, and leaves them out.
+"""Finds malformed parts of a JSON schema, and removes them.
 
-A property whose schema is a text, a type that does not exist, a bound that is no number: no
-compiler takes a schema with one, and templates of models stumble over it. A property of which
-nothing can be said may be anything; any other such keyword is left out. Null asks for nothing.
+Examples are a property whose schema is a text, a type that does not exist, and a bound that is not
+a number. Compilers refuse a schema with such a part, and chat templates may fail on it. A malformed
+schema is replaced by one that allows any value; any other malformed keyword is removed. Null counts
+as absent.
 
-What older drafts and other writers mean is written as the latest draft has it, since compilers know
-no other form: a list of ``items`` as ``prefixItems``, and a whole number that has a fraction
-(``3.0``) without it.
+Forms of older drafts are rewritten for the latest draft, since compilers support no others: a list
+of ``items`` becomes ``prefixItems``, and a size like ``3.0`` becomes ``3``.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _TYPES: Final = frozenset({"string", "number", "integer", "boolean", "object", "
 
 
 class Misfit(NamedTuple):
-    """A place in a schema where something without meaning stands."""
+    """A malformed part of a schema."""
 
-    path: Path  # to the schema with the keyword, or to the value that is no schema
+    path: Path  # path of the schema with the keyword, or of the value that is not a schema
     keyword: str
-    words: str  # that say what is wrong
+    words: str  # the error, as a clause of a sentence
 
 
 def misfits(schema: object) -> list[Misfit]:
-    """List them all. Takes no recursion, as schemas may be deep."""
+    """Return all malformed parts of a schema; without recursion, as schemas may be deep."""
     return list(_misfits(schema))
 
 
 def well_formed(schema: Json) -> Json:
-    """Return a copy without them, in the form of the latest draft."""
+    """Return a copy of a schema without malformed parts, in the form of the latest draft."""
     made: Json = _mended(schema, schema)
     return made
 
 
 def with_well_formed_tools(raw: Json) -> tuple[Json, set[str]]:
-    """Return the field of a checked chat that holds well-formed tools, and the misfits' keywords.
+    """Return a checked chat's ``tools`` with well-formed schemas, and the removed keywords.
 
-    There is no such field if it would be as it is.
+    The first value is {} if the tools need no change.
     """
     tools = raw.get("tools") or []
     found = [x for tool in tools for x in misfits(tool["function"].get("parameters"))]
@@ -66,7 +66,7 @@ def _misfits(schema: object) -> Iterator[Misfit]:
         path, keyword, node = waiting.pop()
         if not isinstance(node, dict):
             if node is not None and not isinstance(node, bool):
-                yield Misfit(path, keyword, f"{str(node)[:40]!r} is no JSON schema")
+                yield Misfit(path, keyword, f"{str(node)[:40]!r} is not a JSON schema")
             continue
         inner: list[tuple[Path, str, Any]] = []
         for key, value in node.items():
@@ -80,7 +80,7 @@ def _misfits(schema: object) -> Iterator[Misfit]:
 
 
 def _inner(key: str, value: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield the schemas that a keyword with a value of its form has, and where."""
+    """Yield the schemas in a well-formed keyword's value, each with its path there."""
     if key in BY_NAME:
         yield from (((name,), x) for name, x in value.items())
     elif key in _ONE and not isinstance(value, list):
@@ -117,7 +117,7 @@ def _of_latest_draft(node: Json) -> Json:
         for key, value in node.items()
         if not (names and key == "items" and "prefixItems" in node)
     }
-    for bound, exclusive in _EXCLUSIVE.items():  # true or false, up to the fourth draft
+    for bound, exclusive in _EXCLUSIVE.items():  # booleans, in drafts up to the fourth
         if isinstance(excluded := made.get(exclusive), bool):
             del made[exclusive]
             if excluded and bound in made:
@@ -126,13 +126,13 @@ def _of_latest_draft(node: Json) -> Json:
 
 
 def _newer_names(node: Json) -> dict[str, str]:
-    """Return the latest draft's names of keywords that had another meaning beside such a list."""
+    """Return the latest draft's names of keywords, if ``items`` is a list as in older drafts."""
     is_tuple = isinstance(node.get("items"), list)
     return {"items": "prefixItems", "additionalItems": "items"} if is_tuple else {}
 
 
 def _moved(ref: str, root: Json) -> str:
-    """Return a ``$ref`` as it leads to the same schema of a root in the latest draft's form."""
+    """Return a ``$ref`` that leads to the same schema once ``root`` is rewritten."""
     steps = ref.split("/")
     place: Any = root
     i = 1
@@ -149,7 +149,7 @@ def _moved(ref: str, root: Json) -> str:
 
 
 def _fits(key: str, value: object, node: Json) -> bool:
-    """Say whether a keyword has a value of its form, in one draft's way to write tuples."""
+    """Return whether a keyword's value is well-formed; ``items`` must not mix two drafts."""
     if key == "items" and isinstance(value, list) and "prefixItems" in node:
         return False
     return key not in _FORMS or _FORMS[key](value)
@@ -197,7 +197,7 @@ _ONE: Final = ("items", "additionalProperties", "additionalItems", "unevaluatedP
     "else",
 )
 _SIZES: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MAX_SIZE: Final = 2**31  # xgrammar takes no larger ones, llguidance up to twice as large
+_MAX_SIZE: Final = 2**31  # xgrammar's limit; llguidance's is twice as large
 _FORMS: Final[dict[str, Callable[[object], bool]]] = {
     **dict.fromkeys(BY_NAME, _is(dict)),
     **dict.fromkeys(LISTED, _is_list),
@@ -209,7 +209,7 @@ _FORMS: Final[dict[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("pattern", "format", "$ref"), _is(str)),
     **dict.fromkeys(_SIZES, _is_size),
     **dict.fromkeys(("minimum", "maximum"), _is_number),
-    # True or false, in the drafts up to the fourth.
+    # In drafts up to the fourth, these are booleans.
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _is(int, float)),
     "multipleOf": _is_divisor,
 }  # fmt: skip

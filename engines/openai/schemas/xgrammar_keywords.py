@@ -1,7 +1,7 @@
-"""Keywords that xgrammar, by which vLLM holds calls to schemas, reads in another way.
+"""Keywords that xgrammar, which enforces the schemas of calls on vLLM, reads differently.
 
-Some it takes and does not enforce; some it refuses, or closes what the schema leaves open. Each was
-measured with xgrammar 0.2.8.
+It accepts some without enforcing them, refuses some, and for some forbids values that the schema
+allows. All this was found by trying xgrammar 0.2.8.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from engines.openai.messages import Json
 
-LENGTHS: Final = frozenset({"minLength", "maxLength"})  # each takes up to two seconds of a core
+LENGTHS: Final = frozenset({"minLength", "maxLength"})  # each takes up to two CPU seconds
 _OF_TEXTS: Final = frozenset({"pattern", "format"})
 _OF_NUMBERS: Final = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -22,13 +22,13 @@ _FORGOTTEN: Final = frozenset(
     | {"$comment", "$schema"}
 )
 _BOUNDS: Final = _OF_NUMBERS - {"multipleOf"}
-# Not read beside a ``$ref`` or choices.
+# Keywords that are ignored beside a ``$ref`` or choices.
 BESIDE: Final = frozenset(
     {"enum", "const", "items", "minItems", "maxItems", "prefixItems", "properties", "required"}
     | {"additionalProperties", "patternProperties", "minProperties", "maxProperties"}
     | {*_OF_TEXTS, *_OF_NUMBERS}
 )
-# The keyword that is read first, and the others that are not read beside it.
+# A keyword, and those that are ignored beside it; the first one found counts.
 _FIRST: Final = {
     "const": _OF_TEXTS | _OF_NUMBERS | {"enum"},
     "enum": _OF_TEXTS | _OF_NUMBERS,
@@ -46,7 +46,7 @@ _KINDS: Final[dict[str, tuple[type, ...]]] = {
 }
 
 
-_WHOLE: Final = {  # of an integer's bound: the whole number that says the same
+_WHOLE: Final = {  # rounds a fractional bound of an integer to the equivalent integer
     "minimum": math.ceil,
     "exclusiveMaximum": math.ceil,
     "maximum": math.floor,
@@ -55,9 +55,10 @@ _WHOLE: Final = {  # of an integer's bound: the whole number that says the same
 
 
 def written_out(node: Json) -> Json:
-    """Return one schema, completed where xgrammar would close it or refuse it.
+    """Return one schema, completed where xgrammar would refuse it or forbid allowed values.
 
-    Otherwise a list with bounds has no items, and an object with needed names none of these.
+    Otherwise xgrammar would allow no items in a list with bounds, and no required properties in an
+    object that does not define them.
     """
     made = _merged(node)
     first = made.get("prefixItems")
@@ -82,7 +83,7 @@ def written_out(node: Json) -> Json:
 
 
 def _merged(node: Json) -> Json:
-    """Return a schema with the one part of its ``allOf`` in itself, if no keyword is in both."""
+    """Return a schema merged with the only branch of its ``allOf``, if no keywords conflict."""
     parts = node.get("allOf")
     part = parts[0] if isinstance(parts, list) and len(parts) == 1 else None
     beside = {key: value for key, value in node.items() if key != "allOf"}
@@ -108,7 +109,7 @@ def _open(made: Json) -> None:
 
 
 def ignored_in_calls(node: Json) -> Iterator[str]:
-    """Yield the keywords of one schema that are not enforced, or beside which others are not."""
+    """Yield the keywords of one schema that xgrammar ignores, or that make it ignore others."""
     parts = node.get("allOf")
     if isinstance(parts, list) and (len(parts) > 1 or BESIDE & node.keys()):
         yield "allOf"
@@ -131,26 +132,25 @@ def ignored_in_calls(node: Json) -> Iterator[str]:
 
 
 def _all_say(parts: object, kind: object) -> bool:
-    """Say whether all parts of a schema have its type, beside which it is not read."""
+    """Return whether all branches restrict values to ``kind``, which is ignored beside them."""
     if kind is None or not isinstance(parts, list):
         return True
     return all(isinstance(x, dict) and _says(x, kind) for x in parts)
 
 
 def _says(part: Json, kind: object) -> bool:
-    """Say whether all values of a part have a type, as far as can be seen."""
+    """Return whether a branch certainly restricts its values to a type."""
     values = [part["const"]] if "const" in part else part.get("enum")
     if isinstance(values, list):
         return all(_fits(x, kind) for x in values)
     types, kinds = (x if isinstance(x, list) else [x] for x in (part.get("type"), kind))
-    return "$ref" in part or all(x in kinds for x in types)  # a ref's schema has its own
+    return "$ref" in part or all(x in kinds for x in types)  # the ref's target has its own type
 
 
 def conflates(nodes: Iterable[Json]) -> bool:
-    """Say whether xgrammar may take two schemas of these for one.
+    """Return whether xgrammar may confuse two of these schemas.
 
-    It forgets names of properties that are names of annotations, too, where it looks whether it
-    has compiled a schema before.
+    Its cache key leaves out annotations, and by mistake also properties with names of annotations.
     """
     for node in nodes:
         values = [node.get("const"), *_listed(node.get("enum"))]

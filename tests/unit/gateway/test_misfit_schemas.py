@@ -50,7 +50,7 @@ async def test_what_is_no_schema_is_left_out_and_named(path, asked, field, choic
     assert strict.status == (200 if choice == "none" else 400)
     if choice != "none":
         said = strict.json["error"]["message"]
-        assert said.startswith(field) and "'bar' is no JSON schema" in said
+        assert said.startswith(field) and "'bar' is not a JSON schema" in said
 
 
 COUNTS = [

@@ -134,7 +134,7 @@ def test_the_refusal_says_where() -> None:
         known(tools(of({"anyOf": [of("bar")]}), strict=True))
     assert refusal.value.message == (
         "tools[0].function.parameters: Invalid schema for function 'f': in context=('properties',"
-        " 'a', 'anyOf', '0', 'properties', 'a'), 'bar' is no JSON schema, which strict does not"
+        " 'a', 'anyOf', '0', 'properties', 'a'), 'bar' is not a JSON schema, which strict does not"
         " permit: mend it, or set strict to false"
     )
     with pytest.raises(InvalidRequest, match=r"in context=\('properties', 'a'\), 'type' cannot be"):
