@@ -55,7 +55,10 @@ _KEPT: Final[Mapping[KeptReason, tuple[str, str]]] = {
     "pinned": ("session_pinned", "it is pinned; unpin it first"),
     "no-cold-copy": ("no_cold_copy", "it could not be saved, so it would be lost"),
     "disabled": ("hibernation_disabled", "this engine serves without hibernation"),
-    "no-room": ("tier_refused", "that tier did not take all of it"),
+    "no-room": (
+        "tier_refused",
+        "that tier is off or did not take all of it, or a session that begins the same keeps it",
+    ),
 }
 
 

@@ -45,7 +45,7 @@ def print_json(content: Any) -> None:
     text = msgspec.json.format(msgspec.json.encode(content)).decode()
     if not text.isascii():  # others of JSON's control characters are escaped
         text = "".join(x if x.isprintable() or x == "\n" else json.dumps(x)[1:-1] for x in text)
-    sys.stdout.write(text + "\n")
+    print(text)
 
 
 def print_table(

@@ -7,9 +7,11 @@ one that could not be carried out.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -231,8 +233,16 @@ app.command(no_args_is_help=True)(connect)
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may lack some of our characters
     try:
         app()
     except LaunchError as error:
         say(f"error: {error}", error=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        say(f"error: the output cannot be written: {error.strerror}", error=True)
+        sys.exit(1)

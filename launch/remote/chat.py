@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
@@ -248,6 +249,10 @@ async def _http() -> aiohttp.ClientSession:
 
 def reader() -> Callable[[], str | None]:
     """A function that reads the next line; None at the end of input."""
+    if sys.stdin is None:  # closed by who has started this
+        return lambda: None
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     if not sys.stdin.isatty():
         return lambda: sys.stdin.readline(MOST_CHARACTERS) or None
     with contextlib.suppress(ImportError):  # a Python without it still reads lines
@@ -272,7 +277,7 @@ def _loop(
         except KeyboardInterrupt:  # at the prompt it means: leave
             line = None
         if line is None:
-            return failed if not sys.stdin.isatty() else 0
+            return 0 if sys.stdin and sys.stdin.isatty() else failed
         try:
             failed |= runner.run(_line(line.strip(), talk, screen))
         except KeyboardInterrupt:
@@ -285,10 +290,20 @@ def _loop(
             failed = 1
 
 
+def _is_text(line: str) -> bool:
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # bytes that the reader could not decode
+        return False
+    return True
+
+
 async def _line(line: str, talk: Talk, screen: Screen) -> int:
     """Take one line; 1 if its turn failed."""
     if not line:
         return 0
+    if not _is_text(line):
+        raise LaunchError(f"this line is not text in {sys.stdin.encoding}, and was not sent")
     if line.startswith("/") and not line.startswith("//"):
         await obey(line, talk, screen)
         return 0

@@ -259,6 +259,8 @@ class Remote:
         self, method: str, session_id: str, verb: str = "", body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Ask about one session; a refusal names it, since a command may name several."""
+        if session_id in ("", ".", ".."):  # of a path they would name the list
+            raise UsageError(f"{session_id!r} is no session's id")
         path = f"/v1/sessions/{quote(session_id, safe='')}{verb}?{self._model}"
         return self._ask(method, path, body, f"{session_id}: ")
 

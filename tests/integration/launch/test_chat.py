@@ -78,6 +78,37 @@ def test_a_failure_is_reported_and_ends_in_an_exit_code(stack):
 
 
 @pytest.mark.slow
+def test_a_terminal_of_another_encoding(stack):
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    said = {
+        "input": "Gr\u00fc\u00dfe\nHello\n",
+        "env": variables,
+        "encoding": "latin-1",
+        "timeout": 60,
+    }
+    ran = program(*COMMAND, "--url", stack.url, **said)
+    assert (ran.returncode, ran.stdout) == (1, "You said: Hello\n")
+    assert "error: this line is not text in ascii, and was not sent" in ran.stderr
+    assert "miss ? 0 of 2 tokens reused" in ran.stderr
+
+
+@pytest.mark.slow
+def test_streams_that_are_closed_or_full(stack):
+    thermocline = f"{sys.executable} -m launch"
+    for words, code, said in (
+        (f"chat --url {stack.url} <&-", 0, "/help lists commands"),
+        (f"sessions --url {stack.url} --json >&-", 0, ""),
+        ("keys new bob >/dev/full", 1, "error: the output cannot be written: No space left"),
+    ):
+        ran = program("bash", "-c", f"{thermocline} {words}", timeout=60)
+        assert (ran.returncode, said in ran.stderr, "Traceback" in ran.stderr) == (
+            code,
+            True,
+            False,
+        )
+
+
+@pytest.mark.slow
 def test_a_chat_at_a_terminal(stack):
     screen = Terminal(*COMMAND, "--url", stack.url, "--session", "shown")
     for typed, words in (

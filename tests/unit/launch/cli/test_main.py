@@ -72,6 +72,8 @@ def test_config_shows_values_and_where_they_come_from(run, monkeypatch):
         (["keys", "new", "#bob"], 2, "'#bob' cannot be a tenant's name"),
         (["sessions", "list", "--url", "http://127.0.0.1:1"], 1, "does not answer"),
         (["sessions", "demote", "a", "--tier", "tape"], 2, "there is no tier 'tape'"),
+        (["sessions", "forget", ""], 2, "'' is no session's id"),
+        (["sessions", "show", "."], 2, "'.' is no session's id"),
         (["plan", "--model", "nope"], 2, "'nope' is no model"),
         (["plan", "--model", "no-one-1/not-here"], 1, "not on this machine yet"),
     ],
