@@ -210,15 +210,12 @@ async def _prepared(
 
 
 def _fit(raw: Json, model: ServedModel, config: GatewayConfig, asked: CheckedRequest) -> bool:
-    """Adapt a checked body, in place, to its engine; return whether to hide the answer's text.
-
-    The text is hidden for ``max_tokens: 0`` on vLLM, which refuses that: it is asked for one token.
-    """
+    """Adapt a checked body, in place, to its engine; return whether to hide the answer's text."""
     raw["model"] = served_name(model, config, asked.model)
     if config.keep_reasoning and "messages" in raw:
         keep_reasoning(raw, model.served.template)
     _normalize(raw, model.served.max_context, _usual_length(config, asked.task_session))
-    return model.served.engine == "vllm" and _have_one_token_made(raw)
+    return model.served.engine == "vllm" and _fit_vllm(raw)
 
 
 async def _session_for(
@@ -347,14 +344,17 @@ def _have_usage_sent(raw: Json) -> bool:
     return True
 
 
-def _have_one_token_made(raw: Json) -> bool:
-    """Change a chat's limit of 0 tokens to 1; return whether that was needed."""
-    if "messages" not in raw or not any(raw.get(name) == 0 for name in LIMITS):
-        return False
-    for name in LIMITS:
-        if name in raw:
-            raw[name] = 1
-    return True
+def _fit_vllm(raw: Json) -> bool:
+    """Rewrite, in place, what vLLM refuses; return whether to hide the answer's text.
+
+    A chat's limit of 0 tokens becomes 1, and the text is hidden. Several greedy answers are drawn
+    from the most likely token only.
+    """
+    if raw.get("temperature") == 0 and (raw.get("n") or 1) > 1:
+        raw |= {"temperature": 1, "top_k": 1}
+    is_silent = "messages" in raw and any(raw.get(name) == 0 for name in LIMITS)
+    raw |= {name: 1 for name in LIMITS if is_silent and name in raw}
+    return is_silent
 
 
 def served_name(model: ServedModel, config: GatewayConfig, asked: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 
@@ -34,6 +35,9 @@ EVENT_STREAM = "text/event-stream"
 SLICE_BYTES = 64 << 10  # of a whole answer; about as much as a connection buffers
 Headers = Iterable[tuple[bytes, bytes]]
 _TOO_LONG = "maximum context length"  # in vLLM's message for a prompt that exceeds the context
+# A field and what is wrong with it, in the list of pydantic's errors that vLLM answers with.
+_INVALID = re.compile(r"""'loc': '(?:body\.)?([^']+)', 'msg': (['"])(.*?)\2""")
+_INDEX = re.compile(r"\.(\d+)")
 # The engine's headers that are passed on; no others.
 _PASSED_ON = ("content-type", CACHE_HEADER)
 # Headers of each event stream, without which some proxies would buffer it to its end.
@@ -157,6 +161,9 @@ def engine_failure(status: int, body: bytes) -> Failure:
 
 def _failure_from(status: int, error: Json) -> Failure:
     param, code, message = error.get("param"), error.get("code"), str(error.get("message", ""))
+    if found := _INVALID.findall(message):
+        param = _INDEX.sub(r"[\1]", found[0][0])
+        message = f"{param}: {'; '.join(dict.fromkeys(x[2] for x in found))}"
     if status == 400 and not isinstance(code, str) and _TOO_LONG in message:
         param, code = "messages", "context_length_exceeded"  # vLLM names neither
     if status == 500 and not isinstance(code, str):

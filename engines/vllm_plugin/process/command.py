@@ -162,6 +162,7 @@ def default_environment(
         # reserved, as without a connector, unless only one would then be left for the model.
         "VLLM_CPU_NUM_OF_RESERVED_CPU": str(ranks if cores > 2 * ranks else 0),
         "VLLM_XGRAMMAR_CACHE_MB": str(GRAMMAR_CACHE_MIB),
+        "VLLM_MAX_STOP_STRINGS": "16",  # the most that ``openai.requests.StopList`` allows
     }
     if _is_eager(worker.engine.vllm, cpu):
         # Where no model is compiled, a few small functions are, by the first request for

@@ -83,3 +83,28 @@ def test_an_engines_error_message_is_for_the_log_only(caplog: pytest.LogCaptureF
 def test_an_engines_odd_fields_are_not_passed_on() -> None:
     failure = engine_failure(400, b'{"error": {"message": 5, "param": {}, "code": [1]}}')
     assert failure == Failure(400, "5", None, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "message"),
+    [
+        (
+            "2 validation errors:\n  {'type': 'string_type', 'loc': 'body.stop', 'msg': 'Input"
+            " should be a valid string', 'input': '<list of 5 items>'}\n  {'type': 'too_long',"
+            " 'loc': 'body.stop', 'msg': 'List should have at most 4 items', 'input': '<list>'}",
+            "stop",
+            "stop: Input should be a valid string; List should have at most 4 items",
+        ),
+        (
+            "1 validation error:\n  {'type': 'int_parsing', 'loc': 'body.stop_token_ids.0', 'msg':"
+            " \"It's no integer\", 'input': 'a'}",
+            "stop_token_ids[0]",
+            "stop_token_ids[0]: It's no integer",
+        ),
+        ("top_k must be 0, -1 or more", "top_k", "top_k must be 0, -1 or more"),
+    ],
+)
+def test_vllms_list_of_errors_becomes_a_sentence(said: str, param: str, message: str) -> None:
+    body = json.dumps({"error": {"message": said, "param": param, "code": 400}})
+    found = engine_failure(400, body.encode())
+    assert (found.status, found.message, found.param) == (400, message, param)

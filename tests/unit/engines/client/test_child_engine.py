@@ -8,6 +8,7 @@ import stat
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from engines.config import EngineConfig, VllmConfig, WorkerConfig
 from engines.fake_worker.fake_sessions import FakeSessions
 from engines.host.control_server import ControlServer
 from engines.http import with_session
+from engines.openai.requests import StopList
 from engines.vllm_environment.environment import inspect_environment
 from engines.vllm_plugin.config import BadSettings, settings_from, write_settings
 from engines.vllm_plugin.process.command import (
@@ -141,6 +143,7 @@ def test_the_model_gets_the_cores_that_it_has_without_a_connector(tmp_path, core
     settings = worker(tmp_path, vllm=VllmConfig(tensor_parallel=ranks))
     env = default_environment(settings, cpu=True, cores=cores, memory_nodes=ranks)
     assert env == {**env, "VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved)}
+    assert int(env["VLLM_MAX_STOP_STRINGS"]) == get_args(StopList)[1].max_length
     assert "VLLM_CPU_OMP_THREADS_BIND" not in env
 
 

@@ -142,3 +142,22 @@ async def test_other_engines_and_other_chats_are_left_alone() -> None:
     for app, limit in ((app_of("application/json", body, WELCOME), 0), (app_of("a", body), 1)):
         assert (await app.chat(max_tokens=limit)).body == body
         assert app.engine.asked[0].body["max_tokens"] == limit
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "sent"),
+    [
+        ("vllm", {"n": 2, "temperature": 0}, {"temperature": 1, "top_k": 1}),
+        ("vllm", {"n": 1, "temperature": 0}, {"temperature": 0, "top_k": None}),
+        ("vllm", {"n": 2, "temperature": 0.5}, {"temperature": 0.5, "top_k": None}),
+        ("mlx", {"n": 2, "temperature": 0}, {"temperature": 0, "top_k": None}),
+    ],
+)
+async def test_several_greedy_answers_are_asked_of_vllm_in_a_way_that_it_takes(
+    engine: str, asked: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    welcome = msgspec.structs.replace(WELCOME, engine=engine)
+    app = app_of("application/json", json.dumps(WHOLE).encode(), welcome)
+    assert (await app.chat(**asked)).status == 200
+    body = app.engine.asked[0].body
+    assert {name: body.get(name) for name in sent} == sent
