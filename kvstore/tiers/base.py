@@ -1,12 +1,12 @@
 """The protocol between the store and a place that stores blobs.
 
-A tier keeps immutable blobs, none of them empty, by key inside a byte budget. It does not know
-sessions, only the place of a blob in a chain: the store says after which key it comes. A chain is
-evicted from its end, and a beginning that many sessions share last (``return_order``).
+A tier keeps immutable, non-empty blobs by key inside a byte budget. It does not know sessions. It
+only knows the place of a blob in its chain, since the store passes the key before it. A chain is
+evicted from its end, and a beginning that many sessions share goes last (``return_order``).
 
-Methods are synchronous and thread-safe; the store calls them from its own threads. Everything
-here may fail, and every failure is a miss. A blob that is handed in is copied before the call
-returns; one that is handed out must not be changed.
+Methods are synchronous and thread-safe; the store calls them from its own threads. Any call may
+fail, and the store treats a failure as a miss. A tier copies a blob that it is given before the
+call returns; the caller must not change a blob that a tier returns.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import msgspec
 
 from kvstore.session import TIERS, TenantLimits, TierName
 
-# "budget": there was no space for it. "limit": its tenant may hold no more.
+# "budget": the tier needed the space. "limit": the tenant held more than it may.
 EvictionCause: TypeAlias = Literal["budget", "limit"]
 Blob = bytes | bytearray | memoryview
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """The numbers of one tier at one moment. Counters only grow.
+    """The statistics of one tier at one moment. ``evictions`` and ``errors`` only grow.
 
-    Those of a shared server are the server's own, with all that others keep there.
+    For a shared server they are the server's numbers, which count the data of all its clients.
     """
 
     name: TierName
@@ -37,12 +37,15 @@ class TierStats(msgspec.Struct, frozen=True):
     evictions: int
     errors: int
     available: bool  # it answers; False until the first answer and while a breaker is open
-    trouble: str = ""  # why the medium may hold too much, or refuse to store
-    profile_bytes: int = 0  # of these, the learned tables of codecs
+    trouble: str = ""  # why the medium may hold too much, or refuse to store; "" = no trouble
+    profile_bytes: int = 0  # the part of ``nbytes`` that profiles of codecs take
 
     @classmethod
     def joined(cls, tiers: Sequence[TierStats], *, available: bool) -> TierStats:
-        """Add up the numbers of one tier in several places; a shared server's are the same."""
+        """Return the statistics of one kind of tier in several engines together.
+
+        They are added up, except those of a shared server, which every engine reports alike.
+        """
         joins = max if TIERS[tiers[0].name].is_shared else sum
         names = ("nbytes", "capacity_bytes", "num_blobs", "evictions", "profile_bytes")
         joint = {name: joins(getattr(x, name) for x in tiers) for name in names}
@@ -54,7 +57,7 @@ class TierStats(msgspec.Struct, frozen=True):
 class Tier(Protocol):
     """Immutable blobs by key inside a bound; every method may be called on any thread.
 
-    A shared server has its own bound and order of eviction: it knows neither pins nor tenants.
+    A shared server has its own bound and eviction policy: it knows neither pins nor tenants.
     """
 
     @property
@@ -63,10 +66,13 @@ class Tier(Protocol):
 
     @property
     def owed_file(self) -> Path | None:
-        """The file for deletions that wait until this tier answers; None: they end with us."""
+        """The file for deletions that wait until this tier answers.
+
+        None: they are lost when the process ends.
+        """
 
     def get_many(self, keys: Sequence[bytes]) -> list[Blob | None]:
-        """Return one blob per key, ``None`` for a miss. Does not touch.
+        """Return one blob per key, ``None`` for a miss. Does not count as a use (``touch``).
 
         Raises:
             TierUnavailable: nothing could be read (not for a plain miss).
@@ -75,13 +81,15 @@ class Tier(Protocol):
     def put_many(
         self, items: Sequence[tuple[bytes, Blob]], owner: str = "", after: bytes = b""
     ) -> int:
-        """Keep these blobs of one chain, evicting others; return how many of the keys are now held.
+        """Store blobs of one chain, evicting others; return how many of the keys are now held.
 
-        A key that exists keeps its blob. Each blob is written whole or not at all. The first one
-        that does not fit beside those before it in its chain is refused, with all after it. Never
-        raises for lack of space.
+        A key that exists keeps its blob. Each blob is written whole or not at all. The first blob
+        that does not fit beside those before it in its chain is refused, and so are all after it.
+        Never raises for lack of space.
 
         Args:
+            items: keys and blobs, in the order of the chain.
+            owner: the tenant to whose limit they count; "" = not known.
             after: the key before them in the chain. If it is not held, they are refused, since
                 nothing can be restored beyond a hole; b"" = they are its beginning.
 
@@ -90,19 +98,19 @@ class Tier(Protocol):
         """
 
     def replace(self, key: bytes, blob: Blob, owner: str = "", after: bytes = b"") -> bool:
-        """Keep a blob in place of the key's older one (records); False if refused.
+        """Store a blob in place of the key's older one; return False if it is refused.
 
         After a refusal the older blob may still exist, as the next to be evicted.
 
         Args:
-            after: for a record, the last key of its session's chain, with which it stays.
+            after: for a record, the last key of its session's chain, with which it is evicted.
 
         Raises:
             TierUnavailable: nothing could be written.
         """
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is held now; a hint, a blob may vanish right after.
+        """Return for each key whether it is held now. A blob may be evicted right after.
 
         Raises:
             TierUnavailable: a server did not answer.
@@ -116,59 +124,61 @@ class Tier(Protocol):
         """
 
     def own(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Assign blobs without an owner to theirs; absent ones are ignored.
+        """Assign blobs that have no owner to a tenant; absent keys are ignored.
 
-        Those that an earlier life left here come session by session, the longest unused first, each
-        in the order of its chain.
+        After a restart the store calls this for each session, the longest unused first, with its
+        keys in the order of the chain.
         """
 
     def limit_tenants(self, limits: TenantLimits) -> dict[str, int] | None:
-        """Hold tenants to these limits from now on; return the bytes of each that has one.
+        """Set the limits of tenants from now on; return the bytes of each tenant that has one.
 
-        A tenant beyond its limit loses its least recent blobs now, pinned ones last. None: what
-        tenants hold here is not known, and nothing was done.
+        A tenant beyond its limit loses its least recent blobs now, pinned ones last. Returns None,
+        and does nothing, if the tier does not know the bytes of tenants.
 
         Raises:
             TierUnavailable: the limits are set, but blobs beyond them may still exist.
         """
 
     def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
-        """Mark a chain as just restored, or else as just saved; a turn that does both is one use.
+        """Mark a chain as just used. A restore and the save after it count as one use.
 
-        ``keys``: its record, if it has one, then all of the chain in its order.
+        Args:
+            keys: the record's key, if there is a record, then all keys of the chain in order.
+            restored: whether the chain was restored; otherwise it was saved.
         """
 
     def pin(self, key: bytes, pinned: bool) -> None:
-        """Evict the session of this record, or this single blob, only when nothing else is left.
+        """Pin a session, by its record's key, or another blob: it is evicted last. Or unpin it.
 
-        Or end that. A key without a blob is remembered, for a blob that comes later.
+        The pin of a key that is not held is remembered for a later blob.
         """
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
-        """Remove blobs; return how many there were.
+        """Delete blobs; return how many of the keys were held.
 
         Raises:
             TierUnavailable: they may still exist.
         """
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, Blob]]:
-        """Yield keys that start with ``prefix`` and their blobs, in key order; for records only.
+        """Yield keys that start with ``prefix`` and their blobs, in key order. Only for records.
 
         Raises:
             TierUnavailable: the rest cannot be listed or read.
         """
 
     def why_evicted(self, keys: Sequence[bytes]) -> list[EvictionCause | None]:
-        """Return for each key why this process evicted it; None: it did not, or too long ago."""
+        """Return for each key why this process evicted it; None: it did not, or long ago."""
 
     def stats(self) -> TierStats:
-        """Return the present numbers. Never raises, never waits for the medium."""
+        """Return the current statistics. Never raises, never waits for the medium."""
 
     def flush(self) -> None:
-        """Return when everything accepted so far is as safe as it will get.
+        """Wait until everything accepted so far is as durable as the medium makes it.
 
         Raises:
-            TierUnavailable: it could not be made so.
+            TierUnavailable: the medium failed.
         """
 
     def close(self) -> None:

@@ -2,14 +2,15 @@
 
     owner.lock    held with flock while the tier is open; the kernel drops it with the process
     data.mdb      the LMDB file; lock.mdb is its reader table
-    closed        written at a clean close: size and time of data.mdb then
+    closed        written at a clean close: size and modification time of data.mdb then
 
 LMDB trusts its file: a wrong page number in a damaged tree, or a file that ends too early, is not
-an error there but an abort or a SIGBUS of the whole engine. So a file that we did not close with
-exactly its present size and time is first walked by py-lmdb's own verifier, which uses plain reads
-and trusts nothing (about 0.5 s per GB). A file that fails is deleted, as is one that another
-release laid out, and the tier starts empty; another program's file is left alone, and the folder
-not used. The verifier cannot check the blobs; the store verifies their checksums on every read.
+reported as an error but aborts the engine or ends it with SIGBUS. So a file whose size and time
+differ from those in ``closed`` is first checked by py-lmdb's verifier, which uses plain reads and
+trusts nothing (about 0.5 s per GB). A file that fails is deleted, and so is one in the layout of
+another release; the tier then starts empty. A file of another program is left alone, and the folder
+is not used. The verifier does not check the blobs; the store verifies their checksums on every
+read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _DAMAGED = (
     lmdb.InvalidError,
     lmdb.PageNotFoundError,
 )
-SPARE_MAP_BYTES = 64 << 20  # deletions need new pages, too
+SPARE_MAP_BYTES = 64 << 20  # for deletions from a file that is too long: they need new pages, too
 _OURS = re.compile(rb"(index|pieces)\.\d+")  # databases of any release
 
 
@@ -84,7 +85,7 @@ class DiskFolder:
         return fd
 
     def open(self, map_bytes: int) -> lmdb.Environment:
-        """Open the database, verified; a new one if the existing one cannot be trusted.
+        """Open the database after verifying it, or a new one if the file is damaged.
 
         A file longer than ``map_bytes`` (the budget was lowered) gets a map that holds it, so that
         the tier can evict and then call ``compact``.
@@ -95,7 +96,7 @@ class DiskFolder:
         if self.data.is_symlink():
             raise TierUnavailable(f"{self.data} is a symbolic link; remove it to use this folder")
         shutil.rmtree(self.path / "compact", ignore_errors=True)
-        # The reader table of a dead process; only this process can have a live one.
+        # It is the reader table of a process that has ended, since only this one owns the folder.
         (self.path / "lock.mdb").unlink(missing_ok=True)
         if damage := self._damage():
             self._discard(damage)
@@ -129,9 +130,9 @@ class DiskFolder:
                 names = [name for name, _ in txn.cursor()]
             strange = [name for name in names if name not in DATABASES]
             if strange and all(map(_OURS.fullmatch, strange)):
-                raise lmdb.InvalidError("another release laid it out")
+                raise lmdb.InvalidError("it has the layout of another release")
             if strange and (len(strange) < len(names) or self._verify()):
-                raise lmdb.InvalidError(f"a database of it has the name {strange[0]!r}")
+                raise lmdb.InvalidError(f"it has an unknown database {strange[0]!r}")
             if strange:  # a whole file without any database of ours
                 raise TierUnavailable(
                     f"{self.data} is another program's: it holds {strange[0]!r}; choose another "
@@ -143,16 +144,16 @@ class DiskFolder:
         return env
 
     def _damage(self) -> str:
-        """Return why data.mdb must not be opened; empty if it may."""
+        """Return why data.mdb must not be opened; "" if it may be."""
         if not self.data.exists() or self._size_and_time_at_close() == self._size_and_time():
             return ""
         return self._verify()
 
     def _damage_of(self, error: lmdb.Error) -> str:
-        """Return the damage that caused an error, regardless of the file's time.
+        """Return the damage to the file that caused an error.
 
         Raises:
-            lmdb.Error: the file is whole; the disk or the memory may be full.
+            lmdb.Error: the file is undamaged; the disk or the memory may be full.
         """
         if isinstance(error, _DAMAGED):
             return str(error)
@@ -161,13 +162,14 @@ class DiskFolder:
         raise error
 
     def _verify(self) -> str:
+        """Return the first problem that the verifier finds in data.mdb; "" if there is none."""
         started = time.monotonic()
         try:
             problems: list[str] = verify_pages(str(self.path))  # type: ignore[no-untyped-call]
         except VerifyError as error:
             return str(error)
         except OSError as error:
-            if error.errno == errno.EIO:  # the medium's fault; all others may be temporary
+            if error.errno == errno.EIO:  # the disk is faulty; other errors may be temporary
                 return str(error)
             raise TierUnavailable(f"the disk tier cannot read {self.data}: {error}") from error
         elapsed_s = time.monotonic() - started
@@ -184,10 +186,10 @@ class DiskFolder:
     def start_over_if_damaged(
         self, env: lmdb.Environment, map_bytes: int, error: lmdb.Error
     ) -> lmdb.Environment:
-        """Close ``env``, and open an empty file if ``error`` comes from damage to the present one.
+        """Close ``env``, and open an empty file if damage to the present one caused ``error``.
 
         Raises:
-            lmdb.Error: ``error``; the file is whole.
+            lmdb.Error: ``error`` itself, since the file is undamaged.
         """
         env.close()
         return self.start_over(env, map_bytes, why=self._damage_of(error))
@@ -202,7 +204,7 @@ class DiskFolder:
         """Close ``env``, rewrite its file without free pages, and open the new file.
 
         LMDB files never shrink by themselves. If the new file exceeds ``map_bytes`` or cannot be
-        written (perhaps because the disk is full), an empty one is opened instead: the limit holds.
+        written (perhaps because the disk is full), an empty one is opened instead.
         """
         target = self.path / "compact"
         target.mkdir(mode=0o700)
@@ -234,7 +236,7 @@ class DiskFolder:
         """Give up ownership of the folder.
 
         Args:
-            clean: the database was synced and closed without an error.
+            clean: whether the database was synced and closed without an error.
         """
         if clean:
             with contextlib.suppress(OSError):  # a failure costs the next start a verification

@@ -1,25 +1,26 @@
-"""The disk tier: blobs in an LMDB file survive a restart, inside a budget of real file pages.
+"""The disk tier: blobs in an LMDB file, which survive a restart, inside a budget of file pages.
 
-**Crashes.** A kill -9 at any moment loses nothing that was committed; a batch in flight is whole or
-absent. A power cut may lose the last commit (``batch_bytes``), never the file. With each blob lies
-the key before it in its chain, so that after a restart, too, a chain is evicted from its end, and
-when it was written: what a lowered budget has no room for goes in that order. When each was used is
-in the records, which the store reads (``own``).
+**Crashes.** A kill -9 at any moment loses nothing that was committed; the batch that was being
+written is stored completely or not at all. A power cut may lose the last commit (``batch_bytes``),
+never the file. Two facts are stored with each blob: the key before it in its chain, so that a chain
+is evicted from its end after a restart, too, and the time it was written, which is the order of
+eviction if the budget was lowered. When a session was last used is in its record, which the store
+reads at the start (``own``).
 
 **Budget.** ``capacity_bytes`` bounds the live blobs, counted in whole pages. The file also holds
 pages that are free but not reusable yet, and some gaps; it never exceeds ``file_bytes_limit``
-(see ``disk_budget``), because LMDB's map ends there. When a commit meets that end, the tier evicts
-first, lets the pages come free, and tries again, evicting more each time.
+(see ``disk_budget``), because LMDB's memory map ends there. When a commit reaches that end, the
+tier evicts blobs, waits until LMDB can reuse their pages, and tries again, evicting more each time.
 
-**Faults.** A full disk or map: the blobs are refused and the error is counted. Any other error of
-the file system is counted and raised as ``TierUnavailable``. If a tree is found damaged, at the
-start or while in use, the file is deleted and the tier continues empty. A medium error
-*under* the map cannot be turned into a miss: it arrives as SIGBUS and ends the engine, whose next
-start verifies the file.
+**Faults.** If the disk or the map is full, blobs are refused and the error is counted. Any other
+error of the file system is counted and raised as ``TierUnavailable``. If LMDB's tree is found
+damaged, at the start or while in use, the file is deleted and the tier continues empty. A read
+error of the disk under the map cannot be turned into a miss: it arrives as SIGBUS and ends the
+engine, whose next start verifies the file.
 
-Readers never wait for writers. The map is read through the page cache: it shows as shared,
-reclaimable memory of the process, not as its own. Pages of deleted blobs keep their content until
-LMDB uses them again; where that matters, ``store.encrypt`` hides it.
+Readers never wait for writers. The map is read through the page cache, so it counts as shared,
+reclaimable memory of the process. Pages of deleted blobs keep their content until LMDB reuses them;
+``store.encrypt`` hides it.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ from kvstore.tiers.ram_tier import IndexedTier
 from kvstore.tiers.return_order import ReturnOrder, Update, stated_size
 from kvstore.tiers.runs import links_before
 
-MAX_EVICT_RETRIES = 4  # a slow reader keeps pages from coming free; do not evict all for it
+# Bounded, since no eviction helps while a slow reader keeps the pages from being reused.
+MAX_EVICT_RETRIES = 4
 
 
 class DiskTier(IndexedTier[int]):
     """Implements ``base.Tier`` in ``folder``, which belongs to this object alone until ``close``.
 
     Raises:
-        TierUnavailable: the folder is in use by another process, or cannot be used.
+        TierInUse: another process uses the folder.
+        TierUnavailable: the folder cannot be used.
     """
 
     name = "disk"
@@ -62,12 +65,12 @@ class DiskTier(IndexedTier[int]):
         self._monotonic = monotonic
         self._guard = CallGuard()
         self._writing = threading.Lock()  # one writer; always taken before the other lock
-        self._lock = threading.Lock()  # the fields below; held briefly
+        self._lock = threading.Lock()  # for the fields below; held briefly
         self._index = ReturnOrder(capacity_bytes, monotonic, stated_size)
         self._batch_bytes = batch_bytes(capacity_bytes)
-        self._stale: set[bytes] = set()  # keys in the file that the index has no more
+        self._stale: set[bytes] = set()  # keys in the file that are no longer in the index
         self._num_evictions = 0
-        self._places: dict[bytes, bytes] = {}  # by the key of a blob to be written, the one before
+        self._places: dict[bytes, bytes] = {}  # by key of a blob to be written: the link before it
         self._folder = DiskFolder(folder)
         try:
             self._open()
@@ -92,10 +95,10 @@ class DiskTier(IndexedTier[int]):
             raise
 
     def _mend(self) -> None:
-        """Replace the file by an empty one if calls found it damaged and the new one opens."""
+        """Replace the file by an empty one if a call has found it damaged."""
         if not self._guard.damaged:
             return
-        # Calls already inside end first, and some of them have yet to write.
+        # ``mend`` waits for running calls, some of which need ``_writing``: so it is taken second.
         with self._guard.mend() as damaged, self._writing:
             if not damaged:
                 return
@@ -108,7 +111,7 @@ class DiskTier(IndexedTier[int]):
                 self._stale.clear()
 
     def _load(self, limit: int) -> None:
-        """Build the index, and bring the file inside the budget if that was lowered."""
+        """Build the index from the file, and shrink the file if the budget was lowered."""
         self._index = ReturnOrder(self._index.capacity_bytes, self._monotonic, stated_size)
         self._blobs = LmdbBlobs(self._env)
         with self._env.begin(buffers=True) as txn:
@@ -171,7 +174,7 @@ class DiskTier(IndexedTier[int]):
                 nbytes = self._sizes(blobs)[key]
                 self._places = {key: self._index.link_at(after) if after else place}
                 update = self._index.replace(key, nbytes, owner, after)
-            # The replaced blob counts as spared: it goes in the same commit, and was not evicted.
+            # ``blobs`` also keeps the replaced blob from being counted as evicted.
             return self._write(update, blobs) and bool(update.added)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
@@ -188,7 +191,7 @@ class DiskTier(IndexedTier[int]):
             return len(present)
 
     def _place_of(self, key: bytes) -> bytes:
-        """Return the key before a blob, b"" if it has none."""
+        """Return the link before a stored blob in its chain; b"" if there is none."""
         with self._env.begin(buffers=True) as txn:
             entry = self._blobs.entry(txn, key) if key else None
         return entry.after if entry is not None else b""
@@ -197,10 +200,10 @@ class DiskTier(IndexedTier[int]):
         return {key: self._blobs.nbytes(len(blob)) for key, blob in blobs.items()}
 
     def _write(self, update: Update, blobs: Mapping[bytes, memoryview]) -> bool:
-        """Carry out an update of the index, batch by batch; False if something was refused.
+        """Write an update of the index to the file, batch by batch; False if a blob was refused.
 
-        What could not be written leaves the index; what could not be deleted goes with a later
-        commit.
+        Blobs that could not be written are removed from the index. Blobs that could not be deleted
+        are deleted by a later commit.
 
         Raises:
             lmdb.Error: any error except lack of space.
@@ -232,8 +235,8 @@ class DiskTier(IndexedTier[int]):
         """Delete the evicted blobs and write a batch; if the file is too full, evict more.
 
         Args:
-            evicted: blobs to delete; emptied as soon as they are gone.
-            spare: keys that must not be evicted for ``batch``.
+            evicted: keys of blobs to delete; the list is cleared once they are deleted.
+            spare: the blobs of the whole update, which must not be evicted for ``batch``.
         """
         try:
             self._commit_evicted(evicted, batch, spare)
@@ -265,7 +268,7 @@ class DiskTier(IndexedTier[int]):
         evicted.clear()
 
     def _commit(self, gone: Iterable[bytes], new: Mapping[bytes, memoryview]) -> None:
-        """Delete and write, all in one."""
+        """Delete and write blobs in one transaction."""
         with self._env.begin(write=True, buffers=True) as txn:
             for key in {*gone, *self._stale}:
                 self._blobs.delete(txn, key)
@@ -296,7 +299,7 @@ class DiskTier(IndexedTier[int]):
             self._env.sync(True)
 
     def close(self) -> None:
-        """Wait for the calls inside, sync, and release the folder. May be called twice."""
+        """Wait for running calls, sync, and release the folder. May be called twice."""
         if not self._guard.close():
             return
         clean = not self._guard.damaged
@@ -313,7 +316,7 @@ class DiskTier(IndexedTier[int]):
 def _first_batch(
     pending: Sequence[bytes], blobs: Mapping[bytes, memoryview], max_bytes: int
 ) -> dict[bytes, memoryview]:
-    """Return the first of the pending blobs, as many as one commit takes; at least one."""
+    """Return the first pending blobs, as many as one commit takes, and at least one."""
     batch: dict[bytes, memoryview] = {}
     total = 0
     for key in pending:

@@ -1,14 +1,15 @@
-"""The layout of blobs in LMDB: an index entry each, and fragments of 128 KB; its calls guarded.
+"""The layout of blobs in LMDB, one index entry and fragments of 128 KiB each; a guard of its calls.
 
     database ``index.4``    key               -> its entry, see ``BlobEntry``, and a checksum
-    database ``pieces.1``   key, fragment no. -> 128 KB of the blob, the last fragment shorter
+    database ``pieces.1``   key, fragment no. -> 128 KiB of the blob, the last fragment shorter
 
-**Fragments**, because LMDB needs consecutive free pages for a value: with whole blobs of mixed
-sizes the file grew to 1.2 times its live bytes under steady eviction, with fragments of one size to
-1.08, and fragments are also read faster (measured, 512 MB, blobs of 2 KB to 3 MB).
+**Fragments** are used because LMDB needs consecutive free pages for a value. With whole blobs of
+mixed sizes the file grew to 1.2 times its live bytes under steady eviction, with fragments of one
+size to 1.08. Fragments are also read faster (measured with 512 MB, blobs of 2 KB to 3 MB).
 
-**Every fragment owns two pages or more.** LMDB keeps values below half a page inside the pages of
-its tree; short fragments are padded past that, so that their sizes in the file are exact.
+**Every fragment has two pages or more of its own.** LMDB keeps values below half a page inside the
+pages of its tree. Short fragments are padded to more than that, so that the bytes they take in the
+file are known exactly.
 """
 
 from __future__ import annotations
@@ -29,36 +30,36 @@ from crc32c import crc32c
 from kvstore.errors import TierUnavailable
 
 DATABASES = (b"index.4", b"pieces.1")  # the numbers are the versions of these layouts
-FRAGMENT_BYTES = 128 << 10  # of file, header included
-HEADER_BYTES = 16  # LMDB 0.9 data format on 64-bit machines, before a value in its own pages
-# Keys, node headers and the tree's fill grade of about two thirds, for each fragment.
+FRAGMENT_BYTES = 128 << 10  # in the file, header included
+HEADER_BYTES = 16  # before a value in its own pages; LMDB 0.9 data format on 64-bit machines
+# In the tree for each fragment: key and node header, with pages about two thirds full.
 NODE_BYTES = 128
-ENTRY_BYTES = 256  # the same for an index entry, with two keys
+ENTRY_BYTES = 256  # the same for an index entry, which has two keys
 
 MAX_BLOB_BYTES = 1 << 32
-_ENTRY = struct.Struct("<Qd")  # blob length, when it was written; then the key before it
+_ENTRY = struct.Struct("<Qd")  # blob length, time it was written; then the key before it
 _CHECKSUM = struct.Struct("<I")  # crc32c of key and entry
 _FRAGMENT_NUMBER = struct.Struct(">H")  # big-endian: fragments of a blob are neighbours in the tree
 _NO_KEY = b"\0"  # the store's keys are longer
 log = logging.getLogger(__name__)
-# EIO: LMDB's error for a write that a full file system cut short.
+# EIO is LMDB's error for a write that a full file system cut short.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
 class BlobEntry(NamedTuple):
-    """The index entry of one blob: its length, the key before it in its chain, and its time."""
+    """The index entry of one blob."""
 
     length: int
-    after: bytes
-    written_s: float  # by the clock of the machine: a hint in which order to evict
+    after: bytes  # the link before it in its chain; b"" = none
+    written_s: float  # wall-clock seconds; only decides the order of eviction after a restart
 
 
 class LmdbBlobs:
     """Reads and writes blobs inside transactions that the caller opens.
 
     Args:
-        env: opened with space for two databases. Not closed here.
+        env: opened with ``max_dbs`` of at least two; the caller closes it.
     """
 
     def __init__(self, env: lmdb.Environment) -> None:
@@ -67,7 +68,7 @@ class LmdbBlobs:
         self.fragment_payload = FRAGMENT_BYTES - HEADER_BYTES
 
     def nbytes(self, length: int) -> int:
-        """The bytes of the file that a blob of ``length`` bytes takes, tree nodes included."""
+        """Return the bytes of the file that a blob of ``length`` bytes takes, with tree nodes."""
         whole, rest = divmod(length, self.fragment_payload)
         total = whole * FRAGMENT_BYTES + NODE_BYTES * (whole + 1) + ENTRY_BYTES
         if rest or not whole:
@@ -81,7 +82,7 @@ class LmdbBlobs:
         return max(1, -(-length // self.fragment_payload))
 
     def entry(self, txn: lmdb.Transaction[memoryview], key: bytes) -> BlobEntry | None:
-        """Return the index entry of a key, None if there is none.
+        """Return the index entry of a key; None if there is none.
 
         Raises:
             lmdb.CorruptedError: the entry is damaged.
@@ -93,7 +94,7 @@ class LmdbBlobs:
         """Return keys and index entries of all blobs, without reading the blobs.
 
         Raises:
-            lmdb.CorruptedError: an entry is damaged, or the two databases do not fit together.
+            lmdb.CorruptedError: an entry is damaged, or the two databases disagree.
         """
         packed_entries = txn.cursor(db=self._index).iternext()
         found = [(bytes(key), _unpack(bytes(key), bytes(packed))) for key, packed in packed_entries]
@@ -108,9 +109,9 @@ class LmdbBlobs:
         return found
 
     def read(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bytearray | None:
-        """Copy a blob out of the map; None if there is none.
+        """Return a copy of a blob; None if there is none.
 
-        Without the interpreter's lock: a page that is not in memory is read from the disk here.
+        numpy copies without the GIL, since a page that is not in memory is read from the disk here.
 
         Raises:
             lmdb.CorruptedError: there is an entry, but it or a fragment is damaged.
@@ -119,7 +120,7 @@ class LmdbBlobs:
         if entry is None:
             return None
         if entry.length > MAX_BLOB_BYTES:
-            raise lmdb.CorruptedError("an entry of an impossible length")
+            raise lmdb.CorruptedError("an entry states an impossible length")
         blob = bytearray(entry.length)
         out, end = np.frombuffer(blob, np.uint8), 0
         for view in self._views(txn, key, entry.length):
@@ -132,7 +133,12 @@ class LmdbBlobs:
     def write(
         self, txn: lmdb.Transaction[memoryview], key: bytes, blob: memoryview, after: bytes
     ) -> None:
-        """Store a blob whose key is absent; ``blob`` has format ``B`` and is contiguous."""
+        """Write a blob whose key is absent.
+
+        Args:
+            blob: contiguous, of format ``B``.
+            after: the link before it in its chain; b"" = none.
+        """
         step = self.fragment_payload
         for number in range(self._num_fragments(len(blob))):
             fragment = blob[number * step : (number + 1) * step]
@@ -142,7 +148,7 @@ class LmdbBlobs:
         txn.put(key, _pack(key, BlobEntry(len(blob), after, time.time())), db=self._index)
 
     def delete(self, txn: lmdb.Transaction[memoryview], key: bytes) -> bool:
-        """Delete a blob; False if its key is absent."""
+        """Delete a blob; return False if its key is absent."""
         entry = self.entry(txn, key)
         if entry is None:
             return False
@@ -152,14 +158,17 @@ class LmdbBlobs:
         return True
 
     def force_commit(self, txn: lmdb.Transaction[memoryview]) -> None:
-        """Make a commit without changes a real one, so that pages freed earlier are reused."""
+        """Change the tree and change it back, so that LMDB does not skip an empty commit.
+
+        Each commit makes pages reusable that were freed two commits before.
+        """
         txn.put(_NO_KEY, b"", db=self._index)
         txn.delete(_NO_KEY, db=self._index)
 
     def _views(
         self, txn: lmdb.Transaction[memoryview], key: bytes, length: int
     ) -> Iterator[memoryview]:
-        """Yield the fragments as views into the map, without padding; valid inside ``txn``."""
+        """Yield the fragments of a blob without padding: views of the map, valid during ``txn``."""
         for number in range(self._num_fragments(length)):
             view = txn.get(key + _FRAGMENT_NUMBER.pack(number), db=self._fragments)
             if view is not None:
@@ -180,20 +189,20 @@ def _unpack(key: bytes, packed: bytes) -> BlobEntry:
 
 
 def is_want_of_room(error: lmdb.Error) -> bool:
-    """True if an error means that the map or the file system is full."""
+    """Return whether an error means that the map or the file system is full."""
     return isinstance(error, lmdb.MapFullError) or error.code in _NO_ROOM
 
 
 class CallGuard:
-    """Lets calls in until it is closed. Thread-safe.
+    """Lets threads use an LMDB environment until it is closed or found damaged. Thread-safe.
 
-    Closing an LMDB environment unmaps the file; a thread still reading would crash the process,
-    so ``close`` waits until all calls have ended.
+    Closing an LMDB environment unmaps the file, and a thread that still reads would crash the
+    process. So ``close`` and ``mend`` wait until all calls have ended.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = 0
+        self._inside = 0  # running calls
         self._closed = False
         self._damaged = False
         self._mending = False
@@ -206,14 +215,14 @@ class CallGuard:
 
     @property
     def damaged(self) -> bool:
-        """True if a call found the tree damaged; later ones are refused until it is mended."""
+        """True if a call found the tree damaged; calls are refused until the file is replaced."""
         return self._damaged
 
     @contextmanager
     def mend(self) -> Iterator[bool]:
-        """Keep all calls out while a damaged file is replaced.
+        """Keep all calls out while the ``with`` block replaces a damaged file.
 
-        Yields False if there is nothing to mend. If the block raises, the damage remains.
+        Yields False if there is no damage (any more). If the block raises, the damage remains.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._mending)
@@ -232,10 +241,11 @@ class CallGuard:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Guard one use of the LMDB environment; every use must be inside such a call.
+        """Guard one use of the LMDB environment; every use must be in such a ``with`` block.
 
         Raises:
-            TierUnavailable: closed, found damaged earlier, or LMDB or the file system failed now.
+            TierUnavailable: it is closed or damaged, or the block raised an error of LMDB or of
+                the file system.
         """
         self._enter()
         try:
@@ -260,7 +270,7 @@ class CallGuard:
             self._changed.notify_all()
 
     def count(self, error: lmdb.Error | OSError) -> None:
-        """Count an error; the first one, and the first sign of damage, are logged as well."""
+        """Count an error; also log the first one, and the first one that shows damage."""
         with self._changed:
             self._num_errors += 1
             damage = isinstance(error, _DAMAGE) and not self._damaged
@@ -270,7 +280,7 @@ class CallGuard:
             log.warning("disk tier: %s (further errors are only counted)", error)
 
     def close(self) -> bool:
-        """Refuse further calls and wait for those inside; False if it was closed before."""
+        """Refuse further calls and wait for running ones; return False if it was closed before."""
         with self._changed:
             if self._closed:
                 return False

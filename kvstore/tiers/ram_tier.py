@@ -1,8 +1,8 @@
 """The RAM tier: packed blobs in this process's own memory.
 
-Every method is a few dictionary steps per key under one lock; blobs are copied before the lock
-is taken, so a large copy never delays other threads. A forgotten blob is returned to the
-allocator; Python offers no way to overwrite it first.
+Every method takes a few dictionary operations per key under one lock. Blobs are copied before the
+lock is taken, so a large copy never delays other threads. The memory of a forgotten blob is freed
+but not overwritten, which Python offers no way to do.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvstore.tiers.base import Blob, EvictionCause, TierStats
 from kvstore.tiers.return_order import ReturnOrder
 from kvstore.tiers.runs import V
 
-# CPython's memory per blob besides the bytes of key and blob: object headers, an entry in two
-# dictionaries, what the allocator rounds up (about 160 bytes traced with 20,000 blobs).
+# CPython's memory per blob besides the bytes of key and blob: object headers, an entry in each of
+# two dictionaries, the allocator's rounding (about 160 bytes traced with 20,000 blobs).
 ENTRY_BYTES = 256
 
 
@@ -46,7 +46,7 @@ class IndexedTier(ABC, Generic[V]):
             )
 
     def _health(self) -> tuple[int, bool]:
-        """Count errors of the medium, and say whether it answers."""
+        """Return the number of errors of the medium, and whether it answers."""
         return 0, True
 
     @property
@@ -68,7 +68,7 @@ class IndexedTier(ABC, Generic[V]):
 
     @abstractmethod
     def _apply_limits(self, limits: TenantLimits) -> None:
-        """Set the limits, and remove blobs that are beyond them. Takes the locks of a writer."""
+        """Set the limits of tenants, and evict blobs beyond them. Takes the tier's locks itself."""
 
     def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
         with self._lock:
@@ -84,7 +84,7 @@ class IndexedTier(ABC, Generic[V]):
 
 
 class RamTier(IndexedTier[Blob]):
-    """Implements ``base.Tier`` with the blobs in its order.
+    """Implements ``base.Tier``; the ``ReturnOrder`` holds the blobs themselves.
 
     Args:
         capacity_bytes: keys, blobs and index entries together never exceed it.
@@ -149,7 +149,7 @@ class RamTier(IndexedTier[Blob]):
 
 
 def _own(blob: Blob) -> Blob:
-    """Copy a view, whose memory may be reused; the memory of any other blob is its own."""
+    """Return a copy of a view, whose memory may be reused; any other blob as it is."""
     return bytes(blob) if isinstance(blob, memoryview) else blob
 
 

@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 def open_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
     """Open the enabled tiers, fastest first; the caller closes them.
 
-    A budget of zero bytes turns a tier off; redis needs ``redis_url``. The disk tier is in
+    A budget of zero bytes turns a tier off; Redis needs ``redis_url``. The disk tier is in
     ``disk_path / "cold"``, which becomes private to this process. Deletions that wait for Redis
-    are in ``disk_path``.
+    are kept in a file in ``disk_path``.
 
     Raises:
-        TierUnavailable: the folder cannot be used, or ``disk_bytes`` is too little.
+        TierUnavailable: the folder cannot be used, or ``disk_bytes`` is too small.
         TierInUse: another process uses the folder.
         ValueError: ``redis_url`` is not a URL of a Redis server, or the secret is missing or bad.
         ImportError: redis is configured but redis-py is not installed.
@@ -56,7 +56,7 @@ def _sealed(tier: Tier, secret: bytes, config: StoreConfig) -> Tier:
 
 
 def open_usable_tiers(config: StoreConfig, disk_path: Path) -> list[Tier]:
-    """Open the enabled tiers, without the disk if that cannot be used (if it is full, say).
+    """Open the enabled tiers, without the disk tier if that cannot be used (on a full disk, say).
 
     Raises:
         TierInUse: another engine has the folder, which is a mistake of the operator.
@@ -78,7 +78,7 @@ def _redis(config: StoreConfig, folder: Path) -> Tier:
     tier = RedisTier(
         config.redis_url, deadline_s=config.redis_deadline_s, ttl_s=ttl_s, folder=folder
     )
-    with contextlib.suppress(OSError):  # said when a deletion has to wait
+    with contextlib.suppress(OSError):  # logged once a deletion cannot be written there
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    tier.watch()  # opening does not wait: a server that hangs must not delay the engine's start
+    tier.watch()  # on another thread: a server that hangs must not delay the engine's start
     return tier

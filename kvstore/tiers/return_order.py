@@ -1,19 +1,21 @@
-"""The eviction order of a tier: chains that come back soonest stay, inside a byte budget.
+"""The eviction order of a tier: inside a byte budget, the chains stay that come back soonest.
 
-Order of last use fails when sessions take turns on a little too little room: each returns just
-after its chunks went. This order judges a run by how long it took to come back before: its *gap*.
+LRU fails when sessions take turns and the tier is a little too small for all of them: each session
+returns just after its chunks were evicted. This order judges a run (see ``runs``) by its *gap*: how
+long it took to come back before.
 
-* Nine tenths of the room are for runs that are *kept*, the rest for those on *trial*. A run is kept
-  while there is room, or once its gap is shorter than the age of the oldest one kept.
-* Kept runs go last, unless away for ``patience`` times their gap: then age decides. The fewer
-  newcomers ever return, the longer those that did may be away.
-* A shadow of plain LRU, one number a run, is the judge: patience shrinks while LRU would have held
-  more of a run that returns (near 0 this *is* LRU), and grows while it would have held less.
-* Pinned runs go when nothing else is left. A tenant beyond its limit loses its own oldest blobs.
+* Nine tenths of the budget are for runs that are *kept*, the rest for runs on *trial*. A run is
+  kept while there is room, or once its gap is shorter than the age of the oldest kept run.
+* Kept runs are evicted after those on trial. But one that is unused for ``patience`` times its gap
+  is overdue and goes first if it is the older one. The fewer new runs return, the longer patience.
+* Patience is learned by comparison with LRU, simulated with one number per run. It shrinks when LRU
+  would have held more of a run that returns (near 0 this order is LRU), and grows when less.
+* Pinned runs are evicted last. A tenant beyond its limit loses its own oldest blobs.
 
-A chain goes from its end, never for its own sake: a long one keeps its head. A call costs O(1) for
-each run and each new or evicted blob, and where a chain leaves another one's run, the length of the
-part that both have. Not thread-safe: the tier calls it under its lock.
+A chain is evicted from its end, and never to make room for its own later blobs: the beginning of a
+chain that is too long stays. A call takes O(1) for each run and each new or evicted blob. Where a
+chain branches off inside a run, it also takes the length of the part that is split off. Not
+thread-safe: the tier calls it under its lock.
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ from kvstore.session import NO_LIMITS, TenantLimits
 from kvstore.tiers.base import EvictionCause
 from kvstore.tiers.runs import LINK, RECORD, Run, Runs, V, parents_first
 
-TRIAL: Final = 0.1  # of the room
-PATIENCE: Final = (0.02, 2.0)  # at least and at most, in gaps
-RATE: Final = 32.0  # doublings of patience for a room's worth of bytes
-LATE: Final = 1 / 32  # what returns too late for either order counts so much for patience
-LATELY: Final = 256  # new runs, after which older ones count half
+TRIAL: Final = 0.1  # the share of the budget for runs on trial
+PATIENCE: Final = (0.02, 2.0)  # the least and the most, as multiples of a run's gap
+RATE: Final = 32.0  # doublings of patience if LRU would have held fewer bytes by a whole budget
+LATE: Final = 1 / 32  # the weight of evicted bytes that LRU would not have held either
+LATELY: Final = 256  # after so many new runs, the counts of new and returned runs are halved
 MAX_CAUSES: Final = 1 << 14
 ON_TRIAL, KEPT, PINNED = range(3)
 
 
 class Update(NamedTuple):
-    """The changes that the order made and the tier must make to its blobs.
+    """The changes that the order made and that the tier has yet to make to its blobs.
 
-    A key may be in both lists: evicted, then added afresh.
+    A key may be in both lists: its old blob is evicted, and a new one added.
     """
 
     added: list[bytes]  # now in the order, blobs still to be written
@@ -47,14 +49,14 @@ class Update(NamedTuple):
 
 
 def stated_size(key: bytes, nbytes: int) -> int:
-    """Return the size of a blob that a tier keeps elsewhere."""
+    """Return ``nbytes``: the ``size_of`` of a tier whose values are the sizes of its blobs."""
     return nbytes
 
 
 class ReturnOrder(Generic[V]):
-    """Keys with values and pins, inside a byte budget and inside the limits of tenants.
+    """The held keys, their values and the pins, within a byte budget and the tenants' limits.
 
-    ``V``: a blob, or its size where the tier keeps the blobs elsewhere.
+    ``V``: a blob, or its size if the tier keeps the blobs elsewhere.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class ReturnOrder(Generic[V]):
         monotonic: Callable[[], float],
         size_of: Callable[[bytes, V], int],
     ) -> None:
-        """``size_of``: the bytes of the budget that a key and its value take."""
+        """``size_of`` returns the bytes of the budget that a key and its value take."""
         self.capacity_bytes = capacity_bytes
         self.nbytes = 0
         self._clock = monotonic
@@ -73,14 +75,15 @@ class ReturnOrder(Generic[V]):
         # Runs that can lose a blob, the oldest use first: on trial, kept, pinned; and by owner.
         self._orders: tuple[OrderedDict[Run[V], None], ...] = tuple(OrderedDict() for _ in range(3))
         self._of: defaultdict[str, OrderedDict[Run[V], None]] = defaultdict(OrderedDict)
-        self._lru: OrderedDict[bytes, int] = OrderedDict()  # the shadow: bytes by the first link
-        self.pins: set[bytes] = set()  # heads of runs that go last, held or not
+        # The simulated LRU: how many bytes it would hold of each run, by the run's first link.
+        self._lru: OrderedDict[bytes, int] = OrderedDict()
+        self.pins: set[bytes] = set()  # heads of pinned runs, held or not
         self._held: Counter[str] = Counter()  # bytes by tenant
         self._kept_bytes = self._lru_bytes = 0
-        self._num_new = self._num_back = 0.0  # runs that began lately, and those that returned
+        self._num_new = self._num_back = 0.0  # recent runs that were new, that returned once
         self._patience = PATIENCE[1]
-        self._gap_s = math.inf  # on average lately
-        self.causes: OrderedDict[bytes, EvictionCause] = OrderedDict()  # of the last evictions
+        self._gap_s = math.inf  # a moving average over runs that returned
+        self.causes: OrderedDict[bytes, EvictionCause] = OrderedDict()  # of recent evictions
 
     def __len__(self) -> int:
         return len(self._runs.of)
@@ -89,24 +92,24 @@ class ReturnOrder(Generic[V]):
         return key in self._runs.of
 
     def keys(self, prefix: bytes) -> list[bytes]:
-        """List the keys with this prefix."""
+        """Return the held keys with this prefix."""
         return [key for key in self._runs.of if key.startswith(prefix)]
 
     def get(self, keys: Iterable[bytes]) -> list[V | None]:
-        """Return the values of keys."""
+        """Return the value of each key; None if it is not held."""
         of = self._runs.of
         return [of[key].keys[key] if key in of else None for key in keys]
 
     def held(self, keys: Iterable[bytes]) -> list[bool]:
-        """Say of each of these keys whether it is held."""
+        """Return for each key whether it is held."""
         return [*map(self._runs.of.__contains__, keys)]
 
     # ---- use
 
     def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
-        """Record that a chain is restored, or else that it was saved.
+        """Note that a chain was restored, or else that it was saved.
 
-        A save is no use of its own if the chain was restored, or was new, just before.
+        A save does not count as another use if the chain was restored, or was new, before it.
         """
         runs = self._runs_of(keys)
         for run in runs:
@@ -116,10 +119,10 @@ class ReturnOrder(Generic[V]):
         self._settle(runs)
 
     def add(self, values: Mapping[bytes, V], owner: str = "", after: bytes = b"") -> Update:
-        """Enter blobs of a chain in its order, up to the first one without room.
+        """Add blobs of a chain, in its order, up to the first one that does not fit.
 
         Args:
-            after: the key before them in the chain; without it held nothing is entered.
+            after: the key before them in the chain. If it is not held, nothing is added.
         """
         update, keys = Update([], []), [after, *values]
         new = [key for key in values if key not in self]
@@ -133,7 +136,7 @@ class ReturnOrder(Generic[V]):
             former = self._runs.gone[key].parent if key in self._runs.gone else None
             run = self._runs.next_run(key, owner, line[0] if line else None, self._clock())
             if former is not None:
-                self._place(former)  # nothing may continue it any more
+                self._place(former)  # it may have lost its last child, so it can be evicted
             if run not in line:
                 self._judge(run)
                 run.is_open = True
@@ -144,7 +147,7 @@ class ReturnOrder(Generic[V]):
         return update
 
     def replace(self, key: bytes, value: V, owner: str = "", after: bytes = b"") -> Update:
-        """Enter a blob in the place of the key's older one, which is then the first evicted one.
+        """Add a blob in place of the key's older one, which is the first of the evicted ones.
 
         A record moves to the run of ``after``.
         """
@@ -165,7 +168,7 @@ class ReturnOrder(Generic[V]):
         return Update([key], evicted) if fits else Update([], evicted[1:])
 
     def doomed(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return those of these keys that are held, and all that continues a link among them."""
+        """Return the keys that are held, and all links that continue a link among them."""
         found: dict[bytes, None] = {}
         for key in keys:
             if key in self and key not in found:
@@ -173,7 +176,7 @@ class ReturnOrder(Generic[V]):
         return list(found)
 
     def remove(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Remove the ``doomed``, pinned or not, and return them; their pins stay."""
+        """Remove the ``doomed`` keys, pinned or not, and return them; their pins stay."""
         removed = self.doomed(keys)
         for key in removed:
             run = self._runs.of[key]
@@ -185,7 +188,7 @@ class ReturnOrder(Generic[V]):
         return removed
 
     def pin(self, key: bytes, pinned: bool) -> None:
-        """Let the run that begins with this key, held or not, go last, or end that."""
+        """Pin the run whose ``head`` is this key, held or not, or unpin it."""
         if pinned != (key in self.pins):
             (self.pins.add if pinned else self.pins.remove)(key)
             if (run := self._runs.of.get(key)) is not None:
@@ -194,7 +197,7 @@ class ReturnOrder(Generic[V]):
     # ---- budget and limits
 
     def evict(self, nbytes: int = 0, spare: Container[bytes] = ()) -> list[bytes]:
-        """Evict until the budget holds, and ``nbytes`` or more; ends at a key in ``spare``."""
+        """Evict at least ``nbytes``, and until the budget holds; stop before a key in ``spare``."""
         evicted: list[bytes] = []
         nbytes = max(nbytes, self.nbytes - self.capacity_bytes)
         while nbytes > 0 and (run := self._victim()) is not None and run.last not in spare:
@@ -202,7 +205,7 @@ class ReturnOrder(Generic[V]):
         return evicted
 
     def limit(self, limits: TenantLimits) -> list[bytes]:
-        """Set the limits of tenants from now on, and evict what is beyond them; return that."""
+        """Set the limits of tenants, evict what exceeds them, and return the evicted keys."""
         evicted: list[bytes] = []
         self._limits = limits
         for owner in list(self._held):
@@ -210,13 +213,13 @@ class ReturnOrder(Generic[V]):
         return evicted
 
     def uses(self, limits: TenantLimits) -> dict[str, int]:
-        """Return the bytes of each tenant with one of these limits."""
+        """Return the bytes of each tenant that has one of these limits."""
         return {x: n for x, n in self._held.items() if n and limits.of(x) is not None}
 
     def own(self, owner: str, keys: Iterable[bytes]) -> None:
-        """Assign runs without an owner to theirs, as just used and kept while there is room.
+        """Assign the runs of these keys, and all before them, to a tenant if they have no owner.
 
-        Those are the runs of these keys, and all before them in their chains.
+        They count as just used, and are kept while there is room.
         """
         of = self._runs.of
         runs = dict.fromkeys(of[key] for key in keys if key in of)
@@ -233,34 +236,37 @@ class ReturnOrder(Generic[V]):
     # ---- restart
 
     def link_at(self, key: bytes) -> bytes:
-        """Return the last link before what follows a key; b"" = none."""
+        """Return the link before a blob that comes after ``key`` in its chain; b"" = none.
+
+        That is the key itself if it is a link, else the last link of its run.
+        """
         return key if key[:1] == LINK or key not in self else self._runs.of[key].end or b""
 
     def load(self, values: Mapping[bytes, V], before: Mapping[bytes, bytes]) -> None:
-        """Enter blobs of an earlier life into an empty order, even beyond the budget.
+        """Add the blobs that an earlier process left to an empty order, even beyond the budget.
 
-        ``values``: the earliest written first. ``before``: the link before each in its chain.
-        ``own`` says when they were used.
+        ``values``: the earliest written first. ``before``: the link before each key in its chain.
+        ``own``, called later, gives the order in which they were used.
         """
         for key in parents_first(before):
             after = before[key]
             parent = self._runs.ending_at(after) if after in self else None
             self._enter(self._runs.next_run(key, "", parent, self._clock()), key, values[key])
         runs = [*dict.fromkeys(self._runs.of[key] for key in reversed([*values]))]
-        self._settle(runs)  # what there is room to keep
-        self._settle(reversed(runs))  # in order
+        self._settle(runs)  # the latest written first: these are kept while there is room
+        self._settle(reversed(runs))  # the latest written last: this sets the order
 
     # ---- judging
 
     def _runs_of(self, keys: Sequence[bytes]) -> list[Run[V]]:
-        """Return the runs of a chain: those before its last held key, and those of its record."""
+        """Return the runs up to the last held key of a chain, and those up to its record."""
         last = next((key for key in reversed(keys) if key in self), b"")
         ends = [last, *(key for key in keys[:1] if key[:1] == RECORD)]
         lines = (self._runs.ending_at(key).line() for key in ends if key in self)
         return list(dict.fromkeys(run for line in lines for run in line))
 
     def _judge(self, run: Run[V]) -> None:
-        """Learn from a run's return, and keep it if it came soon enough."""
+        """Learn patience and gaps from a use of a run, and keep it if it returned soon enough."""
         now, lru = self._clock(), self._lru.get(run.first, 0)
         gain = run.nbytes - lru if run.nbytes or lru else run.lost * LATE
         step = 2 ** min(9.0, RATE * gain / max(self.capacity_bytes, 1))
@@ -283,7 +289,7 @@ class ReturnOrder(Generic[V]):
             self._num_new, self._num_back = self._num_new / 2, self._num_back / 2
 
     def _settle(self, runs: Iterable[Run[V]]) -> None:
-        """Put used runs back into the orders, and keep what there is room to keep."""
+        """Put used runs back into the orders as the most recent, and keep those that fit."""
         room = self.capacity_bytes * (1 - TRIAL)
         for run in runs:
             if not run.is_kept and self._kept_bytes + run.nbytes <= room:
@@ -309,14 +315,14 @@ class ReturnOrder(Generic[V]):
     # ---- the orders
 
     def _busy(self, run: Run[V]) -> list[Run[V]]:
-        """Take a run, and those before it in its chain, out of the orders until ``_settle``."""
+        """Protect a run, and those before it in its chain, from eviction until ``_settle``."""
         for each in (line := run.line()):
             each.is_busy = True
             self._place(each)
         return line
 
     def _place(self, run: Run[V]) -> None:
-        """Make a run the most recent of its orders, or take it out if it cannot lose a blob."""
+        """Make a run the most recent one in its orders, or remove it if it cannot lose a blob."""
         for order in (*self._orders, self._of[run.owner]):
             order.pop(run, None)
         if run.keys and not (run.children or run.is_busy):
@@ -336,7 +342,7 @@ class ReturnOrder(Generic[V]):
     def _fit(
         self, key: bytes, nbytes: int, owner: str, line: list[Run[V]], evicted: list[bytes]
     ) -> bool:
-        """Make room for a blob; for a record the end of its own chain makes way, too."""
+        """Make room for a blob; for a record, evict even the end of its own chain."""
         while not self._make_room(nbytes, owner, line, evicted):
             if key[:1] != RECORD or not line or line[0].children or len(line[0].keys) < 2:
                 return False
@@ -346,7 +352,7 @@ class ReturnOrder(Generic[V]):
     def _make_room(
         self, nbytes: int, owner: str, line: Sequence[Run[V]], evicted: list[bytes]
     ) -> bool:
-        """Evict until ``nbytes`` more fit beside the chain at hand; False if that cannot be."""
+        """Evict until ``nbytes`` more fit beside the runs in ``line``; False if they cannot."""
         limit = math.inf if (most := self._limits.of(owner)) is None else most
         own = nbytes + sum(run.nbytes for run in line)
         while True:
@@ -372,7 +378,7 @@ class ReturnOrder(Generic[V]):
         return kept if is_overdue and kept.used_s < trial.used_s else trial
 
     def _cut(self, run: Run[V], cause: EvictionCause, evicted: list[bytes]) -> int:
-        """Evict the last blob of a run."""
+        """Evict the last blob of a run; return its size."""
         evicted.append(run.last)
         self.causes[run.last] = cause
         if len(self.causes) > MAX_CAUSES:
@@ -380,7 +386,7 @@ class ReturnOrder(Generic[V]):
         return self._pop(run.last)
 
     def _pop(self, key: bytes) -> int:
-        """Take a blob out; return its size."""
+        """Remove a blob; return its size."""
         run, nbytes = self._runs.pop(key)
         self._count(run, -nbytes)
         if not run.keys or (run.head in self.pins) != (run in self._orders[PINNED]):

@@ -1,13 +1,13 @@
-"""Chains of blobs as runs: blobs in a row that come and go together.
+"""Chains of blobs as a tree of runs: consecutive blobs that are kept and evicted together.
 
-A run is one session's own part of its chain, or a part that several chains share. It grows and
-shrinks at its end only, and it shrinks only while no other run continues it: so what is held of a
-chain is always its beginning. The first byte of a key names the kind of blob:
+A run is the part of a chain that only one session has, or a part that several chains share. It
+grows and shrinks only at its end, and it shrinks only while no other run continues it. So a tier
+always holds the beginning of a chain. The first byte of a key names the kind of blob:
 
-* ``LINK``: a chunk. A chunk's key names its whole prefix, so its place in the tree never changes.
-* ``RECORD``: a session's record. It lies in the session's last run, at most one in each, and goes
-  last.
-* any other: a state, say. It lies in the run beside the link before it, and is no part of chains.
+* ``LINK``: a chunk. Its key names its whole prefix, so its place in the tree never changes.
+* ``RECORD``: a session's record. It is in the last run of the session's chain, at most one in each
+  run, and is evicted after all other blobs of the run.
+* any other, such as a state: it is in the run of the link before it, and no blob continues it.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ V = TypeVar("V")
 
 @dataclass(slots=True, eq=False)
 class Run(Generic[V]):
-    """Blobs in the order of their chain; without any, the memory of a run that is gone.
+    """Consecutive blobs of a chain; without blobs, what is remembered of an evicted run.
 
-    ``V``: a blob, or its size where the tier keeps the blobs elsewhere.
+    ``V``: a blob, or its size if the tier keeps the blobs elsewhere.
     """
 
     owner: str
-    first: bytes  # its first link, by which it is found again
-    used_s: float
+    first: bytes  # its first link, by which it is recognised when it returns
+    used_s: float  # when it was last used
     parent: Run[V] | None = None
-    gap_s: float = 0.0  # the longest between two uses lately; 0: it has never returned
-    is_kept: bool = False
-    is_spare: bool = False  # kept while it grew, only for what room there was
-    is_shared: bool = False  # chains part at its end
-    is_open: bool = False  # restored or new, and not saved since: both are one use
-    is_busy: bool = False  # in the chain at hand, which never evicts its own blobs
+    gap_s: float = 0.0  # the longest time between two recent uses; 0 = it has never returned
+    is_kept: bool = False  # see ``return_order``; otherwise it is on trial
+    is_spare: bool = False  # kept only because there was room, not for its gap
+    is_shared: bool = False  # several chains continue it
+    is_open: bool = False  # new or restored, and not saved since: the save is the same use
+    is_busy: bool = False  # part of the chain that is being used, which must not be evicted
     nbytes: int = 0
     lost: int = 0  # bytes evicted since its last use
-    record: bytes = b""  # the key of the record among them; b"" = none
+    record: bytes = b""  # the key of its record; b"" = none
     keys: dict[bytes, V] = field(default_factory=dict)
     children: dict[Run[V], None] = field(default_factory=dict)  # runs that continue it
 
     @property
     def head(self) -> bytes:
-        """Its record, or else its first blob."""
+        """The key of its record, or else of its first blob, by which it is pinned."""
         return self.record or next(iter(self.keys))
 
     @property
     def last(self) -> bytes:
-        """The key that goes next."""
+        """The key that is evicted next."""
         return next((key for key in reversed(self.keys) if key != self.record), self.record)
 
     @property
     def end(self) -> bytes | None:
-        """Its last link."""
+        """The key of its last link; None if it has none."""
         return next((key for key in reversed(self.keys) if key[:1] == LINK), None)
 
     def line(self) -> list[Run[V]]:
-        """Return the run and all before it in its chain, the first one last."""
+        """Return this run and all runs before it in its chain, this one first."""
         runs = [self]
         while (parent := runs[-1].parent) is not None:
             runs.append(parent)
@@ -69,21 +69,28 @@ class Run(Generic[V]):
 
 
 class Runs(Generic[V]):
-    """The runs that are held, by key, and those whose links went lately, by the first of these."""
+    """The runs of one tier.
+
+    Args:
+        size_of: returns the bytes of the budget that a key and its value take.
+
+    Attributes:
+        of: the run of each held key.
+        gone: recently evicted runs, by their first link.
+    """
 
     def __init__(self, size_of: Callable[[bytes, V], int]) -> None:
-        """``size_of``: the bytes of the budget that a key and its value take."""
         self._size_of = size_of
         self.of: dict[bytes, Run[V]] = {}
         self.gone: OrderedDict[bytes, Run[V]] = OrderedDict()
 
     def ending_at(self, key: bytes) -> Run[V]:
-        """Return the run of a held key. A link will be the last one of its run: the rest parts."""
+        """Return the run of a held key; if the key is a link, split the run after it."""
         run = self.of[key]
         return run if key[:1] != LINK or run.end == key else self._split(run, key)
 
     def _split(self, run: Run[V], end: bytes) -> Run[V]:
-        """Make the part of a run up to ``end`` a run of its own."""
+        """Split a run after the link ``end``; return the new run, which has the first part."""
         head: Run[V] = Run(
             run.owner, run.first, run.used_s, run.parent, run.gap_s, run.is_kept, is_shared=True
         )
@@ -104,7 +111,11 @@ class Runs(Generic[V]):
         return head
 
     def next_run(self, key: bytes, owner: str, before: Run[V] | None, now_s: float) -> Run[V]:
-        """Return the run that a new key belongs to: the one before it, or one that begins."""
+        """Return the run for a new key: that of the key before it, a former one, or a new one.
+
+        Args:
+            before: the run of the key before it; None if the key begins a chain.
+        """
         if before is not None:
             has_record = key[:1] == RECORD and before.record
             if not (before.is_shared or before.children or key in self.gone or has_record):
@@ -129,14 +140,14 @@ class Runs(Generic[V]):
         return nbytes
 
     def exchange(self, run: Run[V], key: bytes, value: V) -> int:
-        """Put another value in the place of a held one; return by how much the run grew."""
+        """Replace the value of a held key; return by how many bytes the run grew."""
         more = self._size_of(key, value) - self._size_of(key, run.keys[key])
         run.keys[key] = value
         run.nbytes += more
         return more
 
     def pop(self, key: bytes) -> tuple[Run[V], int]:
-        """Take a blob out, the last one or one that is no link; return its run and its size."""
+        """Remove a blob; return its run and its size. A link must be the last one of its run."""
         run = self.of.pop(key)
         run.record = b"" if key == run.record else run.record
         nbytes = self._size_of(key, run.keys.pop(key))
@@ -145,33 +156,37 @@ class Runs(Generic[V]):
         if not run.keys and run.parent is not None:
             run.parent.children.pop(run, None)
         if (not run.keys or key == run.first) and run.first not in self.of:
-            self.gone[run.first] = run  # its record may be held yet
+            self.gone[run.first] = run  # its record may still be held
             while len(self.gone) > len(self.of) // 8 + 64:
                 self.gone.popitem(last=False)
         return run, nbytes
 
     def and_after(self, key: bytes) -> list[bytes]:
-        """Return a held key and, if it is a link, all links that continue it; the last ones first.
+        """Return a held key and, if it is a link, all links that continue it, the last ones first.
 
-        Records and states stay: they may be of use with the links before.
+        Records and states are left out, since they may be used with the links before them.
         """
         if key[:1] != LINK:
             return [key]
         runs = [self.of[key]]
-        for run in runs:  # it grows meanwhile
+        for run in runs:  # also over the children that are appended here
             runs.extend(run.children)
         links = [x for run in reversed(runs) for x in reversed(run.keys) if x[:1] == LINK]
         return links[: links.index(key) + 1]
 
     def part(self, run: Run[V]) -> None:
-        """Let a run stand for itself: what it continued is gone."""
+        """Detach a run from its parent, whose end was removed."""
         if run.parent is not None:
             run.parent.children.pop(run, None)
             run.parent = None
 
 
 def links_before(keys: Iterable[bytes], after: bytes) -> dict[bytes, bytes]:
-    """Return for each key of a chain the link before it; ``after``: the one before the first."""
+    """Return the link before each key of a chain.
+
+    Args:
+        after: the link before the first key; b"" = none.
+    """
     found: dict[bytes, bytes] = {}
     for key in keys:
         found[key] = after
@@ -180,7 +195,7 @@ def links_before(keys: Iterable[bytes], after: bytes) -> dict[bytes, bytes]:
 
 
 def parents_first(before: Mapping[bytes, bytes]) -> Iterator[bytes]:
-    """Yield all keys, each of them later than the link before it."""
+    """Yield all keys of ``before``, each after the link before it."""
     done: set[bytes] = set()
     for key in sorted(before):  # links first
         waiting: list[bytes] = []

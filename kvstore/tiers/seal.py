@@ -1,15 +1,15 @@
-"""The seal on cold data: who wrote a blob is verified before its bytes are used.
+"""The seal on cold data: proves that a holder of the server's secret wrote a blob.
 
     ram          the blob
     elsewhere    the blob, plain or encrypted | 16 bytes of tag | 12 bytes of nonce
 
-The tag is AES-256-GCM's, over the blob, the kind of tier, and the blob's name. A blob that was made
-up, changed, or moved to another name or tier has a wrong tag. An older blob of the same name has a
-right one and does no harm: every name except a record's determines the contents, and a record is
-compared with the tokens of the prompt.
+The tag is AES-256-GCM's, over the blob, the kind of tier, and the blob's key. A blob that was
+forged, changed, or moved to another key or tier has a wrong tag. An older blob of the same key has
+a valid tag and does no harm: every key except a record's determines the content, and a record is
+compared with the names of the prompt's chunks.
 
-There is one key for all tenants. A tenant's salt is in every name already, and records are read
-before any tenant has called.
+All tenants have the same sealing key, since records are read before any tenant has made a request.
+A tenant's salt is in every blob's key already.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ SEAL_BYTES: Final = NONCE_BYTES + TAG_BYTES
 KEY_NAME_BYTES: Final = 4
 LEAST_SECRET_BYTES: Final = 16
 log = logging.getLogger(__name__)
-NOT_OURS = b""  # no store accepts it: the store counts it as damaged, and removes it
+NOT_OURS = b""  # in place of a blob with a wrong seal; the store removes it as damaged
 
 
 class _Opened(np.ndarray):
-    """The bytes of a view into a blob whose seal was right."""
+    """Marks the memory of a blob whose seal was verified."""
 
 
 def marked(blob: Blob) -> memoryview:
-    """View a blob whose seal was right. Only the code that opened the seal may call this."""
+    """Return a view that marks a blob as verified. Only for code that has verified its seal."""
     return np.frombuffer(blob, np.uint8).view(_Opened).data
 
 
 def is_authentic(blob: Blob) -> bool:
-    """True if a seal has proved every byte of a blob, so that no checksum need be computed.
+    """Return whether a seal has proved every byte of a blob, so that no checksum is needed.
 
-    The mark belongs to these bytes in memory; a copy of them has none.
+    The mark belongs to this memory; a copy of the blob is not marked.
     """
     return isinstance(blob, memoryview) and isinstance(blob.obj, _Opened)
 
@@ -65,7 +65,10 @@ class Seal:
     Args:
         secret: the server's; at least ``LEAST_SECRET_BYTES`` random bytes.
         place: the kind of tier.
-        encrypt: also hide the blob's content.
+        encrypt: also encrypt the blob.
+
+    Raises:
+        ValueError: the secret is too short.
     """
 
     def __init__(self, secret: bytes, place: str, *, encrypt: bool) -> None:
@@ -75,11 +78,11 @@ class Seal:
         self._key = _derived(secret, purpose, 32)
         self._place = place.encode() + b"\0"
         self._cipher = AESGCM(self._key) if encrypt else None
-        # Identifies this key without revealing it, so that deployments of other secrets stay apart.
+        # Identifies the sealing key without revealing it; enters names in tiers, see SealedTier.
         self.key_name = _derived(secret, purpose + b" name", KEY_NAME_BYTES)
 
     def close(self, name: bytes, blob: Blob) -> bytearray:
-        """Return the blob sealed; it is copied once, without the interpreter's lock."""
+        """Return the blob of the key ``name``, sealed. It is copied once, without the GIL."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         sealed = bytearray(len(blob) + SEAL_BYTES)
         sealed[-NONCE_BYTES:] = nonce
@@ -92,10 +95,10 @@ class Seal:
         return sealed
 
     def open(self, name: bytes, sealed: Blob) -> memoryview:
-        """Return the blob that ``close`` was given, as a view that ``is_authentic``.
+        """Return the blob in the result of ``close``, as a view that ``is_authentic``.
 
         Raises:
-            Corrupt: it was not sealed with this key, under this name, for this place.
+            Corrupt: it was not sealed with this secret, for this ``name`` and this place.
         """
         view = memoryview(sealed).cast("B")
         if len(view) < SEAL_BYTES:
@@ -112,7 +115,10 @@ class Seal:
         return marked(blob)
 
     def _tag(self, nonce: bytes, name: bytes, blob: Blob) -> bytes:
-        """Authenticate without copying the blob: GCM of no content, the blob as associated data."""
+        """Return the tag of a blob that is not encrypted.
+
+        It is GCM of no content with the blob as associated data, so that the blob is not copied.
+        """
         gcm = Cipher(algorithms.AES(self._key), modes.GCM(nonce)).encryptor()
         gcm.authenticate_additional_data(self._place + name)
         gcm.authenticate_additional_data(blob)
@@ -121,10 +127,10 @@ class Seal:
 
 
 def read_secret(path: Path) -> bytes:
-    """Read a secret from a file such as ``launch`` makes in the data folder.
+    """Return the secret in a file; ``launch`` makes one in the data folder.
 
     Raises:
-        ValueError: it cannot be read, or is too short.
+        ValueError: the file cannot be read, or is too short.
     """
     try:
         secret = path.read_bytes()
@@ -140,10 +146,11 @@ def _derived(secret: bytes, purpose: bytes, nbytes: int) -> bytes:
 
 
 class SealedTier:
-    """Implements ``base.Tier`` around another tier. Returns ``NOT_OURS`` for a wrong seal.
+    """Implements ``base.Tier`` around another tier, and seals what goes there.
 
-    Names end with the key's own name: with a new secret the tier appears empty, and two servers of
-    different secrets share a Redis without seeing each other's blobs.
+    A blob with a wrong seal is returned as ``NOT_OURS``. The inner tier's keys have ``key_name`` of
+    the seal appended: with a new secret the tier appears empty, and two servers with different
+    secrets share a Redis without seeing each other's blobs.
     """
 
     def __init__(self, inner: Tier, seal: Seal) -> None:

@@ -5,12 +5,13 @@
     rediss+sentinel://...                         TLS to the master; none to the Sentinels
     redis+cluster://[user:password@]host[:port],host[:port],...      rediss+cluster:// with TLS
 
-User and password are those of the master or the nodes. Sentinels that require their own get
+User and password are those of the master or the nodes. For Sentinels with their own, add
 ``?sentinel_username=...&sentinel_password=...``; redis-py reads all other fields of the query.
 No command is ever retried: a miss costs a prefill, and a retry would cost the same time again.
 
-The tier has no budget of its own: only the server knows what all engines hold there. Every blob has
-a time to live, so all policies that evict suit. INFO is asked: managed servers refuse CONFIG.
+The tier has no budget of its own, since only the server knows what all engines hold there. Every
+blob has a time to live, so any policy that evicts will do. The policy is read with INFO, since
+managed servers refuse CONFIG.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ except ImportError as error:
     raise ImportError("redis_url needs redis-py: pip install 'thermocline[redis]'") from error
 
 CLUSTER: Final = "+cluster"
-OWN: Final = "sentinel_"  # prefix of the query's fields that are for Sentinels
+OWN: Final = "sentinel_"  # prefix of the query's fields for the Sentinels' own user and password
 PASSWORDS: Final = ("password", "sentinel_password")  # fields of a URL's query
 ADVICE: Final = "set maxmemory, and maxmemory-policy allkeys-lru"
 READ_BYTES: Final = 256 << 10
@@ -43,16 +44,16 @@ _PORT: Final = 6379
 
 
 class RedisServers:
-    """One server, or the primaries of a cluster. Nothing is connected before the first use.
+    """redis-py's client of one server or of a cluster, connected at its first use. Thread-safe.
 
-    Thread-safe. All methods except ``forget`` and ``close`` raise ``redis.RedisError`` or
-    ``OSError`` where no server answers.
+    All methods except ``forget`` and ``close`` raise ``redis.RedisError`` or ``OSError`` if no
+    server answers.
 
     Args:
-        timeout_s: for connecting, and for each wait for bytes.
+        timeout_s: the time for connecting, and for each wait for bytes.
 
     Raises:
-        ValueError: not a URL. The message may repeat its password.
+        ValueError: ``url`` is not valid. The message may contain its password.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -65,20 +66,20 @@ class RedisServers:
         self._is_stale = False
 
     def client(self) -> Any:
-        """Return redis-py's ``Redis``, or its ``RedisCluster``, which knows the slots by now."""
+        """Return redis-py's ``Redis``, or its ``RedisCluster`` with its slots read."""
         with self._opening:
             try:
                 if self._client is None:
                     self._client = self._open()
                 elif self._is_stale:
                     self._client.nodes_manager.initialize()
-            except RedisClusterException as error:  # no RedisError
+            except RedisClusterException as error:  # not a subclass of RedisError
                 raise redis.ConnectionError(f"cluster: {error}") from None
             self._is_stale = False
             return self._client
 
     def node_of(self, key: bytes | str | None) -> Any:
-        """Return the ``Redis`` of the server that has a key; of any server for None."""
+        """Return the ``Redis`` client of the server that has a key; for None, of any server."""
         client = self.client()
         if not self.is_cluster:
             return client
@@ -91,7 +92,7 @@ class RedisServers:
         return client.get_redis_connection(node)
 
     def forget(self) -> None:
-        """Have a cluster asked for its slots before the next use: a node has failed."""
+        """Read a cluster's slots again before the next use, since a node has failed."""
         self._is_stale = self.is_cluster
 
     def close(self) -> None:
@@ -104,7 +105,7 @@ class RedisServers:
 
 
 class Library(NamedTuple):
-    """redis-py's classes of one kind: those that block, or those of an event loop."""
+    """redis-py's classes, either those that block or those for asyncio."""
 
     redis: Any
     cluster: Any
@@ -116,9 +117,9 @@ BLOCKING: Final = Library(redis.Redis, RedisCluster, ClusterNode, Sentinel)
 
 
 class Opener(NamedTuple):
-    """Opens the client of a URL; only a blocking cluster's connects.
+    """A function that opens the client of a URL; only a blocking cluster connects then.
 
-    ``sentinels``: clients of Sentinels, to be closed with it.
+    ``sentinels``: clients of the Sentinels, which the caller closes with the client.
     """
 
     open: Callable[[], Any]
@@ -126,13 +127,13 @@ class Opener(NamedTuple):
 
 
 def opener_of(url: str, options: Mapping[str, Any], library: Library) -> Opener:
-    """Make what opens a URL's client.
+    """Return the ``Opener`` of a URL, see the head of this module.
 
     Args:
-        options: of each connection: time limits, and how it retries.
+        options: redis-py's options of each connection: time limits, retries.
 
     Raises:
-        ValueError: not a URL. The message may repeat its password.
+        ValueError: ``url`` is not valid. The message may contain its password.
     """
     parts = urlsplit(url)
     kind = parts.scheme.partition("+")[2]
@@ -157,7 +158,7 @@ def opener_of(url: str, options: Mapping[str, Any], library: Library) -> Opener:
     own = {k.removeprefix(OWN): v for k, v in fields if k.startswith(OWN)}
     query = urlencode([(k, v) for k, v in fields if not k.startswith(OWN)])
     known, uses_tls = _options_of(parts, login + at, db, query)
-    # All Sentinels may have to be asked within the time of one server.
+    # All Sentinels may have to be asked in turn, within the time limit of one server.
     share_s = options["socket_timeout"] / len(sentinels)
     limits = {"socket_timeout": share_s, "socket_connect_timeout": share_s}
     asked = {**limits, "retry": options["retry"], **own}
@@ -167,7 +168,7 @@ def opener_of(url: str, options: Mapping[str, Any], library: Library) -> Opener:
 
 
 def _options_of(parts: SplitResult, login: str, db: str, query: str) -> tuple[dict[str, Any], bool]:
-    """Parse a URL as if there were one server, whose address is left out; and whether by TLS."""
+    """Return redis-py's options in a URL, without hosts, and whether it asks for TLS."""
     scheme = parts.scheme.partition("+")[0]
     one = urlunsplit((scheme, f"{login}host", db, query, ""))
     known: dict[str, Any] = parse_url(one)  # type: ignore[no-untyped-call]
@@ -176,7 +177,7 @@ def _options_of(parts: SplitResult, login: str, db: str, query: str) -> tuple[di
 
 
 def _address(text: str, port: int) -> tuple[str, int]:
-    """Read ``host[:port]``; ``port`` is taken where there is none. Raises ``ValueError``."""
+    """Parse ``host[:port]``; ``port`` is the default. Raises ``ValueError`` without a host."""
     parts = urlsplit(f"//{text}")
     if not parts.hostname:
         raise ValueError("a host is missing")
@@ -200,7 +201,7 @@ def masked(url: str) -> str:
 
 
 def secrets_of(url: str) -> list[str]:
-    """Return the passwords in a URL, as they are written and as they are meant."""
+    """Return the passwords in a URL, as they are written there and decoded."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query))
     found = [x for x in (parts.password, *map(query.get, PASSWORDS)) if x]
@@ -208,9 +209,9 @@ def secrets_of(url: str) -> list[str]:
 
 
 class ServerBounds(NamedTuple):
-    """The memory of one server, or of all primaries of a cluster, with all that others keep there.
+    """The memory of one server, or of all primaries of a cluster, with the data of all clients.
 
-    ``max_bytes``: 0 = it has no bound; None = unknown, as all is if it refuses INFO.
+    ``max_bytes``: 0 = it has no bound; None = unknown, since it refuses INFO or leaves it out.
     """
 
     used_bytes: int = 0
@@ -221,7 +222,7 @@ class ServerBounds(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """The reason why the server may hold too much, or refuse to store; "" = it evicts."""
+        """The reason why the server may hold too much or refuse to store; "" = none."""
         if self.max_bytes is None:
             return "it does not say whether its memory is bounded"
         if not self.max_bytes:
@@ -232,7 +233,11 @@ class ServerBounds(NamedTuple):
 
 
 def read_bounds(client: Any) -> ServerBounds:
-    """Ask redis-py's client of a server or cluster. Raises ``redis.RedisError`` or ``OSError``."""
+    """Read the bounds of a server or cluster through redis-py's client.
+
+    Raises:
+        redis.RedisError, OSError: a server refused or did not answer.
+    """
     is_cluster = isinstance(client, RedisCluster)
     found = client.info(target_nodes=client.PRIMARIES) if is_cluster else client.info()
     infos = [found] if "used_memory" in found or not is_cluster else list(found.values())

@@ -1,6 +1,6 @@
-"""The link to a Redis server or cluster: a deadline, a breaker, one kind of error for callers.
+"""The link to a Redis server or cluster: a deadline, a circuit breaker, one error for callers.
 
-The breaker stops calls to a server that does not answer: without it every lookup would wait for a
+The breaker stops calls to a server that does not answer. Without it every look-up would wait for a
 whole deadline before the store recomputes.
 
     state        a call may go out      after a success   after a failure
@@ -39,7 +39,7 @@ _KEYLESS: Final = frozenset({"PING", "TIME", "INFO"})
 
 
 class BreakerState(enum.Enum):
-    """The states of the table above."""
+    """The states of the table at the head of this module."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -47,12 +47,12 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """One breaker for one server. Thread-safe.
+    """The circuit breaker of one server. Thread-safe.
 
     Args:
-        monotonic: seconds from any starting point, never going back.
-        threshold: failures in a row, with no success between them, that open it.
-        longest_wait_s: until the server is tried again.
+        monotonic: seconds that never jump.
+        threshold: how many failures in a row open it.
+        longest_wait_s: the longest wait until the server is tried again.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class Breaker:
         self._failures = 0
         self._wait_s = FIRST_WAIT_S
         self._opened_at = 0.0
-        self._permit = 0  # changes with the state: results of older calls no longer count
+        self._permit = 0  # changes with the state, so that results of older calls do not count
 
     @property
     def state(self) -> BreakerState:
-        """The present state; ``OPEN`` also after the wait, until the next call."""
+        """The current state; still ``OPEN`` after the wait, until the next ``ask``."""
         return self._state
 
     def ask(self) -> int | None:
-        """Return a permit for one call, for ``succeed`` or ``fail``; None if no call is allowed."""
+        """Return a permit to pass to ``succeed`` or ``fail``; None if no call is allowed."""
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return self._permit
@@ -88,7 +88,7 @@ class Breaker:
             return None
 
     def succeed(self, permit: int) -> None:
-        """Report that the call of this permit was answered."""
+        """Note that the server answered the call of this permit."""
         with self._lock:
             if permit != self._permit:
                 return
@@ -98,7 +98,7 @@ class Breaker:
                 self._become(BreakerState.CLOSED)
 
     def fail(self, permit: int) -> None:
-        """Report that the call of this permit was not answered."""
+        """Note that the server did not answer the call of this permit."""
         with self._lock:
             if permit != self._permit:
                 return
@@ -123,12 +123,12 @@ class RedisLink:
 
     Args:
         url: see ``client``. Nothing is connected before the first run.
-        deadline_s: for one batch, connecting included. A silent server is given up after half of
-            it, so that a batch to one server never takes longer than one and a half times this.
-        longest_wait_s: until a server that did not answer is tried again.
+        deadline_s: the time for one batch, connecting included. Each wait for bytes is limited to
+            half of it, so a batch to one server takes at most one and a half times this.
+        longest_wait_s: the longest wait until a server that did not answer is tried again.
 
     Raises:
-        ValueError: not a URL; the message does not repeat its password.
+        ValueError: ``url`` is not valid; the message does not contain its password.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class RedisLink:
         self._breaker = Breaker(monotonic, longest_wait_s=longest_wait_s)
         self._counting = threading.Lock()
         self._num_errors = 0
-        self._answered = False  # ever
+        self._answered = False  # whether the server has ever answered
         self._closed = False
         try:
             self._servers = RedisServers(url, deadline_s / 2)
@@ -170,14 +170,17 @@ class RedisLink:
         return self._num_errors
 
     def deadline(self) -> float:
-        """Return the moment at which a call that starts now must be over."""
+        """Return the time, of ``monotonic``, at which a call that starts now must end."""
         return self._monotonic() + self.deadline_s
 
     def run(self, commands: Sequence[Command], until: float | None = None) -> list[Reply]:
         """Send all commands, then read all replies, in order.
 
-        The list has the error of a command that the server refused. Of a cluster each command goes
-        to the node that has its key, and those without a key to any node.
+        In place of a reply the list has the error of a command that the server refused. In a
+        cluster each command goes to the node that has its key; one without a key to any node.
+
+        Args:
+            until: as ``deadline`` returns it; None = the deadline of a call that starts now.
 
         Raises:
             TierUnavailable: no connection, no answer before ``until``, or the breaker is open.
@@ -186,10 +189,10 @@ class RedisLink:
         return self._guarded(lambda: self._exchange(commands, end))
 
     def call(self, use: Callable[[Any], T]) -> T:
-        """Return what ``use`` makes of redis-py's client: a ``Redis``, or a ``RedisCluster``.
+        """Return the result of ``use``, which is called with a ``Redis`` or a ``RedisCluster``.
 
         Raises:
-            TierUnavailable: its call was refused or not answered, or the breaker is open.
+            TierUnavailable: a command was refused or not answered, or the breaker is open.
         """
         return self._guarded(lambda: use(self._servers.client()))
 
@@ -202,7 +205,7 @@ class RedisLink:
             result = call()
             answered = self._answered = True
             return result
-        except redis.ResponseError as error:  # of ``call``: a refusal is an answer
+        except redis.ResponseError as error:  # a refusal, which counts as an answer
             answered = self._answered = True
             raise self._unavailable(error) from None
         except (redis.RedisError, RedisClusterException, OSError, _TooLate) as error:
@@ -211,7 +214,7 @@ class RedisLink:
         except Exception as error:
             if not self._closed:
                 raise
-            # redis-py is not prepared for a socket that another thread closes.
+            # redis-py may raise anything when ``close`` closes its socket on another thread.
             raise self._unavailable(error) from None
         finally:
             (self._breaker.succeed if answered else self._breaker.fail)(permit)
@@ -226,7 +229,8 @@ class RedisLink:
                 for i, reply in zip(positions, asked.execute(raise_on_error=False), strict=True):
                     replies[i] = _plain(reply)
         for i, reply in enumerate(replies):
-            if self._servers.is_cluster and isinstance(reply, AskError):  # or MOVED: it is undone
+            # ASK, or its subclass MOVED: the node did not run the command.
+            if self._servers.is_cluster and isinstance(reply, AskError):
                 self._check_time(until)
                 replies[i] = self._redirected(commands[i])
         return replies
@@ -241,7 +245,7 @@ class RedisLink:
         return found.values()
 
     def _redirected(self, command: Command) -> Reply:
-        """Send a command to where the cluster says its key is by now."""
+        """Send a command again through the cluster's client, which follows redirections."""
         try:
             return self._servers.client().execute_command(*command)
         except redis.ResponseError as error:
@@ -257,7 +261,7 @@ class RedisLink:
         return TierUnavailable(f"redis tier: {self.name}: {text}")
 
     def count(self, what: str) -> None:
-        """Count an error; the first one of this process is logged as well."""
+        """Count an error; also log the first one."""
         with self._counting:
             self._num_errors += 1
             first = self._num_errors == 1
@@ -270,7 +274,7 @@ class RedisLink:
         return text
 
     def close(self) -> None:
-        """Close all connections; threads that wait at one in use get ``TierUnavailable``."""
+        """Close all connections; a running call on another thread raises ``TierUnavailable``."""
         self._closed = True
         self._servers.close()
 
@@ -288,7 +292,7 @@ def _key_of(command: Command) -> bytes | str | None:
 
 
 def _plain(reply: Reply) -> Reply:
-    """Return a refusal without the command that redis-py puts before its text."""
+    """Return a reply; an error without the command that redis-py puts before its message."""
     if isinstance(reply, redis.ResponseError) and reply.args:
         reply.args = (str(reply.args[0]).rpartition("caused error: ")[2], *reply.args[1:])
     return reply

@@ -2,19 +2,19 @@
 
     thermocline:blob:<key>     the blob
 
-``<key>`` is the blob's key in hex. What a value holds is verified by its seal and by the blob's own
-name and checksum, as in every tier. **The server decides which blobs exist.** It may evict any
-value, restart empty or be gone: ``contains_many`` asks it. It also bounds them: by its own
-``maxmemory`` and policy (``client``), and since every value has a time to live, which a use
-prolongs. Neither pins nor tenants' limits hold there, since the server knows neither.
+``<key>`` is the blob's key in hex. A value is verified by its seal and by the blob's own key and
+checksum, as in every tier. **The server decides which blobs exist.** It may evict any value,
+restart empty or be gone, so ``contains_many`` asks it each time. The server also bounds its memory,
+by ``maxmemory`` and its policy (``client``). Every value has a time to live, which each use renews.
+Pins and tenants' limits have no effect, since the server knows neither.
 
-A write that the server refuses (out of memory and not allowed to evict, a read-only replica, an
-access rule) concerns its own blob only and is counted as an error. A refused read or removal (part
-of a cluster is down, an access rule) raises: the blob may be there, or stay there.
+A write that the server refuses (no memory and no eviction allowed, a read-only replica, an access
+rule) affects only its own blob and is counted as an error. A refused read or deletion (part of a
+cluster is down, an access rule) raises, since the blob may exist.
 
-Each exchange with the server has ``deadline_s``; ``get_many`` has one such deadline for the whole
-call and returns the blobs that came in time. After three failures in a row every call raises
-``TierUnavailable`` at once, until a probe succeeds (``breaker``).
+Each exchange with the server must end within ``deadline_s``; ``get_many`` has one such deadline for
+the whole call and returns the blobs that came in time. After three failures in a row every call
+raises ``TierUnavailable`` at once, until a probe succeeds (``link.Breaker``).
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ from kvstore.workers import Periodic
 PREFIX: Final = b"thermocline:blob:"
 TTL_S: Final = 7 * 86400.0
 OWED_FILE: Final = "redis-deletions"  # in the engine's folder
-BATCH_BYTES: Final = 4 << 20  # of blobs that are sent or awaited together, at most
+BATCH_BYTES: Final = 4 << 20  # the most bytes of blobs in one exchange
 BATCH_KEYS: Final = 256
-# Assumed until the first blobs have come: their size, and the speed of the line.
+# Assumed until the first blobs have come: bytes of a blob, and bytes per second.
 FIRST_BLOB_BYTES: Final = 512 << 10
 FIRST_BYTES_S: Final = 4 << 20
-MAX_BLOB_BYTES: Final = 512 << 20  # the most that a server takes
-PROLONG_S: Final = 600.0  # a blob that is used more often is prolonged once in this time
-MAX_PROLONGED: Final = 65_536  # that are remembered; others are prolonged once too often
-WATCH_S: Final = 5.0  # between looks at the server
+MAX_BLOB_BYTES: Final = 512 << 20  # the longest value of a Redis server
+PROLONG_S: Final = 600.0  # the time to live of a blob is renewed at most once in this time
+MAX_PROLONGED: Final = 65_536  # keys whose renewal is remembered; others may be renewed more often
+WATCH_S: Final = 5.0  # between readings of the server's bounds
 SCAN_COUNT: Final = 1000
 
 _log = logging.getLogger(__name__)
 
 
 class RedisTier:
-    """Implements ``base.Tier`` on the server at ``url``, to which the first use connects.
+    """Implements ``base.Tier`` on the server at ``url``, and connects at the first use.
 
     Args:
         url: see ``client``.
-        deadline_s: for one exchange with the server.
+        deadline_s: the time for one exchange with the server.
         ttl_s: blobs expire this long after they were written or used.
-        folder: of this engine alone, for deletions that wait; None: they end with this object.
+        folder: a folder of this engine alone, for the file of pending deletions; None = they are
+            lost with this object.
 
     Raises:
-        ValueError: not a URL.
+        ValueError: ``url`` is not valid.
     """
 
     name: TierName = "redis"
@@ -79,12 +80,12 @@ class RedisTier:
         self._ttl_ms = max(1, round(ttl_s * 1000))
         self._prolong_s = min(PROLONG_S, ttl_s / 8)
         self._monotonic = monotonic
-        self._lock = threading.Lock()  # the fields below; not held during calls to the server
-        self._prolonged: dict[bytes, float] = {}  # when, by key; the longest ago first
-        self._bounds: ServerBounds | None = None  # not known yet
+        self._lock = threading.Lock()  # for the fields below; not held during calls to the server
+        self._prolonged: dict[bytes, float] = {}  # by key: time of the last renewal, oldest first
+        self._bounds: ServerBounds | None = None  # None: not read yet
         self._watching: Periodic | None = None
-        self._blob_bytes: float = FIRST_BLOB_BYTES  # of the largest that came lately
-        self._bytes_s: float = FIRST_BYTES_S
+        self._blob_bytes: float = FIRST_BLOB_BYTES  # the largest blob of recent exchanges
+        self._bytes_s: float = FIRST_BYTES_S  # speed of the last exchange
         self.owed_file = None if folder is None else folder / OWED_FILE
 
     def __repr__(self) -> str:
@@ -116,7 +117,7 @@ class RedisTier:
         found: dict[bytes, Blob],
         refusals: list[TierUnavailable],
     ) -> None:
-        """Read some blobs in one exchange."""
+        """Read blobs in one exchange into ``found``; add the errors of refused ones."""
         began = self._monotonic()
         replies = self._link.run([("GET", name_of(key)) for key in keys], until)
         self._note_speed([len(x) for x in replies if isinstance(x, bytes)], began)
@@ -128,7 +129,7 @@ class RedisTier:
                 refusals.append(error)
 
     def _room(self) -> float:
-        """Return how many bytes to send or await at once: a part of the deadline's worth."""
+        """Return how many bytes of blobs one exchange may have: a quarter of the deadline."""
         return min(BATCH_BYTES, self._bytes_s * self._link.deadline_s / 4)
 
     def _note_speed(self, lengths: Sequence[int], began: float) -> None:
@@ -180,7 +181,7 @@ class RedisTier:
                 if not self._is_refusal(reply)
             ]
             self._note_prolonged([key for key, reply in held if reply is not None])
-            self.touch([key for key, reply in held if reply is None])  # they were there
+            self.touch([key for key, reply in held if reply is None])  # NX: they existed
             num_held += len(held)
         return num_held
 
@@ -197,7 +198,7 @@ class RedisTier:
         return ("SET", name_of(key), bytes(blob), "PX", self._ttl_ms)
 
     def _batches(self, blobs: Mapping[bytes, Blob]) -> Iterator[list[tuple[bytes, Blob]]]:
-        """Yield blobs in order, one or as many as there is room for; count too large ones."""
+        """Yield blobs in order, in batches of at least one; a blob over the maximum is an error."""
         batch: list[tuple[bytes, Blob]] = []
         total = 0
         for key, blob in blobs.items():
@@ -223,9 +224,9 @@ class RedisTier:
     # Recency
 
     def touch(self, keys: Sequence[bytes], *, restored: bool = True) -> None:
-        """Restart the clocks of a chain, the first one last, so that it is the most recent.
+        """Renew the time to live of a chain, its first key last, so that it is the most recent.
 
-        Those that were prolonged lately are left out: a turn of a long session costs what is new.
+        Keys that were renewed lately are left out, so that a turn costs only its new chunks.
         """
         now = self._monotonic()
         with self._lock:
@@ -263,11 +264,11 @@ class RedisTier:
     # Life
 
     def watch(self) -> None:
-        """Look at the server now and every few seconds, on a thread of its own. Call once."""
+        """Read the server's bounds now and every few seconds, on another thread. Call once."""
         self._watching = Periodic(self.greet, WATCH_S, "kvstore-redis-watch", at_once=True)
 
     def greet(self) -> None:
-        """Ask the server how it bounds its memory; say in the log if it does not."""
+        """Read how the server bounds its memory, and log a warning if it does not."""
         before = self.stats().trouble
         try:
             bounds = self._link.call(read_bounds)
@@ -281,7 +282,7 @@ class RedisTier:
             _log.warning("redis tier %s: %s", self._link.name, bounds.trouble)
 
     def stats(self) -> TierStats:
-        """Return the server's own numbers as of the last look, with all that others keep there."""
+        """Return the server's numbers as last read, which count the data of all its clients."""
         with self._lock:
             bounds = self._bounds or ServerBounds()
             trouble = self._bounds.trouble if self._bounds else ""
@@ -297,7 +298,7 @@ class RedisTier:
         )
 
     def flush(self) -> None:
-        """Do nothing: a writing call returns only when the server has the blob."""
+        """Do nothing, since a write returns only when the server has the blob."""
 
     def close(self) -> None:
         self._link.close()
@@ -307,25 +308,26 @@ class RedisTier:
     # Replies
 
     def _in_batches(self, commands: Sequence[Command]) -> list[Reply]:
-        """Run small commands, each batch within a deadline of its own."""
+        """Run commands that carry no blobs; return their replies. Each batch has its deadline."""
         size = 2 * BATCH_KEYS
         batches = (commands[i : i + size] for i in range(0, len(commands), size))
         return [reply for batch in batches for reply in self._link.run(batch)]
 
     def _is_refusal(self, reply: Reply) -> bool:
+        """Return whether the server refused the command, and count that as an error."""
         if isinstance(reply, Exception):
             self._link.count(str(reply))
             return True
         return False
 
     def _answer(self, reply: Reply) -> Reply:
-        """Return a reply that is no refusal; else count it, and raise ``TierUnavailable``."""
+        """Return the reply; raise ``TierUnavailable``, and count it, if it is a refusal."""
         if self._is_refusal(reply):
             raise TierUnavailable(f"redis tier: {reply}")
         return reply
 
     def _content(self, reply: Reply) -> bytes:
-        """Return a value; empty if it is missing, or of a type that no blob has."""
+        """Return the blob in a reply; b"" if there is none, or a value of another Redis type."""
         if reply is None or _is_of_another_type(reply):
             return b""
         return bytes(self._answer(reply))
@@ -340,7 +342,7 @@ def name_of(key: bytes) -> bytes:
 
 
 def _key(name: bytes) -> bytes | None:
-    """Return the key of a value's name; None if another program named it."""
+    """Return the blob's key in the name of a Redis value; None if it is no such name."""
     try:
         return bytes.fromhex(name[len(PREFIX) :].decode("ascii"))
     except ValueError:
