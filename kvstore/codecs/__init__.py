@@ -1,8 +1,8 @@
 """Codecs, which pack runs of KV into payloads and unpack them, and are opened by name.
 
-Which of them serves a model is chosen by ``engines.calibration.gate``.
+``engines.calibration.gate`` chooses the codec that serves a model.
 
-A new preset needs a row in ``catalogue``, and a function or constant that makes it in the folder
+A new preset needs a row in ``catalogue``, and a function or constant that makes it, in the folder
 of its kind. ``presets`` opens a codec by its name; ``calibrated`` opens a learned one with its
 ``profile``. Neither knows how any codec works.
 
@@ -11,7 +11,7 @@ of its kind. ``presets`` opens a codec by its name; ``calibrated`` opens a learn
     one_step       learned and entropy-coded (``entropy``): ``balanced``, ``max``, ``safe``
     literature     methods of papers, for comparison
     stages, stacks the stages of learned codecs, and the order in which they run
-    loops          their inner loops, compiled
+    loops          the inner loops of stages, compiled
     learning       the statistics from which a profile is learned
-    kernels        the same bytes, from compiled code
+    kernels        whole codecs, compiled; they give the same bytes
 """

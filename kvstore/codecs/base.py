@@ -17,8 +17,8 @@ Payload: TypeAlias = bytes | memoryview
 # The first tokens of a session, which every codec stores unquantised (16 bits per value): attention
 # gives them far more weight than any other token.
 NUM_SINKS: Final = 4
-# Payloads that are unpacked together as one: of a model with few layers a chunk takes less time
-# than the calls for it.
+# The most bytes of payloads that are unpacked together. With few layers, the calls for a chunk
+# would take longer than the chunk itself.
 _MOST_JOINED: Final = 1 << 18
 
 
@@ -36,9 +36,8 @@ class Codec(Protocol):
     def id(self) -> str:
         """The codec's name and arithmetic version, such as ``tq3.2``.
 
-        It is in every blob's header and, hashed, in the name under which a tier has the blob.
-
-        A calibrated codec adds digits of its profile: ``max.1-0123456789``.
+        It is in every blob's header, so that a reader finds the codec. A calibrated codec appends
+        digits of a digest of what it learned: ``max.1-0123456789``.
         """
 
     @property
@@ -53,27 +52,27 @@ class Codec(Protocol):
         """
 
     def packed_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        """Returns the length of the payload in bytes; an estimate where codes are entropy-coded.
+        """Returns the bytes of the payload; an estimate if the codec has an entropy coder.
 
-        A payload is longer only by the rows that have to be stored unquantised.
+        A payload is longer only if some rows have to be stored unquantised.
         """
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        """Returns a lower bound, in bytes, of the payloads of so many tokens.
+        """Returns a lower bound of the length of any payload of ``num_tokens`` tokens, in bytes.
 
-        It is asked about layouts that a forged header claims, so it only computes:
-        nothing is built for a layout.
+        The layout may come from a forged header. So this only computes; it allocates and compiles
+        nothing.
 
         Raises:
-            UnknownCodec: there is no payload of such a layout.
+            UnknownCodec: the codec does not support this layout.
         """
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
-        """Packs ``run``, whose tokens are ``first_token ..`` of the session.
+        """Packs ``run``, which begins with token ``first_token`` of the session.
 
-        The arrays are only read, and no reference is kept: K (num_kv_heads, num_tokens, head_dim)
-        and V (num_kv_heads, num_tokens, value_dim) of each layer, in the numpy dtype of ``layout``.
-        The payload belongs to the caller alone.
+        ``run``: K (num_kv_heads, num_tokens, head_dim) and V (num_kv_heads, num_tokens, value_dim)
+        of each layer, in the numpy dtype of ``layout``. The arrays are only read, and no reference
+        is kept. The payload belongs to the caller alone.
         """
 
     def decode(self, payload: memoryview, layout: KVLayout, first_token: int, out: KVRun) -> None:
@@ -89,19 +88,22 @@ class Codec(Protocol):
 
 @runtime_checkable
 class ChunksCodec(Codec, Protocol):
-    """A codec that unpacks chunks in a row in less time than one after another."""
+    """A codec that unpacks consecutive chunks faster together than one by one."""
 
     def decode_chunks(
         self, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
     ) -> None:
-        """Unpacks as ``decode_each``."""
+        """Unpacks the payloads of consecutive chunks; see ``decode_each`` for the arguments."""
 
 
 _MEMBERS = ("id", "exact", "check", "packed_nbytes", "least_nbytes", "encode", "decode")
 
 
 def as_codec(codec: object, called: str) -> Codec:
-    """Return the object. Raises ``UnknownCodec``, which names the members that it lacks."""
+    """Return ``codec`` if it is a codec. Raises ``UnknownCodec``, which names missing members.
+
+    ``called``: how the message names the object.
+    """
     if isinstance(codec, str | type):
         hint = f"an object of it, {codec.__name__}()," if isinstance(codec, type) else "an object"
         raise UnknownCodec(f"{called} is {codec!r}, which is no codec: {hint} is wanted")
@@ -115,16 +117,16 @@ def as_codec(codec: object, called: str) -> Codec:
 
 
 def num_sinks(num_tokens: int, first_token: int) -> int:
-    """Returns how many of the tokens ``first_token ..`` are among a session's first ones."""
+    """Returns how many of ``num_tokens`` tokens from ``first_token`` on are sinks."""
     return min(max(NUM_SINKS - first_token, 0), num_tokens)
 
 
 def decode_each(
     codec: Codec, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
 ) -> None:
-    """Unpacks the payloads of chunks in a row, as ``Codec.decode`` unpacks one.
+    """Unpacks the payloads of consecutive chunks, one by one, with ``Codec.decode``.
 
-    All have equally many tokens, together those of ``out``; none is of a session's first tokens.
+    All chunks have the same number of tokens, together those of ``out``, and none has sinks.
     """
     size = tokens_in(out) // len(payloads)
     for number, payload in enumerate(payloads):
@@ -141,7 +143,7 @@ def check_claim(
     Every reader of packed bytes calls it before anything is allocated or built for the layout.
 
     Raises:
-        Corrupt: no payload of so many tokens is so short, or has such a layout.
+        Corrupt: the payload is too short, or the codec does not support the layout.
     """
     try:
         least = codec.least_nbytes(layout, num_tokens, first_token)
@@ -178,7 +180,7 @@ def _shapes(layout: KVLayout, num_tokens: int) -> list[tuple[tuple[int, ...], tu
 
 @dataclass(frozen=True)
 class RawCodec:
-    """``raw``: keeps every byte as the engine has it, the only codec to promise identical tokens.
+    """``raw``: keeps every byte as the engine has it; the only codec that promises equal tokens.
 
     A payload has K, then V of each layer, each (num_kv_heads, num_tokens, dim).
     """

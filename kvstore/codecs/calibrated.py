@@ -1,4 +1,4 @@
-"""Presets that are learned from a model: learned arrays form a profile, which makes codecs."""
+"""Learns the arrays of presets from a model, as a profile, and makes codecs from a profile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CalibratedPreset(Protocol):
         """Makes one packer for each stack of ``layout`` from the learned arrays.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: another release learned these arrays.
+            KeyError, TypeError, ValueError, IndexError: the arrays are those of another release.
         """
 
 
@@ -103,10 +103,10 @@ def _check_model(profile: Profile, learned: Mapping[str, np.ndarray]) -> None:
     """Checks means and RoPE tables, which kernels use unchecked. Raises ``ValueError``."""
     layers, ropes = profile.layout.layers, profile.ropes
     if len(ropes) != len(layers):
-        raise ValueError(f"turns of {len(ropes)} layers, not {len(layers)}")
+        raise ValueError(f"RoPE of {len(ropes)} layers, not {len(layers)}")
     for rope, layer in zip(ropes, layers, strict=True):
         if rope is not None and rope.num_channels > layer.head_dim:
-            raise ValueError(f"turns of {rope.num_channels} of {layer.head_dim} channels")
+            raise ValueError(f"RoPE of {rope.num_channels} of {layer.head_dim} channels")
     means, size = learned["means"], profile.layout.elements_per_token
     if means.dtype != np.float32 or means.shape != (size,) or not np.isfinite(means).all():
-        raise ValueError(f"means are {means.dtype} {means.shape}, or infinite")
+        raise ValueError(f"means are {means.dtype} {means.shape}, or not finite")

@@ -1,9 +1,9 @@
 """The table of all codecs: names, bits, sentences, papers, and import strings of their code.
 
 ``OWN`` has the product's own codecs, ``STATES`` and ``WINDOWS`` its ways to pack recurrent states
-and rows of windows. ``LITERATURE`` has methods of papers, and of the projects from which this one
-grew: they are for comparison and are measured by the same tests; a server uses one only if it is
-named. Nothing heavy is imported here; ``names`` reads the table.
+and window rows. ``LITERATURE`` has methods of papers, and of the projects from which this one grew.
+They are for comparison and are measured by the same tests; a server uses one only if its settings
+name it. Nothing heavy is imported here; ``names`` reads the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvstore.errors import UnknownCodec
 
-# A function that makes a codec from numbers, passed by name; or an import string of the function.
+# A function that makes a codec from its parameters, or an import string of the function.
 MakeCodec: TypeAlias = str | Callable[..., Any]
 
 
@@ -60,7 +60,7 @@ class CodecEntry(NamedTuple):
 class StateEntry(NamedTuple):
     """A way to pack matrices of recurrent states.
 
-    ``bits``: for each value, without scales. ``learns``: it needs values learned from the model.
+    ``bits``: per value, without scales. ``learns``: it needs values learned from the model.
     """
 
     bits: int
@@ -87,14 +87,14 @@ OWN: Final[dict[str, CodecEntry]] = {
     ),
     "tq3": CodecEntry(
         3.125,
-        "Rotates every row by signs and a Hadamard matrix, then takes three bits a value.",
+        "Rotates every row by signs and a Hadamard matrix, then stores three bits per value.",
         make=f"{_ROWS}:tq3",
         small_chunks=True,
         paper="TurboQuant, arXiv 2504.19874",
     ),
     "tq4": CodecEntry(
         4.125,
-        "Rotates every row by signs and a Hadamard matrix, then takes four bits a value.",
+        "Rotates every row by signs and a Hadamard matrix, then stores four bits per value.",
         make=f"{_ROWS}:tq4",
         small_chunks=True,
         paper="TurboQuant, arXiv 2504.19874",
@@ -124,21 +124,22 @@ OWN: Final[dict[str, CodecEntry]] = {
 }
 
 
-# Joined to a preset of rows by a plus, as in ``dense3+window4``; without it, the preset itself
-# packs rows of windows. These rows are few, and the tokens that follow attend to them most.
-WINDOWS: Final[dict[str, str]] = {"window4": "tq4"}  # the codec of windows' rows
-# Joined in the same way, as in ``dense3+state8``; without it states stay exact.
+# Ways to pack window rows, by name, and their codecs. A name is joined to a preset of rows by a
+# plus, as in ``dense3+window4``; without one, the preset itself packs window rows. These rows are
+# few, and the tokens that follow attend to them most.
+WINDOWS: Final[dict[str, str]] = {"window4": "tq4"}
+# Ways to pack recurrent states, joined as in ``dense3+state8``; without one states stay exact.
 STATES: Final[dict[str, StateEntry]] = {
     "state16": StateEntry(16, "Rounds recurrent states to bf16."),
     "state8": StateEntry(8, "Recurrent states in 8 bits with a scale for each row."),
     "state6": StateEntry(6, "Recurrent states in 6 bits with a scale for each row."),
     "state4": StateEntry(4, "Recurrent states in 4 bits with a scale for each row."),
-    "dealt6": StateEntry(6, "6 bits on average, dealt over rows by what errors cost.", True),
-    "dealt5": StateEntry(5, "5 bits on average, dealt over rows by what errors cost.", True),
-    "dealt4": StateEntry(4, "4 bits on average, dealt over rows by what errors cost.", True),
+    "dealt6": StateEntry(6, "6 bits on average, more for rows whose errors cost more.", True),
+    "dealt5": StateEntry(5, "5 bits on average, more for rows whose errors cost more.", True),
+    "dealt4": StateEntry(4, "4 bits on average, more for rows whose errors cost more.", True),
 }
-USUAL_STATES: Final = "state8"  # for a preset that names no way
-WORST: Final = "state4"  # not measured if bits can be dealt
+USUAL_STATES: Final = "state8"  # for a lossy preset whose name has no way to pack states
+WORST: Final = "state4"  # not measured if the ``dealt`` ways are
 
 _PAPERS: Final = "kvstore.codecs.literature"
 
@@ -151,7 +152,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     ),
     "ratequant": CodecEntry(
         2.6,
-        "RateQuant: TurboQuant-MSE with the bits dealt out to heads by what errors cost.",
+        "RateQuant: TurboQuant-MSE with more bits for heads whose errors cost more.",
         learn=f"{_PAPERS}.rate_quant:RATEQUANT",
         parameters=(
             Parameter("bits", 2.5, 1, 8, is_whole=False),
@@ -168,7 +169,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     ),
     "commvq": CodecEntry(
         2.125,
-        "CommVQ: eight neighbours as a sum of two learned vectors.",
+        "CommVQ: eight neighbouring values as a sum of two learned vectors.",
         learn=f"{_PAPERS}.comm_vq:COMMVQ",
         parameters=(Parameter("dim", 8, 2, 64), Parameter("stages", 2, 1, 8)),
         paper="CommVQ, arXiv 2506.18879",
@@ -182,7 +183,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     **{
         f"tq{num_bits}": CodecEntry(
             num_bits + 0.125,
-            f"TurboQuant-MSE with {num_bits} bit{'s' if num_bits > 1 else ''} a value.",
+            f"TurboQuant-MSE with {num_bits} bit{'s' if num_bits > 1 else ''} per value.",
             make=f"{_PAPERS}.turbo_quant:tq{num_bits}",
             paper="TurboQuant, arXiv 2504.19874",
         )
@@ -190,7 +191,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     },
     "tqprod": CodecEntry(
         3.25,
-        "TurboQuant-prod: two bits of levels and one sign of a sketch of what they missed.",
+        "TurboQuant-prod: two bits of levels, and one sign of a sketch of their error.",
         make=f"{_PAPERS}.turbo_quant:tqprod",
         parameters=(Parameter("bits", 3, 2, 4),),
         paper="TurboQuant, arXiv 2504.19874",
@@ -203,14 +204,14 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     ),
     "rvq": CodecEntry(
         2.125,
-        "VeloxQuant's residual quantiser: a sign, then the sign of what it missed.",
+        "VeloxQuant's residual quantiser: a sign, then the sign of its error.",
         make=f"{_PAPERS}.seeds:rvq",
         parameters=(Parameter("bits", 1, 1, 3),),
         paper="VeloxQuant",
     ),
     "vecinfer": CodecEntry(
         2.1875,
-        "VecInfer: smoothed keys, rotated, and four neighbours by one of 256 vectors.",
+        "VecInfer: smoothed and rotated keys, four neighbouring values as one of 256 vectors.",
         make=f"{_PAPERS}.vecinfer:vecinfer",
         parameters=(Parameter("bits", 2, 1, 2),),
         paper="VecInfer, arXiv 2510.06175",
@@ -230,7 +231,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     ),
     "rabitq": CodecEntry(
         2.6875,
-        "RaBitQ: one bit a value of rotated keys without centroids, TurboQuant's four of values.",
+        "RaBitQ: one bit per value of rotated keys less their centroid, four bits for values.",
         make=f"{_PAPERS}.rabitq:rabitq",
         learn=f"{_PAPERS}.rabitq:RABITQ",
         parameters=(
@@ -260,7 +261,7 @@ LITERATURE: Final[dict[str, CodecEntry]] = {
     ),
     "gear": CodecEntry(
         4.75,
-        "GEAR: KIVI's groups, a low-rank part of what they missed, and outliers apart.",
+        "GEAR: KIVI's groups, a low-rank part of their error, and separate outliers.",
         make=f"{_PAPERS}.gear:gear",
         parameters=(
             Parameter("bits", 2, 1, 8),

@@ -25,7 +25,8 @@ JOIN: Final = "+"
 class PresetParts(NamedTuple):
     """A preset's name in parts: the codec of rows, and the ways to pack windows and states.
 
-    A part that the name lacks is "". A way that does not exist is in ``states``, which refuses it.
+    A part that the name lacks is "". An unknown part is put into ``states``, and the code that
+    looks up that way refuses it.
     """
 
     rows: str
@@ -45,7 +46,10 @@ def parts_of(name: str) -> PresetParts:
 
 
 def for_session(name: str, has_windows: bool, has_matrices: bool) -> str:
-    """Complete a preset's name for a model: a lossy preset packs matrices, too."""
+    """Return a preset's name for a model: without parts that the model does not have.
+
+    A lossy preset without a way to pack states gets the usual one.
+    """
     rows, windows, states = parts_of(name)
     usual = USUAL_STATES if has_matrices and rows != EXACT else ""
     return PresetParts(
@@ -60,15 +64,19 @@ def session_presets(
     has_matrices: bool,
     deals: bool = False,
 ) -> tuple[str, ...]:
-    """List the combinations to measure on a model with states, for presets of rows.
+    """Return the combinations to measure on a model with states, for presets of rows.
 
-    Every preset is joined with the usual way of states. The product's presets that are coarser than
-    a way of windows are also joined with that way. ``USUAL`` is joined with all ways of states.
-    Without rows, there are only the ways of states.
+    Every preset is joined with the usual way to pack states. A preset of the product that has fewer
+    bits than a way to pack windows is also joined with that way. ``USUAL`` is joined with all ways
+    to pack states. For a model without rows, only the ways to pack states are returned.
 
     Args:
-        has_rows: the model stores rows of every token.
-        deals: the cost of errors in states is known, so ways that deal bits by it are included.
+        names: the presets of rows.
+        has_rows: whether the model stores rows of every token.
+        has_windows: whether it has layers with sliding windows.
+        has_matrices: whether it has recurrent states.
+        deals: whether the cost of errors in states is known, so that the ``dealt`` ways can be
+            measured.
     """
     ways = [x for x, entry in STATES.items() if entry.learns <= deals and (not deals or x != WORST)]
     if not has_rows and not has_windows:
@@ -99,7 +107,7 @@ def first_part(name: str) -> str:
     return parts_of(name).rows
 
 
-# Codecs that are common elsewhere and considered harmless: measured with ours, to compare losses.
+# Codecs of other engines that are considered harmless; measured too, to compare the loss.
 FLOOR: Final = ("fp8", "q8")
 
 # ``registration`` adds entries.
@@ -171,7 +179,7 @@ def with_parameters(name: str, parameters: Mapping[str, float]) -> str:
 
 
 def _text_of(value: object) -> str:
-    """Return a parameter's value as text; for one that is no number, text that is none, either."""
+    """Return a parameter's value as text, which ``canonical`` refuses if it is not a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return f"{value:g}" if is_number else repr(value).replace(",", " ")
 

@@ -45,7 +45,7 @@ def canonical_name(name: str) -> str:
 
 
 def open_codec(name: str, profile: Profile | None = None) -> Codec:
-    """Returns the preset that ``profile`` has under that name, else the codec that needs none.
+    """Returns the codec of that name: the one learned in ``profile``, else one without a profile.
 
     Raises:
         UnknownCodec: no such name, or it needs a missing profile; the message names a remedy.
@@ -108,7 +108,7 @@ def check_name(name: str) -> None:
     if (states and states not in STATES) or parts.name != name:
         ways = ", ".join((*WINDOWS, *STATES))
         raise UnknownCodec(
-            f"{name!r} names no way of windows or states after its +; there are {ways}"
+            f"{name!r} names no way to pack windows or states after its +; there are {ways}"
         )
     rows = canonical_name(rows)
     if family_of(rows) not in CODECS:

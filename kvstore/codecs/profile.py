@@ -3,8 +3,8 @@
     "TCPF" | u32 length of the header | header, JSON | arrays | BLAKE2b-256 of everything before
 
 The header has dtype, shape and order of every array; nothing in the file is ever executed. A
-codec's id contains a digest of the arrays that *that* codec learned. So a blob is only ever read
-with the profile with which it was written, and measuring quality again changes no id.
+codec's id contains a digest of the arrays that this codec learned. So a blob is only ever read with
+the profile with which it was written, and measuring quality again changes no id.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ UNFINISHED: Final = ".new"  # suffix of a file whose writer may have been killed
 BLOCK_BYTES: Final = 1 << 20  # read at a time to compute a file's digest
 DTYPES: Final = ("<f4", "<f2", "<i4", "<i2", "<u2", "|u1", "|i1")
 ID_DIGITS: Final = 10  # of a digest, in a codec's id
-OF_WINDOWS: Final = "@windows"  # suffix of a preset's name: its arrays for layers with windows
-OF_STATES: Final = "@states"  # instead of a preset's name: the costs of errors in recurrent states
+OF_WINDOWS: Final = "@windows"  # appended to a preset's name: its arrays for layers with windows
+OF_STATES: Final = "@states"  # in place of a preset's name: the costs of errors in states
 
 
-# Fields of a profile that are in the header of its file.
+# Fields of a profile that are also fields of its file's header.
 _SHARED: Final = ("fingerprint", "layout", "ropes", "rows", "windows", "window_ropes")
 
 
@@ -54,7 +54,7 @@ class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """The version, which any release writes; the rest of a header is skipped, not built."""
+    """The version, which every release writes; msgspec skips the rest of the header."""
 
     version: int
 
@@ -74,10 +74,10 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """All arrays learned from one model, and the figures of codecs that were measured on it.
+    """All arrays learned from one model, and the quality of codecs that were measured on it.
 
     ``learned``: for each preset its arrays by name, from ``calibrated.learn_profile``. ``rows``:
-    the figures, also of presets that learn nothing.
+    the measured quality, also of presets that learn nothing.
     """
 
     fingerprint: str
@@ -176,7 +176,7 @@ class Profile:
 def load_profile(path: Path, *, mapped: bool = False) -> Profile:
     """Reads a profile. Its arrays are read-only, each in memory of its own.
 
-    ``mapped``: they are mapped from the file, and stay valid if another file takes its name.
+    ``mapped``: map the arrays from the file instead; they stay valid if the file is replaced.
 
     Raises:
         OSError: the file cannot be read.
@@ -189,7 +189,7 @@ def load_profile(path: Path, *, mapped: bool = False) -> Profile:
 
 
 def profile_in(content: bytes | bytearray | memoryview) -> Profile:
-    """Reads a profile from the content of its file, which it does not keep.
+    """Reads a profile from the content of its file; the arrays are copies.
 
     Raises:
         Corrupt: it is not a profile, or damaged.
@@ -210,7 +210,7 @@ def _loaded(file: _File, size: int, path: Path, take: _Take) -> Profile:
         raise Corrupt(f"{path}: damaged; calibrate the model again")
     length = int.from_bytes(head[4:], "little")
     if length > min(MAX_HEADER_BYTES, end - 8):
-        raise Corrupt(f"{path}: a header of {length} bytes")
+        raise Corrupt(f"{path}: a header of {length} bytes is too long")
     file.seek(8)
     header = _header(file.read(length), path)
     span = (_aligned(8 + length), end)
@@ -219,7 +219,7 @@ def _loaded(file: _File, size: int, path: Path, take: _Take) -> Profile:
 
 
 def _is_whole(file: _File, end: int) -> bool:
-    """Returns whether the digest matches, block by block: a profile may fill the free memory."""
+    """Returns whether the digest matches; reads block by block, since a profile may be large."""
     digest, block = blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(BLOCK_BYTES))
     file.seek(0)
     for at in range(0, end, BLOCK_BYTES):
@@ -335,9 +335,9 @@ def check_specs(
 
 
 def check_ranges(ranges: Mapping[str, bool]) -> None:
-    """Raises ``ValueError`` for arrays whose values cannot have been learned.
+    """Raises ``ValueError`` with the names of arrays whose values are not in their ranges.
 
-    ``ranges``: for each array, whether its values are possible.
+    ``ranges``: for each array, whether its values are in range.
     """
     wrong = [name for name, good in ranges.items() if not good]
     if wrong:

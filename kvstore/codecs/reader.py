@@ -33,14 +33,14 @@ class Reader:
         return view.view(kind).reshape(shape)
 
     def count(self, most: int) -> int:
-        """Returns the next number, which is the count of the entries that follow.
+        """Returns the next number, a u32: the count of the entries that follow.
 
         Raises:
             Corrupt: it is larger than ``most``.
         """
         number = int(self.take("<u4", 1)[0])
         if number > most:
-            raise Corrupt(f"{number} entries where {most} are the most there can be")
+            raise Corrupt(f"{number} entries where at most {most} are possible")
         return number
 
     def expect_end(self) -> None:

@@ -19,11 +19,12 @@ from kvstore.codecs.catalogue import LITERATURE, OWN, CodecEntry, MakeCodec, Par
 from kvstore.codecs.names import CODECS, FAMILIES
 from kvstore.errors import UnknownCodec
 
-# An id has 24 characters (``kvstore.blobs.format``); 13 are for the digest of a learned codec.
+# An id has at most 24 characters (``kvstore.blobs.format``), of which a learned codec's version and
+# digest take 13.
 NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,10}")
 MOST_ID: Final = 24
 PARAMETER_DIGITS: Final = 11  # characters that parameters other than the usual ones add to an id
-SIZED_DIM: Final = 128  # width of rows, and number of tokens, for which ``CodecEntry.bits`` is
+SIZED_DIM: Final = 128  # width of rows, and number of tokens, that define ``CodecEntry.bits``
 
 
 def register(
@@ -37,7 +38,7 @@ def register(
     """Adds a method to the table, in this process; replaces a registered one of the same name.
 
     Args:
-        name: small letters, digits and "_", at most 11.
+        name: at most 11 characters: small letters, digits and "_".
         make: a callable that returns a ``kvstore.codecs.base.Codec``, or an import string of one;
             None if only a profile can make it. The first sentence of its docstring describes the
             method.
@@ -89,7 +90,7 @@ def import_registering(modules: Iterable[str]) -> None:
 
 
 def _described(name: str, entry: CodecEntry, parameters: Sequence[Parameter] | None) -> CodecEntry:
-    """Returns the table's row with the fields that can be read from the method."""
+    """Returns the table's row with the fields that follow from the method itself."""
     from kvstore.codecs.presets import codec_by_name
     from kvstore.shapes import KVLayer, KVLayout
 

@@ -1,8 +1,8 @@
-"""Combines the codecs of all parts of a session: rows of every token, rows of windows, matrices.
+"""Combines the codecs of all parts of a session: rows of every token, window rows, matrices.
 
-The name of a preset for a model with states names them, as in ``dense3+state8``. The rows of
-windows are packed by the same preset as all others, which has learned these layers separately, or
-by a finer codec that learns nothing, as in ``dense3+window4``.
+The name of a preset for a model with states names them, as in ``dense3+state8``. Window rows are
+packed by the same preset as all other rows, which has learned these layers separately, or by a
+codec with more bits that learns nothing, as in ``dense3+window4``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AnyMatrixCodec: TypeAlias = MatrixCodec | DealtCodec
 
 @dataclass(frozen=True)
 class SessionCodec:
-    """The codecs of one preset. ``windows``: for rows of windows; None = these stay unpacked."""
+    """The codecs of one preset. ``windows``: packs window rows; None = they are stored exactly."""
 
     kv: Codec
     windows: Codec | None
@@ -76,7 +76,7 @@ def open_session_codec(name: str, profile: Profile | None, states: StateLayout) 
     """
     kv_name, window_name, state_name = parts_of(name)
     rows = profile is None or bool(profile.layout.layers)
-    # The profile of a model without growing rows has learned none.
+    # For a model without layers that keep every token the profile has no arrays of such layers.
     kv = open_codec(kv_name, profile) if rows or not states.windows else open_codec("raw")
     windows = None
     if states.windows is not None:
@@ -91,7 +91,7 @@ def open_session_codec(name: str, profile: Profile | None, states: StateLayout) 
 def _matrices(name: str, profile: Profile | None) -> AnyMatrixCodec:
     if name not in DEALT:
         return matrix_codec(name)
-    if profile is None:  # for a plan: nothing is packed
+    if profile is None:  # for a plan, which packs nothing
         return dealt_codec(name, None, "")
     if OF_STATES not in profile.learned:
         raise UnknownCodec(f"nothing is known of this model's states for {name!r}; calibrate it")
@@ -104,5 +104,5 @@ def matrix_codec_of(codec_id: str) -> AnyMatrixCodec:
     arithmetic, _, digits = version.partition("-")
     known = str(DEALT_ARITHMETIC if name in DEALT else ARITHMETIC)
     if name not in STATES or arithmetic != known or bool(digits) != (name in DEALT):
-        raise UnknownCodec(f"states in {codec_id!r}, of another release")
+        raise UnknownCodec(f"states are packed with {codec_id!r}, of another release")
     return dealt_codec(name, None, digits) if name in DEALT else matrix_codec(name)

@@ -11,15 +11,15 @@ fewer bits are bit planes, each plane of a row padded to whole bytes. With 16 bi
 scales, and values are rounded to bf16. numpy is the definition; its operations are exact or IEEE,
 so bytes are the same everywhere.
 
-``DealtCodec``, where rows get bits by the cost of errors in them:
+``DealtCodec``, whose rows get more bits if errors in them cost more:
 
     payload: bits, u8 for each row | scales, <u2 bf16 for each row | codes of the rows of 2 bits,
     of those of 3, ... of those of 8, each as above
 
-A row of zeros has no bits and no codes. A payload contains everything needed to read it; the values
-learned from the model only decide how bits are dealt when it is written.
+A row of zeros has no bits and no codes. A payload contains everything needed to read it. The values
+learned from the model are only used to choose the bits of each row when it is written.
 
-*How they are dealt.* An error of a row's step, largest value / (2^(b - 1) - 1), costs
+*How bits are chosen.* An error of a row's step, largest value / (2^(b - 1) - 1), costs
 
     cost_r(b) = weight_r * (largest_r / size)^2 * q(b),  q(b) = (2^(b - 1) - 1)^-2
 
@@ -53,7 +53,8 @@ UNKNOWN: Final = 8  # bits of all rows of an array for which nothing was learned
 _COUNTS: Final = range(FEWEST, MOST + 1)
 # The savings of one more bit: from 2 to 3, from 3 to 4 and so on.
 _SAVED: Final = -np.diff([float((1 << (b - 1)) - 1) ** -2 for b in _COUNTS])
-# Of rows that ``DealtCodec`` packs: a row of zeros has three bytes, however wide it claims to be.
+# The widest rows that ``DealtCodec`` packs. A payload's length does not bound the width that is
+# claimed for it, since a row of zeros takes three bytes at any width.
 MOST_WIDTH: Final = 512
 MOST_NDIM: Final = 8
 DEALT: Final = tuple(name for name, entry in STATES.items() if entry.learns)
@@ -61,7 +62,10 @@ DEALT: Final = tuple(name for name, entry in STATES.items() if entry.learns)
 
 @dataclass(frozen=True)
 class MatrixCodec:
-    """Packs one array at a time. Stateless, thread-safe. ``num_bits``: of a code; 0 = exact."""
+    """Packs matrices with the same bits for all rows. Stateless, thread-safe.
+
+    ``num_bits``: of each code; 0 = arrays are left unpacked.
+    """
 
     name: str
     num_bits: int
@@ -77,7 +81,7 @@ class MatrixCodec:
         return not self.num_bits
 
     def takes(self, array: np.ndarray, dtype: str) -> bool:
-        """Return whether it can pack this array; one with infinities is better kept unpacked."""
+        """Return whether the codec packs this array; one with infinities is stored exactly."""
         return not self.exact and is_finite(array, dtype)
 
     def encode(self, array: np.ndarray, dtype: str, number: int = 0) -> bytes:
@@ -85,7 +89,7 @@ class MatrixCodec:
 
         Args:
             dtype: the name of the dtype of its values.
-            number: the index of the array in its state; ignored, since all are packed alike here.
+            number: the index of the array in its state; ignored here.
         """
         values = fp32(array, dtype).reshape(-1, array.shape[-1])
         if self.num_bits == _BF16:
@@ -97,8 +101,7 @@ class MatrixCodec:
         """Unpack into a new array of this shape, in the numpy dtype of ``dtype``.
 
         Raises:
-            Corrupt: the payload does not have the length for this shape; nothing is allocated
-                then.
+            Corrupt: the payload does not have the length for this shape; nothing was allocated.
         """
         num_rows, width = rows_of_shape(dtype, shape)
         if len(payload) != self.nbytes(num_rows, width):
@@ -113,7 +116,7 @@ class MatrixCodec:
         return narrowed(values, dtype, shape)
 
     def nbytes(self, num_rows: int, width: int) -> int:
-        """Return the bytes of a payload of so many rows of ``width`` values."""
+        """Return the bytes of a payload of ``num_rows`` rows of ``width`` values."""
         if self.num_bits == _BF16:
             return 2 * num_rows * width
         return num_rows * (2 + code_bytes(width, self.num_bits))
@@ -207,7 +210,7 @@ def fp32(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _round_up_to_bf16(values: np.ndarray) -> np.ndarray:
-    """Return bf16 bit patterns, uint16, of numbers >= 0: the smallest that is not less."""
+    """Round fp32 numbers >= 0 up to bf16; return bit patterns, uint16."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     stored: np.ndarray = ((bits.astype(np.uint64) + 0xFFFF) >> 16).astype(np.uint16)
     # Rounding up the largest fp32 values would give infinity.
@@ -235,12 +238,12 @@ def dealt_bits(costs: np.ndarray, level: float) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DealtCodec:
-    """Packs one array at a time. Thread-safe.
+    """Packs matrices with more bits for rows whose errors cost more. Thread-safe.
 
     Attributes:
-        digits: digest of the learned values, in its id.
+        digits: digest of the learned values, which is part of the id.
         weights: fp32 (rows,) for each array of a state, in order.
-        level: the least saving for which a row gets one more bit; see above.
+        level: the least saving for which a row gets one more bit; see the head of this module.
     """
 
     name: str
@@ -255,7 +258,7 @@ class DealtCodec:
         return f"{self.name}.{DEALT_ARITHMETIC}-{self.digits}"
 
     def takes(self, array: np.ndarray, dtype: str) -> bool:
-        """Return whether it can pack this array; one with infinities is better kept unpacked."""
+        """Return whether the codec packs this array; one with infinities is stored exactly."""
         return is_finite(array, dtype) and array.shape[-1] <= MOST_WIDTH
 
     def encode(self, array: np.ndarray, dtype: str, number: int = 0) -> bytes:
@@ -305,7 +308,7 @@ class DealtCodec:
         return narrowed(values, dtype, shape)
 
     def nbytes(self, num_rows: int, width: int) -> int:
-        """Return the bytes of a payload of so many rows, with the usual average of bits."""
+        """Estimate the bytes of a payload of ``num_rows`` rows from the average number of bits."""
         return num_rows * (3 + code_bytes(width, STATES[self.name].bits))
 
 
@@ -313,8 +316,8 @@ def dealt_codec(name: str, learned: Mapping[str, np.ndarray] | None, digits: str
     """Return the codec of a name in ``catalogue.STATES`` that learns.
 
     Args:
-        learned: the arrays of ``learning.sensitivity``; None = nothing, as for a plan.
-        digits: digest of these.
+        learned: the arrays of ``learning.sensitivity``; None = none, for reading or for a plan.
+        digits: digest of these arrays.
 
     Raises:
         UnknownCodec: another release learned these arrays.

@@ -69,7 +69,7 @@ class ClassCoder:
         self._least_bits = ROUNDING * symbols + float(low_bits.sum())
 
     def outputs(self, of_symbols: np.ndarray = SYMBOLS) -> Outputs:
-        """Returns what ``read_coded`` takes."""
+        """Returns the ``outputs`` argument of ``read_coded`` for bytes other than the symbols."""
         return Outputs(of_symbols, self.tables.slots(of_symbols))
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class ClassCoder:
         rare = reader.take("<i4", reader.count(len(symbols) * num_tokens))
         too_large = np.abs(rare.astype(np.int64)) > LARGEST_CODE
         if len(rare) != len(places) or np.any(too_large):
-            raise Corrupt("escaped codes are not as many or as large as they can be")
+            raise Corrupt("escaped codes are too many, too few or too large")
         return Coded(symbols, low, rare.astype(np.int32)), places
 
     def read(self, reader: Reader, num_tokens: int) -> np.ndarray:

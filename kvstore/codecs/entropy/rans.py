@@ -126,7 +126,7 @@ def encode_reference(
     words: np.ndarray,
     num_tokens: int,
 ) -> int:
-    """Puts words, the last one first, and the final states; returns the number of words."""
+    """Writes words, the last one first, and the final states; returns the number of words."""
     used = 0
     for row in range(len(classes) - 1, -1, -1):
         for at in range((num_tokens - 1) // LANES * LANES, -1, -LANES):

@@ -1,7 +1,7 @@
-"""Modules of compiled functions, if numba is installed, and the time that compiling takes.
+"""Imports modules of compiled functions, if numba is installed, and counts compilations.
 
 One process has one compiler, so there is one ``COMPILATIONS``. It counts what this process has
-compiled, and logs a line when that takes long; code that a cache has already is not counted.
+compiled, and logs a line when that takes long. Code that comes from numba's cache is not counted.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Compilations:
         self._num_cached = 0
         self._num_background = 0
         self._seconds = 0.0
-        self.waited_s = 0.0  # of a caller's time, that of compilations included
+        self.waited_s = 0.0  # how long callers waited for imports and compilations
         self._silence_s = silence_s
         self._said = False
 
     @contextmanager
     def look(self, name: str, folder: str = "") -> Iterator[list[bool]]:
-        """Count what is compiled within, unless ``[True]`` was put into the list: it was cached.
+        """Count the ``with`` block as one compilation, or as cached if it appends True to the list.
 
-        Once per process, when imports and compiling have taken longer than a second in all,
-        the log says so. ``folder``: where the result is kept.
+        Once per process, when imports and compilations have taken more than ``SILENCE_S`` in all,
+        the log says so. ``folder``: where the result is kept; for the log.
         """
         begun, cached = time.thread_time(), list[bool]()
         left_s = max(self._silence_s - self.waited_s, min(CACHED_S, self._silence_s))
@@ -67,7 +67,7 @@ class Compilations:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Count the time within as one of silence: numba is imported, for example."""
+        """Add the time of the ``with`` block, an import of numba for example, to ``waited_s``."""
         begun = time.monotonic()
         try:
             yield
@@ -134,21 +134,24 @@ def _report(reason: str) -> None:
 
 
 def is_proven(comparison: Callable[[], bool], called: str) -> bool:
-    """Return whether compiled code passes a comparison with its definition; the log says if not.
+    """Return whether compiled code passes a comparison with its definition; log it if not.
 
-    Code that raises does not pass. A compiler must not be trusted with a cache.
+    Code that raises does not pass. Compilers have bugs, and wrong code would damage stored KV.
     """
     try:
         if comparison():
             return True
         logger.warning("%s are wrong on this host: numpy serves", called)
-    except Exception:  # whichever a compiler, its cache or wrong code raises
+    except Exception:  # a compiler, its cache or wrong code may raise anything
         logger.exception("%s fail on this host: numpy serves", called)
     return False
 
 
 def proven(compiled: T | None, definition: T, agrees: Callable[[T], bool], called: str) -> T:
-    """Return compiled code, if there is any and it agrees with its definition; else that."""
+    """Return compiled code if there is any and it agrees with its definition, else the latter.
+
+    ``called``: what the log calls the code.
+    """
     if compiled is not None and is_proven(lambda: agrees(compiled), called):
         return compiled
     return definition

@@ -39,7 +39,7 @@ def _restore_levels(codes, deviations, kinds, levels, counts, out):
 
 
 def add_and_subtract(rows, distances):
-    """Replaces pairs of elements so far apart by sum and difference; fp32 (rows, dim), in place."""
+    """Replaces pairs of elements by sum and difference, for each distance; fp32 (rows, dim)."""
     for row in range(rows.shape[0]):
         for at in range(len(distances)):
             distance = distances[at]
@@ -109,7 +109,7 @@ def _round_to_bf16(words, out):
 
 
 def _nearest_vectors(rows, vectors, halves, codes):
-    """Finds the nearest vector of each row: the first with the largest product less half its size.
+    """Finds the nearest vector of each row: that with the largest product less half its square.
 
     ``rows``: fp32 (tables, dim, rows). ``vectors``: fp32 (tables, vectors, dim); ``halves``: half
     their squared lengths. ``codes``: uint8 (tables, rows). Products are summed from the first

@@ -1,13 +1,12 @@
 """Compiles Python loops to numba functions: for given types, cached, run without the GIL.
 
 A function is compiled when it is first called. numba's cache checks only the file that contains a
-cached function. So a digest of that file and of all files of the product that it imports is a
-constant in every function that emits code from others, and only a change in one of these compiles
-it again.
+cached function. So a function that emits code from other files has, as a constant, a digest of its
+file and of all files of the product that it imports. A change in one of them compiles it again.
 
-Compiled code finds many arrays by the addresses of their objects: numba compiles for a fixed number
-of arrays, and a call takes a microsecond for each. Here a call takes the addresses, and the fields
-are read by numpy's public struct.
+numba compiles a function for a fixed number of arrays, and a call takes a microsecond for each. So
+compiled code gets many arrays as the addresses of their Python objects (``places_of``), and reads
+their fields as numpy's public C struct lays them out.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ NBYTES = 4  # of a float or a word
 def sources_of(path: str | Path, root: Path = ROOT) -> int:
     """Return a 48-bit digest of a file of ``kvstore`` and of all such files that it imports.
 
-    Also in it are the variables by which numba compiles for another processor: kernels are emitted
-    for vectors of the processor that they name, and numba's own key does not tell them apart.
+    It also covers the variables that make numba compile for another processor. Kernels depend on
+    them, since they are emitted for that processor's vectors, but numba's cache key does not.
 
-    ``root``: the folder that has the package. Files are read, never imported. What is imported for
-    annotations alone is left out, and the module that counts compilations.
+    ``root``: the folder that has the package. Files are read, never imported. Imports under
+    ``TYPE_CHECKING`` are left out, and so is the module that counts compilations.
     """
     digest = hashlib.blake2b(digest_size=6)
     digest.update(repr([os.environ.get(x) for x in PROCESSOR]).encode())
@@ -68,7 +67,7 @@ def sources_of(path: str | Path, root: Path = ROOT) -> int:
 
 @functools.cache
 def _imports(file: Path, root: Path) -> tuple[Path, ...]:
-    """Return the files of the package that a file imports itself, anywhere in it."""
+    """Return the files of the package that a file itself imports, also inside functions."""
     names = (x for node in _statements(ast.parse(file.read_bytes())) for x in _modules(node))
     paths = (root.joinpath(*x.split(".")) for x in names if x.startswith(PACKAGE) and x != COUNTING)
     places = (at for path in paths for at in (path.with_suffix(".py"), path / "__init__.py"))
@@ -91,7 +90,7 @@ def _modules(node: ast.AST) -> Iterator[str]:
 
 
 class CompiledFunction:
-    """Compiles a function for given numba types, or reads it from numba's cache, when called."""
+    """Compiles a function for given numba types at its first call, or reads it from the cache."""
 
     def __init__(self, signature: Any, function: Callable[..., Any]) -> None:
         self._signature, self._function = signature, function
@@ -102,7 +101,7 @@ class CompiledFunction:
         return (self._found or self.prepare())(*arguments)
 
     def prepare(self) -> Any:
-        """Compile it now, if that was not done yet; return numba's function."""
+        """Compile the function if it is not compiled yet; return numba's function."""
         with self._lock:
             if self._found is None:
                 self._found = self._compile()
@@ -115,17 +114,17 @@ class CompiledFunction:
             folder = str(lazy.stats.cache_path)
         except RuntimeError:  # numba found no folder in which it may write its cache
             lazy, folder = njit(**options)(self._function), ""
-        # Half a second of numba's, the first time; not a compilation. Of the whole process, so a
-        # second thread must not compile before it is done.
+        # The first refresh in a process takes half a second and is not counted as a compilation. No
+        # other thread may compile before it is done.
         with COMPILATIONS.wait(), global_compiler_lock:
             for context in (lazy.typingctx, lazy.targetctx):
                 context.refresh()
         with COMPILATIONS.look(self._function.__name__.strip("_"), folder) as cached:
             try:
                 lazy.compile(self._signature)
-            except (OSError, EOFError, pickle.UnpicklingError) as error:  # a full disk, a cut file
+            except (OSError, EOFError, pickle.UnpicklingError) as error:  # full disk, damaged file
                 logger.warning("compiled code cannot be kept in %s: %r", folder, error)
-                with suppress(OSError):  # else the next start takes older code for this
+                with suppress(OSError):  # otherwise the next start may load older code
                     lazy._cache.flush()
                 lazy = njit(**options)(self._function)
                 lazy.compile(self._signature)
@@ -137,15 +136,15 @@ class CompiledFunction:
 def compiled(result: str, function: Callable[..., Any], *arguments: Any) -> CompiledFunction:
     """Return ``function`` for these types; it is compiled when it is first called.
 
-    They are numba's, or names as in ``"f4 u1:2 i8:1r"``: of a number, of a contiguous array of two
-    axes, and of one that is only read.
+    Types are numba's, or names in a string such as ``"f4 u1:2 i8:1r"``: a number, a contiguous
+    array of two axes, and a read-only array of one axis.
     """
     (returned,) = _kinds((result,))
     return CompiledFunction(returned(*_kinds(arguments)), function)
 
 
 def tuple_of(*kinds: Any, names: type[tuple[Any, ...]] | None = None) -> Any:
-    """The numba type of a tuple of these types, named as for ``compiled``.
+    """Return the numba type of a tuple of these types, which are named as for ``compiled``.
 
     ``names``: the class of a named tuple.
     """
@@ -168,10 +167,10 @@ def _kind(word: str) -> Any:
 
 
 def emitted(emit: Callable[[Any, tuple[Any, ...]], None], *kinds: Any) -> tuple[Any, Any]:
-    """Return what an intrinsic returns to numba: its signature, and the code that ``emit`` emits.
+    """Return the signature and the code generator of an intrinsic that returns nothing.
 
-    ``emit`` takes a builder, and the LLVM values of the last argument, a tuple. ``kinds``: the
-    numba types of all arguments. The intrinsic returns nothing.
+    ``emit`` emits the code; it takes a builder, and the LLVM values in the last argument, which is
+    a tuple. ``kinds``: the numba types of all arguments.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -185,7 +184,8 @@ def emitted(emit: Callable[[Any, tuple[Any, ...]], None], *kinds: Any) -> tuple[
 def copy(source: Any, target: Any) -> None:
     """Copy an array of two axes to one of the same shape.
 
-    numba compiles an assignment of one array to another for two seconds: its error has a text.
+    A loop, since numba takes two seconds to compile the assignment of one array to another: it also
+    compiles the error message for other shapes.
     """
     for row in range(target.shape[0]):
         for i in range(target.shape[1]):
@@ -205,7 +205,7 @@ address_of: Any = intrinsic(_typed_address)  # the address of an array's first e
 
 @njit
 def first_line_of(array: Any) -> Any:
-    """The address of the first whole cache line inside an array, int64."""
+    """Return the address of the first whole cache line inside an array, int64."""
     return (address_of(array) + LINE - 1) // LINE * LINE
 
 
@@ -231,7 +231,7 @@ word_at: Any = intrinsic(_typed_word)  # the int64 at an address
 
 
 def _read_objects(objects: Any, places: Any) -> bool:
-    """Fill ``places`` from the objects at these addresses; False if one has not three axes."""
+    """Fill ``places`` from the array objects at these addresses; False if one lacks three axes."""
     for number in range(len(objects)):
         at = objects[number]
         if word_at(at + _NDIM) & _INT != NDIM:
@@ -249,13 +249,13 @@ _read = compiled("b1", _read_objects, "i8:1 i8:2")
 
 
 def places_of(arrays: Sequence[np.ndarray], *, written: bool = False) -> np.ndarray:
-    """Return where arrays lie, int64 (arrays, 8).
+    """Return the addresses and shapes of arrays of three axes, int64 (arrays, 8).
 
-    The columns are the address, three strides in bytes, three lengths, and whether it may be
-    written. The caller keeps the arrays for as long as the result is used.
+    The columns are the address, three strides in bytes, three lengths, and whether the array is
+    writeable. The caller keeps the arrays alive for as long as the result is used.
 
     Raises:
-        ValueError: an array has not three axes, or is to be ``written`` and is read only.
+        ValueError: an array does not have three axes, or is to be ``written`` and is read-only.
     """
     places = np.empty((len(arrays), COLUMNS), np.int64)
     if _objects_are_known() and set(map(type, arrays)) <= {np.ndarray}:
@@ -277,7 +277,7 @@ def _place(array: np.ndarray) -> tuple[int, ...]:
 
 @functools.cache
 def _objects_are_known() -> bool:
-    """Return whether array objects of this interpreter are as ``_read_objects`` takes them."""
+    """Return whether array objects have the layout that ``_read_objects`` expects."""
     sample = np.empty((7, 5, 3), np.uint16)[1:, ::2]
     sample.flags.writeable = False
     fields = np.frombuffer(ctypes.string_at(id(sample), _FLAGS + 8), np.int64)

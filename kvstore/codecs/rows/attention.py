@@ -36,8 +36,8 @@ from kvstore.shapes import DType
 
 KERNELS: Final = "kvstore.codecs.kernels.rows.numba_attention"
 SESSION_KERNELS: Final = "kvstore.codecs.kernels.rows.numba_session_attention"
-SOME_TOKENS = 263  # that are compared: no multiple of a tile
-TOLERANCE = 1e-4  # times the largest value: the allowed difference of compiled code from numpy
+SOME_TOKENS = 263  # tokens on which compiled code and numpy are compared; not a multiple of a tile
+TOLERANCE = 1e-4  # the largest difference of compiled code from numpy, times the largest value
 
 
 class RowAttention(Protocol):
@@ -137,7 +137,7 @@ class SessionRows(NamedTuple):
 class RowShapes:
     """The shapes of a session's rows in one layer.
 
-    ``dtype``: of the exact rows. ``num_queries``: that share a KV head.
+    ``dtype``: the dtype of exact rows. ``num_queries``: how many queries share a KV head.
     """
 
     rows: RotatedRows

@@ -20,7 +20,7 @@ from kvstore.codecs.rows.row_codec import RowCodec, keep_rows, restore_rows
 from kvstore.errors import UnknownCodec
 from kvstore.shapes import DType, KVLayout, KVRun
 
-STORED: Final[DType] = "bfloat16"  # of rows that are bit patterns already
+STORED: Final[DType] = "bfloat16"  # ``exact`` rows are 16-bit patterns, copied as they are
 
 
 class PackedCodec(RowCodec):
@@ -80,7 +80,7 @@ class PackedCodec(RowCodec):
 
 
 def _fill_newest(payload: np.ndarray, slot: ArraySlot, view: np.ndarray, part: ArraySlot) -> None:
-    """Copy the newest tokens, packed as ``part`` of ``view``, to the end of each head's."""
+    """Copy the newest tokens, packed as ``part`` of ``view``, to the end of each head's rows."""
     if not part.num_rows:
         return
     by_head, of_part = (slot.num_heads, slot.num_tokens), (part.num_heads, part.num_tokens)
@@ -91,10 +91,10 @@ def _fill_newest(payload: np.ndarray, slot: ArraySlot, view: np.ndarray, part: A
 
 
 def packed_codec(codec: Codec, layout: PackedLayout) -> PackedCodec:
-    """Makes the codec for a packed cache, which must be packed by this very codec's arithmetic.
+    """Makes the codec for a live cache that is packed by the arithmetic of ``codec``.
 
     Raises:
-        UnknownCodec: it is packed by another.
+        UnknownCodec: the cache is packed by another codec.
     """
     if isinstance(codec, RowCodec) and codec.rows == layout.rows:
         return PackedCodec(codec.id, codec.rows, codec.backend)

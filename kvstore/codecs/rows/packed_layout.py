@@ -1,11 +1,11 @@
 """The layout and the arrays of a live cache that an engine keeps packed.
 
 An engine may keep its *live* cache packed in a row codec's own bytes. Then nothing has to be
-encoded to save it, and nothing decoded to wake it. Its arrays carry such rows through the store:
-they can be sliced by tokens, copied and assigned to like the numpy arrays that they replace.
+encoded to save it, and nothing decoded to wake it. ``PackedArray`` carries such rows through the
+store: it can be sliced by tokens, copied and assigned to like the numpy array that it replaces.
 
-The arithmetic of rows is imported only to count bytes: the gateway's process only asks whether a
-layout is of this kind.
+The arithmetic of rows is imported only when bytes are counted, since other processes only ask
+whether a layout is of this kind.
 """
 
 from __future__ import annotations

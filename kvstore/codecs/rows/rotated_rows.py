@@ -53,7 +53,7 @@ class RotatedRows:
 
     @property
     def one(self) -> int:
-        """The whole number, in the unit of levels and bounds, that is the rms of a row."""
+        """The whole number that stands for the rms of a row in ``levels`` and ``bounds``."""
         return 64 << min(max(self.num_bits - 4, 0), 3)
 
     @property
@@ -122,7 +122,7 @@ class RotatedRows:
         return np.sqrt(energies) * np.float32(1 / self.one)
 
     def unit_of(self, dim: int) -> np.float32:
-        """Returns the value of a one in rotated levels, in a row of scale 1."""
+        """Returns the value of the whole number 1 in a row of scale 1."""
         return rotation.inverse_root(dim) / np.float32(self.one)
 
     def _whole(self, values: tuple[float, ...]) -> np.ndarray:
@@ -131,7 +131,7 @@ class RotatedRows:
 
 
 def size_of(dim: int) -> int:
-    """Returns a row's norm in whole numbers, such that every rotated number fits into 16 bits."""
+    """Returns the norm to which rows are scaled, so that every rotated number fits into 16 bits."""
     return 1 << (14 - (dim.bit_length() - 1) // 2)
 
 

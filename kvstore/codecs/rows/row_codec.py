@@ -95,7 +95,7 @@ class RowCodec:
         if len(payload) == plan.nbytes and self.rows.are_all_packed(scales):
             return np.empty(0, np.intp)
         if not self.rows.are_scales(scales):
-            raise Corrupt(f"a scale is none that codec {self.id} writes")
+            raise Corrupt(f"a scale is one that codec {self.id} never writes")
         kept = plan.kept_rows(payload)
         nbytes = plan.nbytes + sum(
             len(rows) * plan.slots[number].dim * KEPT_DTYPE.itemsize

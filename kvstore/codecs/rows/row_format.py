@@ -1,4 +1,4 @@
-"""The interface of a payload to the arithmetic that packs one row; bits as bytes; and ``lm3``.
+"""The protocol of the arithmetic that packs one row, the packing of codes in bytes, and ``lm3``.
 
 A row is one head's vector of one token: ``dim`` values of 16 bits. A row format turns it into a
 fixed number of packed bytes and one scale, with numpy, in a fixed order of operations: that is the

@@ -1,8 +1,8 @@
-"""The first tokens of a session inside a payload: 16 bits for each value, exponents squeezed.
+"""The first tokens of a session inside a payload: 16-bit values with compressed exponents.
 
-Every lossy codec keeps the first ``NUM_SINKS`` tokens unquantised. Where they are large enough,
-the payload of a session's first chunk has them in front, in a denser form of the same 16 bits, and
-then the codec's own payload of the tokens after them:
+Every lossy codec keeps the first ``NUM_SINKS`` tokens unquantised. If a token has enough values,
+the payload of a session's first chunk begins with these tokens, in a denser form of the same 16
+bits, and then has the codec's own payload of the tokens after them:
 
     u32 length of the first part | first tokens (``ThinRows``) | payload of the other tokens
 
@@ -25,11 +25,11 @@ from kvstore.errors import Corrupt
 from kvstore.shapes import KVLayout, KVRun, slice_tokens, tokens_in
 
 _COUNT: Final = struct.Struct("<I")
-WORTH_SQUEEZING: Final = 1024  # values of a token; fewer are not worth a part of their own
+WORTH_SQUEEZING: Final = 1024  # the least values per token for which squeezing saves bytes
 
 
 def squeezes(layout: KVLayout, first_token: int, num_tokens: int, codec: Codec) -> bool:
-    """True if a payload of these tokens has the first tokens of a session in front."""
+    """Return whether a payload of these tokens begins with squeezed first tokens."""
     return (
         first_token == 0
         and num_tokens > NUM_SINKS
@@ -67,7 +67,7 @@ def decode(
 def decode_chunks(
     codec: Codec, payloads: Sequence[memoryview], layout: KVLayout, first_token: int, out: KVRun
 ) -> None:
-    """Unpack chunks in a row, of equally many tokens each, into ``out``. Raises ``Corrupt``."""
+    """Unpack consecutive chunks with the same number of tokens into ``out``. Raises ``Corrupt``."""
     count, size = tokens_in(out), tokens_in(out) // len(payloads)
     if len(payloads) == 1 or first_token < NUM_SINKS:
         decode(codec, payloads[0], layout, first_token, slice_tokens(out, 0, size))
@@ -82,7 +82,7 @@ def decode_chunks(
 
 
 def packed_nbytes(codec: Codec, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-    """Return the length of a payload in bytes; an estimate as that of ``Codec.packed_nbytes``."""
+    """Return the length of a payload in bytes; an estimate, as ``Codec.packed_nbytes``."""
     if not squeezes(layout, first_token, num_tokens, codec):
         return codec.packed_nbytes(layout, num_tokens, first_token)
     # Squeezed first tokens take about 11.2 bits for a value (measured on several models).
@@ -91,7 +91,7 @@ def packed_nbytes(codec: Codec, layout: KVLayout, num_tokens: int, first_token: 
 
 
 def least_nbytes(codec: Codec, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-    """Return a lower bound, in bytes, of the payloads of so many tokens."""
+    """Return a lower bound of the length of any payload of ``num_tokens`` tokens, in bytes."""
     if not squeezes(layout, first_token, num_tokens, codec):
         return codec.least_nbytes(layout, num_tokens, first_token)
     thin = NUM_SINKS * layout.elements_per_token
@@ -99,14 +99,14 @@ def least_nbytes(codec: Codec, layout: KVLayout, num_tokens: int, first_token: i
 
 
 def join(thin: bytes, rest: Payload) -> bytes:
-    """Write the payload of a session's first chunk."""
+    """Return the payload of a session's first chunk from its two parts."""
     return b"".join((_COUNT.pack(len(thin)), thin, rest))
 
 
 def split(payload: memoryview) -> tuple[memoryview, memoryview]:
     """Return the two parts that ``join`` wrote, as views. Raises ``Corrupt``."""
     if len(payload) < _COUNT.size:
-        raise Corrupt("a first chunk without a head")
+        raise Corrupt("a first chunk is too short")
     end = _COUNT.size + _COUNT.unpack_from(payload)[0]
     if end > len(payload):
         raise Corrupt("the first tokens are longer than the chunk that holds them")
@@ -114,7 +114,7 @@ def split(payload: memoryview) -> tuple[memoryview, memoryview]:
 
 
 class ThinRows:
-    """Rows in 16 bits whose exponents are Huffman-coded; all 16 bits are restored exactly.
+    """Packs 16-bit values with Huffman-coded exponents; all 16 bits are restored exactly.
 
     u32 number of values | for each value a byte of mantissa and sign | the other bytes, deflated
 
