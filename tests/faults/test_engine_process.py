@@ -235,7 +235,7 @@ async def test_a_request_that_the_engine_dies_of_kills_it_twice_at_most(fresh, f
     else:
         status, code = await status_and_code(fresh_http, asked("fault=die after=0", stream=False))
         assert status in (503, 504) and code in ("engine_unavailable", "engine_stalled")
-    assert fresh.log.read_text().count("asked once more") == 1
+    assert fresh.log.read_text().count("sent once more") == 1
     fresh.wait_ready()
 
 

@@ -141,7 +141,7 @@ def test_without_redis_each_counts_for_itself_and_says_so(pair: Limited) -> None
         assert time.monotonic() - began < 30
         for server in pair.servers:
             pair.until_shared(server, 0)
-            server.wait_for("limits hold at this gateway alone")
+            server.wait_for("limits of keys hold for this gateway alone")
     finally:
         pair.redis.cont()
     for server in pair.servers:
