@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class CannotCalibrate(Exception):
-    """The order cannot be carried out. The message is one sentence for the operator."""
+    """The order cannot be carried out; the message is one sentence for the operator."""
 
 
 def calibrate(instrument: Instrument, order: CalibrationOrder) -> Profile:
-    """Learn and measure what ``order`` asks for, in memory; returns the profile with its rows.
+    """Return the profile, with its rows, that ``order`` asks for; nothing is written to disk.
 
-    Raises what ``Calibration.profiles`` does.
+    Raises as ``Calibration.profiles`` does.
     """
     with Calibration(instrument) as calibration:
         *_, profile = calibration.profiles(order)
@@ -51,10 +51,10 @@ def calibrate(instrument: Instrument, order: CalibrationOrder) -> Profile:
 
 
 class Calibration:
-    """Carries out orders on one model. What one has read and computed is there for the next.
+    """Carries out orders on one model; each reuses what the earlier ones have read and computed.
 
-    They may differ in their presets, in the number of texts to learn from, and in whether they end
-    early. Use it in a ``with`` block.
+    The orders may differ only in their presets, in the number of texts to learn from, and in
+    whether they end early. Use it in a ``with`` block.
     """
 
     def __init__(
@@ -64,18 +64,19 @@ class Calibration:
         folder: Path | None = None,
         room: int = 0,
     ) -> None:
-        """Do nothing yet.
+        """Prepare for orders; the model is not used yet.
 
         Args:
-            on_progress: may raise, to end it.
-            folder: of files without a name for all that is large; None = it stays in memory.
-            room: bytes for the answers by the exact cache; others are computed for every preset.
+            on_progress: called with a description of the progress; an exception ends the work.
+            folder: the folder for unnamed files with large arrays; None = they stay in memory.
+            room: bytes of that folder for the answers of the exact cache; answers beyond it are
+                computed again for every preset.
         """
         self._instrument = instrument
         self._on_progress = on_progress
         self._folder, self._room = folder, room
         self._encode = functools.cache(instrument.encode)  # a long text takes a second
-        self._readers: dict[bool, TextReader] = {}  # of layers with windows, and of others
+        self._readers: dict[bool, TextReader] = {}  # True: for layers with windows
         self._judge: Judge | None = None
         self._file: Scratch | None = None
         self._learning: dict[str, Future[Profile]] = {}  # presets, on threads of their own
@@ -90,23 +91,23 @@ class Calibration:
         self._closing.close()
 
     def profiles(self, order: CalibrationOrder, known: Profile | None = None) -> Iterator[Profile]:
-        """Learn and measure one preset after the other; yields the profile after each.
+        """Learn and measure one preset after the other; yield the profile after each.
 
-        It has the rows of all presets that were measured so far for this order. One that ends early
-        ends before the first preset that its few texts do not show to keep the bound.
+        The profile has the rows of all presets measured so far for this order. An order with
+        ``ends_early`` ends at the first preset that is not certain to keep the bound.
 
         Args:
-            known: what presets have learned of this model, which they do not learn again.
+            known: a profile with what presets have learned of this model already.
 
         Raises:
             CannotCalibrate: no text is long enough, or a context is too short for a state.
             UnknownCodec: a preset does not exist, or cannot pack this model's cache.
-            ValueError: the model turns its keys in a way that is not understood.
+            ValueError: the rotary position embedding of the model is not understood.
             OSError: a text cannot be read, or the disk of the folder is full.
         """
         instrument = self._instrument
         judge = self._judge_of(order)
-        if known is None or known.layout != instrument.layout or self._turns_otherwise(known):
+        if known is None or known.layout != instrument.layout or self._has_other_ropes(known):
             known = Profile(instrument.fingerprint, instrument.layout, (), {})
         profile, rows = known, list[Quality]()
 
@@ -131,14 +132,14 @@ class Calibration:
                 rows = sorted([*rows, *found], key=lambda row: row.context)
                 yield replace(profile, rows=tuple(rows))
 
-    def _turns_otherwise(self, known: Profile) -> bool:
-        """True if a profile was learned when the model's rotation was read in another way."""
+    def _has_other_ropes(self, known: Profile) -> bool:
+        """Return whether a profile was learned with other rotary embeddings than found now."""
         return bool(known.ropes) and known.ropes != self._instrument.ropes
 
     # ---- learning
 
     def _learned(self, profile: Profile, name: str, order: CalibrationOrder) -> Profile:
-        """Add to a profile what a preset has yet to learn of rows, of windows and of states."""
+        """Return a profile in which a preset has learned the model's rows, windows and states."""
         layout, states = self._instrument.layout, self._instrument.states
         sees_matrices = states and states.has_matrices and self._instrument.sees_states
         learns_costs = sees_matrices and OF_STATES not in profile.learned
@@ -158,7 +159,7 @@ class Calibration:
         return profile
 
     def _knows(self, profile: Profile, name: str) -> bool:
-        """True if a preset has learned the model, and not in another release's way."""
+        """Return whether a profile holds what a preset has learned, in this release's form."""
         if name not in profile.learned:
             return False
         try:
@@ -168,7 +169,7 @@ class Calibration:
         return True
 
     def _samples(self, order: CalibrationOrder, *, of_windows: bool = False) -> Samples:
-        """Read the texts of an order, going on where the order before has ended."""
+        """Return the samples from an order's texts; texts of earlier orders are not read again."""
         if of_windows not in self._readers:
             how = (order.probed_share, self._file, self._on_progress)
             self._readers[of_windows] = TextReader(self._instrument, *how, of_windows=of_windows)
@@ -187,11 +188,11 @@ class Calibration:
         return found.learned[name]
 
     def _learn_ahead(self, profile: Profile, name: str, order: CalibrationOrder) -> None:
-        """Learn a preset while the one before it is measured: a command waits, and no user does."""
+        """Learn a preset on a thread while the one before it is measured; only for a command."""
         if not (is_learned(name) and self._instrument.layout.layers):
             return
         if self._knows(profile, name) or False not in self._readers:
-            return  # nothing to learn, or no text was read yet: the first row shall come soon
+            return  # nothing to learn; or no text was read yet, which would delay the first row
         beside = self._closing.enter_context(ThreadPoolExecutor(1))
         known = (self._samples(order), self._instrument.fingerprint, [name])
         self._learning[name] = beside.submit(learn_profile, *known)
@@ -204,7 +205,7 @@ class Calibration:
     # ---- measuring
 
     def _judge_of(self, order: CalibrationOrder) -> Judge:
-        """Return the judge by an order's cases, which all orders have in common."""
+        """Return the judge with an order's cases, which are the same for all orders."""
         if self._judge is None:
             known = (self._instrument, list(self._cases(order)), self._on_progress)
             files = (self._folder, self._room)
@@ -222,7 +223,7 @@ class Calibration:
                 raise CannotCalibrate(words)
             tokens = (encode(text.content) for text in texts)
             chains = chain_cases(tokens, encode, context, order.num_chains, order.num_scored)
-            # One of each kind goes first, since few texts may decide.
+            # One case of each kind goes first, since a few cases may decide.
             yield of_texts[0]
             yield from needle_cases(texts, encode, context, order.depths)
             yield from itertools.islice(chains, 1)
@@ -230,11 +231,11 @@ class Calibration:
             yield from chains
 
     def _contexts(self, order: CalibrationOrder) -> list[int]:
-        """The contexts to measure. With states they end where a state can rest.
+        """Return the contexts to measure; with states, they end at a position that has a state.
 
-        What lies after it would be computed again, and count as if it had been packed. In one of
-        them a session has to sleep as often as it is judged by; an engine's own order takes what
-        the engine can hold, and its sessions then sleep less often.
+        Tokens after that position would be computed again, but count as packed. In an order from
+        the command line, one context must be long enough for all sleeps of a session; an engine's
+        own order is limited by the engine, and its sessions may sleep less often.
         """
         states, step = self._instrument.states, self._instrument.state_step
         if states is None:
@@ -242,8 +243,8 @@ class Calibration:
         least = least_context(states, step) if order.report_path else step
         if max(order.contexts) < least or min(order.contexts) < step:
             raise CannotCalibrate(
-                f"this model's state rests at every {step}th token only; ask for contexts of"
-                f" {least} tokens or more (--contexts)"
+                f"this model's state can be stored at every {step}th token only; ask for contexts"
+                f" of {least} tokens or more (--contexts)"
             )
         return list(dict.fromkeys(x // step * step for x in order.contexts))
 
@@ -258,7 +259,7 @@ def _serves(rows: Sequence[Quality], profile: Profile, max_kl: float) -> bool:
 def codecs_to_measure(
     instrument: Instrument, presets: Sequence[str], profile: Profile
 ) -> dict[str, AnyCodec]:
-    """Open the codecs to measure, by preset: of a model with states those of whole sessions.
+    """Return the codecs to measure, by preset; for a model with states, those of whole sessions.
 
     Raises:
         UnknownCodec: a preset does not exist, or cannot pack this model's cache.
@@ -275,7 +276,7 @@ def codecs_to_measure(
     deals = OF_STATES in profile.learned
     for name in session_presets(presets, *ways, deals=deals):
         if not deals and parts_of(name).states in DEALT:
-            logger.warning("%s is not measured: this engine cannot see what states are for", name)
+            logger.warning("%s is not measured: this engine cannot observe recurrent layers", name)
             continue
         found[name] = session = open_session_codec(name, profile, states)
         session.check(layout, states)

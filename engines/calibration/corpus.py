@@ -1,9 +1,9 @@
-"""Texts to learn from and texts to judge by, present on every machine without a download.
+"""The texts to learn from and to evaluate on, which need no download.
 
 Code and documentation come from Python's own library, which is installed wherever this runs; prose,
-chat and other languages were written for this purpose and lie in ``texts``. The two sets share no
-file and no passage (so ``pdb``, which repeats the manual's "debugger", is in neither). Among the
-held-out texts of each kind are some long enough for the longest of the usual contexts.
+chat and other languages were written for this purpose and are in ``texts``. The two sets share no
+file and no passage (so ``pdb``, which repeats the manual's "debugger", is in neither). Some
+held-out texts of each kind are long enough for the longest usual context.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Text(NamedTuple):
 
 
 def fit_texts() -> list[Text]:
-    """The texts to learn from."""
+    """Return the texts to learn from."""
     manual = [_topics(f"manual {n}", topics) for n, topics in enumerate(_FIT_TOPICS, 1)]
     return [*_written("fit"), *_modules(_FIT_MODULES), *manual]
 
 
 def held_out_texts() -> list[Text]:
-    """The texts to judge by."""
+    """Return the texts to evaluate on."""
     return [
         *_written("held_out"),
         *_modules(_HELD_OUT_MODULES),
@@ -52,7 +52,7 @@ def held_out_texts() -> list[Text]:
 
 
 def texts_of(paths: Iterable[Path]) -> list[Text]:
-    """The user's own texts.
+    """Return the user's own texts, one for each file.
 
     Raises:
         OSError: a file cannot be read.
@@ -67,7 +67,7 @@ def _written(folder: str) -> Iterator[Text]:
 
 
 def _modules(names: Iterable[str]) -> Iterator[Text]:
-    """The sources of modules; one that is missing or has no source is left out."""
+    """Yield the sources of modules; one that is missing or has no source is left out."""
     for name in names:
         spec = find_spec(name)
         if spec is not None and spec.origin and spec.origin.endswith(".py"):

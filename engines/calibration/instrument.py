@@ -1,4 +1,4 @@
-"""The protocol by which an engine is measured: sessions are taken out, packed, and put back."""
+"""The protocol through which an engine's model is measured: sessions are taken out and put back."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from kvstore.shapes import KVLayout, KVPair, KVRun, Rope, StateLayout
 
 
 class Interrupted(Exception):
-    """The engine ends, or measuring was given up elsewhere."""
+    """The measurement must stop: the engine ends, or another rank has given up."""
 
 
 class NotObservable(Exception):
-    """A layer's use of stored KV cannot be observed. The message is one sentence."""
+    """A layer's use of stored KV cannot be observed; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class HeldSession:
-    """All that an engine keeps of ``num_tokens`` tokens: rows of every token, and its state.
+    """The KV of ``num_tokens`` tokens: the rows of every token, and the state.
 
     Attributes:
-        state: as the engine hands it to a cold store; None where rows are all there is.
-        prompt: the prompt that these tokens begin, where an engine needs it to go on from them.
+        run: K and V of each layer that keeps all rows.
+        state: the state in the form for the cold store; None if the model has none.
+        prompt: the prompt that these tokens begin, if the engine needs it to continue from them.
     """
 
     run: KVRun
@@ -48,7 +49,7 @@ NOTHING: Final = HeldSession((), 0)
 class Instrument(Protocol):
     """A model whose sessions can be taken out and put back.
 
-    That of an engine that serves raises ``Interrupted`` from every method once the engine ends.
+    In a serving engine, every method raises ``Interrupted`` once the engine ends.
     """
 
     @property
@@ -57,42 +58,42 @@ class Instrument(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """The same that the engine gives its cold store."""
+        """The model's fingerprint in the engine's cold store."""
 
     @property
     def states(self) -> StateLayout | None:
-        """Layout of all that the model keeps besides rows of every token; None = nothing."""
+        """The layout of the model's states, besides the rows of every token; None = it has none."""
 
     @property
     def state_step(self) -> int:
-        """The number of tokens from one possible state to the next: states are at multiples."""
+        """The distance of possible states in tokens: states are at multiples of it."""
 
     @property
     def waited_s(self) -> float:
-        """Seconds, since the start, that work given to it stood still or was lost for requests."""
+        """Total seconds that the work waited for users' requests, or was lost to them."""
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
         """The rotary embedding of each layer that keeps all rows; None where a layer has none.
 
         Raises:
-            ValueError: a layer turns its keys in a way that is not understood.
+            ValueError: the rotary embedding of a layer is not understood.
         """
 
     def window_ropes(self) -> tuple[Rope | None, ...]:
-        """The same of the layers with windows."""
+        """Return the rotary embedding of each layer with a window, as ``ropes``."""
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of plain text, after the model's own first token (BOS) if it wants one."""
+        """Return the token ids of plain text, after the model's own first token (BOS), if any."""
 
     def prefill(self, tokens: Sequence[int], past: HeldSession = NOTHING) -> HeldSession:
-        """Compute the session of ``tokens``, up to the last state; the caller owns the arrays.
+        """Return the session of ``tokens``, up to the last state; the caller owns the arrays.
 
-        ``past``: of the first tokens, but not of all, to go on from; it is not changed.
+        ``past``: the session of some first tokens, but not all, to continue from; not changed.
         """
 
     def log_probs(self, session: HeldSession, tokens: Sequence[int]) -> np.ndarray:
-        """Log-probabilities of the next token after each of ``tokens``, which follow ``session``.
+        """Return the next token's log-probabilities after each of ``tokens``, after ``session``.
 
         fp32 (len(tokens), vocabulary), natural logarithm. ``session`` is not changed.
         """
@@ -102,24 +103,26 @@ class Instrument(Protocol):
         """True if layers with windows and recurrent layers are observed, too."""
 
     def observe(self, tokens: Sequence[int], first: int, note: Note) -> KVRun:
-        """Compute the KV of ``tokens``, noting what each layer notices from ``tokens[first]`` on.
+        """Return the KV of ``tokens``; call ``note`` with each layer's use of earlier tokens.
 
-        Of layers with windows only those that still hold the first token are noted, of recurrent
-        layers those that can be differentiated.
+        Layers with windows are included only if they still hold the first token, recurrent layers
+        only if they can be differentiated.
 
         Raises:
-            NotObservable: nothing can be seen of this model.
+            NotObservable: this model cannot be observed.
         """
 
 
 class LayerNotice(NamedTuple):
-    """Reports how errors in the K and V before some tokens move one layer.
+    """The effect of errors in the K and V before some tokens on the output of one layer.
 
     Attributes:
-        of_windows: the layer keeps the newest tokens only; it is numbered among such layers.
-        rows: its K and V of a text's first tokens, as the engine holds them.
-        gradients: by the first of them, of random parts of the layer's addition to the residual
-            stream, divided by the size of the stream: fp32 (draws, KV heads, tokens, dim).
+        of_windows: the layer keeps only the newest tokens; it is numbered among such layers.
+        layer: its number.
+        rows: its K and V of a text's tokens, in the engine's dtype.
+        gradients: with respect to K and V of the first tokens, of random projections of the layer's
+            addition to the residual stream, divided by the size of the stream: fp32 (draws, KV
+            heads, tokens, dim).
     """
 
     of_windows: bool
@@ -129,13 +132,14 @@ class LayerNotice(NamedTuple):
 
 
 class StateNotice(NamedTuple):
-    """Reports how errors in one array of matrices of its state move a recurrent layer.
+    """The effect of errors in one array of matrices of its state on a recurrent layer's output.
 
     Attributes:
-        number: of the array among those of a session's state that a codec may pack.
-        matrices: fp32 (..., rows, width), before some tokens.
-        gradients: by the matrices, of random parts of the layer's addition to the residual stream
-            at these tokens, divided by the size of the stream: fp32 (draws, ..., rows, width).
+        number: number of the array among those of a session's state that a codec may pack.
+        matrices: the state before some tokens, fp32 (..., rows, width).
+        gradients: with respect to the matrices, of random projections of the layer's addition to
+            the residual stream at these tokens, divided by the size of the stream: fp32 (draws,
+            ..., rows, width).
     """
 
     number: int
@@ -145,16 +149,16 @@ class StateNotice(NamedTuple):
 
 Note: TypeAlias = Callable[[LayerNotice | StateNotice], None]
 
-NUM_DRAWS: Final = 3  # random parts of a layer's output, for each text
+NUM_DRAWS: Final = 3  # random projections of a layer's output, for each text
 SEED_BYTES: Final = 6
 
 
 def draw_seed(tokens: Sequence[int], at: int, number: int) -> int:
-    """Make the seed of the random draws for a text: the same in every process that reads it.
+    """Return the seed of the random draws for a text, the same in every process.
 
     Args:
-        at: the first token that looks back in the step.
-        number: of the layer's call in the step.
+        at: index of the step's first token.
+        number: number of the layer's call in the step.
     """
     known = np.array([*tokens, at, number], "<i8").tobytes()
     return int.from_bytes(blake2b(known, digest_size=SEED_BYTES).digest(), "little")

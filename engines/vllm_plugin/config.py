@@ -75,7 +75,7 @@ def settings_from(extra: Mapping[str, object]) -> PluginSettings:
     except OSError as error:
         raise BadSettings(f"the plug-in's settings {path} cannot be read: {error}") from error
     except msgspec.DecodeError as error:
-        raise BadSettings(f"the plug-in's settings {path} make no sense: {error}") from error
+        raise BadSettings(f"the plug-in's settings {path} are not valid: {error}") from error
 
 
 def write_settings(settings: PluginSettings) -> Path:

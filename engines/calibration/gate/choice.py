@@ -33,23 +33,23 @@ _OVERRULE: Final = "accept the loss with store.accept_loss = true"
 class Choice:
     """A codec that may serve, and the reason for it."""
 
-    name: str  # of the preset
-    codec: Codec  # of rows
-    why: str  # one sentence, with the figures
-    rows: tuple[Quality, ...] = ()  # of this very codec on this model, shortest context first
-    compared: tuple[Quality, ...] = ()  # of all codecs whose times were compared
+    name: str  # the preset's name
+    codec: Codec  # the codec for rows
+    why: str  # the reason in one sentence, with the figures
+    rows: tuple[Quality, ...] = ()  # measurements of this codec on this model, by context
+    compared: tuple[Quality, ...] = ()  # measurements of all codecs whose times were compared
     unmeasured: bool = False  # a calibration may lead to another choice
-    session: SessionCodec | None = None  # how states are packed beside it; None = they are exact
-    profile: Profile | None = None  # what the preset has learned of the model
+    session: SessionCodec | None = None  # the codec for whole sessions; None = states are exact
+    profile: Profile | None = None  # the arrays that the preset has learned of the model
 
     @property
     def is_exact(self) -> bool:
-        """True if nothing of a session is lost."""
+        """True if sessions are stored without loss."""
         return self.codec.exact and (self.session is None or self.session.exact)
 
     @property
     def id(self) -> str:
-        """The id of the codec that was measured: of rows and states together."""
+        """The id of the codec that was measured, for rows and states together."""
         return self.codec.id if self.session is None else self.session.id
 
     @functools.cached_property
@@ -69,14 +69,14 @@ def choose(
     unmeasurable: str = "",
     states: StateLayout | None = None,
 ) -> Choice:
-    """The codec of that name, if it may serve this model, else an exact one.
+    """Return the choice of a codec: the named one if it may serve this model, else an exact one.
 
     Args:
-        name: of a preset, or ``auto``: the densest within the bound that restores quickly.
+        name: a preset's name, or ``auto``: the densest within the bound that restores quickly.
         config: the bound, and whether the operator accepts the loss.
         profile: the model's learned arrays and measurements; None = there are none.
         unmeasurable: why a calibration could not measure this model; "" if it could.
-        states: what the model keeps besides rows of every token, if whole sessions were measured.
+        states: the layout of the model's states; None if it has none.
 
     Raises:
         CodecRefused: the named codec must not serve; the message has the figures.
@@ -88,7 +88,7 @@ def choose(
     if states is not None:
         kinds = (states.windows is not None, states.has_matrices)
     if not layout.layers and not any(kinds):
-        return exact("this model keeps nothing that a codec could pack")
+        return exact("this model has no KV that a codec could pack")
     model = _Model(config, layout, profile, unmeasurable, states)
     return (
         _auto(model) if name == AUTO else _named(for_session(canonical_name(name), *kinds), model)
@@ -98,10 +98,10 @@ def choose(
 def _packed(
     name: str, config: StoreConfig, layout: PackedLayout, profile: Profile | None
 ) -> Choice:
-    """The choice for a live cache that is packed itself, and sleeps in that form only.
+    """Return the choice for a live cache that is packed itself, and is stored in that form.
 
-    There is no exact codec to fall back on: one that is unmeasured or loses too much is refused,
-    unless ``store.accept_loss`` is set.
+    There is no exact codec to fall back on: a codec that is unmeasured or loses too much is
+    refused, unless ``store.accept_loss`` is set.
     """
     from kvstore.codecs.rows.packed_codec import packed_codec
 
@@ -141,7 +141,7 @@ class _Model:
 
 
 def _auto(model: _Model) -> Choice:
-    """Choose a preset; also says which denser presets, and the first, are out of bounds."""
+    """Return the choice for ``auto``; its reason names the denser presets out of bounds, too."""
     max_kl, profile, first = model.config.max_kl, model.profile, model.first
     measured = {x: rows for x in _by_density(profile) if (rows := _measured(x, model))}
     refused = {x: why for x, rows in measured.items() if (why := refusal(rows, x, max_kl, profile))}
@@ -196,12 +196,12 @@ def _named(name: str, model: _Model) -> Choice:
 
 
 def exact(why: str, *, unmeasured: bool = False) -> Choice:
-    """The codec that needs no measurement, and loses nothing."""
+    """Return the choice of the exact codec, which needs no measurement."""
     return Choice(EXACT, codec_by_name(EXACT), why, unmeasured=unmeasured)
 
 
 def _measured(name: str, model: _Model) -> tuple[Quality, ...]:
-    """The rows of a preset; none if it was not measured, or cannot pack this model."""
+    """Return a preset's measurements; () if it was not measured, or cannot pack this model."""
     try:
         with for_sizes_alone():  # a preset that is not chosen compiles nothing
             choice = _opened(name, model, serves=False)
@@ -211,10 +211,9 @@ def _measured(name: str, model: _Model) -> tuple[Quality, ...]:
 
 
 def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
-    """The choice of a preset; None if it has yet to learn the model, or to learn it again.
+    """Return the choice of a preset; None if the preset must first learn the model, maybe again.
 
-    ``serves``: its codec may be used for long, and so has nothing in the profile's file.
-
+    ``serves``: the codec may be used for long, so its arrays are copied out of the profile's file.
     Raises ``UnknownCodec`` for any other preset that does not exist or cannot pack this model.
     """
     own = None if model.profile is None else model.profile.only(name)
@@ -236,16 +235,16 @@ def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
 
 
 def _rows(profile: Profile | None, name: str, codec_id: str) -> list[Quality]:
-    """The rows that were measured with this very codec, short contexts first."""
+    """Return the measurements of exactly this codec, short contexts first."""
     known = profile.rows if profile else ()
     rows = [x for x in known if x.preset == name and x.codec_id == codec_id]
     return sorted(rows, key=lambda x: x.context)
 
 
 def _by_density(profile: Profile | None) -> list[str]:
-    """Our own presets that were measured, the densest first.
+    """Return our own presets that were measured, the densest first.
 
-    Methods of the literature have to be named: ``auto`` never takes one.
+    ``auto`` never chooses a method of the literature; the settings have to name it.
     """
     bits = {x.preset: x.bits_per_element for x in (profile.rows if profile else ())}
     return sorted((name for name in bits if first_part(name) in OWN), key=bits.__getitem__)

@@ -21,12 +21,12 @@ MEASURING: Final = ".measuring.lock"
 
 
 def profile_path(data: Path, fingerprint: str) -> Path:
-    """The file of the model with this fingerprint."""
+    """Return the path of the profile of the model with this fingerprint."""
     return data / "profiles" / f"{fingerprint}.tcpf"
 
 
 def make_folder(data: Path) -> None:
-    """Make the folder of profiles. Raises ``OSError`` if none can be written into it.
+    """Make the folder of profiles. Raises ``OSError`` if it is not writable.
 
     Called before minutes are spent on measuring.
     """
@@ -37,15 +37,15 @@ def make_folder(data: Path) -> None:
 
 
 def save(profile: Profile, data: Path) -> Path:
-    """Write the profile and return its file. Raises ``OSError``.
+    """Write the profile and return its path. Raises ``OSError``.
 
-    Presets that are only in an older profile of the model are kept from there.
+    Presets that only the model's older profile has are kept.
     """
     path = profile_path(data, profile.fingerprint)
     make_folder(data)
-    with _held(path.parent / LOCK):  # of two that end together none undoes the other's result
+    with _held(path.parent / LOCK):  # so that two writers do not undo each other's results
         for unfinished in path.parent.glob(f"{path.name}.*{UNFINISHED}"):
-            unfinished.unlink(missing_ok=True)  # of writers that were killed
+            unfinished.unlink(missing_ok=True)  # left by writers that were killed
         if path.exists():
             profile = _with_older(profile, path)
         profile.save(path)
@@ -56,12 +56,12 @@ def load(data: Path, fingerprint: str) -> Profile | None:
     """Read the profile of a model; None if there is none that can be used."""
     path = profile_path(data, fingerprint)
     try:
-        # Many presets were learned, and one or two serve: only those get memory.
+        # Mapped, since only the one or two presets that serve need memory.
         return load_profile(path, mapped=True)
     except FileNotFoundError:
         return None
     except (OSError, Corrupt, Mismatch) as error:
-        logger.warning("what was measured on this model cannot be used: %s", error)
+        logger.warning("the measurements of this model cannot be used: %s", error)
         return None
 
 
@@ -76,7 +76,7 @@ def locked(data: Path, fingerprint: str, wait: Callable[[], None]) -> AbstractCo
 
 @contextmanager
 def _held(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold a lock, which the system frees if this process dies. Without ``wait`` it blocks."""
+    """Hold a file lock, which the system frees if this process dies; without ``wait``, block."""
     with path.open("w") as lock:
         while True:
             try:

@@ -19,18 +19,18 @@ from kvstore.codecs.quality import Quality
 from kvstore.shapes import is_latent
 from kvstore.workers import processors
 
-# By the number of texts, from three on: Student's t of one in a hundred, one-sided. Of five looks,
-# after the third text to the seventh, one errs in one of twenty measurements at most.
+# One-sided 1 % quantiles of Student's t, by the number of texts. Of the five checks after the third
+# to the seventh text, one is wrong in at most 5 % of measurements.
 STUDENT: Final = {3: 6.965, 4: 4.541, 5: 3.747, 6: 3.365, 7: 3.143}
 # The operator's bound is a KL: the perplexity of single texts varies by more than codecs change it.
-LEAST_TOP1: Final = 0.9  # against disasters that KL, a mean, could hide
-# Of reasoning chains. Only answers are judged there, which hang on single facts: they cost more
-# than a text does, and the bound is so many times that of texts.
+LEAST_TOP1: Final = 0.9  # detects severe errors that KL, a mean, could hide
+# The bound on the KL of reasoning chains, as a multiple of that of texts. Only answers are judged
+# there, which depend on single facts, so their KL is higher than that of texts.
 CHAIN_FACTOR: Final = 10.0
 LEAST_CHAIN_TOP1: Final = 0.83
-TOKENS: Final = 2000  # of the restore whose time is compared with its prefill
-QUIET: Final = 0.1  # of its time, that a thread may wait for a processor on a quiet machine
-# Of these figures more is better; of all others less.
+TOKENS: Final = 2000  # length of the restore whose time is compared with its prefill
+QUIET: Final = 0.1  # on a quiet machine, a thread waits for a CPU at most this fraction of its time
+# Figures of which more is better; of all others, less is.
 MORE_IS_BETTER: Final = frozenset(
     {"top1", "needle_found", "cos_k", "cos_v", "chain_top1", "prefill_s"}
 )
@@ -42,9 +42,9 @@ OWN: Final = frozenset(
 def refusal(
     rows: Sequence[Quality], preset: str, max_kl: float, profile: Profile | None = None
 ) -> str:
-    """The reason, in one sentence, why this preset must not serve this model; "" if it may.
+    """Return in one sentence why this preset must not serve this model; "" if it may.
 
-    ``profile``: what the preset has learned of the model.
+    ``profile``: the model's profile, with what the preset has learned.
     """
     measured = [row for row in rows if row.preset == preset]
     if not measured:
@@ -63,9 +63,9 @@ def refusal(
 
 
 def decided(rows: Sequence[Quality], max_kl: float) -> bool | None:
-    """Say what few texts show for certain: whether all presets keep the bound; None = nothing yet.
+    """Return whether all presets certainly keep the bound; None = a few texts do not decide yet.
 
-    The mean over texts has a margin: their standard error times ``STUDENT``.
+    The mean over texts has a margin of their standard error times ``STUDENT``.
     """
     found = [_decided(row, max_kl) for row in rows]
     return False if False in found else None if None in found or not found else True
@@ -87,9 +87,9 @@ def _decided(row: Quality, max_kl: float) -> bool | None:
 
 
 def _chains_refusal(row: Quality, max_kl: float) -> str:
-    """The rest of a sentence on the loss in reasoning chains; "" if they keep the bound.
+    """Return the rest of a sentence on the loss in reasoning chains; "" if it keeps the bound.
 
-    A row of an earlier release has no chains, and is judged by its other figures.
+    A row of an earlier release has no chains; its other figures decide.
     """
     if row.chain_tokens == 0 or row.chain_kl is None or row.chain_top1 is None:
         return ""
@@ -108,11 +108,11 @@ def _chains_refusal(row: Quality, max_kl: float) -> str:
 
 
 def _beyond_measured(preset: str, profile: Profile | None) -> str:
-    """The reason why a preset holds only at positions near those measured; "" if it does not.
+    """Return why a preset is valid only near the measured positions; "" if it is valid everywhere.
 
-    Where a model's rotation of the keys beside its latents was not found, they are learned as they
-    lie at the positions of the texts. Beyond them they have another mean, and a learned preset
-    loses many times what was measured.
+    If the rotation of the keys beside a model's latents was not found, a preset learns them rotated
+    for the positions of the texts. Farther on they have another mean, and the preset loses many
+    times as much as measured.
     """
     layers = zip(profile.layout.layers, profile.ropes, strict=False) if profile is not None else ()
     if is_learned(first_part(preset)) and any(rope is None and is_latent(x) for x, rope in layers):
@@ -125,14 +125,14 @@ def _beyond_measured(preset: str, profile: Profile | None) -> str:
 
 
 def is_doubtful(row: Quality) -> bool:
-    """Say whether other work disturbed the timing of a row, or another machine timed it."""
+    """Return whether other work disturbed the timing of a row, or another machine timed it."""
     if row.restore_share is None:
         return False
     return (row.waited or 0.0) > QUIET or not is_from_here(row)
 
 
 def is_from_here(row: Quality) -> bool:
-    """Say whether a row was timed on these processors, as far as that was recorded."""
+    """Return whether a row was timed on this kind of CPU; True if that was not recorded."""
     return row.timed_on in ("", processors())
 
 
@@ -144,11 +144,11 @@ class Preferred(NamedTuple):
 
 
 def preferred(measured: Mapping[str, Sequence[Quality]], most_share: float) -> Preferred:
-    """Choose the densest preset that restores quickly; if none does, the quickest.
+    """Return the densest preset that restores quickly; if there is none, the quickest.
 
     Args:
         measured: the rows of each preset that may serve; at least one preset, each with a row.
-        most_share: of a prefill, that a restore may take.
+        most_share: the most time of a restore, as a fraction of the prefill's.
     """
     rows = {name: _usual(found) for name, found in measured.items()}
     by_bits = sorted(rows, key=lambda name: (rows[name].bits_per_element, rows[name].kl))
@@ -164,7 +164,7 @@ def preferred(measured: Mapping[str, Sequence[Quality]], most_share: float) -> P
 
 
 def _beside(name: str, row: Quality, chosen: Quality) -> str:
-    """Say why a denser preset was passed over, with the figures if it loses less as well."""
+    """Return why a denser preset was passed over, with the figures if it also loses less."""
     untimed = row.restore_share is None
     words = f"; {name} was not timed" if untimed else f"; {name} would take {_share(row):.1%}"
     if row.kl < chosen.kl:
@@ -190,16 +190,16 @@ def _share(row: Quality) -> float:
 
 
 def _usual(rows: Sequence[Quality]) -> Quality:
-    """The row of the context that is nearest to ``TOKENS``, if one was timed a timed one."""
+    """Return the row with the context nearest to ``TOKENS``, preferring timed rows."""
     return min(rows, key=lambda x: (x.restore_share is None, abs(x.context - TOKENS)))
 
 
 def worst_of(ranks: Sequence[Sequence[Quality]]) -> tuple[Quality, ...]:
-    """Take of each figure the worst that any rank has found, in a row for each preset and context.
+    """Return a row for each preset and context with the worst of each figure over all ranks.
 
-    The answers are the same on every rank; bits, errors and times are not. A row that some rank
-    does not have is left out. All but figures is the first rank's: the codec's id, rows by text. So
-    the worst of a rank's rows and of those of all are those of all, with the rank's own codecs.
+    A row that some rank lacks is left out. Fields that are no figures, such as the codec's id and
+    the figures by text, are those of the first rank. So ``worst_of`` a rank's rows and the joint
+    ones gives the joint figures with the rank's own codec ids.
     """
     by_name = [{(x.preset, x.context): x for x in rows} for rows in ranks]
     common = [x for x in by_name[0] if all(x in rows for rows in by_name)]

@@ -1,7 +1,7 @@
 """The codecs of a running engine: chosen at its start, and again when a profile was written.
 
-What was packed by another codec before is read by the profile that lies beside the data, under the
-codec's id (``opened``).
+Blobs of an earlier codec are read with the profile that is stored beside them under the codec's id
+(``opened``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstore.workers import in_background
 
 logger = logging.getLogger(__name__)
 
-MAX_OTHERS = 40  # rows of codecs that are not in use; a report goes out every second
+MAX_OTHERS = 40  # rows of other codecs in a report, which is sent every second
 
 
 class _Chosen(NamedTuple):
@@ -45,27 +45,27 @@ def _never(call: Callable[[], None]) -> None:
 
 
 class MeasuredModel(NamedTuple):
-    """The model whose profile counts: the served one, laid out as it is when it is measured."""
+    """The served model as it was measured, whose profile is used."""
 
     fingerprint: str
     layout: KVLayout
 
 
 class ServedCodecs:
-    """Chooses codecs by the model's profile and has the store adopt them. Thread-safe.
+    """Chooses codecs by the model's profile, and makes the store adopt them; thread-safe.
 
-    At the start is compiled what restores, with the small loops by which it is proven. What packs
-    follows with ``compile_rest``, and until then numpy packs, ten times slower.
+    At the start, only the kernels for restoring are compiled and checked. ``compile_rest`` compiles
+    those for packing; until then numpy packs, ten times slower.
 
     Args:
-        fingerprint: of the model, as its store names it.
+        fingerprint: the model's fingerprint in the store.
         data: the data folder with the profiles; None = there are none.
         unmeasurable, states: see ``choose``.
-        measured: the model that was measured, if its live cache was another one, which gives the
-            model another fingerprint and layout; None = the same.
+        measured: the model as it was measured, if its live cache was another kind and so its
+            fingerprint and layout differ; None = the same.
 
     Raises:
-        CodecRefused: a codec that was named must not serve; the message has the figures.
+        CodecRefused: the codec of the settings must not serve; the message has the figures.
         UnknownCodec: it does not exist, or cannot pack this layout.
     """
 
@@ -88,7 +88,7 @@ class ServedCodecs:
         self._data = data
         self._unmeasurable = unmeasurable
         self._lock = threading.Lock()
-        self._rest: list[Callable[[], None]] = []  # what is still to be compiled
+        self._rest: list[Callable[[], None]] = []  # functions that compile the remaining kernels
         with packing_later(self._rest.append):
             self._chosen = self._choose()
         self._say()
@@ -100,7 +100,7 @@ class ServedCodecs:
 
     @property
     def report(self) -> CodecReport:
-        """The codecs and the reasons for them, as they are reported to the gateway."""
+        """The report of the codec, with the reasons for it, that the gateway gets."""
         choice, measured = self._chosen
         others = [short_row(row) for row in measured if row not in choice.rows]
         return CodecReport(
@@ -115,16 +115,16 @@ class ServedCodecs:
         )
 
     def renew(self, adopt: Callable[..., None]) -> None:
-        """Choose again by the newest profile, and have the store ``adopt`` the result.
+        """Choose again by the newest profile, and pass the result to ``adopt`` of the store.
 
-        Compiles the kernels of new codecs, which takes seconds. A codec that is now refused gives
-        way to an exact one: a running server does not end for it.
+        It compiles the kernels of new codecs, which takes seconds. A codec that is refused now is
+        replaced by an exact one, as a running server must not end.
         """
         with self._lock, in_background():
             try:
                 chosen = self._choose()
             except (CodecRefused, UnknownCodec) as error:
-                logger.error("%s; from now on nothing is packed with loss", error)
+                logger.error("%s; from now on sessions are packed without loss", error)
                 chosen = _Chosen(exact(str(error)))
             before, after = self.codecs, chosen.choice.codecs
             adopt(after, keep=self._may_still_serve(chosen.choice))
@@ -133,16 +133,16 @@ class ServedCodecs:
                 self._say()
 
     def compile_rest(self) -> None:
-        """Begin to compile what packs, on a thread; called once all else is compiled.
+        """Start to compile the kernels for packing on a thread, once all others are compiled.
 
-        numba compiles one function at a time, so that what is needed first would wait. At the usual
-        priority: the first turn's end needs it.
+        numba compiles one function at a time, so kernels needed first would have to wait. The
+        thread has normal priority, since the end of the first turn needs the kernels.
         """
         threading.Thread(target=self._compile_rest, name="thermocline-compile").start()
 
     def _compile_rest(self) -> None:
         with in_background():
-            while self._rest and threading.main_thread().is_alive():  # else the process ends
+            while self._rest and threading.main_thread().is_alive():  # stop if the process ends
                 self._rest.pop()()
 
     def _choose(self) -> _Chosen:
@@ -162,9 +162,9 @@ class ServedCodecs:
             warm(choice.codec, self.layout)
 
     def opened(self, profile: Profile) -> StoreCodecs | None:
-        """Open the codec of a profile that lies beside the data, if it may serve here.
+        """Return the codecs of a profile that is stored beside blobs; None if they must not serve.
 
-        Where this server has measured it itself, its own figures count.
+        If this server has measured such a codec itself, its own figures decide.
         """
         if self._config.codec == EXACT or not self.is_of_this_model(profile):
             return None
@@ -173,7 +173,7 @@ class ServedCodecs:
         known = replace(profile, rows=judged or profile.rows)
         for name in dict.fromkeys(x.preset for x in known.rows):
             try:
-                with packing_later(_never):  # it only reads
+                with packing_later(_never):  # these codecs only read
                     choice = self._choice_of(name, known)
             except (CodecRefused, UnknownCodec):
                 continue
@@ -184,14 +184,14 @@ class ServedCodecs:
 
     @property
     def unmeasured(self) -> bool:
-        """True if a measurement may lead to another choice: few texts do not decide for good."""
+        """True if a measurement may lead to another choice; one with few texts is not final."""
         choice = self._chosen.choice
         is_early = bool(choice.rows) and all(x.is_early for x in choice.rows)
         return choice.unmeasured or (is_early and not self._unmeasurable)
 
     @property
     def learns_on(self) -> bool:
-        """True if more is to be learned of this model once it is measured: the densest preset."""
+        """True if the densest preset is still to be learned, once this model is measured."""
         store, states = self._config, self._states
         if not (store.calibrate and store.learn_on) or self._unmeasurable:
             return False
@@ -201,7 +201,7 @@ class ServedCodecs:
 
     @property
     def times_again(self) -> bool:
-        """True if ``auto`` chose by times that other work disturbed, or of another machine."""
+        """True if ``auto`` chose by times that other work disturbed, or another machine took."""
         is_asked = self._config.calibrate and not self._unmeasurable
         return is_asked and any(map(is_doubtful, self._chosen.choice.compared))
 
@@ -211,9 +211,9 @@ class ServedCodecs:
         return self.unmeasured or self.learns_on or self.times_again
 
     def _may_still_serve(self, after: Choice) -> bool:
-        """True if the codec that packed until now may still serve.
+        """Return whether the codec that packed until now may still serve.
 
-        Another may suit the model better now; but if it was taken back, its blobs must go, too.
+        If it only is not the best any more, its blobs stay; if it is refused now, they must go.
         """
         before = self._chosen.choice
         if before.is_exact or before.name == after.name:
@@ -224,7 +224,7 @@ class ServedCodecs:
             return False
 
     def profile(self) -> Profile | None:
-        """The model's profile as it is now; None if there is none that can be used."""
+        """Read and return the model's profile; None if there is none that can be used."""
         if self._data is None:
             return None
         profile = load(self._data, self.measured.fingerprint)
@@ -237,7 +237,7 @@ class ServedCodecs:
         return profile
 
     def is_of_this_model(self, profile: Profile) -> bool:
-        """Say whether a profile is of the model that is served, with its cache laid out alike."""
+        """Return whether a profile has the fingerprint and the layout of the served model."""
         return (profile.fingerprint, profile.layout) == self.measured
 
     def _say(self) -> None:

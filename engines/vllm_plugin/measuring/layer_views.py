@@ -212,7 +212,7 @@ def _layer(model: nn.Module, name: str) -> SeenLayer:
     parents = [".".join(path[:end]) for end in range(len(path) - 1, 0, -1)]
     around = model.get_submodule(parents[0])
     if not isinstance(layer, Attention):
-        raise NotObservable(f"{name} is no attention of queries, keys and values")
+        raise NotObservable(f"{name} is not an attention layer of queries, keys and values")
     width = layer.num_heads * layer.head_size_v
     projections = [
         x
@@ -225,7 +225,7 @@ def _layer(model: nn.Module, name: str) -> SeenLayer:
         if isinstance(model.get_submodule(above), nn.ModuleList)
     ]
     if len(projections) != 1 or not blocks:
-        raise NotObservable(f"the output projection of {name} is not to be found")
+        raise NotObservable(f"the output projection of {name} is not found")
     return SeenLayer(model.get_submodule(blocks[0]), layer, projections[0])
 
 

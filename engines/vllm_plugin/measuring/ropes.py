@@ -56,7 +56,7 @@ def _rotary_of(model: nn.Module, layer_name: str) -> nn.Module:
     try:
         module = model.get_submodule(around).get_submodule("rotary_emb")
     except AttributeError:
-        raise ValueError("how this model turns its keys is not to be found") from None
+        raise ValueError("the position encoding of this model's keys is not found") from None
     return module
 
 

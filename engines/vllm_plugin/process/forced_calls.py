@@ -66,7 +66,7 @@ def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
 
 
 def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
-    """Extend a parser whose forced calls vLLM holds to a JSON schema that it makes of theirs."""
+    """Extend a parser for whose forced calls vLLM derives a JSON schema from those of functions."""
 
     class HeldToolParser(parser):  # type: ignore[misc]
         def adjust_request(self, request: Any) -> Any:
@@ -81,13 +81,13 @@ def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
 
 
 def _with_rooted_refs(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a list of calls with the refs of each leading into its own arguments.
+    """Return the schema of a list of calls in which each call's refs lead into its own arguments.
 
-    vLLM moves ``$defs`` to the root, and leaves all else that refs may lead to.
+    vLLM moves ``$defs`` to the root, but not the other targets of refs.
     """
     calls = schema.get("items", {}).get("anyOf")
     if not isinstance(calls, list):
-        return schema  # of one function: its own
+        return schema  # for a single function, it is that function's own schema
     made = []
     for i, call in enumerate(calls):
         named = call["properties"]

@@ -73,7 +73,7 @@ class _Plain(BaseRenderer):
         return self._unmarked(*rendered)
 
     def _unmarked(self, conversation: Any, prompt: Any) -> Any:
-        """Have the text of a chat looked at once more when it is encoded; other prompts are not."""
+        """Mark a chat's text, so that ``encode`` checks its tokens; leave other prompts as is."""
         if text := prompt.get("prompt"):
             prompt = {**prompt, "prompt": self._controls.as_chat(text)}
         return self._controls.unmarked(conversation), prompt

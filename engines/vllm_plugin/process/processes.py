@@ -1,4 +1,4 @@
-"""What our processes need of the system: all cores for our threads, and a sure end.
+"""Gives our threads all cores, and ensures that no process outlives its parent.
 
 vLLM's CPU workers bind every OpenMP thread to a core of its own, among them the worker's main
 thread. A thread inherits the binding of the thread that starts it. Unless it is unbound, all of our

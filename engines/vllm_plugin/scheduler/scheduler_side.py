@@ -71,9 +71,9 @@ class EvictionWatch:
                 try:
                     await self._notify(name)
                 except OSError as error:  # no rank answers: the engine is ending
-                    logger.warning("the gateway does not learn that a session is cold: %s", error)
+                    logger.warning("the gateway was not informed that a session is cold: %s", error)
                 except Exception:  # top level of this task: one session must not end the watch
-                    logger.exception("the gateway does not learn that a session is cold")
+                    logger.exception("the gateway was not informed that a session is cold")
 
     async def _notify(self, name: SessionName) -> None:
         session = SessionRef(*name, b"")

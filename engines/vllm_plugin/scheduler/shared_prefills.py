@@ -1,16 +1,16 @@
-"""Lets a request wait while another one is being prefilled with the same beginning of a prompt.
+"""Makes a request wait while another one prefills the same beginning of its prompt.
 
-vLLM offers a block to others as soon as the step that computes it is planned. But a request that
-runs does not look for such blocks again: requests that begin alike and are let in together compute
-the rest of it side by side. So a request is held back while a running one will compute its next
-chunk; then it starts where that one is, by vLLM's own prefix cache.
+vLLM offers a block to other requests as soon as the step that computes it is planned. But a running
+request does not look for such blocks again: requests with the same beginning that are admitted
+together would all compute it. So a request is held back while a running one will compute its next
+chunk; then it starts from that request's blocks, through vLLM's own prefix cache.
 
 A running request comes before new ones in every step, and gets as many tokens as any of them would.
-So waiting for it takes no more steps than computing beside it, save one step for each piece that
-several would compute in the same one. It is not waited for if it is far behind what the other has
-(one whose prompt's logprobs are wanted starts at its first token), nor any longer once it is passed
-over, aborted or preempted. Only running requests are waited for, and those wait for nothing: there
-is no circle.
+So waiting for it takes no more steps than computing beside it, except one step for each piece that
+several would compute in the same step. A request does not wait for one that is far from the tokens
+it needs (a request for its prompt's logprobs starts at its first token), and stops waiting for one
+that gets no tokens, or is aborted or preempted. Requests wait only for running ones, which wait for
+none, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_STALLED: Final = 4
 
 
 class Awaited(NamedTuple):
-    """The request that a request is held back for, and the tokens that both prompts begin with."""
+    """The running request that another waits for, and the length of their common prefix."""
 
     request: Any
     num_tokens: int
@@ -35,7 +35,7 @@ class PrefillsInFlight:
     """The requests whose prompts vLLM computes now. All methods run on vLLM's thread."""
 
     def __init__(self, blocks: TokenBlocks, step_tokens: int) -> None:
-        """``step_tokens``: as many tokens as vLLM computes in a step."""
+        """``step_tokens``: the most tokens that vLLM computes in a step."""
         self._blocks = blocks
         self._step_tokens = step_tokens
         self._prefilled: dict[str, Any] = {}  # vLLM's requests by id
@@ -68,7 +68,7 @@ class PrefillsInFlight:
                 del self._prefilled[request_id]
 
     def is_held_back(self, tracked: TrackedRequest, num_computed_tokens: int) -> bool:
-        """True if a request that was held back waits on."""
+        """Return whether a request that was held back must continue to wait."""
         if tracked.request.request_id not in self._held_back:
             return False
         return self.holds_back(tracked, num_computed_tokens)
@@ -99,23 +99,23 @@ class PrefillsInFlight:
         return max(found, key=lambda x: int(x.num_computed_tokens), default=None)
 
     def _is_near(self, awaited: Awaited, num_computed_tokens: int) -> bool:
-        """True if waiting takes no longer than computing, save one step.
+        """Return whether waiting takes no longer than computing, except for one step.
 
-        Side by side, the rest that is alike takes the waiting request twice as many steps as it
-        would take one alone; waiting, the other request must get here first.
+        If both compute, the rest of the common prefix takes twice as many steps as for one request
+        alone; if one waits, the other must first reach these tokens.
         """
         behind = num_computed_tokens - int(awaited.request.num_computed_tokens)
         return behind <= max(awaited.num_tokens - num_computed_tokens, self._step_tokens)
 
     def _is_stalled(self, tracked: TrackedRequest, other: Any) -> bool:
-        """True if the other request got no tokens since the last few questions."""
+        """Return whether the other request got no tokens in the last few steps."""
         progress = other.request_id, int(other.num_computed_tokens)
         tracked.num_stalled = tracked.num_stalled + 1 if progress == tracked.awaited else 0
         tracked.awaited = progress
         return tracked.num_stalled >= MAX_STALLED
 
     def _awaited(self, request: Any, other: Any) -> Awaited:
-        """Compare the prompts of two requests, unless that was done in the step before."""
+        """Return the common prefix of two prompts, computed only once for each pair."""
         held = self._held_back.get(request.request_id)
         if held is not None and held.request is other:
             return held

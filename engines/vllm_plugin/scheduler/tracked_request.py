@@ -87,7 +87,7 @@ class Restoring(enum.Enum):
 
     OPEN = "more of its prompt may be restored"
     OVER = "no more of it may be restored"
-    FAILED = "what was to be restored is not right"
+    FAILED = "the restored blocks were wrong"
 
 
 @dataclass
@@ -103,13 +103,13 @@ class TrackedRequest:
     tier: TierName | None = None
     reason: MissReason | None = None
     reported: bool = False
-    # What it last waited for (``PrefillsInFlight``): the other's id, and its computed tokens then
+    # The request that it last waited for (``PrefillsInFlight``): its id and its computed tokens.
     awaited: tuple[str, int] | None = None
-    num_stalled: int = 0  # the questions since then with the same answer
+    num_stalled: int = 0  # checks since then in which that request had computed no more
 
     @property
     def num_restored(self) -> int:
-        """The tokens that came from the store; 0 if these were not right."""
+        """The number of tokens that came from the store; 0 if the restore failed."""
         return 0 if self.restoring is Restoring.FAILED else self.restored_tokens
 
     def outcome(self, num_computed_tokens: int) -> CacheOutcome:

@@ -90,7 +90,7 @@ class VllmVerbs:
         return msgspec.structs.replace(codec, progress=codec.progress or "measuring: it begins")
 
     async def limit_tenants(self, tiers: Mapping[TierName, TenantLimits]) -> TenantUses:
-        """Hold tenants to bytes of the tiers, of all ranks together."""
+        """Limit tenants to bytes of the tiers, summed over all ranks."""
         num_ranks = self._hub.num_ranks
         each = LimitTenants({name: _divided(x, num_ranks) for name, x in tiers.items()})
         answers = await self._hub.ask(each, LOOK_S)

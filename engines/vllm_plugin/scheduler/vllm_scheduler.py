@@ -1,4 +1,4 @@
-"""Makes vLLM's own scheduler with two things that it has no setting for.
+"""Makes vLLM's own scheduler with two changes that it has no setting for.
 
     --scheduler-cls engines.vllm_plugin.scheduler.vllm_scheduler.scheduler
 
@@ -20,7 +20,7 @@ from engines.vllm_plugin.grammar.backend import choose_compilers
 
 
 class SharedPrefillScheduler(Scheduler):
-    """Leaves requests that are held back out of the count from which a step is divided."""
+    """Does not count requests that are held back when it divides a step's tokens."""
 
     _divides = False
 
@@ -39,7 +39,7 @@ class SharedPrefillScheduler(Scheduler):
 
 
 class AsyncSharedPrefillScheduler(SharedPrefillScheduler, AsyncScheduler):
-    """Does so where vLLM plans a step while the one before it runs."""
+    """The same for asynchronous scheduling, which plans a step while the one before it runs."""
 
 
 def scheduler(*args: Any, **kwargs: Any) -> Scheduler:

@@ -77,7 +77,7 @@ def model_digest(model: Any, load_format: str, remembered: Path | None) -> str:
         if commit := _commit(model.revision):
             return f"{model.model}@{commit}"
     logger.warning(
-        "it is not known which weights %s has, so its cold sessions end with this engine; load it"
+        "the weights of %s cannot be identified, so its cold sessions end with this engine; load it"
         " from a folder, or pass its commit as --revision",
         model.model,
     )
