@@ -1,10 +1,10 @@
 """Compiles JSON schemas and patterns with llguidance, other grammars with xgrammar.
 
 By default vLLM compiles all grammars with the compiler that the first grammar needed. xgrammar
-takes up to two seconds of a core for a single ``maxLength``, and ignores keywords that it does not
-know (``multipleOf``, ``not``). llguidance works lazily, only on the parts of a grammar that an
-answer reaches, but does not support the tool calls of model families. So each compiler gets the
-grammars that it handles well, by the interface that vLLM has for its own two.
+takes up to two CPU seconds for a single ``maxLength``, and ignores keywords that it does not know
+(``multipleOf``, ``not``). llguidance works lazily, only on the parts of a grammar that an answer
+reaches, but does not support the tool calls of model families. So each compiler gets the grammars
+that it handles well, through vLLM's interface for such compilers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GUIDED: Final = {
 
 
 class BoundedGrammar(GuidanceGrammar):
-    """Ends its own answer when its masks take too long, since all answers wait meanwhile."""
+    """A grammar that ends its answer if its masks take too long, because all answers wait for them."""
 
     masks_s = 0.0  # seconds beyond the free allowance of each mask
 
@@ -59,8 +59,8 @@ class TwoCompilers(StructuredOutputBackend):
     """
 
     def __post_init__(self) -> None:
-        # Made at start: it takes a second of Python, which would delay all requests later.
-        self._tokenizer = _guidances(self.tokenizer, self.vocab_size)
+        # Made at the start: it takes a second of Python, which would delay all requests later.
+        self._tokenizer = _llguidance_tokenizer(self.tokenizer, self.vocab_size)
 
     @cached_property
     def _xgrammar(self) -> Any:
@@ -74,7 +74,7 @@ class TwoCompilers(StructuredOutputBackend):
     ) -> StructuredOutputGrammar:
         kind = _GUIDED.get(request_type)
         if kind is not None and self._tokenizer is not None:
-            # vLLM gives no text when any JSON object is allowed.
+            # vLLM passes an empty text if any JSON object is allowed.
             matcher = guided(self._tokenizer, kind, grammar_spec or '{"type": "object"}')
             if matcher is not None:
                 return BoundedGrammar(matcher, self._tokenizer, self.vocab_size)
@@ -88,8 +88,8 @@ class TwoCompilers(StructuredOutputBackend):
         """Do nothing: no resources are held outside the process."""
 
 
-def _guidances(tokenizer: Any, width: int) -> Any:
-    """Make llguidance's tokenizer; None for one that it cannot read."""
+def _llguidance_tokenizer(tokenizer: Any, width: int) -> Any:
+    """Return llguidance's form of a tokenizer; None if llguidance cannot read it."""
     if not GuidanceBackend.is_tokenizer_supported(tokenizer):
         return None
     if is_mistral_tokenizer(tokenizer):
@@ -98,7 +98,7 @@ def _guidances(tokenizer: Any, width: int) -> Any:
 
 
 def choose_compilers(manager: Any) -> None:
-    """Make vLLM's manager of grammars use both compilers, unless the server's settings name one."""
+    """Make vLLM's grammar manager use both compilers, unless the server's settings name one."""
     config = manager.vllm_config
     if config.structured_outputs_config.backend != "auto" or manager.backend is not None:
         return

@@ -1,7 +1,8 @@
 """``python -m engines.vllm_plugin.grammar.program``: tries grammars that vLLM would compile.
 
 It repeats the work that vLLM does for a grammar in its API server and, with our ``backend``, in its
-EngineCore. ``host.grammar_trial`` is the frame: this process ends when a grammar takes too much.
+EngineCore. ``host.grammar_trial`` has the main loop, which ends this process if a grammar takes too
+much time or memory.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from engines.vllm_plugin.grammar.wanted import WantedGrammar
 
 
 def guided(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> LLMatcher | None:
-    """Compile a JSON schema or a pattern; None if llguidance cannot.
+    """Return llguidance's matcher for a JSON schema or a pattern; None if it cannot compile it.
 
-    A schema becomes the same grammar as in our own engine.
+    A schema becomes the same grammar as in our mlx engine.
 
     Args:
         kind: ``json`` or ``regex``.

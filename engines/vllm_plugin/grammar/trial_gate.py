@@ -1,9 +1,9 @@
-"""Lets requests with grammars through to vLLM, if vLLM can compile the grammars with little work.
+"""Lets a request with grammars through to vLLM only if they compile within bounds.
 
 vLLM compiles grammars in its API server, on the thread that tokenizes every prompt, and once more
 in EngineCore, and neither can be interrupted. So each grammar is compiled first in a process that
-can be ended: at its bounds, or when the client leaves (``host.grammar_trial``). The verdict on a
-grammar is remembered for its tenant, as on our own engine.
+can be ended if it exceeds its bounds or the client leaves (``host.grammar_trial``). The verdict on
+a grammar is remembered for its tenant, as on our mlx engine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GrammarGate:
         """Start the process that tries grammars, for the model of vLLM's engine ``client``."""
         tokenizer = client.renderer.tokenizer
         if not hasattr(tokenizer, "backend_tokenizer"):
-            logger.warning("grammars are not tried out: this tokenizer has no text of its own")
+            logger.warning("grammars are not tried out: this tokenizer cannot be written as JSON")
             return
         width = client.model_config.get_vocab_size()
         self._trials = GrammarTrials(lambda: _vocabularies(tokenizer, width), PROGRAM)
@@ -63,18 +63,19 @@ class GrammarGate:
         """Read a request, and try its grammars; return a callable that receives the request again.
 
         Raises:
-            InvalidRequest: a grammar cannot be compiled, or not within the bounds. Names the field.
+            InvalidRequest: a grammar cannot be compiled within the bounds; the error names the
+                request's field.
             ClientLeft: the client left meanwhile.
             QueueFull: too many requests wait already, or no grammar can be tried now.
         """
         if self._trials is None:
             return receive
-        body = await _whole(receive)
+        body = await _read_body(receive)
         wanted = await asyncio.to_thread(wanted_by, body)
         if not wanted:
-            return _Again(body, receive)
+            return _Replay(body, receive)
         leaving = asyncio.ensure_future(receive())
-        trying = asyncio.create_task(self._all(tenant, wanted))
+        trying = asyncio.create_task(self._try_all(tenant, wanted))
         try:
             await asyncio.wait({leaving, trying}, return_when=asyncio.FIRST_COMPLETED)
             if leaving.done() and leaving.result()["type"] == "http.disconnect":
@@ -86,9 +87,9 @@ class GrammarGate:
         finally:
             trying.cancel()
             await asyncio.wait({trying})
-        return _Again(body, receive, leaving)
+        return _Replay(body, receive, leaving)
 
-    async def _all(self, tenant: str, wanted: list[WantedGrammar]) -> None:
+    async def _try_all(self, tenant: str, wanted: list[WantedGrammar]) -> None:
         for one in wanted:
             verdict = await self._verdict(tenant, one)
             if not verdict.is_final:
@@ -111,8 +112,8 @@ class GrammarGate:
         return verdict
 
 
-class _Again:
-    """Delivers a request's body again, then the messages that came after it."""
+class _Replay:
+    """Delivers a request's body once more, then the messages that came after it."""
 
     def __init__(
         self, body: bytes, receive: Receive, coming: asyncio.Future[Any] | None = None
@@ -132,7 +133,7 @@ class _Again:
         return await self._receive()
 
 
-async def _whole(receive: Receive) -> bytes:
+async def _read_body(receive: Receive) -> bytes:
     pieces = []
     while True:
         message = await receive()

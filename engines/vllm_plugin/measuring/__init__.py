@@ -1,4 +1,4 @@
-"""Measures the errors of codecs, by ordinary requests to the serving vLLM, in its idle moments.
+"""Measures codecs' errors on the served model, with ordinary requests to vLLM while it is idle.
 
 Each rank runs ``engines.calibration`` on a thread, with ``serving_instrument``. Work that needs the
 model becomes a request:
@@ -8,6 +8,6 @@ model becomes a request:
     front   request_runner       submits it to vLLM
     core    measured_requests    names the blocks that get the prepared KV, and those to read
     rank    exchange             fills and reads them, inside the step
-            model_access         a logits processor: forces the answer, notes its log-probabilities
-    hub     measured_requests    informs the ranks that it is over
+            model_access         notes the log-probabilities of the prompt's tokens
+    hub     measured_requests    informs the ranks that the request has ended
 """

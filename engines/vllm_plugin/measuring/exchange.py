@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class FoundRows(NamedTuple):
-    """KV that was read from blocks. ``state``: the state after them; None if there is none."""
+    """KV that was read from blocks, and the ``state`` after them; None if there is no state."""
 
     rows: list[KVPair]
     state: StateTree
@@ -48,17 +48,17 @@ class Exchange:
         self.was_alone = False  # the model computed nothing else in the order's step
         self._found: FoundRows | None = None
         self._scores: list[np.ndarray] = []
-        self._num_rows = 0  # of the prompt's logits that have not come yet
+        self._num_rows = 0  # the prompt tokens whose scores have not come yet
         self._expects_rows = False  # the next logits are the prompt's
-        self._views: LayerViews | None = None  # for the steps to observe
-        self._armed: LayerViews | None = None
+        self._views: LayerViews | None = None  # observe the orders' steps
+        self._armed: LayerViews | None = None  # observe the present step
         self._cache: PagedCache | None = None
         self._states: StateBlocks | None = None
         self.model: nn.Module | None = None
         self.sees_rows = False  # the logits of prompts can be noted
 
     def bind(self, cache: PagedCache, states: StateBlocks | None = None) -> None:
-        """Set the blocks of the rank, before its first step."""
+        """Set the rank's cache and states, before its first step."""
         self._cache, self._states = cache, states
 
     # ---- on the measuring thread
@@ -69,7 +69,8 @@ class Exchange:
         """Begin an order.
 
         Args:
-            given: KV in whole blocks to write into its blocks, with the state.
+            given: KV of whole blocks, which is written into the request's blocks.
+            state: the state after them, which is written, too.
             num_rows: the number of prompt tokens whose scores are noted.
         """
         with self._lock:
@@ -92,7 +93,7 @@ class Exchange:
             return found
 
     def scores(self) -> np.ndarray:
-        """Log-probabilities after the tokens that were scored, fp32 (num_tokens, vocabulary).
+        """Return the log-probabilities after the scored tokens, fp32 (num_tokens, vocabulary).
 
         Raises ``RuntimeError``: the blocks did not get the given KV, or another request's logits
         came in between.
@@ -102,38 +103,39 @@ class Exchange:
             scores, self._scores = self._scores, []
             self._given, self._given_state = (), None
             if self._num_rows or not scores:
-                raise RuntimeError("the scores of a measurement did not come one after the other")
+                raise RuntimeError("some scores of a measurement are missing")
         return np.concatenate(scores)
 
     def _check_given(self) -> None:
         if self._given and not self._was_given:
-            raise RuntimeError("vLLM did not take the KV that it was given")
+            raise RuntimeError("vLLM did not use the KV that was prepared for its blocks")
 
     def watch(self, views: LayerViews | None) -> None:
-        """Observe the layers with ``views`` in the steps of the next orders; None ends that."""
+        """Observe the layers with ``views`` in the steps of the next orders; None stops that."""
         with self._lock:
             self._views = views
 
     # ---- on vLLM's thread
 
     def begin_step(self, step: StepWork) -> None:
-        """Start to observe the layers, if a step computes only the order and views are set."""
+        """Start to observe the layers, if views are set and the step computes only the order."""
         with self._lock:
             is_alone = step.alone == self._number
             self.was_alone = self.was_alone or is_alone
             views = self._views if is_alone else None
-        self._see(views)
+        self._observe(views)
 
     def fill(self, given: Sequence[Given]) -> None:
-        """Write the given KV into the blocks of a step that are to get it."""
-        self._each(self._fill, given, "a measurement could not fill its blocks")
+        """Write the prepared KV into the blocks that a step names for it."""
+        self._try_each(self._fill, given, "a measurement could not fill its blocks")
 
     def read(self, wanted: Sequence[WantedBlocks]) -> None:
         """End the observation of a step, and read the wanted blocks."""
-        self._see(None)
-        self._each(self._read, wanted, "a measurement could not read its blocks")
+        self._observe(None)
+        self._try_each(self._read, wanted, "a measurement could not read its blocks")
 
-    def _each(self, work: Callable[[T], None], items: Sequence[T], failed: str) -> None:
+    def _try_each(self, work: Callable[[T], None], items: Sequence[T], failed: str) -> None:
+        """Call ``work`` for each item; log ``failed`` if that raises."""
         for x in items:
             try:
                 with self._lock:
@@ -147,7 +149,7 @@ class Exchange:
             self._cache.write(given.block_ids, self._given, 0)
             if self._states is not None:
                 if NULL_BLOCK in given.state_ids:
-                    raise RuntimeError("vLLM has set no block aside for a state")
+                    raise RuntimeError("vLLM has allocated no block for a state")
                 self._states.write(len(given.block_ids), given.state_ids, self._given_state)
             self._was_given = True
 
@@ -160,7 +162,7 @@ class Exchange:
             self._found = FoundRows(self._cache.read(wanted.block_ids), state)
             self._lock.notify_all()
 
-    def _see(self, views: LayerViews | None) -> None:
+    def _observe(self, views: LayerViews | None) -> None:
         """Observe layers with ``views`` until the next call; None observes none."""
         if self._armed is not None:
             self._armed.disarm()
@@ -174,12 +176,12 @@ class Exchange:
             self._expects_rows = number == self._number
 
     def wants_rows(self) -> bool:
-        """True if the logits just computed belong to a prompt that is scored."""
+        """Return whether the logits just computed belong to a prompt that is scored."""
         with self._lock:
             return self._expects_rows and self._num_rows > 0
 
     def note_rows(self, rows: np.ndarray) -> None:
-        """Note the log-probabilities after the next tokens of the prompt, fp32 (tokens, ...)."""
+        """Note the log-probabilities after the prompt's next tokens, fp32 (tokens, vocabulary)."""
         with self._lock:
             self._expects_rows = False
             self._num_rows -= len(rows)

@@ -1,4 +1,4 @@
-"""Orders measuring requests from the hub, for the measuring thread of a rank."""
+"""Orders measuring requests at the hub, for the measuring thread of a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ForwardClient:
-    """Orders requests, one after the other. Other threads call ``receive`` and ``close``."""
+    """Orders measuring requests, one at a time. Other threads call ``receive`` and ``close``."""
 
     def __init__(self, rank: int, send: Callable[[Forward | Findings], None]) -> None:
         self._rank = rank
@@ -30,14 +30,14 @@ class ForwardClient:
         self._closed = False
 
     def begin(self) -> None:
-        """Forget the measurement before: how it ended, and how many orders this rank made."""
+        """Forget how the previous measurement ended, and skip to numbers that no order has used."""
         with self._lock:
             self._joint = None
-            # The same on every rank, also if one of them gave up before the others.
+            # The same number on every rank, even if a rank gave up earlier than the others.
             self._number += MOST_ORDERS - self._number % MOST_ORDERS
 
     def next_number(self) -> int:
-        """The number of the next order, the same on every rank."""
+        """Return the number of the next order, which is the same on every rank."""
         self._number += 1
         return self._number
 
@@ -51,10 +51,10 @@ class ForwardClient:
         wanted_from: int = -1,
         scored: bool = False,
     ) -> None:
-        """Order a request (see ``Forward``) and wait for its end, also while others are served.
+        """Order a request (see ``Forward``), and wait for its end, for as long as users run.
 
         Raises:
-            Interrupted: the engine ends.
+            Interrupted: the engine is ending.
             RuntimeError: vLLM could not carry out the request.
         """
         order = Forward(self._rank, number, tuple(tokens), salt, given, wanted_from, scored)
@@ -65,25 +65,25 @@ class ForwardClient:
             raise RuntimeError(done.error)
 
     def _answer_to(self, message: Forward | Findings, answer: Callable[[], T | None]) -> T:
-        """Send a message again and again until ``answer`` returns one."""
+        """Send a message repeatedly until ``answer`` returns a value; return that value."""
 
-        def come() -> T | None:
+        def answer_or_raise() -> T | None:
             if self._closed:
                 raise Interrupted
             if self._joint is not None and self._joint.error:
                 raise RuntimeError(f"another rank has given up: {self._joint.error}")
             return answer()
 
-        while (found := come()) is None:
+        while (found := answer_or_raise()) is None:
             self._send(message)
-            self._lock.wait_for(come, REPEAT_S)
+            self._lock.wait_for(answer_or_raise, REPEAT_S)
         return found
 
     def agree(self, profile: Profile) -> Profile:
-        """Return the same profile with the joint figures of all ranks.
+        """Return the profile with the joint figures of all ranks: the worst of each.
 
         Raises:
-            Interrupted: the engine ends.
+            Interrupted: the engine is ending.
             RuntimeError: a rank has given up.
         """
         with self._lock:
@@ -104,7 +104,7 @@ class ForwardClient:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """End all waits."""
+        """End all waits with ``Interrupted``."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()

@@ -1,17 +1,18 @@
-"""The measuring thread's access to vLLM's model: the scores of prompts, and its modules.
+"""Gives the measuring thread access to vLLM's model: to its modules, and to prompts' scores.
 
     --logits-processors engines.vllm_plugin.measuring.model_access:ForcedTokens
     --worker-extension-cls engines.vllm_plugin.measuring.model_access.ModelView
 
 The logits processor changes no logits. It notes that a request whose prompt is scored is in the
 step: vLLM computes the logits of that prompt next, and the worker extension notes them. vLLM runs
-it after the model, outside its graphs, on every rank, and with asynchronous scheduling too. With
-speculative decoding vLLM allows no logits processors, and the plug-in does not support speculative
-decoding either.
+the processor after the model, outside its graphs, on every rank, and with asynchronous scheduling
+too. With speculative decoding vLLM allows no logits processors, and the plug-in does not support
+speculative decoding either.
 
-vLLM mixes the worker extension into its worker and calls the method by ``collective_rpc``. A
-connector has no access to the model, and only the model shows how it rotates its keys. vLLM returns
-only a few of a prompt's scores for each token; all of them pass through the model's last module.
+vLLM mixes the worker extension into its worker, and calls its method by ``collective_rpc``. It is
+needed because a connector has no access to the model, and only the model shows how it rotates its
+keys. vLLM itself returns only a few scores for each token of a prompt; all of them pass through the
+model's last module.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class ForcedTokens(LogitsProcessor):
     """Notes the steps of scored prompts. Command lines of attached engines have its name."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._scored: dict[int, int] = {}  # numbers of orders, by index in the batch
+        self._scored: dict[int, int] = {}  # the orders' numbers, by index in the batch
 
     def is_argmax_invariant(self) -> bool:
-        return False  # else vLLM would leave it out where all requests are greedy
+        return False  # if True, vLLM would not call it while all requests are greedy
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow vLLM's batch: removals, then additions, then moves."""
@@ -72,7 +73,7 @@ class ModelView:
         model: nn.Module = self.get_model()
         EXCHANGE.model = model
         last = [x for x in model.modules() if isinstance(x, logits_processor.LogitsProcessor)]
-        # With several modules it is unclear which one vLLM calls; the option excludes scores.
+        # With several modules it is unclear which one vLLM calls; with the option vLLM skips them.
         forbidden = self.vllm_config.cache_config.kv_sharing_fast_prefill
         EXCHANGE.sees_rows = len(last) == 1 and not forbidden
         if EXCHANGE.sees_rows:

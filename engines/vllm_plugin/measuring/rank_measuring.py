@@ -1,4 +1,4 @@
-"""Measures the served model in one rank: begins and ends a measurement, and shows how far it is."""
+"""Starts, ends and reports on the measurements of the served model in one rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RankMeasuring:
         EXCHANGE.bind(cache, states)
 
     def open_instrument(self) -> ServingInstrument:
-        """Open the instrument for the thread that calls. Raises what ``ServingInstrument`` does."""
+        """Return an instrument for the calling thread. Raises as ``ServingInstrument`` does."""
         tokenizer = cached_tokenizer_from_config(self._config.model_config)
         kept = self._cache, self._states, self._groups
         known = self._fingerprint, tokenizer, self._salt
@@ -72,7 +72,7 @@ class RankMeasuring:
         """
         if unmeasurable(self._config, self._groups) or self.is_running:
             return
-        # They agree once, on the same presets, and do not continue to learn.
+        # Several ranks agree once, on the same presets, and do not continue to learn.
         several = self._config.parallel_config.world_size > 1
         if self._measurement is not None:
             self._measurement.close()
@@ -107,7 +107,7 @@ class RankMeasuring:
         self._client.receive(news)
 
     def with_progress(self, report: CodecReport) -> CodecReport:
-        """Return the report with the progress and the end of the measurement filled in."""
+        """Return the report with the measurement's progress or outcome filled in."""
         return self._measurement.with_progress(report) if self._measurement is not None else report
 
     @property

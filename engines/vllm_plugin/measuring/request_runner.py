@@ -1,4 +1,4 @@
-"""Measuring requests to vLLM: whether it can take any, and how its HTTP server submits one."""
+"""Submits measuring requests to vLLM in its HTTP server, and finds out whether it accepts any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engines.vllm_plugin.groups import Groups
 from engines.vllm_plugin.identity import TICKET_FIELD
 from engines.vllm_plugin.messages import ForwardDone, RunForward
 
-# What vLLM is started with for it, as import strings.
+# The import strings of the two classes that vLLM must be started with to measure.
 LOGITS_PROCESSOR: Final = "engines.vllm_plugin.measuring.model_access:ForcedTokens"
 WORKER_EXTENSION: Final = "engines.vllm_plugin.measuring.model_access.ModelView"
 
@@ -26,7 +26,7 @@ SHOW_MODEL: Final = "thermocline_show_model"  # the method of ``ModelView``
 
 
 def unmeasurable(vllm_config: Any, groups: Groups) -> str:
-    """Say why the engine cannot measure the errors of codecs on its model; "" if it can."""
+    """Return why the engine cannot measure the errors of codecs on its model; "" if it can."""
     if vllm_config.model_config.skip_tokenizer_init:
         return NO_TOKENIZER
     processors = vllm_config.model_config.logits_processors or ()
@@ -37,7 +37,7 @@ def unmeasurable(vllm_config: Any, groups: Groups) -> str:
 
 
 class RequestRunner:
-    """Runs on the event loop of vLLM's HTTP server."""
+    """Submits measuring requests, on the event loop of vLLM's HTTP server."""
 
     def __init__(self, client: Any) -> None:
         """``client``: vLLM's ``EngineClient``."""
@@ -45,7 +45,7 @@ class RequestRunner:
         self._shown = False
 
     async def run(self, run: RunForward) -> ForwardDone:
-        """Run the request, wait for its end and report it."""
+        """Run the request, wait for its end, and return the report."""
         try:
             if not self._shown:
                 await self._client.collective_rpc(SHOW_MODEL)
@@ -68,7 +68,7 @@ class RequestRunner:
             temperature=0,
             ignore_eos=True,
             detokenize=False,
-            # With prompt_logprobs vLLM reads its prefix cache only if a request asks for that.
+            # With prompt_logprobs vLLM reads its prefix cache only if the request says so.
             prompt_logprobs=0 if order.scored else None,
             skip_reading_prefix_cache=False,
             extra_args=extra,

@@ -1,12 +1,12 @@
-"""The middleware that reports in each answer of vLLM's HTTP server where its prompt's KV came from.
+"""The middleware of vLLM's HTTP server; its cache header says where a prompt's KV came from.
 
     --middleware engines.vllm_plugin.process.middleware.CacheHeaderMiddleware
 
 The middleware puts an answer id into every request's id. When vLLM's scheduler begins to run the
 request, the scheduler side of the plug-in reports that answer id with the value of the cache
-header; until then the middleware holds back the head of the answer. A request that has not begun
-within the time that the gateway gave it is refused. While a long prompt is prefilled, a stream
-sends comments as keep-alives, as our other engines do.
+header; until then the middleware holds back the head of the answer. It refuses a request that has
+not begun within the time that the gateway gave it. While a long prompt is prefilled, it sends
+comments in a stream as keep-alives, as our other engines do.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ class Departure:
             await serving
 
 
-async def is_over(
+async def is_late(
     serving: asyncio.Task[None], begun: asyncio.Future[Any], patience_s: float
 ) -> bool:
-    """Wait until a request begins to run or has ended; True if neither happens in time."""
+    """Wait until a request begins to run or ends; return True if neither happens in time."""
     either: set[asyncio.Future[Any]] = {serving, begun}
     done, _ = await asyncio.wait(either, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
     return not done
 
 
 def overloaded(message: str) -> InvalidRequest:
-    """Make the refusal of a request that the client should send again later."""
+    """Return the error for a request that the client should send again later."""
     return InvalidRequest(message, code="engine_overloaded", status=429)
 
 
@@ -119,7 +119,7 @@ class AdmissionReports:
         self.connected = False  # if False, it is unknown which requests run
 
     def start(self, hub_path: str, client: Any, delay_s: float = 0.0) -> None:
-        """Connect to the hub, which also informs it that this server runs. Later calls do nothing.
+        """Connect to the hub, which then knows that this server runs. Later calls do nothing.
 
         ``client``: vLLM's engine client, for measuring requests.
         """
@@ -133,7 +133,7 @@ class AdmissionReports:
         self._tasks.append(asyncio.create_task(work))
 
     def expect(self, answer_id: str) -> asyncio.Future[RequestAdmitted]:
-        """Return a future for the report of a request; it is set when the request begins to run."""
+        """Return a future of a request's report, which comes when the request begins to run."""
         report: asyncio.Future[RequestAdmitted] = asyncio.get_running_loop().create_future()
         self._waiting[answer_id] = report
         return report
@@ -183,10 +183,10 @@ class AdmissionReports:
 
 
 class CacheHeaderMiddleware:
-    """Lets chats and completions into vLLM, and says in each answer's head where its KV came from.
+    """Passes chats and completions to vLLM, and adds the cache header to each answer's head.
 
-    Before that it has their grammars tried, and limits how long they wait. It is pure ASGI, so that
-    streams pass through unchanged.
+    It has the request's grammars tried first, and limits how long a request waits to begin. It is
+    pure ASGI, so that streams pass through unchanged.
     """
 
     def __init__(self, app: App) -> None:
@@ -239,7 +239,7 @@ class CacheHeaderMiddleware:
         client = Departure(receive)
         serving = asyncio.create_task(self._app(scope, client.receive, answer.send))
         try:
-            late = await is_over(serving, answer.report, patience_s)
+            late = await is_late(serving, answer.report, patience_s)
             if late and self._reports.connected and await answer.withhold():
                 await client.end(serving)
                 await refuse(answer.send_past, overloaded(TOO_LATE))
@@ -268,7 +268,7 @@ class _HeldAnswer:
         self._begun = False  # a part of its body has come
         self._head: MutableMapping[str, Any] | None = None
         self._waiting: asyncio.Task[None] | None = None
-        self._order = asyncio.Lock()  # the head goes first, and one message at a time
+        self._order = asyncio.Lock()  # held while a message is sent
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         if self._withheld:
@@ -276,7 +276,7 @@ class _HeldAnswer:
         if message["type"] == "http.response.start":
             self._head = message
             if _is_stream(message):
-                self._waiting = asyncio.create_task(self._show_life())
+                self._waiting = asyncio.create_task(self._keep_alive())
             return
         self._begun = True
         await self.stop_waiting()
@@ -295,7 +295,8 @@ class _HeldAnswer:
         await self.stop_waiting()
         return True
 
-    async def _show_life(self) -> None:
+    async def _keep_alive(self) -> None:
+        """Send the head once the request has begun, then a comment now and then until cancelled."""
         await asyncio.wait([self.report])
         await self._send_head()
         while True:
@@ -332,12 +333,15 @@ def _is_stream(head: Mapping[str, Any]) -> bool:
 
 
 def _client(scope: Scope) -> Any:
-    """vLLM's own client of its engine, which its server keeps in the application's state."""
+    """Return vLLM's client of its engine, which its server keeps in the application's state."""
     return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
 
 
 def _hub_path(scope: Scope) -> str:
-    """The hub's socket from vLLM's own arguments; "" if this server runs without the plug-in."""
+    """Return the path of the hub's socket; "" if this server runs without the plug-in.
+
+    It is read from the settings file that vLLM's arguments name.
+    """
     args = getattr(getattr(scope.get("app"), "state", None), "args", None)
     transfer = getattr(args, "kv_transfer_config", None)
     extra = (

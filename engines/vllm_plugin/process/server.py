@@ -1,15 +1,15 @@
 """Runs vLLM's HTTP server, and turns wrong settings into one sentence and an exit code.
 
-vLLM reports a wrong setting by an exception of its first process, or of a grandchild, with some
-hundred lines around it. A supervisor that sees only an ordinary exit code would start it again and
-again. Failures that are certain to happen again end with ``WRONG_SETTINGS`` instead: a setting that
-vLLM refuses before it starts any process (an unknown kind of model, an unknown flag), and an engine
-that the plug-in itself refuses. Any other failure may not happen the next time, for example if the
-GPU's memory was still taken by the previous process.
+vLLM reports a wrong setting by an exception in its first process or a grandchild, amid some hundred
+lines of output. A supervisor that sees only an ordinary exit code would start it again and again.
+So failures that are certain to happen again end with the exit code ``WRONG_SETTINGS``: a setting
+that vLLM refuses before it starts any process (an unknown kind of model, an unknown flag), and an
+engine that the plug-in itself refuses. Any other failure may not happen the next time, for example
+if the previous process still held the GPU's memory.
 
 The plug-in runs in grandchildren of vLLM's first process. Their exceptions reach that process as
-"engine core initialization failed", so the plug-in's reason to refuse an engine is written to a
-file in the runtime folder.
+"engine core initialization failed", so the plug-in writes its reason to refuse an engine to a file
+in the runtime folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ USAGE: Final = 2  # argparse's exit code for a wrong command line
 
 
 def runtime_folder() -> Path | None:
-    """The folder for a refusal; None if vLLM was started by hand, when no process reads one."""
+    """Return the folder for a refusal; None if vLLM was started by hand, so no process reads it."""
     given = os.environ.get(FOLDER_VARIABLE)
     return Path(given) if given else None
 
@@ -49,7 +49,7 @@ def record_refusal(folder: Path | None, *kinds: type[Exception]) -> Iterator[Non
 
 
 def read_refusal(folder: Path) -> str:
-    """The recorded sentence; "" if no engine was refused."""
+    """Return the recorded reason; "" if no engine was refused."""
     try:
         return (folder / REFUSAL_FILE).read_text()
     except OSError:
@@ -64,7 +64,7 @@ def forget_refusal(folder: Path) -> None:
 def main() -> int:
     folder = Path(os.environ[FOLDER_VARIABLE])
     forget_refusal(folder)
-    _write_prompts_plainly()
+    _register_renderers()
     try:
         # Like python -m: processes that vLLM spawns find the main module by its name.
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
@@ -85,16 +85,16 @@ def main() -> int:
     return 0
 
 
-def _write_prompts_plainly() -> None:
+def _register_renderers() -> None:
     try:
         from engines.vllm_plugin.process.plain_renderer import register
-    except ImportError:  # vLLM will fail to start, too, with a better message
+    except ImportError:  # vLLM will fail to start in the same way, with a better message
         return
     register()
 
 
 def first_sentence(text: str) -> str:
-    """Extract the reason for a refusal from pydantic's or vLLM's message.
+    """Return the reason for a refusal in pydantic's or vLLM's message, which has this form:
 
     ``1 validation error for ModelConfig\\n  Value error, REASON [type=value_error, ...]``
     """
