@@ -56,7 +56,7 @@ def test_scores_after_other_kv_are_none(exchange, cache):
     exchange.fill([Given("r", 1, [4, 3])])
     assert cache.blocks == {3: 3.0, 4: 4.0}
     exchange.note_rows(np.zeros((1, 5), np.float32))
-    with pytest.raises(RuntimeError, match="did not take"):
+    with pytest.raises(RuntimeError, match="did not use"):
         exchange.scores()
 
 
@@ -117,7 +117,7 @@ def test_a_failure_ends_the_measurement_and_nothing_else(exchange, cache):
     exchange.read([WantedBlocks(10, 1, [3])])
     with pytest.raises(TimeoutError):
         exchange.found(0.0)
-    with pytest.raises(RuntimeError, match="did not take"):
+    with pytest.raises(RuntimeError, match="did not use"):
         exchange.scores()
 
 
@@ -142,5 +142,5 @@ def test_scores_of_too_many_or_too_few_tokens_are_none(exchange, num_rows):
     exchange.expect_rows(5)
     if num_rows:
         exchange.note_rows(np.zeros((num_rows, 5), np.float32))
-    with pytest.raises(RuntimeError, match="one after the other"):
+    with pytest.raises(RuntimeError, match="some scores of a measurement are missing"):
         exchange.scores()
