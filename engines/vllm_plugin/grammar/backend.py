@@ -37,7 +37,7 @@ _GUIDED: Final = {
 
 
 class BoundedGrammar(GuidanceGrammar):
-    """A grammar that ends its answer if its masks take too long, because all answers wait for them."""
+    """A grammar that ends its answer if its masks take too long: all answers wait for them."""
 
     masks_s = 0.0  # seconds beyond the free allowance of each mask
 

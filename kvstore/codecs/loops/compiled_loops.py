@@ -109,7 +109,7 @@ def _round_to_bf16(words, out):
 
 
 def _nearest_vectors(rows, vectors, halves, codes):
-    """Finds the nearest vector of each row: that with the largest product less half its square.
+    """Finds the nearest vector of each row: the first with the largest product less ``halves``.
 
     ``rows``: fp32 (tables, dim, rows). ``vectors``: fp32 (tables, vectors, dim); ``halves``: half
     their squared lengths. ``codes``: uint8 (tables, rows). Products are summed from the first
