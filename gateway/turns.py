@@ -23,7 +23,7 @@ from engines.openai.errors import InvalidRequest, unknown_model
 from engines.openai.foreign_request import Dialect, ignored_fields, renamed, take_foreign
 from engines.openai.messages import ImageSupport, with_known_parts
 from engines.openai.requests import NO_LIMIT, ChatRequest, CompletionRequest, Json
-from engines.openai.schemas.keywords import with_known_keywords
+from engines.openai.schemas.held import with_known_keywords
 from engines.pool.on_demand import OnDemand
 from engines.wire import Welcome
 from gateway.config import GatewayConfig

@@ -26,30 +26,36 @@ for one field OpenAI's counts. Chats' fields that Anthropic's messages and OpenA
 ignored and named in the header `x-thermocline-ignored`; only one that looks like a misspelt field
 that changes the answer (`temprature`), where that is not sent as well, is refused with its name.
 
-Keywords of JSON schemas that no grammar has are left out, and named in the header
+Keywords of JSON schemas that are not held are left out, and named in the header
 `x-thermocline-left-out`; a schema that says `strict` is refused instead, with the keyword and its
-place. On both engines these are:
+place. One table says what is held (`engines/openai/schemas/keywords.py`). On both engines these are
+not:
 
-- `propertyNames`, `uniqueItems`, `contains`, `not`, `if`, `dependentRequired`, and
-  `unevaluatedProperties` beside `allOf` and the like;
-- formats other than OpenAI's and `uri`; patterns that look ahead, back or at an earlier part, or
-  that no regex of Rust's is (`a{,3}`, `/^a$/i`);
-- bounds of numbers as far away as those of `int64`; `minProperties` of optional properties;
-- a `oneOf` of which two branches may hold at once, which is held as `anyOf` (types, constants, and
-  required properties with constants distinguish branches);
+- `patternProperties`, `propertyNames`, `minProperties`, `maxProperties`, `uniqueItems`, `contains`,
+  `not`, `if`, `dependentRequired`, `unevaluatedProperties` and the like; an object without one that
+  may name further properties stays open;
+- a `$ref` that leads elsewhere than to `#` or to an entry of the root's `$defs` or `definitions`,
+  and, in a schema with an `$id` inside, all of them;
+- patterns beyond a plain class: ASCII without quotes, backslashes and control characters, `^` and
+  `$` at the ends, groups three deep, no looks ahead or back, flags or `\\b`, `\\p`;
+- formats other than OpenAI's and `uri`; a format beside a pattern that is held, a `const` or an
+  `enum`, which `strict` permits;
+- bounds of numbers that are not whole or lie beyond 2**53; `multipleOf` of other numbers than
+  integers; numbers beyond 64 bits in `enum` and `const`;
 - names that a closed object requires and excludes;
-- what has no meaning where it stands, in all tools that the model is shown: a property whose
-  schema is a text may be anything, and a `type` that does not exist (`any`) is none;
-- `format: time` or `date-time` beside a pattern without a `Z`, since the grammar's times have an
-  offset: the pattern is held, so `strict` permits this one.
+- where a `$ref` goes round, its neighbours, and those of choices;
+- what has no form, in all tools that the model is shown: a property whose schema is a text may be
+  anything, and a `type` that does not exist (`any`) is none.
 
-In calls at vLLM, whose compiler ignores them, also patterns with classes of Unicode (`\\p{L}`) or
-flags, `allOf`, a `$ref` or choices beside other keywords, required properties that are not named,
-bounds and patterns without a `type`, and what stands beside `enum`, `const`, `format` or `pattern`
-and would exclude more.
+In calls at vLLM, whose compiler ignores them, also lengths of texts (`strict` permits these),
+patterns of a part of a text or with `.`, `\\s` or an excluding class, `allOf` of several, a `$ref`
+or choices beside other keywords, a `type` beside choices, required properties that are not named,
+bounds, patterns and formats without a `type`, `multipleOf` beside bounds, and what stands beside
+`enum` or `const`. There, properties or items without a `type` mean an object or a list.
 
-A `$ref` that leads back to itself is refused. Tuples of older drafts, a list of `items` with
-`additionalItems`, are shown and held to as `prefixItems` with `items`.
+`oneOf` is held as `anyOf`, and not named. Keywords that JSON Schema does not know ask for nothing.
+A `$ref` that leads back to itself in every value is refused. Tuples of older drafts, a list of
+`items` with `additionalItems`, are shown and held to as `prefixItems` with `items`.
 """
 # Fields that are ours under the same name, and forms of them; by server.
 _OWN: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {

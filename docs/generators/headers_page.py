@@ -80,9 +80,9 @@ of a stream, whose head has gone out before, its last event does.
 | `gone` | its session or conversation was deleted meanwhile |
 """
 LEFT_OUT = """
-Keywords, with commas between them, that no grammar has (`propertyNames`, `uniqueItems`, patterns
-that look ahead, unknown formats). They were left out of a schema that an answer or a forced call is
-held to; the others hold. A schema that says `strict` is refused instead.
+Keywords, with commas between them, that no grammar holds there (`propertyNames`, `uniqueItems`,
+patterns that look ahead, unknown formats). They were left out of a schema to which an answer or a
+forced call is held; the others hold. A schema that says `strict` is refused instead.
 """
 # Names of private headers between gateway and engine, and of words that only look like headers.
 PRIVATE = {

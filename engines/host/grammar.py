@@ -22,7 +22,7 @@ from llguidance import LLMatcher
 from engines.openai.errors import InvalidRequest
 from engines.openai.messages import Json, ResponseFormat, Tool
 from engines.openai.schemas.enforceable import enforceable
-from engines.openai.schemas.keywords import read_schema
+from engines.openai.schemas.held import read_schema
 
 # A line break separates two calls, so a call contains none.
 _MAX_CALLS: Final = 8
@@ -182,7 +182,7 @@ def source_of(wish: GrammarWish) -> GrammarSource:
 
 
 def _embedded(schema: OneSchema) -> str:
-    written = enforceable(closed(schema.schema))
+    written = closed(enforceable(schema.schema))
     return "%json " + json.dumps({**written, "x-guidance": schema.options})
 
 
@@ -295,7 +295,7 @@ def first_steps(matcher: LLMatcher, width: int) -> str:
 
 def _schema_error(schema: OneSchema, tokenizer: llguidance.LLTokenizer) -> str:
     try:
-        text = json.dumps(enforceable(closed(schema.schema)))
+        text = json.dumps(closed(enforceable(schema.schema)))
         source = LLMatcher.grammar_from_json_schema(text, overrides=schema.options)  # type: ignore[arg-type]
     except ValueError as error:
         return reason_of(str(error))

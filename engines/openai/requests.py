@@ -33,7 +33,7 @@ from engines.openai.messages import (
     Tool,
 )
 from engines.openai.messages import Json as Json
-from engines.openai.schemas.keywords import HeldSchema, held_formats, held_tools
+from engines.openai.schemas.held import HeldSchema, held_formats, held_tools
 from engines.openai.schemas.schema_count import SchemaCount
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]

@@ -32,7 +32,7 @@ from engines.openai.requests import (
     validate_embeddings,
     validate_tokenize,
 )
-from engines.openai.schemas.well_formed import with_well_formed_tools
+from engines.openai.schemas.held import with_well_formed_tools
 from gateway.config import ANY_MODEL, GatewayConfig
 from gateway.gateway import Gateway
 from gateway.models import ServedModel

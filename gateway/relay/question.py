@@ -13,7 +13,7 @@ from engines.base import EngineUnavailable
 from engines.http import TENANT_HEADER, while_client_stays
 from engines.openai.errors import InvalidRequest
 from engines.openai.requests import PROMPT_FIELDS, TOKENIZE_PATH, Json
-from engines.openai.schemas.well_formed import with_well_formed_tools
+from engines.openai.schemas.held import with_well_formed_tools
 from engines.wire import TemplateRules
 from gateway.keys import Tenant
 from gateway.models import ServedModel

@@ -1,7 +1,6 @@
-"""JSON schemas of answers and calls: their limits, and the keywords that no compiler supports.
+"""JSON schemas of answers and of calls: their bounds, and how they are written for a compiler.
 
-``schema_count`` limits their size. ``well_formed`` removes malformed parts, ``enforceable`` writes
-the rest for a compiler, and ``keywords`` names the removed keywords, or refuses a strict schema
-that has any. ``refs``, ``one_of``, ``numbers`` and ``patterns`` handle parts of schemas.
-``xgrammar_keywords`` has xgrammar's peculiarities, and ``vllm_check`` those of vLLM's own check.
+``schema_count`` bounds them. ``keywords`` is a table: the form of each keyword's value, where it
+has schemas, and which compilers hold it. ``enforceable`` writes a schema by that table, ``refs``
+follows its refs, and ``held`` finds the schemas of a request and refuses strict ones.
 """

@@ -1,306 +1,211 @@
 """Writes a JSON schema as a compiler can enforce it, and reports the keywords that are left out.
 
-A grammar defines which characters may come next, so it cannot express a keyword that depends on the
-whole value, or excludes names or texts. Without such a keyword, an answer still obeys all others.
+A keyword is left out if its value is malformed, as a ``type`` that does not exist, or if the
+compiler does not hold it in that place (see ``keywords``). The other keywords still hold. A part
+that is no schema allows any value. A keyword that is null constrains nothing.
 """
 
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
-from urllib.parse import urlsplit
 
 from engines.openai.messages import Json
-from engines.openai.schemas.numbers import (
-    holds_number,
-    includes_its_bound,
-    is_enforceable_number,
-    sendable,
+from engines.openai.schemas.keywords import (
+    DEFINITIONS,
+    FORMATS,
+    JOINING,
+    KEYWORDS,
+    NOTHING,
+    OWN,
+    SPARED,
+    have_type,
+    is_about,
 )
-from engines.openai.schemas.one_of import Branches
-from engines.openai.schemas.patterns import in_calls, in_rust, is_plain, is_plain_in_calls
-from engines.openai.schemas.refs import ANNOTATIONS, DEFINITIONS, VALUES, Refs, escaped
-from engines.openai.schemas.well_formed import Path, well_formed
-from engines.openai.schemas.xgrammar_keywords import (
-    BESIDE,
-    LENGTHS,
-    conflates,
-    ignored_in_calls,
-    written_out,
-)
+from engines.openai.schemas.refs import Refs, escaped, ref_to
 
-_UNKNOWN: Final = frozenset(
-    {"contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "not"}
-    | {"if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
-    | {"unevaluatedItems", "unevaluatedProperties"}
-    | {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
-)
-# Keywords that may name properties that no other keyword of the object names.
-_NAMING: Final = frozenset(
-    {"if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
-)
-_FORMATS: Final = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)
-# llguidance's grammar of these formats requires an offset from UTC. zod also writes a pattern for
-# times without one, and no text obeys both; so the format is left out, in strict schemas, too.
-_OFFSET: Final = ("time", "date-time")
-_ENDS_IN_OFFSET: Final = re.compile(r"(?:[zZ]|[+-]\d\d:\d\d)$")
-# Values with which a keyword has no effect; such a keyword is left out without a report.
-_NOTHING: Final[dict[str, tuple[object, ...]]] = {
-    "uniqueItems": (False,),
-    "minProperties": (0,),
-    "unevaluatedProperties": (True, {}),
-    "unevaluatedItems": (True, {}),
-}
-# Keywords beside which ``unevaluatedProperties`` differs from ``additionalProperties``.
-_APPLYING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", *_NAMING, "not", "$dynamicRef"})
-# Without one of these keywords, adding ``additionalProperties`` makes xgrammar require an object.
-_OF_OBJECTS: Final = frozenset(
-    {"type", "properties", "patternProperties", "additionalProperties", "required"}
-)
-_NAMED: Final = frozenset({"properties", "patternProperties", *DEFINITIONS})
-# Keywords whose schemas are left out, or written under another keyword.
-_LOST: Final = _UNKNOWN | ANNOTATIONS | {"oneOf", "patternProperties"}
-# Schemas with one of these get a unique mark if xgrammar might confuse them with others.
-_MARKED: Final = frozenset({"properties", "const", "enum"})
-_CHOICES: Final = frozenset({"allOf", "anyOf", "oneOf"})
-# Beside a recursive ref, llguidance allows only these keywords.
-_BESIDE_CIRCLES: Final = frozenset(
-    {"$ref", *DEFINITIONS, "$id", "$anchor", "title", "description", "readOnly", "$comment"}
-)
-_LITERAL: Final = re.compile(r"\^((?:[\w/:@ -]|\\[-./_])+)(?![*?{|])")  # a literal prefix of names
-# On vLLM, xgrammar enforces the schemas of calls; llguidance those of answers, and all on mlx.
-Compiler: TypeAlias = Literal["llguidance", "xgrammar"]
+Path: TypeAlias = tuple[str, ...]
+# What reads the written schema: vLLM compiles calls with xgrammar; answers there, and everything on
+# mlx, are compiled with llguidance. A chat template only shows it, but may fail at malformed parts.
+Reader: TypeAlias = Literal["llguidance", "xgrammar", "template"]
+
+_DEEPEST: Final = 128  # length of a path; ``schema_count`` refuses schemas that are as deep
+_VALUES: Final = ("const", "enum")
+_MARKED: Final = frozenset({"properties", *_VALUES})
 
 
 class LeftOut(NamedTuple):
-    """A keyword of a schema that its grammar lacks."""
+    """A keyword that was left out of a schema."""
 
-    path: Path
+    path: Path  # to the schema with the keyword, or to the value that is no schema
     keyword: str
-    spared: bool = False  # a strict schema may have it nevertheless
+    words: str = ""  # what is malformed about its value
+    spared: bool = False  # True: a strict schema is not refused for it
 
 
 Report: TypeAlias = Callable[[LeftOut], None]
 
 
 def enforceable(
-    schema: Json, compiler: Compiler = "llguidance", report: Report = lambda left: None
+    schema: Json, reader: Reader = "llguidance", report: Report = lambda left: None
 ) -> Json:
-    """Return a copy of a schema without the keywords that cannot be enforced."""
-    formed = well_formed(schema)
-    made: Json = _SchemaWriter(formed, compiler, report).written(formed, ())
+    """Return a copy of a schema without the keywords that its reader cannot use."""
+    made: Json = _SchemaWriter(schema, reader, report).written(schema, (), "")
     return made
 
 
 class _SchemaWriter:
     """Writes the parts of one schema."""
 
-    def __init__(self, root: Json, compiler: Compiler, report: Report) -> None:
-        self._branches = Branches(root)
-        self._refs = Refs(root, _LOST)
-        self._in_calls = compiler == "xgrammar"
-        self._reads = is_plain_in_calls if self._in_calls else is_plain
+    def __init__(self, root: Json, reader: Reader, report: Report) -> None:
+        self._refs = Refs(root)
+        self._in_calls = reader == "xgrammar"
+        self._for_template = reader == "template"
+        # xgrammar ignores what stands beside a ref or choices, llguidance in recursive schemas.
+        self._reads_one = self._in_calls or (not self._for_template and self._refs.go_round)
         self._report = report
-        self._marks = self._in_calls and conflates(self._refs.nodes)
         self._num_marked = 0
 
-    def written(self, node: Any, path: Path) -> Any:
-        """Return an enforceable copy of a part of the schema."""
-        if isinstance(node, list):
-            return [self.written(x, (*path, str(i))) for i, x in enumerate(node)]
-        if not isinstance(node, dict):
-            return node
-        is_circular = not self._in_calls and self._is_circular(node)
-        node = _without_closing(node)
-        if _has_no_offset(node, self._reads):
-            self._report(LeftOut(path, "format", spared=True))
-            node = {key: value for key, value in node.items() if key != "format"}
-        if self._in_calls:
-            node = written_out(node)
-            for keyword in ignored_in_calls(node):
+    def written(self, node: Any, path: Path, keyword: str) -> Any:
+        """Return a copy of a part as it can be enforced. ``keyword``: the one that contains it."""
+        if isinstance(node, bool):
+            if not self._in_calls or keyword in ("items", "additionalProperties"):
+                return node
+            if not node:  # xgrammar has no schema that allows no value
                 self._report(LeftOut(path, keyword))
-        elif is_circular:
-            node = self._without_siblings(node, path)
-        made: Json = {}
-        for key, value in node.items():
-            made |= self._keyword(key, value, node, path)
-        if self._marks and _MARKED & made.keys():
-            self._num_marked += 1
-            made["x-at"] = str(self._num_marked)
-        if _OF_OBJECTS & made.keys() and _may_have_other_names(node, made):
-            made["additionalProperties"] = made.get("additionalProperties") or True
-        return made
-
-    def _keyword(self, key: str, value: Any, node: Json, path: Path) -> Json:
-        """Return a keyword of a node in enforceable form; {} if it is left out."""
-        if key in ANNOTATIONS or _means_nothing(key, node):
             return {}
-        if key == "required" and (possible := _possible(node)) is not None:
-            self._report(LeftOut(path, key))
-            return {key: possible}
-        if key in VALUES:
-            return self._values(key, value, path)
-        if key in _NAMED and isinstance(value, dict):
-            return {key: self._named(key, value, node, path)}
-        if key == "$ref" and isinstance(value, str):
-            follow = self._refs.for_xgrammar if self._in_calls else self._refs.for_llguidance
-            ref = follow(value)
-            return {key: ref} if ref else self._left_out(path, key)
-        if key == "pattern" and isinstance(value, str) and self._reads(value):
-            return {key: self._pattern(value)}
-        if self._in_calls and key in LENGTHS:
-            return self._left_out(path, key, spared=True)
-        if self._in_calls and key in _CHOICES and BESIDE & node.keys():
-            return {}  # reported as ignored already; beside it, xgrammar would ignore the rest
-        if key == "oneOf" and isinstance(value, list):
-            return self._one_of(value, node, path)
-        if includes_its_bound(key, node):
-            self._report(LeftOut(path, key))
-            return {key.replace("exclusiveM", "m"): value}
-        if self._is_enforceable(key, value, node):
-            return {key: self.written(value, (*path, key))}
-        return {} if value in _NOTHING.get(key, ()) else self._left_out(path, key)
+        if not isinstance(node, dict) or len(path) > _DEEPEST:
+            words = "" if isinstance(node, dict) else f"{_shown(node)} is not a JSON schema"
+            if node is not None:
+                self._report(LeftOut(path, keyword, words))
+            return {}
+        formed, lost = self._well_formed(node, path)
+        if self._for_template:
+            return {key: self._inner(key, value, path) for key, value in formed.items()}
+        held = self._held(formed, path, lost)
+        made = {key: self._inner(key, value, path) for key, value in held.items()}
+        return self._completed(made, lost)
 
-    def _left_out(self, path: Path, key: str, *, spared: bool = False) -> Json:
-        self._report(LeftOut(path, key, spared))
-        return {}
+    def _well_formed(self, node: Json, path: Path) -> tuple[Json, set[str]]:
+        """Return the well-formed keywords of a schema, and the names of the malformed ones."""
+        formed: Json = {}
+        lost = set()
+        for key, value in _of_latest_draft(node).items():
+            row = KEYWORDS.get(key)
+            if row is None or (value is None and key != "const"):
+                formed |= {key: value} if row is None else {}
+                continue
+            if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
+                value = int(value)
+            if row.has_form(value):
+                formed[key] = value
+            else:
+                self._report(LeftOut(path, key, f"{key!r} cannot be {_shown(value)}"))
+                lost.add(key)
+        return formed, lost
 
-    def _values(self, key: str, value: Any, path: Path) -> Json:
-        try:
-            return {key: sendable(value)}
-        except OverflowError:
-            return self._left_out(path, key)
-
-    def _named(self, key: str, schemas: Json, node: Json, path: Path) -> Json:
-        if key == "patternProperties":
-            return self._named_by_pattern(schemas, node, path)
-        is_escaped = key in DEFINITIONS and self._in_calls
-        return {
-            escaped(name) if is_escaped else name: self.written(x, (*path, key, name))
-            for name, x in schemas.items()
+    def _held(self, formed: Json, path: Path, lost: set[str]) -> Json:
+        """Return the keywords of a schema that are held, and add the others to ``lost``."""
+        known = {
+            key: value
+            for key, value in formed.items()
+            if key in KEYWORDS
+            and is_about(KEYWORDS[key], formed)
+            and value not in NOTHING.get(key, ())
         }
+        held = {key: x for key, x in known.items() if self._is_held(key, x, formed)}
+        if "required" in held:
+            held["required"] = self._possible(formed)
+        read = held.keys() - _unread(held) if self._reads_one else held.keys()
+        for key, value in known.items():
+            if key not in read or held[key] != value:
+                self._report(LeftOut(path, key, spared=_is_spared(key, value)))
+                lost.add(key)
+        return {key: held[key] for key in held if key in read}
 
-    def _named_by_pattern(self, schemas: Json, node: Json, path: Path) -> Json:
-        """Return ``patternProperties``, limited to patterns of which no name matches two."""
-        key = "patternProperties"
-        held = [x for x in schemas if self._reads(x)]
-        begins = sorted(found[1] for x in held if (found := _LITERAL.match(x)))
-        differ = len(begins) == len(held) and not any(y.startswith(x) for x, y in pairwise(begins))
-        if len(held) > 1 and (self._in_calls or not differ):
-            held = []
-        if self._in_calls and "properties" in node:
-            held = []  # xgrammar would allow other names, too
-        if len(held) < len(schemas):
-            self._report(LeftOut(path, key))
-        return {self._pattern(x): self.written(schemas[x], (*path, key, x)) for x in held}
+    def _is_held(self, key: str, value: Any, formed: Json) -> bool:
+        row = KEYWORDS[key]
+        if key == "$ref" and self._refs.place(value) is None:
+            return False
+        return row.is_held(value, formed) and (not self._in_calls or row.in_calls(value, formed))
 
-    def _is_circular(self, node: Json) -> bool:
-        """Return whether a node's ref, or that of one of its branches, is recursive."""
-        parts = [x for key in _CHOICES if isinstance(node.get(key), list) for x in node[key]]
-        refs = [x for x in (node, *parts) if isinstance(x, dict) and isinstance(x.get("$ref"), str)]
-        return any(map(self._refs.leads_back, refs))
+    def _possible(self, formed: Json) -> list[str]:
+        """Return the required names that the compiler's grammar can have in an object."""
+        is_closed = formed.get("additionalProperties") is False
+        if not self._in_calls and (not is_closed or "patternProperties" in formed):
+            return list(formed["required"])
+        return [x for x in formed["required"] if x in formed.get("properties", {})]
 
-    def _without_siblings(self, node: Json, path: Path) -> Json:
-        """Return a node without the keywords beside its recursive ref or choice of refs."""
-        kept = next(x for x in ("$ref", "anyOf", "oneOf", "allOf") if x in node)
-        for key in node.keys() & (BESIDE | _UNKNOWN | LENGTHS | {"type", *_CHOICES}) - {kept}:
-            if node[key] not in _NOTHING.get(key, ()):
-                self._report(LeftOut(path, key))
-        made = {key: value for key, value in node.items() if key in {*_BESIDE_CIRCLES, kept}}
-        if kept == "allOf" and len(node[kept]) > 1:
-            self._report(LeftOut(path, kept))
-            made[kept] = [x for x in node[kept] if isinstance(x, dict) and "$ref" in x][:1]
+    def _inner(self, key: str, value: Any, path: Path) -> Any:
+        """Return a keyword's value with the schemas in it written."""
+        inner = KEYWORDS[key].inner if key in KEYWORDS else ""
+        if inner == "one":
+            return self.written(value, (*path, key), key)
+        if inner == "listed":
+            return [self.written(x, (*path, key, str(i)), key) for i, x in enumerate(value)]
+        if inner == "named":
+            names = escaped if self._in_calls and key in DEFINITIONS else str
+            return {names(x): self.written(y, (*path, key, x), key) for x, y in value.items()}
+        if key == "pattern" and self._in_calls:  # xgrammar reads (ab+)? as if ``b`` were enough
+            return re.sub(r"(?<!\\)\)\?", "){0,1}", value)
+        if key == "$ref" and not self._for_template:
+            place = self._refs.place(value)
+            return value if place is None else ref_to(place, in_calls=self._in_calls)
+        return value
+
+    def _completed(self, made: Json, lost: set[str]) -> Json:
+        """Return a written schema with what a compiler needs beside the client's keywords."""
+        if "oneOf" in made and "anyOf" not in made:  # compilers treat both alike
+            made = {"anyOf" if key == "oneOf" else key: value for key, value in made.items()}
+        if self._in_calls:
+            if {"prefixItems", "minItems", "maxItems"} & made.keys():
+                made.setdefault("items", True)
+            if _MARKED & made.keys():  # xgrammar may confuse two schemas that differ only in these
+                self._num_marked += 1
+                made["x-at"] = str(self._num_marked)
+        opened = {key for key in lost if KEYWORDS[key].opens}
+        if opened and {"type", "properties", "additionalProperties", "required"} & made.keys():
+            if is_about(KEYWORDS["properties"], made):
+                made.setdefault("additionalProperties", True)
+            if {"properties", "patternProperties"} & opened and "additionalProperties" in made:
+                made["additionalProperties"] = True
         return made
 
-    def _one_of(self, branches: list[Any], node: Json, path: Path) -> Json:
-        if not self._branches.exclude_each_other(node):
-            self._report(LeftOut(path, "oneOf"))
-        # vLLM's check of a request refuses ``oneOf`` beside others that it knows.
-        key = "oneOf" if "anyOf" in node else "anyOf"
-        return {key: self.written(branches, (*path, "oneOf"))}
 
-    def _pattern(self, pattern: str) -> str:
-        return in_rust(pattern) if not self._in_calls else in_calls(pattern) or pattern
-
-    def _is_enforceable(self, key: str, value: object, node: Json) -> bool:
-        if key in _UNKNOWN:
-            return False
-        if key in ("format", "pattern") and isinstance(value, str):
-            # It has no effect unless the value may be text, or all compilers support it.
-            return not _may_be_text(node) or (key == "format" and value in _FORMATS)
-        if isinstance(value, int | float) and not is_enforceable_number(
-            key, value, node, self._in_calls
-        ):
-            return False
-        return key not in ("minProperties", "maxProperties") or holds_number(key, value, node)
+def _shown(value: Any) -> str:
+    return repr((value if isinstance(value, str) else reprlib.repr(value))[:40])
 
 
-def _may_have_other_names(node: Json, made: Json) -> bool:
-    """Return whether keywords that were left out of an object may name further properties."""
-    patterns = "patternProperties"
-    return (
-        bool(_NAMING & node.keys())
-        or ("$ref" in node and "$ref" not in made)
-        or bool(_CHOICES & node.keys() and not _CHOICES & made.keys())
-        or (isinstance(made.get(patterns), dict) and len(made[patterns]) < len(node[patterns]))
-    )
+def _is_spared(key: str, value: Any) -> bool:
+    return key in SPARED and (key != "format" or value in FORMATS)
 
 
-def _possible(node: Json) -> list[object] | None:
-    """Return the required names that a closed object can have; None if it can have all."""
-    named, needed = node.get("properties", {}), node["required"]
-    if node.get("additionalProperties") is not False or "patternProperties" in node:
-        return None
-    if not (isinstance(named, dict) and isinstance(needed, list)):
-        return None
-    found = [x for x in needed if x in named]
-    return found if len(found) < len(needed) else None
+def _unread(held: Json) -> set[str]:
+    """Return the keywords that the compiler ignores, because it reads another one instead."""
+    others = held.keys() - set(DEFINITIONS)
+    for key in _VALUES:
+        if key in held:
+            values = held[key] if key == "enum" else [held[key]]
+            return others - ({key, "type"} if have_type(values, held) else {key})
+    joined = [x for x in JOINING if x in held and (x != "allOf" or len(held[x]) == 1)]
+    if OWN & held.keys() or not joined:
+        return others & set(JOINING)
+    return others - {joined[0]}
 
 
-def _means_nothing(key: str, node: Json) -> bool:
-    """Return whether a keyword has no effect, but makes compilers ignore others.
-
-    ``$schema`` names a draft, and llguidance ignores the keywords of later drafts;
-    ``additionalItems`` applies only beside a list of ``items``, and makes it ignore
-    ``prefixItems``; an ``$id`` may be no address.
-    """
-    if key == "additionalItems":
-        return not isinstance(node.get("items"), list)
-    return key == "$schema" or (key == "$id" and not _is_address(node[key]))
-
-
-def _is_address(value: object) -> bool:
-    try:
-        return isinstance(value, str) and "#" not in value and bool(urlsplit(value).path)
-    except ValueError:
-        return False
-
-
-def _without_closing(node: Json) -> Json:
-    """Return a node with ``unevaluatedProperties`` renamed, if it acts as the additional ones."""
-    if "unevaluatedProperties" not in node or (_APPLYING | {"additionalProperties"}) & node.keys():
-        return node
-    return {
-        "additionalProperties" if key == "unevaluatedProperties" else key: value
-        for key, value in node.items()
-    }
-
-
-def _has_no_offset(node: Json, reads: Callable[[str], bool]) -> bool:
-    """Return whether the values or the pattern of a time certainly allow no offset from UTC."""
-    if node.get("format") not in _OFFSET or not _may_be_text(node):
-        return False
-    values = [node["const"]] if "const" in node else node.get("enum")
-    if isinstance(values, list):
-        return not any(isinstance(x, str) and _ENDS_IN_OFFSET.search(x) for x in values)
-    pattern = node.get("pattern")
-    return isinstance(pattern, str) and "Z" not in pattern and reads(pattern)
-
-
-def _may_be_text(node: Json) -> bool:
-    kind = node.get("type", "string")
-    return kind == "string" or (isinstance(kind, list) and "string" in kind)
+def _of_latest_draft(node: Json) -> Json:
+    """Return a schema with tuples and excluded bounds of older drafts in the latest one's form."""
+    made = dict(node)
+    if isinstance(node.get("items"), list) and "prefixItems" not in node:
+        first, more = made.pop("items"), made.pop("additionalItems", None)
+        made |= ({"prefixItems": first} if first else {}) | (
+            {} if more is None else {"items": more}
+        )
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(excludes := made.get(exclusive), bool):
+            del made[exclusive]
+            if excludes and bound in made:
+                made[exclusive] = made.pop(bound)
+    return made

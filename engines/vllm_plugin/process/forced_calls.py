@@ -8,21 +8,20 @@ JSON, unless each function says ``strict``. That word would become part of the p
 call in the middle of a conversation would discard all KV computed for it. So the parsers are
 extended: for a forced call they request the same enforcement as ``strict``, and prompts do not
 change. Only the lengths of strings are not enforced: xgrammar takes up to two seconds of a core for
-each. Keywords that no compiler knows are left out, as in every schema (``openai.schemas``): vLLM
-would refuse the request.
+each. Keywords that its compiler does not hold are left out, as in every schema
+(``openai.schemas``): vLLM would refuse the request.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 from engines.openai.schemas.enforceable import enforceable
-from engines.openai.schemas.refs import VALUES
-from engines.openai.schemas.vllm_check import passing
 from engines.vllm_plugin.grammar.wanted import for_calls
 
 _FREE = (None, "auto", "none")
@@ -30,13 +29,13 @@ _FREE = (None, "auto", "none")
 _VLLMS = dict(ToolParserManager.lazy_parsers)
 
 
-def _for_calls(request: Any) -> Any:
-    """Return a copy of a request whose functions have schemas that are enforced in little time."""
+def _written(request: Any, write: Callable[[Any], Any]) -> Any:
+    """Return a copy of a request whose functions have schemas that can be enforced."""
     tools = []
     for tool in request.tools:
         function = getattr(tool, "function", None)
         if function is not None and function.parameters is not None:
-            loose = function.model_copy(update={"parameters": for_calls(function.parameters)})
+            loose = function.model_copy(update={"parameters": write(function.parameters)})
             tool = tool.model_copy(update={"function": loose})
         tools.append(tool)
     return request.model_copy(update={"tools": tools})
@@ -58,7 +57,7 @@ def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
             if request.tool_choice not in _FREE:
                 strict_level = ToolStrictLevel.PARAMETER
             return super().get_structural_tag(
-                _for_calls(request), reasoning=reasoning, strict_level=strict_level
+                _written(request, for_calls), reasoning=reasoning, strict_level=strict_level
             )
 
     HeldParser.__name__ = parser.__name__
@@ -70,30 +69,38 @@ def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
 
     class HeldToolParser(parser):  # type: ignore[misc]
         def adjust_request(self, request: Any) -> Any:
-            adjusted = super().adjust_request(request)
+            if not request.tools:
+                return super().adjust_request(request)
+            adjusted = super().adjust_request(_written(request, enforceable))
             outputs = getattr(adjusted, "structured_outputs", None)
-            if outputs is not None and isinstance(outputs.json, dict):
-                outputs.json = passing(enforceable(_with_rooted_refs(outputs.json)))
-            return adjusted
+            is_own = outputs is getattr(request, "structured_outputs", None)  # the client's
+            if outputs is not None and not is_own and isinstance(outputs.json, dict):
+                outputs.json = _with_rooted_refs(outputs.json)
+            return adjusted.model_copy(update={"tools": request.tools})
 
     HeldToolParser.__name__ = parser.__name__
     return HeldToolParser
 
 
 def _with_rooted_refs(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a list of calls in which each call's refs lead into its own arguments.
+    """Return the schema of a list of calls with the arguments of each as a definition of its own.
 
-    vLLM moves ``$defs`` to the root, but not the other targets of refs.
+    A function's refs may lead to its own root, or to definitions there. vLLM moves ``$defs`` to the
+    root of the list, and leaves all else where it is.
     """
     calls = schema.get("items", {}).get("anyOf")
     if not isinstance(calls, list):
-        return schema  # for a single function, it is that function's own schema
-    made = []
+        return schema  # of one function: its own
+    made, named = [], dict(schema.get("$defs", {}))
     for i, call in enumerate(calls):
-        named = call["properties"]
-        arguments = _moved(named["parameters"], f"#/items/anyOf/{i}/properties/parameters")
-        made.append({**call, "properties": {**named, "parameters": arguments}})
-    return {**schema, "items": {**schema["items"], "anyOf": made}}
+        place = f"call-{i}"
+        arguments = _moved(call["properties"]["parameters"], place)
+        for name, part in arguments.pop("definitions", {}).items():
+            named[f"{place}.{name}"] = part
+        named[place] = arguments
+        inner = {**call["properties"], "parameters": {"$ref": f"#/$defs/{place}"}}
+        made.append({**call, "type": "object", "properties": inner})
+    return {**schema, "items": {"anyOf": made}, "$defs": named}
 
 
 def _moved(node: Any, place: str) -> Any:
@@ -101,10 +108,13 @@ def _moved(node: Any, place: str) -> Any:
         return [_moved(x, place) for x in node]
     if not isinstance(node, dict):
         return node
-    made = {key: x if key in VALUES else _moved(x, place) for key, x in node.items()}
+    values = ("const", "enum")
+    made = {key: x if key in values else _moved(x, place) for key, x in node.items()}
     ref = made.get("$ref")
-    if isinstance(ref, str) and ref.startswith("#") and not ref.startswith("#/$defs/"):
-        made["$ref"] = place + ref[1:]
+    if ref == "#":
+        made["$ref"] = f"#/$defs/{place}"
+    elif isinstance(ref, str):
+        made["$ref"] = ref.replace("#/definitions/", f"#/$defs/{place}.", 1)
     return made
 
 

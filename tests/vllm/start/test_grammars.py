@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +19,21 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own")
 import llguidance
 import xgrammar
 from transformers import AutoTokenizer
+from vllm.config import StructuredOutputsConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tool_parsers import ToolParser
-from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+from vllm.v1.structured_output.backend_guidance import has_guidance_unsupported_json_features
 
 from engines.openai.errors import InvalidRequest
-from engines.openai.schemas.keywords import with_enforceable_formats
-from engines.openai.schemas.vllm_check import passing
+from engines.openai.schemas.enforceable import enforceable
+from engines.openai.schemas.held import with_enforceable_formats
+from engines.openai.schemas.refs import Refs
 from engines.vllm_plugin.grammar.program import guided
 from engines.vllm_plugin.grammar.trial_gate import PROGRAM, ClientLeft, GrammarGate
 from engines.vllm_plugin.grammar.wanted import for_calls
 from engines.vllm_plugin.process.forced_calls import held_to_schema
+from tests.unit.engines.openai.odd_schemas import OddSchemas, spellings
 from tests.vllm.conftest import model_path
 from tests.vllm.rig.served import Served, session
 
@@ -186,7 +191,7 @@ def test_keywords_that_no_compiler_knows_are_left_out(vllm_server: Served) -> No
     assert status == 200, answer
     (call, *_) = answer["choices"][0]["message"]["tool_calls"]
     assert set(json.loads(call["function"]["arguments"])) == {"mail", "id", "code"}
-    sent = with_enforceable_formats(answer_in(FOREIGN), "vllm")  # as the gateway does
+    sent = with_enforceable_formats(answer_in(FOREIGN))  # as the gateway does
     status, answer = ask(vllm_server, sent)
     assert status == 200, answer
     # The small model may write blanks until its limit, so the answer's end is not looked at.
@@ -233,8 +238,8 @@ def test_refs_of_forced_calls_that_vllm_writes_as_one_schema(where: str, choice:
     digit = {"type": "string", "pattern": "^[0-9]$"}
     schema = {
         "type": "object",
-        "properties": {"a": {"$ref": f"#/{where}/A"}, "b": {"$ref": "#/properties/a"}},
-        "required": ["a", "b"],
+        "properties": {"a": {"$ref": f"#/{where}/A"}, "b": {"$ref": "#"}},
+        "required": ["a"],
         where: {"A": digit},
     }
     asked = {"messages": [{"role": "user", "content": "x"}], **forced(schema)}
@@ -249,23 +254,26 @@ def test_refs_of_forced_calls_that_vllm_writes_as_one_schema(where: str, choice:
         text = call if choice == "required" else arguments
         return bool(matcher.consume_tokens(list(text.encode()))) and matcher.is_accepting()
 
-    assert takes('{"a":"1","b":"2"}')
-    assert not takes('{"a":"x","b":"2"}') and not takes('{"a":"1","b":"x"}')
+    assert takes('{"a":"1","b":{"a":"2"}}')
+    assert not takes('{"a":"x"}') and not takes('{"a":"1","b":{"a":"x"}}') and not takes("1")
 
 
 def test_what_the_gateway_writes_passes_vllms_own_check() -> None:
-    """It sends schemas with named patterns to outlines, which knows few keywords."""
-    named = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
+    """It would send schemas with named patterns to outlines, which knows few keywords."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    for seed in range(40):
+        made = enforceable(OddSchemas(Random(seed)).root())
+        assert not has_guidance_unsupported_json_features(made)
     for other in (
         {"type": "integer", "multipleOf": 5},
         {"type": "string", "format": "ipv4", "maxLength": 9},
         {"allOf": [{"type": "string"}, {"maxLength": 3}, {"minLength": 1}]},
-        {**named, "properties": {"a": {"type": "string"}}},
+        {"type": "object", "patternProperties": {"^x": {"type": "string"}}},
     ):
-        schema = {"type": "object", "properties": {"n": named, "o": other}}
-        assert has_xgrammar_unsupported_json_features(schema)
-        assert not has_xgrammar_unsupported_json_features(passing(schema))
-        xgrammar.Grammar.from_json_schema(json.dumps(passing(schema)))
+        schema = enforceable({"type": "object", "properties": {"o": other}})
+        asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+        model: Any = SimpleNamespace(is_diffusion=False)
+        asked._validate_structured_outputs(model, StructuredOutputsConfig(), tokenizer)
 
 
 LETTER = {"type": "string", "pattern": "^[a-z]$"}
@@ -275,10 +283,9 @@ def needing(name: str, field: dict[str, Any]) -> dict[str, Any]:
     return {"properties": {name: field}, "required": [name]}
 
 
-BESIDE = {"type": "object", "allOf": [needing("b", LETTER)], **needing("c", LETTER)}
+EITHER = {"type": "object", "anyOf": [needing("b", LETTER), {}], **needing("c", LETTER)}
 REF = needing("a", {"$ref": "#/$defs/A%3CB~1C%3E"})
 ESCAPED = {"type": "object", **REF, "$defs": {"A<B/C>": LETTER}}
-NAMED = {"type": "object", "patternProperties": {"^x-": LETTER}, "additionalProperties": False}
 TITLES = [{"type": "object", **needing("title", x)} for x in (LETTER, {"type": "integer"})]
 TITLED = {
     "type": "object",
@@ -288,44 +295,49 @@ TITLED = {
 TITLE_OF_LETTERS = '{"a":{"title":"x"},"b":{"title":"y"}}'
 
 
+COMPILER = xgrammar.GrammarCompiler(
+    xgrammar.TokenizerInfo([*(bytes([i]) for i in range(256)), b""], stop_token_ids=[256])
+)
+
+
+def takes_call(schema: dict[str, Any], text: str) -> bool:
+    held = COMPILER.compile_json_schema(json.dumps(for_calls(schema)))
+    matcher = xgrammar.GrammarMatcher(held)
+    return all(matcher.accept_token(x) for x in [*text.encode(), 256])
+
+
 @pytest.mark.parametrize(
     ("schema", "taken", "refused"),
     [
-        ({"type": "string", "pattern": "^https?://"}, ['"http://x.y"'], ['"x http://"']),
-        ({"type": "string", "pattern": "@"}, ['"a@b"', '"@"'], ['"ab"']),
-        ({"type": "string", "pattern": "^a|b$"}, ['"ac"', '"cb"'], ['"c"', '"ba"']),
-        ({"type": "string", "pattern": '^"x"$'}, [r'"\"x\""'], ['""x""']),
-        ({"type": "string", "pattern": r"^[^\]]{2}$"}, ['"ab"'], ['"a""', '"a"']),
-        (BESIDE, ['{"c":"x"}'], ['{"b":"x"}']),
+        ({"type": "string", "pattern": "^https?://[a-z]+$"}, ['"http://x"'], ['"x http://"']),
+        ({"type": "string", "pattern": "@"}, ['"a\\"@b"', '"ab"'], []),
+        ({"type": "string", "pattern": "^a(-[0-9]+)?$"}, ['"a"', '"a-1"'], ['"a1"']),
+        ({"type": "string", "format": "date", "maxLength": 12}, ['"2020-01-02"'], ['"x"']),
+        (EITHER, ['{"c":"x"}', '{"c":"x","d":1}'], ['{"c":"xy"}', "1"]),
         ({"type": "array", "minItems": 1}, ["[1]", '[1,"a"]'], ["[]"]),
         ({"type": "array", "maxItems": 1}, ["[]", "[1]"], ["[1,2]"]),
-        ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
-        ({"type": "object", "required": ["b"]}, ['{"b":1}'], ["{}"]),
-        ({"properties": {"a": False, "c": LETTER}, "type": "object"}, ['{"c":"x"}'], ['{"a":1}']),
-        ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 2.5}, ["1", "2"], ["0", "3"]),
-        ({"type": "array", "prefixItems": [True, LETTER], "maxItems": 1}, ["[1]"], ['[1,"a"]']),
+        ({"type": "array", "items": [True, LETTER]}, ["[1]", '[1,"a",2]'], ['[1,"ab"]', "[1,2]"]),
+        ({"type": "object", "required": ["b"]}, ['{"b":1}', "{}"], ["1"]),
+        ({"properties": {"a": False, "c": LETTER}, "type": "object"}, ['{"c":"x"}'], ["1"]),
+        ({"type": "integer", "minimum": 1, "exclusiveMaximum": 3}, ["1", "2"], ["0", "3"]),
         (ESCAPED, ['{"a":"x"}'], ['{"a":"xy"}', '{"a":1}']),
-        (NAMED, ['{"x-a":"b"}'], ['{"y":"b"}']),
         (TITLED, ['{"a":{"title":"x"},"b":{"title":1}}'], [TITLE_OF_LETTERS]),
-        ({"type": "string", "pattern": "^a(-[0-9]+)?$"}, ['"a"', '"a-1"'], ['"a1"']),
-        ({"type": "string", "pattern": "[äé]"}, ['"xä"', '"é"'], ['"ä"x"', '"x"']),
     ],
 )
 def test_calls_are_held_to_what_a_schema_means(schema, taken, refused):
-    bytes_alone = xgrammar.TokenizerInfo(
-        [*(bytes([i]) for i in range(256)), b""], stop_token_ids=[256]
-    )
-    compiler = xgrammar.GrammarCompiler(bytes_alone)
-    held = compiler.compile_json_schema(
-        json.dumps(for_calls(schema)), any_whitespace=False, separators=(",", ":")
-    )
+    assert [x for x in taken if not takes_call(schema, x)] == []
+    assert [x for x in refused if takes_call(schema, x)] == []
 
-    def takes(text: str) -> bool:
-        matcher = xgrammar.GrammarMatcher(held)
-        return all(matcher.accept_token(x) for x in [*text.encode(), 256])
 
-    assert [x for x in taken if not takes(x)] == []
-    assert [x for x in refused if takes(x)] == []
+@pytest.mark.parametrize("seed", range(150))
+def test_a_call_may_have_all_that_an_odd_schema_allows(seed: int) -> None:
+    maker = OddSchemas(Random(seed))
+    schema = maker.root()
+    if Refs(enforceable(schema)).endless:
+        return
+    COMPILER.compile_json_schema(json.dumps(for_calls(schema)))
+    for value in maker.allowed(schema, 8):
+        assert any(takes_call(schema, x) for x in spellings(value)), (schema, value)
 
 
 def test_what_takes_too_much_is_refused_by_the_server(vllm_server: Served) -> None:
