@@ -2,8 +2,8 @@
 
 This is the only fair queue: engines serve first come, first served. Every tenant has its own line
 and a *virtual time*: the seconds for which it held places, divided by its weight. A free place goes
-to the tenant whose virtual time is least, counting each place that it holds for as long as turns
-usually last. A tenant with a thousand requests therefore delays another's single request by one
+to the tenant whose virtual time is least, where each place that it holds now counts as a turn of
+the usual length. A tenant with a thousand requests therefore delays another's single request by one
 place, not by a thousand. A tenant that comes back begins at its own virtual time or at the least of
 the tenants present, whichever is more, as in start-time fair queueing: a pause earns nothing.
 
@@ -11,9 +11,9 @@ Tasks, which programs send beside a conversation, have lines of their own, since
 them: one gets a place when no other turn waits, and never the spare one. Where the line is full,
 the newest task in it makes room for a turn.
 
-Turns may last for hours, so one tenant's turns could hold all places and free none. There is one
-*spare place* beyond them, for a tenant with nothing running. The engine has it too. The turn in it
-moves to an ordinary place once one is free and no turn waits for it.
+Turns may last for hours, so one tenant's turns could hold all places and free none. So there is one
+*spare place* more, for a tenant with nothing running; the engine has room for that turn, too. The
+turn moves to an ordinary place once one is free and no turn waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 from engines.base import Overloaded as Overloaded
 
-USUAL_TURN_S: Final = 1.0  # until turns have ended
+USUAL_TURN_S: Final = 1.0  # assumed until turns have ended
 NEWEST_TURN: Final = 0.05  # the share of the newest turn in the average
 
 
@@ -38,7 +38,7 @@ class Draining(Exception):
 
 @dataclass(eq=False)
 class _HeldPlaces:
-    """The places of one turn. Several answers begin where one place is free."""
+    """The places that one turn holds: one per answer, though it begins once one is free."""
 
     num_places: int
 
@@ -52,10 +52,10 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _TenantShare:
-    """A tenant that runs or waits."""
+    """A tenant of which turns run or wait."""
 
     weight: int
-    virtual_s: float  # seconds of places held, by weight
+    virtual_s: float  # seconds for which it held places, divided by weight
     num_running: int = 0  # places
     line: deque[_Waiting] = field(default_factory=deque)
     tasks: deque[_Waiting] = field(default_factory=deque)
@@ -80,7 +80,7 @@ class AdmissionQueue:
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._tenants: dict[str, _TenantShare] = {}
-        # Virtual times of tenants that are not here, and held more than those that are.
+        # Virtual times of absent tenants that are above the least of the tenants present.
         self._debts: dict[str, float] = {}
         self._spare: _HeldPlaces | None = None  # the turn that holds the spare place
         self._counted_until = clock()
@@ -105,8 +105,8 @@ class AdmissionQueue:
         """Wait for a place for each answer, and hold them.
 
         Args:
-            weight: of the tenant, from now on.
-            is_task: it gets a place only when no other turn waits.
+            weight: the weight of the tenant, from now on.
+            is_task: the turn is a task, which gets a place only if no other turn waits.
 
         Raises (on entering):
             Overloaded: the queue is full, or no place was free in time.
@@ -115,7 +115,7 @@ class AdmissionQueue:
         if self._closed:
             raise Draining("the gateway is shutting down")
         self._count_time()
-        share = self._tenants.get(tenant) or self._come(tenant)
+        share = self._tenants.get(tenant) or self._add_tenant(tenant)
         share.weight = max(1, weight)
         turn = _HeldPlaces(min(num_answers, self._max_running))
         try:
@@ -128,17 +128,17 @@ class AdmissionQueue:
                 self._usual_s += NEWEST_TURN * (self._clock() - began - self._usual_s)
         finally:
             if not share.num_running and not share.num_waiting:
-                self._go(tenant, share)
+                self._remove_tenant(tenant, share)
             self._call_next()
 
-    def _come(self, tenant: str) -> _TenantShare:
+    def _add_tenant(self, tenant: str) -> _TenantShare:
         if not self._tenants:
             self._debts.clear()
         start = max(self._least_s(), self._debts.pop(tenant, 0.0))
         share = self._tenants[tenant] = _TenantShare(1, start)
         return share
 
-    def _go(self, tenant: str, share: _TenantShare) -> None:
+    def _remove_tenant(self, tenant: str, share: _TenantShare) -> None:
         if self._tenants.pop(tenant, None) is None or not self._tenants:
             return
         least = self._least_s()
@@ -162,7 +162,7 @@ class AdmissionQueue:
             self._spare = turn
             self._take(share, turn)
             return
-        # A quarter of the line is kept from the tenant that waits most, for the other tenants.
+        # One tenant may fill three quarters of the line; the rest is for the others.
         most = self._max_waiting - self._max_waiting // 4
         if share.num_waiting >= most:
             self._make_room([] if is_task else [share])
@@ -171,9 +171,9 @@ class AdmissionQueue:
         await self._wait(share.tasks if is_task else share.line, share, turn)
 
     def _make_room(self, shares: Collection[_TenantShare]) -> None:
-        """Refuse the newest task of that share which has most. Raises ``Overloaded``: none has."""
+        """Refuse the newest task of the share with the most. Raises ``Overloaded``: no tasks."""
         full = Overloaded(f"{self.num_waiting} requests are waiting already", self._retry_after_s())
-        # One that is refused leaves its line in a moment, by itself.
+        # A refused task stays in its line until its coroutine runs: it is not counted.
         lines = ([x for x in share.tasks if not x.called.done()] for share in shares)
         tasks = max(lines, key=len, default=[])
         if not tasks:
@@ -182,7 +182,7 @@ class AdmissionQueue:
 
     @property
     def _has_place(self) -> bool:
-        """True if a place is free, the spare one apart."""
+        """True if an ordinary place is free."""
         spare = self._spare.num_places if self._spare is not None else 0
         return self._num_places - spare < self._max_running
 
@@ -234,7 +234,7 @@ class AdmissionQueue:
                 continue
             waiting.called.set_result(None)
         if self._has_place:
-            self._spare = None  # its turn holds that place now
+            self._spare = None  # its turn moves to the ordinary place
 
     def _next(self) -> _TenantShare | None:
         """Return the tenant whose first turn in line may begin now."""

@@ -22,29 +22,30 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # memory to disk; see the marks below. 0 = never.
     memory_low_bytes: NonNegative = 0
 
-    # No settings: one value serves everybody. Tests have others, in a subclass.
+    # Constants, not settings: these values suit every installation. Tests override them in a
+    # subclass.
     #
-    # In line, and in the engine's own; as long as agents' clients are patient.
+    # The longest wait, in our line and the engine's together; agents' clients wait about this long.
     max_wait_s: ClassVar[float] = 120.0
-    # Turns in line. Where one takes a second, only the first 120 are served within ``max_wait_s``.
+    # Turns in line. If one place serves a turn a second, 120 are served within ``max_wait_s``.
     max_waiting: ClassVar[int] = 256
-    # Rows of the table, of some hundred bytes each; the longest idle is dropped from it first.
+    # Rows of the table, of a few hundred bytes each; the longest idle row is dropped first.
     max_sessions: ClassVar[int] = 200_000
     # Above high water (a share of the engine's hot bytes) idle sessions hibernate, the least
-    # valuable first, until low water is reached. What is above is room for the turns that begin
-    # meanwhile, what is between for some time without a sweep.
+    # valuable first, until low water is reached. The room above high water serves turns that begin
+    # meanwhile; the room between the marks is what can fill up before the next sweep.
     high_water: ClassVar[float] = 0.85
     low_water: ClassVar[float] = 0.65
     value_half_life_s: ClassVar[float] = 600.0  # idle time that halves a session's claim to be hot
 
     @property
     def max_hibernations(self) -> int:
-        """The number of jobs at once, by the engine's size; as many more when memory is short."""
+        """The most sessions put to sleep at once; as many more if memory is short."""
         return max(4, self.max_running // 4)
 
     @property
     def max_prefetches(self) -> int:
-        """The number of restores at once: fewer, since each takes room from the turns that run."""
+        """The most prefetches at once: fewer, since each takes room from running turns."""
         return max(2, self.max_running // 8)
 
     @property

@@ -1,4 +1,4 @@
-"""Keeps the table true to the engine's reports of its sessions.
+"""Updates the table from the engine's reports of its sessions.
 
 An engine that (re)connects is asked for all its sessions until it has answered; only then is the
 table complete. Changes arrive as notices at any time.
@@ -19,12 +19,12 @@ log = logging.getLogger("thermocline.sessions")
 
 ASK_AGAIN_FIRST_S = 0.5
 ASK_AGAIN_CAP_S = 30.0
-# Why a session left, unless the engine says: it needed the memory, or had no cold copy of it.
+# The reason by the cause of a notice, if the engine gives none: it needed memory; no cold copy.
 WHY = {"dropped": "engine", "lost": "no-copy"}
-ROWS_AT_ONCE = 500  # after these, turns get their share of the event loop
+ROWS_AT_ONCE = 500  # rows taken over before other tasks of the event loop run
 
 
-# Lists the reports of sessions that were deleted at other servers since they began.
+# Returns the reports of those sessions that another server deleted after they had begun.
 Deleted: TypeAlias = Callable[[Iterable[SessionReport]], Awaitable[list[SessionReport]]]
 
 
@@ -44,8 +44,8 @@ class Follower:
     ) -> None:
         """
         Args:
-            hurry: asks for a sweep, as the engine holds more or a session can sleep by now.
-            is_task: says by its id whether a session holds tasks.
+            hurry: requests a sweep, since the engine holds more or a session may sleep now.
+            is_task: returns whether a session holds tasks, given its id.
         """
         self._engine = engine
         self._table = table
@@ -81,11 +81,11 @@ class Follower:
                 self.receive(notice)
 
     def receive(self, notice: Notice) -> None:
-        """Fold a notice into the table."""
+        """Apply a notice to the table."""
         report = notice.session
         session = self._table.row(report.tenant, report.id)
         if session is not None and notice.cause == "saved" and session.state is State.COLD:
-            # The demote that had waited for this save was faster than its notice.
+            # The demotion that waited for this save ended before the notice arrived.
             self._table.learn(session, report)
         elif session is not None:
             self._table.take(session, report, notice.why or WHY.get(notice.cause, ""))
@@ -117,7 +117,7 @@ class Follower:
             pause_s = min(ASK_AGAIN_CAP_S, pause_s * 2)
 
     async def ask(self) -> None:
-        """Take over the engine's list of sessions, drop all others. Raises ``EngineError``."""
+        """Apply the engine's list of sessions, and drop all others. Raises ``EngineError``."""
         welcome, asked_at = self._engine.welcome, self._clock()
         reports = {(x.tenant, x.id): x for x in await self._engine.sessions()}
         for report in await self._deleted(reports.values()) if self._deleted else ():

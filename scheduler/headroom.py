@@ -62,7 +62,7 @@ class Headroom:
 
     @property
     def guards(self) -> bool:
-        """True if there is a last mark."""
+        """True if the engine is to be restarted below a last mark."""
         return self._end_bytes > 0
 
     def count_leaving(self, leaving: Callable[[], int]) -> None:

@@ -1,4 +1,4 @@
-"""Puts one session to sleep, wakes or removes it. The engine moves the bytes.
+"""Puts a session to sleep, wakes it or removes it; the engine moves the bytes.
 
 After every await the row is checked again: a turn may have come in between.
 """
@@ -16,7 +16,7 @@ from scheduler.table import SessionTable
 
 log = logging.getLogger("thermocline.sessions")
 
-SAVING_LOOK_S = 0.5  # how often a session is looked at that sleeps when it is saved
+SAVING_LOOK_S = 0.5  # between attempts to put a session to sleep that is being saved
 KEPT_RETRY_S = 15.0  # if the engine did not release a session, ask again after this long
 
 
@@ -35,22 +35,22 @@ class Moves:
         self._table = table
         self._clock = clock
         self._observer = observer
-        # Urgent jobs never wait until an engine has released other sessions, and no job waits for
-        # those that ask again for a session that is being saved.
+        # Three semaphores: urgent jobs do not wait for ordinary ones, and neither wait for attempts
+        # that are repeated until a session is saved.
         self._ordinary_gate = asyncio.Semaphore(config.max_hibernations)
         self._urgent_gate = asyncio.Semaphore(config.max_hibernations)
         self._again_gate = asyncio.Semaphore(config.max_hibernations)
-        # Sessions that sleep when they are saved: the tier and the job, by the number of the row.
-        self._waits: dict[int, tuple[TierName | None, asyncio.Task[None]]] = {}
+        # Jobs that wait until a session is saved, each with its tier, by the number of the row.
+        self._save_waits: dict[int, tuple[TierName | None, asyncio.Task[None]]] = {}
         self._prefetches = asyncio.Semaphore(config.max_prefetches)
 
     async def demote(self, session: Session, tier: TierName | None) -> KeptReason | None:
-        """Put a session to sleep that was asked to; returns and raises as ``hibernate`` does.
+        """Put a session to sleep on a client's request; returns and raises as ``hibernate``.
 
-        "saving": the engine has yet to save it. It sleeps as soon as that is done, unless a turn
-        comes first.
+        Returns "saving" if the engine has yet to save the session: then it sleeps as soon as it is
+        saved, unless a turn comes first.
         """
-        waits = self._waits.get(session.number) if session.saving else None
+        waits = self._save_waits.get(session.number) if session.saving else None
         if waits is not None and tier in (None, waits[0]):
             return SAVING
         if waits is None and (kept := await self.hibernate(session, tier, "asked")) != SAVING:
@@ -61,14 +61,14 @@ class Moves:
     def _sleep_when_saved(self, session: Session, tier: TierName | None) -> None:
         session.saving = True
         self._observer.row_changed(session.ref)
-        if before := self._waits.get(session.number):
+        if before := self._save_waits.get(session.number):
             before[1].cancel()
         job = asyncio.create_task(self._until_asleep(session, tier), name="session-demote")
-        self._waits[session.number] = tier, job
+        self._save_waits[session.number] = tier, job
 
         def ended(_: asyncio.Task[None]) -> None:
-            if self._waits.get(session.number) == (tier, job):
-                del self._waits[session.number]
+            if self._save_waits.get(session.number) == (tier, job):
+                del self._save_waits[session.number]
                 session.saving = False
                 self._observer.row_changed(session.ref)
 
@@ -85,11 +85,11 @@ class Moves:
             except EngineError as error:
                 kept = str(error)
         if kept:
-            log.info("session %s was to sleep and stays as it is: %s", session.ref.id, kept)
+            log.info("session %s was not put to sleep: %s", session.ref.id, kept)
 
     def close(self) -> None:
-        """Wait no longer for saves."""
-        for _, job in self._waits.values():
+        """Cancel the jobs that wait for saves."""
+        for _, job in self._save_waits.values():
             job.cancel()
 
     async def hibernate(
@@ -97,8 +97,8 @@ class Moves:
     ) -> KeptReason | None:
         """Drop the hot copy; with ``tier`` also move the cold copy down.
 
-        A session that is busy, or was used while this waited at its gate, stays as it is.
-        Returns why the session stayed, None if it went.
+        A session that is busy, or was used while this job waited for its semaphore, stays as it is.
+        Returns the reason why the session stays as it is; None if it was put to sleep.
 
         Args:
             why: the reason for sleeping, in a word; see ``scheduler.session.Step``.
@@ -131,7 +131,7 @@ class Moves:
         try:
             demoted = await self._engine.demote(session.ref, tier)
         except (EngineError, asyncio.CancelledError):
-            session.keep_until = self._clock() + KEPT_RETRY_S  # the sweeps try another meanwhile
+            session.keep_until = self._clock() + KEPT_RETRY_S  # sweeps choose others until then
             session.complete(Event.KEPT, job)
             raise
         outcome = _outcome(demoted.report)
@@ -145,7 +145,7 @@ class Moves:
         return demoted.kept
 
     async def _move_down(self, session: Session, tier: TierName, why: str) -> KeptReason | None:
-        session.keep_until = self._clock() + KEPT_RETRY_S  # reset below if it gets there
+        session.keep_until = self._clock() + KEPT_RETRY_S  # reset below on success
         demoted = await self._engine.demote(session.ref, tier)
         self._table.take(session, demoted.report, why)
         if session.tier != tier:
@@ -154,7 +154,7 @@ class Moves:
         return None
 
     async def wake(self, session: Session) -> None:
-        """Make a cold session hot: a prefetch is a turn without tokens.
+        """Restore a cold session before its next turn; do nothing if it is not cold.
 
         Raises:
             EngineError: the engine did not do it; the session is as it was.
@@ -175,7 +175,7 @@ class Moves:
             self._table.take(waking, report)
 
     async def remove(self, session: Session) -> None:
-        """Have the engine forget a leaving session again: its last turn may have saved data.
+        """Have the engine forget a leaving session again, since its last turn may have saved KV.
 
         Raises:
             EngineError: the engine did not do it; a later sweep tries again.

@@ -8,9 +8,9 @@
     leaving      deleted on request while a turn was served: what it saves must be deleted, too
     gone         nothing is left; a new turn starts a new session under the same id
 
-A session that was asked to sleep while it is being saved is shown as *saving* until it sleeps: an
-attribute again, which a turn clears. While the engine is away, what lay in its memory is shown as
-*away*: a restarted engine says what is left.
+Readers see two more words, which are attributes as well. *saving*: a client asked to put the
+session to sleep, which happens as soon as it is saved; a turn cancels that. *away*: the session's
+KV was in the memory of an engine that is not connected; the engine reports later what is left.
 
 "Hot" means active, idle or hibernating. Two rules make the table safe:
 
@@ -40,9 +40,9 @@ class Step(NamedTuple):
     before: str
     event: str  # an event, or "moved": to another tier, while cold
     after: str
-    tier: TierName | None = None  # that holds its cold copy now
-    left: str = ""  # the place that no longer holds its KV: "hot", a tier; "" = none
-    why: str = ""  # it left: idle, pressure, memory, asked, engine, budget, expired, forgotten, ...
+    tier: TierName | None = None  # of its cold copy, after the change
+    left: str = ""  # the place that lost its KV: "hot" or a tier; "" = none
+    why: str = ""  # the reason: idle, pressure, memory, asked, engine, budget, forgotten, ...
 
 
 Listener = Callable[["Session", Step], None]  # the row as it is now, and its change
@@ -65,14 +65,14 @@ class Event(enum.Enum):
 
     TURN = "turn"  # a request arrived
     QUIET = "quiet"  # the last running turn ended
-    WAKE = "wake"  # it is to be hot before its next request arrives
+    WAKE = "wake"  # a prefetch begins: restore it before its next request
     HIBERNATE = "hibernate"  # a job starts to drop the hot copy
     EVICTED = "evicted"  # the hot copy is gone, the cold one exists
-    KEPT = "kept"  # the job left it as it was
+    KEPT = "kept"  # the job ended without a change
     WOKEN = "woken"  # the KV is hot again, and no turn has come yet
     RESTORED = "restored"  # the KV is hot again, for a turn
     REFUSED = "refused"  # the engine never took the turn: nothing changed
-    LOST = "lost"  # the copy that mattered is gone
+    LOST = "lost"  # the copy on which the state relied is gone
     EXPIRE = "expire"  # forgotten on request
 
 
@@ -122,13 +122,13 @@ class TurnHints(NamedTuple):
     """The hints that a request carries about its session."""
 
     parent: str | None = None  # the id of the session that started this one
-    is_child: bool = False  # it serves another session, and is given up before it
-    retain_s: float = 0.0  # keep it at least this long, as far as budgets allow
-    is_task: bool = False  # a program asks once: no conversation, and the first to be given up
+    is_child: bool = False  # it works for another session, and sleeps before that one
+    retain_s: float = 0.0  # keep it hot for at least this many seconds, within budgets
+    is_task: bool = False  # a program's single question, no conversation: sleeps first
 
 
 class IllegalTransition(Exception):
-    """The event is not legal in this state, which is a bug in this program. Names both."""
+    """The table has no entry for an event in a state: a bug of ours. The message names both."""
 
 
 @dataclass(slots=True)
@@ -139,10 +139,10 @@ class Session:
     state: State
     last_used: float
     listener: Listener = field(repr=False)
-    began: float = float("-inf")  # with its first turn here; -inf: an engine had it before
+    began: float = float("-inf")  # its first turn here; -inf: the engine had it before
     number: int = 0  # unique within a table
     hibernation: int = 0  # number of the newest hibernation job
-    num_turns: int = 0  # being served now
+    num_turns: int = 0  # that are being served now
     known: bool = False  # the engine has answered a turn of it, or reported it
     tokens: int = 0
     hot_bytes: int = 0
@@ -150,14 +150,14 @@ class Session:
     cold_tokens: int = 0  # tokens of ``cold_bytes``; fewer than ``tokens`` while it grows
     tier: TierName | None = None
     pinned: bool = False
-    keep_until: float = 0.0  # the engine refused to release it; ask again from then on
+    keep_until: float = 0.0  # not put to sleep earlier: the engine refused to release it
     parent: str | None = None
     is_child: bool = False
     is_task: bool = False  # as its latest turn was
     retain_until: float = 0.0  # its client asked to keep it until then
-    num_children: int = 0  # of its children, how many are being served now
-    counted_for: str | None = None  # the parent that counts this one as served
-    saving: bool = False  # it was asked to sleep, and does so when its save has ended
+    num_children: int = 0  # children that are being served now
+    counted_for: str | None = None  # the parent whose ``num_children`` counts this session
+    saving: bool = False  # a client asked it to sleep, which it does once it is saved
 
     @property
     def hot(self) -> bool:
@@ -171,7 +171,7 @@ class Session:
 
     @property
     def kind(self) -> Kind:
-        """Its use: a conversation, one that serves another, or single questions of programs."""
+        """What it is: a conversation, a helper of another session, or a program's questions."""
         return "task" if self.is_task else "child" if self.is_child else "main"
 
     def shown_state(self, engine_is_there: bool) -> str:
@@ -206,7 +206,7 @@ class Session:
         return after
 
     def _left(self, before: State, after: State) -> str:
-        """Return the place that a change of state took its KV from, the slowest of several."""
+        """Return the place that loses its KV by the change, the slowest of several; "" = none."""
         was_hot = before in (S.ACTIVE, S.IDLE, S.HIBERNATING)
         if after is S.COLD:
             return "hot" if was_hot else ""
@@ -250,7 +250,7 @@ class Session:
 
 
 class SessionView(msgspec.Struct, frozen=True):
-    """A row without its private fields."""
+    """A session as it is shown to clients."""
 
     id: str
     state: str
@@ -265,7 +265,7 @@ class SessionView(msgspec.Struct, frozen=True):
 
 
 def view_of(session: Session, now: float, engine_is_there: bool) -> SessionView:
-    """Make the view of a row; ``now`` is a reading of the scheduler's clock."""
+    """Return the view of a row; ``now`` is a reading of the scheduler's clock."""
     state = session.shown_state(engine_is_there)
     return SessionView(
         id=session.ref.id,
@@ -282,7 +282,7 @@ def view_of(session: Session, now: float, engine_is_there: bool) -> SessionView:
 
 
 class Observer:
-    """Receives every action of the scheduler, and ignores those that a subclass does not take.
+    """Receives the actions of the scheduler; a subclass overrides the methods that it needs.
 
     Called on the event loop; must not block.
     """
@@ -291,7 +291,7 @@ class Observer:
         """A session changed state, or the tier where it sleeps; called once for every change."""
 
     def row_changed(self, ref: SessionRef) -> None:
-        """A row of the table is new, gone or changed; also called when nothing differs."""
+        """A row of the table was added, removed or changed; may be called without a change."""
 
     def engine_reported(self, report: EngineReport) -> None:
         """The engine reported its figures, as it does at every look of the sweeps."""

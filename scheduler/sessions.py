@@ -1,9 +1,9 @@
 """Manages the sessions of one engine: turns begin and end, quiet sessions are put to sleep.
 
-The gateway uses ``SessionManager``, and may read its table. It owns the table of all sessions, a
-follower that keeps the table true to the engine's reports, sweeps that decide which sessions are to
-sleep, and moves that put them to sleep. Everything runs on one event loop, so a row changes only at
-an ``await``.
+The gateway uses ``SessionManager``, and may read its table. The manager owns the table of all
+sessions, a follower that updates the table from the engine's reports, sweeps that choose sessions
+to put to sleep, and moves that put them to sleep. Everything runs on one event loop, so a row
+changes only at an ``await``.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from scheduler.session import (
 from scheduler.sweeps import Sweeps
 from scheduler.table import SessionTable
 
-PLACES_ELSEWHERE = 64  # of an engine whose own limit is unknown
+PLACES_ELSEWHERE = 64  # for an engine whose own limit is unknown
 QUESTIONS_AT_ONCE = 4
 CONVERSATIONS: Final[Collection[Kind]] = ("main", "child")
 # The settings that can change while sessions are served.
 RELOADABLE = ("idle_after_s",)
 
 
-# Where a list of a tenant's sessions goes on: after this last use and id.
+# A place in the list of a tenant's sessions, after which the next page begins: last use and id.
 ListCursor: TypeAlias = tuple[float, str]
 _cursor: Callable[[Session], ListCursor] = attrgetter("last_used", "ref.id")
 
@@ -68,7 +68,7 @@ class Turn:
         """
         Args:
             patience_s: what is left of ``max_wait_s`` for the engine's own line, in seconds.
-            live_kv: what the engine's KV takes; None if it does not say.
+            live_kv: the size of the engine's live KV; None if the engine does not report it.
         """
         self._session = session
         self.patience_s = patience_s
@@ -80,7 +80,7 @@ class Turn:
         Must not be called for an engine's refusal, which changes nothing.
 
         Args:
-            cache: of the response head; None if the head does not contain it.
+            cache: what the response head reports; None if it reports nothing.
         """
         self._session.known = True
         if self._session.state is State.WAKING:
@@ -88,7 +88,7 @@ class Turn:
             self._session.apply(Event.LOST if lost else Event.RESTORED)
 
     def used(self, num_tokens: int) -> None:
-        """Record the tokens of prompt and answer: length and size until the engine says them."""
+        """Estimate length and size by the tokens of prompt and answer, until the engine reports."""
         session = self._session
         if num_tokens > session.tokens:
             session.tokens = num_tokens
@@ -117,9 +117,9 @@ class SessionManager:
             salt_of: returns the salt of a tenant by its name.
             clock: in seconds; only differences count.
             memory: returns the bytes that the machine has left, or None if they are unknown.
-            is_task: says by its id whether a session that an engine lists holds tasks.
-            headroom: shared by all models of the machine; None = this manager is alone, watches
-                ``memory``, and ends its engine at the last mark.
+            is_task: returns whether a session that the engine lists holds tasks, given its id.
+            headroom: the watch over memory that all models of the machine share; None = there is
+                one model: watch ``memory`` here, and restart the engine below the last mark.
         """
         observer = self._observers = Observers(*([observer] if observer else []))
         self._engine = engine
@@ -145,7 +145,7 @@ class SessionManager:
         )
 
     def check_deleted(self, deleted: Deleted) -> None:
-        """Remove sessions deleted at other servers from now on, before they are listed here."""
+        """Remove the sessions that ``deleted`` returns, whenever the engine lists its sessions."""
         self.follower.check_deleted(deleted)
 
     def observe(self, observer: Observer) -> None:
@@ -153,7 +153,7 @@ class SessionManager:
         self._observers.add(observer)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Take over the settings for when sessions sleep; limits of numbers and memory stay."""
+        """Apply the settings named in ``RELOADABLE``; all others stay as they were."""
         changed = {name: getattr(config, name) for name in RELOADABLE}
         self._config = msgspec.structs.replace(self._config, **changed)
         self.sweeps.reconfigure(self._config)
@@ -184,7 +184,8 @@ class SessionManager:
 
         Args:
             hints: its client's hints about the session.
-            weight: of its tenant's share of the places.
+            weight: the weight of its tenant, to which the tenant's share of places is proportional.
+            num_answers: the number of answers that it asks for; each takes a place.
 
         Raises (on entering):
             Overloaded: the waiting line is full, or (MemoryScarce) the machine's memory is.
@@ -212,7 +213,7 @@ class SessionManager:
 
     @asynccontextmanager
     async def question(self, tenant: str, weight: int = 1) -> AsyncIterator[None]:
-        """Let the engine be asked something that is no turn; few questions run at once.
+        """Admit a request that is not a turn; at most ``QUESTIONS_AT_ONCE`` run at once.
 
         Raises as ``turn`` does.
         """
@@ -304,7 +305,7 @@ class SessionManager:
     def began(self, tenant: str, id: str) -> float | None:
         """Return when a session's first turn here began, by the scheduler's clock.
 
-        -inf: it is from an earlier life of its engine. None: it is unknown.
+        -inf: the engine had it before, and reported it. None: it is unknown.
         """
         session = self.table.row(tenant, id)
         return None if session is None or session.state is State.LEAVING else session.began
@@ -317,8 +318,8 @@ class SessionManager:
     async def demote(self, ref: SessionRef, tier: TierName | None = None) -> SessionView | None:
         """Put a session to sleep now; ``tier`` also moves the cold copy down.
 
-        One that is still being saved is shown as saving, and sleeps when that is done. Returns None
-        if the session is unknown.
+        A session that is still being saved is shown as saving, and sleeps once it is saved.
+        Returns None if the session is unknown.
 
         Raises:
             SessionKept: it stayed as it was.

@@ -9,7 +9,7 @@ A session with a cold copy wakes by unpacking, which costs far less than a prefi
 expensive to lose. Prefill grows faster than linearly with the prompt since every token attends to
 all before it. Only the order of the values matters, so the rates are plain constants.
 
-A session's group comes before its value. Tasks sleep first, since nothing continues them; then
+A session's group comes before its value. Tasks sleep first, since no turn continues them; then
 child sessions, which end with a job of their parent; then ordinary ones; then those that their
 clients ask to keep; last the parents of a child that is being served, since they continue when it
 is done.
@@ -40,7 +40,7 @@ from scheduler.table import Queue, SessionTable
 
 PREFILL_S_PER_TOKEN = 1e-3
 PREFILL_QUADRATIC_TOKENS = 8192  # context at which attention doubles the price of a token
-MAX_WEIGHED = 4096  # of the longest quiet; limits the time of a sweep, however many sessions exist
+MAX_WEIGHED = 4096  # sessions that a sweep sorts by group, the longest quiet; bounds its time
 SWEEP_EVERY_S = 1.0
 _KINDS: Final[Sequence[Kind]] = ("task", "child", "main")  # by group
 RETAINED: Final = 3  # the group of sessions that their clients ask to keep
@@ -58,14 +58,14 @@ def wake_seconds(session: Session) -> float:
 
 
 def value(session: Session, now: float, half_life_s: float) -> float:
-    """Weigh keeping the session hot; see above."""
+    """Return the value of keeping the session hot; see above."""
     idle_s = max(0.0, now - session.last_used)
     per_byte = wake_seconds(session) / max(1, session.hot_bytes)
     return float(per_byte * 2.0 ** (-idle_s / half_life_s))
 
 
 def group_of(session: Session, now: float) -> int:
-    """Return the group in which the session is given up, the lowest first. See above."""
+    """Return the session's group; the lowest sleeps first. See above."""
     if session.num_children:
         return 4
     if now < session.retain_until:
@@ -76,10 +76,10 @@ def group_of(session: Session, now: float) -> int:
 def groups_of(
     sessions: Sequence[Session], size: Callable[[Session], int], now: float
 ) -> dict[int, int]:
-    """Group sessions among each other; returns groups by the rows' numbers.
+    """Return the group of each session, by the number of its row.
 
-    The latest used sessions of a tenant keep the group that their clients asked for, as far as the
-    tenant's share of all their bytes reaches: an equal part for each tenant.
+    Clients' wishes to keep sessions count within their tenant's share, an equal part of all these
+    sessions' bytes; the latest used sessions of the tenant fill it first.
     """
     found = {x.number: group_of(x, now) for x in sessions}
     tenants = {x.ref.tenant for x in sessions}
@@ -145,7 +145,7 @@ def leaving_memory(sessions: Iterable[Session], need_bytes: int, now: float) -> 
     """Choose quiet sessions, hot or packed in memory, that together hold ``need_bytes``.
 
     Args:
-        sessions: the longest quiet first; within a group, those are worth the least.
+        sessions: the longest quiet first, the order in which they leave within a group.
     """
     quiet = (x for x in sessions if may_leave_memory(x, now))
     looked_at = list(islice(quiet, MAX_WEIGHED))
@@ -200,8 +200,8 @@ class Sweeps:
         self._clock = clock
         self._observer = observer
         self._wanted = asyncio.Event()
-        self._urgent: dict[int, Session] = {}  # have an urgent job; by number of the row
-        self._with_job: set[int] = set()  # have any job; numbers of rows
+        self._urgent: dict[int, Session] = {}  # sessions with an urgent job, by row number
+        self._with_job: set[int] = set()  # row numbers of sessions with any job
         headroom.count_leaving(self._leaving_bytes)
 
     def hurry(self) -> None:
@@ -292,7 +292,7 @@ class Sweeps:
         return (x for x in self._table.queue(queue) if x.number not in self._with_job)
 
     def _without_urgent_job(self, queue: Queue) -> Iterator[Session]:
-        """Iterate over the sessions of a queue without an urgent job; others can be overtaken."""
+        """Iterate over a queue's sessions without an urgent job; ordinary jobs can be overtaken."""
         return (x for x in self._table.queue(queue) if x.number not in self._urgent)
 
     # ---- jobs

@@ -3,9 +3,9 @@
 The table may be out of date; the engine's blocks decide. It is bounded: a row that is dropped to
 make room costs its session nothing, except that the sweeps no longer put it to sleep.
 
-Quiet rows are in queues, one for each thing that can be done with them, in the order of their last
-use. A sweep looks at the heads of queues, so sessions that are not due cost it nothing, however
-many there are.
+Quiet rows are also in queues, in the order of their last use: one queue for each kind of job that
+sweeps start. A sweep reads only the heads of the queues, so its cost does not grow with the number
+of sessions that are not due.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class SessionTable:
         self._numbers = 0
         self._queues = {queue: ByLastUse() for queue in Queue}
         self._queue_of: dict[int, Queue] = {}  # by the number of the row
-        self._forgotten: dict[tuple[str, str], float] = {}  # until when; the oldest first
-        self._children: Counter[tuple[str, str]] = Counter()  # being served, by their parent
+        self._forgotten: dict[tuple[str, str], float] = {}  # stale until; the oldest first
+        self._children: Counter[tuple[str, str]] = Counter()  # being served, by parent
 
     def __len__(self) -> int:
         return self._num_rows
@@ -84,7 +84,7 @@ class SessionTable:
         return list(self._rows.get(tenant, {}).values())
 
     def queue(self, queue: Queue) -> Iterator[Session]:
-        """Iterate over a queue, the longest unused first. No row may change between two steps."""
+        """Iterate over a queue, the longest unused first. No row may change meanwhile."""
         return iter(self._queues[queue])
 
     # ---- changes of rows
@@ -118,14 +118,14 @@ class SessionTable:
     def begin(
         self, ref: SessionRef, hints: TurnHints | None = None, event: Event = Event.TURN
     ) -> Session:
-        """Start a turn of a session, known or new; with ``Event.WAKE`` one without tokens."""
+        """Begin a turn and return its row, made if need be; ``Event.WAKE`` begins a prefetch."""
         session = self.row(ref.tenant, ref.id)
         if session is None:
             session = self.add(ref, State.ACTIVE, self._clock())
             session.num_turns = 1
             session.began = session.last_used
         else:
-            session.num_turns += 1  # first: the row of a leaving session leaves its queue by that
+            session.num_turns += 1  # before ``apply``: takes a leaving row out of its queue
             session.apply(event)
         session.saving = False
         session.last_used = self._clock()  # the row is in no queue now
@@ -137,10 +137,10 @@ class SessionTable:
         return session
 
     def end(self, session: Session, asleep: Event = Event.REFUSED) -> None:
-        """End a turn, with any outcome.
+        """End a turn or a prefetch, with any outcome.
 
         Args:
-            asleep: the event for a session that is still waking and has no other turn.
+            asleep: the event to apply if the session is still waking and has no other turn.
         """
         session.num_turns -= 1
         session.last_used = self._clock()
@@ -173,15 +173,15 @@ class SessionTable:
         self._file(session)
 
     def take(self, session: Session, report: SessionReport | None, why: str = "") -> None:
-        """Apply a report to the row; a quiet session's state follows the copies that exist.
+        """Apply the engine's report to the row; it also sets the state of a quiet session.
 
         Args:
             report: None if the engine does not know the session.
-            why: the reason why it may have left a place, in a word; see ``scheduler.session.Step``.
+            why: the reason, if a copy is gone, in a word; see ``scheduler.session.Step``.
         """
         held_by = session.tier
         if report is not None:
-            # A lost session left the tier that held it before.
+            # Observers are given the tier from which a session was lost.
             gone = session.state is State.COLD and not (report.hot or report.tier)
             self.learn(session, msgspec.structs.replace(report, tier=held_by) if gone else report)
         if session.state not in (State.IDLE, State.COLD):
@@ -200,7 +200,7 @@ class SessionTable:
 
     @contextmanager
     def forgetting(self, ref: SessionRef) -> Iterator[None]:
-        """Let no report bring the session back, during this and ``LATE_REPORT_S`` afterwards."""
+        """Let no report add the session again, in this context and ``LATE_REPORT_S`` after it."""
         self._remember_forgotten(ref)
         try:
             yield
