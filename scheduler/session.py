@@ -171,7 +171,7 @@ class Session:
 
     @property
     def kind(self) -> Kind:
-        """What it is: a conversation, a helper of another session, or a program's questions."""
+        """Its use: a conversation, a helper of another session, or questions of a program."""
         return "task" if self.is_task else "child" if self.is_child else "main"
 
     def shown_state(self, engine_is_there: bool) -> str:
