@@ -5,8 +5,8 @@
     packed = method.pack(keys)           # (heads, tokens, dim)
     keys = method.restore(packed)
 
-``docs/library.md`` shows the rest; ``thermocline.mlx`` has caches for mlx_lm. All of it is a thin
-face over the code that the server runs.
+``docs/library.md`` shows the rest; ``thermocline.mlx`` has caches for mlx_lm. The package is a thin
+layer over the code that the server runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from thermocline.packed import Packed as Packed
     from thermocline.pair import simple as simple
 
-# Each public name, and the module that has it.
+# Each public name, and the module that defines it.
 NAMES: Final = {
     "CodecInfo": "thermocline.catalogue",
     "Corrupt": "kvstore.errors",

@@ -1,4 +1,4 @@
-"""Products of queries with rows that stay packed, and weighted sums of such rows."""
+"""Attention on packed rows: products with queries and weighted sums, without restoring the rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from thermocline.packed import Packed, row_arrays
 
 
 class PackedRows:
-    """Rows of some heads in ``tq1`` to ``tq8``.
+    """The keys or the values of some heads of one layer, packed by ``tq1`` to ``tq8``.
 
-    Three kinds of rows are in a payload: a session's first tokens, which are not packed; packed
-    ones; and rows that cannot be packed (their scale is zero), which lie at its end.
+    A payload has three kinds of rows: those of a session's first tokens, in 16 bits; packed rows;
+    and, at its end, the exact values of rows that cannot be packed, whose scale is stored as zero.
     """
 
     def __init__(self, codec: RowCodec, rows: RotatedRows, packed: Packed) -> None:
@@ -36,10 +36,13 @@ class PackedRows:
         stored = np.frombuffer(packed.payload, KEPT_DTYPE, offset=packed.nbytes - nbytes)
         kept = widen(stored.reshape(-1, self._width)[:, : self._dim], dtype)
         places = zip(heads.tolist(), (tokens + first.shape[1]).tolist(), kept, strict=True)
-        self._kept = list(places)  # head, token and values of rows that are not packed
+        self._kept = list(places)  # (head, token, values) of each row that cannot be packed
 
     def products(self, query: np.ndarray) -> np.ndarray:
-        """Returns products, fp32 (heads, queries, tokens); ``query``: (heads, queries, dim)."""
+        """Returns the products of queries with all rows, fp32 (heads, queries, tokens).
+
+        ``query``: fp32 (heads, queries, dim).
+        """
         num_first = self._first.shape[1]
         num_tokens = num_first + self._scales.shape[1]
         out = np.empty((*query.shape[:2], num_tokens), np.float32)
@@ -52,7 +55,10 @@ class PackedRows:
         return out
 
     def sums(self, weights: np.ndarray) -> np.ndarray:
-        """Returns sums, fp32 (heads, queries, dim); ``weights``: (heads, queries, tokens)."""
+        """Returns the sums of all rows by weight, fp32 (heads, queries, dim).
+
+        ``weights``: (heads, queries, tokens).
+        """
         num_first = self._first.shape[1]
         of_packed = np.array(weights[:, :, num_first:], np.float32, order="C")
         for head, token, _ in self._kept:

@@ -1,6 +1,6 @@
-"""A method of its own for each layer of a model, as one codec.
+"""A codec that packs each layer of a model with a method chosen for that layer.
 
-payload: for each method, in the order of its first layer, u32 length and that method's payload
+payload: for each method, ordered by its first layer, u32 length and the payload of its layers
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ LayerName: TypeAlias = int | Literal["default"]
 
 
 def per_layer(methods: Mapping[LayerName, str | Method]) -> Method:
-    """Makes a method that packs each layer of a model by a method of its own.
+    """Makes a method that packs each layer of a model with the method chosen for that layer.
 
-    ``methods``: names, or methods, by the number of the layer (from 0 on, or from -1 backwards);
-    "default" is for all others. Layers of one method are packed together. Methods that learned a
-    model know all of its layers, so they can only be the only one. To serve it:
-    ``register("mine", lambda: per_layer({...}).codec)``.
+    ``methods``: a method, or its name, for each layer number (from 0 on, or from -1 backwards);
+    "default" is for all other layers. Layers with the same method are packed together. A method
+    that learned a model knows all of its layers, so it cannot be combined with others. To serve
+    the result: ``register("mine", lambda: per_layer({...}).codec)``.
 
     Raises:
-        UnknownCodec: there is no method of a name.
-        ValueError: "default" is missing, or a key is neither that nor a number.
+        UnknownCodec: there is no method with one of the names.
+        ValueError: "default" is missing, or a key is neither "default" nor a number.
     """
     if DEFAULT not in methods:
         raise ValueError("per_layer needs a method for 'default'")
@@ -47,7 +47,7 @@ def per_layer(methods: Mapping[LayerName, str | Method]) -> Method:
         if layer != DEFAULT and not isinstance(layer, int):
             raise ValueError(f"layer {layer!r} is neither a number nor 'default'")
         made = method if isinstance(method, Method) else catalogue.codec(method)
-        padded = PaddedCodec(made.codec)  # each pads for itself
+        padded = PaddedCodec(made.codec)  # each codec pads to the lengths that it takes itself
         if isinstance(layer, int):
             codecs[layer] = padded
         else:
@@ -58,7 +58,7 @@ def per_layer(methods: Mapping[LayerName, str | Method]) -> Method:
 
 @dataclass(frozen=True)
 class PerLayerCodec:
-    """Packs each layer by the codec that is named for it. Implements ``Codec``."""
+    """Packs each layer with the codec chosen for it. Implements ``Codec``."""
 
     default: Codec
     layers: tuple[tuple[int, Codec], ...]  # by the number of the layer; negative: from the end
@@ -104,10 +104,10 @@ class PerLayerCodec:
         reader.expect_end()
 
     def _parts(self, layout: KVLayout) -> list[tuple[Codec, KVLayout, list[int]]]:
-        """Returns each codec with its layers: their layout and their numbers.
+        """Returns each codec with the layout and the numbers of the layers that it packs.
 
         Raises:
-            UnknownCodec: a layer is named that the model does not have.
+            UnknownCodec: a layer number is beyond the model's last layer.
         """
         count = len(layout.layers)
         named = [x for x, _ in self.layers if not -count <= x < count]

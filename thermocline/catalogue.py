@@ -1,4 +1,4 @@
-"""All methods by name, how to make one, and the levels that most of them quantise to."""
+"""The catalogue of methods by name, how to make one, and the levels that most of them round to."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MOST_BITS = 8
 
 @dataclass(frozen=True)
 class CodecInfo:
-    """One row of the catalogue."""
+    """The description of one method, as ``codecs`` returns it."""
 
-    bits: float  # per value, for heads of 128 values; of a learned method about what models take
+    bits: float  # per value, for heads of 128 values; for a learned method, typical of models
     sentence: str
     needs_profile: bool  # it has to learn the model first
-    paper: str = ""  # or project, and where to find it
-    parameters: tuple[Parameter, ...] = ()  # for ``codec``; their names, usual and extreme values
+    paper: str = ""  # the paper or project that it is from, and where to find that
+    parameters: tuple[Parameter, ...] = ()  # that ``codec`` accepts: name, default, least and most
 
 
 def codecs() -> dict[str, CodecInfo]:
-    """Returns all methods by name: the product's own, those of papers, those of ``register``.
+    """Returns all methods by name: Thermocline's own, those from papers, those registered.
 
-    ``tq``, with any number of bits, is the family of ``tq1`` to ``tq8``.
+    The entry ``tq`` stands for ``tq1`` to ``tq8``; the number of bits is its parameter.
     """
     found = {
         name: CodecInfo(entry.bits, entry.sentence, not entry.make, entry.paper, entry.parameters)
@@ -55,15 +55,16 @@ def codec(
     backend: Backend = "auto",
     **parameters: float,
 ) -> Method:
-    """Makes a method, such as ``codec("kivi", bits=4)``, or ``codec("kivi:bits=4")``, the same.
+    """Makes a method; ``codec("kivi", bits=4)`` and ``codec("kivi:bits=4")`` make the same one.
 
-    ``profile`` holds the arrays that methods have learned from a model, under this very name.
-    ``backend`` "numpy": the definition instead of compiled kernels, which give the same bytes.
+    ``profile`` is the result of ``learn`` for this name; only methods that learn a model need it.
+    ``backend`` "numpy" runs the reference implementation instead of compiled kernels; both give
+    the same bytes.
 
     Raises:
-        UnknownCodec: there is none of this name or with this parameter, or it needs a profile;
-            says which there are.
-        ValueError: no such backend, or this method has no choice of it.
+        UnknownCodec: there is no method of this name, it has no such parameter, or it needs a
+            profile; the message lists the known names or parameters.
+        ValueError: there is no such backend, or the method has only one.
     """
     if not isinstance(name, str):
         raise UnknownCodec(f"codec {name!r}: a name is wanted; thermocline.codecs() lists them")
@@ -82,14 +83,15 @@ def codec(
 
 @functools.cache
 def codebook(bits: int, dim: int | None = None) -> np.ndarray:
-    """Returns the ``2 ** bits`` best levels for rotated rows, fp32, ascending, read-only.
+    """Returns the ``2 ** bits`` Lloyd-Max levels for rotated rows, fp32, ascending, read-only.
 
-    Rows have a root mean square of one. ``dim`` None: the levels for a normal variable, which all
-    methods here use. Otherwise the exact ones for rows of ``dim`` values: an element of a random
-    direction has a Beta law, which tends to the normal one. They are computed once and kept.
+    The levels are for rows with a root mean square of one. With ``dim`` None they are those of the
+    normal distribution, which all methods here use. Otherwise they are exact for rows of ``dim``
+    values: an element of a random direction has a Beta distribution, which tends to the normal one
+    as ``dim`` grows. The result is cached.
 
     Raises:
-        ValueError: ``bits`` is not 1 to 8, or ``dim`` below 4.
+        ValueError: ``bits`` is not 1 to 8, or ``dim`` is below 4.
     """
     if not isinstance(bits, int):
         raise ValueError(f"{bits!r} bits; a whole number from 1 to {MOST_BITS} is wanted")

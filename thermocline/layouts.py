@@ -1,4 +1,4 @@
-"""The layout of a model's KV, from the model or from its files."""
+"""Finds the layout of a model's KV, from the model or from its files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from kvstore.shapes import DType, KVLayout
 
 
 def layout_of(model: Any) -> KVLayout:
-    """Returns the heads and dimensions of the layers whose KV grow with every token.
+    """Returns the dtype, heads and dimensions of the layers whose KV grow with every token.
 
-    ``model``: one of mlx_lm, one of transformers, the configuration of one, the contents of a
-    config.json, or the path of a model's folder. A model of mlx_lm is asked, which computes three
-    tokens; of all others it is known by their family, and the dtype is that of the weights.
+    ``model``: a model of mlx_lm or of transformers, a transformers configuration, the contents of
+    a config.json, or the path of a model's folder. A model of mlx_lm computes three tokens, and
+    the layout is that of its caches. For all others it follows from the configuration
+    and the model's family, and the dtype is that of the weights.
 
     Raises:
-        ValueError: its layers cannot be packed, or its family is not known; says why.
-        OSError: the folder has no config.json that can be read.
+        ValueError: the layers cannot be packed, or the family is not known; the message says why.
+        OSError: the folder has no readable config.json.
     """
     if isinstance(model, str | Path):
         model = _config_in(Path(model))
@@ -39,7 +40,12 @@ def layout_of(model: Any) -> KVLayout:
 
 
 def _config_in(folder: Path) -> Any:
-    """Read a folder's config.json. Raises ``OSError``, which names the remedy."""
+    """Returns the contents of a folder's config.json.
+
+    Raises:
+        OSError: the file cannot be read; if it is missing, the message names the remedy.
+        ValueError: the file is not JSON.
+    """
     file = folder / "config.json"
     try:
         return json.loads(file.read_text("utf-8"))

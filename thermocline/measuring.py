@@ -1,4 +1,4 @@
-"""Learns models, and measures methods on them, as the server's gate does."""
+"""Learns a model for methods that need it, and measures methods on it as the server's gate does."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def learn(samples: Samples, *names: str) -> Profile:
-    """Learns a model for some methods; takes seconds, minutes for ``max``.
+    """Returns what some methods learned of a model; takes seconds, or minutes for ``max``.
 
-    ``samples``: as ``thermocline.mlx.capture`` returns them, or made of arrays of one's own.
-    ``names``: methods that learn a model; without any, all of the product's own.
+    ``samples``: what ``thermocline.mlx.capture`` returned, or a ``Samples`` made of other arrays.
+    ``names``: methods that learn a model; without any, all of Thermocline's own.
 
     Raises:
         UnknownCodec: there is no such method, or it learns nothing.
-        ValueError: ``samples`` are none, or a text has no token after the first four, which no
-            method packs.
+        ValueError: ``samples`` is not a ``Samples``, or a text has at most four tokens: methods
+            keep the first four in 16 bits, so there is nothing to learn from.
     """
     from kvstore.codecs.calibrated import learn_profile
     from kvstore.codecs.learning.samples import Samples
@@ -61,25 +61,27 @@ def judge(
 ) -> list[Quality]:
     """Measures the loss of methods on a model, as the server's gate does.
 
-    The KV of each text's first ``context`` tokens goes through the method, chunk by chunk, and the
-    next ``num_scored`` tokens are predicted from the unpacked KV and from the exact KV.
+    The KV of each text's first ``context`` tokens is packed and restored chunk by chunk. The next
+    ``num_scored`` tokens are then predicted twice, from the restored and from the exact KV.
 
     Args:
-        model: one of mlx_lm, or an ``engines.calibration.instrument.Instrument``.
-        names: methods by name, or methods of one's own.
-        tokens: token ids of some texts, of ``context + num_scored`` or more each.
-        profile: what methods that learn the model have learned of it; never from these texts.
-        encode: the tokenizer's; with it, reasoning chains are hidden in the texts, one case for
-            each text, and the answers are judged, too (``chain_kl``, ``chain_top1``).
-        progress: write to stderr how far it is, with figures as they come; None = on a terminal.
+        model: a model of mlx_lm, or an ``engines.calibration.instrument.Instrument``.
+        names: names of methods, or ``Method`` objects.
+        tokens: the token ids of some texts, at least ``context + num_scored`` for each.
+        profile: what ``learn`` returned, for methods that learn a model; it should not have
+            learned from these texts.
+        encode: the tokenizer's function. If given, a reasoning chain is hidden in each text as one
+            more case, and the answers are scored, too (``chain_kl``, ``chain_top1``).
+        progress: whether to write progress and figures to stderr; None = only on a terminal.
 
     Returns:
-        A row for each method, in their order: bits for each value, KL in nats, perplexity, the
-        share of equal most likely tokens, errors of K and V.
+        A row for each method, in the order of ``names``: bits per value, KL in nats, perplexity,
+        the share of positions with the same most likely token, errors of K and V.
 
     Raises:
         UnknownCodec: there is no such method, or it cannot pack this model.
-        ValueError: a text is too short, the model's cache cannot be packed, or it is no model.
+        ValueError: a text is too short, the model's cache cannot be packed, or ``model`` is
+            neither a model of mlx_lm nor an instrument.
     """
     from engines.calibration.measuring.cases import Case, chain_cases
     from engines.calibration.measuring.measure import Judge

@@ -1,4 +1,4 @@
-"""A method that packs rows of KV, to be used on plain numpy arrays."""
+"""Methods, which pack rows of KV given as numpy arrays."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from thermocline.padded import PaddedCodec
 
 Side: TypeAlias = Literal["key", "value"]
 SIDES: tuple[Side, ...] = ("key", "value")
-CHUNK_TOKENS = 128  # of the chunks that ``bits`` counts, as a server packs them
-PAST_SINKS = 1 << 20  # a token that is not among a session's first ones
+CHUNK_TOKENS = 128  # the tokens of the chunk for which ``bits`` counts
+PAST_SINKS = 1 << 20  # any position after a session's first four tokens
 USUAL_LAYOUT = KVLayout("bfloat16", (KVLayer(1, 128, 128),))
 
 
 class Method:
-    """One codec of ``thermocline.codecs()``, or of one's own. Stateless and thread-safe.
+    """A codec, one of ``thermocline.codecs()`` or your own, for numpy arrays. Thread-safe.
 
-    Arrays are fp32, fp16, or uint16, which stands for the bit patterns of bf16. Rows of any length
-    can be packed; those that the method itself cannot take are filled up with zeros.
+    Arrays are fp32, fp16, or uint16, which holds the bit patterns of bf16. Rows of any length can
+    be packed: where the codec cannot take the length, rows are padded with zeros.
     """
 
     def __init__(self, codec: Codec) -> None:
-        """Raises ``UnknownCodec``: it is no object that has all of a codec's members."""
+        """Raises ``UnknownCodec`` if ``codec`` lacks a member of the protocol ``Codec``."""
         self.codec = as_codec(codec, "the codec of a Method")  # what a server would use
         self._padded = PaddedCodec(codec)
 
@@ -42,22 +42,22 @@ class Method:
 
     @property
     def id(self) -> str:
-        """The method's name and version of arithmetic: the same id means the same bytes."""
+        """The method's name with the version of its arithmetic: equal ids give equal bytes."""
         return self.codec.id
 
     @property
     def exact(self) -> bool:
-        """True if nothing is lost."""
+        """True if restored rows equal the packed ones bit for bit."""
         return self.codec.exact
 
     def nbytes(self, num_tokens: int, layout: KVLayout, first_token: int = 0) -> int:
-        """Returns the bytes of so many tokens, an estimate where codes are entropy-coded."""
+        """Returns the bytes that ``num_tokens`` take; an estimate if codes are entropy-coded."""
         return self._padded.packed_nbytes(layout, num_tokens, first_token)
 
     def bits(self, layout: KVLayout = USUAL_LAYOUT) -> float:
-        """Returns bits for each value, all scales and tables of a chunk of 128 tokens included.
+        """Returns the bits per value of a chunk of 128 tokens, scales and tables included.
 
-        The first four tokens of a session, which are kept as they are, are not counted.
+        The first four tokens of a session, which stay in 16 bits, are not counted.
         """
         packed = self.nbytes(CHUNK_TOKENS, layout, PAST_SINKS)
         return 8 * packed / (CHUNK_TOKENS * layout.elements_per_token)
@@ -65,12 +65,12 @@ class Method:
     def pack(self, rows: np.ndarray, side: Side = "key", first_token: int = 0) -> Packed:
         """Packs the keys or the values of some heads.
 
-        ``rows``: (heads, tokens, dim). ``first_token`` is the position of the first of them in its
-        session: tokens 0 to 3 are kept in 16 bits, as attention leans on them most.
+        ``rows``: (heads, tokens, dim). ``first_token`` is the position of the first row's token in
+        its session: tokens 0 to 3 stay in 16 bits, since attention depends on them most.
 
         Raises:
-            ValueError: it is no array, or of another shape or dtype, or has values that are no
-                numbers; or the side is neither.
+            ValueError: ``rows`` is not an array, has another shape or dtype, or has NaN or
+                infinite values (exact methods take these); or ``side`` is unknown.
             UnknownCodec: the method learned all layers of a model; use ``pack_run``.
         """
         layout = _layout_of_rows(rows, side)
@@ -80,9 +80,9 @@ class Method:
         return self._packed(run, layout, first_token)
 
     def pack_run(self, run: KVRun, first_token: int = 0) -> Packed:
-        """Packs all layers of a model: K and V, (heads, tokens, dim) each, for every layer.
+        """Packs all layers of a model.
 
-        Raises as ``pack``.
+        ``run``: for each layer K and V, (heads, tokens, dim) each. Raises what ``pack`` raises.
         """
         layout = layout_of_run(run)
         if not self.exact:
@@ -91,13 +91,14 @@ class Method:
         return self._packed(run, layout, first_token)
 
     def restore(self, packed: Packed, out: np.ndarray | None = None) -> np.ndarray:
-        """Returns the rows that ``pack`` was given, as nearly as the method kept them.
+        """Returns the rows of a ``pack`` call, with the loss of the method.
 
-        ``out``: where to put them, (heads, tokens, dim) in the dtype that was packed.
+        ``out``: the array to write to and return, (heads, tokens, dim) in the dtype of the packed
+        rows; None = a new one.
 
         Raises:
-            Mismatch: they were packed by another method, or are layers of a model.
-            Corrupt: the payload is not one of this method's.
+            Mismatch: ``packed`` is of another method, or of ``pack_run``.
+            Corrupt: this method cannot have written the payload.
         """
         self._require_own(packed)
         side = _side_of(packed.layout)
@@ -109,7 +110,7 @@ class Method:
         return out
 
     def restore_run(self, packed: Packed) -> list[KVPair]:
-        """Returns K and V of all layers that ``pack_run`` was given. Raises as ``restore``."""
+        """Returns K and V of each layer of a ``pack_run`` call. Raises what ``restore`` raises."""
         self._require_own(packed)
         layout, num_tokens, first = packed.layout, packed.num_tokens, packed.first_token
         check_claim(self._padded, layout, num_tokens, first, packed.nbytes)
@@ -123,11 +124,11 @@ class Method:
     def scores(self, query: np.ndarray, packed: Packed) -> np.ndarray:
         """Returns the products of queries with packed rows, fp32 (heads, queries, tokens).
 
-        Rows of ``tq1`` to ``tq8`` stay packed: the query is rotated instead of them. Rows of other
-        methods are restored first. ``query``: fp32 (heads, queries, dim).
+        Rows of ``tq1`` to ``tq8`` stay packed: the query is rotated instead of the rows. Rows of
+        other methods are restored first. ``query``: fp32 (heads, queries, dim).
 
         Raises:
-            ValueError: the query is of other heads or of another dimension.
+            ValueError: the query has another dtype, number of heads or dimension.
             Mismatch, Corrupt: as ``restore``.
         """
         rows, (heads, _, dim) = self._rows_of(packed), _shape_of(packed)
@@ -140,7 +141,7 @@ class Method:
     def weighted_sum(self, weights: np.ndarray, packed: Packed) -> np.ndarray:
         """Returns weighted sums of packed rows, fp32 (heads, queries, dim).
 
-        ``weights``: fp32 (heads, queries, tokens). Raises as ``scores``.
+        ``weights``: fp32 (heads, queries, tokens). Raises what ``scores`` raises.
         """
         rows, (heads, tokens, _) = self._rows_of(packed), _shape_of(packed)
         if weights.ndim != 3 or weights.shape[::2] != (heads, tokens):
@@ -157,10 +158,11 @@ class Method:
         return widen(to_stored(self.restore(packed), dtype), dtype)
 
     def frombytes(self, data: bytes | bytearray | memoryview) -> Packed:
-        """Reads what ``Packed.tobytes`` returned, and looks whether it is this method's.
+        """Returns the rows of a ``Packed.tobytes`` call, which this method has to have packed.
 
         Raises:
-            Corrupt, Mismatch: as ``Packed.frombytes``; also for another method's.
+            Corrupt: as ``Packed.frombytes``.
+            Mismatch: as ``Packed.frombytes``, or another method packed the rows.
         """
         packed = Packed.frombytes(data)
         self._require_own(packed)
@@ -180,7 +182,7 @@ class Method:
             raise Mismatch(f"packed by {packed.codec_id}, not by {self.id}")
 
     def _with_arrays(self, packed: Packed) -> Packed:
-        """Returns ``packed`` with the parts of its payload, where the method packs rows alone."""
+        """Returns ``packed`` with ``arrays``: the payload, and its parts if the codec has rows."""
         arrays = {"payload": np.frombuffer(packed.payload, np.uint8)}
         if isinstance(self.codec, RowCodec):
             arrays |= row_arrays(self.codec, packed)
@@ -188,7 +190,7 @@ class Method:
 
 
 def layout_of_run(run: KVRun) -> KVLayout:
-    """Returns the layout of the arrays of a run. Raises ``ValueError`` if they have none."""
+    """Returns the layout of the arrays of a run. Raises ``ValueError`` if they are not KV."""
     if not run:
         raise ValueError("a run without layers")
     for array in (x for pair in run for x in pair):
@@ -214,7 +216,7 @@ def _require_array(rows: object) -> None:
 
 
 def _require_numbers(rows: np.ndarray) -> None:
-    """Refuses NaN and infinite values, of which no lossy method makes anything."""
+    """Raises ``ValueError`` for NaN and infinite values, which no lossy method can pack."""
     found = (rows & 0x7F80) != 0x7F80 if rows.dtype == np.uint16 else np.isfinite(rows)
     if not found.all():
         at = tuple(int(x) for x in np.argwhere(~found)[0])
@@ -232,7 +234,7 @@ def _shape_of(packed: Packed) -> tuple[int, int, int]:
 
 
 def _side_of(layout: KVLayout) -> Side:
-    """Returns the side that a layout of one layer has. Raises ``Mismatch`` for any other."""
+    """Returns the side of a layout made by ``pack``. Raises ``Mismatch`` for one of a run."""
     sides: Sequence[tuple[int, int]] = [(x.head_dim, x.value_dim) for x in layout.layers]
     if len(sides) != 1 or all(sides[0]) or not any(sides[0]):
         raise Mismatch("these are layers of a model; use restore_run")

@@ -4,7 +4,7 @@
         cache = thermocline.mlx.make_cache(model, codec="tq3")
         mlx_lm.generate(model, tokenizer, prompt, prompt_cache=cache)
 
-Without ``attending`` the cache is as small, and its rows are restored at every step.
+Without ``attending`` the cache is as small, but its rows are restored at every step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def make_cache(model: Any, codec: str = "tq3") -> list[Any]:
     The first four tokens and the newest 64 to 127 stay in 16 bits, all others are packed.
 
     Raises:
-        ValueError: there is no live cache in this codec, or not for this model; says why.
+        ValueError: this codec has no live cache, or the model cannot use one; says why.
     """
     if codec not in HOT_CODECS:
         raise ValueError(f"no live cache in {codec!r}; there are {', '.join(HOT_CODECS)}")
@@ -48,13 +48,15 @@ def make_cache(model: Any, codec: str = "tq3") -> list[Any]:
 
 
 def pack_cache(model: Any, caches: Sequence[Any], codec: str = "tq3") -> list[Any]:
-    """Packs caches that mlx_lm has filled, so that a prompt is read exactly and answered packed.
+    """Returns packed copies of caches that mlx_lm has filled.
 
-    ``caches``: as ``mlx_lm.models.cache.make_prompt_cache(model)``, of one prompt. They stay as
-    they are; drop them to have their memory.
+    With them a prompt is computed on the exact KV, and its answer on the packed KV.
+
+    ``caches``: those of ``mlx_lm.models.cache.make_prompt_cache(model)``, for one prompt. They are
+    not changed; drop them to free their memory.
 
     Raises:
-        ValueError: as ``make_cache``; or these are no caches of this model.
+        ValueError: as ``make_cache``; or these are not plain caches of this model.
     """
     packed = make_cache(model, codec)
     if len(caches) != len(packed) or not all(map(_is_plain, caches)):
@@ -62,7 +64,7 @@ def pack_cache(model: Any, caches: Sequence[Any], codec: str = "tq3") -> list[An
     for old, new in zip(caches, packed, strict=True):
         if not old.empty():
             keys, values = (x[:, :, : old.offset] for x in (old.keys, old.values))
-            mx.eval(keys, values)  # packing asks them whether they can be packed
+            mx.eval(keys, values)  # the cache looks at values to see whether they can be packed
             new.append(keys, values)
             new.pack_old()
     return packed
@@ -73,10 +75,10 @@ def _is_plain(cache: Any) -> bool:
 
 
 def attending(model: Any) -> AbstractContextManager[None]:
-    """Lets a model attend to packed rows as they are, until the end of the ``with``.
+    """Lets a model attend to packed rows without restoring them, inside a ``with`` block.
 
-    Replaces ``scaled_dot_product_attention`` in the model's own module, and puts it back. Has no
-    effect on models that do not use mlx_lm's function.
+    Replaces ``scaled_dot_product_attention`` in the model's module for that time. Has no effect on
+    models that do not use mlx_lm's function.
     """
     return packed_model.attending(model)
 
@@ -84,16 +86,16 @@ def attending(model: Any) -> AbstractContextManager[None]:
 def capture(
     model: Any, tokens: Sequence[Sequence[int]], *, progress: bool | None = None
 ) -> Samples:
-    """Computes the KV of some texts, and finds which errors in it matter, for ``learn``.
+    """Computes the KV of some texts and how much errors in it matter, for ``learn``.
 
-    ``tokens``: token ids of each text, as the model is given them. The result has the layout, the
-    turns of the keys, K and V of all layers of each text as numpy arrays (heads, tokens, dim), and
-    what the last quarter of each text makes of errors in the KV before it. ``progress``: write to
-    stderr how far it is; None = on a terminal.
+    ``tokens``: the token ids of each text. The result has the layout, the model's rotary
+    embedding, K and V of all layers of each text as numpy arrays (heads, tokens, dim), and how
+    sensitive the last quarter of each text is to errors in the KV before it. ``progress``: whether
+    to write progress to stderr; None = only on a terminal.
 
     Raises:
-        ValueError: the model's cache cannot be packed, it turns its keys in a way that is not
-            understood, or there is no text.
+        ValueError: the model's cache cannot be packed, its rotary embedding is not known, or there
+            is no text.
     """
     from engines.calibration.learn import TextReader
 
@@ -107,15 +109,15 @@ def layout_of(model: Any) -> KVLayout:
     """Returns the layout of a model's growing caches; computes three tokens.
 
     Raises:
-        ValueError: its caches cannot be packed; says why.
+        ValueError: the caches cannot be packed; the message says why.
     """
     return instrument(model).layout
 
 
 def instrument(model: Any) -> MlxInstrument:
-    """Returns what measures a model of mlx_lm: an ``engines.calibration.instrument.Instrument``.
+    """Returns an ``engines.calibration.instrument.Instrument`` that measures a model of mlx_lm.
 
-    It has no tokenizer, so it encodes no texts. Raises ``ValueError`` as ``layout_of``.
+    It has no tokenizer, so it cannot encode text. Raises ``ValueError`` as ``layout_of``.
     """
     from engines.mlx_worker.measuring.instrument import MlxInstrument
     from engines.mlx_worker.model.loading import LoadedModel
@@ -127,7 +129,7 @@ def instrument(model: Any) -> MlxInstrument:
 
 
 class _NoTokenizer:
-    """Encodes every text to no token."""
+    """Stands for a tokenizer, and encodes every text to an empty list."""
 
     def encode(self, text: str, **options: Any) -> list[int]:
         return []

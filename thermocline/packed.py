@@ -1,9 +1,9 @@
-"""Rows in packed form, with bytes that can be stored, sent and read anywhere.
+"""Packed rows, and their form as bytes that can be stored, sent, and read on any machine.
 
     "TCPK" | u32 length of the head | head, JSON: the layout | a blob of the cold store
 
-The blob is ``kvstore.blobs.format``'s: it names its codec, and a checksum covers header and
-payload. Its digest of the layout covers the head. Nothing in it is ever executed.
+The blob has the format of ``kvstore.blobs.format``: it names its codec, its checksum covers header
+and payload, and it has a digest of the layout, which covers the head. Reading executes nothing.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Packed:
     """Packed rows, as ``Method.pack`` returns them. Immutable."""
 
     codec_id: str
-    layout: KVLayout  # one side of one layer, or all layers of a run
+    layout: KVLayout  # of one side of one layer (``pack``), or of all layers (``pack_run``)
     first_token: int
     num_tokens: int
     payload: memoryview
-    # Parts of the payload by name, views; which there are depends on the method.
+    # Views of the payload's parts by name; which there are depends on the method.
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the payload, which is all that restoring needs but the other fields."""
+        """The size of the payload in bytes; the other fields are not counted."""
         return len(self.payload)
 
     def tobytes(self) -> bytes:
-        """Returns bytes that ``Method.frombytes`` reads back, with a checksum."""
+        """Returns the rows and a checksum as bytes, which ``Method.frombytes`` reads."""
         head = msgspec.json.encode(self.layout)
         key = CHUNK + blake2b(self.payload, digest_size=32).digest()
         header = blobs.Header(
@@ -64,11 +64,11 @@ class Packed:
 
     @classmethod
     def frombytes(cls, data: bytes | bytearray | memoryview) -> Packed:
-        """Reads what ``tobytes`` returned; the payload is a view of ``data``.
+        """Returns the rows of a ``tobytes`` call; the payload is a view of ``data``.
 
         Raises:
-            Corrupt: cut short, grown, or a bit was changed.
-            Mismatch: written by another release.
+            Corrupt: ``data`` was truncated, extended or changed.
+            Mismatch: ``data`` has another version of the format, or is a blob of a server's store.
         """
         view = memoryview(data).cast("B")
         if len(view) < 8 or bytes(view[:4]) != MAGIC:
@@ -88,13 +88,16 @@ class Packed:
 
 def _check(layout: KVLayout, header: blobs.Header) -> None:
     if header.fingerprint != _NO_MODEL or header.key[:1] != CHUNK:
-        raise Mismatch("a blob of a server's store, which only that reads")
+        raise Mismatch("this is a blob of a server's store, which only the server can read")
     if blobs.layout_digest(layout) != header.layout:
         raise Corrupt("the layout is not the one that was packed")
 
 
 def row_arrays(codec: RowCodec, packed: Packed) -> dict[str, np.ndarray]:
-    """Returns the first tokens, scales and codes of rows of one side; none of a whole run."""
+    """Returns views of the first tokens, scales and codes in a payload of ``pack``.
+
+    Empty for rows of ``pack_run``. Raises ``Corrupt`` if the payload does not fit its layout.
+    """
     if sum(bool(x) for y in packed.layout.layers for x in (y.head_dim, y.value_dim)) != 1:
         return {}
     num_tokens, first = packed.num_tokens, packed.first_token

@@ -1,7 +1,7 @@
-"""Packs vectors of any length with a codec that takes only certain lengths.
+"""Packs rows of any length with a codec that takes only certain lengths.
 
-Rows are padded with zeros to the next length that the codec can pack; the zeros are removed when
-rows are restored. They are packed and counted with the rest.
+Rows are padded with zeros to the next length that the codec can pack, and the zeros are cut off
+when rows are restored. Packed sizes include them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvstore.codecs.base import Codec, Payload, check_claim
 from kvstore.errors import Corrupt, UnknownCodec
 from kvstore.shapes import KVLayer, KVLayout, KVPair, KVRun, tokens_in
 
-STEP = 8  # lengths that a codec takes are multiples of it
-MOST = 256  # the range of lengths that are tried
+STEP = 8  # only multiples of it are tried as padded lengths
+MOST = 256  # the number of zeros that are added at most
 
 
 @dataclass(frozen=True)
 class PaddedCodec:
-    """Adds the zeros for one codec. Implements ``kvstore.codecs.base.Codec``."""
+    """A codec that pads rows for another one. Implements ``kvstore.codecs.base.Codec``."""
 
     inner: Codec
 
@@ -41,7 +41,7 @@ class PaddedCodec:
         return self.inner.packed_nbytes(wide, num_tokens, first_token)
 
     def least_nbytes(self, layout: KVLayout, num_tokens: int, first_token: int) -> int:
-        # Zeros only add to it, and how many there are is not known until the codec is asked.
+        # Padding can only add bytes, so the size without it is a lower bound.
         return self.inner.least_nbytes(layout, num_tokens, first_token)
 
     def encode(self, run: KVRun, layout: KVLayout, first_token: int) -> Payload:
@@ -63,10 +63,11 @@ class PaddedCodec:
 
 
 def padded_layout(codec: Codec, layout: KVLayout) -> KVLayout:
-    """Returns ``layout`` with the next dimensions that ``codec`` can pack.
+    """Returns ``layout`` with each dimension raised to the next one that ``codec`` can pack.
 
     Raises:
-        UnknownCodec: none is within ``MOST`` more, or the codec takes no such layers at all.
+        UnknownCodec: ``MOST`` more values are not enough, or the codec refuses the layout for
+            another reason.
     """
     try:
         codec.check(layout)
@@ -83,10 +84,10 @@ def padded_layout(codec: Codec, layout: KVLayout) -> KVLayout:
 def claimed_layout(
     codec: Codec, layout: KVLayout, num_tokens: int, first_token: int, nbytes: int
 ) -> KVLayout:
-    """Returns ``padded_layout`` of a layout that a header claims for ``nbytes`` of payload.
+    """Returns ``padded_layout`` of a layout that a header, not yet trusted, claims for a payload.
 
     Raises:
-        Corrupt: the payload is too short for it, or there is none of such a layout.
+        Corrupt: ``nbytes`` of payload are too few for it, or ``codec`` cannot pack it.
     """
     check_claim(codec, layout, num_tokens, first_token, nbytes)
     try:

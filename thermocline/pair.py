@@ -1,8 +1,8 @@
-"""A method made of a pair of functions: a quantiser and its way back.
+"""A method made of two functions: a quantiser and its inverse.
 
-payload: of each layer K, then V (num_kv_heads x num_tokens rows each): the first tokens of a
-session in 16 bits | of each array that ``quantise`` returned its values of all other rows, whole
-numbers in ``bits`` bits, floats as they are
+payload: for each layer K, then V (num_kv_heads x num_tokens rows each): the first tokens of a
+session in 16 bits | each array that ``quantise`` returned for the other rows, with codes packed to
+``bits`` bits and floats as they are
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MOST_BITS: Final = 16
 MOST_DIM: Final = 8192
 ID: Final = "simple"
 DIGITS: Final = 12  # of a digest, in an id
-SIZES: Final = (2**-6, 1, 2**6)  # of the rows that make it
+SIZES: Final = (2**-6, 1, 2**6)  # scales of the rows that are quantised to make a digest
 _AN_ID: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MOST_ID - 1}}}", re.ASCII)
 
 
 def simple(
     quantise: Quantise, dequantise: Dequantise, *, bits: int, torch: bool = False, id: str = ""
 ) -> Method:
-    """Makes a method of two functions, which can be measured, plotted and served as any other.
+    """Makes a method of two functions; it can be measured, plotted and served as any other.
 
         def quantise(rows):                     # fp32 (num_rows, dim)
             scale = abs(rows).max(1, keepdims=True) / 7 + 1e-9
@@ -52,22 +52,24 @@ def simple(
 
         method = thermocline.simple(quantise, dequantise, bits=4)
 
-    Each row is quantised by itself: an array's first axis is the rows. The first array, and others
-    of whole numbers, are codes from 0 to ``2 ** bits - 1``, and are packed to ``bits`` bits; arrays
-    of floats are stored as they are. To serve it: ``register("mine", lambda: method.codec)``.
+    The first axis of each array is the rows, since each row is quantised by itself. The first
+    array, and every other array of integers, holds codes from 0 to ``2 ** bits - 1``, which are
+    packed to ``bits`` bits. Other arrays of floats are stored as they are. To serve the method:
+    ``register("mine", lambda: method.codec)``.
 
     Args:
-        quantise: from rows to an array, or a tuple of arrays.
-        dequantise: from these arrays (codes as fp32) to rows.
-        bits: of a code.
+        quantise: takes rows, returns an array or a tuple of arrays.
+        dequantise: takes these arrays (codes as fp32), returns rows.
+        bits: the bits of a code.
         torch: the functions take and return tensors of PyTorch.
-        id: names the arithmetic, at most 24 letters, digits, ".", "_" and "-"; the same id has to
-            mean the same bytes, since sessions sleep under it. "" = a digest of some rows, small,
-            usual and large, that went through the functions; others that treat these alike have it.
+        id: identifies the arithmetic, at most 24 letters, digits, ".", "_" and "-". Change it with
+            the arithmetic: stored sessions are restored by the method that has their id. "" = a
+            digest of rows of three scales that went through both functions; functions that return
+            the same for these rows get the same id.
 
     Raises:
-        ValueError: ``bits`` is not 1 to 16, the functions do not fit, or ``id`` is malformed or of
-            a method of the product's.
+        ValueError: ``bits`` is not 1 to 16, the functions' arguments or results do not fit, or
+            ``id`` is malformed or taken by one of Thermocline's methods.
     """
     for name, function in (("quantise", quantise), ("dequantise", dequantise)):
         if not callable(function):
@@ -86,32 +88,32 @@ def simple(
 
 
 def _checked_id(id: str) -> str:
-    """Return an id that a blob's head can hold, and that no method of the product's has."""
+    """Return ``id``. Raises ``ValueError`` if a blob cannot hold it or it is already taken."""
     if not isinstance(id, str) or not _AN_ID.fullmatch(id):
         raise ValueError(
             f"id={id!r}; at most {MOST_ID} letters, digits, '.', '_' and '-' are wanted"
         )
     if (name := re.split("[.-]", id)[0]) in {*OWN, *LITERATURE, *FAMILIES}:
         raise ValueError(
-            f"id={id!r} is of the method {name!r}, which has other bytes; take another"
+            f"id={id!r} belongs to the method {name!r}, which packs other bytes; take another"
         )
     return id
 
 
 def _usual_rows(num_rows: int, dim: int) -> np.ndarray:
-    """Draw the same rows every time, fp32 (num_rows, dim)."""
+    """Return normally distributed rows, the same in every call, fp32 (num_rows, dim)."""
     return np.random.default_rng(0).standard_normal((num_rows, dim)).astype(np.float32)
 
 
 def _id_of(codec: SimpleCodec) -> str:
-    """Return an id that changes where the functions treat rows of several sizes otherwise."""
+    """Return an id with a digest of the functions' results for rows of three scales."""
     seen = blake2b(f"{codec.bits}".encode(), digest_size=DIGITS // 2)
     for size in SIZES:
         rows = _usual_rows(64, 64) * np.float32(size)
         try:
             arrays = codec.quantised(rows)
             arrays.append(codec.restored(arrays, rows.shape))
-        except ValueError:  # made for rows of another size
+        except ValueError:  # the functions do not take rows of this scale
             arrays = []
         for array in arrays:
             seen.update(f"{array.dtype.str} {array.shape}".encode() + array.tobytes())
@@ -121,7 +123,7 @@ def _id_of(codec: SimpleCodec) -> str:
 def _check_takes(name: str, function: Callable[..., Any], num_arrays: int, words: str) -> None:
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # one in C may not say what it takes
+    except (ValueError, TypeError):  # a function written in C may have no signature
         return
     try:
         signature.bind(*range(num_arrays))
@@ -130,9 +132,9 @@ def _check_takes(name: str, function: Callable[..., Any], num_arrays: int, words
 
 
 class _Part(NamedTuple):
-    """One of the arrays of ``quantise``, without its rows."""
+    """The shape and dtype of one array of ``quantise``, per row."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # without the first axis
     dtype: str  # little-endian; "" = codes
 
     def nbytes(self, num_rows: int, bits: int) -> int:
@@ -142,7 +144,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class SimpleCodec:
-    """Packs rows by a pair of functions. Implements ``kvstore.codecs.base.Codec``."""
+    """Packs rows with two functions. Implements ``kvstore.codecs.base.Codec``."""
 
     id: str
     bits: int
@@ -199,9 +201,10 @@ class SimpleCodec:
         reader.expect_end()
 
     def quantised(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Returns the arrays of ``quantise``: codes as uint16, others in their dtype of floats.
+        """Returns the arrays of ``quantise``: codes as uint16, other floats in their own dtype.
 
-        ``rows``: fp32 (num_rows, dim). Raises ``ValueError`` for codes out of range.
+        ``rows``: fp32 (num_rows, dim). Raises ``ValueError`` for wrong shapes, and for codes that
+        are out of range.
         """
         found = self.quantise(self._tensor(rows))
         arrays = [np.asarray(x) for x in (found if isinstance(found, tuple | list) else (found,))]
@@ -211,7 +214,7 @@ class SimpleCodec:
         return [self._checked(x, is_codes=not i) for i, x in enumerate(arrays)]
 
     def restored(self, arrays: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the fp32 rows of ``dequantise``. Raises ``ValueError``: of another shape."""
+        """Returns the fp32 rows of ``dequantise``. Raises ``ValueError`` for a wrong shape."""
         given = [x.astype(np.float32) if x.dtype == np.uint16 else x for x in arrays]
         rows = np.asarray(self.dequantise(*map(self._tensor, given)), np.float32)
         if rows.shape != shape:
@@ -262,9 +265,9 @@ class SimpleCodec:
 
 @functools.lru_cache(maxsize=64)
 def _parts_of(codec: SimpleCodec, dim: int) -> tuple[_Part, ...]:
-    """Returns the shapes of the arrays that ``quantise`` makes of rows of this width.
+    """Returns the shapes and dtypes of the arrays of ``quantise`` for rows of ``dim`` values.
 
-    Raises ``UnknownCodec``: it does not take them.
+    Raises ``UnknownCodec`` if it fails for such rows.
     """
     try:
         arrays = codec.quantised(_usual_rows(2, dim))

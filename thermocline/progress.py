@@ -1,4 +1,4 @@
-"""Lines on stderr for steps that take minutes."""
+"""Progress on stderr, for steps that take minutes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 
 def reporter(name: str, progress: bool | None) -> Callable[[str], None]:
-    """Makes the function that a step reports to; None: it writes only on a terminal."""
+    """Returns the function to which a step reports its progress; it writes a line to stderr.
+
+    ``progress``: whether it writes at all; None = only on a terminal.
+    """
     if not (sys.stderr.isatty() if progress is None else progress):
         return lambda words: None
     return lambda words: print(f"{name}: {words}", file=sys.stderr, flush=True)

@@ -8,13 +8,13 @@
     store = {"secret_file": "/etc/thermocline/secret", "redis_url": "redis://10.0.0.5:6379/0"}
     serve.run(thermocline.ray.app({"llm_config": config, "store": store}))
 
-``app`` is also what a Serve configuration file names (``import_path: thermocline.ray:app``). The
-gateway then asks for the list of replicas at Serve's address, ``engine.replica_list``;
-docs/scale.md shows the whole.
+A Serve configuration file can name ``app``, too (``import_path: thermocline.ray:app``). The
+gateway gets the list of replicas from Serve's address, which is its setting
+``engine.replica_list``; docs/scale.md has the full example.
 
 ``with_sessions(config, store)`` returns a copy of an ``LLMConfig`` with our connector, and
-``application`` makes an application of it. ``ThermoclineServer`` is its server class,
-``by_waiting_and_heat`` its autoscaling policy.
+``application`` makes a Serve application of such a copy, with ``ThermoclineServer`` as server
+class. ``by_waiting_and_heat`` is the autoscaling policy.
 
 Needs the extra ``ray`` and vLLM: bash launch/install.sh ray.
 """

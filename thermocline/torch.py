@@ -1,10 +1,10 @@
-"""Packed live caches for models of transformers.
+"""A packed live cache for models of transformers.
 
     cache = thermocline.torch.PackedCache(model.config, "tq3")
     model.generate(**inputs, past_key_values=cache)
 
-The first four tokens and the newest 64 to 191 stay in 16 bits, all others are packed. Rows are
-packed once, and restored at every step: it saves memory, and costs time. Needs the extra ``torch``.
+The first four tokens and the newest 64 to 191 stay in 16 bits, all others are packed. A row is
+packed once and restored at every step: that saves memory and costs time. Needs the extra ``torch``.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from thermocline.catalogue import codec as make_method
 from thermocline.method import SIDES, Method
 from thermocline.packed import Packed
 
-NUM_RECENT: Final = 64  # tokens that stay as they are, at least
-BLOCK: Final = 128  # tokens that are packed at a time, as in the cold store
+NUM_RECENT: Final = 64  # at least this many of the newest tokens are not packed
+BLOCK: Final = 128  # tokens that are packed at a time
 _BIT_PATTERNS: Final = {torch.bfloat16: torch.int16}  # numpy has no bfloat16
 
 
 class PackedCache(Cache):
     """A ``transformers.Cache`` that packs attention layers whose KV grow with every token.
 
-    Layers with sliding windows or recurrent states keep the caches that they have in transformers.
-    Batches, beams and cropping work; a row that is packed is never packed again. In a batch that is
-    padded on the left the first four columns count as the first tokens.
+    Layers with sliding windows or recurrent states have their usual caches of transformers.
+    Batches, beam search and cropping work; no row is packed twice. In a batch that is padded on
+    the left, the first four columns, padding included, are the tokens that stay in 16 bits.
     """
 
     def __init__(self, config: Any, codec: str | Method = "tq3") -> None:
-        """``config``: the model's. ``codec``: a method that packs single layers, or its name.
+        """Makes an empty cache for the model of ``config``.
+
+        ``codec``: a method, or its name, that does not need all layers of a model at once.
 
         Raises:
-            UnknownCodec: there is no such method, it needs a profile, or learned whole models.
+            UnknownCodec: there is no such method, or it learns a model.
             ValueError: no layer of the model can be packed.
         """
         method = codec if isinstance(codec, Method) else make_method(codec)
@@ -52,19 +54,19 @@ class PackedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of packed and recent rows of the layers that are packed."""
+        """The bytes of packed and recent rows, in all layers that are packed."""
         return sum(x.nbytes for x in self.layers if isinstance(x, PackedLayer))
 
 
 class _Block(NamedTuple):
-    """Some tokens of one sequence: K and V, of which the first ``num_tokens`` count."""
+    """Packed K and V of one sequence; only the first ``num_tokens`` are valid after a crop."""
 
     pair: tuple[Packed, Packed]
     num_tokens: int
 
 
 class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """The KV of one layer; ``keys`` and ``values`` are the recent tokens alone."""
+    """The KV of one layer; ``keys`` and ``values`` hold only the recent tokens."""
 
     keys: Any  # tensors; None before the first tokens
     values: Any
@@ -72,7 +74,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, method: Method) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.method = method
-        self._sequences: list[list[_Block]] = []  # of a batch, each from its first token on
+        self._sequences: list[list[_Block]] = []  # the blocks of each sequence of the batch
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -87,7 +89,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     @property
     def num_packed(self) -> int:
-        """The number of tokens that are packed, of each sequence."""
+        """The number of packed tokens, which is the same in each sequence."""
         return sum(x.num_tokens for x in self._sequences[0]) if self._sequences else 0
 
     @property
@@ -103,7 +105,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.num_packed + (int(self.keys.shape[-2]) if self.keys.numel() else 0)
 
     def _pack_old(self) -> None:
-        """Packs what has left the recent window."""
+        """Packs whole blocks of the tokens that are older than the newest ``NUM_RECENT``."""
         recent = int(self.keys.shape[-2]) if self.keys.numel() else 0
         count = max(0, recent - NUM_RECENT) // BLOCK * BLOCK
         for start in range(0, count, BLOCK):
@@ -141,7 +143,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def crop(self, tokens_to_remove: int) -> None:
         length = self.get_seq_length()
-        # A positive number is the length to keep, as transformers still has it.
+        # As in transformers, a positive number is the length to keep.
         kept = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         kept = min(max(kept, 0), length)
         if not length or kept == length:
@@ -167,7 +169,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def _cut(blocks: list[_Block], length: int) -> list[_Block]:
-    """Returns the blocks of the first ``length`` tokens; the last may be larger than it counts."""
+    """Returns the blocks of the first ``length`` tokens; of the last one only a part may count."""
     found = []
     for block in blocks:
         if length > 0:
@@ -177,7 +179,7 @@ def _cut(blocks: list[_Block], length: int) -> list[_Block]:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a tensor's values on the host, those of bf16 as uint16."""
+    """Returns a tensor as a numpy array on the host, bf16 as bit patterns in uint16."""
     tensor = tensor.detach().cpu().contiguous()
     pattern = _BIT_PATTERNS.get(tensor.dtype)
     if pattern is None:
@@ -188,7 +190,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Returns what ``_array`` took, in the dtype and on the device of ``like``."""
+    """Returns the tensor of an array of ``_array``, in the dtype and on the device of ``like``."""
     pattern = _BIT_PATTERNS.get(like.dtype)
     array = np.ascontiguousarray(array)
     if pattern is None:
