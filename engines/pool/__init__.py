@@ -1,8 +1,9 @@
 """The engines of one gateway: the replicas of a model, and models that are loaded on demand.
 
-``replica_pool`` is one engine to the gateway, made of a list of ``replica``s that is fixed, or that
-an orchestrator serves (``listed_pool``); ``replica_choice`` picks the one for a session.
+``replica_pool`` joins the replicas of a model (``replica``) into one engine for the gateway. Their
+list is fixed, or an orchestrator serves it (``listed_pool``). ``replica_choice`` chooses the
+replica of a session.
 
-``loading`` loads models in turn and unloads them; ``on_demand`` has the states of one. Models come
-from the folder that ``hub_cache`` keeps, with ``hub_program`` in a process of its own.
+``loading`` loads models on demand and unloads them; ``on_demand`` is the state of one.
+``hub_cache`` lists, downloads and deletes models, with ``hub_program`` in a process of its own.
 """

@@ -1,7 +1,6 @@
-"""The hub client's cache of models on this machine: listed, added to, deleted from.
+"""Lists, downloads and deletes models in the hub client's cache on this machine.
 
-The work is that of ``hub_program``, in a process of its own, one at a time of each kind. Belongs to
-the event loop.
+``hub_program`` does the work, in a process of its own. All functions run on the event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engines.pool import hub_program
 log = logging.getLogger("thermocline.engines")
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-LIST_S: Final = 60.0  # so long a list stands, unless something of ours changed it
+LIST_S: Final = 60.0  # how long a list is reused, unless we have changed the cache
 DEADLINE_S: Final = 60.0  # for a list or a deletion
 MOST_LINE_BYTES: Final = 16 << 20  # the list of the models is one line
 
@@ -45,12 +44,12 @@ class CachedModels(msgspec.Struct, frozen=True):
     """All models in the cache, the largest first."""
 
     models: tuple[CachedModel, ...] = ()
-    free_bytes: int | None = None  # on its disk; None: it could not be looked at
+    free_bytes: int | None = None  # of the cache's disk; None: unknown, see ``problem``
     problem: str = ""
 
 
 class Download(msgspec.Struct):
-    """A model that is being downloaded, or was last."""
+    """The download that runs, or the latest one."""
 
     id: str
     state: Literal["running", "done", "stopped", "failed"] = "running"
@@ -60,7 +59,7 @@ class Download(msgspec.Struct):
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A line of those that ``hub_program`` prints."""
+    """A line that ``hub_program`` prints; each kind of line sets some of the fields."""
 
     models: tuple[CachedModel, ...] = ()
     free_bytes: int = 0
@@ -71,7 +70,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class HubCache:
-    """Does one thing after the other, but lists while a download runs."""
+    """The cache; one list and one download at a time. The list can be read meanwhile."""
 
     def __init__(self, python: str = sys.executable) -> None:
         """``python``: the interpreter that runs the hub's client."""
@@ -83,32 +82,32 @@ class HubCache:
         self.download: Download | None = None
 
     async def listed(self) -> CachedModels:
-        """List the cache, as it was within the last minute."""
+        """Return the list of the cache, at most ``LIST_S`` old."""
         async with self._listing:
             if self._listed is None or time.monotonic() - self._listed_at > LIST_S:
                 try:
-                    said = await self._one("list")
-                    self._listed = CachedModels(said.models, said.free_bytes)
+                    line = await self._run("list")
+                    self._listed = CachedModels(line.models, line.free_bytes)
                 except HubRefusal as error:
                     self._listed = CachedModels(problem=str(error))
                 self._listed_at = time.monotonic()
             return self._listed
 
     async def delete(self, name: str) -> int:
-        """Delete a model; return the bytes that are free now. Raises ``HubRefusal``."""
+        """Delete a model and return the number of bytes freed. Raises ``HubRefusal``."""
         if self.is_downloading and self.download and self.download.id == name:
             raise HubRefusal(f"{name} is being downloaded")
-        said = await self._one("delete", name)
+        line = await self._run("delete", name)
         self._listed_at = float("-inf")
-        log.info("%s was deleted from the hub's cache: %d bytes", name, said.freed_bytes)
-        return said.freed_bytes
+        log.info("%s was deleted from the hub's cache: %d bytes", name, line.freed_bytes)
+        return line.freed_bytes
 
     @property
     def is_downloading(self) -> bool:
         return self._task is not None and not self._task.done()
 
     def begin(self, name: str) -> Download:
-        """Begin to download a model. Raises ``HubRefusal``: no id, or another is on its way."""
+        """Begin to download a model. Raises ``HubRefusal``: not a hub id, or a download runs."""
         if not HUB_ID.fullmatch(name):
             raise HubRefusal(f"{name[:100]!r} is no hub id like organisation/name")
         if self.is_downloading and self.download:
@@ -118,7 +117,7 @@ class HubCache:
         return self.download
 
     async def stop(self) -> None:
-        """End the download; what is here of it is used when it begins again."""
+        """Stop the download; a later one reuses what it has fetched."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -140,7 +139,8 @@ class HubCache:
         finally:
             self._listed_at = float("-inf")
 
-    async def _one(self, *words: str) -> _Line:
+    async def _run(self, *words: str) -> _Line:
+        """Run the program and return its last line. Raises ``HubRefusal``."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 async with aclosing(self._lines(*words)) as lines:
@@ -149,7 +149,7 @@ class HubCache:
             raise HubRefusal("the hub's client does not answer") from error
 
     async def _lines(self, *words: str) -> AsyncGenerator[_Line, None]:
-        """Yield what the program prints; it ends when nobody reads on. Raises ``HubRefusal``."""
+        """Yield the program's lines, and kill it when the iteration ends. Raises ``HubRefusal``."""
         pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         program = str(Path(hub_program.__file__))
         try:
@@ -172,7 +172,7 @@ class HubCache:
             if await child.wait():
                 raise HubRefusal("the hub's client ended")
         except (msgspec.DecodeError, ValueError) as error:
-            raise HubRefusal("the hub's client printed something else") from error
+            raise HubRefusal("the hub's client printed a line that is not understood") from error
         finally:
             with suppress(ProcessLookupError):
                 child.kill()

@@ -28,11 +28,11 @@ WANTED: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.ti
 
 
 class Refusal(Exception):
-    """The deed cannot be done; the message says why."""
+    """A verb cannot be carried out; the message says why."""
 
 
 def listed() -> Iterator[Mapping[str, Any]]:
-    """Name each model in the cache with its bytes, and the bytes that are free beside them."""
+    """Yield the models in the cache with their bytes, and the free bytes of its disk."""
     models = [
         {
             "id": x.repo_id,
@@ -47,7 +47,7 @@ def listed() -> Iterator[Mapping[str, Any]]:
 
 
 def downloaded(name: str) -> Iterator[Mapping[str, Any]]:
-    """Download a model, and say each half second how many bytes of it are here."""
+    """Download a model; yield every ``LOOK_S`` how many bytes of it are here."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.file_download import repo_folder_name
 
@@ -58,8 +58,8 @@ def downloaded(name: str) -> Iterator[Mapping[str, Any]]:
     total = sum(x.size or 0 for x in wanted)
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
     blobs, names = folder / "blobs", {_blob_of(x) for x in wanted}
-    # Parts that killed downloads have left: newer clients begin a file anew. Older ones go on with
-    # its part, which they name like the file.
+    # Parts of files that killed downloads have left. Newer clients begin such a file anew, so these
+    # bytes do not count; older clients continue the part, which is named like the file.
     left = {x for x in blobs.glob("*.incomplete") if x.stem not in names}
 
     def num_here() -> int:
@@ -81,7 +81,7 @@ def downloaded(name: str) -> Iterator[Mapping[str, Any]]:
 def deleted(name: str) -> Iterator[Mapping[str, Any]]:
     """Delete a model with all of its revisions and files of unfinished downloads.
 
-    Of a folder that is a link only the link is removed: the files lie outside the cache.
+    If the model's folder is a link, only the link is removed, since the files are not in the cache.
     """
     from huggingface_hub import scan_cache_dir
 
@@ -112,12 +112,12 @@ def _repositories() -> list[Any]:
 
 
 def _blob_of(file: Any) -> str:
-    """Name a file of the hub's as the cache does."""
+    """Return the name under which the cache keeps a file of the hub."""
     return str(file.lfs.sha256 if file.lfs else file.blob_id)
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the bytes of all files below, those of unfinished downloads included."""
+    """Return the bytes of all files in a folder, those of unfinished downloads included."""
     return _bytes_of(folder.rglob("*"))
 
 
@@ -135,7 +135,7 @@ def _free_bytes() -> int:
     return shutil.disk_usage(next(x for x in (folder, *folder.parents) if x.exists())).free
 
 
-DEEDS: Final[Mapping[str, Callable[..., Iterator[Mapping[str, Any]]]]] = {
+VERBS: Final[Mapping[str, Callable[..., Iterator[Mapping[str, Any]]]]] = {
     "list": listed,
     "download": downloaded,
     "delete": deleted,
@@ -143,7 +143,7 @@ DEEDS: Final[Mapping[str, Callable[..., Iterator[Mapping[str, Any]]]]] = {
 
 
 def _why(error: Exception, name: str = "") -> str:
-    """Say why a deed was not done, with a way out."""
+    """Return a sentence with the reason of an error and a way out."""
     from huggingface_hub import constants, errors
 
     said = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
@@ -172,11 +172,11 @@ def _why(error: Exception, name: str = "") -> str:
 
 
 def main(verb: str, *names: str) -> int:
-    """Print what a verb yields; an error is a line with its reason."""
+    """Print what a verb yields, or a line with the reason of an error; return the exit code."""
     try:
-        for said in DEEDS[verb](*names):
+        for said in VERBS[verb](*names):
             print(json.dumps(said), flush=True)
-    except BrokenPipeError:  # who asked is gone: the download ends, too
+    except BrokenPipeError:  # the reader has gone: end the download, too
         os._exit(1)
     except ImportError:
         why = "the server's Python has no huggingface_hub"

@@ -1,16 +1,16 @@
 """The replicas of a model that an orchestrator starts and ends, read from a list that it serves.
 
-A replica that leaves gets no new request and no verb but deletions, while it finishes its requests
-and saves its sessions; it is dropped once its control connection ends. Its disk may come back with
-another replica: so that one is given the deletions of the last day, except for sessions that have
-begun again since.
+A leaving replica finishes its requests and saves its sessions. It gets no new request and no verb
+but deletions, and is removed once its control connection ends. A later replica may be given its
+disk, so every new replica is sent the deletions of the last day, except those of sessions that
+have begun again since.
 
-While the list cannot be read, what was read last holds: a replica that is gone is noticed by its
-own connection.
+While the list cannot be read, the last one remains valid; the control connection of a replica shows
+whether it is still there.
 
-The tokens between a gateway and replicas are made of a shared secret: one file
-(``store.secret_file``) on each machine is all that has to be handed out, and no token is in a
-command line, in a configuration or in the database of the orchestrator.
+The tokens between a gateway and replicas are derived from a shared secret. So each machine needs
+only one file (``store.secret_file``), and no token is in a command line, in a configuration or in
+the database of the orchestrator.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from engines.pool.replica_pool import MOVES_AT, ReplicaPool
 
 log = logging.getLogger("thermocline.engines")
 
-LIST_S: Final = 1.0  # between two looks at the list
-GONE_S: Final = 24 * 3600.0  # for so long a gone replica's disk may come back
+LIST_S: Final = 1.0  # between two readings of the list
+GONE_S: Final = 24 * 3600.0  # how long a removed replica's disk may return
 MAX_REPLICAS: Final = 1000
 MAX_LISTING_BYTES: Final = 1 << 20
 READ_S: Final = 5.0
@@ -63,7 +63,7 @@ class ListedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """One replica.
 
     Attributes:
-        name: differs from all others', earlier ones included.
+        name: unique, also among earlier replicas.
         url: the address of its HTTP server.
         control: the address of its control connection.
         leaving: it takes no new sessions, for it is about to end.
@@ -82,7 +82,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def read_listing(body: bytes) -> list[ListedReplica]:
-    """Decode a list. Raises ``ValueError``: it is none, or two replicas have one name."""
+    """Decode a list. Raises ``ValueError``: it is malformed, or two replicas have one name."""
     replicas = msgspec.json.decode(body, type=Listing).replicas
     if len({x.name for x in replicas}) < len(replicas):
         raise ValueError("two replicas have one name")
@@ -90,13 +90,13 @@ def read_listing(body: bytes) -> list[ListedReplica]:
 
 
 class ReplicaList:
-    """The list at one address."""
+    """Reads the list of replicas at one address."""
 
     def __init__(self, url: str, token: str) -> None:
         """``token``: the bearer token that the list asks for. Raises ``EngineError``: a bad url."""
         self._url = url
         self._address = HttpAddress("", url)
-        self._path = "" if urlsplit(url).path.strip("/") else "/"  # the address has the rest
+        self._path = "" if urlsplit(url).path.strip("/") else "/"  # the address adds the path
         self._headers = {"authorization": f"Bearer {token}"}
 
     async def read(self) -> list[ListedReplica]:
@@ -147,8 +147,8 @@ class ListedPool(ReplicaPool):
         self._make = make
         self._watching: asyncio.Task[None] | None = None
         self._list_trouble = "the list of replicas has not been read yet"
-        self._gone_until = float("-inf")  # a gone replica's disk may come back
-        self._deleted = ReplicaDeletions()  # for as long as a disk that comes back may lack them
+        self._gone_until = float("-inf")  # until then a disk may return
+        self._deleted = ReplicaDeletions()  # that a returning disk may lack
 
     @property
     def trouble(self) -> str:
@@ -161,7 +161,7 @@ class ListedPool(ReplicaPool):
         return False
 
     def restart(self, why: str) -> None:
-        log.warning("the engine is not ours to start again: %s", why)
+        log.warning("the engine is not restarted, since an orchestrator runs it: %s", why)
 
     async def start(self) -> None:
         await super().start()
@@ -177,17 +177,17 @@ class ListedPool(ReplicaPool):
         while True:
             try:
                 await self.look()
-            except Exception:  # the edge of this task: what is known of replicas holds
+            except Exception:  # top level of this task: the known replicas stay
                 log.exception("the list of replicas was not followed")
             await asyncio.sleep(LIST_S)
 
     async def look(self) -> None:
-        """Read the list, and take on and let go of replicas by it."""
+        """Read the list; add replicas that are new in it, and remove those that are gone."""
         try:
             listed = {x.name: x for x in await self._read()}
         except EngineError as error:
             if self._list_trouble != str(error):
-                log.warning("%s; the replicas that are known go on", error)
+                log.warning("%s; the known replicas stay in use", error)
             self._list_trouble = str(error)
             return
         self._list_trouble = "" if listed else "the list of replicas is empty"
@@ -196,36 +196,36 @@ class ListedPool(ReplicaPool):
             now = listed.get(replica.name)
             replica.leaving = now is None or now.leaving
             if now is None and not replica.engine.ready:
-                await self._let_go(replica.name)
+                await self._remove_gone(replica.name)
         for one in listed.values():
             if one.name not in known and not one.leaving:
-                log.info("replica %s is there, at %s", one.name, one.url)
-                await self._take_on(one)
+                log.info("replica %s was added, at %s", one.name, one.url)
+                await self._add_listed(one)
 
-    async def _take_on(self, one: ListedReplica) -> None:
+    async def _add_listed(self, one: ListedReplica) -> None:
         replica = await self.add(one.name, self._make(one))
         self._deleted.expire(self._clock())
         for session in self._deleted:
             if session.name not in replica.owed:
                 replica.owed.add(session)
 
-    async def _let_go(self, name: str) -> None:
+    async def _remove_gone(self, name: str) -> None:
         log.info("replica %s is gone", name)
         replica = await self.remove(name)
         self._gone_until = self._clock() + GONE_S
-        self._keep(replica.owed)
+        self._keep_deletions(replica.owed)
 
-    def _owe(self, session: SessionRef) -> None:
-        super()._owe(session)
+    def _note_deletion(self, session: SessionRef) -> None:
+        super()._note_deletion(session)
         if self._clock() < self._gone_until:
-            self._keep([session])
+            self._keep_deletions([session])
 
     def _served(self, session: SessionRef, replica: Replica) -> None:
         super()._served(session, replica)
         self._deleted.discard(session)
 
-    def _keep(self, deleted: Iterable[SessionRef]) -> None:
-        """Keep deletions for replicas that come later; the oldest are dropped first."""
+    def _keep_deletions(self, deleted: Iterable[SessionRef]) -> None:
+        """Keep deletions for replicas that are added later; the oldest are dropped first."""
         now = self._clock()
         self._deleted.expire(now)
         for session in deleted:

@@ -1,4 +1,4 @@
-"""Loads models when they are asked for, and unloads them again; their sessions stay.
+"""Loads models on demand and unloads them; their sessions are kept.
 
 Models *on demand* take turns in a few places, since a machine's memory holds only so many. A
 request for one that is not loaded waits in line. An engine that ends writes all its sessions to the
@@ -29,17 +29,18 @@ log = logging.getLogger("thermocline.engines")
 LOOK_EVERY_S: Final = 0.5
 READY_POLL_S: Final = 0.05
 SAVED_POLL_S: Final = 0.2
-# Refused clients are asked to wait so long. A model that could not be loaded is refused for that
-# time, and for twice as long after each other try, up to the most: others lose their place for it.
+# The Retry-After of refused requests. A model that could not be loaded is refused for this time,
+# doubled with each further failure up to the maximum, since each try takes another model's place.
 RETRY_AFTER_S: Final = 10.0
 MAX_RETRY_AFTER_S: Final = 640.0
 MAX_WAITING: Final = 256  # requests for models that are not loaded
-MAX_OF_TENANT: Final = 64  # of these
-OVERDUE_S: Final = 10.0  # in line; so long a loaded model still takes new requests
-# A model stays for twice as long as loading took, within these bounds, before it makes way for
-# other tenants than its own.
+MAX_OF_TENANT: Final = 64  # one tenant's part of these
+# A loaded model takes new requests until the first model in line has waited for its place so long.
+OVERDUE_S: Final = 10.0
+# A model stays loaded for twice as long as loading took, within these bounds, unless all of its
+# tenants wait for the model that needs its place.
 STAY_S: Final = (10.0, 60.0)
-UNLOAD_S: Final = 600.0  # an engine may save for so long: it ends for memory, not in a hurry
+UNLOAD_S: Final = 600.0  # the most time in which an engine saves its sessions before it ends
 MAX_USERS: Final = 1000
 SHUTTING_DOWN: Final = "the server is shutting down"
 
@@ -58,9 +59,10 @@ class Loading:
     ) -> None:
         """
         Args:
-            on_load: called with each model that was loaded or not, and the seconds that it took.
+            on_load: called after each try with the model's name, the seconds that it took, and
+                whether it was loaded.
             places: the most models that may be loaded at once.
-            max_wait_s: how long a request waits for a place, before its model is being loaded.
+            max_wait_s: how long a request waits until its model begins to load.
             clock: in seconds; only differences count.
         """
         self._models = list(models)
@@ -72,11 +74,11 @@ class Loading:
         self._wanted_since: dict[OnDemand, float] = {}
         self._changed = asyncio.Event()
         self._jobs: set[asyncio.Task[None]] = set()
-        self._ahead: dict[OnDemand, asyncio.Task[None]] = {}  # an operator's, by model
+        self._ahead: dict[OnDemand, asyncio.Task[None]] = {}  # loads that an operator asked for
         self._ended = False
 
     async def enter(self, model: OnDemand, tenant: str) -> None:
-        """Wait until a model is loaded; it stays so until ``leave`` has been called as often.
+        """Wait until a model is loaded, and use it until ``leave``; it is not unloaded meanwhile.
 
         Raises:
             EngineUnavailable: it cannot be loaded, or no place for it was free in time.
@@ -86,7 +88,7 @@ class Loading:
             raise EngineUnavailable(SHUTTING_DOWN)
         if self._clock() < model.refused_until:
             raise EngineUnavailable(model.failed)
-        if self._takes(model):
+        if self._accepts(model):
             model.num_uses += 1
         else:
             await self._wait(model, tenant)
@@ -95,17 +97,17 @@ class Loading:
         model.last_used = self._clock()
 
     def load(self, model: OnDemand, tenant: str) -> None:
-        """Have a model loaded that no request waits for, also soon after it could not be."""
+        """Load a model on an operator's order, even soon after it could not be loaded."""
         model.failed, model.refused_until = "", float("-inf")
         if model not in self._ahead:
             self._ahead[model] = self._start(self._load_ahead(model, tenant))
 
     def is_queued(self, model: OnDemand) -> bool:
-        """Say whether an operator's load waits in line, so that it can be taken back."""
+        """Return whether an operator's load waits in line, so that it can be taken back."""
         return model in self._ahead and model in self._wanted
 
     def take_back(self, model: OnDemand) -> bool:
-        """Take an operator's load out of the line; requests that wait stay. False: none waits."""
+        """Cancel an operator's load in line, not waiting requests; False if there is none."""
         if not self.is_queued(model):
             return False
         self._ahead.pop(model).cancel()
@@ -143,7 +145,7 @@ class Loading:
         self._changed.set()
 
     def progress(self, model: OnDemand) -> str:
-        """Say in a sentence what a request for the model waits for."""
+        """Return a sentence that says what a request for the model waits for."""
         if model in self._wanted:
             place = self._wanted.index(model) + 1
             words = f"the model {model.name} waits to be loaded, number {place} in line"
@@ -155,15 +157,15 @@ class Loading:
             words += f" of the {model.took_s:.0f} s of last time" if model.took_s else ""
         return words
 
-    def _takes(self, model: OnDemand) -> bool:
-        """Say whether requests may have the model now.
+    def _accepts(self, model: OnDemand) -> bool:
+        """Return whether new requests may use the model now.
 
-        Not while its place is about to be given to a model that was asked for ``OVERDUE_S`` ago:
-        a model that is always in use would else never be unloaded.
+        They may not if it is to be unloaded for a model that was asked for ``OVERDUE_S`` ago:
+        otherwise a model that is always in use would never be unloaded.
         """
         if model.state is not LoadState.LOADED:
             return False
-        if model is not self._leaving():
+        if model is not self._next_to_unload():
             return True
         return self._clock() - self._wanted_since[self._wanted[0]] < OVERDUE_S
 
@@ -179,7 +181,7 @@ class Loading:
             self._wanted_since[model] = self._clock()
         self._changed.set()
         try:
-            await loaded.future  # the use is counted then
+            await loaded.future  # ``_grant`` has counted the use
         except asyncio.CancelledError:  # its client has left
             if loaded in model.waiting:
                 model.waiting.remove(loaded)
@@ -188,10 +190,10 @@ class Loading:
             raise
 
     def end(self) -> None:
-        """Refuse all that wait, and load nothing more: the server is shutting down."""
+        """Refuse all waiting requests, and load no more: the server is shutting down."""
         self._ended = True
         for model in self._models:
-            _answer(model, EngineUnavailable(SHUTTING_DOWN))
+            _refuse_all(model, EngineUnavailable(SHUTTING_DOWN))
 
     async def run(self) -> None:
         """Load and unload until cancelled."""
@@ -199,8 +201,8 @@ class Loading:
             while True:
                 try:
                     self._look()
-                except Exception:  # the edge of this task: other requests must not wait for ever
-                    log.exception("models on demand were not looked after; looking again")
+                except Exception:  # top level of this task: requests must not wait for ever
+                    log.exception("the loop that loads models failed; it continues")
                 self._changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY_S):
@@ -212,7 +214,7 @@ class Loading:
             await asyncio.gather(*jobs, return_exceptions=True)
 
     def _look(self) -> None:
-        """Refuse what has waited too long, give places to those in line, unload what is idle."""
+        """Refuse requests that waited too long, load models in line, unload idle ones."""
         for model in self._wanted:
             self._refuse_late(model)
         self._wanted = _in_turns([x for x in self._wanted if x.waiting])
@@ -232,8 +234,8 @@ class Loading:
                 waiting.future.set_exception(Overloaded(words, RETRY_AFTER_S))
 
     def _give_place(self, model: OnDemand) -> bool:
-        """Begin to load the first in line; False while its place is in use."""
-        if model.state is LoadState.LOADED:  # it was leaving, and stays
+        """Begin to load the first in line; False if another must be unloaded before."""
+        if model.state is LoadState.LOADED:  # it was to be unloaded, and stays
             self._grant(model)
             return True
         if model.state is not LoadState.UNLOADED:
@@ -243,13 +245,13 @@ class Loading:
             model.to(LoadState.LOADING)
             self._start(self._load(model))
             return True
-        leaving = self._leaving()
+        leaving = self._next_to_unload()
         if leaving is not None:
             self.unload(leaving)
         return False
 
-    def _leaving(self) -> OnDemand | None:
-        """Return the model whose place the first in line is to have; None if it needs none."""
+    def _next_to_unload(self) -> OnDemand | None:
+        """Return the model to unload for the first in line; None if it needs no place."""
         if not self._wanted or self._wanted[0].state is not LoadState.UNLOADED:
             return None
         if sum(x.state is not LoadState.UNLOADED for x in self._models) < self._places:
@@ -291,7 +293,7 @@ class Loading:
             await model.engine.start()
             while not (model.engine.ready and model.sessions.settled):
                 if self._clock() - model.began > model.load_timeout_s or model.engine.gave_up:
-                    why = model.engine.trouble or "it takes too long"
+                    why = model.engine.trouble or "loading takes too long"
                     break
                 await asyncio.sleep(READY_POLL_S)
         except Exception as error:  # of an engine class that the operator named, perhaps
@@ -313,7 +315,7 @@ class Loading:
         model.refused_until = self._clock() + wait_s
         log.error("%s", model.failed)
         self._on_load(model.name, self._clock() - model.began, False)
-        _answer(model, EngineUnavailable(model.failed))
+        _refuse_all(model, EngineUnavailable(model.failed))
         model.to(LoadState.UNLOADING)
         await self._end_engine(model)
 
@@ -323,9 +325,9 @@ class Loading:
         model.sessions.engine_unloaded(model.rests_in)
 
     async def _until_saved(self, model: OnDemand) -> None:
-        """Wait until the engine has packed what it holds: one that ends gives up after seconds."""
+        """Wait until the engine's queue of saves is empty: an ending engine saves only briefly."""
         until = self._clock() + UNLOAD_S
-        with suppress(EngineError):  # it has ended: then it is not waited for
+        with suppress(EngineError):  # it has ended: do not wait
             while (await model.engine.stats()).save_queue_bytes and self._clock() < until:
                 await asyncio.sleep(SAVED_POLL_S)
 
@@ -344,7 +346,7 @@ def _in_turns(wanted: Sequence[OnDemand]) -> list[OnDemand]:
     """Order models by turns of tenants: a tenant's second one after the first of each other.
 
     Args:
-        wanted: in the order in which they were asked for, but for earlier calls of this function.
+        wanted: in the order in which they were asked for, or as an earlier call returned them.
     """
     num_before: Counter[str] = Counter()  # models of each tenant
     turns = {}
@@ -355,7 +357,7 @@ def _in_turns(wanted: Sequence[OnDemand]) -> list[OnDemand]:
     return sorted(wanted, key=turns.__getitem__)
 
 
-def _answer(model: OnDemand, error: Exception) -> None:
+def _refuse_all(model: OnDemand, error: Exception) -> None:
     for waiting in model.waiting:
         if not waiting.future.done():
             waiting.future.set_exception(error)

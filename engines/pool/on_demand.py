@@ -1,4 +1,4 @@
-"""A model that is loaded when it is asked for: its states, and who waits for it.
+"""A model that is loaded on demand: its states, and the requests that wait for it.
 
 unloaded --start--> loading --ready--> loaded --stop--> unloading --ended--> unloaded
                        '------failed----------------------^
@@ -18,7 +18,7 @@ log = logging.getLogger("thermocline.engines")
 
 
 class LoadState(Enum):
-    """Says whether a model can be asked."""
+    """The states of a model on demand."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -43,7 +43,7 @@ class Waiting(NamedTuple):
 
 
 class EngineSessions(Protocol):
-    """The sessions of an engine, as far as loading asks of them; see ``scheduler.sessions``."""
+    """What ``Loading`` needs of an engine's sessions; see ``scheduler.sessions``."""
 
     @property
     def settled(self) -> bool:
@@ -53,12 +53,12 @@ class EngineSessions(Protocol):
     def memory_is_scarce(self) -> bool: ...
 
     def engine_unloaded(self, rests_in: TierName) -> None:
-        """Note that all of them are cold now, in that tier."""
+        """Record that the engine has ended and that all sessions are cold, in ``rests_in``."""
 
 
 @dataclass(eq=False)
 class OnDemand:
-    """One model that is loaded when it is asked for. ``Loading`` is its only writer."""
+    """One model on demand. Only ``Loading`` changes it."""
 
     name: str
     engine: Engine
@@ -72,12 +72,12 @@ class OnDemand:
     waiting: list[Waiting] = field(default_factory=list)
     was_listed: bool = False  # its engine has listed its sessions since this server began
     users: set[str] = field(default_factory=set)  # tenants that used it since it was loaded
-    stays_until: float = float("-inf")  # for its own tenants
-    began: float = 0.0  # to load
-    took_s: float = 0.0  # to load, when it did last
+    stays_until: float = float("-inf")  # not unloaded for other tenants before
+    began: float = 0.0  # when its latest load began
+    took_s: float = 0.0  # its latest load
     failed: str = ""  # why it could not be loaded
     num_failures: int = 0  # in a row
-    refused_until: float = float("-inf")  # after them
+    refused_until: float = float("-inf")  # after failures
 
     def to(self, state: LoadState) -> None:
         """Change the state, and log it."""

@@ -1,4 +1,4 @@
-"""One of several engines of a model, what is known of it, and the joined reports of several."""
+"""A replica, one of several engines of a model; and the joined reports of several."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engines.wire import EngineReport, TierStats, Welcome
 from kvstore.session import SessionName
 from kvstore.stats import Repacking
 
-FIGURES_S: Final = 2.0  # sums are made without a replica that is silent for longer
-AVOID_S: Final = 5.0  # a replica that took no connection, or broke one, comes last for so long
-MAX_OWED: Final = 10_000  # deletions that a replica that is away is still to do
-MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # of these
+FIGURES_S: Final = 2.0  # sums leave out a replica whose report takes longer
+AVOID_S: Final = 5.0  # a replica that refused or broke a connection is chosen last
+MAX_OWED: Final = 10_000  # deletions that an absent replica has yet to carry out
+MAX_OWED_OF_TENANT: Final = MAX_OWED // 4  # one tenant's part of these
 _SUMS = (
     *("hot_bytes", "idle_hot_bytes", "hot_capacity_bytes", "active_bytes"),
     *("num_running", "num_waiting", "save_queue_bytes"),
@@ -42,14 +42,14 @@ class ReplicaDeletions:
         return (session for session, _ in list(self._all.values()))
 
     def has_room(self, tenant: str) -> bool:
-        """Say whether one more of this tenant is within the bounds."""
+        """Return whether one more deletion of this tenant is within the bounds."""
         return len(self._all) < MAX_OWED and self._num_of(tenant) < MAX_OWED_OF_TENANT
 
     def _num_of(self, tenant: str) -> int:
         return len(self._of[tenant]) if tenant in self._of else 0
 
     def make_room(self, tenant: str) -> None:
-        """Drop the oldest until one more of this tenant is within the bounds."""
+        """Drop the oldest until one more deletion of this tenant is within the bounds."""
         while self._num_of(tenant) >= MAX_OWED_OF_TENANT:
             self._drop(next(iter(self._of[tenant])))
         while len(self._all) >= MAX_OWED:
@@ -58,7 +58,7 @@ class ReplicaDeletions:
     def add(self, session: SessionRef, until: float = inf) -> None:
         """Add a deletion as the latest, even beyond the bounds.
 
-        ``until``: the moment at which ``expire`` drops it; never before that of an older one.
+        ``until``: the time from which ``expire`` drops it; not before that of an older one.
         """
         self.discard(session)
         key = session.name
@@ -66,7 +66,7 @@ class ReplicaDeletions:
         self._of[session.tenant][key] = None
 
     def discard(self, session: SessionRef) -> None:
-        """Take a session's deletion out, if there is one."""
+        """Remove a session's deletion, if there is one."""
         if session.name in self._all:
             self._drop(session.name)
 
@@ -78,7 +78,7 @@ class ReplicaDeletions:
             del self._of[key[0]]
 
     def expire(self, now: float) -> None:
-        """Drop those whose time is over."""
+        """Drop the deletions whose time is over."""
         while self._all and next(iter(self._all.values()))[1] <= now:
             self._drop(next(iter(self._all)))
 
@@ -94,25 +94,25 @@ class Replica:
         self._avoid_until = float("-inf")
         self.leaving = False  # it is about to end: no new requests
         self.differs = ""  # why it serves something else than the others; "" = it does not
-        self.hot_bytes = 0  # as it said last
-        self.owed = ReplicaDeletions()  # of sessions that were deleted while it was away
-        self.is_new = False  # it was taken on while others ran, and has not been ready yet
+        self.hot_bytes = 0  # by its latest report
+        self.owed = ReplicaDeletions()  # deletions that it has yet to carry out
+        self.is_new = False  # it was added while others ran, and has not been ready yet
         self._life: Welcome | None = None
-        self._counters: Counter[str] = Counter()  # of its present life
-        self._earlier: Counter[str] = Counter()  # of all lives before
+        self._counters: Counter[str] = Counter()  # of its present process
+        self._earlier: Counter[str] = Counter()  # of all earlier processes
 
     @property
     def takes(self) -> bool:
-        """True while it may be asked."""
+        """True while it may be sent requests and verbs."""
         return self.engine.ready and not self.differs
 
     def takes_beside(self, but: Welcome | None) -> bool:
-        """Say whether it may be asked for an answer, and is not that life of it."""
+        """Return whether it may be sent a request, and its process is not that of ``but``."""
         return self.takes and not self.leaving and (but is None or self.engine.welcome is not but)
 
     @property
     def trouble(self) -> str:
-        """The reason why it may not be asked, as a sentence; "" if it may."""
+        """The reason why it is not in use, as a sentence; "" if it is."""
         return self.differs or self.engine.trouble
 
     @property
@@ -124,7 +124,7 @@ class Replica:
 
     @property
     def avoided_s(self) -> float:
-        """The seconds for which it comes last: it has just taken no connection, or broke one."""
+        """The seconds for which it is still chosen last; 0 if it is not avoided."""
         return max(0.0, self._avoid_until - self._clock())
 
     @property
@@ -132,11 +132,11 @@ class Replica:
         return self.avoided_s > 0
 
     def avoid(self) -> None:
-        """Note that it took or kept no connection: for some time others are asked first."""
+        """Note a refused or broken connection: others are chosen first for ``AVOID_S``."""
         self._avoid_until = self._clock() + AVOID_S
 
     def count(self, report: EngineReport) -> None:
-        """Take over its counters; those of its earlier lives are kept, so that sums only grow."""
+        """Store its counters, beside those of its earlier processes, so that sums only grow."""
         life = self.engine.welcome
         if life is not self._life:
             self._life = life
@@ -145,7 +145,7 @@ class Replica:
         self.hot_bytes = report.hot_bytes
 
     async def figures(self) -> EngineReport | None:
-        """Ask for its report and count it; None if it does not answer soon."""
+        """Return its report, and count it; None if it does not answer within ``FIGURES_S``."""
         try:
             async with asyncio.timeout(FIGURES_S):
                 report = await self.engine.stats()
@@ -156,12 +156,12 @@ class Replica:
 
     @property
     def counters(self) -> Counter[str]:
-        """Its counters, all lives together."""
+        """The sums of its counters over all its processes."""
         return self._earlier + self._counters
 
 
 def joined_welcome(welcomes: Sequence[Welcome]) -> Welcome:
-    """Return an account that holds for every replica: what all of them can do.
+    """Return the welcome of the pool: what all replicas can do.
 
     Args:
         welcomes: at least one.
@@ -178,7 +178,7 @@ def joined_welcome(welcomes: Sequence[Welcome]) -> Welcome:
 
 
 def difference(one: Welcome, other: Welcome) -> str:
-    """Say in a sentence why ``other`` is no replica of ``one``; "" if it is."""
+    """Return a sentence that says why ``other`` is no replica of ``one``; "" if it is."""
     if (one.engine, one.model) == (other.engine, other.model):
         return ""
     return (
@@ -188,11 +188,11 @@ def difference(one: Welcome, other: Welcome) -> str:
 
 
 def joined_report(reports: Sequence[EngineReport], counters: Mapping[str, int]) -> EngineReport:
-    """Add the figures up.
+    """Return the sums of the replicas' figures as one report.
 
     Args:
         reports: at least one.
-        counters: of all lives of all replicas.
+        counters: the sums over all processes of all replicas.
     """
     sums = {name: sum(getattr(x, name) for x in reports) for name in _SUMS}
     tiers: dict[str, list[TierStats]] = {}

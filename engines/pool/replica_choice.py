@@ -1,9 +1,9 @@
 """Chooses the replica of a session: its home, unless that one is away or far ahead of the next.
 
 A session's home is found on a ring, the same in every gateway. Each replica has ``POINTS`` points
-on it, by a hash of its name. A session belongs to the first point after its own. So a replica that
-is away gives its sessions to many others, and no other session moves. To hash a thousand names for
-each session takes milliseconds; to find a point takes microseconds.
+on it, by a hash of its name. A session belongs to the first point after its own. So the
+sessions of an absent replica go to many others, and no other session moves. Finding a point takes
+microseconds; hashing a thousand names for each session would take milliseconds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Homes:
             self._homes.popitem(last=False)
 
     def drop(self, session: SessionRef) -> None:
-        """Note that the session is no more."""
+        """Forget the home of a session that no longer exists."""
         self._homes.pop(session.name, None)
 
 
@@ -87,7 +87,7 @@ class ReplicaChoice:
     """Knows which replica has which session."""
 
     def __init__(self, replicas: Sequence[Replica], homes: Homes, moves_at: int) -> None:
-        """``moves_at``: the requests by which a home has to be ahead for a session to move."""
+        """``moves_at``: a session moves if its home has so many requests more than another."""
         self._homes = homes
         self._moves_at = moves_at
         self._pinned: set[SessionName] = set()  # these do not move
@@ -103,15 +103,15 @@ class ReplicaChoice:
         """Choose the replica that is to have a session's next request.
 
         Args:
-            but: not this life of one.
+            but: the welcome of an engine process that must not be chosen; None = any may.
 
         Raises:
-            EngineUnreached: there is none.
+            EngineUnreached: no replica may be chosen.
         """
         near = self._near(session, but)
         if not near:
             troubles = (x.trouble for x in self._replicas)
-            raise EngineUnreached(next(filter(None, troubles), "no other replica is there"))
+            raise EngineUnreached(next(filter(None, troubles), "there is no other replica"))
         home = self.home(session)
         if home is not None and home.takes_beside(but) and not home.avoided:
             near = [home, *(x for x in near if x is not home)]
@@ -147,11 +147,11 @@ class ReplicaChoice:
         return home
 
     def note_pinned(self, report: SessionReport) -> None:
-        """Take over whether a session is pinned."""
+        """Record whether a session is pinned."""
         key = report.tenant, report.id
         (self._pinned.add if report.pinned else self._pinned.discard)(key)
 
     def forget(self, session: SessionRef) -> None:
-        """Forget that there was such a session."""
+        """Forget a session's home and whether it was pinned."""
         self._homes.drop(session)
         self._pinned.discard(session.name)

@@ -2,9 +2,9 @@
 
 A session stays at its home, the replica that had it last, or else the first of its ring that can be
 asked; it moves when its home has many more requests than the next one. A move costs a restore from
-a tier that all replicas share, or a prefill where there is none. A replica that ends takes nothing
-along but its own memory: what it had not begun to answer is asked once more elsewhere, and it is
-started again as a single engine is.
+a tier that all replicas share, or a prefill where there is none. If a replica ends, only
+the contents of its memory are lost: requests that it had not begun to answer are sent once more to
+another replica, and it is restarted as a single engine is.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from kvstore.session import SessionName
 
 log = logging.getLogger("thermocline.engines")
 
-# Requests by which a session's home is ahead of the next replica when the session moves, with a
-# tier that all share and without one.
+# A session moves if its home has so many requests more than another replica: with a tier that all
+# replicas share, and without one.
 MOVES_AT: Final = 4
 MOVES_AT_ALONE: Final = 16
-LEAST_WAIT_S: Final = 0.5  # for the control connection of a replica that ended to be lost, too
+LEAST_WAIT_S: Final = 0.5  # until a replica that ended has lost its control connection, too
 FOLLOW_AGAIN_S: Final = 1.0
 
 
@@ -66,7 +66,7 @@ class ReplicaPool:
         """
         Args:
             engines: by their names, which decide which sessions each one gets.
-            moves_at: the requests by which a home has to be ahead for a session to move.
+            moves_at: a session moves if its home has so many requests more than another replica.
             clock: in seconds; only differences count.
         """
         self._clock = clock
@@ -84,10 +84,10 @@ class ReplicaPool:
     # ---- choice
 
     def _served(self, session: SessionRef, replica: Replica) -> None:
-        """Note that a replica has taken a request, and let go of the copy at its former home."""
+        """Note that a replica has taken a request, and drop the hot copy at its former home."""
         home = self._choice.home(session)
         self._homes.put(session, replica.name)
-        for one in self._replicas:  # it has begun again: what was deleted is not this one
+        for one in self._replicas:  # the session has begun again: do not delete it
             one.owed.discard(session)
         if home is None or home is replica:
             return
@@ -99,7 +99,7 @@ class ReplicaPool:
 
     def _start(self, work: Coroutine[Any, Any, object]) -> None:
         async def done() -> None:
-            with suppress(EngineError):  # then it goes when that replica needs the room
+            with suppress(EngineError):  # that replica will evict it when it needs the room
                 await work
 
         job = asyncio.create_task(done(), name="replica-job")
@@ -159,7 +159,7 @@ class ReplicaPool:
         self._following[replica.name] = task
 
     async def add(self, name: str, engine: Engine) -> Replica:
-        """Take on a replica while others run. It is chosen once it is ready."""
+        """Add a replica while others run. It is chosen once it is ready."""
         replica = Replica(name, engine, self._clock)
         replica.is_new = True
         self._replicas.append(replica)
@@ -169,7 +169,7 @@ class ReplicaPool:
         return replica
 
     async def remove(self, name: str) -> Replica:
-        """Let go of a replica that has ended. Raises ``KeyError``: there is none of this name."""
+        """Remove a replica that has ended. Raises ``KeyError``: there is none of this name."""
         replica = next((x for x in self._replicas if x.name == name), None)
         if replica is None:
             raise KeyError(name)
@@ -201,7 +201,7 @@ class ReplicaPool:
         self, path: str, body: bytes, headers: Mapping[str, str], wait_s: float | None = None
     ) -> AsyncIterator[Upstream]:
         session = session_from(headers)
-        key = session or SessionRef("", secrets.token_hex(8), b"")  # a question: any of them
+        key = session or SessionRef("", secrets.token_hex(8), b"")  # no session: any replica
 
         def candidate(but: Welcome | None) -> Candidate:
             replica = self._choice.choose(key, but)
@@ -254,7 +254,7 @@ class ReplicaPool:
             return replica
         raise EngineUnavailable(self.trouble)
 
-    def _there(self) -> list[Replica]:
+    def _usable(self) -> list[Replica]:
         if found := [x for x in self._replicas if x.takes]:
             return found
         raise EngineUnavailable(self.trouble)
@@ -279,13 +279,13 @@ class ReplicaPool:
 
     async def forget(self, session: SessionRef) -> SessionReport | None:
         """See ``engines.base.Engine``. Replicas that are away forget it when they are back."""
-        there = self._there()
-        self._owe(session)
+        there = self._usable()
+        self._note_deletion(session)
         self._choice.forget(session)
-        reports = await asyncio.gather(*(self._pay(x, session) for x in there))
+        reports = await asyncio.gather(*(self._forget_at(x, session) for x in there))
         return next((x for x in reports if x is not None), None)
 
-    def _owe(self, session: SessionRef) -> None:
+    def _note_deletion(self, session: SessionRef) -> None:
         full_ones = [x for x in self._replicas if not (x.takes or x.owed.has_room(session.tenant))]
         if full := next((x for x in full_ones if not x.is_new), None):
             raise EngineUnavailable(
@@ -296,18 +296,18 @@ class ReplicaPool:
         for replica in self._replicas:
             replica.owed.add(session)
 
-    async def _pay(self, replica: Replica, session: SessionRef) -> SessionReport | None:
+    async def _forget_at(self, replica: Replica, session: SessionRef) -> SessionReport | None:
         try:
             report = await replica.engine.forget(session)
         except EngineUnavailable:
             if replica.takes:
                 raise
-            return None  # it has just ended, and owes it
+            return None  # it has just ended; it forgets the session when it is back
         replica.owed.discard(session)
         return report
 
     async def sessions(self) -> list[SessionReport]:
-        there = self._there()
+        there = self._usable()
         listed = await asyncio.gather(*(x.engine.sessions() for x in there))
         best: dict[SessionName, tuple[tuple[bool, bool, float], Replica, SessionReport]] = {}
         for replica, reports in zip(there, listed, strict=True):
@@ -334,7 +334,7 @@ class ReplicaPool:
         return joined_report(known, sum((x.counters for x in self._replicas), gone))
 
     async def adopt(self) -> CodecReport:
-        return (await asyncio.gather(*(x.engine.adopt() for x in self._there())))[0]
+        return (await asyncio.gather(*(x.engine.adopt() for x in self._usable())))[0]
 
     async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
         """See ``engines.base.Engine``. One replica measures; all adopt what it found."""
@@ -350,14 +350,14 @@ class ReplicaPool:
             try:
                 async for notice in replica.engine.notices():
                     if notice is None and replica.engine.welcome is followed is not None:
-                        self._notices.publish(None)  # the same engine asks to be listed again
+                        self._notices.publish(None)  # the same process: list its sessions again
                     elif notice is None:
                         followed = replica.engine.welcome
                         await self._connected(replica)
                     elif self._is_home(replica, notice.session):
                         self._choice.note_pinned(notice.session)
                         self._notices.publish(notice)
-            except Exception:  # the edge of this task: other replicas must not suffer
+            except Exception:  # top level of this task: other replicas must not suffer
                 log.exception("the notices of replica %s were not followed", replica.name)
             await asyncio.sleep(FOLLOW_AGAIN_S)
 
@@ -374,9 +374,9 @@ class ReplicaPool:
         for session in replica.owed:
             if session.name in replica.owed:  # it has not begun again meanwhile
                 with suppress(EngineError):
-                    await self._pay(replica, session)
+                    await self._forget_at(replica, session)
         joined = self._joined()
-        if other is None or joined != self._welcome:  # else what is known of the others holds
+        if other is None or joined != self._welcome:  # else the joint welcome stays as it is
             self._welcome = joined
         self._notices.publish(None)
 
