@@ -33,7 +33,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_sessions: ClassVar[int] = 200_000
     # Above high water (a share of the engine's hot bytes) idle sessions hibernate, the least
     # valuable first, until low water is reached. The room above high water serves turns that begin
-    # meanwhile; the room between the marks is what can fill up before the next sweep.
+    # meanwhile; the room between the marks can fill up before the next sweep is due.
     high_water: ClassVar[float] = 0.85
     low_water: ClassVar[float] = 0.65
     value_half_life_s: ClassVar[float] = 600.0  # idle time that halves a session's claim to be hot

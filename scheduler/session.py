@@ -18,7 +18,7 @@ KV was in the memory of an engine that is not connected; the engine reports late
 - *A job carries its number.* A hibernation that ends after a later turn has overtaken it is stale
   and must not be applied: see ``complete``.
 
-The table is what the gateway knows of sessions. Engines evict on their own, so it may be out of
+The table holds the gateway's knowledge of sessions. Engines evict on their own, so it may be out of
 date; the price is a prefill, never a wrong answer. ``learn`` takes over the engine's reports.
 """
 

@@ -145,7 +145,7 @@ class Loading:
         self._changed.set()
 
     def progress(self, model: OnDemand) -> str:
-        """Return a sentence that says what a request for the model waits for."""
+        """Return a sentence on the progress of loading, for a request that waits for the model."""
         if model in self._wanted:
             place = self._wanted.index(model) + 1
             words = f"the model {model.name} waits to be loaded, number {place} in line"

@@ -43,7 +43,7 @@ class Waiting(NamedTuple):
 
 
 class EngineSessions(Protocol):
-    """What ``Loading`` needs of an engine's sessions; see ``scheduler.sessions``."""
+    """The part of ``scheduler.sessions.SessionManager`` that ``Loading`` uses."""
 
     @property
     def settled(self) -> bool:

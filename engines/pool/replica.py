@@ -161,7 +161,7 @@ class Replica:
 
 
 def joined_welcome(welcomes: Sequence[Welcome]) -> Welcome:
-    """Return the welcome of the pool: what all replicas can do.
+    """Return the welcome of the pool, with the abilities that all replicas have.
 
     Args:
         welcomes: at least one.
