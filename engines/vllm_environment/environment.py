@@ -60,12 +60,12 @@ class VllmEnvironment:
 
 
 def is_supported(version: str) -> bool:
-    """Say whether the plug-in was made for this release of vLLM."""
+    """Return whether the plug-in supports this release of vLLM."""
     return version.startswith(SUPPORTED)
 
 
 def supported_releases() -> str:
-    """The releases that the plug-in was made for, as pip names them."""
+    """The releases that the plug-in supports, as pip names them."""
     return " or ".join(f"vllm=={x}*" for x in SUPPORTED)
 
 

@@ -1,14 +1,13 @@
-"""Reads a model's small files for vLLM: chat templates, tools added to one, and the parsers.
+"""Reads a model's configuration and chat template, and chooses vLLM's parsers and template.
 
 vLLM takes the names of the parsers for tool calls and reasoning when it starts. Without a tool
 parser it refuses every request with ``tools``. A model writes its calls as its chat template shows
-them, so marks in the template decide the parser; where families share their marks, the model's type
-decides. The names are those of the pinned vLLM; a test in its environment looks up each of them
-there.
+them, so strings in the template decide the parser; where families share those strings, the model's
+type decides. The names are those of the pinned vLLM; a test in its environment looks up each.
 
 A wrapped template receives the tools as text in the system message; earlier calls and their
 results are plain text, too. Chats without tools are not changed. Calls are written in the format
-that the parser ``USUAL`` reads.
+that the parser ``USUAL`` parses.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def with_tools(template: str) -> str:
     return _BEFORE + template
 
 
-# The format that ChatML models were trained to write, and that our ``tool_template`` asks for.
+# The format that ChatML models were trained to write, and that ``with_tools`` asks for.
 USUAL: Final = "hermes"
 
 
@@ -127,10 +126,10 @@ class Parsers(NamedTuple):
 
 
 class _Sign(NamedTuple):
-    """Recognises a family by its type, by marks in its template, or by both."""
+    """Recognises a model's family by its type, by strings in its template, or by both."""
 
     parser: str
-    marks: tuple[str, ...] = ()  # all of them
+    marks: tuple[str, ...] = ()  # strings that the template must have, all of them
     model_types: tuple[str, ...] = ()  # beginnings of types; () = any
 
     def fits(self, files: ModelFiles) -> bool:
@@ -219,7 +218,7 @@ def parsers_for(files: ModelFiles) -> Parsers:
 
 
 def needs_tool_template(files: ModelFiles, chosen: Parsers) -> bool:
-    """True if the chat template does not handle tools, and ``tool_template`` can add them."""
+    """True if the chat template does not handle tools, and ``with_tools`` can add them."""
     return bool(chosen.tool_calls == USUAL and files.template and "tools" not in files.template)
 
 

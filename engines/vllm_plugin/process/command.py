@@ -108,7 +108,7 @@ def command(worker: WorkerConfig, settings_path: Path, *, cpu: bool) -> list[str
         *("--uds", str(Path(worker.runtime_dir) / HTTP_SOCKET)),
         *("--kv-cache-memory-bytes", str(engine.hot_bytes // own.tensor_parallel)),
         *("--max-num-seqs", str(engine.max_batch + SPARE_PLACE)),
-        # vLLM refuses one beyond the context.
+        # vLLM refuses a threshold beyond the context.
         *("--long-prefill-token-threshold", str(min(LONG_PREFILL_TOKENS, longest))),
         "--long-prefill-token-threshold-adaptive",
         # auto: bounded by the pool of blocks; vLLM would not start with a larger value.
@@ -209,25 +209,25 @@ def chat_arguments(worker: WorkerConfig) -> list[str]:
     files = read_model_files(model_folder(worker.model_path) or _fetched(worker.model_path))
     chosen = parsers_for(files)
     argv = []
-    if not any(_said(x, own) for x in ("--tool-call-parser", "--no-enable-auto-tool-choice")):
+    if not any(_is_set(x, own) for x in ("--tool-call-parser", "--no-enable-auto-tool-choice")):
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", chosen.tool_calls]
-        if needs_tool_template(files, chosen) and not _said("--chat-template", own):
+        if needs_tool_template(files, chosen) and not _is_set("--chat-template", own):
             path = Path(worker.runtime_dir) / TEMPLATE_FILE
             path.write_text(with_tools(files.template), encoding="utf-8")
             argv += ["--chat-template", str(path)]
-    if not _said("--tool-parser-plugin", own):
+    if not _is_set("--tool-parser-plugin", own):
         argv += ["--tool-parser-plugin", FORCED_CALLS]
-    if chosen.reasoning and not _said("--reasoning-parser", own):
+    if chosen.reasoning and not _is_set("--reasoning-parser", own):
         argv += ["--reasoning-parser", chosen.reasoning]
     return argv
 
 
 def _is_eager(own: VllmConfig, cpu: bool) -> bool:
-    """Say whether nothing is compiled: on CPUs it only delays the start."""
-    return cpu and not _said("--no-enforce-eager", own)
+    """Return whether vLLM does not compile the model, which on CPUs only delays the start."""
+    return cpu and not _is_set("--no-enforce-eager", own)
 
 
-def _said(option: str, own: VllmConfig) -> bool:
+def _is_set(option: str, own: VllmConfig) -> bool:
     return any(x == option or x.startswith(option + "=") for x in own.args)
 
 
@@ -237,6 +237,6 @@ def _fetched(hub_id: str) -> Path | None:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(hub_id, allow_patterns=list(SMALL_FILES)))
-    except Exception as error:  # vLLM will get any such error too, and describe it better
+    except Exception as error:  # vLLM will fail in the same way, with a better message
         logger.warning("the files of %s that name its tool parser are not here: %s", hub_id, error)
         return None

@@ -4,12 +4,12 @@
 
 A request forces a call if its ``tool_choice`` is required or names a function. If vLLM's parser
 knows the model's own format of calls, vLLM only ensures that the arguments of a forced call are
-JSON, unless each function says ``strict``. That word would become part of the prompt, so a forced
-call in the middle of a conversation would discard all KV computed for it. So the parsers are
-extended: for a forced call they request the same enforcement as ``strict``, and prompts do not
-change. Only the lengths of strings are not enforced: xgrammar takes up to two seconds of a core for
-each. Keywords that its compiler does not hold are left out, as in every schema
-(``openai.schemas``): vLLM would refuse the request.
+JSON, unless each function sets ``strict``. But ``strict`` would become part of the prompt, so a
+forced call in the middle of a conversation would discard all KV computed for it. Instead, for a
+forced call, our subclasses of the parsers request the enforcement that ``strict`` gives, and the
+prompt does not change. Lengths of strings are not enforced: xgrammar takes up to two seconds of a
+core for each. Keywords that its compiler does not enforce are left out, as in every schema
+(``openai.schemas``), since vLLM would refuse the request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VLLMS = dict(ToolParserManager.lazy_parsers)
 
 
 def _written(request: Any, write: Callable[[Any], Any]) -> Any:
-    """Return a copy of a request whose functions have schemas that can be enforced."""
+    """Return a copy of a request in which ``write`` has rewritten the schemas of functions."""
     tools = []
     for tool in request.tools:
         function = getattr(tool, "function", None)
@@ -42,7 +42,7 @@ def _written(request: Any, write: Callable[[Any], Any]) -> Any:
 
 
 def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
-    """Extend a parser; one without its own grammar for calls enforces the schema already."""
+    """Return a subclass of ``parser`` that enforces the schemas of forced calls."""
     if parser.structural_tag_model is None:
         return _held_as_json(parser)
 
@@ -65,7 +65,7 @@ def held_to_schema(parser: type[ToolParser]) -> type[ToolParser]:
 
 
 def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
-    """Extend a parser for whose forced calls vLLM derives a JSON schema from those of functions."""
+    """Return a subclass of a parser without a grammar, for which vLLM joins the JSON schemas."""
 
     class HeldToolParser(parser):  # type: ignore[misc]
         def adjust_request(self, request: Any) -> Any:
@@ -83,14 +83,14 @@ def _held_as_json(parser: type[ToolParser]) -> type[ToolParser]:
 
 
 def _with_rooted_refs(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a list of calls with the arguments of each as a definition of its own.
+    """Return the schema of a list of calls in which each function's schema is a definition.
 
-    A function's refs may lead to its own root, or to definitions there. vLLM moves ``$defs`` to the
-    root of the list, and leaves all else where it is.
+    A function's ``$ref`` may name its own root, or its own ``definitions``. vLLM moves only
+    ``$defs`` to the root of the list's schema, so that such references would lead nowhere.
     """
     calls = schema.get("items", {}).get("anyOf")
     if not isinstance(calls, list):
-        return schema  # of one function: its own
+        return schema  # the schema of one function
     made, named = [], dict(schema.get("$defs", {}))
     for i, call in enumerate(calls):
         place = f"call-{i}"

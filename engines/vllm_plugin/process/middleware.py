@@ -1,4 +1,4 @@
-"""The middleware of vLLM's HTTP server; its cache header says where a prompt's KV came from.
+"""The middleware of vLLM's HTTP server: adds the cache header, and limits waits and grammars.
 
     --middleware engines.vllm_plugin.process.middleware.CacheHeaderMiddleware
 
@@ -87,7 +87,7 @@ class Departure:
 async def is_late(
     serving: asyncio.Task[None], begun: asyncio.Future[Any], patience_s: float
 ) -> bool:
-    """Wait until a request begins to run or ends; return True if neither happens in time."""
+    """Wait until a request runs or ends; return True if neither happens in ``patience_s``."""
     either: set[asyncio.Future[Any]] = {serving, begun}
     done, _ = await asyncio.wait(either, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
     return not done
@@ -296,7 +296,7 @@ class _HeldAnswer:
         return True
 
     async def _keep_alive(self) -> None:
-        """Send the head once the request has begun, then a comment now and then until cancelled."""
+        """Send the head once the request runs, then a comment every ``KEEP_ALIVE_S``."""
         await asyncio.wait([self.report])
         await self._send_head()
         while True:

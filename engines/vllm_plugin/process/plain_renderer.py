@@ -1,13 +1,13 @@
-"""Keeps control tokens that users spell out plain text in vLLM's prompts (``host.control_tokens``).
+"""Makes vLLM treat control tokens in users' text as plain text (``host.control_tokens``).
 
 vLLM's registry of renderers names the class that writes the prompts for a kind of tokenizer. Our
-classes extend those that write one text, in which a tokenizer would find control tokens no matter
-who wrote them. The other renderers (Mistral's, Kimi K3's, Inkling's, and harmony for gpt-oss)
-tokenize each piece separately, and treat users' input as plain text.
+subclasses replace those that write a prompt as one text, in which a tokenizer takes every spelling
+of a control token for the token, also in a user's words. The other renderers (Mistral's, Kimi K3's,
+Inkling's, and harmony for gpt-oss) tokenize each piece separately, so they need no replacement.
 
-One thread of vLLM tokenizes all prompts, in the order of arrival. So long texts are passed to it
-one at a time: a short one waits for one of them at most. Of a chat only the new text is tokenized
-(``host.segment_cache``).
+One thread of vLLM tokenizes all prompts, in the order of arrival. Long texts are passed to it one
+at a time, so that a short one waits for one of them at most. Of a chat, only the new text is
+tokenized (``host.segment_cache``).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from engines.vllm_plugin.identity import TENANT
 
 LONG_CHARS: Final = 1 << 16  # takes some 20 ms
 MAX_WAITING: Final = 4096  # requests; vLLM itself has no bound
-KEY_FIELD: Final = "thermocline_key"  # of a prompt: under which its segments are known
+KEY_FIELD: Final = "thermocline_key"  # in a prompt: the key of its segments, by tenant
 # Renderers that treat users' text as plain, or have no such text.
 PLAIN_OF_THEMSELVES: Final = frozenset({"inkling", "kimi_k3", "mistral", "terratorch"})
 
 
 class _Plain(BaseRenderer):
-    """Marks users' spellings before the prompt is written, and encodes marks as plain text."""
+    """Marks users' control tokens before the prompt is written, and encodes them as plain text."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -140,7 +140,7 @@ class _Plain(BaseRenderer):
 
 
 class _PlainByCode(_Plain):
-    """Uses code instead of a template: all added tokens with bars are control tokens."""
+    """Has no template to read: all added tokens with bars are control tokens."""
 
     def _template(self, tokenizer: Any) -> str:
         return " ".join(tokenizer.get_added_vocab())

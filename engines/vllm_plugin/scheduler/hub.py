@@ -43,7 +43,7 @@ from engines.vllm_plugin.messages import (
 from engines.wire import KVSize, SessionReport, Verb, WireError, frame, read_body
 from kvstore.session import TIER_NAMES, TierName
 
-# A rank that lost its connection never reports a save; the oldest such saves are forgotten.
+# A rank that lost its connection never reports a save, so the oldest open saves are forgotten.
 MAX_OPEN: Final = 1024
 logger = logging.getLogger("thermocline.vllm")
 CLOSE_S: Final = 10.0
@@ -56,7 +56,8 @@ class SaveAcks:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._open: dict[int, list[bool]] = {}  # kept by each rank? By job, the oldest first
+        # By job, the oldest first: for each rank that has answered, whether it kept the save.
+        self._open: dict[int, list[bool]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -89,9 +90,9 @@ class Hub:
         self._hellos: dict[int, RankHello] = {}
         self._fronts: set[asyncio.StreamWriter] = set()
         self._front_came = asyncio.Event()
-        self._partial: dict[int, list[Staged]] = {}  # answers to a ticket that is still wanted
+        self._partial: dict[int, list[Staged]] = {}  # the ranks' answers, by open ticket
         self._numbers = itertools.count(1)
-        # Messages to callers that still wait, each with its sender; by the question's number.
+        # Answers to calls of ``ask``, each with its rank's connection; by the call's number.
         self._calls: dict[int, asyncio.Queue[tuple[object, RankAnswer]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
@@ -179,7 +180,7 @@ class Hub:
     def staged(self, ticket: int, within_s: float = 0.0) -> Staged | None:
         """The joint answer of all ranks to a ``Stage``; it is returned only once.
 
-        It offers only the blocks that every rank has. None if a rank has not answered after
+        It has only the blocks that every rank has staged. None if a rank has not answered after
         ``within_s`` seconds.
         """
         with self._lock:

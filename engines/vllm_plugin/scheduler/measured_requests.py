@@ -1,7 +1,7 @@
-"""Measuring requests at the scheduler: sent to vLLM while it is idle, and the blocks of each.
+"""Sends a measurement's requests to vLLM while it is idle, and plans the use of their blocks.
 
-They are sent one at a time, while no other request needs the model. Some blocks of a request get
-given KV, and those that are read are held.
+They are sent one at a time, while no other request needs the model. Some blocks of a request are
+filled with given KV before it runs; others are held until the measurement has read them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_S: Final = 600.0
 
 
 class Forwards:
-    """The orders of the ranks. On the hub's event loop; any thread may call ``order_of``."""
+    """Carries out the ranks' orders, on the hub's event loop. Any thread may call ``order_of``."""
 
     def __init__(self, hub: Hub, is_idle: Callable[[], bool]) -> None:
         """``is_idle``: no user's request runs or waits. Called on the hub's thread."""
@@ -58,19 +58,19 @@ class Forwards:
                 self._note_findings(news)
 
     def _note_order(self, order: Forward) -> None:
-        """Have the order carried out when all ranks have sent it."""
+        """Carry out an order once all ranks have sent it."""
         if order.number <= self._last:
             return
         self._heard[order.rank] = order
         wanted = {msgspec.structs.replace(x, rank=0) for x in self._heard.values()}
         if len(self._heard) == self._hub.num_ranks and len(wanted) == 1:
             self._heard.clear()
-            self._findings.clear()  # of a measurement before: figures come after its last order
+            self._findings.clear()  # those of an earlier measurement
             self._last = order.number
             self._hub.spawn(partial(self._carry_out, wanted.pop()))
 
     def _note_findings(self, findings: Findings) -> None:
-        """Inform all ranks once all figures have come, or one rank has given up."""
+        """Send the joint figures to all ranks once all have come, or one rank's error."""
         self._findings[findings.rank] = findings
         found = [self._findings[x] for x in sorted(self._findings)]
         if error := next((x.error for x in found if x.error), ""):
@@ -128,7 +128,7 @@ class MeasuredRequests:
     def num_given(self, request: Any, num_computed_tokens: int) -> int:
         """The number of tokens after the computed ones whose KV is prepared.
 
-        They are loaded like those of a returning session, a step before the request's first.
+        They are loaded like those of a returning session, one step before the request runs.
         """
         return max(0, self._orders[request.request_id].given - num_computed_tokens)
 

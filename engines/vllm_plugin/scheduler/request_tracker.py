@@ -7,7 +7,7 @@ The stages of a request (``->`` marks calls by vLLM, on its own thread):
     -> match  None         the ranks were asked to stage the stored blobs: to read and verify them;
                            if no other request runs, blobs in memory are staged within this call
     -> match  None         still reading (a disk, Redis); vLLM serves other requests meanwhile
-    -> match  None         another request computes more than is stored: see ``shared_prefills``
+    -> match  None         a running request will compute more of it: see ``shared_prefills``
     -> match  n tokens     all offered tokens are in memory and verified on every rank
     -> allocated           vLLM set blocks aside; the load is planned
     -> absorb              the load has ended, perhaps with blocks that could not be decoded
@@ -80,7 +80,7 @@ class RequestTracker:
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Answer vLLM's ``get_num_new_matched_tokens``: see ``Restores.match``.
 
-        None as the number means that vLLM is to ask again in its next step.
+        If the number is None, vLLM asks again in its next step.
         """
         if request.request_id in self._measured:
             given = self._measured.num_given(request, num_computed_tokens)

@@ -7,7 +7,7 @@ repeated if vLLM's thread disturbs it. Only vLLM's thread changes vLLM's table.
 
 A session is hot while vLLM holds all of its blocks. vLLM reuses a chain of blocks from its tail on,
 because vLLM and this plug-in free the blocks in that order: if the last block is cached, all are.
-The rest of a chain without its tail is mostly a beginning that it shares with other sessions.
+Blocks of a chain that has lost its tail are mostly a prefix that it shares with other sessions.
 
 If some layers do not keep all tokens (``groups``), vLLM continues only from a boundary with a
 state, so such a session is hot while its newest state is cached, too. The blocks of a state are

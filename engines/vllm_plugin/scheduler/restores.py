@@ -51,7 +51,7 @@ class Restores:
         self._monotonic = monotonic
         self._budget = StagingBudget(max_staged_bytes)
         self._tickets = itertools.count(1)
-        self._silent_at = float("-inf")  # when the ranks last left a request without an answer
+        self._silent_at = float("-inf")  # when a rank last missed its deadline
         self._planned: list[Load] = []
         self._loading: dict[str, set[int]] = {}  # block ids by request
         self._has_waited = False  # in this step
@@ -74,7 +74,7 @@ class Restores:
         if tracked.restore is not None and first < tracked.restore.first_block:
             self.release(tracked)
         if tracked.waits_since is not None and tracked.waits_since <= self._silent_at:
-            tracked.reason = "deadline"  # a rank has fallen silent since it came
+            tracked.reason = "deadline"  # a rank missed its deadline since the request came
             return self._offer(tracked, first)
         restore = tracked.restore or self._stage(tracked, first, request.block_hashes[:last])
         if restore is None or not self._has_answer(tracked, restore, idle):

@@ -185,7 +185,7 @@ class SchedulerSide:
         return msgspec.structs.replace(self._welcome, codec=codec, live_kv=live, bf16_kv=bf16)
 
     def _receive(self, news: PeerNews) -> None:
-        """Process messages of peers that are no answers. On the hub's event loop."""
+        """Process a peer's message that is not an answer. On the hub's event loop."""
         match news:
             case RankLost():
                 self.hub.spawn(partial(self._report_lost, news))
@@ -204,8 +204,8 @@ class SchedulerSide:
     async def _look(self, session: SessionRef) -> SessionReport | None:
         """Return a session's report for a notice.
 
-        Raises ``OSError``: a rank does not answer. The gateway then asks for all sessions, until it
-        has an answer, so that it learns of the change in the end.
+        Raises ``OSError``: a rank does not answer. Then this asks the gateway to list all sessions,
+        which it repeats until it has an answer, so that it does not miss the change.
         """
         try:
             return await self.verbs.look(session)

@@ -17,7 +17,7 @@ from engines.vllm_plugin.scheduler.resident_sessions import ResidentSessions
 from engines.vllm_plugin.scheduler.tracked_request import TokenBlocks
 from kvstore.session import SessionName, SessionRef
 
-MAX_POSTPONED: Final = 1024  # above it the oldest are given up until their next turn
+MAX_POSTPONED: Final = 1024  # beyond it, the oldest sessions are not saved until their next turn
 
 
 @dataclass
@@ -149,6 +149,6 @@ class TurnSaves:
                 hashes, states = chain[:end], self._newest_state(chain[:end])
                 job = next(self._jobs)
                 self._plan(Save(job, session, hashes, block_ids[:end], states, waits=True))
-            # Only now: a session that did not count as being saved in between could be deleted
-            # then, and the save would bring it back.
+            # Only after ``_plan``: if the session did not count as being saved in between, it could
+            # be deleted then, and the save would bring it back.
             self._forget_postponed(session)

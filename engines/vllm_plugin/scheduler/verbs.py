@@ -46,9 +46,9 @@ LOOK_S: Final = 10.0
 MOVE_S: Final = 80.0
 ADOPT_S: Final = 80.0  # new kernels are compiled
 SETTLE_S: Final = 5.0  # for a save that should end before the verb is carried out
-HAND_OVER_S: Final = 20.0  # for one that must; vLLM passes it to the workers in its next step
-# For the report to readers of KV events that the session is stored, which should precede the report
-# that its blocks are removed.
+HAND_OVER_S: Final = 20.0  # for a save that must; vLLM passes it to the workers in its next step
+# The wait until readers of KV events were informed that the session is stored, before its blocks
+# are reported as removed.
 REPORTED_S: Final = 1.0
 POLL_S: Final = 0.01
 _ORDER: Final[list[TierName | None]] = [*TIER_NAMES, None]

@@ -2,10 +2,9 @@
 
     --scheduler-cls engines.vllm_plugin.scheduler.vllm_scheduler.scheduler
 
-Grammars go to the compiler that handles them well (``grammar.backend``). And while a long prompt is
-computed, only requests that could use its tokens of a step count against it: vLLM gives a long
-prompt fewer tokens in a step while other requests wait, also if they wait for this very prompt
-(``shared_prefills``).
+Grammars go to the compiler that handles them well (``grammar.backend``). And requests that wait for
+a long prompt (``shared_prefills``) do not slow it down: vLLM gives a long prompt fewer tokens in a
+step while other requests wait, so those that could not run yet are not counted as waiting.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from engines.vllm_plugin.grammar.backend import choose_compilers
 
 
 class SharedPrefillScheduler(Scheduler):
-    """Does not count requests that are held back when it divides a step's tokens."""
+    """vLLM's scheduler, which does not divide a step's tokens among held-back requests."""
 
-    _divides = False
+    _is_scheduling = False
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self._divides = True
+        self._is_scheduling = True
         try:
             return super().schedule(throttle_prefills)
         finally:
-            self._divides = False
+            self._is_scheduling = False
 
     def get_request_counts(self) -> tuple[int, int]:
         running, waiting = super().get_request_counts()
-        if self._divides:  # vLLM's own connectors hold none back
+        if self._is_scheduling:  # vLLM's own connectors hold none back
             waiting -= getattr(self.connector, "num_held_back", 0)
         return running, waiting
 

@@ -1,4 +1,4 @@
-"""Finds out what the gateway learns of an engine when it connects, such as the chats it accepts."""
+"""Makes the greeting of an engine to the gateway, which describes the chats that it accepts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def welcome_of(settings: PluginSettings, vllm_config: Any, groups: Groups, versi
 
 
 def sees_images(model_config: Any) -> bool:
-    """Say whether the model accepts images and vLLM's configuration allows them."""
+    """Return whether the model accepts images and vLLM's configuration allows them."""
     if not getattr(model_config, "supports_multimodal_inputs", False):
         return False
     try:
@@ -44,7 +44,7 @@ def sees_images(model_config: Any) -> bool:
         kinds = MULTIMODAL_REGISTRY.get_processing_info(model_config).supported_mm_limits
         limit = model_config.get_multimodal_config().get_limit_per_prompt("image")
     except Exception as error:  # a third-party model must not end the engine
-        logger.warning("whether the model sees images is not known: %s", error)
+        logger.warning("it is unknown whether the model accepts images: %s", error)
         return False
     return "image" in kinds and limit > 0
 
@@ -57,7 +57,7 @@ def _of_tokenizer(model_config: Any, read: Callable[[Any], T]) -> T | None:
         tokenizer = cached_tokenizer_from_config(model_config)
         return read(tokenizer) if tokenizer else None
     except Exception as error:  # a third-party tokenizer must not end the engine
-        logger.warning("the tokenizer does not show all about its chats: %s", error)
+        logger.warning("the tokenizer's chat template or vocabulary cannot be read: %s", error)
         return None
 
 

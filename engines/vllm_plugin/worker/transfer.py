@@ -48,7 +48,7 @@ class BlockRows:
     """The KV of one session in vLLM's blocks: implements ``kvstore.store.save_queue.RowSource``.
 
     Args:
-        ready: the mark after the work that fills the blocks.
+        ready: marks the end of the device work that fills the blocks; see ``Blocks.mark``.
         released: called once, when the blocks are not read any more.
     """
 
@@ -106,7 +106,7 @@ class BlockRows:
         return [x for x in held if x[0] * size >= piece.end_token]
 
     def _taken(self, pieces: Sequence[Piece]) -> list[TakenState]:
-        """Copy out the states that these pieces are of."""
+        """Copy out the states that these pieces hold parts of."""
         states = self._access.states
         if states is None or not pieces:
             return []
@@ -177,13 +177,13 @@ class Transfer:
             always=save.waits,
         )
         if not is_begun:
-            # One that was to wait was refused for another reason, and would be again.
+            # A save that waits for room was refused for another reason, so it is not repeated.
             with self._settled:
                 self._ended.jobs[save.job] = not save.waits
             on_ended(save, False)
 
     def note_read(self, jobs: Iterable[int]) -> None:
-        """Note that other code has read the blocks of these jobs, which are no saves."""
+        """Note that a measurement has read the blocks of these jobs."""
         with self._settled:
             self._ended.jobs.update(dict.fromkeys(jobs, False))
 
@@ -209,7 +209,7 @@ class Transfer:
         self._loaders.submit(self._load, load, self._access.blocks.mark())
 
     def note_filled(self, request_ids: Iterable[str]) -> None:
-        """Note that other code has filled the blocks of these requests."""
+        """Note that a measurement has filled the blocks of these requests."""
         with self._settled:
             self._ended.loads.update((x, set()) for x in request_ids)
 

@@ -58,7 +58,7 @@ QUIET_S: Final = 1.0
 # Idle buffers for unpacking may take 1 / SPARE_SHARE of the bytes that may wait to be saved.
 SPARE_SHARE: Final = 4
 
-# Chooses the code that copies the blocks of a cache; the number: the most bytes of idle buffers.
+# Makes the object that copies the blocks of a cache, for at most so many bytes of idle buffers.
 ChooseBlocks: TypeAlias = Callable[[PagedCache, ColdStore, int], Blocks]
 
 
@@ -185,7 +185,7 @@ def open_worker_side(
         codecs,
         measuring,
     )
-    # Several ranks do not continue to learn.
+    # Several ranks measure only for a first verdict: they do not learn on, nor time again.
     if config.calibrate and (
         codecs.has_open_questions if num_ranks == 1 else codecs.report.unmeasured
     ):
@@ -292,7 +292,7 @@ def attention_cache(
     whole = int(vllm_config.cache_config.block_size)
     if first.shape[2] != whole:
         raise UnknownLayout(
-            f"the attention backend cuts blocks of {whole} tokens into ones of {first.shape[2]};"
+            f"the attention backend splits blocks of {whole} tokens into ones of {first.shape[2]};"
             " choose another with --attention-backend"
         )
     name = next(iter(own))
