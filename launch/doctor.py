@@ -45,7 +45,7 @@ from launch.model.find import folder_in as sample_folder
 from launch.plan.cold_size import expected_choice, first_measurement, in_words
 from launch.plan.fit import with_capacity
 from launch.plan.served_model import check_served, served_cache
-from launch.remote.server import ask_server
+from launch.remote.server import describe_server
 from launch.serve.preflight import take_port
 from launch.serve.sharing import differences_from_redis
 from launch.settings.budgets import at_once
@@ -98,7 +98,7 @@ def _finding(
 
 
 def _server(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    if found := ask_server(environ):
+    if found := describe_server(environ):
         return "ok", found
     if url := environ.get(URL_VARIABLE):
         return "warning", f"no server of ours answers at {url} (--url, {URL_VARIABLE})"
@@ -258,7 +258,7 @@ def _port(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     gateway = effective.settings.gateway
     named = urlsplit(server_address(environ))
     is_here = named.hostname in ("127.0.0.1", "::1", "localhost", gateway.host)
-    if is_here and named.port == gateway.port and ask_server(environ):
+    if is_here and named.port == gateway.port and describe_server(environ):
         return "ok", f"{gateway.host} port {gateway.port} is that of the server which runs here"
     take_port(gateway).close()
     return "ok", f"{gateway.host} port {gateway.port} is free"

@@ -1,1 +1,1 @@
-"""The command line ``thermocline``: its commands, their options, and all that is printed."""
+"""The command line ``thermocline``: its commands, their options and their output."""

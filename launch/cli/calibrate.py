@@ -1,4 +1,4 @@
-"""Has a running server measure its model, and prints the report of ``thermocline calibrate``."""
+"""The parts of ``thermocline calibrate`` that ask a running server and print the report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from launch.printing import one_line, say
 from launch.remote.server import Remote
 
 LOOK_EVERY_S: Final = 2.0
-# An engine reports now and then how far it is; one that was restarted reports nothing more.
+# After this time without progress the engine counts as restarted: it does not resume by itself.
 SILENCE_S: Final = 60.0
 COLUMNS: Final = (
     *("preset", "tokens", "bits", "KL", "perplexity", "delta p", "top 1", "needles"),
     *("chains: KL", "top 1", "restore", "cos K", "cos V", "of Gaussian"),
 )
 NAME: Final = 12  # characters of a preset's name
-FIGURE: Final = 7  # and of a figure
+FIGURE: Final = 7  # characters of a figure, at least
 
 
 def measure_served(
@@ -32,24 +32,24 @@ def measure_served(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> CalibrationReport:
-    """Have the server begin, and return its figures when it has ended. Takes minutes.
+    """Start a measurement on the server, wait for its end and return the report. Takes minutes.
 
-    The measurement goes on if this is interrupted. The report has no single texts, and beside the
-    new figures those that older runs have left of other presets.
+    The server goes on measuring if this is interrupted. The report has no figures for single
+    texts, and also has the rows of other presets from earlier measurements.
 
     Args:
-        on_progress: called with the progress, whenever that changes.
-        on_rows: called with all rows so far, again and again.
+        on_progress: called with a description of the progress whenever it changes.
+        on_rows: called with all rows so far after each look at the server.
 
     Raises:
-        LaunchError: the server cannot measure, or has given up.
+        LaunchError: the server cannot measure, failed, or reports no progress any more.
     """
     before = remote.codec()
     shown, heard = remote.measure(), clock()
     on_progress(shown)
     while True:
         sleep(LOOK_EVERY_S)
-        codec = _looked(remote)
+        codec = _codec_report(remote)
         on_rows(codec.found if codec is not None else ())
         if codec is not None and codec.progress:
             heard = clock()
@@ -57,7 +57,7 @@ def measure_served(
                 shown = codec.progress
                 on_progress(shown)
         elif codec is not None and _has_ended(codec, before):
-            return _report(codec)
+            return _final_report(codec)
         elif clock() - heard > SILENCE_S:
             raise LaunchError(
                 "the server measures no more, and does not say why: its engine may have been"
@@ -65,8 +65,8 @@ def measure_served(
             )
 
 
-def _looked(remote: Remote) -> CodecReport | None:
-    """Ask what the server says now; None if it does not answer, which may pass."""
+def _codec_report(remote: Remote) -> CodecReport | None:
+    """Return the server's report on its codecs; None if it does not answer now."""
     try:
         return remote.codec()
     except LaunchError:
@@ -77,8 +77,8 @@ def _has_ended(codec: CodecReport, before: CodecReport | None) -> bool:
     return codec.ended is not None and (before is None or codec.ended != before.ended)
 
 
-def _report(codec: CodecReport) -> CalibrationReport:
-    """The report of a measurement that has ended. Raises ``LaunchError``: it found nothing."""
+def _final_report(codec: CodecReport) -> CalibrationReport:
+    """Return the report of an ended measurement. Raises ``LaunchError`` if it failed."""
     if codec.ended is not None and codec.ended.error:
         raise LaunchError(f"the server has not measured its model: {codec.ended.error}")
     rows = (*codec.rows, *codec.others)
@@ -88,13 +88,13 @@ def _report(codec: CodecReport) -> CalibrationReport:
 
 
 class RowPrinter:
-    """Prints the rows of a measurement, each of them as soon as it is there, and once."""
+    """Prints each row of a measurement once, as soon as it is known."""
 
     def __init__(self) -> None:
         self._printed: set[tuple[str, int]] = set()
 
     def print_rows(self, rows: Iterable[Quality]) -> None:
-        """Print those rows that were not printed yet, but none of an early verdict."""
+        """Print the rows that were not printed yet, except those of an early verdict."""
         for row in rows:
             key = (row.preset, row.context)
             if key not in self._printed and not row.is_early:
@@ -104,7 +104,7 @@ class RowPrinter:
                 say(_line(_cells(row)))
 
     def print_report(self, report: CalibrationReport) -> None:
-        """Print the rows that are left, and the lines below the table."""
+        """Print the remaining rows and the lines below the table."""
         self.print_rows(report.rows)
         times = {row.context: row.prefill_s for row in report.rows if row.prefill_s is not None}
         for context, seconds in times.items():
@@ -114,7 +114,7 @@ class RowPrinter:
 
 
 def _line(cells: Sequence[str]) -> str:
-    """Align cells, which have the widths of their titles, or that of a usual figure."""
+    """Return one line of the table; a column is as wide as its title, and at least ``FIGURE``."""
     name, *figures = map(one_line, cells)
     widths = [max(len(title), FIGURE) for title in COLUMNS[1:]]
     aligned = [cell.rjust(width) for cell, width in zip(figures, widths, strict=True)]

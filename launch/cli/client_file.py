@@ -1,6 +1,7 @@
-"""Changes to a client's own file of settings.
+"""Merges our settings into a client's own settings file.
 
-What the file had before is kept beside it, once. A file that cannot be read is left as it is.
+The first change keeps the file's former content in a backup beside it. A file that cannot be parsed
+is not changed.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from gateway.clients.needs import FileChange, Format, printable, yaml_line
 from launch.errors import LaunchError
 
 BACKUP_SUFFIX: Final = ".before-thermocline"
-_PRIVATE: Final = 0o600  # a key may stand in it
-# Readers of .env files take these as they stand.
+_PRIVATE: Final = 0o600  # the file may contain an API key
+# Values that all readers of .env files take without quotes.
 _BARE: Final = re.compile(r"[A-Za-z0-9_./:@%+,=\\-]+")
-# Lines of a mapping in YAML: those of its keys, and those below one.
+# Lines of a YAML mapping: a line with a key, and a line that belongs to the value of a key above.
 _OF_MAPPING: Final = re.compile(r"([\"']?)[\w.-]+\1\s*:(\s|$)")
 _BELOW: Final = re.compile(r"\s|-(\s|$)")
 
 
 def write(change: FileChange) -> Path | None:
-    """Merge a change into its file; returns where the file's former content is, if it had any.
+    """Merge a change into its file; return the path of the backup, None if the file was empty.
 
     Raises:
-        LaunchError: the file cannot be read, merged or written; it is as it was.
+        LaunchError: the file cannot be read, merged or written; it is unchanged.
     """
-    path = change.path.resolve()  # a link stays a link
+    path = change.path.resolve()  # a symbolic link is kept, and its target written
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         after = merged(before, change)
@@ -47,10 +48,10 @@ def write(change: FileChange) -> Path | None:
 
 
 def merged(text: str, change: FileChange) -> str:
-    """Return the file's new text.
+    """Return ``text``, the file's content, with the change merged into it.
 
     Raises:
-        LaunchError: ``text`` is not of the file's format, or has something else in our place.
+        LaunchError: ``text`` is not in the file's format, or our keys have values of another kind.
     """
     try:
         return _MERGERS[change.format](text, change)
@@ -96,7 +97,10 @@ def _merged_yaml(text: str, change: FileChange) -> str:
 
 
 def _check_mapping(lines: Sequence[str], ours: Collection[str]) -> None:
-    """Check that YAML is a mapping in whose lines ours can stand. Raises ``ValueError``."""
+    """Check that YAML is a mapping in which each of our keys, if present, takes a single line.
+
+    Raises ``ValueError`` otherwise.
+    """
     own, named, before = _of_keys(ours, ":"), _of_keys(ours, r":\s*&"), ""
     for line in lines:
         if _BELOW.match(line) is None:
@@ -118,27 +122,27 @@ def _of_keys(keys: Collection[str], separator: str, before: str = "") -> re.Patt
 
 
 def _with_lines(text: str, ours: Mapping[str, str], separator: str, before: str = "") -> str:
-    """Put lines in the place of those of the same keys; the others stay."""
+    """Replace the lines of the keys in ``ours``, and append those that ``text`` does not have."""
     lines = text.removesuffix("\n").split("\n") if text else []
     for key, line in ours.items():
         same = _of_keys([key], separator, before)
         places = [i for i, x in enumerate(lines) if same.match(x)]
         if places:
-            lines[places[-1]] = line  # of several the last one counts
+            lines[places[-1]] = line  # the last line of a key is the one that counts
         else:
             lines.append(line)
     return "\n".join(lines) + "\n"
 
 
 def _dotenv_line(key: str, value: str) -> str:
-    """Write a value so that all readers of .env files read it back; they differ in escapes.
+    """Return a line that all readers of .env files read as ``value``; they differ in escapes.
 
-    Raises ``ValueError`` for one that some would change.
+    Raises ``ValueError`` if there is no such line.
     """
     if _BARE.fullmatch(printable(value)):
         return f"{key}={value}"
     for quote in "'\"":
-        if not any(x in value for x in (quote, "\\", "${")):  # some put a variable in its place
+        if not any(x in value for x in (quote, "\\", "${")):  # some readers expand ${NAME}
             return f"{key}={quote}{value}{quote}"
     raise ValueError(f"a value with ${{, or quotes and backslashes, cannot be written: {value!r}")
 
@@ -155,12 +159,12 @@ def _back_up(path: Path, text: str) -> Path | None:
     if not text:
         return None
     backup = path.with_name(path.name + BACKUP_SUFFIX)
-    if not backup.exists():  # the first one holds what was the user's own
+    if not backup.exists():  # the first backup has the user's own content
         _replace(backup, text)
     return backup
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file at once or not at all; a new one is private, an old one keeps its mode."""
+    """Write a file atomically; a new file is private, an existing one keeps its mode."""
     mode = path.stat().st_mode & 0o777 if path.exists() else _PRIVATE
     replace_file(path, text.encode(), mode)

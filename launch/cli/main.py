@@ -1,8 +1,8 @@
 """The command ``thermocline``.
 
-Options that choose settings are declared as parameters and read by ``options.chosen``, all at once.
-Mistakes of the user end in one sentence on standard error: exit code 2 for a wrong request, 1 for
-one that could not be carried out.
+Options that are settings are declared as parameters, but only ``options.chosen`` reads them.
+A failed command prints one sentence on standard error; the exit code is 2 for a wrong request and 1
+for one that could not be carried out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from launch.printing import print_json, print_table, say
 from launch.settings.schema import flat, masked
 from launch.settings.units import shown
 
-# Settings that ``config`` shows of each of several engines.
+# Settings that ``config`` shows for each engine, if there are several.
 OF_EACH_ENGINE = (
     *("engine.model", "engine.hot_bytes", "store.ram_bytes", "store.disk_bytes", "store.disk_path"),
 )
@@ -58,7 +58,7 @@ def thermocline(
         ),
     ] = False,
 ) -> None:
-    """Take the options that belong to no command."""
+    """Handle the options that belong to no command."""
 
 
 @app.command()
@@ -101,8 +101,8 @@ def serve(
 ) -> None:
     """Start the gateway and its engine; stop with Ctrl-C.
 
-    Say how much in sessions (--sessions 200 --context 8192) or in bytes (--hot,
-    --ram, --disk); what is left open is fitted to this machine.
+    Give the capacity in sessions (--sessions 200 --context 8192) or in bytes (--hot,
+    --ram, --disk); settings that are not given are fitted to this machine.
     """
     from launch.serve.run import serve as run
 
@@ -151,7 +151,7 @@ def doctor(
     assignments: options.Assignments = None,
     as_json: options.Json = False,
 ) -> None:
-    """Look for things that would keep a server from starting or from being fast."""
+    """Look for problems that would keep a server from starting or make it slow."""
     from launch.doctor import examine
     from launch.remote.server import server_url
 

@@ -1,4 +1,4 @@
-"""Options of the command line that choose settings, shared by several commands."""
+"""Options of the command line that are settings, shared by several commands."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def chosen(
     as_profiled: bool = False,
     planned_weights: int | None = None,
 ) -> EffectiveSettings:
-    """The settings of a command: its options over all other sources.
+    """Return the settings of a command; its options win over all other sources.
 
     Args:
-        as_profiled: count as on the profile's machine, where that has a GPU and this one has none.
-        planned_weights: bytes of weights to count instead of those that are here.
+        as_profiled: if the profile is for a GPU and this machine has none, plan as if it had one.
+        planned_weights: bytes that a plan assumes for the weights; None = as on disk.
 
     Raises:
         UsageError: a setting is wrong.
@@ -121,13 +121,13 @@ def fitted(
     as_profiled: bool = False,
     planned_weights: int | None = None,
 ) -> EffectiveSettings:
-    """The settings of a command, with budgets for the capacity that is wished for, if one is.
+    """Return the settings of a command, with budgets for ``capacity.sessions`` if that is set.
 
     Args:
         as_profiled, planned_weights: see ``chosen``.
 
     Raises:
-        UsageError: a setting is wrong, or this machine has no room for the wish; gives its room.
+        UsageError: a setting is wrong, or so many sessions do not fit; says how many would.
     """
     from launch.plan.fit import with_capacity  # pulls in the codecs
 
@@ -149,7 +149,7 @@ def layers(
     assignments: list[str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> list[Layer]:
-    """All sources of settings, weakest first. Raises ``UsageError`` for an unknown name."""
+    """Return all sources of settings, weakest first. Raises ``UsageError`` for an unknown name."""
     fields = Fields(Settings)
     profile = profile or environ.get("THERMOCLINE_PROFILE")
     file = config or environ.get("THERMOCLINE_CONFIG")

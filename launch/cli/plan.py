@@ -1,4 +1,4 @@
-"""``thermocline plan``: how many sessions fit here, or on other machines, in words."""
+"""``thermocline plan``: prints how many sessions fit on this machine or on others."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _plan_machines(
     bits: float | None,
     as_json: bool,
 ) -> None:
-    """Print what several machines would keep of a model's sessions."""
+    """Print how many sessions of a model several usual machines would keep."""
     from launch.plan.machines import machine_plans
 
     if effective.engines:
@@ -213,7 +213,7 @@ def print_plan(plan: CapacityPlan) -> None:
 def _print_filled(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
 ) -> None:
-    """Print a table without the columns in which nothing stands."""
+    """Print a table without its empty columns."""
     filled = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     print_table(
         [columns[i] for i in filled], [[row[i] for i in filled] for row in rows], right=right
@@ -221,7 +221,7 @@ def _print_filled(
 
 
 def _print_bars(contexts: Sequence[ContextPlan]) -> None:
-    """Print sessions as bars, all to one scale: a tier with few of them is a sliver."""
+    """Print the numbers of sessions as bars with one common scale."""
     counts = [
         (
             f"{x.context} tokens",
@@ -237,7 +237,7 @@ def _print_bars(contexts: Sequence[ContextPlan]) -> None:
 
 
 def _served(context: ContextPlan) -> list[list[str]]:
-    """One row for live KV, and one for each tier."""
+    """Return the rows of one length: the first for live KV, the others for the tiers."""
     nbytes, count = context.hot_bytes_per_session, context.hot_sessions
     rows = [[str(context.context), "hot", "", show_bytes(nbytes), "", "", str(count)]]
     for x in context.served:

@@ -1,4 +1,4 @@
-"""A running server in the terminal: its sessions and keys, ``chat``, ``top`` and ``connect``."""
+"""Commands for a running server: ``sessions``, ``keys``, ``chat``, ``top`` and ``connect``."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from launch.remote.server import Remote
 
 
-class _ListsAlone(TyperGroup):
-    """The commands for sessions; options without a command are those of ``list``."""
+class _ListByDefault(TyperGroup):
+    """A group of commands that runs ``list`` if no command is given."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_alone = not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names)
-        if is_alone and not ctx.resilient_parsing:  # a shell that completes wants the commands
+        if is_alone and not ctx.resilient_parsing:  # shell completion has to see the commands
             args = ["list", *args]
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=_ListsAlone)
+app = typer.Typer(cls=_ListByDefault)
 keys_app = typer.Typer(help="API keys.")
 
 Url = Annotated[
@@ -52,14 +52,14 @@ Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Session ids.")]
 
 @app.callback()
 def sessions() -> None:
-    """List, move, pin and forget the sessions of a running server; alone: list them."""
+    """List, move, pin and forget the sessions of a running server; without a command: list."""
 
 
 @app.command("list")
 def list_sessions(
     url: Url = "", api_key: Key = "", model: OfModel = "", as_json: Json = False
 ) -> None:
-    """All sessions of the caller, the most recent first."""
+    """List all sessions of the caller, the most recent first."""
     rows = sorted(_remote(url, api_key, model).sessions(), key=lambda row: float(row["idle_s"]))
     _show(rows, as_json)
 
@@ -68,7 +68,7 @@ def list_sessions(
 def show(
     ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "", as_json: Json = False
 ) -> None:
-    """One session, or several."""
+    """Show one session or several."""
     remote = _remote(url, api_key, model)
     _show([remote.session(x) for x in ids], as_json)
 
@@ -84,7 +84,7 @@ def demote(
     model: OfModel = "",
     as_json: Json = False,
 ) -> None:
-    """Let sessions sleep now."""
+    """Put sessions to sleep now."""
     if tier is not None and tier not in TIER_NAMES:
         raise UsageError(f"there is no tier {tier!r}; there are: {', '.join(TIER_NAMES)}")
     remote, body = _remote(url, api_key, model), {"tier": tier} if tier else {}
@@ -103,12 +103,12 @@ def _add_verb(verb: str, words: str) -> None:
 
 _add_verb("prefetch", "Wake sessions before their next turn.")
 _add_verb("pin", "Keep sessions from being evicted.")
-_add_verb("unpin", "Take a pin back.")
+_add_verb("unpin", "Let pinned sessions be evicted again.")
 
 
 @app.command()
 def forget(ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "") -> None:
-    """Remove sessions from every tier, for good; of several models from all, or from --model."""
+    """Remove sessions from every tier for good, for all models or only for --model."""
     remote = _remote(url, api_key, model)
     for session_id in ids:
         remote.forget(session_id)
@@ -116,7 +116,7 @@ def forget(ids: Ids, url: Url = "", api_key: Key = "", model: OfModel = "") -> N
 
 
 def _remote(url: str, api_key: str, model: str = "") -> Remote:
-    """Make the client; imported late, since it would double the time that ``--help`` takes."""
+    """Make the client. The import is here since it would double the time of ``--help``."""
     from launch.remote.server import Remote
 
     return Remote(url, api_key, model)
@@ -140,7 +140,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
         ]
         for row in rows
     ]
-    if len({row["model"] for row in rows}) < 2:  # then it says nothing
+    if len({row["model"] for row in rows}) < 2:  # the column would not distinguish anything
         for line in (columns, *cells):
             del line[1]
     print_table(columns, cells, right=("tokens", "bytes", "idle"), empty="no sessions")
@@ -165,7 +165,7 @@ def chat(
     """Chat in the terminal, and see the session sleep and come back.
 
     After each answer a line says where the prompt's KV came from, how long the
-    first token took and what state the session is in; /sleep, /wake, /pin, /info
+    first token took and the state of the session; /sleep, /wake, /pin, /info
     and others act on it (/help lists them). Input may be a pipe: each line is a
     message, and only answers go to standard output.
     """
@@ -187,24 +187,24 @@ def top(
 ) -> None:
     """Watch a running server: requests, memory, sessions as they sleep and come back.
 
-    Of several models each has its part. It only looks; Ctrl-C ends it. Without a
-    terminal it prints one frame.
+    With several models each has its own part. It changes nothing; Ctrl-C ends it.
+    Without a terminal it prints one frame.
     """
     import asyncio
 
     from launch.remote.server import Address
-    from launch.remote.top import FILTERS, ONCE_ROWS, ORDERS, asked, frame, watch
+    from launch.remote.top import FILTERS, ONCE_ROWS, ORDERS, fetch_snapshots, frame, watch
 
     for option, given, known in (("--sort", sort, ORDERS), ("--only", only, FILTERS)):
         if given not in known:
             raise UsageError(f"{option} {given}: it is one of {', '.join(known)}")
     screen, address = console(), Address(url, api_key)
     if as_json:
-        found = asyncio.run(asked(address))
+        found = asyncio.run(fetch_snapshots(address))
         print_json(found[0] if len(found) == 1 else found)
     elif once or not screen.is_terminal:
-        for said in asyncio.run(asked(address)):
-            screen.print(frame(said, order=sort, kept=only, most_rows=ONCE_ROWS))
+        for snapshot in asyncio.run(fetch_snapshots(address)):
+            screen.print(frame(snapshot, order=sort, kept=only, most_rows=ONCE_ROWS))
     else:
         try:
             watch(address, screen, sort, only)
@@ -233,7 +233,7 @@ def connect(
     from launch.cli import client_file
     from launch.remote.server import server_url  # pulls in the HTTP client
 
-    base = server_url(url)  # as agents need it, so no unix socket
+    base = server_url(url)  # raises for a unix socket, which agents cannot use
     try:
         client_of(client)
     except LookupError as error:
@@ -243,7 +243,7 @@ def connect(
         there = ", ".join(str(x["id"]) for x in models)
         if not (models := [x for x in models if x["id"] == named]):
             raise UsageError(f"{base} serves no model {named!r}; there are: {there}")
-    # One that is loaded, since the context of the others may not be known yet.
+    # Take a loaded model, since the context of others may not be known yet.
     model = next((x for x in models if x["max_model_len"]), None)
     if model is None:
         raise UsageError(
@@ -268,7 +268,7 @@ def connect(
 
 @keys_app.command("list")
 def list_keys(url: Url = "", api_key: Key = "", as_json: Json = False) -> None:
-    """The keys of a running server, by their ids; needs an admin key."""
+    """List the keys of a running server by their ids; needs an admin key."""
     rows = _remote(url, api_key).keys()
     if as_json:
         print_json(rows)
@@ -289,7 +289,7 @@ def revoke_key(
     url: Url = "",
     api_key: Key = "",
 ) -> None:
-    """Revoke a key of a running server, for the next request on; needs an admin key."""
+    """Revoke a key of a running server, from the next request on; needs an admin key."""
     _remote(url, api_key).revoke(key_id)
     say(f"revoked: {key_id}")
 

@@ -1,1 +1,1 @@
-"""A running server, seen from the terminal: its address, a turn, its sessions, a chat, ``top``."""
+"""Clients of a running server: its address, one turn, its sessions, a chat, and ``top``."""

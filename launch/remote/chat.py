@@ -1,7 +1,7 @@
-"""A chat in the terminal: reads a line, sends it or carries it out, shows the answer.
+"""A chat in the terminal: reads a line, sends it or runs it as a command, and shows the answer.
 
-Answers go to standard output and all else to standard error, so a pipe gets the answers alone.
-Standard input may be a pipe; each of its lines is a message then.
+Answers go to standard output and all else to standard error, so a pipe gets only the answers.
+Standard input may be a pipe; then each of its lines is a message.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ HELP: Final = {
 }
 _VERBS: Final = {"/sleep": "demote", "/wake": "prefetch", "/pin": "pin", "/unpin": "unpin"}
 PROMPT = "> "
-MOST_CHARACTERS = 1 << 20  # of a line
+MOST_CHARACTERS = 1 << 20  # of one line of a pipe
 
 
 class ChatOptions(NamedTuple):
-    """The wishes of the command line; "" and 0 = the server's own."""
+    """The options of the command; "" and 0 = the server's own values."""
 
     model: str
     session: str
@@ -58,7 +58,7 @@ class ChatOptions(NamedTuple):
 
 
 class Talk:
-    """A conversation; an answer that failed or was stopped leaves it as it was."""
+    """A conversation; a turn that fails or is stopped is not added to it."""
 
     def __init__(
         self, http: aiohttp.ClientSession, address: Address, model: str, options: ChatOptions
@@ -68,13 +68,13 @@ class Talk:
         self.begin(options.session)
 
     def begin(self, session: str = "") -> None:
-        """Begin anew, in a session of its own."""
+        """Begin a new conversation; ``session``: the id of its session, "" = a new one."""
         self.session = session or f"chat-{secrets.token_hex(4)}"
         system = self._options.system
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     async def ask(self, text: str, on_text: Callable[[str], None]) -> RemoteTurn:
-        """Say ``text`` and read the answer. What goes wrong is in the turn."""
+        """Send ``text``, read the answer and return the turn, which also holds any error."""
         said = {"role": "user", "content": text}
         turn = await take_turn(
             self._http,
@@ -91,22 +91,22 @@ class Talk:
         return turn
 
     async def look(self) -> dict[str, Any] | None:
-        """The session as the server sees it; None if it knows none of that name."""
+        """Return the server's report of the session; None if the server does not know it."""
         status, content = await self._address.ask(self._http, "GET", self._path())
         return content if status == 200 and isinstance(content, dict) else None
 
     async def act(self, verb: str) -> dict[str, Any]:
-        """Post ``verb`` for the session. Raises ``LaunchError`` if the server does not follow."""
+        """Post ``verb`` for the session; return its report. Raises ``LaunchError`` on refusal."""
         path = f"{self._path()}/{verb}"
         for _ in range(BUSY_ROUNDS):
             status, content = await self._address.ask(self._http, "POST", path, {})
-            if status != 409:  # else the last turn is just ending
+            if status != 409:  # 409: the last turn has not quite ended
                 break
             await asyncio.sleep(BUSY_S)
         return _checked(status, content)
 
     async def forget(self) -> None:
-        """Remove the session from every tier, and begin anew."""
+        """Remove the session from every tier, and begin a new one."""
         _checked(*await self._address.ask(self._http, "DELETE", self._path()))
         self.begin()
 
@@ -123,7 +123,7 @@ def _checked(status: int, content: Any) -> dict[str, Any]:
 
 
 class Screen:
-    """The user's terminal, or what stands in its place."""
+    """Writes answers to standard output and all else to standard error."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -149,7 +149,8 @@ class Screen:
     def turn(self, turn: RemoteTurn, session: dict[str, Any] | None, was_hot: bool = True) -> None:
         """Show in a line where the prompt's KV came from, how fast it was, and the session.
 
-        ``was_hot``: the session was, before the turn. If not, hot KV is that of another session.
+        ``was_hot``: the session was hot before the turn. If it was not, hot KV that the turn reused
+        is that of another session.
         """
         style = _STYLES.get(turn.source, "cyan")
         words = [*_turn_words(turn, was_hot), *_session_words(session)]
@@ -177,7 +178,7 @@ def _turn_words(turn: RemoteTurn, was_hot: bool) -> list[str]:
 
 
 def _session_words(session: dict[str, Any] | None) -> list[str]:
-    """Words for the server's report of a session; the server may be of another version."""
+    """Return the parts of the line on a session. Fields may be missing: versions differ."""
     if not session:
         return []
     words = [f"session {session.get('id')} is {session.get('state')}"]
@@ -197,12 +198,12 @@ class Quit(Exception):
     """The user wants to leave."""
 
 
-async def obey(line: str, talk: Talk, screen: Screen) -> None:
-    """Carry out a command.
+async def run_command(line: str, talk: Talk, screen: Screen) -> None:
+    """Run a line that is a command, such as ``/sleep``.
 
     Raises:
-        Quit: leave the chat.
-        LaunchError: the server did not follow; in its own words.
+        Quit: the command is ``/quit``.
+        LaunchError: the server refused; the message is the server's.
     """
     match line.split()[0].lower():
         case "/sleep" | "/wake" | "/pin" | "/unpin" as name:
@@ -226,7 +227,7 @@ async def obey(line: str, talk: Talk, screen: Screen) -> None:
 
 
 def chat(address: Address, options: ChatOptions) -> int:
-    """Chat until the end of input; returns the exit code, which is 1 if a turn failed in a pipe.
+    """Chat until the end of input; return the exit code: 1 if input is a pipe and a turn failed.
 
     Raises:
         UsageError, LaunchError: the server cannot be used; says why.
@@ -248,8 +249,8 @@ async def _http() -> aiohttp.ClientSession:
 
 
 def reader() -> Callable[[], str | None]:
-    """A function that reads the next line; None at the end of input."""
-    if sys.stdin is None:  # closed by who has started this
+    """Return a function that returns the next line of input, or None at its end."""
+    if sys.stdin is None:  # the parent process closed it
         return lambda: None
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -274,7 +275,7 @@ def _loop(
     while True:
         try:
             line = read()
-        except KeyboardInterrupt:  # at the prompt it means: leave
+        except KeyboardInterrupt:  # Ctrl-C at the prompt ends the chat
             line = None
         if line is None:
             return 0 if sys.stdin and sys.stdin.isatty() else failed
@@ -299,13 +300,13 @@ def _is_text(line: str) -> bool:
 
 
 async def _line(line: str, talk: Talk, screen: Screen) -> int:
-    """Take one line; 1 if its turn failed."""
+    """Send a line or run it as a command; return 1 if its turn failed, else 0."""
     if not line:
         return 0
     if not _is_text(line):
         raise LaunchError(f"this line is not text in {sys.stdin.encoding}, and was not sent")
     if line.startswith("/") and not line.startswith("//"):
-        await obey(line, talk, screen)
+        await run_command(line, talk, screen)
         return 0
     before = await talk.look()
     turn = await talk.ask(line.removeprefix("/") if line[0] == "/" else line, screen.piece)

@@ -1,4 +1,4 @@
-"""A running server: its address, one question to it, and a client of our gateway's own API."""
+"""A running server: its address, single requests to it, and a client of our gateway's own API."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from launch.errors import LaunchError, UsageError
 from launch.machine.folders import address_here, server_address
 
 _FIRST_ANSWER = aiohttp.ClientTimeout(total=30, sock_connect=5)
-_MOST_BYTES = 4 << 20  # of an answer that is no stream
-_SHOWN = 300  # characters of a server's own words
-MOST_WORDS = 4000  # characters of a refusal, which lists all that is wrong
-# A demote may have to write to a slow tier first.
+_MOST_BYTES = 4 << 20  # of an answer that is not streamed
+_SHOWN = 300  # characters of a server's message that are shown
+MOST_WORDS = 4000  # characters of a refusal that are shown, since it may list many errors
+# A demote may have to write to a slow tier before it is answered.
 TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=5)
 
 
 def server_url(given: str) -> str:
-    """The URL of a server without a path: ``localhost:8080`` -> ``http://localhost:8080``.
+    """Return the URL of a server, without a path: ``localhost:8080`` -> ``http://localhost:8080``.
 
-    ``/v1``, which clients have at the end, may stand there. "" is the server that runs here.
+    ``given`` may end in ``/v1``, as in clients' settings. "" = the server that runs here.
 
     Raises:
-        UsageError: it is no address.
+        UsageError: ``given`` is not an HTTP address.
     """
     given = given or address_here(os.environ)
     url = given.strip() if "://" in given else f"http://{given.strip()}"
@@ -49,10 +49,10 @@ def server_url(given: str) -> str:
 
 
 def key_headers(api_key: str) -> dict[str, str]:
-    """The header that carries a key, if there is one.
+    """Return the header for an API key; no header if the key is "".
 
     Raises:
-        UsageError: no header can hold it. It is not repeated.
+        UsageError: a header cannot hold the key. The message does not show it.
     """
     if not all("!" <= character <= "~" for character in api_key):
         raise UsageError(
@@ -63,12 +63,13 @@ def key_headers(api_key: str) -> dict[str, str]:
 
 
 class Address:
-    """One server, on behalf of one caller; see ``server_url``."""
+    """The URL of one server, with the caller's API key."""
 
     def __init__(self, url: str, api_key: str = "", name: str = "") -> None:
         """
         Args:
-            name: of the server in messages; "" = its URL.
+            url: as for ``server_url``.
+            name: the server's name in messages; "" = its URL.
 
         Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
         """
@@ -77,14 +78,14 @@ class Address:
         self.headers = key_headers(api_key)
 
     async def model(self, http: aiohttp.ClientSession, wanted: str = "") -> str:
-        """Find the model to ask for: ``wanted`` if it is served, else the first one.
+        """Return the name of the model to use: ``wanted``, or for "" the first that is listed.
 
         Raises:
             LaunchError: no server answers, or it refuses.
-            UsageError: there is no such model; says which there are.
+            UsageError: the server does not list ``wanted``; the message names the listed models.
         """
         status, content = await self.ask(http, "GET", "/v1/models")
-        if status == 404 and wanted:  # a server without the list
+        if status == 404 and wanted:  # this server does not list its models
             return wanted
         if status != 200:
             raise self.refused(status, content)
@@ -106,7 +107,10 @@ class Address:
         body: Any = None,
         timeout: aiohttp.ClientTimeout = _FIRST_ANSWER,
     ) -> tuple[int, Any]:
-        """Ask for JSON; returns status and content. Raises ``LaunchError`` if no server answers."""
+        """Send a request; return the status and the content of the answer (see ``content_of``).
+
+        Raises ``LaunchError`` if no server answers.
+        """
         try:
             async with http.request(
                 method, self.base + path, json=body, headers=self.headers, timeout=timeout
@@ -127,7 +131,7 @@ class Address:
         )
 
     def refused(self, status: int, content: Any) -> LaunchError:
-        """The error for an answer that is no success."""
+        """Return the error for an answer with an error status."""
         said = f"({status}: {words_of(content)})"
         if status in (401, 403):
             return LaunchError(
@@ -139,7 +143,7 @@ class Address:
 
 
 def reason_of(error: BaseException) -> str:
-    """Say in a few plain words why a connection failed."""
+    """Return the reason why a connection failed, in a few plain words."""
     cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
     if isinstance(error, TimeoutError):
         return "timed out"
@@ -158,7 +162,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def words_of(content: Any, most: int = _SHOWN) -> str:
-    """The server's own words in an error's body, cut to a line of ``most`` characters."""
+    """Return the server's message in an error's body as one line of at most ``most`` characters."""
     error = content.get("error") if isinstance(content, dict) else None
     if isinstance(error, dict):
         error = error.get("message")
@@ -167,7 +171,7 @@ def words_of(content: Any, most: int = _SHOWN) -> str:
 
 
 def content_of(raw: bytes) -> Any:
-    """The JSON of an answer's body; its text if it is none."""
+    """Return an answer's body parsed as JSON, or as text if it is not JSON."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -175,17 +179,18 @@ def content_of(raw: bytes) -> Any:
 
 
 class Remote:
-    """A connection to one gateway on behalf of one caller. Every method blocks.
+    """A client of one gateway, with the caller's API key. Every method blocks.
 
     Raises (all methods):
-        LaunchError: not reachable, or it refused; with the gateway's own words.
+        LaunchError: the gateway is not reachable, or it refused; then the message is its own.
     """
 
     def __init__(self, url: str, api_key: str = "", model: str = "") -> None:
         """
         Args:
-            url: as ``server_url`` takes it, or ``unix:/path``.
-            model: one of several that are served there, whose sessions and codecs are meant.
+            url: as for ``server_url``, or ``unix:/path``.
+            model: the model whose sessions and codecs are asked for; "" = all models, and for
+                codecs the default one.
 
         Raises ``UsageError`` for a malformed address, and for a key that no header can hold.
         """
@@ -196,7 +201,7 @@ class Remote:
         self._model = f"model={quote(model, safe='')}" if model else ""
 
     def models(self) -> list[dict[str, Any]]:
-        """The models that the server lists, the served one first."""
+        """Return the models that the server lists, the default one first."""
         return self._rows("/v1/models")
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -229,7 +234,7 @@ class Remote:
         return self._of_session("DELETE", session_id)
 
     def keys(self) -> list[dict[str, Any]]:
-        """The server's API keys by their ids; needs an admin key."""
+        """Return the server's API keys by their ids; needs an admin key."""
         return self._rows("/admin/keys")
 
     def _rows(self, path: str) -> list[dict[str, Any]]:
@@ -237,7 +242,7 @@ class Remote:
         return found
 
     def codec(self) -> CodecReport | None:
-        """The codecs that the engine packs with, and their cost; None while it is away."""
+        """Return the engine's report on its codecs and their cost; None while it is away."""
         found = self._ask("GET", f"/v1/sessions?limit=1&{self._model}").get("codec")
         try:
             return None if found is None else msgspec.convert(found, CodecReport)
@@ -245,11 +250,11 @@ class Remote:
             raise LaunchError(f"{self.name} is of another version: {error}") from error
 
     def measure(self) -> str:
-        """Have the engine measure its codecs; says how far it is. It needs an admin key."""
+        """Have the engine measure its codecs; return its progress. Needs an admin key."""
         return str(self._ask("POST", f"/admin/measure?{self._model}", {}).get("progress", ""))
 
     def make_key(self, tenant: str) -> dict[str, Any]:
-        """Make a key; the answer is the only one that shows it. It needs an admin key."""
+        """Make and return a key, which no later answer shows again. Needs an admin key."""
         return self._ask("POST", "/admin/keys", {"tenant": tenant})
 
     def revoke(self, key_id: str) -> dict[str, Any]:
@@ -258,14 +263,14 @@ class Remote:
     def _of_session(
         self, method: str, session_id: str, verb: str = "", body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Ask about one session; a refusal names it, since a command may name several."""
-        if session_id in ("", ".", ".."):  # of a path they would name the list
+        """Send a request for one session. An error names it, since a command may have several."""
+        if session_id in ("", ".", ".."):  # as part of a path they would name the list of sessions
             raise UsageError(f"{session_id!r} is no session's id")
         path = f"/v1/sessions/{quote(session_id, safe='')}{verb}?{self._model}"
         return self._ask(method, path, body, f"{session_id}: ")
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
-        """Return the status of an answer, and its content."""
+        """Send a request; return the status and the content of the answer."""
 
         async def request() -> tuple[int, Any]:
             connector = aiohttp.UnixConnector(self._socket) if self._socket else None
@@ -286,21 +291,21 @@ class Remote:
 
 
 class _Answer(msgspec.Struct):
-    """The part of a list of sessions that says how they are packed."""
+    """A list of sessions, of which only the report on codecs is read."""
 
     object: Literal["list"]
     codec: CodecReport | None
 
 
-def ask_server(environ: Mapping[str, str]) -> str:
-    """Return one line on the server of ours that commands ask; "" if there is none."""
+def describe_server(environ: Mapping[str, str]) -> str:
+    """Return one line about the gateway that commands use by default; "" if none answers."""
     remote = Remote(server_address(environ), environ.get("THERMOCLINE_API_KEY", ""))
     try:
         status, content = remote.ask("GET", "/v1/sessions?limit=1")
         if status == 401:
             return f"{remote.name} answers, and wants a key (THERMOCLINE_API_KEY)"
         codec = msgspec.convert(content, _Answer).codec
-    except (LaunchError, msgspec.ValidationError):  # no one answers, or a server of another kind
+    except (LaunchError, msgspec.ValidationError):  # no server answers, or not a gateway of ours
         return ""
     if codec is None:
         return f"{remote.name} answers, and its engine is away"

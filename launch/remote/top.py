@@ -1,4 +1,4 @@
-"""``thermocline top``: one snapshot of a server and one frame a second."""
+"""``thermocline top``: fetches a snapshot of a server each second and draws it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from launch.settings.units import show_bytes, show_duration
 PATH: Final = "/v1/snapshot"
 ONCE_ROWS: Final = 200
 OTHER_LINES: Final = 23  # of a frame, besides sessions
-LEAST_RATIO: Final = 1.05  # of bytes in bf16: less is not packed
+LEAST_RATIO: Final = 1.05  # bf16 bytes per stored byte; below it copies count as not packed
 KINDS: Final = {"restored": "restored", "hot": "hot", "missed": "missed", "first": "first turns"}
 Row = Mapping[str, Any]
 FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
@@ -32,10 +32,10 @@ FILTERS: Final[Mapping[str, Callable[[Row], bool]]] = {
     "awake": lambda row: row["state"] not in ("cold", "away"),
     "asleep": lambda row: row["state"] == "cold",
     "pinned": lambda row: row["pinned"],
-    "tasks": lambda row: row["kind"] == "task",  # titles and the like, of programs
+    "tasks": lambda row: row["kind"] == "task",  # requests of programs, such as for a title
 }
 ORDERS: Final[Mapping[str, Callable[[Row], Any]]] = {
-    "recent": lambda row: -(row["idle_since"] or float("inf")),  # served ones first
+    "recent": lambda row: -(row["idle_since"] or float("inf")),  # first those with a running turn
     "tokens": lambda row: -row["tokens"],
     "bytes": lambda row: -(row["bytes"] or 0),
     "saved": lambda row: -row["saved_tokens"],
@@ -46,22 +46,22 @@ STYLES: Final = {"active": "bold green", "idle": "green", "cold": "cyan", "away"
 
 
 def watch(address: Address, console: Console, order: str, kept: str) -> None:
-    """Show frames until Ctrl-C. Raises ``LaunchError`` if the server refuses at first."""
-    said, trouble = asyncio.run(asked(address)), ""
+    """Show frames until Ctrl-C. Raises ``LaunchError`` if the first request fails."""
+    snapshots, trouble = asyncio.run(fetch_snapshots(address)), ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            most = max(1, console.height // len(said) - OTHER_LINES)
-            frames = [frame(x, order=order, kept=kept, most_rows=most) for x in said]
+            most = max(1, console.height // len(snapshots) - OTHER_LINES)
+            frames = [frame(x, order=order, kept=kept, most_rows=most) for x in snapshots]
             live.update(Group(*frames, _text(trouble, "red")), refresh=True)
             time.sleep(1.0)
             try:
-                said, trouble = asyncio.run(asked(address)), ""
+                snapshots, trouble = asyncio.run(fetch_snapshots(address)), ""
             except LaunchError as error:
                 trouble = f"{error}; trying again"
 
 
-async def asked(address: Address) -> list[dict[str, Any]]:
-    """Ask a server what each of its models does now. Raises ``LaunchError`` if it does not say."""
+async def fetch_snapshots(address: Address) -> list[dict[str, Any]]:
+    """Return a snapshot of each model of a server. Raises ``LaunchError`` if it gives none."""
     async with aiohttp.ClientSession() as http:
         _, listed = await address.ask(http, "GET", "/v1/models")
         rows = listed.get("data") if isinstance(listed, dict) else None
@@ -79,34 +79,41 @@ async def asked(address: Address) -> list[dict[str, Any]]:
 
 
 def frame(
-    said: Row, *, order: str = "recent", kept: str = "all", most_rows: int = 50, now: float = 0.0
+    snapshot: Row,
+    *,
+    order: str = "recent",
+    kept: str = "all",
+    most_rows: int = 50,
+    now: float = 0.0,
 ) -> RenderableType:
-    """Draw a snapshot; ``now``: Unix time, 0 = now."""
+    """Draw a snapshot; ``kept`` is a name in ``FILTERS``, ``now`` Unix time (0 = the clock's)."""
     moment = now or time.time()
-    rows = sorted(filter(FILTERS[kept], said["sessions"]), key=ORDERS[order])
-    parts: list[Any] = [_head(said["server"], moment), _now(said["now"])]
-    if times := said["now"]["first_token"]:
+    rows = sorted(filter(FILTERS[kept], snapshot["sessions"]), key=ORDERS[order])
+    parts: list[Any] = [_head(snapshot["server"], moment), _now(snapshot["now"])]
+    if times := snapshot["now"]["first_token"]:
         kinds = [(KINDS[x], times[x]) for x in KINDS if x in times]
         each = [f"{x} {_seconds(y['p50_s'])} (p95 {_seconds(y['p95_s'])})" for x, y in kinds]
         parts.append(_text(f"first token: {' · '.join(each)}"))
-    parts.append(_memory(said["memory"]))
-    if said["quality"] and said["quality"]["name"]:
-        parts.append(_quality(said["quality"]))
-    if requests := said["now"]["requests"][:6]:
+    parts.append(_memory(snapshot["memory"]))
+    if snapshot["quality"] and snapshot["quality"]["name"]:
+        parts.append(_quality(snapshot["quality"]))
+    if requests := snapshot["now"]["requests"][:6]:
         shown = [["" if x[y] is None else x[y] for y in REQUESTS.split(",")] for x in requests]
         parts.append(_table(REQUESTS, shown, left=3))
     parts.append(_table(SESSIONS, [_cells(row, moment) for row in rows[:most_rows]], left=4))
-    words = f"{len(rows[:most_rows])} of {said['num_sessions']:,} session(s), {kept}, by {order}"
+    words = (
+        f"{len(rows[:most_rows])} of {snapshot['num_sessions']:,} session(s), {kept}, by {order}"
+    )
     return Group(*parts, _text(words, "dim"))
 
 
 def _text(words: object, style: str = "") -> Text:
-    """Words of a server: control characters in them have no effect."""
+    """Make styled text of a server's words; control characters in them have no effect."""
     return Text(one_line(str(words)), style=style)
 
 
 def _table(columns: str, rows: Sequence[Sequence[object]], left: int) -> Table:
-    """Make a table whose first ``left`` columns are words, and all others figures."""
+    """Make a table whose first ``left`` columns are left-aligned text, the others figures."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for i, name in enumerate(columns.split(",")):
         table.add_column(name, justify="left" if i < left else "right", no_wrap=True)
@@ -172,7 +179,7 @@ def _bar(name: str, place: Row) -> tuple[Text, Text, Text]:
 
 
 def _quality(quality: Row) -> Text:
-    """Say which codec is in use, what it costs, and how far a measurement is."""
+    """Return a line on the codec in use, its measured cost, and a measurement's progress."""
     exact = "exact" if quality["measured"] else "exact, not packed yet"
     words = [exact if quality["exact"] else f"codec {quality['name']}", quality["progress"]]
     lossy = [x["kl"] for x in quality["rows"] if x["in_use"]]
@@ -191,7 +198,7 @@ def _cells(row: Row, moment: float) -> tuple[object, ...]:
     source, reason = row["last_source"] or "", row["last_reason"] or ""
     if source == "miss":
         source = "missed"
-    elif source == "first":  # it had nothing to return to
+    elif source == "first":  # a session's first turn has no KV to reuse, so no reason is shown
         reason = ""
     where = _text(places.get(row["state"], row["state"]), STYLES.get(row["state"], ""))
     return (

@@ -1,4 +1,4 @@
-"""One streamed turn of a running OpenAI server, with its times."""
+"""Takes one streamed turn on an OpenAI-compatible server, and measures its times."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ MOST_BYTES = 8 << 20  # of one event
 _PIECE_BYTES = 64 << 10
 PATH: Final = "/v1/chat/completions"
 UNKNOWN: Final = "unknown"
-CACHED: Final = "cached"  # reused, from where is not said
+CACHED: Final = "cached"  # KV was reused, but the server does not say from where
 MISS: Final = "miss"
 MOST_CHARACTERS: Final = 1 << 20  # of an answer
-MOST_GAPS: Final = 4096  # times between two chunks that are kept of an answer
+MOST_GAPS: Final = 4096  # of an answer only so many times between chunks are kept
 ERROR_BYTES: Final = 64 << 10
 Message = Mapping[str, Any]
 
 
 class NotEvents(ValueError):
-    """The answer is no stream of events; the message says why."""
+    """The answer is not a valid stream of events; the message says why."""
 
 
 async def data_of(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of each event of a stream; OpenAI servers write it in one line.
+    """Yield the data of each event of a stream, which OpenAI servers write in one line.
 
     Raises:
         NotEvents: an event is larger than ``MOST_BYTES``.
@@ -48,7 +48,7 @@ async def data_of(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 class RemoteTurn(msgspec.Struct):
-    """One turn as its client saw it. Times are seconds; None = there was none."""
+    """One turn as its client saw it. Times are in seconds; None = not measured."""
 
     status: int = 0  # of HTTP; 0 = no answer
     error: str = ""
@@ -59,9 +59,9 @@ class RemoteTurn(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int | None = None  # None: the server does not say
     answer_tokens: int = 0
-    source: str = UNKNOWN  # of the prompt's KV
-    reason: str = ""  # why it was not more
-    judged_by: str = ""  # what ``source`` was read from: header, usage, or "" for nothing
+    source: str = UNKNOWN  # where the prompt's KV came from
+    reason: str = ""  # why no more of it was reused
+    judged_by: str = ""  # where ``source`` was found: "header", "usage", or "" = nowhere
     session: str = ""
 
     @property
@@ -81,13 +81,13 @@ async def take_turn(
     timeout_s: float = 600.0,
     on_text: Callable[[str], None] | None = None,
 ) -> RemoteTurn:
-    """Take one turn. An error is stored in ``RemoteTurn.error``, never raised.
+    """Take one turn and return it. An error is stored in ``RemoteTurn.error``, never raised.
 
     Args:
-        session: goes along as ``X-Session-ID``; other servers ignore that.
-        max_tokens: of the answer; 0 = as many as the server gives.
-        fields: more of the request's body.
-        on_text: called with each piece of the answer.
+        session: sent as ``X-Session-ID``, which other servers ignore.
+        max_tokens: the most tokens of the answer; 0 = the server's own limit.
+        fields: further fields of the request's body.
+        on_text: called with each piece of the answer's text.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -148,7 +148,7 @@ async def _take(
 
 
 class _AnswerReader:
-    """Puts the chunks of one answer into its ``RemoteTurn``."""
+    """Reads the chunks of one answer into its ``RemoteTurn``."""
 
     def __init__(
         self, turn: RemoteTurn, began: float, on_text: Callable[[str], None] | None

@@ -1,17 +1,17 @@
-"""The memory and disk budgets of this machine: those that were not set, and each engine's part.
+"""Memory and disk budgets: defaults for this machine, and each engine's part of them.
 
-Of the memory that is left beside the weights, live KV gets about a third (running turns need it),
-the packed sessions in RAM a third of that (packed they are a fifth of the size), and half stays
-free for prefill, the codec and other programs.
+By default live KV gets about a third of the memory that the weights leave (running turns need it),
+the packed sessions in RAM get a third of that (packing makes them a fifth of the size), and half
+stays free for prefill, the codec and other programs.
 
-A GPU with memory of its own changes that: it holds the weights and live KV only, and the machine's
-memory is there for packed sessions.
+With a GPU that has its own memory, the GPU holds only the weights and live KV, and the machine's
+memory is for packed sessions.
 
-Live KV, packed sessions in RAM and those on disk have one budget each, for the whole machine. A
-model's part of memory is by its ``share`` among the models that may be loaded at the same time: all
-that always are, and as many on demand as there are places for, the largest shares. So what is
-loaded never adds up to more than the budget. The disk is divided among all models, since sessions
-rest there while their model is not loaded.
+There is one budget each for live KV, packed sessions in RAM and sessions on disk, for the whole
+machine. Memory is divided by ``share`` among the models that may be loaded at the same time: all
+that are always loaded, and of those on demand the ones with the largest shares, as many as may be
+loaded at once. So the loaded models together never exceed the budget. The disk is divided among
+all models, since sessions stay there while their model is not loaded.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ GPU_HOT_SHARE = 0.8  # the rest is for activations, graphs and the driver
 GPU_RAM_SHARE = 0.35
 SMALLEST = 128 << 20
 DISK_MOST = StoreConfig().disk_bytes
-DERIVED = "derived"  # begins the origin of a budget that follows from the free space
+DERIVED = "derived"  # the first word of the origin of a budget that follows from the free space
 _OF_THE_ENTRY = ("name", "aliases", "load", "unload_after_s", "share")
 _IN_MEMORY = ("engine.hot_bytes", "store.ram_bytes")
 
 
 def weights_bytes(folder: Path, widened: bool) -> int | None:
-    """Bytes of memory that a local model's weights will take; None if they are not here.
+    """Return the bytes of memory that a local model's weights will take; None without files.
 
     Args:
         widened: the engine turns 16-bit weights into float32.
@@ -52,13 +52,14 @@ def weights_bytes(folder: Path, widened: bool) -> int | None:
 def default_budgets(
     available: int, weights: int | None, disk_free: int, gpu_bytes: int = 0
 ) -> Layer:
-    """Defaults for ``engine.hot_bytes``, ``store.ram_bytes`` and ``store.disk_bytes``.
+    """Return defaults for ``engine.hot_bytes``, ``store.ram_bytes`` and ``store.disk_bytes``.
 
     Args:
         available: bytes of memory that can be allocated now.
-        weights: bytes of it that the model will take; None if unknown: half is then set aside.
-        disk_free: bytes free where the cold sessions will lie.
-        gpu_bytes: free on GPUs with memory of their own, where the model will be; 0 = none.
+        weights: bytes that the model will take; None = unknown, so half the memory is set aside.
+        disk_free: free bytes on the disk of the cold sessions.
+        gpu_bytes: free bytes on the GPUs that will hold the model, if they have their own memory;
+            0 = there are none.
     """
     room = gpu_bytes or available
     left = room // 2 if weights is None else max(0, room - weights)
@@ -86,16 +87,18 @@ def _share(left: int, share: float, memory: str) -> Value:
 
 
 def _round(nbytes: float) -> int:
-    """``nbytes`` cut down to whole MiB: a budget is an intention, not a measurement."""
+    """Return ``nbytes`` rounded down to whole MiB."""
     return int(nbytes) >> 20 << 20
 
 
 def at_once(entries: Sequence[EngineEntry], places: int, sizes: Sequence[int]) -> int:
-    """Add up the sizes of the models that may be loaded at once, the largest of those on demand.
+    """Return the largest total size of the models that may be loaded at the same time.
+
+    That is the sum for all that are always loaded and the ``places`` largest on demand.
 
     Args:
-        places: models on demand that may be loaded at once.
-        sizes: one for each entry.
+        places: the number of on-demand models that may be loaded at once.
+        sizes: one for each entry, in any unit.
     """
     pairs = list(zip(sizes, entries, strict=True))
     on_demand = sorted((size for size, x in pairs if x.load == "on-demand"), reverse=True)
@@ -103,10 +106,10 @@ def at_once(entries: Sequence[EngineEntry], places: int, sizes: Sequence[int]) -
 
 
 def entry_layer(given: Mapping[str, Any], entry: EngineEntry, data_dir: str) -> Layer:
-    """Return an entry's settings as a source of settings for its engine, without its budgets.
+    """Return an entry of ``engines`` as a source of settings for its engine, without budgets.
 
     Args:
-        given: what stands in the entry, and no defaults.
+        given: the fields that the user set in the entry, without defaults.
     """
     origin = f"engines, {entry.name}"
     layer = {
@@ -125,11 +128,11 @@ def entry_layer(given: Mapping[str, Any], entry: EngineEntry, data_dir: str) -> 
 def budget_layers(
     entries: Sequence[EngineEntry], places: int, totals: Mapping[str, int]
 ) -> list[Layer]:
-    """Divide the totals; returns the budgets of each entry as a source of settings.
+    """Divide the machine's budgets; return those of each entry as a source of settings.
 
     Args:
-        places: models on demand that may be loaded at once.
-        totals: bytes of the machine, by the names of settings.
+        places: the number of on-demand models that may be loaded at once.
+        totals: the machine's budgets in bytes, by the names of the settings.
     """
     shares = [x.share for x in entries]
     loaded, all_shares = at_once(entries, places, shares), sum(shares)

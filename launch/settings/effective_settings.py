@@ -1,6 +1,6 @@
-"""The settings that are used on this machine: all sources joined, open values filled in.
+"""The effective settings: all sources joined, and values that were not set fitted to this machine.
 
-Each replica of a model has settings of its own: its part of the budgets, its folder, its address.
+Each replica of a model has its own settings: its part of the budgets, its folder, its address.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from launch.settings.schema import (
 from launch.settings.sources import Layer, Value
 
 ATTACHABLE = ("auto", "mlx", "vllm", "attached")
-# It often does not know how to end, and its context takes minutes to fill.
+# The sample model often fails to end its answer, and filling its context takes minutes.
 SAMPLE_ANSWER = Value(1024, "the sample model")
 OURS = ("mlx", "vllm")
 INSTALL_MLX = "pip install 'thermocline[mlx]' (or bash launch/install.sh in a checkout)"
 
 
 class EngineSettings(NamedTuple):
-    """One of several engines: its entry, and the settings that it would have as the only one."""
+    """An entry of ``engines`` and its settings, in the form of those of a single engine."""
 
     entry: EngineEntry
     effective: EffectiveSettings
@@ -56,18 +56,18 @@ class EngineSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class EffectiveSettings:
-    """Settings without an open value, and their consequences on this machine."""
+    """Settings in which every value is known, and what follows from them on this machine."""
 
     resolved: Resolved
     folders: Folders
     engine_kind: str  # a name in launch.engine_start, or module:Attr; never "auto"
-    hot_on_gpu: bool = False  # live KV takes nothing of this machine's own memory
-    room: int = 0  # bytes in which weights and live KV have to be
+    hot_on_gpu: bool = False  # live KV is in a GPU's own memory, not in this machine's
+    room: int = 0  # bytes that weights and live KV have to fit into
     widens: bool = False  # dtype "auto" means float32, which CPUs multiply fastest
-    capacity: tuple[str, ...] = ()  # the choices for capacity.sessions, in words
-    assumes_gpu: bool = False  # counted as on a GPU, though there is none here
-    planned_weights: int | None = None  # bytes that a plan counts instead of those that are here
-    # The settings of each engine, if there are several; () = these here are of the only one.
+    capacity: tuple[str, ...] = ()  # lines that say what was chosen for capacity.sessions
+    assumes_gpu: bool = False  # planned as if there were a GPU, although this machine has none
+    planned_weights: int | None = None  # bytes of weights that a plan assumes; None = as on disk
+    # The settings of each engine, if there are several; () = this object is for the only one.
     engines: tuple[EngineSettings, ...] = ()
 
     @property
@@ -76,12 +76,12 @@ class EffectiveSettings:
 
     @property
     def is_ours(self) -> bool:
-        """True for mlx and vllm: their weights and KV are here, and they can measure the model."""
+        """True for mlx and vllm, which run on this machine and can measure the model."""
         return self.engine_kind in OURS
 
     @property
     def each(self) -> tuple[EngineSettings, ...]:
-        """The settings of each engine, of an only one, too, whose entry has no name then."""
+        """The settings of each engine; those of a single engine have an entry without a name."""
         return self.engines or (EngineSettings(EngineEntry(name=""), self),)
 
 
@@ -92,11 +92,11 @@ def effective_settings(
     assume_gpu: bool = False,
     planned_weights: int | None = None,
 ) -> EffectiveSettings:
-    """Join ``layers``, later ones over earlier ones, and fit open values to this machine.
+    """Join ``layers``, where later ones win, and fit values that are not set to this machine.
 
     Args:
-        assume_gpu: where vLLM is to serve and there is no GPU, count as if there were one.
-        planned_weights: bytes that the one model's weights would take, for a plan.
+        assume_gpu: if the engine is vLLM and there is no GPU, plan as if there were one.
+        planned_weights: bytes that a plan assumes for the weights of the only model.
 
     Raises:
         UsageError: a setting is wrong.
@@ -120,7 +120,7 @@ def effective_settings(
         origin = resolve(layers).origin("engine.vllm.python") if given else "found here"
         layers = [*layers, {"engine.vllm.python": Value(find_python(given), origin)}]
     available = available_memory()
-    on_gpu = sum(x.free_bytes or 0 for x in gpus)  # 0: they share this machine's, or there is none
+    on_gpu = sum(x.free_bytes or 0 for x in gpus)  # 0: no GPU, or it shares the machine's memory
     alone = _each_alone(layers, chosen, environ, assume_gpu)
     weights: int | None
     if planned_weights is not None:
@@ -144,7 +144,7 @@ def effective_settings(
 
 
 def _check_codecs(store: StoreConfig) -> None:
-    """Check the names of codecs and their parameters, those that are registered among them."""
+    """Import the modules that register codecs, and check the codec's name and parameters."""
     try:
         import_registering(store.codec_modules)
     except UnknownCodec as error:
@@ -162,7 +162,7 @@ def _check_codecs(store: StoreConfig) -> None:
 def _each_alone(
     layers: Sequence[Layer], chosen: Settings, environ: Mapping[str, str], assume_gpu: bool
 ) -> list[EngineSettings]:
-    """Find the settings of each of several engines, with budgets as if it were alone."""
+    """Return the settings of each of several engines, with the budgets of a single engine."""
     if not chosen.engines:
         return []
     given = next(x["engines"].value for x in reversed(layers) if "engines" in x)
@@ -185,6 +185,7 @@ def _each_alone(
 
 
 def _weights_at_once(alone: Sequence[EngineSettings], places: int) -> int | None:
+    """Return the bytes of the models that may be loaded at once; None if one is unknown."""
     sizes = [_weights(x.settings.engine, x.engine_kind, x.widens) for _, x in alone]
     known = [x for x in sizes if x is not None]
     if len(known) < len(sizes):
@@ -206,7 +207,7 @@ def _divided(
 
 
 def engine_kind(engine: EngineConfig, gpus: Sequence[Gpu]) -> str:
-    """The engine to use: the one that is set; for "auto" vLLM if it and a GPU are here, or mlx."""
+    """Return the engine to use. "auto" is vLLM if it and a GPU are here, else mlx."""
     if (engine.url or engine.replica_list) and engine.kind in ATTACHABLE:
         return "attached"
     if engine.kind != "auto":
@@ -224,7 +225,7 @@ def require_installed(effective: EffectiveSettings) -> None:
 
 
 def _weights(engine: EngineConfig, kind: str, widens: bool) -> int | None:
-    """Bytes of memory that all replicas will take, found without loading; None if unknown."""
+    """Return the bytes that the weights of all replicas will take; None if unknown."""
     if kind in ("attached", "fake"):
         return 0
     widened = engine.dtype == "float32" or (engine.dtype == "auto" and widens)
@@ -236,7 +237,7 @@ def _weights(engine: EngineConfig, kind: str, widens: bool) -> int | None:
 
 
 def _estimated(config: Path, widened: bool) -> int | None:
-    """Bytes of weights that are not here, for a plan."""
+    """Estimate the bytes of a model's weights from its config.json; None if that fails."""
     from launch.families.weights import estimated_weights  # pulls in numpy
 
     try:
@@ -250,10 +251,11 @@ def _estimated(config: Path, widened: bool) -> int | None:
 def replica_settings(effective: EffectiveSettings) -> dict[str, EffectiveSettings]:
     """Return the settings of each replica of one engine by the replica's name.
 
-    An engine without replicas has itself. The first replica keeps the folder of the only one.
+    An engine without replicas counts as one replica. The first replica has the folder that the
+    engine would have without replicas, so its stored sessions stay in use.
 
     Raises:
-        UsageError: what is said of replicas does not go together.
+        UsageError: the settings of replicas contradict each other.
     """
     engine = effective.settings.engine
     urls, controls = engine.url.split(), engine.control.split()
@@ -293,7 +295,7 @@ def replica_settings(effective: EffectiveSettings) -> dict[str, EffectiveSetting
         origin = f"replica {number} of {engine.replicas}"
         budgets = effective.settings.budgets.items()
         parts[str(number)] = {x: Value(n // engine.replicas, origin) for x, n in budgets}
-        # No model's folder ends so: other characters of its name are percent-encoded.
+        # No folder of a model ends in "+1": names are percent-encoded, "+" too.
         own = folder if number == 0 else f"{folder}+{number}"
         parts[str(number)]["store.disk_path"] = Value(own, origin)
     return _laid_over(effective, parts)

@@ -1,4 +1,4 @@
-"""What a setting takes, in words, by its type; for messages and for the page of all settings."""
+"""Describes the values that a setting takes, for messages and for the page of all settings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from launch.settings.units import shown
 
 
 def takes(name: str, kind: Type, quoted: Callable[[str], str] = str) -> str:
-    """Return what the setting ``name`` takes. ``quoted`` marks what is to be written as it stands.
+    """Return a description of the values that the setting ``name`` takes.
 
-    What a pattern stands for is said by the first of the type's ``examples``.
+    ``quoted`` formats literal values. A type with a pattern is described by its first example.
     """
     if isinstance(kind, IntType | FloatType):
         what = "a whole number" if isinstance(kind, IntType) else "a number"

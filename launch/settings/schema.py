@@ -1,4 +1,4 @@
-"""All settings in one frozen struct, those of each of several engines, and each value's source.
+"""All settings in one frozen struct, the entries of several engines, and each value's source.
 
 Later sources win:
 
@@ -33,9 +33,9 @@ SECRETS = ("api_keys", "admin_keys", "token")
 
 
 class EngineEntry(EngineConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One model and its engine; what is left out is as in ``[engine]``."""
+    """One model and its engine; fields that are left out are as in ``[engine]``."""
 
-    name: str  # what clients say as ``model``
+    name: str  # what clients send as ``model``
     aliases: tuple[str, ...] = ()
     load: Literal["always", "on-demand"] = "always"
     unload_after_s: Annotated[float, msgspec.Meta(gt=0)] = 1200.0  # on demand: without a request
@@ -50,13 +50,13 @@ class EngineEntry(EngineConfig, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def check_entries(entries: Sequence[EngineEntry], given: Sequence[Mapping[str, Any]]) -> None:
-    """Check that entries go together.
+    """Check that the entries do not contradict each other.
 
     Args:
-        given: what stands in each, and no defaults.
+        given: the fields that the user set in each entry, without defaults.
 
     Raises:
-        UsageError: two models go by one name, or one names bytes of its own.
+        UsageError: a name is empty or used twice, or an entry sets ``hot_bytes``.
     """
     for entry, fields in zip(entries, given, strict=True):
         if not all((entry.name, *entry.aliases)):
@@ -73,7 +73,7 @@ def check_entries(entries: Sequence[EngineEntry], given: Sequence[Mapping[str, A
                 f"engines: two models go by the name {name!r}; give each [[engines]] its own name"
             )
     folded = [entry.name.casefold() for entry in entries]
-    for entry in entries:  # their folders would be one, where the disk does not know the case
+    for entry in entries:  # on a case-insensitive disk both would use the same folder
         if folded.count(entry.name.casefold()) > 1:
             raise UsageError(f"engines: another model is called as {entry.name!r} is, but for case")
 
@@ -81,10 +81,10 @@ def check_entries(entries: Sequence[EngineEntry], given: Sequence[Mapping[str, A
 class CapacityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of capacity: how many sessions are to be kept, and how long each may grow."""
 
-    # 0 = no wish
+    # 0 = not set
     sessions: Annotated[int, msgspec.Meta(ge=0, le=SchedulerConfig.max_sessions)] = 0
     context: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0  # tokens of each
-    on_demand: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # such models that are loaded at once
+    on_demand: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # on-demand models loaded at once
 
     def __post_init__(self) -> None:
         if bool(self.sessions) != bool(self.context):
@@ -113,7 +113,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def budgets(self) -> dict[str, int]:
-        """Bytes for live KV and of the local tiers, by the names of their settings."""
+        """The bytes for live KV and for the local tiers, by the names of their settings."""
         return {
             "engine.hot_bytes": self.engine.hot_bytes,
             "store.ram_bytes": self.store.ram_bytes,
@@ -149,14 +149,17 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
 
 
 def laid_over(resolved: Resolved, layer: Layer) -> Resolved:
-    """Return settings with those of ``layer`` in their place."""
+    """Return the settings with the values of ``layer`` over them."""
     values = flat(resolved.settings) | {name: x.value for name, x in layer.items()}
     origins = {**resolved.origins, **{name: x.origin for name, x in layer.items()}}
     return Resolved(msgspec.convert(nested(values), Settings), origins)
 
 
 def _explain(error: msgspec.ValidationError, tree: Any, origins: Mapping[str, str]) -> str:
-    """Say what the setting at "Expected `int` >= 1 - at `$.engines[0].max_batch`" takes."""
+    """Return a message for an error such as "Expected `int` >= 1 - at `$.engines[0].max_batch`".
+
+    It names the setting, its source, the values that it takes and the value that was given.
+    """
     reason, _, path = str(error).partition(" - at `$.")
     steps = re.findall(r"[^.\[\]`]+", path)
     name = ".".join(x for x in steps if not x.isdecimal())
@@ -175,12 +178,12 @@ def _explain(error: msgspec.ValidationError, tree: Any, origins: Mapping[str, st
 
 
 def flat(settings: Settings) -> dict[str, Any]:
-    """The value of each setting by its dotted name, in the order of the definition."""
+    """Return the value of each setting by its dotted name, in the order of the definition."""
     return flattened(msgspec.to_builtins(settings))
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Write a tree of settings as one table, by dotted names."""
+    """Return a tree of settings as one dict with dotted names."""
     rows: dict[str, Any] = {}
     for key, value in tree.items():
         name = prefix + key
@@ -189,7 +192,7 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def masked(name: str, value: Any) -> Any:
-    """``value`` as it may be shown: without passwords and key hashes."""
+    """Return ``value`` with passwords, tokens and key hashes replaced by ``***``."""
     if name in ("gateway.api_keys", "gateway.admin_keys"):
         return [f"{line.partition(':')[0]}:***" for line in value]
     if name == "engine.token" and value:

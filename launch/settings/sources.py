@@ -1,8 +1,8 @@
 """The settings' names and types, and their sources: profiles, TOML, the environment, flags.
 
-Each source becomes a ``Layer``: dotted names, each with a value and with words that say where it
-stood. A name that no setting has is an error in every source: a misspelt setting that is silently
-ignored is worse than a server that does not start.
+Each source becomes a ``Layer``: dotted names, each with a value and a description of its source.
+An unknown name is an error in every source, since a misspelt setting that is silently ignored is
+worse than a server that does not start.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PREFIX = "THERMOCLINE_"
 # Read by the command line itself; not fields of the settings.
 OTHER_VARIABLES = ("CONFIG", "PROFILE", "URL", "API_KEY")
 
-_MOST = 1 << 63  # settings go to engines as JSON, whose reader takes no larger numbers, and no inf
-_ADDRESSES = ("url", "control")  # of one engine or several, in one text with spaces between
+_MOST = 1 << 63  # engines get settings as JSON, and its reader takes no larger numbers and no inf
+_ADDRESSES = ("url", "control")  # the addresses of one engine or several, separated by spaces
 _WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
     "false": False, "no": False, "off": False, "0": False
 }  # fmt: skip
@@ -52,9 +52,9 @@ Layer: TypeAlias = dict[str, Value]
 
 
 class Fields:
-    """The dotted names, such as ``engine.hot_bytes``, and types of a struct of structs.
+    """The dotted names, such as ``engine.hot_bytes``, and the types of all settings of a struct.
 
-    ``sections`` are the names that hold other names, such as ``engine`` and ``engine.vllm``.
+    ``sections`` are the names that contain other names, such as ``engine`` and ``engine.vllm``.
     """
 
     def __init__(self, settings: type[msgspec.Struct]) -> None:
@@ -79,7 +79,7 @@ class Fields:
                         self.tables[name] = item.cls
 
     def kind(self, name: str) -> Type | None:
-        """Return the type of a setting, or of a field of a table such as ``engines.share``."""
+        """Return the type of a setting or of a table's field (``engines.share``); None if none."""
         table, _, field = name.partition(".")
         if field and table in self.tables:
             return Fields(self.tables[table]).kind(field)
@@ -117,14 +117,14 @@ class Fields:
 
 
 def unknown(shown: str, origin: str, known: Iterable[str]) -> UsageError:
-    """Make the error for an unknown setting; it suggests the nearest known name."""
+    """Return the error for an unknown setting; its message suggests the most similar name."""
     close = difflib.get_close_matches(shown, list(known), n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]}?" if close else ""
     return UsageError(f"{shown} in {origin} is not a setting{hint}")
 
 
 def _parsed(kind: Type, text: str) -> Any:
-    """Read text as a value of a type. Raises ``ValueError``: it is none."""
+    """Parse text as a value of a type. Raises ``ValueError`` if it is not one."""
     match kind:
         case UnionType(types) if some := [x for x in types if not isinstance(x, NoneType)]:
             return _parsed(some[0], text)
@@ -182,7 +182,7 @@ def from_file(fields: Fields, path: Path) -> Layer:
 
 
 def from_profile(fields: Fields, name: str) -> Layer:
-    """Read a profile that ships with us. Raises ``UsageError`` with the names there are."""
+    """Read a profile of this package. Raises ``UsageError`` if there is none of this name."""
     folder = files("launch") / "profiles"
     names = sorted(x.name.removesuffix(".toml") for x in folder.iterdir() if ".toml" in x.name)
     if name not in names:
@@ -208,7 +208,7 @@ def from_toml(fields: Fields, text: str, origin: str) -> Layer:
 
 
 def _tables(fields: Fields, name: str, given: Any, origin: str) -> Value:
-    """Read a list of tables, each by the fields of its own struct."""
+    """Read a list of tables, such as ``[[engines]]``; the value is a list of dicts."""
     if not isinstance(given, list) or not all(isinstance(x, dict) for x in given):
         raise UsageError(f"{name} in {origin}: write a table [[{name}]] for each")
     of_entry = Fields(fields.tables[name])
@@ -236,7 +236,7 @@ def from_environment(fields: Fields, environ: Mapping[str, str]) -> Layer:
     """Read every variable ``THERMOCLINE_*``.
 
     Raises:
-        UsageError: a variable begins so, and nothing reads it (names are in capitals).
+        UsageError: a variable has this prefix but is no setting, or is not in capitals.
     """
     names = {variable_of(name): name for name in fields.types}
     others = {PREFIX + name for name in OTHER_VARIABLES}
@@ -256,12 +256,12 @@ def from_environment(fields: Fields, environ: Mapping[str, str]) -> Layer:
 
 
 def variable_of(name: str) -> str:
-    """The variable of a setting: ``engine.hot_bytes`` -> ``THERMOCLINE_ENGINE__HOT_BYTES``."""
+    """Return a setting's variable: ``engine.hot_bytes`` -> ``THERMOCLINE_ENGINE__HOT_BYTES``."""
     return PREFIX + name.upper().replace(".", "__")
 
 
 def from_flags(fields: Fields, flags: Mapping[str, tuple[str, Any]]) -> Layer:
-    """Take the flags of a command, ``{setting: (flag, value)}``; None was not given."""
+    """Read the flags of a command, ``{setting: (flag, value)}``; value None = not given."""
     return {
         name: fields.value(name, given, flag, is_text=True)
         for name, (flag, given) in flags.items()

@@ -16,7 +16,7 @@ def parse_bytes(text: str) -> int:
     unit = (_BINARY | _DECIMAL).get(found[2]) if found else None
     if found is None or unit is None:
         raise ValueError(f"{text!r} is not a size; write bytes, or a number with MiB, GiB, MB, GB")
-    # Whole numbers never pass through a float: above 2**53 that would change them.
+    # Whole numbers are not converted to float, which would change those above 2**53.
     return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
 
 
@@ -30,7 +30,7 @@ def parse_duration(text: str) -> float:
 
 
 def show_bytes(nbytes: float) -> str:
-    """Write a size for people: 1536 -> ``1.5 KiB``; whole numbers without a fraction."""
+    """Return a size with its unit: 1536 -> ``1.5 KiB``; whole numbers have no fraction."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return _show(nbytes, unit)
@@ -39,7 +39,7 @@ def show_bytes(nbytes: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """Write a duration for people, in its largest unit: 5400 -> ``90 m``."""
+    """Return a duration in the largest unit of which it has two: 5400 -> ``90 m``."""
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("m", 60.0)):
         if seconds >= 2 * length or seconds == length:
             return _show(seconds / length, unit)
@@ -47,7 +47,7 @@ def show_duration(seconds: float) -> str:
 
 
 def shown(name: str, value: object) -> str:
-    """Write the value of a setting for people: sizes and times with their unit."""
+    """Return a setting's value as text; sizes and times have a unit."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if name.endswith("_bytes"):
             return show_bytes(value)

@@ -22,7 +22,7 @@ from launch.cli.main import app
 from launch.errors import LaunchError
 from launch.machine.folders import announced
 from launch.remote.chat import PROMPT, Screen
-from launch.remote.server import ask_server
+from launch.remote.server import describe_server
 from launch.remote.turn import RemoteTurn
 from tests.asking import asked, http_ok, saying
 from tests.command_line import program
@@ -327,13 +327,13 @@ def test_doctor_and_sessions_find_the_server_that_is_named(stack, tmp_path, monk
 def test_a_server_of_another_kind_is_none_of_ours(content: bytes, tmp_path: Path) -> None:
     environ = {"THERMOCLINE_DATA_DIR": str(tmp_path)}
     with saying(http_ok(content)) as address, announced(tmp_path, f"http://{address}"):
-        assert ask_server(environ) == ""
+        assert describe_server(environ) == ""
     with announced(tmp_path, GONE):
-        assert ask_server(environ) == ""
+        assert describe_server(environ) == ""
 
 
 def test_a_server_that_wants_a_key_is_known_for_one(tmp_path: Path) -> None:
     keys = {"gateway": {"api_keys": ["t:" + "0" * 64]}}
     environ = {"THERMOCLINE_DATA_DIR": str(tmp_path)}
     with FakeStack(tmp_path / "stack", **keys) as stack, announced(tmp_path, stack.url):
-        assert "wants a key (THERMOCLINE_API_KEY)" in ask_server(environ)
+        assert "wants a key (THERMOCLINE_API_KEY)" in describe_server(environ)
