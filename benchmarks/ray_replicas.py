@@ -39,7 +39,7 @@ NAME = "sample"
 START_S = 1500.0
 CHANGE_S = 1500.0
 END_S = 420.0
-READY = "replicas are there; Ray's address is "
+READY = "replicas are ready; Ray's address is "
 
 
 def is_installed() -> bool:

@@ -1,1 +1,1 @@
-"""The fake engine's process: an engine's two sockets and its behaviour, without a model."""
+"""The fake engine's process, for tests and demos: an engine's two sockets, without a model."""

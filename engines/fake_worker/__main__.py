@@ -1,4 +1,4 @@
-"""``python -m engines.fake_worker``: settings on standard input, two sockets, until input ends."""
+"""Runs the fake engine: ``python -m engines.fake_worker``, with settings on standard input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engines.wire import KVSize, Welcome
 logger = logging.getLogger("engines.fake_worker")
 
 MAX_CONTEXT = 32_768
-SIGHTED = "vision"  # a model that is called so sees images
+VISION = "vision"  # a model with this in its name accepts images
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ async def serve(config: WorkerConfig, lifeline: Lifeline) -> None:
         can_measure=True,
         live_kv=KVSize(HOT_BYTES_PER_TOKEN),
         bf16_kv=KVSize(HOT_BYTES_PER_TOKEN),
-        sees_images=SIGHTED in config.served_model_name,
+        sees_images=VISION in config.served_model_name,
     )
 
     async def welcomed() -> Welcome:

@@ -30,14 +30,14 @@ from kvstore.stats import Repacking
 
 HOT_BYTES_PER_TOKEN = 1000
 COLD_BYTES_PER_TOKEN = 200
-UNPACKED_BYTES = 1 << 20  # of a session that a measurement has found unpacked
-CASES = 5  # of a measurement
+UNPACKED_BYTES = 1 << 20  # made-up size of a session that is to be packed again
+CASES = 5  # number of cases in a measurement
 CODEC = CodecReport(name="words", id="words.1", why="words are kept as they are")
 
 
 @dataclass
 class FakeSession:
-    """A session as a list of words; empty once it is forgotten."""
+    """A session as a list of words, which is empty once the session was forgotten."""
 
     ref: SessionRef
     words: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class FakeSessions:
     # ---- turns
 
     def begin(self, ref: SessionRef, prompt: Sequence[str]) -> CacheOutcome:
-        """Start a turn, and return what it reuses of the session."""
+        """Begin a turn, and return what it reuses of the session's KV."""
         session = self._sessions.setdefault(ref.name, FakeSession(ref))
         session.num_turns += 1
         session.last_used = self._clock()
@@ -100,7 +100,7 @@ class FakeSessions:
         return CacheOutcome(source, cached, None if whole else reason)
 
     def end(self, ref: SessionRef, words: list[str]) -> None:
-        """End a turn; ``words`` are those of prompt and answer that were computed."""
+        """End a turn; ``words``: the words of its prompt and answer."""
         session = self._sessions.get(ref.name)
         if session is None:  # forgotten meanwhile
             return
@@ -217,9 +217,9 @@ class FakeSessions:
         return self.codec
 
     async def measure(self, order: CalibrationOrder | None = None) -> CodecReport:
-        """Pretend to measure: each look at the figures is one case more.
+        """Pretend to measure: each call of ``stats`` ends one case.
 
-        Then each one is a session more that is packed again.
+        After the last case, each call packs one session again.
         """
         self._cases_left = CASES
         self._num_unpacked = sum(x.tier is not None for x in self._sessions.values())

@@ -1,7 +1,7 @@
 """Serves the fake engine's data plane: OpenAI's completions over HTTP, with faults on demand.
 
-An answer is an echo of the question, in OpenAI's shapes, by a script: a request gives the answer's
-speed, length and faults in OpenAI's own ``metadata`` field, as words of the form ``key=value``:
+An answer repeats the question, in OpenAI's shapes. A request may have a script, which sets the
+speed, the length and a fault of its answer: words ``key=value`` in OpenAI's ``metadata`` field:
 
     {"metadata": {"fake": "chunks=200 delay_s=0.01 fault=die after=3"}}
 """
@@ -43,9 +43,9 @@ Fault: TypeAlias = Literal[
     "",
     "die",  # SIGKILL to itself
     "cut",  # the connection is closed inside an event
-    "hang",  # nothing more comes
+    "hang",  # no more bytes are sent
     "no-done",  # a clean end without [DONE]
-    "garbage",  # bytes that are no events
+    "garbage",  # bytes that are not events
     "error-event",  # the engine reports an error in the stream, and ends it
     "plain-500",  # an error that is not in OpenAI's shape
     "error-400",
@@ -54,16 +54,16 @@ Fault: TypeAlias = Literal[
 MAX_BODY_BYTES = 64 << 20
 NO_SESSION = SessionRef(tenant="", id="", salt=b"")  # the session of requests that name none
 Validate = Callable[[Json, ImageSupport], ChatRequest | CompletionRequest]
-_ALL = ImageSupport(sees=True, fetches=True)  # which images are taken, the gateway has checked
-CREATED = 1_700_000_000  # answers are the same every time
+_ALL = ImageSupport(sees=True, fetches=True)  # the gateway has checked the images
+CREATED = 1_700_000_000  # constant, so that answers are reproducible
 IMAGE = "<image>"
 DONE = b"data: [DONE]\n\n"
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The wishes of one request."""
+    """The behaviour that one request asks for."""
 
-    chunks: Count | None = None  # words in the answer; None = as many as the echo has
+    chunks: Count | None = None  # words in the answer; None = as many as in the echo
     head_s: Seconds = 0.0  # before the response head
     delay_s: Seconds = 0.0  # before every chunk
     after: Count = 0  # chunks that are sent before the fault
@@ -82,7 +82,7 @@ def read_script(raw: dict[str, Any]) -> Script:
 
 
 class EchoAnswer:
-    """One answer, as a stream or whole; it repeats the question."""
+    """One answer, which repeats the question; as a stream or whole."""
 
     def __init__(
         self, request: ChatRequest | CompletionRequest, script: Script, model: str
@@ -90,7 +90,7 @@ class EchoAnswer:
         self._request = request
         self._model = model
         self.prompt = prompt_words(request)
-        # The same question has the same answer, and another one is not stored in its place.
+        # By the prompt: ids are reproducible, and answers to other prompts are stored apart.
         digest = blake2b(" ".join(self.prompt).encode("utf-8", "replace"), digest_size=8)
         self._id = f"fake-{digest.hexdigest()}"
         self._chat = isinstance(request, ChatRequest)
@@ -207,7 +207,7 @@ class DataServer:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_post(TOKENIZE_PATH, self._tokenize)
-        # A client that goes away ends its request here at once, also while nothing is written.
+        # If a client leaves, aiohttp cancels its handler at once, also while none of it is written.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
         await web.UnixSite(runner, path).start()
@@ -280,7 +280,7 @@ class DataServer:
                 last = await _misbehave(script, request, response, event)
                 if last:
                     break
-            await asyncio.sleep(script.delay_s)  # also with 0: other tasks get a turn
+            await asyncio.sleep(script.delay_s)  # with 0, other tasks still run
             await response.write(event)
         await response.write_eof()
         return response
@@ -296,7 +296,7 @@ async def _misbehave(
     response: web.StreamResponse | None = None,
     event: bytes = b"",
 ) -> bool:
-    """Commit the fault of the script. Returns True if the answer ends here."""
+    """Cause the script's fault; return True if the answer ends here."""
     if script.fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if script.fault == "hang":

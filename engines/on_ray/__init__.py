@@ -1,6 +1,6 @@
-"""Replicas of vLLM on Ray Serve, which come and go as Ray says; ``ray.sh`` starts them here.
+"""Replicas of vLLM on Ray Serve, which starts and ends them; ``ray.sh`` runs it on one machine.
 
-``application`` is deployed by Serve: replicas (``server``, each with a ``front`` for gateways, its
-``own_settings`` and ``scaling``) and the list that gateways read (``replica_directory``).
-``local_ray`` starts all of it on this machine.
+Serve deploys ``application``: replicas (``server``, each with a ``front`` for gateways and its
+``own_settings``; ``scaling`` chooses their number) and the list that gateways read
+(``replica_directory``). ``local_ray`` starts Ray and the application on this machine.
 """

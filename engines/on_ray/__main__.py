@@ -24,7 +24,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line; ends the program where it is wrong."""
+    """Return the arguments of the command line; exits if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m engines.on_ray",
         description="Starts Ray on this machine with the replicas of one model.",
@@ -32,14 +32,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("--secret-file", required=True)
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--name", help="what clients say as model")
+    parser.add_argument("--name", help="the model's name for clients")
     parser.add_argument("--redis-url")
     parser.add_argument("--codec")
     parser.add_argument("--hot-bytes", type=int, help="live KV of each replica")
     parser.add_argument("--max-context", type=int)
-    parser.add_argument("--threads", type=int, help="of each replica, on CPUs")
-    parser.add_argument("--address", help="of a running Ray, whose replicas are to be changed")
-    parser.add_argument("--port", type=int, default=8000, help="of Serve, where the list is")
+    parser.add_argument("--threads", type=int, help="threads of each replica, on CPUs")
+    parser.add_argument("--address", help="address of a running Ray, to change its replicas")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port of Serve, which serves the list of replicas"
+    )
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """The application that ``serve run`` and ``serve deploy`` start: replicas and their list.
 
-A user's own ``LLMConfig`` is made one whose replicas keep sessions.
+It also adapts a user's own ``LLMConfig``, so that its replicas keep sessions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONNECTOR: Final[Mapping[str, str]] = {
     "kv_load_failure_policy": "recompute",
 }
 MIDDLEWARE: Final = "engines.vllm_plugin.process.middleware.CacheHeaderMiddleware"
-# Without these vLLM would not be what our plug-in needs, or sessions could not move.
+# Our plug-in needs these, or without them sessions could not move to another replica.
 ENGINE: Final[Mapping[str, Any]] = {
     "enable_prefix_caching": True,
     "enable_prompt_tokens_details": True,
@@ -48,7 +48,7 @@ DEPLOYMENT: Final[Mapping[str, Any]] = {
     "graceful_shutdown_timeout_s": 300,  # to end answers and to save sessions
     "health_check_period_s": 5,
     "health_check_timeout_s": 60,
-    "max_ongoing_requests": 1000,  # of handles: the gateway has limits of its own
+    "max_ongoing_requests": 1000,  # through handles; the gateway has its own limits
 }
 NO_REPORTS: Final[Mapping[str, str]] = {"DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
 SHORT: Final = (
@@ -58,7 +58,7 @@ SHORT: Final = (
 
 
 class LocalModel(CallbackBase):
-    """Keeps Ray from starting tasks that import vLLM once more, for a model without a download."""
+    """Skips Ray's download tasks, which import vLLM once more, for a model on the local disk."""
 
     async def on_before_node_init(self) -> None:
         self.ctx.run_init_node = False
@@ -69,9 +69,9 @@ def with_sessions(config: LLMConfig, store: Mapping[str, object], host: str = ""
 
     Args:
         store: settings of ``[store]`` by their names, sizes in bytes. ``secret_file`` is required:
-            a file that gateways and replicas find on each machine. ``redis_url`` is where sessions
-            go from one replica to another.
-        host: the address that replicas listen at; "" = that of their machine in the cluster.
+            a file that is on every machine of a gateway or a replica. Through ``redis_url``
+            sessions move from one replica to another.
+        host: the address at which replicas listen; "" = their machine's in the cluster.
 
     Raises:
         ValueError: a setting is wrong, or the configuration has a connector of its own.
@@ -99,7 +99,7 @@ def with_sessions(config: LLMConfig, store: Mapping[str, object], host: str = ""
     config.runtime_env = environment
     if _is_local(config) and config.callback_config.callback_class is CallbackBase:
         config.callback_config = CallbackConfig(callback_class=LOCAL_MODEL)
-    # The same always: under another name Serve would replace all replicas at once.
+    # Always the same class: for another one Serve would replace all replicas at once.
     config.server_cls = ThermoclineServer
     return config
 
@@ -145,7 +145,7 @@ def app(args: Mapping[str, Any]) -> Application:
             half of the machine's cores).
 
     Raises:
-        ValueError: they are neither, or a setting is wrong.
+        ValueError: ``args`` has neither form, or a setting is wrong.
     """
     if "llm_config" in args:
         if unknown := set(args) - {"llm_config", "store", "host"}:
@@ -160,7 +160,7 @@ def app(args: Mapping[str, Any]) -> Application:
 
 
 def application(config: LLMConfig, secret_file: str) -> Application:
-    """Join the replicas of an adapted configuration and their list to one application."""
+    """Return the application of an adapted configuration: the replicas and their list."""
     directory = serve.deployment(
         ReplicaDirectory,
         name=NAME,

@@ -1,8 +1,8 @@
-"""The HTTP server of a replica, for gateways with the token alone, and the drain before it ends.
+"""The HTTP server of a replica, for gateways with the token, and the drain before it ends.
 
-vLLM's own application stands beside Serve's proxies, which would pass on ``cache_salt`` and other
-fields as any client sets them. When it is asked to end, it takes no more connections and finishes
-the answers that it has begun: a gateway that finds no connection asks another replica. Then all
+It serves vLLM's own application, bypassing Serve's proxies, which would pass on ``cache_salt`` and
+other fields from any client. When the server is to end, it accepts no more connections and finishes
+the answers that it has begun; a gateway whose connection is refused asks another replica. Then all
 sessions are saved to the tier that all replicas share.
 """
 
@@ -27,7 +27,7 @@ SHARED: Final = next(name for name, kind in TIERS.items() if kind.is_shared)
 
 
 class Front:
-    """The server, on a free port."""
+    """Serves ``app`` on a free port of ``host``."""
 
     def __init__(self, app: ASGIApp, token: str, host: str) -> None:
         self._socket = socket.create_server((host, 0), backlog=1024)
@@ -39,7 +39,7 @@ class Front:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Serve, once the application has started. Raises ``RuntimeError``: it did not."""
+        """Return once requests are accepted. Raises ``RuntimeError``: ``app`` did not start."""
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="front")
         while not self._server.started:
             if self._serving.done():
@@ -48,11 +48,11 @@ class Front:
 
     @property
     def serves(self) -> bool:
-        """True between its start and its end."""
+        """True while the server runs."""
         return self._serving is not None and not self._serving.done()
 
     async def end(self, within_s: float) -> bool:
-        """Take no more connections, and wait for the answers; False if some had to be cut."""
+        """Refuse new connections and wait for the answers; return False if some had to be cut."""
         if self._serving is None:
             return True
         began = asyncio.get_running_loop().time()
@@ -63,9 +63,9 @@ class Front:
 
 
 async def save_all(engine: Engine, within_s: float) -> int:
-    """Have every session packed and moved to the shared tier; returns how many are there.
+    """Have every session packed and moved to the shared tier; return the number that is there.
 
-    What is not saved in time costs a prefill.
+    A session that is not saved in time costs a prefill.
     """
     try:
         async with asyncio.timeout(within_s):

@@ -2,11 +2,12 @@
 
     python -m engines.on_ray MODEL --secret-file FILE [--replicas 2] [--redis-url URL] ...
 
-Ray's own program is a child that stays in front. Replicas and their list listen on 127.0.0.1, Ray
-itself at this machine's address, with a token of its own. At SIGTERM or SIGINT the replicas are
-drained, and Ray ends. With ``--address`` (it is printed) the replicas of a running one are changed
-instead: their number, or a setting, which Serve rolls out replica by replica. ``ray.sh``
-beside this file starts it together with a gateway; on a cluster ``serve deploy`` takes its place.
+Ray's own program runs as a child in the foreground. Replicas and their list listen on 127.0.0.1,
+Ray itself at this machine's address, with a token of its own. At SIGTERM or SIGINT the replicas are
+drained, and Ray ends. With ``--address`` (which an earlier start has printed) this changes the
+replicas of a running Ray instead: their number, or a setting, which Serve rolls out replica by
+replica. ``ray.sh`` beside this file starts it together with a gateway; on a cluster use ``serve
+deploy`` instead.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from kvstore.workers import usable_cores
 
 log = logging.getLogger("thermocline.ray")
 
-ATTEMPTS: Final = 3  # some of its waits have no setting
+ATTEMPTS: Final = 3  # some of Ray's timeouts cannot be set
 OBJECT_STORE_BYTES: Final = 256 << 20  # KV never goes through it
 START_S: Final = 600.0
 POLL_S: Final = 1.0
-END_S: Final = 60.0  # it gives its own processes 30 seconds
-# Ray's processes wait for each other's ports for 15 seconds, and then end, if these are not given.
+END_S: Final = 60.0  # Ray gives its own processes 30 seconds
+# Without these, Ray's processes wait 15 seconds for each other's ports, and then exit.
 AGENT_PORTS: Final = (
     *("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port"),
     *("--metrics-export-port", "--runtime-env-agent-port"),
 )
-# Some seconds by default: on a busy machine they are not enough to import Python's modules.
+# By default a few seconds, which are too few to import Python's modules on a busy machine.
 LONG_STARTS: Final = {
     "RAY_agent_register_timeout_ms": "600000",
     "RAY_gcs_server_port_wait_time_s": "300",
@@ -51,22 +52,22 @@ LONG_STARTS: Final = {
 }
 HOST: Final = "127.0.0.1"
 APPLICATION: Final = "thermocline"
-PLACES: Final = 2  # of a replica: for its actor, and for vLLM
-SPARE: Final = 2  # replicas beside those that are asked for
+CPUS_OF_REPLICA: Final = 2  # one for its actor, one for vLLM
+SPARE: Final = 2  # room for two more replicas, if their number is changed
 
 
 @contextmanager
-def local_ray(namespace: str, num_places: int) -> Iterator[str]:
+def local_ray(namespace: str, num_cpus: int) -> Iterator[str]:
     """Start Ray, and connect to it; yields its address.
 
     Args:
-        num_places: logical CPUs, of which each replica takes some.
+        num_cpus: Ray's logical CPUs, of which each replica takes ``CPUS_OF_REPLICA``.
 
     Raises:
-        RuntimeError: it did not start; its own words are on standard error.
+        RuntimeError: Ray did not start; its own messages are on standard error.
     """
     for attempt in range(ATTEMPTS):
-        process, address = _started(num_places)
+        process, address = _started(num_cpus)
         try:
             if _connected(address, namespace, process):
                 yield address
@@ -75,14 +76,14 @@ def local_ray(namespace: str, num_places: int) -> Iterator[str]:
             ray.shutdown()
             _end(process)
         log.warning("Ray ended while it started (%d of %d tries)", attempt + 1, ATTEMPTS)
-    raise RuntimeError("Ray does not start; its own words are above")
+    raise RuntimeError("Ray does not start; its own messages are above")
 
 
-def _started(num_places: int) -> tuple[subprocess.Popen[bytes], str]:
+def _started(num_cpus: int) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port("127.0.0.1")
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-        *("--port", str(port), "--num-cpus", str(num_places), "--include-dashboard=false"),
+        *("--port", str(port), "--num-cpus", str(num_cpus), "--include-dashboard=false"),
         *("--object-store-memory", str(OBJECT_STORE_BYTES), "--disable-usage-stats"),
     ]
     for name in AGENT_PORTS:
@@ -92,7 +93,7 @@ def _started(num_places: int) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def _connected(address: str, namespace: str, process: subprocess.Popen[bytes]) -> bool:
-    """Connect once it runs; False if it has ended."""
+    """Connect to Ray once it runs; return False if it has ended."""
     end = time.monotonic() + START_S
     while process.poll() is None:
         try:
@@ -115,7 +116,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Start Ray and the replicas, or change those of a running Ray; return the exit code."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     given["host"] = HOST
     port, address = given.pop("port"), given.pop("address", None)
@@ -124,13 +125,13 @@ def run(args: argparse.Namespace) -> int:
         serve.run(app(given), name=APPLICATION, route_prefix="/", blocking=False)
         return 0
     _on_signal(_leave)  # while Ray starts
-    places = max(usable_cores(), PLACES * (args.replicas + SPARE))  # no threads
-    with local_ray(APPLICATION, places) as address:
-        _on_signal(_leave)  # Ray has set its own, which end the process at once
+    num_cpus = max(usable_cores(), CPUS_OF_REPLICA * (args.replicas + SPARE))
+    with local_ray(APPLICATION, num_cpus) as address:
+        _on_signal(_leave)  # again: Ray has set handlers that end the process at once
         try:
             serve.start(http_options={"host": HOST, "port": port})
             serve.run(app(given), name=APPLICATION, route_prefix="/")
-            print(f"{args.replicas} replicas are there; Ray's address is {address}", flush=True)
+            print(f"{args.replicas} replicas are ready; Ray's address is {address}", flush=True)
             threading.Event().wait()
         finally:
             serve.shutdown()

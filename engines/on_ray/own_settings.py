@@ -1,7 +1,7 @@
-"""Gives each replica settings of its own: a private folder, addresses, the token, a folder on disk.
+"""Makes the settings of one replica: its private folder, addresses, token and folder on disk.
 
-``LLMConfig`` is the same for all replicas. What differs is made when a replica starts, and written
-where our connector reads it in vLLM's processes.
+``LLMConfig`` is the same for all replicas. Each replica makes the settings that differ when it
+starts, and writes them to a file that our connector reads in vLLM's processes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PREFIX: Final = "thermocline-ray-"
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings that all replicas have, as they are in ``kv_connector_extra_config``.
+    """The settings that all replicas share, as they are in ``kv_connector_extra_config``.
 
-    ``host``: the address that replicas listen at; "" = that of their machine in the cluster.
+    ``host``: the address at which replicas listen; "" = their machine's in the cluster.
     """
 
     store: StoreConfig
@@ -47,23 +47,23 @@ class OwnSettings:
 
     @property
     def has_shared_tier(self) -> bool:
-        """True if sessions can go to another replica."""
+        """True if sessions can move to another replica."""
         return bool(self.plugin.store.redis_url)
 
 
 def own_settings(
     extra: MutableMapping[str, Any], host: str, model: str, number: int, stack: ExitStack
 ) -> OwnSettings:
-    """Make the settings of a replica, write them down, and name their file in ``extra``.
+    """Make the settings of a replica, write them to a file, and put its path into ``extra``.
 
     Args:
         extra: the connector's entries, with those of ``ReplicaSettings``.
         host: the address of this machine in the cluster.
-        number: of the replica among those of this machine, for its folder on disk.
+        number: the replica's number on this machine, in the name of its folder on disk.
         stack: removes the replica's folder when it is closed.
 
     Raises:
-        ValueError: there are no such entries, or the secret cannot be read.
+        ValueError: ``extra`` lacks our entries, or the secret cannot be read.
     """
     given = extra.pop(SETTINGS, None)
     if given is None:
@@ -84,8 +84,8 @@ def own_settings(
         wait_for_front=True,
     )
     extra["settings"] = str(write_settings(settings))
-    os.environ[FOLDER_VARIABLE] = str(folder)  # where vLLM's processes say why they refuse
-    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # else its sockets remain after a kill
+    os.environ[FOLDER_VARIABLE] = str(folder)  # where vLLM's processes write refusals
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # else vLLM's sockets remain after a kill
     return OwnSettings(settings, host)
 
 

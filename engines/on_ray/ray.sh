@@ -4,7 +4,7 @@
 #   bash engines/on_ray/ray.sh MODEL [PORT] [--replicas 2] [--hot BYTES] [--context N] [--redis URL]
 #                                    [more arguments of thermocline serve]
 #
-# --hot and --context are of each replica. Sessions go from one replica to another by way of Redis;
+# --hot and --context are limits of each replica. Sessions move from one replica to another by Redis;
 # without it a session that has to move is computed again. docs/scale.md says how to use a cluster.
 set -euo pipefail
 
@@ -70,7 +70,7 @@ export THERMOCLINE_ENGINE__REPLICA_LIST="http://127.0.0.1:$list_port/"
 export THERMOCLINE_ENGINE__REPLICAS=$replicas THERMOCLINE_STORE__SECRET_FILE=$secret
 "$venv/bin/thermocline" serve --served-model-name "$name" "${of_gateway[@]}" &
 gateway=$!
-# Whichever ends first takes the other along.
+# If one of them ends, the other is ended as well.
 wait -n "$ray_process" "$gateway" || true
 kill -TERM "$gateway" 2>/dev/null || true
 wait "$gateway"

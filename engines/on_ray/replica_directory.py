@@ -1,8 +1,8 @@
 """The list of replicas that gateways read, as a deployment of Serve; replicas announce themselves.
 
-An announcement holds for ``LEASE_S``: a replica that hangs or was killed drops off the list. For as
-long after its own start the directory gives no list, since replicas that are there may not have
-said so yet; gateways go on with the list that they have.
+An announcement is valid for ``LEASE_S``, so that a replica that hangs or was killed drops off the
+list. For the same time after its own start the directory serves no list, since some replicas may
+not have announced themselves yet; gateways continue with the list that they have.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from kvstore.tiers.seal import read_secret
 
 LEASE_S: Final = 8.0
 ANNOUNCE_S: Final = 2.0
-NAME: Final = "Replicas"  # of the deployment
+NAME: Final = "Replicas"  # the deployment's name
 
 
 class ReplicaDirectory:
-    """Knows which replicas have announced themselves lately."""
+    """Lists the replicas that have announced themselves within ``LEASE_S``."""
 
     def __init__(
         self, secret_file: str, clock: Callable[[], float] = time.monotonic, **servers: object
     ) -> None:
-        """``servers``: the deployments of the replicas, so that they are of the application."""
+        """``servers``: the replicas' deployments; named here so that the application has them."""
         self._expected = f"Bearer {list_token(read_secret(Path(secret_file)))}".encode()
         self._clock = clock
         self._began = clock()
         self._replicas: dict[str, tuple[float, ListedReplica]] = {}
 
     async def announce(self, announcement: dict[str, object]) -> None:
-        """Note that a replica is there; called by replicas only, through Serve's handles."""
+        """Record a replica as alive; only replicas call this, through Serve's handles."""
         replica = msgspec.convert(announcement, ListedReplica)
         self._drop_old()
         if replica.name in self._replicas or len(self._replicas) < MAX_REPLICAS:
@@ -53,7 +53,7 @@ class ReplicaDirectory:
         if not compare_digest(given, self._expected):
             return JSONResponse({"error": {"message": "The bearer token is wrong."}}, 401)
         if self._clock() - self._began < LEASE_S:
-            words = "The list is being made; ask again in a few seconds."
+            words = "The list is not complete yet; ask again in a few seconds."
             return JSONResponse({"error": {"message": words}}, 503)
         self._drop_old()
         listing = Listing([replica for _, replica in self._replicas.values()])

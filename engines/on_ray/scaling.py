@@ -1,8 +1,8 @@
 """Chooses the number of replicas by the waiting requests and by the share of live KV in use.
 
-Serve counts requests of its own proxies, and the gateway's come by another way. So each replica
-reports its figures (``record_autoscaling_stats``), and Serve's bounds and delays stay as they are
-set in ``autoscaling_config``.
+Serve counts only requests through its own proxies, which the gateway bypasses. So each replica
+reports its figures (``record_autoscaling_stats``). Serve's bounds and delays stay as they are set
+in ``autoscaling_config``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Final
 
 WAITING: Final = "waiting"  # requests in a replica's line
 RUNNING: Final = "running"
-HOT_SHARE: Final = "hot_share"  # of the live KV that running requests take, 0 to 1
-HIGH: Final = 0.85  # a replica whose live KV is fuller than that makes requests wait soon
-AIM: Final = 0.7  # what it is brought down to by more replicas
-IDLE: Final = 0.35  # below it with one replica less, one can go
+HOT_SHARE: Final = "hot_share"  # the part of the live KV that running requests take, 0 to 1
+HIGH: Final = 0.85  # above this share, requests will soon wait
+AIM: Final = 0.7  # the share after more replicas were started
+IDLE: Final = 0.35  # a replica is ended if the others then stay below this share
 
 
 def by_waiting_and_heat(context: Any) -> tuple[int, dict[str, Any]]:
@@ -34,7 +34,8 @@ def by_waiting_and_heat(context: Any) -> tuple[int, dict[str, Any]]:
 def replicas_for(now: int, *, waiting: float, running: float, hot_shares: float) -> int:
     """Return the number of replicas for these figures, each a sum over the replicas.
 
-    With half of them in line it grows by one half; full live KV is brought down to ``AIM``.
+    Waiting requests add replicas in proportion to the running ones, by half of ``now`` at most; if
+    live KV is nearly full, there are as many replicas as bring it down to ``AIM``.
     """
     now = max(1, now)
     if waiting >= 1:

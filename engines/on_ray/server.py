@@ -26,15 +26,15 @@ from kvstore.config import StoreConfig
 log = logging.getLogger("thermocline.ray")
 
 POLL_S: Final = 0.05
-READY_S: Final = 120.0  # for the control connection, once vLLM is there
-NOTICED_S: Final = 4.0  # for gateways to read that a replica leaves
-SHARE_TO_ANSWER: Final = 0.5  # of the time to end
+READY_S: Final = 120.0  # for the control connection, once vLLM runs
+NOTICED_S: Final = 4.0  # until gateways have read that a replica leaves
+SHARE_TO_ANSWER: Final = 0.5  # part of the time to end in which answers may finish
 SHARE_TO_SAVE: Final = 0.3
 FIGURES_S: Final = 5.0
 
 
 class ThermoclineServer(LLMServer):
-    """A replica of a model, which gateways ask by its own address."""
+    """A replica of a model, to which gateways send requests at its own address."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, llm_config: LLMConfig, **rest: Any
@@ -54,7 +54,7 @@ class ThermoclineServer(LLMServer):
         _write_prompts_plainly()
         try:
             await super().__init__(llm_config, **rest)
-        except Exception as error:  # vLLM's own words are "engine core initialization failed"
+        except Exception as error:  # vLLM says only "engine core initialization failed"
             if refusal := read_refusal(Path(self._own.plugin.runtime_dir)):
                 raise RuntimeError(refusal) from error
             raise
@@ -72,11 +72,11 @@ class ThermoclineServer(LLMServer):
                 await asyncio.sleep(POLL_S)
 
     async def _announce(self) -> None:
-        """Say again and again that the replica is there, for as long as it is."""
+        """Announce the replica every ``ANNOUNCE_S`` until cancelled."""
         while True:
             try:
                 await self._announce_once()
-            except Exception as error:  # the directory starts again perhaps; gateways go on
+            except Exception as error:  # the directory may be restarting; gateways continue
                 log.warning("the list of replicas was not reached: %s", error)
             await asyncio.sleep(ANNOUNCE_S)
 
@@ -104,7 +104,7 @@ class ThermoclineServer(LLMServer):
             raise RuntimeError("the replica's HTTP server has ended")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the figures that ``scaling`` chooses by."""
+        """Return the figures by which ``scaling`` chooses the number of replicas."""
         async with asyncio.timeout(FIGURES_S):
             report = await self._control.stats()
         in_use = report.hot_bytes - report.idle_hot_bytes
@@ -115,9 +115,9 @@ class ThermoclineServer(LLMServer):
         }
 
     async def __del__(self) -> None:
-        """Take no more requests, end the answers, save all sessions, and end.
+        """Accept no more requests, finish the answers, save all sessions, and end.
 
-        Serve calls it when a replica is one too many, or is replaced by a new one.
+        Serve calls this when it removes the replica, or replaces it by a new one.
         """
         within_s = float(self._llm_config.deployment_config["graceful_shutdown_timeout_s"])
         if self._front is not None:
