@@ -69,8 +69,8 @@ class Calibration:
         Args:
             on_progress: called with a description of the progress; an exception ends the work.
             folder: the folder for unnamed files with large arrays; None = they stay in memory.
-            room: bytes of that folder for the answers of the exact cache; answers beyond it are
-                computed again for every preset.
+            room: bytes of that folder for the log-probabilities after the exact cache; those beyond
+                it are computed again for every preset.
         """
         self._instrument = instrument
         self._on_progress = on_progress
@@ -192,10 +192,10 @@ class Calibration:
         if not (is_learned(name) and self._instrument.layout.layers):
             return
         if self._knows(profile, name) or False not in self._readers:
-            return  # nothing to learn; or no text was read yet, which would delay the first row
-        beside = self._closing.enter_context(ThreadPoolExecutor(1))
+            return  # nothing to learn; or reading texts first would delay the first row
+        pool = self._closing.enter_context(ThreadPoolExecutor(1))
         known = (self._samples(order), self._instrument.fingerprint, [name])
-        self._learning[name] = beside.submit(learn_profile, *known)
+        self._learning[name] = pool.submit(learn_profile, *known)
 
     def _with(self, profile: Profile, name: str, learned: Mapping[str, np.ndarray]) -> Profile:
         if self._file is not None:
@@ -205,7 +205,7 @@ class Calibration:
     # ---- measuring
 
     def _judge_of(self, order: CalibrationOrder) -> Judge:
-        """Return the judge with an order's cases, which are the same for all orders."""
+        """Return the judge, which has an order's cases; they are the same for all orders."""
         if self._judge is None:
             known = (self._instrument, list(self._cases(order)), self._on_progress)
             files = (self._folder, self._room)
@@ -234,8 +234,9 @@ class Calibration:
         """Return the contexts to measure; with states, they end at a position that has a state.
 
         Tokens after that position would be computed again, but count as packed. In an order from
-        the command line, one context must be long enough for all sleeps of a session; an engine's
-        own order is limited by the engine, and its sessions may sleep less often.
+        the command line, one context must be long enough for all sleeps of a trial (see
+        ``measuring.trials``). In an engine's own order, whose contexts the engine limits, a trial
+        may have fewer sleeps.
         """
         states, step = self._instrument.states, self._instrument.state_step
         if states is None:

@@ -2,7 +2,7 @@
 
 Code and documentation come from Python's own library, which is installed wherever this runs; prose,
 chat and other languages were written for this purpose and are in ``texts``. The two sets share no
-file and no passage (so ``pdb``, which repeats the manual's "debugger", is in neither). Some
+file and no passage, so ``pdb``, which repeats the manual's chapter "debugger", is in neither. Some
 held-out texts of each kind are long enough for the longest usual context.
 """
 
@@ -22,7 +22,7 @@ _FIT_MODULES = (
     *("calendar", "socket"),
 )
 _HELD_OUT_MODULES = ("unittest.mock", "typing", "pickle")
-# Chapters of the reference manual, as Python's interactive help has them.
+# Chapters of the reference manual, by the names of Python's interactive help.
 _FIT_TOPICS = (
     ("specialnames", "types", "formatstrings", "compound", "typesseq"),
     ("assignment", "class", "exceptions", "operator-summary", "numbers", "strings", "with"),

@@ -1,4 +1,4 @@
-"""The protocol through which an engine's model is measured: sessions are taken out and put back."""
+"""The protocol through which an engine's model is measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HeldSession:
     Attributes:
         run: K and V of each layer that keeps all rows.
         state: the state in the form for the cold store; None if the model has none.
-        prompt: the prompt that these tokens begin, if the engine needs it to continue from them.
+        prompt: the prompt of which these are the first tokens, if the engine needs it to continue.
     """
 
     run: KVRun
@@ -47,7 +47,7 @@ NOTHING: Final = HeldSession((), 0)
 
 
 class Instrument(Protocol):
-    """A model whose sessions can be taken out and put back.
+    """A model whose sessions' KV can be read out and given back.
 
     In a serving engine, every method raises ``Interrupted`` once the engine ends.
     """
@@ -70,7 +70,7 @@ class Instrument(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """Total seconds that the work waited for users' requests, or was lost to them."""
+        """Total seconds that measuring has waited for users' requests or lost to them."""
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
@@ -81,7 +81,7 @@ class Instrument(Protocol):
         """
 
     def window_ropes(self) -> tuple[Rope | None, ...]:
-        """Return the rotary embedding of each layer with a window, as ``ropes``."""
+        """Return the rotary embedding of each layer with a window; like ``ropes``."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of plain text, after the model's own first token (BOS), if any."""

@@ -1,4 +1,4 @@
-"""Reads the texts that a profile of a model is learned from."""
+"""Reads the texts from which a profile of a model is learned."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from kvstore.shapes import KVLayout, KVRun
 logger = logging.getLogger(__name__)
 
 PROBED_SHARE: Final = 0.25
-MOST_PIECES: Final = 8  # of a text, where sliding windows are shorter
-OBSERVED: Final = 2  # one of so many pieces is observed
+MOST_PIECES: Final = 8  # short texts in place of one, for layers with sliding windows
+OBSERVED: Final = 2  # of short texts, each second one is observed
 LEAST_TOKENS: Final = 64  # of a text
 AHEAD: Final = 2  # notices that wait to be added while the model computes the next
 
 
 class TextReader:
-    """Reads texts to learn from, each of them once, and sees which errors in their KV matter.
+    """Reads each text to learn from once, and measures how much errors in its KV matter.
 
     Attributes:
-        costs_of_states: what errors in recurrent states cost, by the texts read so far.
+        costs_of_states: the costs of errors in recurrent states, by the texts read so far.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class TextReader:
         *,
         of_windows: bool = False,
     ) -> None:
-        """Read nothing yet.
+        """Prepare to read; no text is read yet.
 
         Args:
-            probed_share: the last part of each text, whose attention to the tokens before it shows
-                which errors in their KV matter.
-            scratch: where the texts' rows are kept; None = in memory.
+            probed_share: the last part of each text, as a fraction. Its attention to the tokens
+                before it shows how much errors in their KV matter.
+            scratch: the file for the texts' rows; None = they stay in memory.
             of_windows: the rows are those of layers with sliding windows.
 
         Raises:
-            ValueError: the model rotates its keys in a way that is not understood.
+            ValueError: the model's rotary embedding is not understood.
         """
         states = instrument.states
         layout, self._ropes = instrument.layout, instrument.ropes
-        # After a recurrent state, if only of a convolution, equal tokens have unequal keys.
+        # ``check_turning`` needs equal keys for equal tokens, which a recurrent state prevents.
         can_check = states is None or (states.windows is not None and not states.has_matrices)
         if of_windows:
             assert states is not None and states.windows is not None
@@ -75,11 +75,11 @@ class TextReader:
         self._of_windows = of_windows
         self._can_observe = self._observes = instrument.sees_states or not of_windows
         self._num_observed = self._num_seen = 0
-        self._is_seen = False  # the text that is being read
+        self._is_seen = False  # a layer of the present text was observed
         self._samples = Samples(layout, self._ropes, ())
 
     def samples(self, texts: Sequence[Sequence[int]]) -> Samples:
-        """Read ``texts``, token ids each, which begin with those that were read before.
+        """Read texts, given as token ids, and return the samples of all; earlier texts come first.
 
         Raises:
             OSError: the disk of the scratch file is full.
@@ -110,14 +110,14 @@ class TextReader:
         return [(k.copy(), v.copy()) for k, v in run]
 
     def _observed(self, tokens: Sequence[int]) -> KVRun:
-        """Return the rows of ``tokens``, the last of which look back."""
+        """Return the rows of a text, which is observed if the model allows that."""
         if self._observes:
             self._is_seen = False
             first = int(len(tokens) * (1 - self._probed_share))
             try:
                 run = self._seen(tokens, first)
             except NotObservable as error:
-                logger.warning("no more texts are looked back on: %s", error)
+                logger.warning("no more texts are observed: %s", error)
                 self._observes = False
             else:
                 self._num_observed += 1
@@ -126,7 +126,7 @@ class TextReader:
         return self._instrument.prefill(tokens).run
 
     def _seen(self, tokens: Sequence[int], first: int) -> KVRun:
-        """Observe a text. Notices are added on a thread of their own, one after the other."""
+        """Observe a text and return its rows. One thread adds the notices, in order."""
         waiting = deque[Future[None]]()
 
         def note(notice: LayerNotice | StateNotice) -> None:
@@ -149,12 +149,12 @@ class TextReader:
             self._found.add(notice.layer, notice.rows, notice.gradients)
 
     def _metrics(self) -> list[np.ndarray] | None:
-        """Return what ``Samples`` takes; None if nothing, or not all, was seen."""
+        """Return the metrics for ``Samples``; None if not every layer was observed."""
         metrics = self._found.metrics()
         if metrics is None and self._can_observe:
-            logger.warning("all errors in stored KV count alike: not every layer was seen")
+            logger.warning("all errors in stored KV count alike: not every layer was observed")
         elif metrics is not None:
-            logger.info("%d of %d texts were looked back on", self._num_seen, self._num_observed)
+            logger.info("%d of %d texts were observed", self._num_seen, self._num_observed)
         return metrics
 
 
@@ -165,14 +165,14 @@ def short_texts(
     num_texts: int,
     num_tokens: int,
 ) -> list[list[int]]:
-    """Deal texts that sliding windows hold from the first token on.
+    """Return texts, as token ids, so short that sliding windows hold all of their tokens.
 
-    There are as many tokens in all as ``num_texts`` texts of ``num_tokens`` have, in at most
-    ``MOST_PIECES`` times as many texts.
+    Together they have about as many tokens as ``num_texts`` texts of ``num_tokens``; they are at
+    most ``MOST_PIECES`` times as many.
     """
     states, step = instrument.states, instrument.state_step
     assert states is not None
-    short = max(min(states.window_tokens, num_tokens), step)  # no state is there before a step
+    short = max(min(states.window_tokens, num_tokens), step)  # earlier there is no state
     num_pieces = num_texts * max(1, min(num_tokens // short, MOST_PIECES))
     return list(deal(texts, encode, num_pieces, short, max(min(short, LEAST_TOKENS), step)))
 
@@ -186,8 +186,8 @@ def deal(
 ) -> Iterator[list[int]]:
     """Yield the first window of every text, then the second of every text, and so on.
 
-    Many kinds of text teach more than much of one. No more texts are read than are needed. A
-    window of fewer than ``least`` tokens is left out.
+    This order gives many kinds of text, from which more is learned. Only the texts that are needed
+    are encoded. A window of fewer than ``least`` tokens is left out.
     """
     dealt, known = 0, list[list[int]]()
     for first in itertools.count(0, window_tokens):

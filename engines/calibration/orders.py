@@ -1,9 +1,9 @@
 """The orders by which an engine measures a model that it serves, each more thorough than the last.
 
-``early_order`` learns from a few texts, and ends as soon as the cases seen leave no doubt that its
-presets keep the bound. ``first_order`` judges by all cases. ``further_order`` learns from as many
-texts as there is room for, and has the densest preset. All judge by the same cases, so that figures
-can be compared.
+``early_order`` learns from a few texts, and ends as soon as it is certain, by the cases measured so
+far, that its presets keep the bound. ``first_order`` measures all cases. ``further_order`` learns
+from as many texts as the disk has room for, and includes the densest preset. All measure the same
+cases, so that figures can be compared.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvstore.config import AUTO, StoreConfig
 from kvstore.shapes import StateLayout
 from kvstore.workers import restoring_threads
 
-# The presets that ``auto`` chooses among except ``max``, which takes longer to learn than all the
-# others together; and those that may serve where the first of these loses too much.
+# The presets among which ``auto`` chooses, except ``max``, which takes longer to learn than all the
+# others together; and those that may serve a model on which the first of these loses too much.
 FIRST_PRESETS: Final = (USUAL, "balanced")
 FALLBACKS: Final = ("tq4", "safe")
 FIRST_CONTEXT: Final = 1024
@@ -29,18 +29,18 @@ FIRST_SCORED: Final = 64
 # Many short texts teach more than few long ones of as many tokens (decision 59).
 FIRST_WINDOWS: Final = 24
 FIRST_WINDOW_TOKENS: Final = 512  # at most half of the context: see ``further_order``
-PROBED: Final = 0.125  # of each window: twice as much takes twice as long to look at
+PROBED: Final = 0.125  # of each window; the time for it is in proportion
 FIRST_CHAINS: Final = 3
 EARLY_WINDOWS: Final = 12
-DENSEST: Final = "max"  # it learns
-MOST_WINDOWS: Final = 96  # of an order that follows
-MOST_ROW_BYTES: Final = 8 << 30  # of rows to learn from, in a file without a name
+DENSEST: Final = "max"  # a learned preset
+MOST_WINDOWS: Final = 96  # of ``further_order``
+MOST_ROW_BYTES: Final = 8 << 30  # rows to learn from, in an unnamed file
 STORED_BYTES: Final = 2  # of a value in that file
 LEAST_CONTEXT: Final = 128  # fewer tokens are never packed
 
 
 class TooShort(ValueError):
-    """The engine takes no prompt that is worth packing. The message is one sentence."""
+    """The engine accepts only prompts that are too short to pack. The message is one sentence."""
 
 
 def first_order(
@@ -49,14 +49,14 @@ def first_order(
     """Make a quick order: few texts, one context length.
 
     Args:
-        longest: tokens that the engine can hold of one request, prompt and answer.
+        longest: the most tokens of a request, prompt and answer, that the engine can hold.
         data_path: the folder of profiles.
-        least_context: so many tokens, if the engine can hold them, are needed to judge by.
-        state_step: a state can rest only after a multiple of so many tokens. What follows the first
-            of them looks back on it, so texts to learn from reach beyond it.
+        least_context: the context is at least so long, if the engine can hold it.
+        state_step: states exist only after multiples of so many tokens. Texts to learn from reach
+            beyond the first one, since the tokens after it show how much its errors matter.
 
     Raises:
-        TooShort: see there.
+        TooShort: the engine holds too few tokens.
     """
     context = min(max(FIRST_CONTEXT, least_context), (longest - 2 * FIRST_SCORED) // 128 * 128)
     if context < LEAST_CONTEXT:
@@ -82,19 +82,19 @@ def first_order(
 
 
 def early_order(order: CalibrationOrder) -> CalibrationOrder:
-    """Make the order that goes before a first one, for a verdict within a minute or two."""
+    """Return the order to carry out before a first one, for a verdict in a minute or two."""
     num_windows = min(order.num_windows, EARLY_WINDOWS)
     return msgspec.structs.replace(order, num_windows=num_windows, ends_early=True)
 
 
 def further_order(order: CalibrationOrder, elements_per_token: int) -> CalibrationOrder:
-    """Make the order that follows a first one, with as many texts as there is room for.
+    """Return the order to carry out after a first one, with as many texts as fit on the disk.
 
-    Their length stays half of that by which is judged, so that the gate sees what a preset makes of
-    positions that it did not learn from.
+    Texts to learn from stay half as long as the measured context, so that the gate also measures
+    positions from which a preset did not learn.
 
     Args:
-        elements_per_token: of the rows that are learned from.
+        elements_per_token: the number of values of a token's rows.
     """
     room = room_on_disk(order.data_path, MOST_ROW_BYTES)
     of_window = max(1, order.window_tokens * elements_per_token * STORED_BYTES)
@@ -108,12 +108,11 @@ def further_order(order: CalibrationOrder, elements_per_token: int) -> Calibrati
 
 
 def tokens_to_compute(order: CalibrationOrder, states: StateLayout | None = None) -> int:
-    """Reckon how many tokens a measurement has the model compute, to learn from and to judge by.
-
-    What the ends of texts look back on is part of reading them.
+    """Estimate the number of tokens that a measurement has the model compute.
 
     Args:
-        states: what the model keeps besides rows of every token, which it is taken to keep, too.
+        states: the layout of the model's states; None if it has none. Beside states, the model is
+            assumed to have rows of every token.
     """
     num_cases = len(held_out_texts()) + len(order.depths) + order.num_chains
     learned = order.num_windows * order.window_tokens
@@ -121,6 +120,6 @@ def tokens_to_compute(order: CalibrationOrder, states: StateLayout | None = None
     if states is not None:
         windows = states.windows is not None
         presets = session_presets(order.presets, True, windows, states.has_matrices)
-        learned *= 2 if windows else 1  # their rows are learned from texts of their own
+        learned *= 2 if windows else 1  # windows are learned from further texts
     scored = order.num_scored * (len(presets) + 1)
     return learned + sum(num_cases * (x + scored) for x in order.contexts)

@@ -1,10 +1,10 @@
 """Finds a model's rotary embedding (RoPE) by applying it and reading the result.
 
 Engines have half a dozen rotary classes each (plain, Llama 3, Yarn, proportional, ...), with names
-of their own for their parameters. All do the same: they multiply by a matrix for each position,
-which turns pairs of channels and may stretch all of them alike. So the identity matrix is turned
-and pairs and angles are read off the result. They are checked at other positions
-(``read_rope``), and in the end on real keys of the model (``check_turning``).
+of their own for their parameters. All of them multiply by a matrix for each position, which
+rotates pairs of channels and may scale all of them alike. So ``read_rope`` rotates the identity
+matrix, reads the pairs and angles off the result, and checks them at other positions.
+``check_turning`` checks them on real keys of the model.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from engines.calibration.instrument import Instrument
 from engines.calibration.measuring.metrics import widened
 from kvstore.shapes import Rope
 
-# From a position to a matrix, fp32 (dim, dim), whose row i is the unit vector of channel i, turned.
+# Returns for a position fp32 (dim, dim), whose row i is the rotated unit vector of channel i.
 Turned = Callable[[int], np.ndarray]
 
-# Engines may keep sines in bf16: angles are read again and again, each time at twice the position.
+# Engines may keep sines in bf16, so angles are refined at 1, 2, 4, ... tokens: so many positions.
 DOUBLINGS = 11
 TRIED_AT = (0, 7, 1000)
 UNBOUNDED = 1 << 62
 TOLERANCE = 1.5e-2
-NOT_UNDERSTOOD = "this model turns its keys in a way that is not understood"
+NOT_UNDERSTOOD = "this model rotates its keys in a way that is not understood"
 
 NUM_EQUAL_TOKENS = 256
-NUM_UNSETTLED = 96  # the first of them; the shares of attention sinks fall quickly there
-# As a share of a key's length. With a wrong rotation keys are as far apart as they are long.
+NUM_UNSETTLED = 96  # the first tokens, left out: attention sinks vary quickly there
+# As a fraction of a key's norm; with a wrong rotation, keys differ by about their norm.
 LARGEST_DRIFT = 0.15
 
 
 def read_rope(turned: Turned, num_positions: int = UNBOUNDED) -> Rope | None:
-    """Return the rotary embedding that ``turned`` applies; None if it turns nothing.
+    """Return the rotary embedding that ``turned`` applies; None if it rotates nothing.
 
-    ``num_positions``: that ``turned`` knows.
+    ``num_positions``: the number of positions for which ``turned`` may be called.
 
     Raises:
-        ValueError: it does something else than turning pairs of channels.
+        ValueError: ``turned`` does something else than to rotate pairs of channels.
     """
     rope = _read(turned, num_positions)
-    # Yarn stretches all channels that are turned.
+    # Yarn scales all rotated channels.
     stretch = np.linalg.norm(turned(1), axis=1, keepdims=True)
     for position in (x for x in TRIED_AT if x < num_positions):
         found = turned(position)
@@ -55,12 +55,12 @@ def read_rope(turned: Turned, num_positions: int = UNBOUNDED) -> Rope | None:
 def check_turning(instrument: Instrument, ropes: Sequence[Rope | None]) -> None:
     """Check ``ropes`` on a prompt that repeats one token.
 
-    Attention then takes the same from the past at every position, so the keys must all be equal
-    once they are turned back. The first ones are left out, and the median decides: where heads have
-    sinks, attention takes less from a shorter past, and a router may choose other experts for it.
+    Attention then has the same result at every position, so all keys must be equal once they are
+    rotated back. The first ones are left out, and the median decides, since attention sinks, and a
+    router that chooses other experts, change the result at some positions.
 
     Raises:
-        ValueError: they are not equal.
+        ValueError: the keys are not equal.
     """
     token = (instrument.encode(" the") or [0])[-1]
     run = instrument.prefill([token] * max(NUM_EQUAL_TOKENS, instrument.state_step)).run
@@ -90,7 +90,7 @@ def _read(turned: Turned, num_positions: int) -> Rope | None:
 
 
 def _angles(turned: Turned, pairs: dict[int, int], num_positions: int) -> dict[int, float]:
-    """Radians per token, for the first channel of each pair."""
+    """Return the radians per token of each pair, by its first channel."""
     firsts, seconds = np.array([*pairs]), np.array([*pairs.values()])
     found = np.zeros(len(pairs))
     for position in (1 << x for x in range(DOUBLINGS) if 1 << x < num_positions):
@@ -102,7 +102,7 @@ def _angles(turned: Turned, pairs: dict[int, int], num_positions: int) -> dict[i
 
 
 def _turn(rows: np.ndarray, rope: Rope | None, positions: np.ndarray) -> np.ndarray:
-    """Rotate rows, (..., num_rows, dim), each by its position; below 0 it is rotated back."""
+    """Return rows, (..., num_rows, dim), each rotated by its position; below 0, backwards."""
     if rope is None:
         return rows
     half = len(rope.frequencies)

@@ -1,8 +1,8 @@
 """Bounds the memory and the threads of a measurement, which runs beside users' requests.
 
-Few BLAS threads, freed memory returned, and arrays in a file without a name: they take disk and no
-memory that the system could not reclaim. A measurement inside an engine learns from hundreds of
-mebibytes of rows, of which it looks at a few at a time.
+It limits BLAS threads, returns freed memory to the system, and keeps arrays in an unnamed file, so
+that the system can reclaim their memory. A measurement inside an engine learns from hundreds of
+mebibytes of rows, of which it uses a few at a time.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from kvstore.codecs.floats import to_stored
 from kvstore.shapes import DType, KVPair, KVRun
 from kvstore.workers import usable_cores
 
-# Arrays of so many bytes get pages of their own while a model is measured.
+# Arrays of at least so many bytes get pages of their own while a model is measured.
 LARGE_BYTES: Final = 4 << 20
 ALIGNED: Final = 64  # bytes, of an array in a file
 FREE_SHARE: Final = 4  # at most a quarter of a disk's free space
-# What glibc's threshold grows to by itself, as soon as blocks of such a size were freed.
+# To this value glibc raises its threshold by itself, once blocks of such a size were freed.
 _USUAL_BYTES: Final = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 LOOK_EVERY_S = 1.0
-DISTURBED: Final = 0.3  # of a core: as much of it may be used by others, and it counts as idle
+DISTURBED: Final = 0.3  # a core counts as idle if others use at most this part of it
 NUM_CORES: Final = os.cpu_count() or 1
 
 
 class OtherPrograms:
-    """Looks at the load of the machine, less that of this process. Belongs to one thread."""
+    """Measures the load of the machine, less that of this process. Use it on one thread."""
 
     def __init__(self) -> None:
         self._own = psutil.Process()
         self.cores_used()
 
     def cores_used(self) -> float:
-        """The number of cores that they have used since the last call, on average."""
+        """Return the average number of cores that other programs have used since the last call."""
         percent: float = psutil.cpu_percent() * NUM_CORES - self._own.cpu_percent()
         return percent / 100
 
 
 class FewThreads:
-    """Has numpy's BLAS compute on the calling thread, which can then be of low priority.
+    """Makes numpy's BLAS compute on the calling thread, with that thread's low priority.
 
-    Its other threads are as old as the process, and as important. On a busy machine two of them
-    wait for each other: an ``eigh`` took ten times the processor time. So there are others only for
-    who asks for them, and as many as there are cores that others leave idle. mlx and torch have
-    BLAS of their own. Use it in a ``with`` block, on one thread.
+    BLAS's own threads have the priority of the process. On a busy machine two of them wait for each
+    other: an ``eigh`` took ten times the processor time. So BLAS gets further threads only by
+    ``take_idle_cores``. mlx and torch have BLAS of their own. Use this in a ``with`` block, on one
+    thread.
     """
 
     def __init__(
         self, look: Callable[[], OtherPrograms] = OtherPrograms, num_cores: int = NUM_CORES
     ) -> None:
-        """Change nothing yet; ``num_cores``: the machine's."""
+        """Find numpy's BLAS; nothing is changed yet. ``num_cores``: the cores of the machine."""
         from threadpoolctl import ThreadpoolController  # engines have it, the gateway has not
 
         blas = ThreadpoolController().select(user_api="blas")
@@ -80,7 +80,7 @@ class FewThreads:
         self._set(self._before)
 
     def take_idle_cores(self) -> None:
-        """Have it compute on as many cores as other programs have left since the last look."""
+        """Make BLAS use as many cores as other programs have left idle since the last call."""
         if time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = time.monotonic()
@@ -106,10 +106,10 @@ def return_freed_memory() -> None:
 def large_arrays_apart() -> Iterator[None]:
     """Keep large arrays out of glibc's heaps within the block; elsewhere do nothing.
 
-    Pages of their own go back to the system the moment that an array is freed. In a heap a small
-    block after one that was freed keeps all of it: the same measurement of the same model took 300
-    MiB in one run and 640 in the next. Other threads of the process feel it as well: each large
-    array of theirs is given fresh pages.
+    An array with pages of its own returns them to the system as soon as it is freed. In a heap, one
+    small block after a freed array keeps all its memory: the same measurement of the same model
+    took 300 MiB in one run and 640 in the next. Other threads of the process are affected, too:
+    each of their large arrays is given fresh pages.
     """
     _set_threshold(LARGE_BYTES)
     try:
@@ -122,23 +122,23 @@ def _set_threshold(nbytes: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
         libc.mallopt(_M_MMAP_THRESHOLD, nbytes)
-        # To set one ends glibc's own adjustment of both; a heap is not to be cut with each free.
+        # Setting one ends glibc's own adjustment of both; a low one would trim a heap at each free.
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * _USUAL_BYTES)
 
 
 def room_on_disk(folder: str | Path, most: int) -> int:
-    """Return the bytes that files of a measurement may take there, ``most`` at most."""
+    """Return the bytes that a measurement's files may take in ``folder``, at most ``most``."""
     return min(most, shutil.disk_usage(folder).free // FREE_SHARE)
 
 
 class Scratch:
-    """A file that is gone when this process is, however it ends. Use it in a ``with`` block.
+    """An unnamed file, which the system removes with this process. Use it in a ``with`` block.
 
     Arrays stay valid after the block's end, for as long as they are referenced.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """``folder``: where the file is made; None = where temporary files are.
+        """``folder``: the folder of the file; None = that of temporary files.
 
         Raises ``OSError``.
         """
@@ -151,12 +151,12 @@ class Scratch:
         self._file.close()
 
     def keep(self, arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
-        """Write ``arrays``; returns them as memory of the file, same shapes and dtypes.
+        """Write ``arrays``, and return them mapped from the file, with the same shapes and dtypes.
 
-        What is written to that memory stays there, and does not reach the file. The arrays
-        themselves are written and not only mapped, so that a full disk is an error and no signal.
-        All of them are one mapping: each takes one of the files that a process may have open, and
-        mlx_lm allows 2,048.
+        Later changes to a returned array do not reach the file. The file is written, not only
+        mapped, so that a full disk raises an error instead of a signal. All arrays share one
+        mapping, since each mapping takes one of a process's open files, of which mlx_lm allows
+        2,048.
 
         Raises:
             OSError: the disk is full.
@@ -181,7 +181,7 @@ class Scratch:
         ]
 
     def keep_stored(self, run: KVRun, dtype: DType) -> list[KVPair]:
-        """Keep ``run`` in the 16 bits that lossy codecs see of it: fp16, else bf16 as uint16."""
+        """Keep ``run`` in the 16 bits that lossy codecs use: fp16, or else bf16 as uint16."""
         arrays = (x for pair in run for x in pair)
         # Codecs see fp16 unchanged, so it keeps its dtype, as bf16 keeps its bits.
         kept = iter(self.keep(x if dtype == "float16" else to_stored(x, dtype) for x in arrays))

@@ -1,9 +1,9 @@
 """Measures the model that an engine serves, in the engine's own process and idle moments.
 
-The work is done on a thread of the lowest priority. What needs the model goes through an
-``Instrument`` that waits for idle moments of the engine; all else is arithmetic on arrays. Each
-stage writes the profile, and has the engine choose its codecs again: a first verdict comes early,
-and is renewed as more is learned. If anything fails here, serving goes on unchanged.
+The work is done on a thread of the lowest priority. It uses the model only through an
+``Instrument``, which waits for idle moments of the engine; all else is arithmetic on arrays. Each
+stage writes the profile and has the engine choose its codecs again: a first verdict comes early,
+and is replaced as more is learned. If anything fails here, the engine serves as before.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S: Final = 2.0
 KEPT_BYTES: Final = 4 << 30
-LOG_EVERY_S: Final = 60.0  # in the log; ``progress`` always says the latest
+LOG_EVERY_S: Final = 60.0  # between log lines; ``progress`` is always the latest
 LOOK_EVERY_S: Final = 2.0
 # Until the next attempt to time a model on a quiet machine; doubled each time, up to the second.
 TIMED_AGAIN_S: Final = (60.0, 3600.0)
 
 
 class OpenQuestions(Protocol):
-    """Lists what an engine does not know yet of its model; asked on the measuring thread."""
+    """The questions about its model that an engine has open; read on the measuring thread."""
 
     @property
     def unmeasured(self) -> bool:
-        """True if there is no verdict yet, or one of few texts, which an end kept from renewal."""
+        """True if there is no verdict yet, or only one by few texts."""
 
     @property
     def learns_on(self) -> bool:
@@ -63,14 +63,14 @@ class OpenQuestions(Protocol):
 
     @property
     def times_again(self) -> bool:
-        """True if the verdict hangs on times that other work disturbed."""
+        """True if the verdict depends on times that other work disturbed."""
 
 
 class Partners(Protocol):
     """The other ranks that measure the same model at the same time."""
 
     def agree(self, profile: Profile) -> Profile:
-        """The same profile with the figures that all ranks have agreed on. Waits for them.
+        """Return the profile with the joint figures of all ranks, for which this waits.
 
         Raises:
             Interrupted: the engine ends.
@@ -78,15 +78,15 @@ class Partners(Protocol):
         """
 
     def give_up(self, reason: str) -> None:
-        """Inform the others that this rank measures no more."""
+        """Inform the other ranks that this one has stopped measuring."""
 
 
 class SelfMeasurement:
-    """One measurement, begun at once. Its methods can be called from any thread.
+    """One measurement, which begins at once. Its methods can be called from any thread.
 
-    Either an order is carried out as it is, or, with ``stages``, a model is measured for serving:
-    the order is preceded by an early verdict and followed by open questions; presets do not
-    learn again what they know, and no two processes measure one model at a time.
+    Without ``stages`` it carries out the order as it is. With ``stages`` it measures a model for
+    serving: an early verdict comes before the order, and open questions are answered after it.
+    Presets then do not learn again, and only one process measures a model at a time.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SelfMeasurement:
             adopt: called on the measuring thread once the profile was written, also by another
                 process that was measuring this model.
             engine: the name and version of the engine, for the report.
-            open_questions: what is asked for; None = the order, also if it was carried out before.
+            open_questions: decide which stages are needed; None = carry out the order in any case.
             partners: the other ranks, if the engine has several.
         """
         self._order = order
@@ -138,25 +138,25 @@ class SelfMeasurement:
 
     @property
     def is_running(self) -> bool:
-        """True while it measures; one that only waits for a quiet machine may be closed."""
+        """True while it measures; False if it has ended or only waits for a quiet machine."""
         return self._thread.is_alive() and not self._is_waiting
 
     @property
     def has_verdict(self) -> bool:
-        """True once there is a verdict, though more may still be learned."""
+        """True once there is a verdict, even if more will be learned."""
         return self._has_verdict
 
     def with_progress(self, report: CodecReport) -> CodecReport:
-        """The report with this measurement's progress and rows, and with its end."""
+        """Return ``report`` with this measurement's progress, rows and end."""
         news = {"progress": self._progress, "found": self._found, "ended": self._ended}
         return msgspec.structs.replace(report, **news)
 
     def close(self) -> None:
-        """Have it end at the next opportunity. The instrument must refuse its steps, too."""
+        """Stop at the next opportunity. The instrument must raise ``Interrupted`` as well."""
         self._closing.set()
 
     def join(self, within_s: float = CLOSE_S) -> None:
-        """Wait for the end of the thread, but not for ever: it is a daemon."""
+        """Wait up to ``within_s`` for the end of the thread, which is a daemon."""
         self._thread.join(within_s)
 
     def _run(self) -> None:
@@ -171,7 +171,7 @@ class SelfMeasurement:
             words = " ".join(str(error).split())
             logger.warning("the model is not measured: %s", words)
             self._give_up(words)
-        except Exception as error:  # the edge of this thread: nothing here may end the service
+        except Exception as error:  # top level of this thread: serving must continue
             logger.exception("the model is not measured")
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
@@ -187,7 +187,7 @@ class SelfMeasurement:
         make_folder(self._data)
         alone = locked(self._data, instrument.fingerprint, self._wait_for_another)
         with alone if self._stages else nullcontext():
-            if self._progress:  # it has waited: the other may have found what is wanted
+            if self._progress:  # after waiting: the other process may have written the profile
                 self._adopt()
             how = (self._on_progress, self._data / "profiles", self._room)
             with Calibration(instrument, *how) as calibration:
@@ -197,14 +197,14 @@ class SelfMeasurement:
                 self._has_verdict, self._progress = True, ""
                 if self._stages and self._open is not None and self._open.learns_on:
                     order = further_order(self._order, instrument.layout.elements_per_token)
-                    with self._verdict_stands("no more is learned of the model"):
+                    with self._keeping_verdict("no more is learned of the model"):
                         self._carry_out(calibration, order, "learned from more texts")
         if self._stages:
             self._time_again(instrument)
 
     @property
     def _room(self) -> int:
-        """Bytes for answers by the exact cache: of several ranks the same, or they would part."""
+        """Bytes for the exact cache's log-probabilities; equal on all ranks, which run in step."""
         return KEPT_BYTES if self._partners is not None else room_on_disk(self._data, KEPT_BYTES)
 
     def _first_verdict(self, calibration: Calibration, instrument: Instrument) -> None:
@@ -229,8 +229,8 @@ class SelfMeasurement:
     ) -> None:
         """Carry out an order, and have the engine adopt the result.
 
-        Of one that ends early, and of one that a command awaits, that is done after every preset.
-        An early one has no result if its few texts have left a doubt.
+        If the order ends early, or a command waits for the report, the engine adopts the result
+        after every preset. An early order has no result if its few texts do not decide.
         """
         began, profile = time.monotonic(), None
         takes_each = self._partners is None and (order.ends_early or self._is_awaited)
@@ -246,11 +246,11 @@ class SelfMeasurement:
         logger.info("%s in %.0f s", work, time.monotonic() - began)
 
     def _take(self, profile: Profile) -> None:
-        """Keep a profile, write the report that a command awaits, and have the engine adopt it."""
+        """Save a profile, write a command's report if wanted, and have the engine adopt it."""
         self._found = tuple(map(short_row, profile.rows))
         try:
             path = str(save(profile, self._data))
-        except OSError as error:  # a full disk: a report that took minutes is not to be lost
+        except OSError as error:  # a full disk, perhaps: the report is still written
             logger.error("what was learned cannot be kept: %s", error)
             path = ""
         if self._order.report_path:
@@ -268,8 +268,8 @@ class SelfMeasurement:
         return_freed_memory()
 
     @contextmanager
-    def _verdict_stands(self, failed: str) -> Iterator[None]:
-        """Log any failure of the block, which takes no verdict back."""
+    def _keeping_verdict(self, failed: str) -> Iterator[None]:
+        """Log a failure of the block, after which the present verdict stays valid."""
         try:
             yield
         except Interrupted:
@@ -279,7 +279,7 @@ class SelfMeasurement:
             logger.warning("%s: %s", failed, words, exc_info=True)
 
     def _time_again(self, instrument: Instrument) -> None:
-        """Time the presets again until it is known how long they take on a quiet machine."""
+        """Time the presets again until all were timed on a quiet machine."""
         wait_s, longest_s = TIMED_AGAIN_S
         while self._open is not None and self._open.times_again:
             self._progress = ""
@@ -289,7 +289,7 @@ class SelfMeasurement:
             self._is_waiting = False
             wait_s = min(2 * wait_s, longest_s)
             self._progress = "timing again what was timed on a busy machine, or on another one"
-            with self._verdict_stands("the model is not timed again now"):
+            with self._keeping_verdict("the model is not timed again now"):
                 self._time_once(instrument)
 
     def _time_once(self, instrument: Instrument) -> None:
@@ -313,9 +313,9 @@ class SelfMeasurement:
         self._check()
 
     def _on_progress(self, progress: str) -> None:
-        """Note how far it is; raises ``Interrupted`` if it is to end."""
+        """Record the progress; raise ``Interrupted`` if the engine ends."""
         self._check()
-        if self._is_awaited:  # by a command, and no user is served
+        if self._is_awaited:  # by a command: no user is served
             self._blas.take_idle_cores()
         learns_on = self._has_verdict and not self._is_awaited
         self._progress = f"{'measuring more' if learns_on else 'measuring'}: {progress}"

@@ -38,7 +38,7 @@ class Choice:
     why: str  # the reason in one sentence, with the figures
     rows: tuple[Quality, ...] = ()  # measurements of this codec on this model, by context
     compared: tuple[Quality, ...] = ()  # measurements of all codecs whose times were compared
-    unmeasured: bool = False  # a calibration may lead to another choice
+    unmeasured: bool = False  # a measurement may lead to another choice
     session: SessionCodec | None = None  # the codec for whole sessions; None = states are exact
     profile: Profile | None = None  # the arrays that the preset has learned of the model
 
@@ -235,16 +235,16 @@ def _opened(name: str, model: _Model, *, serves: bool = True) -> Choice | None:
 
 
 def _rows(profile: Profile | None, name: str, codec_id: str) -> list[Quality]:
-    """Return the measurements of exactly this codec, short contexts first."""
+    """Return the measurements of a preset with this codec id, by context, the shortest first."""
     known = profile.rows if profile else ()
     rows = [x for x in known if x.preset == name and x.codec_id == codec_id]
     return sorted(rows, key=lambda x: x.context)
 
 
 def _by_density(profile: Profile | None) -> list[str]:
-    """Return our own presets that were measured, the densest first.
+    """Return the names of our own measured presets, the densest first.
 
-    ``auto`` never chooses a method of the literature; the settings have to name it.
+    ``auto`` never chooses a published method; only the settings can name one.
     """
     bits = {x.preset: x.bits_per_element for x in (profile.rows if profile else ())}
     return sorted((name for name in bits if first_part(name) in OWN), key=bits.__getitem__)

@@ -19,18 +19,18 @@ from kvstore.codecs.quality import Quality
 from kvstore.shapes import is_latent
 from kvstore.workers import processors
 
-# One-sided 1 % quantiles of Student's t, by the number of texts. Of the five checks after the third
-# to the seventh text, one is wrong in at most 5 % of measurements.
+# One-sided 1 % quantiles of Student's t, by the number of texts. There are five checks, after the
+# third to the seventh text; in at most 5 % of measurements one of them is wrong.
 STUDENT: Final = {3: 6.965, 4: 4.541, 5: 3.747, 6: 3.365, 7: 3.143}
-# The operator's bound is a KL: the perplexity of single texts varies by more than codecs change it.
+# The operator's bound is a KL: perplexity varies more between texts than a codec changes it.
 LEAST_TOP1: Final = 0.9  # detects severe errors that KL, a mean, could hide
 # The bound on the KL of reasoning chains, as a multiple of that of texts. Only answers are judged
 # there, which depend on single facts, so their KL is higher than that of texts.
 CHAIN_FACTOR: Final = 10.0
 LEAST_CHAIN_TOP1: Final = 0.83
 TOKENS: Final = 2000  # length of the restore whose time is compared with its prefill
-QUIET: Final = 0.1  # on a quiet machine, a thread waits for a CPU at most this fraction of its time
-# Figures of which more is better; of all others, less is.
+QUIET: Final = 0.1  # a machine is quiet if threads wait for a CPU at most this part of the time
+# Figures that are better if they are higher; all others are better if they are lower.
 MORE_IS_BETTER: Final = frozenset(
     {"top1", "needle_found", "cos_k", "cos_v", "chain_top1", "prefill_s"}
 )
@@ -42,7 +42,7 @@ OWN: Final = frozenset(
 def refusal(
     rows: Sequence[Quality], preset: str, max_kl: float, profile: Profile | None = None
 ) -> str:
-    """Return in one sentence why this preset must not serve this model; "" if it may.
+    """Return a sentence that says why this preset must not serve this model; "" if it may.
 
     ``profile``: the model's profile, with what the preset has learned.
     """
@@ -63,9 +63,10 @@ def refusal(
 
 
 def decided(rows: Sequence[Quality], max_kl: float) -> bool | None:
-    """Return whether all presets certainly keep the bound; None = a few texts do not decide yet.
+    """Return whether all presets keep the bound; None if the texts so far do not decide.
 
-    The mean over texts has a margin of their standard error times ``STUDENT``.
+    It is decided if the mean over texts is farther from the bound than its standard error times
+    ``STUDENT``.
     """
     found = [_decided(row, max_kl) for row in rows]
     return False if False in found else None if None in found or not found else True
@@ -110,9 +111,9 @@ def _chains_refusal(row: Quality, max_kl: float) -> str:
 def _beyond_measured(preset: str, profile: Profile | None) -> str:
     """Return why a preset is valid only near the measured positions; "" if it is valid everywhere.
 
-    If the rotation of the keys beside a model's latents was not found, a preset learns them rotated
-    for the positions of the texts. Farther on they have another mean, and the preset loses many
-    times as much as measured.
+    If RoPE of the keys beside a model's latents is unknown, a preset learns the keys as they are at
+    the texts' positions. At later positions their mean is another, and the preset loses many times
+    as much as measured.
     """
     layers = zip(profile.layout.layers, profile.ropes, strict=False) if profile is not None else ()
     if is_learned(first_part(preset)) and any(rope is None and is_latent(x) for x, rope in layers):
@@ -197,9 +198,9 @@ def _usual(rows: Sequence[Quality]) -> Quality:
 def worst_of(ranks: Sequence[Sequence[Quality]]) -> tuple[Quality, ...]:
     """Return a row for each preset and context with the worst of each figure over all ranks.
 
-    A row that some rank lacks is left out. Fields that are no figures, such as the codec's id and
-    the figures by text, are those of the first rank. So ``worst_of`` a rank's rows and the joint
-    ones gives the joint figures with the rank's own codec ids.
+    A row that some rank lacks is left out. Other fields, such as the codec's id and the figures by
+    text, are those of the first rank. So ``worst_of`` a rank's rows and the joint rows returns the
+    joint figures with the rank's own codec ids.
     """
     by_name = [{(x.preset, x.context): x for x in rows} for rows in ranks]
     common = [x for x in by_name[0] if all(x in rows for rows in by_name)]

@@ -45,7 +45,7 @@ def _never(call: Callable[[], None]) -> None:
 
 
 class MeasuredModel(NamedTuple):
-    """The served model as it was measured, whose profile is used."""
+    """The fingerprint and the layout that the served model had when it was measured."""
 
     fingerprint: str
     layout: KVLayout
@@ -100,7 +100,7 @@ class ServedCodecs:
 
     @property
     def report(self) -> CodecReport:
-        """The report of the codec, with the reasons for it, that the gateway gets."""
+        """The report to the gateway: the codec that packs, and the reasons for it."""
         choice, measured = self._chosen
         others = [short_row(row) for row in measured if row not in choice.rows]
         return CodecReport(
@@ -118,7 +118,7 @@ class ServedCodecs:
         """Choose again by the newest profile, and pass the result to ``adopt`` of the store.
 
         It compiles the kernels of new codecs, which takes seconds. A codec that is refused now is
-        replaced by an exact one, as a running server must not end.
+        replaced by an exact one, since a running server must not end.
         """
         with self._lock, in_background():
             try:
@@ -184,7 +184,7 @@ class ServedCodecs:
 
     @property
     def unmeasured(self) -> bool:
-        """True if a measurement may lead to another choice; one with few texts is not final."""
+        """True if a measurement may change the choice: none was made, or one with few texts."""
         choice = self._chosen.choice
         is_early = bool(choice.rows) and all(x.is_early for x in choice.rows)
         return choice.unmeasured or (is_early and not self._unmeasurable)
@@ -201,7 +201,7 @@ class ServedCodecs:
 
     @property
     def times_again(self) -> bool:
-        """True if ``auto`` chose by times that other work disturbed, or another machine took."""
+        """True if ``auto`` chose by times that are doubtful; see ``is_doubtful``."""
         is_asked = self._config.calibrate and not self._unmeasurable
         return is_asked and any(map(is_doubtful, self._chosen.choice.compared))
 
@@ -213,7 +213,7 @@ class ServedCodecs:
     def _may_still_serve(self, after: Choice) -> bool:
         """Return whether the codec that packed until now may still serve.
 
-        If it only is not the best any more, its blobs stay; if it is refused now, they must go.
+        If another codec is merely better, its blobs stay; if it is refused now, they must go.
         """
         before = self._chosen.choice
         if before.is_exact or before.name == after.name:
@@ -232,7 +232,7 @@ class ServedCodecs:
             return None
         if not self.is_of_this_model(profile):
             path = profile_path(self._data, self.measured.fingerprint)
-            logger.warning("%s is of another model", path)
+            logger.warning("%s belongs to another model", path)
             return None
         return profile
 

@@ -1,5 +1,5 @@
-"""Measures how far a model's answers drift when its past went through a codec.
+"""Measures how much a model's answers change if the KV before them was packed and unpacked.
 
-``cases.py`` -> ``trials.py`` (prefill, pack and unpack) -> ``metrics.py``; ``measure.py`` is the
-loop over all of them.
+For each of ``cases.py``, ``trials.py`` prefills, packs and unpacks a session, and ``metrics.py``
+compares the answers. ``measure.py`` is the loop over cases and codecs.
 """

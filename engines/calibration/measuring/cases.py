@@ -1,14 +1,14 @@
 """The cases of a measurement: a prefix, whose KV is packed and unpacked, and tokens after it.
 
-In a *text* case the text goes on; a *needle* case ends in a question whose answer stands in the
-prefix and nowhere else. In a case of *reasoning chains* the prefix has the facts of problems among
-a text, and the questions stand after it, with the right answers filled in. Judged is whether the
-model expects at the answers what it expects after its exact cache. Whether that is right is another
-matter: of small models it seldom is.
+In a *text* case the tokens after the prefix continue its text. A *needle* case ends in a question
+whose answer is in the prefix and nowhere else. In a case of *reasoning chains*, the prefix is a
+text with the facts of problems in it; the questions come after it, with the right answers filled
+in. At the answers, the model's predictions are compared with those after its exact cache. Whether
+they are right does not count: small models are seldom right.
 
-A needle is found by looking at one passage. In problems totals have to be carried on, names to be
-followed, one row of many to be found, things to be counted. Everything is drawn from a seed, so a
-problem is the same on every machine.
+One passage is enough to find a needle. Problems need more: totals are to be carried on, names
+followed, one of many rows found, things counted. Everything is drawn from a seed, so a problem is
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Final
 from engines.calibration.corpus import Text
 from engines.config import DEPTHS
 
-NUM_CHANGES: Final = 4  # of a total
+NUM_CHANGES: Final = 4  # changes of a running total
 NUM_LOCKERS: Final = 6
-NUM_ASKED: Final = 3  # of these lockers
+NUM_ASKED: Final = 3  # lockers that the question asks for
 COUNTS: Final = (1, 2, 3, 4)
 _NAMES: Final = ("Anna", "Boris", "Chloe", "David", "Elena", "Felix", "Greta", "Henry")
 _COLOURS: Final = ("red", "blue", "green", "black", "white", "yellow")
@@ -32,17 +32,17 @@ _ROOMS: Final = ("kitchen", "cellar", "office", "attic", "garage", "hall", "pant
 _LETTERS: Final = "BCDFGHKLMNPQRTVXZ"
 Encode = Callable[[str], list[int]]
 _PLACES = ("vault", "archive", "garage", "library", "tower", "harbour", "cellar", "station")
-MOST_PROBLEMS: Final = 12  # of one case
-FACTS_SHARE: Final = 2  # at most one in so many tokens of a prefix is a fact's
-# Shares of the text before the first fact, in turn.
+MOST_PROBLEMS: Final = 12  # in one case
+FACTS_SHARE: Final = 2  # facts take at most 1 / FACTS_SHARE of a prefix
+# The part of the text that comes before the first fact, by case in turn.
 BEGINS: Final = (0.5, 0.05)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Facts in their order, and a question with its right answers filled in.
+    """Facts in order, and a question with the right answers filled in.
 
-    Every second part of the question is an answer: it follows from the facts and from nothing else.
+    Every second part of ``question`` is an answer, which only the facts determine.
     """
 
     kind: str
@@ -66,10 +66,10 @@ def problems(seed: int) -> Iterator[Problem]:
 
 
 def _running_total(rng: random.Random, number: int) -> Problem:
-    """Arithmetic in steps: each total needs the one before and a fact."""
+    """Return an arithmetic problem: each total follows from the one before it and a fact."""
     name = _of(_NAMES, number)
     totals: list[int] = []
-    while len(set(totals)) <= NUM_CHANGES:  # no answer is said twice
+    while len(set(totals)) <= NUM_CHANGES:  # all answers differ
         signs = rng.choices((-1, 1), k=NUM_CHANGES)
         sizes = rng.sample(range(3, 12), NUM_CHANGES)
         changes = [sign * size for sign, size in zip(signs, sizes, strict=True)]
@@ -82,7 +82,7 @@ def _running_total(rng: random.Random, number: int) -> Problem:
 
 
 def _copied_registers(rng: random.Random, number: int) -> Problem:
-    """A value that was copied on and on, beside one that was not."""
+    """Return a problem of tracing a value that was copied twice, beside another value."""
     other, first, second, last = (f"{x}{number}" for x in _pairs(rng, 4))
     value, decoy = rng.sample(range(1000, 10000), 2)
     facts = (
@@ -96,7 +96,7 @@ def _copied_registers(rng: random.Random, number: int) -> Problem:
 
 
 def _table(rng: random.Random, number: int) -> Problem:
-    """Keys and values; a few of the keys are asked for, in another order."""
+    """Return a problem of finding the values of a few keys, asked in another order."""
     room = _of(_ROOMS, number)
     keys = rng.sample(range(10, 100), NUM_LOCKERS)
     codes = dict(zip(keys, rng.sample(range(1000, 10000), NUM_LOCKERS), strict=True))
@@ -106,7 +106,7 @@ def _table(rng: random.Random, number: int) -> Problem:
 
 
 def _count(rng: random.Random, number: int) -> Problem:
-    """Things of several colours, named one at a time."""
+    """Return a problem of counting things of several colours."""
     room = _of(_ROOMS, number)
     counts = dict(zip(rng.sample(_COLOURS, 3), rng.sample(COUNTS, 3), strict=True))
     cups = [colour for colour, count in counts.items() for _ in range(count)]
@@ -117,7 +117,7 @@ def _count(rng: random.Random, number: int) -> Problem:
 
 
 def _asked(begin: str, answers: Iterable[tuple[str, object]], end: str) -> tuple[str, ...]:
-    """A question of several answers, each between some words and ``end``."""
+    """Return the parts of a question: for each answer some words, the answer and ``end``."""
     parts = [begin]
     for words, answer in answers:
         parts[-1] += words
@@ -126,7 +126,7 @@ def _asked(begin: str, answers: Iterable[tuple[str, object]], end: str) -> tuple
 
 
 def _pairs(rng: random.Random, count: int) -> list[str]:
-    """Names of two letters, no two alike."""
+    """Return ``count`` different names of two letters."""
     found: dict[str, None] = {}
     while len(found) < count:
         found["".join(rng.sample(_LETTERS, 2))] = None
@@ -134,7 +134,7 @@ def _pairs(rng: random.Random, count: int) -> list[str]:
 
 
 def _of(names: Sequence[str], number: int) -> str:
-    """The name of this number; names that were used up come again with a numeral."""
+    """Return the name of this number; beyond ``names``, they are repeated with a numeral."""
     again, place = divmod(number, len(names))
     return f"{names[place]} {again + 1}" if again else names[place]
 
@@ -146,8 +146,8 @@ class Case:
     name: str
     prefix: tuple[int, ...]
     rest: tuple[int, ...]
-    num_answer: int = 0  # for a needle: so many tokens at the end of ``rest`` are the answer
-    # For chains: by kind of problem the places in ``rest`` of the tokens that are answers.
+    num_answer: int = 0  # for a needle: the number of answer tokens, at the end of ``rest``
+    # For chains: the indices in ``rest`` of the tokens of answers, by kind of problem.
     answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -166,7 +166,7 @@ class Case:
 def text_cases(
     texts: Sequence[Text], encode: Encode, context: int, num_scored: int
 ) -> Iterator[Case]:
-    """A case for each text that has ``context + num_scored`` tokens."""
+    """Yield a case for each text that has ``context + num_scored`` tokens."""
     for text in texts:
         tokens = encode(text.content)
         if len(tokens) >= context + num_scored:
@@ -177,7 +177,7 @@ def text_cases(
 def needle_cases(
     texts: Sequence[Text], encode: Encode, context: int, depths: Sequence[float] = DEPTHS
 ) -> Iterator[Case]:
-    """Cases with a pass key at each depth, using the texts that are long enough in turn.
+    """Yield a case with a pass key for each depth, in turn in each text that is long enough.
 
     The same texts and depths give the same cases.
     """
@@ -206,13 +206,13 @@ def chain_cases(
     num_cases: int,
     most_rest: int,
 ) -> Iterator[Case]:
-    """Yield cases of ``context`` tokens, each with the problems that fit.
+    """Yield cases with a prefix of ``context`` tokens, each with the problems that fit.
 
-    The same texts give the same cases. There are none where not even one problem fits.
+    The same texts give the same cases. There is none if not even one problem fits.
 
     Args:
         texts: their tokens; those of fewer than ``context`` are left out.
-        most_rest: tokens that questions and answers of one case may take.
+        most_rest: the most tokens of the questions and answers of a case.
     """
     hays = [tokens for tokens in texts if len(tokens) >= context]
     for number in range(num_cases if hays else 0):
@@ -229,7 +229,7 @@ def chain_cases(
 def _fitting(
     source: Iterator[Problem], encode: Encode, most_facts: int, most_rest: int
 ) -> list[Problem]:
-    """The first problems that together fit; one that is too long is left out."""
+    """Return the first problems that fit together; one that is too long is left out."""
     chosen: list[Problem] = []
     for problem in itertools.islice(source, MOST_PROBLEMS):
         facts = sum(len(_inner(encode, f"\n{x}\n")) for x in _interleaved([*chosen, problem]))
@@ -239,7 +239,7 @@ def _fitting(
 
 
 def _interleaved(chosen: Iterable[Problem]) -> Iterator[str]:
-    """The facts of all problems by turns, those of each in their order."""
+    """Yield the facts of all problems in turn, those of each in their order."""
     for row in itertools.zip_longest(*(problem.facts for problem in chosen)):
         yield from (fact for fact in row if fact is not None)
 
@@ -247,7 +247,7 @@ def _interleaved(chosen: Iterable[Problem]) -> Iterator[str]:
 def _hidden(
     facts: Sequence[Sequence[int]], hay: Sequence[int], context: int, begin: float
 ) -> tuple[int, ...]:
-    """``context`` tokens: a share of the text, then the facts with the rest of it between them."""
+    """Return ``context`` tokens: the part ``begin`` of the text, then facts amid the rest."""
     filler = hay[: context - sum(map(len, facts))]
     head = int(len(filler) * begin)
     cuts = [head + (len(filler) - head) * i // len(facts) for i in range(len(facts) + 1)]
@@ -260,7 +260,7 @@ def _hidden(
 def _questions(
     chosen: Iterable[Problem], encode: Encode
 ) -> tuple[tuple[int, ...], Mapping[str, tuple[int, ...]]]:
-    """The tokens of all questions, and by kind the places of those that are answers."""
+    """Return the tokens of all questions, and the indices of the answers' tokens by kind."""
     text, spans = "\n\n", []
     for problem in chosen:
         for number, part in enumerate(problem.question):
@@ -280,11 +280,11 @@ def _questions(
 
 
 def _inner(encode: Encode, text: str) -> list[int]:
-    """The tokens of a text that does not begin a prompt."""
+    """Return the tokens of a text inside a prompt, without the first token (BOS)."""
     return encode(text)[len(encode("")) :]
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of equal tokens at the beginning of both."""
+    """Return the number of equal tokens at the beginning of both."""
     pairs = zip(a, b, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""Measures codecs: a model's answers after a restored prefix, beside those after the exact one."""
+"""Measures codecs by a model's answers after a restored prefix and after the exact one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvstore.codecs.quality import Quality
 
 logger = logging.getLogger(__name__)
 
-MOST_SHOWN: Final = 4  # presets with interim figures in the words of a progress
-TRIES: Final = 3  # to time again at each context, of which the least disturbed counts
+MOST_SHOWN: Final = 4  # presets with interim figures in a progress message
+TRIES: Final = 3  # when timing again at a context; the least disturbed try counts
 OF_TIMES: Final = ("prefill_s", "restore_s", "waited", "timed_on")  # fields of a row
-SCORED: Final = 2  # tokens after a timed prefix: as few as a case may have
-# Called now and then with a few words on how far a measurement is.
+SCORED: Final = 2  # tokens after a timed prefix, the fewest that a case may have
+# Called repeatedly with a few words on the progress of a measurement.
 OnProgress: TypeAlias = Callable[[str], None]
 
 
 def quiet(progress: str) -> None:
-    """Report to no one."""
+    """Ignore the progress."""
 
 
 # A prompt, and the log-probabilities after its exact cache: fp32 (len(case.rest), vocabulary).
@@ -39,7 +39,7 @@ _Reference: TypeAlias = tuple[Exact, np.ndarray]
 
 
 class Judge:
-    """Judges codecs by the same cases, whose answers by the exact cache it computes once."""
+    """Measures codecs by the same cases; log-probabilities after the exact cache are reused."""
 
     def __init__(
         self,
@@ -52,13 +52,14 @@ class Judge:
         num_threads: int = 0,
         stopwatch: Callable[[], Stopwatch] = Stopwatch,
     ) -> None:
-        """Compute nothing yet.
+        """Prepare to measure; the model is not used yet.
 
         Args:
-            on_progress: called for every codec of every case, with figures so far.
-            folder: of files without a name, where answers by the exact cache stay from one call of
-                ``rows`` to the next, as far as ``room`` bytes go; None = they are not kept.
-            num_threads: of the cold store, to time what a restore takes; 0 = its default.
+            on_progress: called for every codec of every case, with the figures so far.
+            folder: the folder for unnamed files, in which log-probabilities after the exact cache
+                stay from one call of ``rows`` to the next; None = they are computed again.
+            room: the most bytes of these files.
+            num_threads: the threads with which a restore is timed; 0 = the cold store's default.
         """
         self._instrument = instrument
         self._cases = list(cases)
@@ -73,14 +74,14 @@ class Judge:
         codecs: Mapping[str, AnyCodec],
         is_enough: Callable[[Sequence[Quality]], bool] = lambda rows: False,
     ) -> list[Quality]:
-        """Judge codecs; returns a row for each preset and context length.
+        """Measure codecs, and return a row for each preset and context length.
 
-        Exact presets go through the same steps as lossy ones, so that ``raw`` shows the floor: what
-        is not zero there is the model's own noise.
+        Exact presets go through the same steps as lossy ones: the errors of ``raw`` are the model's
+        own noise.
 
         Args:
-            codecs: by preset; of an instrument with states ``SessionCodec``s.
-            is_enough: given the rows so far after every case; True ends the measurement with them.
+            codecs: by preset; for an instrument with states, of ``SessionCodec``.
+            is_enough: called after every case with the rows so far; True ends the measurement.
         """
         found: dict[tuple[int, str], LossTally] = {}
         rows: dict[tuple[int, str], Quality] = {}
@@ -100,13 +101,13 @@ class Judge:
         return sorted(rows.values(), key=lambda row: row.context)
 
     def _reference(self, number: int, case: Case) -> _Reference | None:
-        """Compute or remember a case's reference; None if not even the exact cache answers it."""
+        """Return a case's reference; None if the model does not find its needle even exactly."""
         if number in self._kept:
             return self._kept[number]
         exact = self._trials.exact(case.prefix)
         log_probs = self._instrument.log_probs(exact.session, case.rest)
         if case.is_needle and not answers(log_probs, case.rest, case.num_answer):
-            logger.info("%s: not even the exact cache answers", case.name)
+            logger.info("%s: not answered even after the exact cache", case.name)
             self._kept[number] = None
             return None
         nbytes = exact.nbytes + log_probs.nbytes
@@ -120,7 +121,7 @@ class Judge:
     def _judge(
         self, case: Case, prompt: Exact, exact: np.ndarray, codec: AnyCodec, tally: LossTally
     ) -> None:
-        """Judge one codec by one case; ``exact``: the log-probabilities after the exact cache."""
+        """Measure a codec by a case; ``exact``: the log-probabilities after the exact cache."""
         trip = self._trials.trip(codec, prompt)
         packed = self._instrument.log_probs(trip.session, case.rest)
         tally.prefills.append(prompt.prefill)
@@ -132,14 +133,14 @@ class Judge:
         if case.is_needle:
             tally.needles.append(answers(packed, case.rest, case.num_answer))
         for kind, places in case.answers.items():
-            before = np.array(places) - 1  # no answer is the first token
+            before = np.array(places) - 1  # the first token is never an answer
             following = [case.rest[x] for x in places]
             moved = drift(exact[before], packed[before], following)
             tally.chains.setdefault(kind, []).append(moved)
 
 
 def _so_far(rows: Iterable[Quality], context: int) -> str:
-    """Say in a few words what was found at this context."""
+    """Return the latest presets' figures at this context, in a few words."""
     judged = [x for x in rows if x.context == context and x.texts][-MOST_SHOWN:]
     return "".join(f"; {x.preset} {x.bits_per_element:.2f} bits, KL {x.kl:.4f}" for x in judged)
 
@@ -152,13 +153,13 @@ def timed_again(
     num_threads: int,
     stopwatch: Callable[[], Stopwatch] = Stopwatch,
 ) -> list[Quality]:
-    """Time those of ``rows`` again that are doubtful: on a busy machine, or on another one.
+    """Time those of ``rows`` again that were timed on a busy machine, or on another one.
 
-    What a codec loses does not depend on the machine; what it takes does. On a busy machine a
-    prefill can look so slow that a codec seems quick which is not.
+    A codec's loss does not depend on the machine; its time does. On a busy machine a prefill may
+    be so slow that a slow codec seems quick.
 
-    Returns all rows, with the times of those that were less disturbed now, or timed elsewhere
-    before; none if no row was.
+    Returns all rows, with new times for those that were less disturbed this time, or were timed on
+    another machine before; [] if no row has new times.
 
     Args:
         codecs: by preset, those of the rows; a row of another codec is left as it is.
@@ -170,7 +171,7 @@ def timed_again(
         for number in range(1, TRIES + 1):
             doubtful = [x for x in best.values() if x.context == context and is_doubtful(x)]
             again = {x.preset: codec for x in doubtful if (codec := known.get(x.codec_id))}
-            # Another beginning each time: an engine may know what it has read before.
+            # Another beginning each time, since an engine may have cached the last one.
             text = tuple(tokens[number : number + context + SCORED])
             if not again or len(text) < context + SCORED:
                 break
@@ -178,7 +179,7 @@ def timed_again(
             judge = Judge(instrument, [case], num_threads=num_threads, stopwatch=stopwatch)
             for timed in judge.rows(again):
                 row = best[timed.preset, context]
-                # Where another machine had quiet, this one must have it, too.
+                # A row of another machine is replaced only by times of a quiet moment.
                 most = max(row.waited or 0.0, 0.0 if is_from_here(row) else QUIET)
                 if timed.waited is not None and timed.waited < most:
                     times = {x: getattr(timed, x) for x in OF_TIMES}

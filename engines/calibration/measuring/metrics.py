@@ -1,6 +1,6 @@
 """Compares a model's answers after a restored prefix with those after the exact one.
 
-First case by case, then over all cases of a preset at one context length.
+``drift`` and ``row_loss`` compare one case; ``LossTally`` joins the cases of a preset at a context.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from kvstore.codecs.quality import Quality, TextQuality
 from kvstore.shapes import NUMPY_DTYPES, KVLayout, KVRun
 from kvstore.workers import processors
 
-# JSON has no infinity and no NaN, and no bound admits this.
+# In place of infinity and NaN, which JSON lacks; above every bound.
 WORST = 1e9
 
 
 class Drift(NamedTuple):
-    """The drift at every scored position of one case, so that cases of any length add up fairly."""
+    """The differences at every scored position of a case; joined cases weigh by their length."""
 
     kl: Sequence[float]  # nats
     same_top: Sequence[bool]  # the most likely token is the same
-    # Of the positions with a next token to judge by:
-    loss: Sequence[float]  # nats: how much less likely the text became
-    delta_p: Sequence[float]  # probability of the text's token, packed less exact
+    # Only for positions whose next token is known:
+    loss: Sequence[float]  # nats, by which that token became less likely
+    delta_p: Sequence[float]  # that token's probability, packed less exact
 
 
 class RowLoss(NamedTuple):
-    """The loss of all rows of a session that went through a codec."""
+    """The loss of the rows of a session that were packed and unpacked."""
 
-    bits: float
+    bits: float  # per value, packed
     cos_k: float  # mean cosine of rows
     cos_v: float
     error_k: float = 0.0  # sum of squared errors over the sum of squares
@@ -46,7 +46,7 @@ class RowLoss(NamedTuple):
 def drift(exact: np.ndarray, packed: np.ndarray, following: Sequence[int]) -> Drift:
     """Compare log-probabilities, fp32 (positions, vocabulary).
 
-    ``following``: the token after each of the first positions; the others have none to judge by.
+    ``following``: the tokens after the first positions; for the others, none is known.
     """
     kl = np.array([_kl(x, y) for x, y in zip(exact, packed, strict=True)], np.float64)
     judged = np.arange(len(following)), np.asarray(following, int)
@@ -60,7 +60,7 @@ def drift(exact: np.ndarray, packed: np.ndarray, following: Sequence[int]) -> Dr
 
 
 def _kl(exact: np.ndarray, packed: np.ndarray) -> float:
-    """KL of one position, nats; for all positions at once the temporaries would be too large."""
+    """Return the KL at one position, in nats; temporary arrays for all would be too large."""
     return float(np.einsum("v,v->", np.exp(exact), exact - packed, dtype=np.float64))
 
 
@@ -75,7 +75,7 @@ def answers(log_probs: np.ndarray, tokens: Sequence[int], num_answer: int) -> bo
 
 
 def row_loss(exact: KVRun, packed: KVRun, layout: KVLayout, bits: float) -> RowLoss:
-    """The loss of rows that went through a codec at so many bits for each value."""
+    """Return the loss of rows that a codec packed with ``bits`` per value."""
     if not exact:
         return RowLoss(bits, 1.0, 1.0)
     (cos_k, error_k), (cos_v, error_v) = (_side_loss(exact, packed, layout, x) for x in (0, 1))
@@ -83,7 +83,7 @@ def row_loss(exact: KVRun, packed: KVRun, layout: KVLayout, bits: float) -> RowL
 
 
 def _side_loss(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> tuple[float, float]:
-    """The cosine and the error of K (``side`` 0) or V (1) of all layers."""
+    """Return the cosine and the error of K (``side`` 0) or V (1), over all layers."""
     cosines, error, energy = [], 0.0, 0.0
     for a, b in zip(exact, packed, strict=True):
         x, y = widened(a[side], layout), widened(b[side], layout)
@@ -98,7 +98,7 @@ def _side_loss(exact: KVRun, packed: KVRun, layout: KVLayout, side: int) -> tupl
 
 
 def widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:
-    """An array of the engine's dtype as fp32, in the same shape."""
+    """Return an array of the engine's dtype as fp32, in the same shape."""
     if layout.dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     assert array.dtype == NUMPY_DTYPES[layout.dtype]
@@ -107,7 +107,7 @@ def widened(array: np.ndarray, layout: KVLayout) -> np.ndarray:
 
 @dataclass
 class LossTally:
-    """Figures of one codec at one context length, case by case."""
+    """Collects the figures of one codec at one context length, case by case."""
 
     preset: str
     codec_id: str
@@ -120,9 +120,9 @@ class LossTally:
     restores: list[Speed] = field(default_factory=list)
 
     def quality(self) -> Quality:
-        """The means over all cases so far.
+        """Return the means over all cases so far.
 
-        Perplexity is that of all texts as one: the exponential of the mean loss.
+        The perplexity is that of all texts joined: the exponential of the mean loss.
         """
         moved, solved = [x for _, x in self.texts], [*itertools.chain(*self.chains.values())]
         whole, at_answers = _joined(moved), _joined(solved)
@@ -159,7 +159,7 @@ class LossTally:
 
 
 def _best(speeds: Sequence[Speed]) -> Speed:
-    """The quickest of those that others hardly disturbed, else the least disturbed."""
+    """Return the quickest undisturbed speed; if all were disturbed, the least disturbed."""
     quiet = [x for x in speeds if x.waited <= QUIET]
     return min(quiet) if quiet else min(speeds, key=lambda x: x.waited)
 
@@ -196,7 +196,7 @@ def _perplexity_change(moved: Drift) -> float:
 
 
 def _mean(values: Iterable[float], otherwise: float) -> float:
-    """The mean; ``otherwise`` if there are no values or not all are finite."""
+    """Return the mean; ``otherwise`` if there are no values or not all are finite."""
     found = np.array([*values], np.float64)
     mean = float(np.mean(found)) if found.size else math.nan
     return mean if math.isfinite(mean) else otherwise

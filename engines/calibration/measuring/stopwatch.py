@@ -1,4 +1,4 @@
-"""Times work, and how long the threads of its process waited for a processor meanwhile."""
+"""Measures how long work takes, and how long its threads waited for a processor meanwhile."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class Speed(NamedTuple):
     """The time that 1,000 tokens took.
 
     Attributes:
-        seconds: of the wall clock, less those that were waited.
-        waited: the share that was, see ``Stopwatch``.
+        seconds: wall-clock time, without the time spent waiting for a processor.
+        waited: the part of the wall-clock time that was spent waiting, 0 to 1; see ``Stopwatch``.
     """
 
     seconds: float
     waited: float = 0.0
 
     def plus(self, other: Speed, share: float) -> Speed:
-        """The speed of doing both, one after the other, ``other`` for a share of the tokens."""
+        """Return the speed of doing both in turn, ``other`` for a part ``share`` of the tokens."""
         return Speed(self.seconds + other.seconds * share, max(self.waited, other.waited))
 
 
 def processor_waits(tasks: Path = TASKS) -> dict[int, float]:
-    """Read how long each thread of this process has waited for a processor so far, in seconds.
+    """Return how long each thread of this process has waited for a processor, in seconds.
 
-    Empty where the system does not count it: only Linux does.
+    {} if the system does not count it; only Linux does.
     """
     found: dict[int, float] = {}
     for file in tasks.glob("*/schedstat"):
         try:
             found[int(file.parent.name)] = int(file.read_text().split()[1]) / 1e9
         except (OSError, ValueError, IndexError):
-            continue  # it has just ended, or the system does not count
+            continue  # the thread has just ended, or the system does not count
     return found
 
 
@@ -48,9 +48,9 @@ class Stopwatch:
     Threads that end within the block are not seen: keep a pool's threads until the block's end.
 
     Attributes:
-        seconds: of the wall clock.
-        waited: the share of them in which the thread that waited longest had no processor. On a
-            machine that nothing else uses it is about 0; then the seconds are those of the work.
+        seconds: wall-clock time of the block.
+        waited: the part of it, 0 to 1, that the thread that waited longest spent without a
+            processor; about 0 on a machine that nothing else uses.
     """
 
     seconds = 0.0
@@ -75,10 +75,10 @@ class Stopwatch:
         self.waited_also(max(lost, default=0.0))
 
     def waited_also(self, seconds: float) -> None:
-        """Count so many seconds of the block as waited at least."""
+        """Count at least ``seconds`` of the block as waiting."""
         if self.seconds > 0:
             self.waited = max(self.waited, min(seconds / self.seconds, 1.0))
 
     def speed(self, num_tokens: int) -> Speed:
-        """The speed of the work, on so many tokens."""
+        """Return the speed of the block's work on ``num_tokens`` tokens."""
         return Speed(1000 * self.seconds * (1 - self.waited) / num_tokens, self.waited)

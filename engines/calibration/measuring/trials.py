@@ -1,9 +1,9 @@
-"""Takes sessions out of an instrument, through a codec and back, as a sleep and a wake would.
+"""Packs and unpacks sessions of an instrument, as a sleep and a wake would.
 
-Its rows go as chunks, its state as a blob, by the store's own functions. Rows are packed once in a
-session's life, but a recurrent state that came back and went on is packed anew with the next sleep,
-and its errors are carried along. So the state goes through the codec ``SLEEPS`` times, a short turn
-apart, before it is judged.
+It uses the store's own functions: rows are packed as chunks, a state as a blob. A row is packed
+once in a session's life. But a recurrent state is packed again at every sleep, and carries the
+errors of earlier sleeps along. So a state is packed and unpacked ``SLEEPS`` times, with a short
+turn between two sleeps, before it is measured.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from kvstore.store.blob_reader import BATCH
 from kvstore.workers import default_threads, usable_cores
 
 SLEEPS: Final = 4
-TURN_TOKENS: Final = 16  # between two of them
+TURN_TOKENS: Final = 16  # the least between two sleeps
 # Packs rows alone, or whole sessions of a model with states.
 AnyCodec: TypeAlias = Codec | SessionCodec
 
 
 @dataclass(frozen=True)
 class Exact:
-    """A prompt's session as the engine has computed it; must not be written to.
+    """A prompt's session as the engine has computed it; its arrays must not be changed.
 
     Attributes:
-        session: the whole of it.
+        session: the session of all ``tokens``.
         prefill: the speed of the prefill.
-        first: as it was before its first sleep; only of a model with states.
+        first: the session at its first sleep; ``NOTHING`` for a model without states.
     """
 
     tokens: tuple[int, ...]
@@ -68,7 +68,7 @@ class Exact:
         return sum(x.nbytes for x in (*self.session.arrays, *self.first.arrays))
 
     def kept(self, scratch: Scratch) -> Exact:
-        """Return it with all arrays in a file."""
+        """Return a copy with all arrays in a file."""
         session, first = (_kept(x, scratch) for x in (self.session, self.first))
         return replace(self, session=session, first=first)
 
@@ -88,8 +88,8 @@ class Trip:
     """A session after it was packed and unpacked.
 
     Attributes:
-        nbytes: of all its blobs, headers included.
-        num_elements: values that were packed.
+        nbytes: the bytes of all its blobs, headers included.
+        num_elements: the number of values that were packed.
         restore: the speed of the unpacking.
     """
 
@@ -104,7 +104,7 @@ class Trip:
 
 
 def least_context(states: StateLayout | None, state_step: int) -> int:
-    """The tokens of the shortest prompt that can sleep as often as a session is judged by.
+    """Return the tokens of the shortest prompt that allows all sleeps of a trial.
 
     ``state_step``: see ``Instrument``.
     """
@@ -112,12 +112,12 @@ def least_context(states: StateLayout | None, state_step: int) -> int:
     return sleeps * state_step
 
 
-# The first token and the end of a chunk, and its payload.
+# The first token and the end (exclusive) of a chunk, and its payload.
 _Chunk: TypeAlias = tuple[tuple[int, int], memoryview]
 
 
 def _in_batches(chunks: Iterable[_Chunk]) -> Iterator[Sequence[_Chunk]]:
-    """Yield chunks as a store unpacks them: so many at a time, of as many tokens each."""
+    """Yield chunks as a store unpacks them: up to ``BATCH`` at a time, of equal length."""
     for _, alike in itertools.groupby(chunks, lambda x: x[0][1] - x[0][0]):
         while few := list(itertools.islice(alike, BATCH)):
             yield few
@@ -133,22 +133,21 @@ class Trials:
         folder: Path | None = None,
         stopwatch: Callable[[], Stopwatch] = Stopwatch,
     ) -> None:
-        """``Judge`` describes the arguments."""
+        """The arguments are those of ``Judge``."""
         self._instrument = instrument
         self._num_threads = num_threads or default_threads()
         self._folder = folder
         self._stopwatch = stopwatch
 
     def exact(self, tokens: Sequence[int]) -> Exact:
-        """Compute a prompt.
+        """Compute a prompt and return its session.
 
-        Its arrays are in a file, if there is a folder for one. Raises ``OSError`` if its disk is
-        full.
+        Its arrays are in a file if there is a folder. Raises ``OSError`` if the disk is full.
         """
         prompt, step = tuple(tokens), self._instrument.state_step
         if self._instrument.states is None:
             found = Exact(prompt, *self._timed(prompt))
-        else:  # such a session cannot be cut back to its first sleep
+        else:  # a session with a state cannot be cut back to its first sleep
             asleep = len(tokens) - (SLEEPS - 1) * self._turn_tokens
             asleep = max(step, asleep // step * step)
             first, speed = self._timed(prompt[:asleep])
@@ -159,7 +158,7 @@ class Trials:
         return found
 
     def _timed(self, tokens: tuple[int, ...]) -> tuple[HeldSession, Speed]:
-        """Compute a session, and time it without the turns of users that it waited for."""
+        """Compute a session and its speed; waiting for users' turns does not count."""
         before_s = self._instrument.waited_s
         with self._stopwatch() as watch:
             computed = self._instrument.prefill(tokens)
@@ -168,7 +167,7 @@ class Trials:
 
     @property
     def _turn_tokens(self) -> int:
-        """``TURN_TOKENS``, or as many more as there are between two states."""
+        """``TURN_TOKENS``, rounded up to a multiple of the distance between states."""
         step = self._instrument.state_step
         return -(-TURN_TOKENS // step) * step
 
@@ -204,9 +203,9 @@ class Trials:
         )
 
     def _trip_of(self, codec: Codec, run: KVRun, layout: KVLayout, start: int = 0) -> Trip:
-        """Pack and unpack rows chunk by chunk, the last, shorter one as well.
+        """Pack and unpack rows chunk by chunk, including a shorter last chunk.
 
-        ``start``: the position of the first token; of windows it may lie inside a chunk.
+        ``start``: the position of the first token; for windows, it may be inside a chunk.
         """
         if not run:
             return Trip(NOTHING, 0, 0, Speed(0.0))
@@ -239,9 +238,10 @@ class Trials:
         )
 
     def _slept_before(self, codec: SessionCodec, exact: Exact) -> HeldSession:
-        """The session as it is after all sleeps but the last; unchanged if states stay exact.
+        """Return the session before its last sleep; unchanged if states are stored exactly.
 
-        Of those sleeps it has the errors in matrices. Its rows, which are packed once, are not yet.
+        Its matrices have the errors of the earlier sleeps. Its rows, which are packed only once,
+        are exact.
         """
         if codec.matrices.exact:
             return exact.session

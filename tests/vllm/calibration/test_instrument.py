@@ -150,7 +150,7 @@ def test_a_compiled_model_is_measured_as_others_are(tmp_path):
     (tmp_path / "model").mkdir()
     found = facts_of("serving_facts", written(write_tiny_model, tmp_path / "model"))
     assert found["compiled"], "torch.compile has the model"
-    seen = f"{EARLY_WINDOWS} of {EARLY_WINDOWS} texts were looked back on"
+    seen = f"{EARLY_WINDOWS} of {EARLY_WINDOWS} texts were observed"
     assert seen in found["notes"]
     assert not [x for x in found["notes"] if "count alike" in x]
     assert found["hooks"] == 1, "the one on the module of logits"

@@ -154,7 +154,7 @@ def test_a_profile_that_is_no_use_is_as_none(tmp_path: Path, caplog: pytest.LogC
         path.write_bytes(content)
         report = served(tmp_path).report
         assert (report.name, report.unmeasured) == ("raw", True)
-    assert "damaged" in caplog.text and "is of another model" in caplog.text
+    assert "damaged" in caplog.text and "belongs to another model" in caplog.text
     assert served(None).report.unmeasured
 
 
