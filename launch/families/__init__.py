@@ -1,6 +1,6 @@
-"""Reads from a model's config.json the shape of its sessions' caches and the size of its weights.
+"""Computes the shape of a model's caches and the size of its weights from its config.json.
 
-``attention.py`` and ``recurrent.py`` each know a few ways of keeping KV; ``table.py`` says which
-``model_type`` is which. The result is a ``cache_shape.py``, as mlx_lm allocates it; ``weights.py``
-estimates the weights.
+``attention.py`` and ``recurrent.py`` have a function for each kind of cache, and ``table.py`` maps
+each ``model_type`` to one of them. The result is a ``CacheShape``, as the engine allocates caches;
+``weights.py`` estimates the weights.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvstore.shapes import KVLayer
 from launch.families.cache_shape import CacheShape, Config, Family, NotUnderstood, Window
 
-INDEX_REASON = (
+INDEX_REASON = (  # ``exact_only`` of models with sparse attention
     "a sparse index is kept beside keys and values; what a lossy codec does to it has not been"
     " measured"
 )
@@ -18,11 +18,11 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True)
 class Names:
-    """The names of the fields that say how large K and V are.
+    """The names of a config.json's fields that give the size of K and V.
 
-    ``may_be_mha``: without ``kv_heads`` there are as many as heads. ``dim_from_width``: without
-    ``dim`` the heads share the width; "" = they always do. Others have defaults of their own, which
-    are as easily wrong as a guess, so their config.json must say it.
+    ``may_be_mha``: a missing ``kv_heads`` means as many as ``heads``. ``dim_from_width``: a missing
+    ``dim`` means ``width`` divided by ``heads``, and ``dim`` "" means that always. Other families
+    have other defaults, which we do not guess: their config.json must have the field.
     """
 
     layers: str = "num_hidden_layers"
@@ -51,7 +51,7 @@ QWEN1 = Names(kv_heads="num_attention_heads", dim="kv_channels", dim_from_width=
 
 
 def kv_layer(config: Config, names: Names = USUAL) -> KVLayer:
-    """One layer's K and V. Raises ``NotUnderstood``: a field is missing."""
+    """Return K and V of one layer. Raises ``NotUnderstood`` if a field is missing."""
     num_heads = config.integer(names.heads)
     num_kv_heads = config.integer(names.kv_heads, num_heads if names.may_be_mha else None)
     derived = config.integer(names.width) // num_heads if names.dim_from_width else None
@@ -60,7 +60,7 @@ def kv_layer(config: Config, names: Names = USUAL) -> KVLayer:
 
 
 def dense(names: Names = USUAL) -> Family:
-    """Every layer keeps every token."""
+    """Return the family in which every layer keeps every token."""
 
     def family(config: Config) -> CacheShape:
         slides = config.flag("use_sliding_window") or "sliding_attention" in config.words(
@@ -72,12 +72,12 @@ def dense(names: Names = USUAL) -> Family:
 
 
 def every_token(config: Config, names: Names = USUAL) -> CacheShape:
-    """Every layer keeps every token, regardless of the model's windows."""
+    """Return the shape in which every layer keeps every token, even if the model has windows."""
     return CacheShape((kv_layer(config, names),) * config.integer(names.layers))
 
 
 def keeps_windows_whole(names: Names = USUAL) -> Family:
-    """The model has sliding windows, and mlx_lm keeps all of their tokens."""
+    """Return the family of models with sliding windows of which mlx_lm keeps every token."""
 
     def family(config: Config) -> CacheShape:
         layers = every_token(config, names).growing
@@ -87,12 +87,12 @@ def keeps_windows_whole(names: Names = USUAL) -> Family:
 
 
 def of_heads(num_layers: int, num_kv_heads: int, dim: int) -> CacheShape:
-    """Layers that are all alike, with K and V of one size."""
+    """Return the shape of equal layers whose K and V have the same size."""
     return CacheShape((KVLayer(num_kv_heads, dim, dim),) * num_layers)
 
 
 def multi_query(config: Config) -> CacheShape:
-    """GPT-BigCode: one head of K and V for all, if it says so."""
+    """GPT-BigCode: with ``multi_query`` one head of K and V serves all heads."""
     heads, width, layers = config.several("n_head", "n_embd", "n_layer")
     return of_heads(layers, 1 if config.flag("multi_query") else heads, width // heads)
 
@@ -133,7 +133,7 @@ def nemotron_nas(config: Config) -> CacheShape:
 
 
 def looped(config: Config) -> CacheShape:
-    """Nanbeige: the same layers are passed several times, with a cache for each time."""
+    """Nanbeige: a token passes the same layers several times, with a cache for each pass."""
     num_loops = len(config.words("loop_loss_weights")) + 1
     if num_loops == 1:
         num_loops = config.integer("num_loops", 1)
@@ -142,7 +142,7 @@ def looped(config: Config) -> CacheShape:
 
 
 def expanded_latent(value_dim_from_width: bool = False) -> Family:
-    """Latent attention that is kept unfolded: K and V of each head."""
+    """Return the family of latent attention whose cache has the expanded K and V of each head."""
 
     def family(config: Config) -> CacheShape:
         heads, plain, turned = config.several(
@@ -157,12 +157,12 @@ def expanded_latent(value_dim_from_width: bool = False) -> Family:
 
 
 def latent_layer(config: Config) -> KVLayer:
-    """One layer's latent, and its rotary key. Raises ``NotUnderstood``: a field is missing."""
+    """Return one layer's latent and rotary key. Raises ``NotUnderstood`` for a missing field."""
     return KVLayer(1, config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim"))
 
 
 def latent(layers: str = "num_hidden_layers", per_layer: int = 1) -> Family:
-    """Every layer keeps ``per_layer`` latents."""
+    """Return the family in which every layer keeps ``per_layer`` latents."""
 
     def family(config: Config) -> CacheShape:
         kept = (latent_layer(config),) * (config.integer(layers) * per_layer)
@@ -172,7 +172,7 @@ def latent(layers: str = "num_hidden_layers", per_layer: int = 1) -> Family:
 
 
 def sparse_latent(config: Config) -> CacheShape:
-    """DeepSeek V3.2, GLM 5: beside the latent the keys of an index that picks tokens to read."""
+    """DeepSeek V3.2, GLM 5: latents, and the keys of an index that chooses the tokens to read."""
     dim = config.integer("index_head_dim")
     kept = (latent_layer(config), KVLayer(1, dim, dim)) * config.integer("num_hidden_layers")
     return CacheShape(kept, has_latents=True, exact_only=INDEX_REASON)
@@ -181,12 +181,12 @@ def sparse_latent(config: Config) -> CacheShape:
 def longcat_ngram(config: Config) -> CacheShape:
     """LongCat with n-grams: the last few token ids are kept, too."""
     shape = latent("num_layers", 2)(config)
-    # Ids of 8 bytes, so each is counted as two numbers in float32.
+    # A token id has 8 bytes, and is counted as two float32 values.
     return replace(shape, state_float32=2 * (config.integer("emb_neighbor_num") - 1), num_states=1)
 
 
 def minimax_m3(config: Config) -> CacheShape:
-    """MiniMax M3: sparse layers keep the keys of an index beside K and V, without values."""
+    """MiniMax M3: sparse layers also keep the keys of an index, which has no values."""
     num_layers = config.integer("num_hidden_layers")
     sparse = _sparse_layers(config, num_layers)
     layers = (kv_layer(config),) * num_layers
@@ -211,7 +211,10 @@ def _sparse_layers(config: Config, num_layers: int) -> int:
 def mixed(
     sliding: Sequence[bool], full: KVLayer, window: KVLayer | None = None, longest: int = 0
 ) -> CacheShape:
-    """Each layer either slides or keeps every token; ``window``: K and V of those that slide."""
+    """Return the shape of a model with sliding layers, where ``sliding`` is true, and full ones.
+
+    ``window``: K and V of a sliding layer; None = as ``full``.
+    """
     return CacheShape(
         growing=(full,) * sum(not x for x in sliding),
         windows=(Window(window or full, longest),) * sum(sliding),
@@ -219,7 +222,10 @@ def mixed(
 
 
 def by_layer_types(names: Names = USUAL, pattern: Sequence[str] = (FULL,)) -> Family:
-    """``layer_types`` says which layers slide; without it ``pattern`` does, again and again."""
+    """Return the family of models with full and sliding layers, as ``layer_types`` lists them.
+
+    Without ``layer_types`` the layers follow ``pattern``, repeated.
+    """
 
     def family(config: Config) -> CacheShape:
         types = config.layer_types(repeated(pattern, config.integer("num_hidden_layers")))
@@ -231,18 +237,21 @@ def by_layer_types(names: Names = USUAL, pattern: Sequence[str] = (FULL,)) -> Fa
 
 
 def alike(sliding: Sequence[bool], config: Config, names: Names = USUAL) -> CacheShape:
-    """Layers with K and V of one size, some of which slide by ``sliding_window``."""
+    """Return the shape of layers of one size, some with a window of ``sliding_window`` tokens."""
     longest = config.integer("sliding_window") if any(sliding) else 0
     return mixed(sliding, kv_layer(config, names), longest=longest)
 
 
 def repeated(pattern: Sequence[str], num_layers: int) -> list[str]:
-    """Repeat ``pattern`` over all layers."""
+    """Return ``pattern`` repeated to ``num_layers`` items."""
     return [pattern[i % len(pattern)] for i in range(num_layers)]
 
 
 def every_nth_full(default: int, names: Names = USUAL, *, types_first: bool = False) -> Family:
-    """All layers slide but every n-th (``sliding_window_pattern``)."""
+    """Return the family in which every n-th layer is full, the others slide.
+
+    n is ``sliding_window_pattern``, or ``default`` if the field is missing.
+    """
 
     def family(config: Config) -> CacheShape:
         if types_first and config.words("layer_types"):
@@ -255,14 +264,14 @@ def every_nth_full(default: int, names: Names = USUAL, *, types_first: bool = Fa
 
 
 def exaone4(config: Config) -> CacheShape:
-    """A word such as ``LLLG`` says which layers are local; without it none is."""
+    """EXAONE 4: L in a pattern such as ``LLLG`` is a sliding layer; without it none slides."""
     pattern = config.text("sliding_window_pattern") or "G"
     words = repeated(pattern, config.integer("num_hidden_layers"))
     return alike([x == "L" for x in words], config)
 
 
 def step(config: Config) -> CacheShape:
-    """Step 3.5: layers that slide have heads of their own."""
+    """Step 3.5: sliding layers have another number of heads."""
     default = repeated((SLIDING, FULL), config.integer("num_hidden_layers"))
     sliding = [kind == SLIDING for kind in config.layer_types(default)]
     full = window = kv_layer(config, STEP)
@@ -273,7 +282,7 @@ def step(config: Config) -> CacheShape:
 
 
 def mimo_v2(config: Config) -> CacheShape:
-    """MiMo V2: 1 in ``hybrid_layer_pattern`` is a layer that slides, with sizes of its own."""
+    """MiMo V2: 1 in ``hybrid_layer_pattern`` is a sliding layer, whose K and V have other sizes."""
     sliding = [x == 1 for x in config.integers("hybrid_layer_pattern")]
     names = ("num_key_value_heads", "head_dim", "v_head_dim")
     full, window = (
@@ -290,7 +299,7 @@ def gemma3n(config: Config) -> CacheShape:
 
 
 def gemma4(config: Config) -> CacheShape:
-    """Layers that keep every token have larger and perhaps fewer heads; the last share theirs."""
+    """Gemma 4: full layers have larger, perhaps fewer heads; the last layers keep no KV."""
     num_layers = config.integer("num_hidden_layers")
     period = config.integer("sliding_window_pattern", 5)
     types = config.layer_types(repeated([SLIDING] * (period - 1) + [FULL], num_layers))
@@ -307,14 +316,14 @@ def gemma4(config: Config) -> CacheShape:
 
 
 def iquest_loop(config: Config) -> CacheShape:
-    """IQuest-Coder's loop: each layer keeps every token once, and a window beside it."""
+    """IQuest-Coder's loop: each layer has a cache of every token and one of a sliding window."""
     layer, longest = kv_layer(config), config.integer("loop_window_size")
     num_layers = config.integer("num_hidden_layers")
     return CacheShape((layer,) * num_layers, (Window(layer, longest),) * num_layers)
 
 
 def baichuan_m1(config: Config) -> CacheShape:
-    """Every layer keeps the last K and V before a short convolution; some of them slide."""
+    """Baichuan M1: some layers slide, and all keep the last K and V for a short convolution."""
     num_layers = config.integer("num_hidden_layers")
     sliding = [i in config.integers("sliding_window_layers") for i in range(num_layers)]
     full = window = kv_layer(config, SHARED_WIDTH)

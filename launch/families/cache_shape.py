@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 FLOAT32_BYTES = 4
-# Fields that a nested text model may leave out, and their values then.
+# Defaults of fields that a nested text model may leave out.
 _NESTED_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gemma4": {"num_attention_heads": 8, "num_key_value_heads": 1},
@@ -33,7 +33,7 @@ class ModelRefused(NotUnderstood):
 
 @dataclass(frozen=True)
 class Window:
-    """Attention layers that keep their newest ``longest`` tokens only."""
+    """An attention layer that keeps only the newest ``longest`` tokens."""
 
     layer: KVLayer
     longest: int
@@ -44,18 +44,20 @@ class CacheShape:
     """The cache of one session, layer by layer.
 
     Growing layers are packed by a codec. Windows and recurrent state cannot be cut back to an
-    earlier token; they are kept as states at ends of chunks, packed where that was measured.
+    earlier token, so copies of them, taken at ends of chunks, are stored as states. These are
+    packed if a measurement allows it.
     """
 
     growing: tuple[KVLayer, ...] = ()
     windows: tuple[Window, ...] = ()
     state_elements: int = 0  # recurrent state in the engine's dtype (convolutions)
     state_float32: int = 0  # recurrent state that is float32 in every dtype of the engine
-    num_states: int = 0  # layers that it belongs to
-    # Values of a row of the matrices that ``state_float32`` counts; 0 = they are none.
+    num_states: int = 0  # layers with recurrent state
+    # The row width of the matrices that ``state_float32`` counts; 0 = they are not matrices.
     state_width: int = 0
-    has_latents: bool = False  # one for all heads, and its turned part in the place of values
-    exact_only: str = ""  # why a lossy codec must not touch it; "" = it may
+    # Growing layers hold one latent for all heads, with its rotary part in the place of values.
+    has_latents: bool = False
+    exact_only: str = ""  # why a lossy codec must not pack this cache; "" = it may
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -64,23 +66,24 @@ class CacheShape:
 
     @property
     def is_recurrent(self) -> bool:
-        """True if some layers keep a recurrent state, if only the last inputs of a convolution."""
+        """True if some layers have a recurrent state, such as the last inputs of a convolution."""
         return bool(self.state_elements or self.state_float32)
 
     @property
     def elements_per_token(self) -> int:
-        """The number of values that the growing layers keep for one token."""
+        """The number of values that all growing layers keep for one token."""
         return sum(_width(layer) for layer in self.growing)
 
     def state_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Bytes of windows and recurrent state after ``num_tokens``, which do not grow for ever."""
+        """Return the bytes of windows and recurrent state after ``num_tokens``."""
         windows = sum(_width(w.layer) * min(num_tokens, w.longest) for w in self.windows)
         return (windows + self.state_elements) * itemsize + self.state_float32 * FLOAT32_BYTES
 
     def states(self, dtype: DType) -> StateLayout | None:
-        """The part of it that a codec of whole sessions may pack; None = there are no states.
+        """Return the layout of the states that a ``SessionCodec`` may pack; None = no states.
 
-        As an mlx engine finds it, but for matrices in the engine's own dtype, which count as exact.
+        It is the layout that an mlx engine finds, except that matrices in the engine's own dtype
+        are left out: they count as stored exactly.
         """
         if not self.needs_state:
             return None
@@ -90,9 +93,9 @@ class CacheShape:
         return StateLayout(windows, alike, self.state_width > 0)
 
     def kept_state_bytes(self, codec: SessionCodec | None, dtype: DType, num_tokens: int) -> int:
-        """Bytes of one state in the cold store, but for rows of windows that are chunks.
+        """Return the bytes of one state in the cold store, without rows of windows kept as chunks.
 
-        ``codec``: packs matrices; None = all is exact.
+        ``codec``: packs the matrices; None = all is stored exactly.
         """
         total = self.state_bytes(num_tokens, NUMPY_DTYPES[dtype].itemsize)
         states = self.states(dtype)
@@ -106,12 +109,12 @@ class CacheShape:
         return total
 
     def hot_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """Bytes of the whole live cache after ``num_tokens``, in a dtype of ``itemsize`` bytes."""
+        """Return the bytes of the live cache after ``num_tokens``, with ``itemsize`` per value."""
         growing = self.elements_per_token * num_tokens * itemsize
         return growing + self.state_bytes(num_tokens, itemsize)
 
     def cost(self, itemsize: int) -> KVCost:
-        """The cost of mlx_lm's caches, as ``engines.kv_budget`` counts it."""
+        """Return the cost of mlx_lm's caches, as ``engines.kv_budget`` computes it."""
         return KVCost(
             per_token=self.elements_per_token * itemsize,
             windows=tuple((_width(w.layer) * itemsize, w.longest) for w in self.windows),
@@ -125,7 +128,7 @@ def _width(layer: KVLayer) -> int:
 
 
 class Config:
-    """config.json of the text model; what a multimodal model nests is in place of the outer."""
+    """The fields of a config.json; those of a nested text model replace the outer ones."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         inner, kind = content.get("text_config"), content.get("model_type")
@@ -140,7 +143,10 @@ class Config:
         return str(self._content.get("model_type"))
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Raises ``NotUnderstood`` unless it is a positive integer, or absent with a default."""
+        """Return a positive integer, or ``default`` if the field is absent.
+
+        Raises ``NotUnderstood`` for any other value, and if there is neither.
+        """
         value = self._content.get(name)
         if value is None and default is not None:
             return default
@@ -149,53 +155,56 @@ class Config:
         return value
 
     def several(self, *names: str) -> list[int]:
-        """Positive integers, in the order of ``names``. Raises ``NotUnderstood``."""
+        """Return several positive integers, in the order of ``names``. Raises ``NotUnderstood``."""
         return [self.integer(name) for name in names]
 
     def count(self, name: str) -> int:
-        """A number that may be 0; raises ``NotUnderstood`` if it is absent or anything else."""
+        """Return an integer that may be 0. Raises ``NotUnderstood`` if it is absent or another."""
         return 0 if self._content.get(name) == 0 else self.integer(name)
 
     def integers(self, name: str) -> list[int]:
-        """A list of numbers; raises ``NotUnderstood`` if it is none."""
+        """Return a list of integers. Raises ``NotUnderstood`` if the field is not one."""
         value = self._content.get(name)
         if not isinstance(value, list) or any(type(x) is not int for x in value):
             raise NotUnderstood(f"its config.json has {name} = {value!r}, numbers are needed")
         return value
 
     def words(self, name: str) -> list[str]:
-        """A list of words, one per layer; empty if there is none."""
+        """Return a list of words, one for each layer; empty if the field is not a list."""
         value = self._content.get(name)
         return [str(word) for word in value] if isinstance(value, list) else []
 
     def text(self, name: str) -> str:
-        """A word; empty if there is none."""
+        """Return a word; "" if the field is not text."""
         value = self._content.get(name)
         return value if isinstance(value, str) else ""
 
     def section(self, name: str) -> Config:
-        """A part with fields of its own. Raises ``NotUnderstood`` if there is none."""
+        """Return the fields of a nested object. Raises ``NotUnderstood`` if there is none."""
         value = self._content.get(name)
         if not isinstance(value, dict):
             raise NotUnderstood(f"its config.json has no {name}")
         return Config(value)
 
     def sections(self, name: str) -> list[Config]:
-        """A list of such parts. Raises ``NotUnderstood`` if there is none."""
+        """Return a list of nested objects. Raises ``NotUnderstood`` if the field is not one."""
         value = self._content.get(name)
         if not isinstance(value, list) or any(not isinstance(x, dict) for x in value):
             raise NotUnderstood(f"its config.json has no list {name}")
         return [Config(x) for x in value]
 
     def has(self, name: str) -> bool:
-        """True if it is there and not null."""
+        """Return True if the field is present and not null."""
         return self._content.get(name) is not None
 
     def flag(self, name: str) -> bool:
         return bool(self._content.get(name))
 
     def layer_types(self, default: list[str]) -> list[str]:
-        """``layer_types``, one word per layer. Raises ``NotUnderstood``: not as many as layers."""
+        """Return ``layer_types`` or ``default``, one word for each layer.
+
+        Raises ``NotUnderstood`` if their number differs from that of the layers.
+        """
         num_layers = self.integer("num_hidden_layers")
         types = self.words("layer_types") or default
         if len(types) != num_layers:

@@ -1,4 +1,4 @@
-"""Layers with a state of fixed size, alone or between others that keep every token."""
+"""Models with layers whose state has a fixed size, alone or among layers that keep all tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from launch.families.cache_shape import CacheShape, Config, NotUnderstood, Windo
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """One layer's state: numbers in the engine's dtype, and numbers that are always float32.
+    """The state of one layer: ``elements`` values in the engine's dtype and ``float32`` values.
 
-    The latter are matrices with rows of ``width`` values.
+    The latter are matrices whose rows have ``width`` values; 0 = they are not matrices.
     """
 
     elements: int
@@ -32,7 +32,7 @@ class RecurrentState:
 
 
 def between(growing: tuple[KVLayer, ...], state: RecurrentState, num_states: int) -> CacheShape:
-    """Put so many layers with this state between others that grow."""
+    """Return the shape of a model with growing layers and ``num_states`` layers with this state."""
     return CacheShape(
         growing=growing,
         state_elements=state.elements * num_states,
@@ -43,7 +43,7 @@ def between(growing: tuple[KVLayer, ...], state: RecurrentState, num_states: int
 
 
 def delta_net_state(config: Config) -> RecurrentState:
-    """A gated delta net: a short convolution's inputs, and a matrix for each head."""
+    """Return the state of a gated delta net: a convolution's inputs, and a matrix for each head."""
     keys, values = config.several("linear_num_key_heads", "linear_num_value_heads")
     key_dim, value_dim = config.several("linear_key_head_dim", "linear_value_head_dim")
     channels = 2 * key_dim * keys + value_dim * values
@@ -52,7 +52,7 @@ def delta_net_state(config: Config) -> RecurrentState:
 
 
 def qwen_next(config: Config) -> CacheShape:
-    """Qwen3-Next and Qwen3.5: linear attention, full every few layers."""
+    """Qwen3-Next and Qwen3.5: linear attention, with full attention every few layers."""
     num_layers = config.integer("num_hidden_layers")
     num_full = num_layers // config.integer("full_attention_interval", 4)
     full = (kv_layer(config, STATED),) * num_full
@@ -60,7 +60,7 @@ def qwen_next(config: Config) -> CacheShape:
 
 
 def qwen_next_by_types(config: Config) -> CacheShape:
-    """The same where ``layer_types`` says which layers are full; without it every few are."""
+    """``qwen_next`` for vLLM, which takes the kinds of layers from ``layer_types`` if present."""
     if not config.words("layer_types"):
         return qwen_next(config)
     types = config.layer_types([])
@@ -76,7 +76,7 @@ def olmo_hybrid(config: Config) -> CacheShape:
 
 
 def mamba(config: Config) -> CacheShape:
-    """The first Mamba: no layer grows."""
+    """Mamba 1: no layer grows."""
     width, kernel, size = config.several("intermediate_size", "conv_kernel", "state_size")
     state = RecurrentState(width * (kernel - 1 + size))
     return between((), state, config.integer("num_hidden_layers"))
@@ -85,9 +85,10 @@ def mamba(config: Config) -> CacheShape:
 def mamba2_state(
     config: Config, heads: str, dim: str, size: str, groups: str, kernel: str, width: str = ""
 ) -> RecurrentState:
-    """Mamba 2: ``width`` + 2 x ``groups`` x ``size`` channels, and a matrix for each head.
+    """Return the state of Mamba 2: a convolution's inputs, and a matrix for each head.
 
-    Names of fields; without ``width`` that of all heads is meant.
+    The convolution has ``width`` + 2 x ``groups`` x ``size`` channels. Arguments are names of
+    fields; ``width`` "" = the product of ``heads`` and ``dim``.
     """
     num_heads, head_dim, num_groups = config.several(heads, dim, groups)
     rows, taps = config.several(size, kernel)
@@ -105,7 +106,7 @@ _MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "m
 
 
 def granite_hybrid(config: Config) -> CacheShape:
-    """Granite 4: Mamba 2 between a few layers of attention."""
+    """Granite 4: layers of Mamba 2 and a few of attention."""
     types = config.layer_types([])
     full = (kv_layer(config, SHARED_WIDTH),) * types.count("attention")
     num_states = types.count("mamba")
@@ -114,14 +115,14 @@ def granite_hybrid(config: Config) -> CacheShape:
 
 
 def falcon_h1(config: Config) -> CacheShape:
-    """Attention and Mamba 2 beside each other in every layer."""
+    """Falcon H1: every layer has both attention and Mamba 2."""
     num_layers = config.integer("num_hidden_layers")
     state = mamba2_state(config, *_MAMBA, "mamba_d_ssm")
     return between((kv_layer(config, STATED),) * num_layers, state, num_layers)
 
 
 def nemotron_h(config: Config) -> CacheShape:
-    """``hybrid_override_pattern``: M is Mamba 2, * attention, - and E keep nothing."""
+    """Nemotron H: in ``hybrid_override_pattern`` M is Mamba 2, * attention; others keep nothing."""
     types = config.words("layers_block_type") or config.words("layer_types")
     pattern = config.text("hybrid_override_pattern") or "".join(
         config.words("hybrid_override_pattern")
@@ -135,7 +136,7 @@ def nemotron_h(config: Config) -> CacheShape:
 
 
 def jamba(config: Config) -> CacheShape:
-    """The first Mamba between layers of attention, all in the engine's dtype."""
+    """Jamba: layers of Mamba 1 and of attention, all in the engine's dtype."""
     num_layers = config.integer("num_hidden_layers")
     types = config.words("layers_block_type")
     if not types:
@@ -148,7 +149,7 @@ def jamba(config: Config) -> CacheShape:
 
 
 def plamo2(config: Config) -> CacheShape:
-    """Mamba 2 of its own kind in every ``mamba_step``-th layer but the first of each."""
+    """PLaMo 2: in each group of ``mamba_step`` layers one has attention, the others Mamba 2."""
     num_layers, step = config.integer("num_hidden_layers"), config.integer("mamba_step")
     if num_layers <= step // 2:
         mambas = [i != num_layers - 1 for i in range(num_layers)]
@@ -163,7 +164,7 @@ def plamo2(config: Config) -> CacheShape:
 
 
 def lfm2(config: Config) -> CacheShape:
-    """Short convolutions between a few attention layers."""
+    """LFM2: short convolutions and a few attention layers."""
     num_layers = config.integer("num_hidden_layers")
     if config.has("full_attn_idxs"):
         num_full = len(config.integers("full_attn_idxs"))
@@ -176,7 +177,7 @@ def lfm2(config: Config) -> CacheShape:
 
 
 def gear(config: Config) -> CacheShape:
-    """Full, sliding and convolutional layers."""
+    """Gear: full, sliding and convolutional layers."""
     types = config.layer_types([])
     layer = kv_layer(config, STATED)
     num_convolutions = len(types) - types.count(FULL) - types.count(SLIDING)
@@ -190,7 +191,7 @@ def gear(config: Config) -> CacheShape:
 
 
 def kimi_linear(config: Config) -> CacheShape:
-    """Delta attention with states between layers of latent attention."""
+    """Kimi Linear: layers of delta attention, which has states, and of latent attention."""
     linear = config.section("linear_attn_config")
     num_layers = config.integer("num_hidden_layers")
     num_states = sum(0 < x <= num_layers for x in linear.integers("kda_layers"))
@@ -202,7 +203,7 @@ def kimi_linear(config: Config) -> CacheShape:
 def latent_and_delta(
     config: Config, heads: int, dim: int, kernel: int, num_states: int
 ) -> CacheShape:
-    """Three convolutions and a matrix for each head, between latents."""
+    """Return the shape of layers with three convolutions and a matrix per head, and of latents."""
     state = RecurrentState(3 * heads * dim * (kernel - 1), heads * dim * dim, dim)
     num_full = config.integer("num_hidden_layers") - num_states
     shape = between((latent_layer(config),) * num_full, state, num_states)
@@ -210,7 +211,10 @@ def latent_and_delta(
 
 
 def _num_global(config: Config) -> int:
-    """The number of layers that are not linear: the last of each group, and of those left over."""
+    """Return the number of layers without linear attention.
+
+    These are the last layer of each full group, and all layers after the last full group.
+    """
     num_layers, group = config.integer("num_hidden_layers"), config.integer("layer_group_size")
     whole = num_layers // group * group
     return sum((i + 1) % group == 0 or i >= whole for i in range(num_layers))
@@ -226,7 +230,7 @@ def bailing_linear(config: Config) -> CacheShape:
 
 
 def bailing_hybrid(config: Config) -> CacheShape:
-    """The same between layers of latent attention."""
+    """Ling and Ring with linear and latent attention."""
     heads, dim = config.integer("num_attention_heads"), config.integer("head_dim")
     num_full = _num_global(config)
     num_states = config.integer("num_hidden_layers") - num_full
@@ -235,14 +239,14 @@ def bailing_hybrid(config: Config) -> CacheShape:
 
 
 def bailing_v3(config: Config) -> CacheShape:
-    """Delta attention with states, and latents every ``layer_group_size`` layers."""
+    """Ling 3: delta attention, with latent attention every ``layer_group_size`` layers."""
     heads, dim, kernel = config.several("num_attention_heads", "head_dim", "short_conv_kernel_size")
     num_states = config.integer("num_hidden_layers") - _num_global(config)
     return latent_and_delta(config, heads, dim, kernel, num_states)
 
 
 def recurrent_gemma(config: Config) -> CacheShape:
-    """Gated recurrences, and windows; no layer keeps every token."""
+    """RecurrentGemma: gated recurrences and sliding windows; no layer keeps every token."""
     pattern = config.words("block_types") or config.words("_block_types")
     if not pattern:
         raise NotUnderstood("its config.json has no block_types")
@@ -258,7 +262,7 @@ def recurrent_gemma(config: Config) -> CacheShape:
 
 
 def rwkv7(config: Config) -> CacheShape:
-    """Two shifted tokens, and a matrix for each head, in the engine's dtype."""
+    """RWKV 7: two shifted tokens, and a matrix for each head, all in the engine's dtype."""
     width, dim = config.integer("hidden_size"), config.integer("head_dim")
     state = RecurrentState(2 * width + width * dim)
     return between((), state, config.integer("num_hidden_layers"))

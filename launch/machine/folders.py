@@ -1,12 +1,12 @@
-"""The folders in which Thermocline keeps its files, and those that only this user can write.
+"""The folders in which Thermocline keeps its files, and checks that only this user can write them.
 
-The *cache* folder holds what can be made again (the converted sample model, cold sessions); the
-*data* folder holds what cannot (the server secret). Nothing here touches the disk.
+The *cache* folder has files that can be made again (the converted sample model, compiled code); the
+*data* folder has the server's secret and the cold sessions.
 
-Compilers put libraries under predictable names and load what they find there. In a folder that
-another user may write, or below one that another user may replace, that is code of another user. So
-each folder is checked from the root of the file system down, before an engine is started. So is the
-folder of the admins' socket, whose place another user could take.
+Compilers write libraries under predictable names and load the files that they find there. If other
+users can write the folder or replace one above it, an engine would run their code. So each
+such folder is checked from the root of the file system down before an engine is started. The folder
+of the admins' socket is checked, too, so that no other user can put a socket in its place.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Final, NamedTuple
 from engines.runtime_folder import remove_abandoned, runtime_folder
 from launch.errors import LaunchError
 
-# Folders that compilers keep from one start to the next, below "compiled" in the cache folder. A
-# variable that the operator has set stays; its folder is checked like ours. A server's TMPDIR, in
-# which mlx compiles, is below "run", and new at each start.
+# Compilers' variables, and the folders below "compiled" in the cache folder that we set them to. If
+# the operator has set a variable, it is kept, and its folder is checked like ours. A server's
+# TMPDIR, in which mlx compiles, is below "run", and new at each start.
 COMPILED: Final[Mapping[str, str]] = {
     "NUMBA_CACHE_DIR": "numba",
     "TRITON_HOME": "triton",
@@ -43,15 +43,15 @@ COMPILED: Final[Mapping[str, str]] = {
     "VLLM_CACHE_ROOT": "vllm",
     "HF_MODULES_CACHE": "hf-modules",  # code that came with a model
 }
-# These have a default below one of those above.
+# These are only checked: their defaults are below one of the folders above.
 CHECKED: Final = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", *COMPILED)
-# A unix socket's path has 103 bytes on macOS, 107 on Linux. Of these vLLM's own take 37, and those
-# that Python's multiprocessing makes in TMPDIR 36.
+# A unix socket's path has at most 103 bytes on macOS and 107 on Linux. Below the folder the sockets
+# of vLLM take up to 37 of these, and those of Python's multiprocessing in TMPDIR up to 36.
 MAX_RUNTIME_DIR: Final = 103 - 37
-PREFIX: Final = "thermocline-"  # outside of our own folders
+PREFIX: Final = "thermocline-"  # of a folder that is not below our own
 _RANDOM: Final = 8  # characters that tempfile adds
-# ``serve`` keeps its address in its data folder, by which commands find it. One that is left over
-# from a server that was killed only costs the words that nothing answers there.
+# ``serve`` writes its address into its data folder, where commands find it. If a killed server left
+# the file, commands only report that no server answers there.
 ADDRESS_FILE: Final = "address"
 USUAL_ADDRESS: Final = "http://127.0.0.1:8080"
 URL_VARIABLE: Final = "THERMOCLINE_URL"
@@ -61,12 +61,19 @@ _ELSEWHERE: Final = "choose another cache folder with cache_dir or THERMOCLINE_C
 
 
 def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
-    """``THERMOCLINE_CACHE_DIR``, else ``~/.cache/thermocline`` (macOS: ``~/Library/Caches``)."""
+    """Return ``THERMOCLINE_CACHE_DIR`` or the default.
+
+    That is ``~/.cache/thermocline``, on macOS ``~/Library/Caches/thermocline``.
+    """
     return _customary(environ, platform, "CACHE_DIR", "Caches", "XDG_CACHE_HOME", ".cache")
 
 
 def default_data_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
-    """``THERMOCLINE_DATA_DIR``, else ``~/.local/share/thermocline`` (macOS: ``~/Library``)."""
+    """Return ``THERMOCLINE_DATA_DIR`` or the default.
+
+    That is ``~/.local/share/thermocline``, on macOS
+    ``~/Library/Application Support/thermocline``.
+    """
     of_macos, of_xdg = "Application Support", ("XDG_DATA_HOME", ".local/share")
     return _customary(environ, platform, "DATA_DIR", of_macos, *of_xdg)
 
@@ -92,7 +99,7 @@ class Folders(NamedTuple):
 
 
 def folders(data_dir: str, cache_dir: str, environ: Mapping[str, str]) -> Folders:
-    """The folders in the settings, else those of the system's custom."""
+    """Return the folders of the settings; for "" the default of the environment or the system."""
     return Folders(
         Path(data_dir).expanduser() if data_dir else default_data_dir(environ),
         Path(cache_dir).expanduser() if cache_dir else default_cache_dir(environ),
@@ -101,13 +108,13 @@ def folders(data_dir: str, cache_dir: str, environ: Mapping[str, str]) -> Folder
 
 @contextmanager
 def announced(data: Path, url: str) -> Iterator[None]:
-    """Keep the address of a server in its data folder while it runs.
+    """Keep a server's address in its data folder inside the ``with`` block.
 
-    That of a server which has the folder already and still runs stays.
+    The address of another running server that has already written the file is kept instead.
     """
     file = data / ADDRESS_FILE
     with ExitStack() as stack:
-        with suppress(OSError):  # it is a convenience: the server runs without
+        with suppress(OSError):  # the file is a convenience, and the server runs without it
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _PRIVATE)
             kept = stack.enter_context(os.fdopen(descriptor, "r+b"))
             fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,12 +126,12 @@ def announced(data: Path, url: str) -> Iterator[None]:
 
 
 def server_address(environ: Mapping[str, str]) -> str:
-    """Return the address of the server that commands ask: the one that is named, else ours here."""
+    """Return the address of the server for commands: ``THERMOCLINE_URL``, else ``address_here``."""
     return environ.get(URL_VARIABLE) or address_here(environ)
 
 
 def address_here(environ: Mapping[str, str]) -> str:
-    """Return the address of the server of this user's data folder, else the usual one."""
+    """Return the server's address in this user's data folder, else the default address."""
     try:
         with (default_data_dir(environ) / ADDRESS_FILE).open("rb") as file:
             found = file.read(_ADDRESS_BYTES).decode("ascii").strip()
@@ -134,12 +141,13 @@ def address_here(environ: Mapping[str, str]) -> str:
 
 
 def private_folder(path: Path) -> Path:
-    """Make the folder for this user alone (0700), or check the one that is there.
+    """Make a folder that only this user can use (0700), or check an existing one.
 
-    Returns its real path, without links.
+    Returns its real path, without symbolic links.
 
     Raises:
-        LaunchError: it cannot be made or written, or another user can write or replace it.
+        LaunchError: the folder cannot be made or written, no code may be run from there, or
+            another user can write or replace it.
     """
     path = path.expanduser().absolute()
     try:
@@ -164,11 +172,11 @@ def private_folder(path: Path) -> Path:
 
 
 def require_closed_folder(path: str, setting: str) -> None:
-    """Require that only this user and root can put anything in the place of the socket ``path``.
+    """Require that only this user and root can replace the socket ``path``.
 
     Raises:
-        LaunchError: others can write its folder, one above it, or one that holds a link on the way
-            to it; ``setting`` names it.
+        LaunchError: other users can write its folder, one above it, or one with a link on the path;
+            the message names the ``setting``.
     """
     try:
         folder = Path(path).absolute().parent
@@ -183,10 +191,10 @@ def require_closed_folder(path: str, setting: str) -> None:
 
 
 def compile_environment(cache: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that give an engine private folders for its compiled code.
+    """Return variables that give an engine private folders for its compiled code.
 
     Raises:
-        LaunchError: a folder cannot be had, or another user can write one that ``environ`` names.
+        LaunchError: a folder cannot be made, or another user can write one that ``environ`` names.
     """
     for name in CHECKED:
         if given := environ.get(name):
@@ -197,16 +205,16 @@ def compile_environment(cache: Path, environ: Mapping[str, str]) -> dict[str, st
 
 @contextmanager
 def server_folder(cache: Path, environ: Mapping[str, str]) -> Iterator[Path]:
-    """The folder of one server's sockets and temporary files; it exists inside the block only.
+    """Make the folder of one server's sockets and temporary files; remove it after the block.
 
-    It is in the cache folder. Where that has too long a path for sockets, it is in
-    ``XDG_RUNTIME_DIR`` or ``/tmp``, under a name that cannot be foreseen.
+    It is in the cache folder, or, if that path is too long for sockets, in ``XDG_RUNTIME_DIR`` or
+    ``/tmp`` under an unpredictable name.
 
     Raises:
-        LaunchError: it cannot be made, or another user could write it.
+        LaunchError: the folder cannot be made, or another user could write it.
     """
     for left in {environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR"), "/tmp"} - {None, ""}:
-        remove_abandoned(Path(str(left)), PREFIX)  # of earlier releases, and of other settings
+        remove_abandoned(Path(str(left)), PREFIX)  # left by a killed server, perhaps an older one
     base, prefix = _base(private_folder(cache / "run"), environ)
     with ExitStack() as stack:
         try:
@@ -218,7 +226,10 @@ def server_folder(cache: Path, environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _base(own: Path, environ: Mapping[str, str]) -> tuple[Path, str]:
-    """The first folder in which a server's own has a short path, and the prefix of its name."""
+    """Return the folder in which to make that of a server, and the prefix of its name.
+
+    It is the first one whose path is short enough for sockets.
+    """
     if _fits(own, ""):
         return own, ""
     elsewhere = [Path(x) for x in (environ.get("XDG_RUNTIME_DIR"), "/tmp") if x]
@@ -244,7 +255,7 @@ def _fits(base: Path, prefix: str) -> bool:
 
 
 def _noexec(folder: Path) -> bool:
-    """True if no code may be run from there; False where the system does not say."""
+    """Return True if no code may be run from there; False if the system does not say."""
     return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0))
 
 
@@ -254,7 +265,7 @@ def _refuse(flaw: str) -> None:
 
 
 def _check_given(name: str, path: Path) -> None:
-    """Check a folder that the operator named. It may be root's, and others may read it."""
+    """Check a folder that the operator named; it may belong to root, and others may read it."""
     path = path.expanduser().absolute()
     try:
         there = next(x for x in (path, *path.parents) if x.exists())
@@ -272,17 +283,17 @@ def _flaw(
     closed: bool = False,
     ours: bool = False,
 ) -> str:
-    """The reason why another user could change what lies under the path of a folder; else "".
+    """Return the reason why another user could change the files in a folder; "" if none could.
 
     Args:
-        path: absolute; links on the way are followed, and so is where they lie.
-        harm: what would follow, in words.
-        closed: others must not even add names to the folder itself.
-        ours: it has to be closed, and this user's own.
+        path: absolute; symbolic links are followed, and the folders that contain them checked.
+        harm: the possible harm, for the message.
+        closed: other users must not be able to add files to the folder either.
+        ours: as ``closed``, and the folder has to belong to this user.
 
-    Raises ``OSError``: it leads nowhere.
+    Raises ``OSError`` if the path does not exist.
     """
-    os.path.realpath(path, strict=True)  # so no link leads in a circle
+    os.path.realpath(path, strict=True)  # raises for links that form a circle
     for folder, name in _lookups(path):
         found = folder.stat()
         if found.st_uid != os.geteuid() and (found.st_uid or (ours and not name)):
@@ -300,7 +311,7 @@ def _flaw(
 def _lookups(path: Path) -> Iterator[tuple[Path, str]]:
     """Yield each folder in which the system looks up a part of a path, and that part's name.
 
-    Folders are without links. The last one is where the path leads; its name is "".
+    The folders are paths without links. The last one is the target of the path; its name is "".
     """
     folder, names = Path("/"), [*path.parts[:0:-1]]
     while names:
@@ -323,21 +334,21 @@ def _others_write(folder: Path, found: os.stat_result) -> bool:
         return True
     if not found.st_mode & stat.S_IWGRP:
         return False
-    # Where there is an access list, these bits are of all that it names.
+    # With an access list, the group's bits stand for all users and groups that the list names.
     return _has_access_list(folder) or not _is_private_group(found.st_gid)
 
 
 def _has_access_list(folder: Path) -> bool:
     if sys.platform == "linux":
-        with suppress(OSError):  # its file system has none
+        with suppress(OSError):  # the file system has no access lists
             return "system.posix_acl_access" in os.listxattr(folder)
     return False
 
 
 def _is_private_group(gid: int) -> bool:
-    """True for a group of one user, of that user's name: of root, or of this one.
+    """Return True if root or this user is the only member of a group of the same name.
 
-    Systems with such groups let them write by default (umask 002).
+    On systems that give each user such a group, the group may write by default (umask 002).
     """
     try:
         group = grp.getgrgid(gid)

@@ -1,10 +1,10 @@
-"""The Python packages and interpreters here: that ours are ours, and which one an engine needs.
+"""Checks that our Python packages are our own, and finds the interpreter that has vLLM.
 
-An installer writes over files of another distribution without a word. So a server that starts looks
-whose these names are, and whether the files are those that were installed.
+Our packages have generic names, and an installer silently overwrites files of another distribution.
+So a server checks at its start that the packages and their files come from our distribution.
 
-vLLM has an environment of its own, since it pins hundreds of packages. ``launch/install.sh vllm``
-makes one beside the gateway's, in ``.venv-vllm`` of a checkout.
+vLLM has its own environment, since it pins hundreds of packages. ``launch/install.sh vllm`` makes
+one beside the gateway's, in ``.venv-vllm`` of a checkout.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from launch.errors import LaunchError
 DISTRIBUTION: Final = "thermocline"
 HOME: Final = Path(__file__).resolve().parents[2]
 _ADVICE: Final = f"give {DISTRIBUTION} an environment of its own, and install it there"
-# For every interpreter that we start. Our packages have everyday names: a folder "engines" in the
-# user's working directory must not be imported instead of ours.
+# For every interpreter that we start: a folder "engines" in the user's working directory must not
+# be imported instead of our package.
 CHILD_ENV: Final = {"PYTHONSAFEPATH": "1"}
 FOLDER: Final = ".venv-vllm"
 INSTALL: Final = (
@@ -38,10 +38,10 @@ INSTALL: Final = (
 
 
 def require_own_packages() -> None:
-    """Check that nothing else has taken the place of one of our packages.
+    """Check that none of our packages was replaced or changed.
 
     Raises:
-        LaunchError: something has; says which distribution it came with.
+        LaunchError: one was; the message names the other distribution, or the file.
     """
     if found := [*_other_distributions(), *_elsewhere()] or [*_changed_files()]:
         raise LaunchError(f"{'; '.join(found)}; {_ADVICE}")
@@ -56,7 +56,7 @@ def installed() -> Distribution | None:
 
 
 def _other_distributions() -> Iterator[str]:
-    """Name the distributions that bring packages of our names, wherever they lie on the path."""
+    """Yield a message for each other distribution that has a package of one of our names."""
     owners: dict[str, set[tuple[str, str]]] = {package: set() for package in OUR_PACKAGES}
     for one in importlib.metadata.distributions():
         for package in owners.keys() & _top_level_names(one):
@@ -67,7 +67,10 @@ def _other_distributions() -> Iterator[str]:
 
 
 def _top_level_names(distribution: Distribution) -> set[str]:
-    """Return what it lets one import, as ``packages_distributions`` finds it in half a second."""
+    """Return the names that a distribution lets one import.
+
+    ``importlib.metadata.packages_distributions`` finds the same, but takes half a second.
+    """
     names = {*(distribution.read_text("top_level.txt") or "").split()}
     record = distribution.read_text("RECORD")
     lines = record.splitlines() if record else map(str, distribution.files or ())
@@ -78,7 +81,7 @@ def _top_level_names(distribution: Distribution) -> set[str]:
 
 
 def _elsewhere() -> Iterator[str]:
-    """Name the packages that Python would not import from where this file is."""
+    """Yield a message for each package that Python would not import from this folder."""
     for package in OUR_PACKAGES:
         spec = importlib.util.find_spec(package)
         origin = Path(spec.origin).resolve() if spec and spec.origin else None
@@ -87,9 +90,9 @@ def _elsewhere() -> Iterator[str]:
 
 
 def _changed_files() -> Iterator[str]:
-    """Name the first file of a wheel's that is not as its RECORD says.
+    """Yield a message for the first file of a wheel whose hash is not the one in its RECORD.
 
-    A checkout has no such list: its files are meant to change.
+    A checkout has no such hashes, since its files are meant to change.
     """
     ours = installed()
     for file in (ours and ours.files) or ():
@@ -107,9 +110,9 @@ def _is_as_installed(file: PackagePath, recorded: FileHash) -> bool:
 
 
 def find_python(given: str, checkout: Path = HOME) -> str:
-    """The path of the interpreter to start vLLM with; "" if there is none.
+    """Return the path of the interpreter with which to start vLLM; "" if there is none.
 
-    That is the one that the user named, else that of the installer's environment, else our own.
+    It is the one that the user named, else that of the installer's environment, else our own.
     """
     if given:
         return str(Path(given).expanduser())
@@ -120,10 +123,10 @@ def find_python(given: str, checkout: Path = HOME) -> str:
 
 
 def require_vllm(python: str, store: StoreConfig) -> VllmEnvironment:
-    """The vLLM of this interpreter.
+    """Return a description of the vLLM of this interpreter.
 
     Raises:
-        LaunchError: there is none, or none that we can work with.
+        LaunchError: it has no vLLM, or one that we do not support.
     """
     if not python:
         raise LaunchError(f"vLLM is not installed; run: {INSTALL}")

@@ -1,8 +1,8 @@
-"""What this machine has and this process may use: memory, disk, GPUs, processor, open files.
+"""The memory, disk, GPUs, processor and open files that this process may use.
 
-mlx_lm sets the hard limit of open files to 4,096 when it is imported, which the system forbids to a
-process whose hard limit is lower: the engine would fail at each start. So the limit is looked at,
-and raised where that is allowed, before anything is started.
+mlx_lm sets the hard limit of open files to 4,096 when it is imported. The system forbids that to a
+process whose hard limit is lower, so the engine would fail at each start. Therefore the limit is
+checked, and raised if that is allowed, before anything is started.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 _COMMAND: Final = ("nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits")
 _TIMEOUT_S: Final = 20.0
-LEAST = 256  # the engine's, the logs', and a few connections
+LEAST = 256  # for the engine, the logs and a few connections
 COMFORTABLE = 1024
 MLX_LM_SETS = 4096
-MOST = 1 << 20  # where the hard limit is none
+MOST = 1 << 20  # the soft limit to set if there is no hard limit
 
 
 class _Names(NamedTuple):
-    """The files of a group of processes, and which of its memory holds files."""
+    """Names in a cgroup: of its files, and of the fields of memory.stat that count file pages."""
 
     limit: str
     used: str
@@ -47,17 +47,17 @@ _V2: Final = _Names("memory.max", "memory.current", ("inactive_file", "active_fi
 
 
 def available_memory(cgroup: Path = CGROUP, own: Path = OWN_GROUPS) -> int:
-    """Bytes that can be allocated now without swapping, the container's limit included."""
+    """Return the bytes that can be allocated now without swapping, within the container's limit."""
     return min([int(psutil.virtual_memory().available), *_left_in_groups(cgroup, own)])
 
 
 def machine_memory(
     meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN_GROUPS
 ) -> int | None:
-    """Bytes that the machine can still give to this process; None where the system does not say.
+    """Return the bytes that the machine can still give to this process; None if it does not say.
 
-    Memory that a GPU shares with the CPU is charged to no container, so a container's limit alone
-    would not do: the smaller one counts.
+    It is the smaller of the machine's free memory and the container's: memory that a GPU shares
+    with the CPU is charged to no container.
     """
     with contextlib.suppress(OSError):
         for line in meminfo.read_text().splitlines():
@@ -68,16 +68,16 @@ def machine_memory(
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes free where ``folder`` is, or would be once it is created."""
+    """Return the free bytes of the disk on which ``folder`` is or would be created."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def _left_in_groups(cgroup: Path, own: Path) -> Iterator[int]:
-    """Yield what each limited group has left: the one that this process is in, and all above it.
+    """Yield the bytes left in each cgroup with a limit: this process's own and all above it.
 
-    Pages of files are left, too: the kernel takes them back before it ends a process.
+    Pages of files count as free: the kernel reclaims them before it kills a process.
     """
     for folder, names in _groups(cgroup, own):
         with contextlib.suppress(OSError, ValueError):  # no such group here, or no limit ("max")
@@ -87,9 +87,10 @@ def _left_in_groups(cgroup: Path, own: Path) -> Iterator[int]:
 
 
 def _groups(cgroup: Path, own: Path) -> Iterator[tuple[Path, _Names]]:
-    """Yield the groups' folders, those of cgroup v2 and those of v1.
+    """Yield the folders of this process's groups, of cgroup v2 and of v1.
 
-    A container often sees its own group as the root of all, and its name from outside.
+    In a container its own group is often mounted as the root, while /proc has the name that the
+    group has on the host; so the root is tried, too.
     """
     yield cgroup, _V2
     yield cgroup / "memory", _V1
@@ -104,7 +105,7 @@ def _groups(cgroup: Path, own: Path) -> Iterator[tuple[Path, _Names]]:
 
 
 def _file_bytes(stat: Path, names: tuple[str, ...]) -> int:
-    """Bytes of a group's memory that hold pages of files; 0 where that is not said."""
+    """Return the bytes of a group's memory that are pages of files; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError):
         found = dict(x.split(" ", 1) for x in stat.read_text().splitlines())
         return sum(int(found.get(x, 0)) for x in names)
@@ -120,7 +121,7 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs, with their free memory; none where no driver answers."""
+    """Return the GPUs with their free memory; empty if no driver answers."""
     try:
         run = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
@@ -139,17 +140,19 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def has_matrix_tiles(about: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if it multiplies tiles of matrices (AMX), which some kernels of vLLM's need."""
+    """Return True if the processor has AMX tiles, which some of vLLM's kernels need."""
     with suppress(OSError):
         return " amx_tile" in about.read_text("utf-8")
     return False
 
 
 def raise_open_files(engine_kind: str) -> int:
-    """Raise the soft limit to the hard one, and for mlx_lm the hard one, too; return the soft one.
+    """Raise the limits of open files, and return the new soft limit.
+
+    The soft limit is raised to the hard one; for mlx_lm the hard one is raised, too, if it is low.
 
     Raises:
-        LaunchError: too few files may be open, and this process may not raise that.
+        LaunchError: too few files may be open, and this process may not raise the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = least_for(engine_kind)
@@ -164,7 +167,7 @@ def raise_open_files(engine_kind: str) -> int:
         return most if soft == resource.RLIM_INFINITY else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    except (ValueError, OSError):  # macOS has a lower limit of its own, which it does not report
+    except (ValueError, OSError):  # macOS has a lower limit, which it does not report
         if soft < LEAST:
             raise LaunchError(too_low(soft, engine_kind)) from None
         return soft
@@ -177,7 +180,7 @@ def least_for(engine_kind: str) -> int:
 
 
 def too_low(limit: int, engine_kind: str) -> str:
-    """Say why a limit is too low, and how to raise it."""
+    """Return a message that says why a limit is too low and how to raise it."""
     wanted = least_for(engine_kind)
     why = " (mlx_lm asks for that when it is imported)" if engine_kind == "mlx" else ""
     return (

@@ -1,4 +1,4 @@
-"""How many sessions fit, from config.json alone: nothing is loaded, nothing is guessed."""
+"""Computes how many sessions fit from config.json alone, without loading the model."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ USUAL_CONTEXTS = (2048, 8192, 32768)
 
 
 class ColdPlan(msgspec.Struct, frozen=True):
-    """The bytes of sessions of one length with one codec; ``refused``: why there are none."""
+    """The bytes of sessions of one length with one codec."""
 
     codec: str
-    kl: float | None = None  # the worst that was measured of it on this model; None: it was not
-    refused: str = ""
+    kl: float | None = None  # the largest that was measured on this model; None: not measured
+    refused: str = ""  # why the codec cannot pack this model's cache; all sizes are 0 then
     bytes_per_session: int = 0
-    state_bytes: int = 0  # of these: the states that are kept
+    state_bytes: int = 0  # the part of ``bytes_per_session`` that is kept states
     kv_bytes_per_token: float = 0.0  # packed K and V of the growing layers
-    kv_times_smaller_than_bf16: float = 0.0  # the same
-    times_smaller_than_bf16: float = 0.0  # the whole session
+    kv_times_smaller_than_bf16: float = 0.0  # for the growing layers only
+    times_smaller_than_bf16: float = 0.0  # for the whole session
     sessions_per_gib: int = 0
     sessions: dict[str, int] = {}
 
 
 class TierPlan(msgspec.Struct, frozen=True):
-    """A session of one length as it will rest in one tier, in the codec that will serve there."""
+    """The size of a session of one length in one tier, packed with the codec that will serve."""
 
     tier: str
     codec: str
@@ -80,15 +80,15 @@ class ContextPlan(msgspec.Struct, frozen=True):
     context: int
     hot_bytes_per_session: int  # between turns
     hot_sessions: int  # while one of them is being answered
-    without_sleep: int  # sessions, if live KV had the memory of sleepers, too, and none slept
+    without_sleep: int  # hot sessions if live KV also had the memory of the packed sessions
     served: list[TierPlan]  # what ``serve`` will do
     cold: list[ColdPlan]  # what each codec would do
 
     @property
     def alive(self) -> int:
-        """The sessions that come back, awake or asleep in the tier that holds most of them.
+        """The number of sessions that are kept: hot, or asleep in the tier that holds most.
 
-        Where not even one can be answered, none comes back.
+        0 if the hot budget is too small to answer even one.
         """
         if not self.hot_sessions:
             return 0
@@ -96,12 +96,12 @@ class ContextPlan(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """The use of the memory in which weights and live KV have to be, in bytes."""
+    """The planned use of the memory that holds weights and live KV, in bytes."""
 
-    free: int  # now
-    reserve: int  # of it: for the system and for working
+    free: int  # free now; the three below add up to it
+    reserve: int  # for the system and for temporary arrays
     weights: int
-    kv: int  # live, and asleep where that is in the same memory
+    kv: int  # live KV, and packed sessions if they are in the same memory
 
 
 class CapacityPlan(msgspec.Struct, frozen=True):
@@ -113,28 +113,28 @@ class CapacityPlan(msgspec.Struct, frozen=True):
     window_layers: int
     state_layers: int  # recurrent ones
     live_bytes_per_token: int  # of the growing layers
-    state_bytes: int  # windows (full) and recurrent state
-    states_kept: int  # of a cold session; 0 = its cache can be cut anywhere
-    usable_context: int  # tokens that the hot budget allows a session
-    wanted_context: int  # tokens that the model, or the settings, allow it
-    wanted_hot_bytes: int  # the budget that allows as much
+    state_bytes: int  # full windows and recurrent state
+    states_kept: int  # states that a cold session keeps; 0 = its cache can be cut at any token
+    usable_context: int  # tokens of the longest session that the hot budget holds
+    wanted_context: int  # tokens of the longest session that the model and the settings allow
+    wanted_hot_bytes: int  # the hot budget that holds ``wanted_context``
     budgets: dict[str, int]
     contexts: list[ContextPlan]
     notes: list[str]
     refused: str = ""  # why the model cannot be loaded here
-    memory: Memory | None = None  # None where the weights are not known
+    memory: Memory | None = None  # None: unknown
 
 
 def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
-    """The plan for the model and budgets of these settings.
+    """Return the plan for the model and the budgets of these settings.
 
     Args:
-        contexts: tokens per session, separated by commas; None = usual ones.
+        contexts: tokens per session, separated by commas; None = the usual lengths.
 
     Raises:
-        UsageError: ``contexts`` are not such numbers, there is no such model, or ``serve`` would
-            refuse these settings for it.
-        LaunchError: the model's cache is not understood; says why.
+        UsageError: ``contexts`` is malformed, there is no such model, or ``serve`` would refuse
+            these settings for it.
+        LaunchError: the model's cache is not understood; the message says why.
     """
     settings = effective.settings
     model = find_model(settings.engine.model, effective.folders.cache)
@@ -176,7 +176,10 @@ def plan_of(effective: EffectiveSettings, contexts: str | None) -> CapacityPlan:
 def _memory(
     effective: EffectiveSettings, model: Model, content: Mapping[str, Any]
 ) -> Memory | None:
-    """Say what becomes of the memory here; None where that is not known, or elsewhere."""
+    """Return the planned use of memory.
+
+    None if the weights are unknown, do not fit with KV, or a GPU is assumed that is not here.
+    """
     weights = effective.planned_weights
     if weights is None and model.folder is not None:
         weights = weights_bytes(model.folder, effective.widens)
@@ -198,9 +201,9 @@ def _weights_note(content: Mapping[str, Any]) -> str:
 def _choice(
     effective: EffectiveSettings, shape: CacheShape, dtype: DType
 ) -> tuple[Choice | None, list[str]]:
-    """The codec that ``serve`` will use, and the notes on it.
+    """Return the codec that ``serve`` will use (None = it will refuse), and the notes on it.
 
-    For a model that the first start will measure it is the one that most models get.
+    If the first start will measure the model, this is the codec that most models get.
     """
     given = effective.settings.store.codec
     try:
@@ -233,11 +236,11 @@ def _lengths(text: str | None, longest: int | None) -> list[int]:
 def make_plan(
     name: str, content: Mapping[str, Any], sessions: SessionSizes, contexts: Sequence[int]
 ) -> CapacityPlan:
-    """The plan of a model for each length of session in ``contexts`` (tokens).
+    """Return the plan of a model for each length of session in ``contexts`` (tokens).
 
     Args:
-        name: of the model, as clients call it.
-        content: its config.json.
+        name: the model's name for clients.
+        content: the model's config.json.
     """
     hot = sessions.hot
     shape, itemsize = hot.shape, hot.itemsize
@@ -279,25 +282,25 @@ def _notes(hot: HotBudget) -> list[str]:
 
 @dataclass(frozen=True)
 class SessionSizes:
-    """The bytes of one model's sessions, of any length, and how many fit into the budgets."""
+    """Computes the bytes of one model's sessions, of any length, and how many fit the budgets."""
 
     hot: HotBudget
     dtype: DType  # of the live cache
     store: StoreConfig  # the budgets of the tiers
-    profile: Profile | None = None  # what was measured of the model
-    choice: Choice | None = None  # the codec that will serve; None = none may
+    profile: Profile | None = None  # the model's profile, if it was measured
+    choice: Choice | None = None  # the codec that will serve; None = ``serve`` will refuse
     chunk: int = CHUNK_TOKENS
-    shares_memory: bool = True  # live KV and sleepers in memory are in the same memory
+    shares_memory: bool = True  # live KV and the tier in RAM are in the same memory
 
     @property
     def cold_budgets(self) -> dict[str, int]:
-        """Bytes by tier; those in Redis are bounded by its server alone."""
+        """The bytes of each tier; Redis has no budget of ours."""
         return {"ram": self.store.ram_bytes, "disk": self.store.disk_bytes}
 
     def plan(self, num_tokens: int) -> ContextPlan:
-        """The plan of sessions of so many tokens."""
+        """Return the plan of sessions of ``num_tokens``."""
         store, learned = self.store, self.profile.learned if self.profile else ()
-        # Beside the presets: the codec in the settings, and those that learned this model.
+        # Besides the presets, also the codec in the settings and those that learned this model.
         names = [*READY, *([] if store.codec == AUTO else [store.codec])]
         names += [x for x in learned if family_of(x) in CODECS]
         awake = self.hot.hot_bytes + (store.ram_bytes if self.shares_memory else 0)

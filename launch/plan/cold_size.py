@@ -1,4 +1,4 @@
-"""A sleeping session: the codec that the engine will choose for it, and its bytes in a tier."""
+"""Predicts which codec the engine will choose for sleeping sessions, and their size in a tier."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from launch.model.find import find_model
 from launch.plan.served_model import served_cache, served_dtype
 from launch.settings.effective_settings import EffectiveSettings
 
-RECORD_BYTES = 256  # of a session record besides its chain: names, digests, numbers
-ANSWER_TOKENS = 256  # between the two states of a session
-PLACE_BYTES = KEY_BYTES + ENTRY_BYTES  # of a blob in a tier, besides its own
+RECORD_BYTES = 256  # a session record without its chain: names, digests, numbers
+ANSWER_TOKENS = 256  # assumed distance between the two states of a session
+PLACE_BYTES = KEY_BYTES + ENTRY_BYTES  # a tier's key and index entry for each blob
 BY_HAND = "run: thermocline calibrate"
 
 
 @dataclass(frozen=True)
 class ColdSize:
-    """The bytes that one sleeping session takes in a tier; keys and index entries included.
+    """The bytes of one sleeping session in a tier, with keys and index entries.
 
-    ``rows`` are K and V of every token in full chunks. ``states`` are packed by a codec of whole
-    sessions only; they include the rows of windows.
+    ``rows`` is for K and V of the tokens in full chunks. ``states`` is for kept states with the
+    rows of sliding windows; only a ``SessionCodec`` packs these.
     """
 
     rows: int
     states: int
     record: int
-    row_bytes_per_token: float  # of a full chunk after the first, headers not counted
+    row_bytes_per_token: float  # in any full chunk but the first, without headers
 
     @property
     def total(self) -> int:
@@ -60,10 +60,10 @@ def cold_size(
     num_tokens: int,
     chunk: int = CHUNK_TOKENS,
 ) -> ColdSize:
-    """The bytes of a session of ``num_tokens``: headers, exact first tokens, states, record.
+    """Return the bytes of a session of ``num_tokens``, with headers, states and session record.
 
     Raises:
-        UnknownCodec: this codec must not or cannot pack this cache.
+        UnknownCodec: the codec cannot pack this cache, or is lossy where that is not allowed.
     """
     if shape.exact_only and not codec.exact:
         raise UnknownCodec(f"codec {codec.id} is refused: {shape.exact_only}")
@@ -93,9 +93,9 @@ def cold_size(
 def _window_chunks(
     shape: CacheShape, session: SessionCodec | None, dtype: DType, num_tokens: int, chunk: int
 ) -> list[int]:
-    """List the bytes of the chunks of windows' rows that a session's states reach together.
+    """Return the bytes of each chunk of sliding windows' rows that a session's two states need.
 
-    The state before the newest lies an answer before it, and shares the rows that both reach.
+    The older state is assumed one answer before the newest; rows that both need are stored once.
     """
     states = shape.states(dtype)
     if states is None or states.windows is None:
@@ -107,18 +107,18 @@ def _window_chunks(
 
 
 def chunk_of(effective: EffectiveSettings) -> int:
-    """Tokens of a chunk, as the engine will choose."""
+    """Return the tokens per chunk that the engine will choose."""
     if effective.engine_kind != "vllm":
         return CHUNK_TOKENS
     return chunk_of_blocks(effective.settings.engine.vllm.block_tokens or 1)
 
 
 def expected_choice(effective: EffectiveSettings) -> Choice:
-    """The codec that the engine would choose.
+    """Return the codec that the engine would choose.
 
     Raises:
         CodecRefused, UnknownCodec: see ``choose``.
-        NotUnderstood: config.json does not say what the model's cache is like.
+        NotUnderstood: the model's cache cannot be computed from its config.json.
         UsageError, LaunchError: there is no such model.
     """
     engine, store = effective.settings.engine, effective.settings.store
@@ -136,20 +136,20 @@ def expected_choice(effective: EffectiveSettings) -> Choice:
 
 
 class Outlook(NamedTuple):
-    """The answer: whether the first start will measure the model, with details or the reason."""
+    """A prediction: the first start will measure the model or not, with details or the reason."""
 
     will_be: bool
     text: str
 
 
 def in_words(choice: Choice) -> str:
-    """The codec, and why it is this one."""
+    """Return the codec and the reason for it in words."""
     size = ", exact but large" if choice.unmeasured else ""
     return f"{choice.name}{size} ({choice.why})"
 
 
 def first_measurement(effective: EffectiveSettings) -> Outlook:
-    """Say what the engine will measure of this model while it serves it for the first time."""
+    """Return whether the engine will measure this model at its first start, with details."""
     store = effective.settings.store
     if not store.calibrate:
         return Outlook(False, BY_HAND)

@@ -1,8 +1,7 @@
-"""Turns a number of sessions into budgets within this machine's, or says how many would fit.
+"""Turns a wanted number of sessions into memory and disk budgets, or says how many would fit.
 
-``Needs`` holds the bytes of sessions of one length: awake, and asleep in each tier. Where the model
-was not measured yet, they are counted with the preset that most models get, and ``Asleep.planned``
-says so.
+``Needs`` has the bytes of sessions of one length, awake and asleep. If the model was not measured
+yet, sizes are those of the preset that most models get, and ``Asleep.planned`` is true.
 """
 
 from __future__ import annotations
@@ -30,58 +29,58 @@ from launch.settings.schema import laid_over
 from launch.settings.sources import Value
 from launch.settings.units import show_bytes
 
-HOT_SHARE = 0.5  # of the memory for KV: sleepers leave live KV as much, where it is needed
-# Above high water sessions are put to sleep, so that "so many hot" needs somewhat more than these.
+HOT_SHARE = 0.5  # the share of the memory for KV up to which live KV comes before packed sessions
+# Sessions are put to sleep above the high-water mark, which lies below the budget.
 HEADROOM = 1.2
-MARGIN = 1.02  # blobs of other sizes than planned, sessions that are being written
+MARGIN = 1.02  # for blobs that are larger than planned and sessions that are being written
 MIB = 1 << 20
 _MAP_STEP = 1 << 16
-# Of a session in the store's list: itself, and a name and a key for each of its chunks.
+# Memory of the store's index: for each session, and for each of its chunks (a name and a key).
 _INDEX_SESSION_BYTES = 1536
 _INDEX_BLOB_BYTES = 256
 
 
 @dataclass(frozen=True)
 class Asleep:
-    """A sleeping session, the same in every tier."""
+    """The size of a sleeping session, which is the same in every tier."""
 
     codec: str
     nbytes: int
-    planned: bool  # the model was not measured yet
-    until_then: int = 0  # bytes while it is not, in the codec that serves meanwhile
+    planned: bool  # the model was not measured yet, so ``codec`` is an assumption
+    until_then: int = 0  # bytes in the codec that serves until the model is measured
 
     def of(self, meanwhile: bool) -> int:
-        """The bytes: as planned, or as long as the model was not measured."""
+        """Return the bytes; with ``meanwhile`` those until the model is measured."""
         return self.until_then if meanwhile and self.planned else self.nbytes
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The bytes that sessions of ``context`` tokens take."""
+    """The bytes of sessions of ``context`` tokens."""
 
     context: int
-    running_bytes: int  # of one while it alone is answered
-    idle_bytes: int  # of one that is hot between its turns
+    running_bytes: int  # of a session while it is answered and no other one is
+    idle_bytes: int  # of a hot session between its turns
     asleep: Asleep
 
     def hot_bytes(self, num_sessions: int) -> int:
-        """The budget in which so many sessions are hot while one of them is answered."""
+        """Return the budget that keeps ``num_sessions`` hot while one of them is answered."""
         return self.running_bytes + max(0, num_sessions - 1) * self.idle_bytes
 
     def cold_bytes(self, tier: str, num_sessions: int, *, meanwhile: bool = False) -> int:
-        """The budget of a tier in which so many sessions sleep, in whole MiB."""
+        """Return the budget of a tier that holds ``num_sessions`` asleep, in whole MiB."""
         nbytes = int((num_sessions + 1) * self.asleep.of(meanwhile) * MARGIN)
         if tier == "disk":  # its budget is the size of a file, which is never quite full
             nbytes = file_bytes_limit(nbytes) + 2 * _MAP_STEP
         return _up(nbytes)
 
     def num_hot(self, hot_bytes: int) -> int:
-        """The number of sessions that are hot within ``hot_bytes`` while one is answered."""
+        """Return how many sessions ``hot_bytes`` keep hot while one of them is answered."""
         left = hot_bytes - self.running_bytes
         return 0 if left < 0 else 1 + left // self.idle_bytes
 
     def num_asleep(self, tier: str, budget: int, *, meanwhile: bool = False) -> int:
-        """The number of sessions for which ``cold_bytes`` stays within ``budget``."""
+        """Return the largest number of sessions whose ``cold_bytes`` is within ``budget``."""
         most = budget // max(1, self.asleep.of(meanwhile))
         counts = range(1, most + 1)
         return bisect_right(
@@ -90,12 +89,12 @@ class Needs:
 
 
 def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
-    """The settings with budgets for the wished capacity; as they are where nothing is wished.
+    """Return the settings with budgets for ``capacity.sessions``; unchanged if that is not set.
 
-    Budgets that the operator set stay as they are.
+    Budgets that the operator set are not changed.
 
     Raises:
-        UsageError: this machine has no room for the wish; says how many sessions would fit.
+        UsageError: so many sessions do not fit on this machine; says how many would.
         LaunchError: the model is not here, or its cache is not understood.
     """
     wish = effective.settings.capacity
@@ -136,7 +135,7 @@ def with_capacity(effective: EffectiveSettings) -> EffectiveSettings:
 
 
 def _words(effective: EffectiveSettings, needs: Needs, budgets: Budgets) -> list[str]:
-    """A few lines for people: what was chosen, and by which figures."""
+    """Return lines for people that say which budgets were chosen, and from which sizes."""
     settings = effective.settings
     num, context = settings.capacity.sessions, settings.capacity.context
     planned = needs.asleep
@@ -169,20 +168,23 @@ def _share(count: int, num: int) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """Bytes. ``given_*``: a budget that the operator set, which stays; None = it may be chosen."""
+    """The bytes within which budgets may be chosen.
 
-    hot: int  # the most that live KV may have
-    ram: int  # the most that sleeping sessions in memory may have
-    shared: int  # the most of both together; on a GPU with memory of its own they share nothing
+    ``given_*``: a budget that the operator set, which is kept; None = it may be chosen.
+    """
+
+    hot: int  # the most for live KV
+    ram: int  # the most for sleeping sessions in memory
+    shared: int  # the most for both together; their sum if live KV is in a GPU's own memory
     disk: int
     given_hot: int | None = None
     given_ram: int | None = None
     given_disk: int | None = None
-    awake: int = 16  # sessions that should find room to be answered at once
+    awake: int = 16  # sessions for which there should be room to be answered at the same time
 
 
 def space_of(effective: EffectiveSettings) -> Space:
-    """Find this machine's room. Half of the memory left by the weights stays free, as always."""
+    """Return the space on this machine: the default memory budgets, and half of the free disk."""
     engine, store = effective.settings.engine, effective.settings.store
     hot, ram = engine.hot_bytes, store.ram_bytes
     given_hot = _given(effective, "engine.hot_bytes", hot)
@@ -209,36 +211,36 @@ def _given(effective: EffectiveSettings, name: str, value: int) -> int | None:
 
 
 def _held(folder: Path) -> int:
-    """Bytes that the disk tier holds there already: they count as free, being its own."""
+    """Return the bytes of the disk tier's files in a folder; its budget may include them."""
     return sum(file.stat().st_size for file in folder.glob("**/cold/*.mdb"))
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """The chosen bytes, and how many sessions each tier holds then."""
+    """The chosen budgets in bytes, and how many sessions they hold."""
 
     hot: int
     ram: int
     disk: int
-    num_hot: int  # at once, while one of them is answered
-    num_held: dict[str, int]  # asleep, by tier
-    num_at_first: int = 0  # that come back as long as the model was not measured
+    num_hot: int  # hot sessions while one of them is answered
+    num_held: dict[str, int]  # sleeping sessions by tier
+    num_at_first: int = 0  # sleeping sessions until the model is measured
 
     def of(self, tier: str) -> int:
-        """The bytes of a tier."""
+        """Return the bytes of the tier "ram" or "disk"."""
         return {"ram": self.ram, "disk": self.disk}[tier]
 
     @property
     def most(self) -> int:
-        """Sessions that come back, whichever tier they sleep in."""
+        """The number of sleeping sessions in the tier that holds most of them."""
         return max(self.num_held.values(), default=0)
 
 
 def choose_budgets(needs: Needs, space: Space, num_sessions: int) -> Budgets:
-    """The budgets that suit ``num_sessions`` best; ``most`` may be fewer than these."""
+    """Return the best budgets for ``num_sessions``; their ``most`` may be smaller than that."""
     hot, ram = _memory(needs, space, num_sessions)
     disk = space.given_disk
-    if disk is None:  # where it can, it holds all of them before the model was measured, too
+    if disk is None:  # large enough for all of them also until the model is measured, if possible
         wanted = max(needs.cold_bytes("disk", num_sessions, meanwhile=x) for x in (False, True))
         disk = min(wanted, _whole(space.disk))
     budgets = {"ram": ram, "disk": disk}
@@ -248,7 +250,10 @@ def choose_budgets(needs: Needs, space: Space, num_sessions: int) -> Budgets:
 
 
 def _memory(needs: Needs, space: Space, num_sessions: int) -> tuple[int, int]:
-    """Share memory out: one session has to run; then sleepers in memory; the rest is live KV."""
+    """Return the bytes for live KV and for sleeping sessions in memory.
+
+    Live KV first gets enough to run, then the sleeping sessions get theirs, then live KV the rest.
+    """
     all_hot = _up(int(needs.hot_bytes(num_sessions) * HEADROOM))
     awake = int(needs.hot_bytes(min(num_sessions, space.awake)) * HEADROOM)
     floor = _up(max(needs.running_bytes, min(awake, int(space.shared * HOT_SHARE), space.hot)))
@@ -263,7 +268,7 @@ def _memory(needs: Needs, space: Space, num_sessions: int) -> tuple[int, int]:
 
 
 def refusal(needs: Needs, space: Space, num_sessions: int) -> str:
-    """The reason why so many sessions cannot be kept, in words with figures; "" if they can."""
+    """Return the reason, with figures, why so many sessions cannot be kept; "" if they can."""
     found = choose_budgets(needs, space, num_sessions)
     if found.hot < needs.running_bytes:
         return (
@@ -283,7 +288,7 @@ def refusal(needs: Needs, space: Space, num_sessions: int) -> str:
 def what_would(
     needs_at: Callable[[int], Needs], space: Space, num_sessions: int, context: int
 ) -> list[str]:
-    """List what this machine could do instead, nearest to the wish first."""
+    """Return options that would fit this machine, or make it fit; the most similar first."""
     needs = needs_at(context)
     found = choose_budgets(needs, space, num_sessions)
     ways = []
@@ -304,7 +309,7 @@ def what_would(
 def _longest(
     needs_at: Callable[[int], Needs], space: Space, num_sessions: int, context: int
 ) -> int:
-    """The most tokens, in steps of 64, that so many sessions may have; 0 = not even the fewest."""
+    """Return the most tokens, in steps of 64, that so many sessions may have; 0 = not even 64."""
     steps = range(64, context + 1, 64)
     return 64 * bisect_left(
         steps, True, key=lambda tokens: bool(refusal(needs_at(tokens), space, num_sessions))
@@ -324,10 +329,10 @@ def _up(nbytes: int) -> int:
 
 
 def needs_of(effective: EffectiveSettings, context: int) -> Needs:
-    """Count what sessions of ``context`` tokens take with these settings.
+    """Return the bytes of sessions of ``context`` tokens with these settings.
 
     Raises:
-        UsageError: the model takes no such context, or the settings cannot be served.
+        UsageError: the context is too long, or ``serve`` would refuse the settings.
         LaunchError: the model's cache is not understood.
     """
     longest = effective.settings.engine.max_context
@@ -351,7 +356,7 @@ def _asleep(effective: EffectiveSettings, cold: dict[str, ColdPlan]) -> Asleep:
     except (CodecRefused, UnknownCodec, NotUnderstood) as error:
         raise UsageError(f"store.codec cannot serve this model: {error}") from error
     planned = first_measurement(effective).will_be and USUAL in cold
-    # A codec of whole sessions is listed with its half for states.
+    # ``cold`` names a codec of whole sessions by both parts, "ROWS+STATES".
     names = [x for x in cold if x == choice.name or x.partition("+")[0] == choice.name]
     if not names:
         raise LaunchError(f"nothing is known of what codec {choice.name} takes of this model")
@@ -362,7 +367,7 @@ def _asleep(effective: EffectiveSettings, cold: dict[str, ColdPlan]) -> Asleep:
 
 
 def index_bytes(effective: EffectiveSettings, num_sessions: int, context: int) -> int:
-    """Bytes of the store's list of so many sessions."""
+    """Return the bytes of memory that the store's index of ``num_sessions`` takes."""
     num_blobs = context // chunk_of(effective) + 4
     each = _INDEX_SESSION_BYTES + _INDEX_BLOB_BYTES * num_blobs
     return num_sessions * each

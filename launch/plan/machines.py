@@ -1,8 +1,8 @@
-"""How many sessions of a model other machines would keep: the same arithmetic, other memory.
+"""Computes how many sessions of a model other machines would keep; nothing is measured there.
 
-Nothing is measured there. Of such a machine, with nothing else running, KV gets as much as ours
-gives it by default, or what the command line says, shared out as ``fit.py`` does for more sessions
-than there is room for; the codec is the one that most models get, or the one that is named.
+It is assumed that nothing else runs on the machine. KV gets the default share of its memory, or the
+budgets of the command line, divided as by ``fit.py`` for more sessions than fit. The codec is the
+one that most models get, or that of the command line.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from launch.settings.units import show_bytes
 
 GB: Final = 10**9
 BF16_BYTES: Final = 2
-FREE: Final = 0.9  # of the machine's memory, beside its system
-DISK_FREE: Final = 0.8  # of the machine's disk
-MANY: Final = 10_000_000  # sessions, more than any of them keeps
+FREE: Final = 0.9  # the share of a machine's memory that its system leaves free
+DISK_FREE: Final = 0.8  # the share of a machine's disk that is free
+MANY: Final = 10_000_000  # more sessions than any of the machines keeps
 
 
 class Machine(NamedTuple):
-    """A machine as it is usually sold, with the smallest disk.
+    """A machine as it is usually sold, with its smallest disk.
 
-    ``gpu_gb``: memory of its own that a GPU has; 0 = it shares the machine's.
+    ``gpu_gb``: the GPU's own memory; 0 = it shares the machine's.
     """
 
     name: str
@@ -62,33 +62,33 @@ MACHINES: Final = (
 
 
 class MachinePlan(msgspec.Struct, frozen=True):
-    """One row: sessions of one length on one machine; ``refused``: why there are none."""
+    """The plan for sessions of one length on one machine."""
 
     machine: str
     engine: str
     context: int
-    kv_bytes: int = 0  # memory that live KV and sleepers share
-    hot_only: int = 0  # sessions, if live KV had all of that, and nothing slept
-    hot: int = 0  # of ours: awake at once
+    kv_bytes: int = 0  # memory for live KV and sleeping sessions together
+    hot_only: int = 0  # hot sessions if live KV had all of that
+    hot: int = 0  # hot sessions
     ram: int = 0  # asleep in memory
     disk: int = 0  # asleep on disk
     codec: str = ""
-    refused: str = ""
-    reserve_bytes: int = 0  # of the memory with the weights: for the system and for working
+    refused: str = ""  # why the machine cannot serve the model; all numbers are 0 then
+    reserve_bytes: int = 0  # for the system and temporary arrays, in the memory of the weights
     disk_bytes: int = 0
     weights_bytes: int = 0
     weights_estimated: bool = False  # from config.json
 
     @property
     def alive(self) -> int:
-        """The sessions that come back, awake or asleep in the tier that holds most of them."""
+        """The number of sessions that are kept: hot, or asleep in the tier that holds most."""
         return max(self.hot, self.ram, self.disk)
 
 
 class OtherBudgets(NamedTuple):
-    """Budgets of the command line, in bytes; None = as ours is by default.
+    """Budgets of the command line, in bytes; None = the default for the machine.
 
-    Those of files and the environment are this machine's.
+    Budgets from files and the environment are not used: they are meant for this machine.
     """
 
     hot: int | None
@@ -102,14 +102,15 @@ def machine_plans(
     weights: int | None = None,
     bits: float | None = None,
 ) -> list[MachinePlan]:
-    """The rows of every machine, for each length of session.
+    """Return a row for every machine and each length of session.
 
     Args:
-        weights: bytes of the model's weights; None = what its folder says.
-        bits: of a weight, to which they are quantised; None = as config.json says.
+        contexts: lengths of sessions in tokens; None = 8,192.
+        weights: bytes of the model's weights; None = those of its files, or an estimate.
+        bits: bits per weight after an assumed quantisation; None = as config.json says.
 
     Raises:
-        UsageError, LaunchError: no such model, or its size or cache is not known.
+        UsageError, LaunchError: there is no such model, or its size or cache is not known.
     """
     model = _weighed(effective, weights, bits)
     if not model.weights:
@@ -128,7 +129,7 @@ def machine_plans(
 
 
 class _Weighed(NamedTuple):
-    """A model that machines are to serve."""
+    """A model and the size of its weights."""
 
     name: str
     content: dict[str, Any]  # of its config.json
@@ -157,7 +158,7 @@ def _row(
     given: OtherBudgets,
     context: int,
 ) -> MachinePlan:
-    """Count what a machine gives a model; where it cannot serve that, say why."""
+    """Return the plan of one machine; if it cannot serve the model, ``refused`` says why."""
     row = MachinePlan(
         machine.name,
         machine.engine,
@@ -197,12 +198,12 @@ def _row(
 
 
 def _is_asked(effective: EffectiveSettings, name: str) -> bool:
-    """True for a setting of the command line."""
+    """Return True if a setting was given on the command line."""
     return effective.resolved.origin(name).startswith("--")
 
 
 def _too_much(given: OtherBudgets, available: int, gpu: int, weights: int) -> str:
-    """The reason why a machine has no room for these budgets; "" if it has."""
+    """Return the reason why a machine has no room for these budgets; "" if it has."""
     hot, ram = given.hot or 0, given.ram or 0
     if gpu:
         flags = {"--hot": (hot, gpu - weights), "--ram": (ram, available)}
@@ -215,14 +216,14 @@ def _too_much(given: OtherBudgets, available: int, gpu: int, weights: int) -> st
 
 
 def _space(given: OtherBudgets, available: int, gpu: int, weights: int, disk_free: int) -> Space:
-    """The space on a machine: memory by our defaults, of the disk what ``--sessions`` may take."""
+    """Return the space on a machine: the default budgets of memory, and half of the free disk."""
     layer = default_budgets(available, weights, disk_free, gpu)
     hot, ram = (int(layer[x].value) for x in ("engine.hot_bytes", "store.ram_bytes"))
     hot = hot if given.hot is None else given.hot
     if given.ram is not None:
         ram = given.ram
         hot = hot if gpu else min(hot, available - weights - ram)
-    together = 0 if gpu else hot + ram  # one memory: what one does not take is the other's
+    together = 0 if gpu else hot + ram  # in one memory each may take the room that the other leaves
     return Space(
         hot=hot if given.ram is not None else max(hot, together),
         ram=ram if given.hot is not None else max(ram, together),

@@ -1,13 +1,12 @@
 """The model as the engine will serve it: its weights, its cache, and whether it will be refused.
 
-``HotBudget`` says which contexts fit into the budget for live KV. mlx_lm takes its working memory
-out of the same budget: a running row has room to grow, and exists twice for a moment when it joins
-or leaves a batch. The other engines' pools hold only KV. Both cut the model's context down to the
-longest that fits; but vLLM does not start when the settings name a context that does not.
+``HotBudget`` computes which contexts fit into the budget for live KV. With mlx_lm that budget also
+has to hold working memory: a running sequence has spare capacity, and is copied when it joins or
+leaves a batch. The other engines' pools hold only KV. All of them reduce the model's context to the
+longest that fits, but vLLM does not start if the settings name a context that does not fit.
 
-``serve`` asks here before it starts anything, ``plan`` and ``doctor`` before they promise anything.
-The engine looks at the model's real caches and decides for itself; here only that is refused which
-is certain from config.json and the settings.
+``serve``, ``plan`` and ``doctor`` use these checks. They refuse only models and settings that
+certainly cannot work, judged by config.json; the engine inspects the real caches and decides.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ GPU_BLOCK_TOKENS: Final = 16  # vLLM's default
 
 
 def served_cache(effective: EffectiveSettings, content: Mapping[str, Any]) -> CacheShape:
-    """The cache of the model with this config.json (``content``), as the chosen engine keeps it.
+    """Return the shape of the model's cache in the chosen engine; ``content`` is its config.json.
 
     Raises:
         ModelRefused, NotUnderstood: see ``cache_shape``.
@@ -63,16 +62,18 @@ def served_cache(effective: EffectiveSettings, content: Mapping[str, Any]) -> Ca
 
 
 def served_dtype(effective: EffectiveSettings, content: Mapping[str, Any]) -> DType:
-    """The dtype of its elements, where they have no dtype of their own."""
+    """Return the dtype of the served model's live cache, states that are always fp32 excepted."""
     engine = effective.settings.engine
     dtype = live_dtype(engine, content, effective.widens)
     narrows = effective.engine_kind == "vllm" and engine.dtype == "auto" and not effective.widens
-    # Of a float32 checkpoint vLLM makes what its device computes fastest.
+    # vLLM converts a float32 checkpoint to the dtype that its device computes fastest.
     return "bfloat16" if narrows and dtype == "float32" else dtype
 
 
 def live_dtype(engine: EngineConfig, content: Mapping[str, Any], widens: bool) -> DType:
-    """The dtype of the live cache: the one that is set, else the platform's, else the model's."""
+    """Return the dtype of the live cache: the one that is set, else float32 if the engine widens
+    weights, else the model's.
+    """
     if engine.dtype != "auto":
         return engine.dtype
     if widens:
@@ -85,25 +86,25 @@ def live_dtype(engine: EngineConfig, content: Mapping[str, Any], widens: bool) -
 
 @dataclass(frozen=True)
 class HotBudget:
-    """The budget for live KV (``engine.hot_bytes``) together with the KV that it has to hold."""
+    """The budget for live KV (``engine.hot_bytes``), and the sizes of the KV that it holds."""
 
     shape: CacheShape
     itemsize: int  # bytes of one element of the live cache
     hot_bytes: int
     wanted_context: int  # tokens: the longest context that the model and the settings allow
-    pays_for_work: bool  # the engine is mlx_lm
-    context_is_set: bool = False  # ``wanted_context`` is a number out of the settings
-    packed: KVCost | None = None  # cost of a live cache that is kept packed; None = it is not
-    block_tokens: int = 0  # of vLLM's blocks; 0: there are none
+    pays_for_work: bool  # working memory counts, too: the engine is mlx_lm
+    context_is_set: bool = False  # ``wanted_context`` comes from the settings
+    packed: KVCost | None = None  # cost of a live cache that is kept packed; None = not packed
+    block_tokens: int = 0  # tokens of vLLM's blocks; 0 = the engine has no blocks
 
     def idle_bytes(self, num_tokens: int) -> int:
-        """Bytes of a session between its turns; at least 1."""
+        """Return the bytes of a session between its turns; at least 1."""
         if self.packed is not None:
             return max(1, self.packed.idle_bytes(num_tokens))
         return max(1, self.shape.hot_bytes(num_tokens, self.itemsize))
 
     def running_bytes(self, num_tokens: int) -> int:
-        """Bytes of a session while it is answered alone."""
+        """Return the bytes of a session while it is answered and no other one is."""
         if self.pays_for_work:
             return alone_bytes(self._cost, num_tokens)
         if size := self.block_tokens:  # whole blocks, and one that vLLM always keeps free
@@ -111,18 +112,18 @@ class HotBudget:
         return self.idle_bytes(num_tokens)
 
     def longest_context(self) -> int:
-        """The longest prompt and answer together, in tokens, that the engine will accept."""
+        """Return the most tokens, prompt and answer together, that the engine will accept."""
         return bisect_right(
             range(1, self.wanted_context + 1), self.hot_bytes, key=self.running_bytes
         )
 
     def sessions(self, num_tokens: int) -> int:
-        """The number of sessions of this length that can be hot while one of them is answered."""
+        """Return how many sessions of this length can be hot while one of them is answered."""
         left = self.hot_bytes - self.running_bytes(num_tokens)
         return 0 if left < 0 else 1 + left // self.idle_bytes(num_tokens)
 
     def refusal(self) -> str:
-        """The reason why the engine would not start with this budget; "" if it would."""
+        """Return the reason why the engine would not start with this budget; "" if it would."""
         if self.pays_for_work:
             return too_little(self._cost, self.hot_bytes, self.wanted_context)
         smallest = self.wanted_context
@@ -145,7 +146,7 @@ class HotBudget:
 def hot_budget_of(
     effective: EffectiveSettings, content: Mapping[str, Any], shape: CacheShape
 ) -> HotBudget:
-    """The budget that these settings give to the model of this config.json (``content``)."""
+    """Return the hot budget of these settings for a model; ``content`` is its config.json."""
     engine = effective.settings.engine
     longest = stated_context(content) or UNSTATED_CONTEXT
     itemsize = NUMPY_DTYPES[served_dtype(effective, content)].itemsize
@@ -185,7 +186,7 @@ def check_family(effective: EffectiveSettings, model: Model) -> None:
 
 
 def check_hot_codec(effective: EffectiveSettings, model: Model) -> None:
-    """Refuse an ``engine.hot_codec`` that cannot be followed. Raises ``UsageError``; says why."""
+    """Refuse an ``engine.hot_codec`` that cannot be used. Raises ``UsageError``; says why."""
     engine, store = effective.settings.engine, effective.settings.store
     if not engine.hot_codec:
         return
@@ -198,7 +199,7 @@ def check_hot_codec(effective: EffectiveSettings, model: Model) -> None:
     from kvstore.codecs.rows.packed_codec import packed_codec
 
     layout = PackedLayout(dtype="bfloat16", layers=(), num_bits=HOT_CODECS[engine.hot_codec])
-    if store.codec != AUTO:  # else sessions sleep in the live cache's own codec
+    if store.codec != AUTO:  # with "auto", sessions sleep in the codec of the live cache
         try:
             packed_codec(codec_by_name(store.codec), layout)
         except UnknownCodec as error:
@@ -209,7 +210,7 @@ def check_hot_codec(effective: EffectiveSettings, model: Model) -> None:
 
 
 def _unfit(shape: CacheShape, hot_codec: str) -> str:
-    """The reason why this cache cannot be kept packed; "" if none is known."""
+    """Return the reason why this cache cannot be kept packed; "" if none is known."""
     from kvstore.codecs.rows.rotated_rows import RotatedRows
 
     if shape.needs_state:
@@ -224,7 +225,7 @@ def _unfit(shape: CacheShape, hot_codec: str) -> str:
 
 
 def _known_cache(effective: EffectiveSettings, model: Model) -> CacheShape | None:
-    """The model's cache; None where only the engine knows it. Raises ``ModelRefused``."""
+    """Return the model's cache, None if only the engine knows it. Raises ``ModelRefused``."""
     if model.folder is None or not effective.is_ours:
         return None
     try:
@@ -236,7 +237,7 @@ def _known_cache(effective: EffectiveSettings, model: Model) -> CacheShape | Non
 
 
 def known_weights(model: Model) -> int | None:
-    """Bytes of a model's weights, from its files or from the index that stands for them."""
+    """Return the bytes of a model's weights, from its files or their index; None if unknown."""
     if model.folder is None:
         return None
     if found := weights_bytes(model.folder, widened=False):
@@ -249,16 +250,16 @@ def known_weights(model: Model) -> int | None:
 
 
 def too_large(weights: int, room: int) -> str:
-    """The reason why weights of so many bytes have no place in ``room``; "" if they have."""
+    """Return the reason why weights do not fit into ``room`` bytes; "" if they fit."""
     if weights < room:
         return ""
     return f"does not fit: {show_bytes(weights)} of weights, {show_bytes(room)} here"
 
 
 def too_large_here(effective: EffectiveSettings) -> str:
-    """The reason why the model of these settings cannot be loaded here; "" if it can.
+    """Return the reason why the model of these settings cannot be loaded here; "" if it can.
 
-    Its weights are counted as they are stored; an engine that widens them needs more.
+    The weights are counted with their stored size; an engine that widens them needs more.
     """
     if not effective.is_ours or effective.assumes_gpu:
         return ""
@@ -270,9 +271,9 @@ def too_large_here(effective: EffectiveSettings) -> str:
 
 
 def weights_at(effective: EffectiveSettings, bits: float) -> int:
-    """Bytes of the model's weights, if they were quantised to so many bits.
+    """Estimate the bytes of the model's weights if they were quantised to ``bits`` bits.
 
-    Raises ``UsageError``: they are quantised already, or cannot be counted.
+    Raises ``UsageError`` if they are already quantised, or cannot be estimated.
     """
     model = find_model(effective.settings.engine.model, effective.folders.cache)
     content = model.config()

@@ -1,5 +1,5 @@
-"""Starts the server: builds it from settings, refuses what cannot work, runs it until a signal.
+"""Starts the server: checks the settings, builds its parts, and runs it until a signal.
 
-``run.py`` takes the port, has ``build.py`` wire everything after its checks
-(``preflight.py``, and those that ``plan`` makes, too), and serves.
+``run.py`` takes the port, calls ``build.py``, which checks the settings (``preflight.py`` and
+``launch.plan``) and wires everything, and serves.
 """

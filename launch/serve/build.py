@@ -1,4 +1,4 @@
-"""The composition root: wires engine, scheduler and gateway by the settings."""
+"""The composition root: builds engines, scheduler and gateway from the settings."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ log = logging.getLogger("thermocline.launch")
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine, the settings that it was made by, and its model; nothing runs yet."""
+    """An engine, its settings and its model; nothing runs yet."""
 
     effective: EffectiveSettings
     engine: Engine
     model_name: str
-    blas: Blas | None  # None: the engine is not one that needs it
+    blas: Blas | None  # None: this kind of engine needs no BLAS of ours
     on_demand: bool = False
     num_replicas: int = 1
 
@@ -79,14 +79,14 @@ class BuiltServer:
 
     @property
     def gave_up(self) -> bool:
-        """True once it is known that no engine can serve as things are."""
+        """True once all engines have given up; on-demand ones count only if there are no others."""
         always = [x for x in self.engines if not x.on_demand] or self.engines
         return all(x.engine.gave_up for x in always)
 
 
 @contextmanager
 def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[BuiltServer]:
-    """Wire everything together; the folders of the sockets exist inside the block only.
+    """Build the server; the folders of its sockets exist only inside the ``with`` block.
 
     Raises:
         UsageError, LaunchError: a setting cannot be followed; the message gives the remedy.
@@ -95,7 +95,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
     tenants = _tenants(settings, effective.folders.data)
     entries = effective.each
     for each in entries:
-        compile_folders(each.effective, environ)  # before the sample model is written beside it
+        compile_folders(each.effective, environ)  # checked before the sample model is written there
     models = [_checked_model(x) for x in entries]
     _check_aliases(settings)
     _check_memory(entries, models, settings)
@@ -138,7 +138,7 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
             places, wait_s = settings.capacity.on_demand, settings.scheduler.max_wait_s
             loading = Loading(on_demand, places, wait_s, on_load=metrics.loaded)
         store, data = settings.store, effective.folders.data
-        shared = shared_sessions(store, served, tenants)  # checks Redis' URL, before all others
+        shared = shared_sessions(store, served, tenants)  # the first to check the URL of Redis
         app = create_app(
             settings.gateway,
             served,
@@ -156,19 +156,19 @@ def build(effective: EffectiveSettings, environ: Mapping[str, str]) -> Iterator[
 
 
 def _hub_python(entries: Sequence[EngineSettings]) -> str:
-    """The Python that has the hub's client: vLLM's own, where it is ours to start."""
+    """Return a Python that has the hub's client: that of vLLM if we start it, else our own."""
     found = (x.effective.settings.engine.vllm.python for x in entries)
     return next(filter(None, found), sys.executable)
 
 
 def _checked_model(named: EngineSettings) -> Model:
-    """Find the model of an engine, and check that it can be served by its settings."""
+    """Return the model of an engine. Raises ``UsageError`` if its settings cannot serve it."""
     effective = named.effective
     try:
         check_codecs(effective.settings.store)
         require_installed(effective)
         model = _model(effective)
-        each = next(iter(replica_settings(effective).values()))  # they differ in names only
+        each = next(iter(replica_settings(effective).values()))  # all replicas pass or none
         check_served(each, model)
         return model
     except UsageError as error:
@@ -189,7 +189,7 @@ def _check_aliases(settings: Settings) -> None:
 def _built_engine(
     effective: EffectiveSettings, model: Model, environ: Mapping[str, str], stack: ExitStack
 ) -> BuiltEngine:
-    """Make the engine of a model; for replicas, make one that routes to all of them."""
+    """Make the engine of a model; with replicas it is a pool that routes to them."""
     settings = effective.settings
     if settings.engine.replica_list:
         listed = listed_pool(settings, secret_of(settings, effective.folders.data), model.name)
@@ -211,7 +211,7 @@ def _built_engine(
 
 
 def _limits_of(built: BuiltEngine, config: SchedulerConfig) -> SchedulerConfig:
-    """Let as many turns run as the engine and its replicas have places."""
+    """Return ``config`` with ``max_running``: the turns that all replicas can run at once."""
     own = built.effective
     places = own.settings.engine.max_batch if own.is_ours else PLACES_ELSEWHERE
     num = (config.max_running or places) * built.num_replicas
@@ -236,7 +236,10 @@ def _replica(
 def _on_demand(
     entry: EngineEntry, settings: Settings, engine: Engine, sessions: SessionManager
 ) -> OnDemand:
-    """Make the loader of an on-demand model. Raises ``UsageError``: it could lose sessions."""
+    """Make the loader of an on-demand model.
+
+    Raises ``UsageError`` if we cannot unload the engine, or its sessions would then be lost.
+    """
     if settings.engine.url or settings.engine.replica_list:
         raise UsageError(
             f"engines, {entry.name}: an engine that runs elsewhere is not ours to unload; leave out"
@@ -254,11 +257,11 @@ def _on_demand(
 
 
 def _model(effective: EffectiveSettings) -> Model:
-    """The model that the engine is to load, under the name that clients use."""
+    """Return the model that the engine is to load, with the name that clients use."""
     engine = effective.settings.engine
     if not engine.served_model_name.isprintable():
         raise UsageError("engine.served_model_name has control characters: clients would obey them")
-    if effective.engine_kind in ("attached", "fake"):  # one has its model, the other needs none
+    if effective.engine_kind in ("attached", "fake"):  # these load no model of ours
         return Model(engine.model, engine.served_model_name or effective.engine_kind, None)
     model = find_model(engine.model, effective.folders.cache)
     model.require_weights()
@@ -272,7 +275,7 @@ def _check_memory(
     weights: list[int | None] = []
     hot, ram, is_ours = [], [], False
     for (_, own), model in zip(entries, models, strict=True):
-        # The memory of the others is taken already, or not ours.
+        # An attached engine already has its memory, or has it elsewhere; a fake one needs none.
         ours = own.engine_kind not in ("attached", "fake")
         here, engine = ours and not own.hot_on_gpu, own.settings.engine
         nbytes = weights_bytes(model.folder, False) if here and model.folder else 0
@@ -294,9 +297,10 @@ def _check_memory(
 
 
 def _store(effective: EffectiveSettings, model: Model) -> StoreConfig:
-    """The store's settings with its folder filled in, and ``raw`` where the model allows no loss.
+    """Return the store's settings with its paths filled in, and the codec ``raw`` where the model
+    allows no lossy one.
 
-    Cold sessions lie beside the secret that their keys are derived from.
+    By default cold sessions are stored beside the secret from which their keys are derived.
     """
     config = effective.settings.store
     path = config.disk_path or str(effective.folders.data)
@@ -313,10 +317,10 @@ def _store(effective: EffectiveSettings, model: Model) -> StoreConfig:
 
 
 def _tenants(settings: Settings, data_dir: Path) -> Tenants:
-    """Read the keys.
+    """Read the API keys.
 
     Raises:
-        UsageError: they cannot be read, or other machines could use the server without one.
+        UsageError: the keys cannot be read, or other machines could use the server without one.
     """
     config = settings.gateway
     try:
@@ -346,7 +350,7 @@ def _tenants(settings: Settings, data_dir: Path) -> Tenants:
 
 
 def tracing_of(config: GatewayConfig) -> Tracing:
-    """Make what traces turns. Raises ``UsageError``: its packages are not installed."""
+    """Make the tracing of turns. Raises ``UsageError`` if its packages are not installed."""
     if not config.otlp_endpoint:
         return Tracing()
     try:

@@ -1,11 +1,10 @@
 """Takes ports and the disk folder for this server, and checks memory and the cold store's tiers.
 
-All before the engine is started: a wrong setting then ends the command with one sentence. Once the
-engine runs, a tier that fails is only a cache that is missing, and ends nothing. A Redis that does
-not answer is treated like that from the beginning: it may come back.
+All of this is done before the engine is started, so that a wrong setting ends the command with one
+sentence. A tier that fails later is only a missing cache and ends nothing. A Redis that does not
+answer does not end the start either, since it may come back.
 
-The gateway's addresses are bound before the server is built, and opened to clients once it is
-built.
+The gateway's addresses are bound before the server is built, and opened to clients after that.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from launch.settings.units import show_bytes
 
 log = logging.getLogger("thermocline.launch")
 
-# An engine whose gateway was killed saves what it holds before it leaves the folder.
+# An engine whose gateway was killed saves its sessions before it releases the folder.
 IN_USE_WAIT_S = 30.0
 LOOK_EVERY_S = 0.2
 BACKLOG = 2048
-SERVER_LOCK = "server.lock"  # holds the process id of the server that has it
+SERVER_LOCK = "server.lock"  # contains the process id of the server that holds the lock
 
 
 def check_tiers(
@@ -50,7 +49,7 @@ def check_tiers(
 
     Raises:
         UsageError: ``store.redis_url`` is not a URL of a Redis server, or ``store.disk_bytes``
-            too little for anything.
+            is too small for a tier.
         LaunchError: the disk folder cannot be used, or redis-py is not installed.
     """
     if config.disk_bytes:
@@ -59,7 +58,7 @@ def check_tiers(
         except TierUnavailable as error:
             raise UsageError(f"store.{error} (--disk)") from error
         root = Path(config.disk_path)
-        # Each process that has a disk tier has a folder.
+        # Each process with a disk tier has its own folder.
         for owner in [vllm_rank_folder(root, rank) for rank in range(vllm_ranks)] or [root]:
             _check_disk(owner / "cold", in_use_wait_s)
     if config.redis_url:
@@ -68,12 +67,13 @@ def check_tiers(
 
 @contextmanager
 def sole_server(folder: Path) -> Iterator[None]:
-    """Hold the folder of the disk tier for this server, from before its engine starts to the end.
+    """Lock the folder of the disk tier for this server inside the ``with`` block.
 
-    The engine's own lock cannot distinguish a second server from an engine that is leaving.
+    The engine has a lock, too, but that cannot distinguish a second server from the engine of an
+    earlier one that is still ending.
 
     Raises:
-        LaunchError: a server that runs has it; says which.
+        LaunchError: a running server has locked the folder; the message has its process id.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -98,17 +98,17 @@ def sole_server(folder: Path) -> Iterator[None]:
 def check_memory(
     *, weights: int | None, hot_bytes: int, ram_bytes: int, free_bytes: int, available: int | None
 ) -> None:
-    """Refuse to start more than the machine's memory holds.
+    """Check that the machine's memory holds the weights and the budgets.
 
-    A machine whose GPU shares its memory would hang: see ``scheduler.headroom``.
+    Otherwise a machine whose GPU shares its memory would hang: see ``scheduler.headroom``.
 
     Args:
         weights: bytes of the weights; None if the model is not here yet.
         free_bytes: bytes that have to stay free; 0 = nothing is checked.
-        available: bytes that are available now; None if this system does not say.
+        available: bytes that are available now; None = unknown, so nothing is checked.
 
     Raises:
-        LaunchError: it does not fit; the message has the numbers.
+        LaunchError: they do not fit; the message has the numbers.
     """
     if not free_bytes:
         return
@@ -154,9 +154,9 @@ def _check_redis(config: StoreConfig) -> None:
 
 
 def check_codecs(store: StoreConfig) -> None:
-    """Check the names only. Whether a codec may serve this model, the engine decides.
+    """Check the codec's name. Raises ``UsageError`` if it is unknown.
 
-    Raises ``UsageError``.
+    The engine decides whether the codec may serve this model.
     """
     try:
         if store.codec != AUTO:
@@ -166,9 +166,9 @@ def check_codecs(store: StoreConfig) -> None:
 
 
 def take_port(config: GatewayConfig) -> socket.socket:
-    """A socket bound to the gateway's address, taken before the server is built.
+    """Return a socket bound to the gateway's address.
 
-    It refuses connections until ``listen``, so that no client hangs while a start takes its time.
+    It refuses connections until ``listen``, so that no client waits for a slow start.
 
     Raises:
         LaunchError: the port is taken, or the address is not one of this machine.
@@ -191,10 +191,10 @@ def take_port(config: GatewayConfig) -> socket.socket:
 
 @contextmanager
 def take_path(path: str) -> Iterator[socket.socket]:
-    """A unix socket bound to ``path``, which only this user may open (0600); removed at the end.
+    """Bind a unix socket to ``path`` that only this user may open (0600); remove it at the end.
 
     Raises:
-        LaunchError: another server has it, or something else is there, or it cannot be made.
+        LaunchError: another server has the socket, the path is taken, or binding fails.
     """
     with ExitStack() as stack:
         try:
@@ -208,9 +208,9 @@ def take_path(path: str) -> Iterator[socket.socket]:
 
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Hold the lock that says whose socket it is, also before it listens and while it drains.
+    """Hold the lock of a socket's owner, from before it listens until it has drained.
 
-    The file stays: were it removed, two servers could each lock one of that name.
+    The file is not removed: otherwise two servers could each lock a file of this name.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -226,10 +226,10 @@ def _locked(path: str) -> Iterator[None]:
 @contextmanager
 def _bound(path: str) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        # Its server has died: it holds no lock, and another program's would answer.
+        # A socket that does not answer was left by a server that died: we hold its lock.
         if Path(path).is_socket() and not _is_served(path):
             Path(path).unlink()
-        mask = os.umask(0o177)  # from the first moment: a chmod would come late
+        mask = os.umask(0o177)  # chmod after bind would leave a moment in which others can connect
         try:
             sock.bind(path)
         finally:
@@ -239,7 +239,7 @@ def _bound(path: str) -> Iterator[socket.socket]:
             yield sock
         finally:
             with suppress(OSError):
-                if _file_id(path) == own:  # else another process has put another one there
+                if _file_id(path) == own:  # otherwise another process has replaced the file
                     Path(path).unlink()
 
 
@@ -258,7 +258,7 @@ def _is_served(path: str) -> bool:
 
 
 def listen(sock: socket.socket, config: GatewayConfig) -> None:
-    """Accept connections from now on. Raises ``LaunchError`` if another server was faster."""
+    """Begin to accept connections. Raises ``LaunchError`` if another server took the port."""
     try:
         sock.listen(BACKLOG)
     except OSError as error:
@@ -273,7 +273,7 @@ def _cannot_listen(config: GatewayConfig, error: OSError) -> LaunchError:
 
 
 def url_of(sock: socket.socket) -> str:
-    """The URL under which this machine reaches the socket."""
+    """Return the URL under which this machine reaches the socket."""
     host, port = sock.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"

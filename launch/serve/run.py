@@ -1,6 +1,6 @@
-"""Runs the server that ``build`` has wired, until a signal; at SIGHUP takes over changed settings.
+"""Runs the server that ``build`` made until a signal, and applies changed settings at SIGHUP.
 
-Changed settings are validated first: all of them are taken, or none.
+Changed settings are validated first: if one is wrong, none is applied.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def serve(
     environ: Mapping[str, str],
     reread: Callable[[], EffectiveSettings] | None = None,
 ) -> int:
-    """Serve until a signal; returns the exit code, which is 1 if anything else ended it.
+    """Serve until a signal; return the exit code, which is 1 if the server ended without one.
 
     Args:
-        reread: the settings as their sources say now, for SIGHUP; None = as they are.
+        reread: called at SIGHUP, reads all sources of settings again; None = they never change.
 
     Raises:
-        UsageError, LaunchError: it cannot be started; the message gives the remedy.
+        UsageError, LaunchError: the server cannot be started; the message gives the remedy.
     """
     configure_logging(effective.settings.log_level, effective.settings.log_format)
     require_own_packages()
@@ -73,7 +73,7 @@ def serve(
     with ExitStack() as stack:
         sock = stack.enter_context(take_port(config))
         sockets = [sock, *_admin_sockets(stack, config)]
-        if effective.engines:  # what all share lies there, and an only engine's disk tier
+        if effective.engines:  # several engines share this folder; a single one locks it below
             stack.enter_context(sole_server(effective.folders.data))
         for each in (x for y in engines for x in replica_settings(y).values()):
             if each.is_ours and each.settings.store.disk_bytes:
@@ -86,7 +86,7 @@ def serve(
         server = server_of(built.app, config)
         url = url_of(sock)
         stack.enter_context(announced(effective.folders.data, url))
-        _say_settings(effective, built, url)
+        _log_settings(effective, built, url)
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             watches = [ProfileWatch(x.effective, x.engine) for x in built.engines]
             reload = Reload(built.app.state.gateway, effective, reread or (lambda: effective))
@@ -96,7 +96,7 @@ def serve(
 
 
 def _admin_sockets(stack: ExitStack, config: GatewayConfig) -> list[socket.socket]:
-    """The admins' own port and their unix socket, if they have any."""
+    """Return the admins' own port and unix socket, bound, as far as the settings name them."""
     sockets = []
     if config.admin_port:
         own = msgspec.structs.replace(config, host=config.admin_host, port=config.admin_port)
@@ -127,11 +127,11 @@ async def _run(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)  # what they started has ended then
+        await asyncio.wait(tasks)  # all that they started has ended, too
 
 
 async def _wait_for(built: BuiltServer, server: DrainingServer, url: str) -> None:
-    """Wait until each model is loaded; stop the server if it is certain that none can be."""
+    """Wait until each model is loaded; stop the server if all engines have given up."""
     gateway: Gateway = built.app.state.gateway
     always = [x for x in gateway.models if x.on_demand is None]
     await asyncio.gather(*(_wait_for_one(x.engine, built, server) for x in always))
@@ -169,7 +169,7 @@ async def _wait_for_one(engine: Engine, built: BuiltServer, server: DrainingServ
 
 
 def example(model: str, url: str, *, needs_key: bool) -> str:
-    """A command line that takes a turn, to be pasted into a shell."""
+    """Return a shell command that takes a turn with curl."""
     key = ["-H", "authorization: Bearer KEY"] if needs_key else []
     body = json.dumps({"model": model, "messages": [QUESTION]})
     return shlex.join(
@@ -178,7 +178,7 @@ def example(model: str, url: str, *, needs_key: bool) -> str:
     )
 
 
-def _say_settings(effective: EffectiveSettings, built: BuiltServer, url: str) -> None:
+def _log_settings(effective: EffectiveSettings, built: BuiltServer, url: str) -> None:
     settings = effective.settings
     names = [x.model_name for x in built.engines]
     what = f"model {names[0]} is being loaded" if len(names) == 1 else f"models {', '.join(names)}"
@@ -198,20 +198,21 @@ def _say_settings(effective: EffectiveSettings, built: BuiltServer, url: str) ->
 
 
 class Reload:
-    """Reads the settings again for a running server. Called on the event loop."""
+    """Applies changed settings to a running server. Called on the event loop."""
 
     def __init__(
         self, gateway: Gateway, settings: EffectiveSettings, reread: Callable[[], EffectiveSettings]
     ) -> None:
-        """``settings``: those that the server was started with."""
+        """``settings``: the settings with which the server was started."""
         self._gateway = gateway
         self._before = flat(settings.settings)
         self._reread = reread
 
     def __call__(self) -> None:
-        """Take keys, limits, aliases and idle times as they are now; else all stay as they were.
+        """Read the settings again, and apply keys, limits, aliases and idle times.
 
-        A key that is gone opens nothing from the next request on; answers that run go on.
+        If they cannot be read, nothing changes. A removed key is refused from the next request on;
+        running answers go on. Other changes are logged: they need a restart.
         """
         gateway = self._gateway
         try:
@@ -227,10 +228,10 @@ class Reload:
         for model in gateway.models:
             model.sessions.reconfigure(settings.scheduler)
         self._take_entries(settings)
-        self._say(flat(settings), effective.resolved.origin)
+        self._log_changes(flat(settings), effective.resolved.origin)
 
     def _take_entries(self, settings: Settings) -> None:
-        """Take over the aliases of models, and when they are unloaded; say what stays."""
+        """Apply the models' aliases and unload times; log the changes that need a restart."""
         before: dict[str, Any] = {x["name"]: x for x in self._before["engines"]}
         now: dict[str, Any] = {x["name"]: x for x in flat(settings)["engines"]}
         if list(now) != list(before):
@@ -248,9 +249,9 @@ class Reload:
                 else:
                     log.warning("engines, %s: %s changed; that needs a new start", name, field)
 
-    def _say(self, now: dict[str, Any], origin: Callable[[str], str]) -> None:
+    def _log_changes(self, now: dict[str, Any], origin: Callable[[str], str]) -> None:
         for name, value in now.items():
-            # Budgets that were derived from the free space change with every look.
+            # Budgets that follow from the free space differ each time they are computed.
             is_other = name == "engines" or origin(name).startswith(DERIVED)
             before = self._before.get(name)
             if is_other or value == before:

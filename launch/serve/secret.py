@@ -1,7 +1,7 @@
-"""The server's secret, which is made once.
+"""The server's secret, which is made at the first start.
 
-Losing it makes every cold session unreadable, which costs a recompute;
-leaking it lets a tenant compute the cache keys of another, so no other user may read the file.
+If it is lost, no cold session can be read, and all are computed again. If it leaks, a tenant can
+compute the cache keys of another, so no other user may read the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def secret_path(data_dir: Path) -> Path:
 
 
 def secret_of(settings: Settings, data_dir: Path) -> bytes:
-    """Return the secret that salts and seals come from: the server's own, or one that is shared."""
+    """Return the secret from which salts and seals are derived: ``store.secret_file``, or our own.
+
+    Raises ``UsageError`` or ``LaunchError`` if it cannot be read.
+    """
     if not settings.store.secret_file:
         return server_secret(data_dir)
     try:
@@ -36,13 +39,13 @@ def secret_of(settings: Settings, data_dir: Path) -> bytes:
 
 
 def server_secret(data_dir: Path, sync: Callable[[int], None] = os.fsync) -> bytes:
-    """The 32 bytes of the secret; made if there is none yet.
+    """Return the 32 bytes of the secret in the data folder; make it if there is none yet.
 
     Args:
-        sync: writes an open file or folder (a descriptor) to the disk, as ``os.fsync``.
+        sync: flushes an open file or folder (a descriptor) to the disk, as ``os.fsync``.
 
     Raises:
-        LaunchError: others can read it, it was cut short, or the folder cannot be written.
+        LaunchError: other users can read it, it has another length, or it cannot be written.
     """
     path = secret_path(data_dir)
     try:
@@ -70,10 +73,11 @@ def server_secret(data_dir: Path, sync: Callable[[int], None] = os.fsync) -> byt
 
 
 def _create(path: Path, sync: Callable[[int], None]) -> None:
-    """Write a new secret to ``path``, unless it exists.
+    """Write a new secret to ``path``, unless the file exists.
 
-    It is linked into place, so that no reader sees half of it, and synced to the disk before that:
-    after a power cut there is all of it or none. An empty file would keep the server from starting.
+    A finished draft is linked into place, so that no reader sees a part of it. The draft is synced
+    to the disk before: after a power cut there is the whole secret or no file. An empty file would
+    keep the server from starting.
     """
     if path.exists():
         return

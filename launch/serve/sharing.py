@@ -1,6 +1,7 @@
-"""What servers share on one Redis: cold sessions, keys' limits, and stored responses.
+"""Makes the parts that several servers share on one Redis: sessions, keys' limits, stored objects.
 
-``differences_from_redis`` compares without the engine: what it would store with the data there.
+``differences_from_redis`` compares, without an engine, the data there with the data that this
+server's engine would store.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("thermocline.launch")
 DEADLINE_S: Final = 0.5
-RATES_DEADLINE_S: Final = 1.0  # requests wait for it, until one has shown that Redis is away
+RATES_DEADLINE_S: Final = 1.0  # a request waits so long for Redis before it counts as away
 _PURPOSE: Final = b"limits"
 FILE = "stored.sqlite"
 MARK = "stored.sealed"  # in the data folder, where the secret is
@@ -69,9 +70,9 @@ def redis_link(store: StoreConfig, deadline_s: float) -> RedisLink:
 def shared_sessions(
     store: StoreConfig, models: Sequence[ServedModel], tenants: Tenants
 ) -> SharedSessions | None:
-    """Make what lists and deletes sessions together; nothing is connected yet.
+    """Make the part that lists and deletes sessions of all servers; None without Redis.
 
-    None: there is no Redis.
+    Nothing is connected yet.
 
     Raises:
         UsageError: ``store.redis_url`` is not a URL of a Redis server.
@@ -84,7 +85,7 @@ def shared_sessions(
 
 
 def rates(store: StoreConfig, tenants: Tenants) -> Rates:
-    """Make what counts keys' use, on the Redis if there is one; nothing is connected yet."""
+    """Make the counters of keys' use, on Redis if there is one; nothing is connected yet."""
     if not store.redis_url:
         return Rates()
     redis = AsyncRedis(store.redis_url, RATES_DEADLINE_S)
@@ -96,8 +97,8 @@ def stored_objects(
 ) -> Stored:
     """Make the store of responses, conversations and chat completions; nothing is opened yet.
 
-    It is on the server of the cold store's Redis tier if there is one, so that several gateways
-    have it in common. ``key_of`` makes the keys that it is sealed with.
+    If the cold store has a Redis tier, the objects are on that server, too, so that several
+    gateways share them. ``key_of`` derives the keys that encrypt them.
     """
     if not config.stored_bytes:
         return Stored()
@@ -111,10 +112,10 @@ def stored_objects(
 def in_sqlite(
     path: Path, limits: StoredLimits, key_of: KeyOf, mark: Path, keeps_damaged: bool = True
 ) -> ObjectStore:
-    """Open a file of stored objects, with all that earlier releases have left in it.
+    """Open a file of stored objects, and convert those of earlier releases.
 
-    Raises ``StoreFailed``, as for a full disk: a half of it is not served, or what users delete
-    meanwhile would come back.
+    Raises ``StoreFailed`` if not all can be converted, as on a full disk: otherwise an object that
+    a user deletes meanwhile would come back with the next conversion.
     """
     table = SqliteTable(path, limits, keeps_damaged=keeps_damaged)
     try:
@@ -141,10 +142,10 @@ def _in_redis(store: StoreConfig, limits: StoredLimits, key_of: KeyOf) -> Object
 def differences_from_redis(
     effective: EffectiveSettings, environ: Mapping[str, str], deadline_s: float
 ) -> list[str]:
-    """Say in sentences what keeps this server from the data on its Redis, with the remedies.
+    """List the reasons why this server cannot read the data on its Redis, each with the remedy.
 
-    The fingerprint is that of the last time the model was served here; before that it is not
-    compared, and neither is the chunk size of an engine that stores whole blocks.
+    Empty if it can. The model's fingerprint is that of the last start here; before the first start
+    it is not compared. For vLLM the chunk size is not compared, since it depends on the blocks.
 
     Raises:
         UsageError: ``store.redis_url`` is no address of a Redis.
@@ -176,7 +177,7 @@ def differences_from_redis(
 
 
 def _secret(effective: EffectiveSettings) -> bytes:
-    """Read the secret; one that is still to be made differs from any that is there."""
+    """Return the secret; b"" if the first start has not made it yet, which equals no other."""
     given = effective.settings.store.secret_file
     path = Path(given).expanduser() if given else secret_path(effective.folders.data)
     if not given and not path.exists():
