@@ -123,11 +123,11 @@ class Headroom:
             return
         self._looked = now
         self._bytes = self._available()
-        before, self._level = self._level, self._next()
+        before, self._level = self._level, self._new_level()
         if self._level is not before and self._bytes is not None:
             self._observer.memory(self._level.value, self._bytes)
 
-    def _next(self) -> Level:
+    def _new_level(self) -> Level:
         if self._bytes is None or self._bytes >= self._low_bytes:
             return Level.ENOUGH
         mark = self._stop_bytes

@@ -333,7 +333,7 @@ class SessionManager:
         return self.get(ref)
 
     async def prefetch(self, ref: SessionRef) -> SessionView | None:
-        """Wake a session before its next turn comes; one that is hot stays as it is.
+        """Wake a session before its next turn comes; a hot session is not changed.
 
         Returns None if the session is unknown.
 

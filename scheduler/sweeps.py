@@ -1,4 +1,4 @@
-"""Decides which sessions are put to sleep, and when: a loop that looks at the table.
+"""Chooses the sessions to put to sleep, in a loop over the quiet rows of the table.
 
 The value of keeping a session hot is the time that waking it would cost, per byte it holds, halved
 for every ``half_life_s`` of silence:
@@ -17,8 +17,8 @@ A client's wish counts only within its tenant's share of the memory in question.
 that ask to keep everything would push out those that ask for nothing.
 
 ``Sweeps.look`` only starts jobs. So an engine that takes a minute to release a session does not
-delay the next look at the machine's memory. Jobs that are to free memory are urgent: a semaphore of
-their own admits them (``scheduler.moves``).
+delay the next check of the machine's memory. Jobs that are to free memory are urgent, and have a
+semaphore of their own (``scheduler.moves``).
 """
 
 from __future__ import annotations
@@ -205,11 +205,11 @@ class Sweeps:
         headroom.count_leaving(self._leaving_bytes)
 
     def hurry(self) -> None:
-        """Request the next look at once."""
+        """Request a sweep at once."""
         self._wanted.set()
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Use other marks and times from the next look on."""
+        """Use other marks and times from the next sweep on."""
         self._config = config
 
     async def run(self) -> None:

@@ -147,14 +147,14 @@ class Calibration:
         if learns_rows or (learns_costs and not layout.layers):
             samples = self._samples(order)
             if learns_rows:
-                profile = self._with(profile, name, self._found(samples, name))
+                profile = self._with(profile, name, self._learned_arrays(samples, name))
                 profile = replace(profile, ropes=samples.ropes)
             if costs := learns_costs and self._readers[False].costs_of_states.learned():
                 profile = self._with(profile, OF_STATES, costs)
         has_windows = states is not None and states.windows is not None
         if is_learned(name) and has_windows and name + OF_WINDOWS not in profile.learned:
             samples = self._samples(order, of_windows=True)
-            profile = self._with(profile, name + OF_WINDOWS, self._found(samples, name))
+            profile = self._with(profile, name + OF_WINDOWS, self._learned_arrays(samples, name))
             profile = replace(profile, windows=samples.layout, window_ropes=samples.ropes)
         return profile
 
@@ -178,7 +178,7 @@ class Calibration:
         dealt = short_texts(self._instrument, *known) if of_windows else [*deal(*known)]
         return self._readers[of_windows].samples(dealt)
 
-    def _found(self, samples: Samples, name: str) -> Mapping[str, np.ndarray]:
+    def _learned_arrays(self, samples: Samples, name: str) -> Mapping[str, np.ndarray]:
         self._on_progress(f"learning {name}")
         if name in self._learning:
             found = self._learning.pop(name).result()

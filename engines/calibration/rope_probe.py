@@ -20,7 +20,7 @@ from kvstore.shapes import Rope
 # Returns for a position fp32 (dim, dim), whose row i is the rotated unit vector of channel i.
 Turned = Callable[[int], np.ndarray]
 
-# Engines may keep sines in bf16, so angles are refined at 1, 2, 4, ... tokens: so many positions.
+# The number of positions (1, 2, 4, ...) at which angles are refined: sines may be in bf16.
 DOUBLINGS = 11
 TRIED_AT = (0, 7, 1000)
 UNBOUNDED = 1 << 62

@@ -211,7 +211,7 @@ class SelfMeasurement:
         known = load(self._data, instrument.fingerprint) if self._stages else None
         logger.info(
             "measuring what each codec costs this model, in idle moments; %s",
-            "until then sessions are packed as a first verdict says"
+            "until then sessions are packed by the first verdict"
             if known is not None
             else "until then sessions are stored exactly. A restart before the first verdict begins"
             " anew",
@@ -233,19 +233,19 @@ class SelfMeasurement:
         after every preset. An early order has no result if its few texts do not decide.
         """
         began, profile = time.monotonic(), None
-        takes_each = self._partners is None and (order.ends_early or self._is_awaited)
+        publishes_each = self._partners is None and (order.ends_early or self._is_awaited)
         for profile in calibration.profiles(order, known):
             self._found = tuple(map(short_row, profile.rows))
-            if takes_each:
-                self._take(profile)
+            if publishes_each:
+                self._publish(profile)
         if profile is None:
             logger.info("a few texts do not decide yet")
             return
-        if not takes_each:
-            self._take(profile if self._partners is None else self._partners.agree(profile))
+        if not publishes_each:
+            self._publish(profile if self._partners is None else self._partners.agree(profile))
         logger.info("%s in %.0f s", work, time.monotonic() - began)
 
-    def _take(self, profile: Profile) -> None:
+    def _publish(self, profile: Profile) -> None:
         """Save a profile, write a command's report if wanted, and have the engine adopt it."""
         self._found = tuple(map(short_row, profile.rows))
         try:

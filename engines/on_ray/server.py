@@ -51,7 +51,7 @@ class ThermoclineServer(LLMServer):
         self._own = own_settings(
             extra, ray.util.get_node_ip_address(), llm_config.model_id, number, self._stack
         )
-        _write_prompts_plainly()
+        _register_renderers()
         try:
             await super().__init__(llm_config, **rest)
         except Exception as error:  # vLLM says only "engine core initialization failed"
@@ -151,7 +151,7 @@ def _client(own: OwnSettings) -> EngineClient:
     )
 
 
-def _write_prompts_plainly() -> None:
+def _register_renderers() -> None:
     from engines.vllm_plugin.process.plain_renderer import register
 
     register()

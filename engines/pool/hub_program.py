@@ -154,20 +154,20 @@ def _why(error: Exception, name: str = "") -> str:
         return f"{name} is gated: accept its terms at {where}, and start the server with HF_TOKEN"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 404):
-        return f"the hub shows no {name}: look at the spelling; a private one needs HF_TOKEN"
+        return f"the hub shows no {name}: check the spelling; a private one needs HF_TOKEN"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set for this server: start it without"
     if isinstance(error, errors.HfHubHTTPError):
         return f"the hub refuses: {said}"
     number, folder = getattr(error, "errno", None), constants.HF_HUB_CACHE
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {folder} is full: free some of it and begin again, it goes on"
+        return f"the disk of {folder} is full: free some of it and download again: it continues"
     if getattr(error, "filename", None) or number in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = "let it, or start it with another HF_HOME"
         return f"the server cannot write to {folder} ({said}): {hint}"
     if isinstance(error, OSError) or type(error).__module__.startswith(("httpx", "httpcore")):
         hint = "its network, the proxy in HTTPS_PROXY, or HF_ENDPOINT for a mirror"
-        return f"{constants.ENDPOINT} cannot be reached from this machine ({said}); look at {hint}"
+        return f"{constants.ENDPOINT} cannot be reached from this machine ({said}); check {hint}"
     return said
 
 

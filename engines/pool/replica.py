@@ -97,7 +97,7 @@ class Replica:
         self.hot_bytes = 0  # by its latest report
         self.owed = ReplicaDeletions()  # deletions that it has yet to carry out
         self.is_new = False  # it was added while others ran, and has not been ready yet
-        self._life: Welcome | None = None
+        self._counted_welcome: Welcome | None = None
         self._counters: Counter[str] = Counter()  # of its present process
         self._earlier: Counter[str] = Counter()  # of all earlier processes
 
@@ -106,9 +106,13 @@ class Replica:
         """True while it may be sent requests and verbs."""
         return self.engine.ready and not self.differs
 
-    def takes_beside(self, but: Welcome | None) -> bool:
-        """Return whether it may be sent a request, and its process is not that of ``but``."""
-        return self.takes and not self.leaving and (but is None or self.engine.welcome is not but)
+    def takes_beside(self, excluded: Welcome | None) -> bool:
+        """Return whether it may be sent a request, and its process is not that of ``excluded``."""
+        return (
+            self.takes
+            and not self.leaving
+            and (excluded is None or self.engine.welcome is not excluded)
+        )
 
     @property
     def trouble(self) -> str:
@@ -137,9 +141,9 @@ class Replica:
 
     def count(self, report: EngineReport) -> None:
         """Store its counters, beside those of its earlier processes, so that sums only grow."""
-        life = self.engine.welcome
-        if life is not self._life:
-            self._life = life
+        welcome = self.engine.welcome
+        if welcome is not self._counted_welcome:
+            self._counted_welcome = welcome
             self._earlier += self._counters
         self._counters = Counter(report.counters)
         self.hot_bytes = report.hot_bytes

@@ -87,7 +87,7 @@ class ReplicaChoice:
     """Knows which replica has which session."""
 
     def __init__(self, replicas: Sequence[Replica], homes: Homes, moves_at: int) -> None:
-        """``moves_at``: a session moves if its home has so many requests more than another."""
+        """``moves_at``: a session moves if its home has so many more requests than another."""
         self._homes = homes
         self._moves_at = moves_at
         self._pinned: set[SessionName] = set()  # these do not move
@@ -99,32 +99,32 @@ class ReplicaChoice:
         self._by_name = {x.name: x for x in replicas}
         self._ring = Ring([x.name for x in replicas])
 
-    def choose(self, session: SessionRef, but: Welcome | None = None) -> Replica:
+    def choose(self, session: SessionRef, excluded: Welcome | None = None) -> Replica:
         """Choose the replica that is to have a session's next request.
 
         Args:
-            but: the welcome of an engine process that must not be chosen; None = any may.
+            excluded: the welcome of an engine process that must not be chosen; None = any may.
 
         Raises:
             EngineUnreached: no replica may be chosen.
         """
-        near = self._near(session, but)
+        near = self._near(session, excluded)
         if not near:
             troubles = (x.trouble for x in self._replicas)
             raise EngineUnreached(next(filter(None, troubles), "there is no other replica"))
         home = self.home(session)
-        if home is not None and home.takes_beside(but) and not home.avoided:
+        if home is not None and home.takes_beside(excluded) and not home.avoided:
             near = [home, *(x for x in near if x is not home)]
         if session.name in self._pinned:
             return near[0]
         idler = (x for x in near[1:] if near[0].num_running - x.num_running >= self._moves_at)
         return next((x for x in idler if not x.avoided), near[0])
 
-    def _near(self, session: SessionRef, but: Welcome | None) -> list[Replica]:
+    def _near(self, session: SessionRef, excluded: Welcome | None) -> list[Replica]:
         """List the first few replicas of a session's walk; those that take no connections last."""
         near: list[Replica] = []
         for number in self._ring.walk(f"{session.tenant}\0{session.id}"):
-            if (replica := self._replicas[number]).takes_beside(but):
+            if (replica := self._replicas[number]).takes_beside(excluded):
                 near.append(replica)
                 if len(near) == NEAR:
                     break

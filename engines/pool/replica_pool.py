@@ -45,7 +45,7 @@ from kvstore.session import SessionName
 
 log = logging.getLogger("thermocline.engines")
 
-# A session moves if its home has so many requests more than another replica: with a tier that all
+# A session moves if its home has so many more requests than another replica: with a tier that all
 # replicas share, and without one.
 MOVES_AT: Final = 4
 MOVES_AT_ALONE: Final = 16
@@ -66,7 +66,7 @@ class ReplicaPool:
         """
         Args:
             engines: by their names, which decide which sessions each one gets.
-            moves_at: a session moves if its home has so many requests more than another replica.
+            moves_at: a session moves if its home has so many more requests than another replica.
             clock: in seconds; only differences count.
         """
         self._clock = clock
@@ -203,16 +203,16 @@ class ReplicaPool:
         session = session_from(headers)
         key = session or SessionRef("", secrets.token_hex(8), b"")  # no session: any replica
 
-        def candidate(but: Welcome | None) -> Candidate:
-            replica = self._choice.choose(key, but)
-            life = replica.engine.welcome
+        def candidate(excluded: Welcome | None) -> Candidate:
+            replica = self._choice.choose(key, excluded)
+            this_process = replica.engine.welcome
             return Candidate(
                 replica.name,
                 lambda: replica.engine.welcome,
                 partial(self._asked, replica, session, path, headers),
                 max(wait_s or 0.0, LEAST_WAIT_S),
                 lambda: self._stopping or self.gave_up,
-                lambda: any(x.takes_beside(life) for x in self._replicas),
+                lambda: any(x.takes_beside(this_process) for x in self._replicas),
                 replica.avoid,
             )
 

@@ -84,7 +84,7 @@ def choose(
     """
     if isinstance(layout, PackedLayout):
         return _packed(name, config, layout, profile)
-    kinds = (False, False)  # are there windows, and matrices?
+    kinds = (False, False)  # whether states have windows, and matrices
     if states is not None:
         kinds = (states.windows is not None, states.has_matrices)
     if not layout.layers and not any(kinds):

@@ -91,7 +91,7 @@ class ServedCodecs:
         self._rest: list[Callable[[], None]] = []  # functions that compile the remaining kernels
         with packing_later(self._rest.append):
             self._chosen = self._choose()
-        self._say()
+        self._log_choice()
 
     @property
     def codecs(self) -> StoreCodecs:
@@ -130,7 +130,7 @@ class ServedCodecs:
             adopt(after, keep=self._may_still_serve(chosen.choice))
             self._chosen = chosen
             if after != before:
-                self._say()
+                self._log_choice()
 
     def compile_rest(self) -> None:
         """Start to compile the kernels for packing on a thread, once all others are compiled.
@@ -240,7 +240,7 @@ class ServedCodecs:
         """Return whether a profile has the fingerprint and the layout of the served model."""
         return (profile.fingerprint, profile.layout) == self.measured
 
-    def _say(self) -> None:
+    def _log_choice(self) -> None:
         report = self.report
         how = "stored exactly, by" if report.name == EXACT else "packed with"
         logger.info("sessions are %s %s: %s", how, report.id, report.why)

@@ -71,16 +71,16 @@ def main() -> int:
     except SystemExit as ended:
         if ended.code != USAGE:
             return _code(ended)
-        _say("its command line is wrong, as the line above says; look at engine.vllm.args")
+        _print_error("its command line is wrong, as the line above says; look at engine.vllm.args")
         return WRONG_SETTINGS
     except ValueError as error:  # from vLLM's configuration; pydantic's errors are ValueErrors, too
-        _say(read_refusal(folder) or first_sentence(str(error)))
+        _print_error(read_refusal(folder) or first_sentence(str(error)))
         return WRONG_SETTINGS
     except Exception:  # top level of this process: only the plug-in's own refusals are handled
         refusal = read_refusal(folder)
         if not refusal:
             raise
-        _say(refusal)
+        _print_error(refusal)
         return WRONG_SETTINGS
     return 0
 
@@ -106,7 +106,7 @@ def _code(ended: SystemExit) -> int:
     return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
 
 
-def _say(reason: str) -> None:
+def _print_error(reason: str) -> None:
     print(f"ERROR vLLM cannot serve with these settings: {reason}", file=sys.stderr, flush=True)
 
 

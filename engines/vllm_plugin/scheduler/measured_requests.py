@@ -35,7 +35,7 @@ class Forwards:
         """``is_idle``: no user's request runs or waits. Called on the hub's thread."""
         self._hub = hub
         self._is_idle = is_idle
-        self._heard: dict[int, Forward] = {}  # the newest order, by rank
+        self._received: dict[int, Forward] = {}  # the newest order, by rank
         self._last = 0  # number of the order that was carried out last
         self._findings: dict[int, Findings] = {}  # by rank
         self._open: dict[str, Forward] = {}
@@ -61,10 +61,10 @@ class Forwards:
         """Carry out an order once all ranks have sent it."""
         if order.number <= self._last:
             return
-        self._heard[order.rank] = order
-        wanted = {msgspec.structs.replace(x, rank=0) for x in self._heard.values()}
-        if len(self._heard) == self._hub.num_ranks and len(wanted) == 1:
-            self._heard.clear()
+        self._received[order.rank] = order
+        wanted = {msgspec.structs.replace(x, rank=0) for x in self._received.values()}
+        if len(self._received) == self._hub.num_ranks and len(wanted) == 1:
+            self._received.clear()
             self._findings.clear()  # those of an earlier measurement
             self._last = order.number
             self._hub.spawn(partial(self._carry_out, wanted.pop()))

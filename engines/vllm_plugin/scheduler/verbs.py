@@ -225,7 +225,7 @@ class VllmVerbs:
         return counters | self._counters.as_dict()
 
     async def _find(self, verb: AboutSession, deadline_s: float = MOVE_S) -> SessionReport | None:
-        """Have the ranks carry out the verb; return the session as it is then on all of them."""
+        """Have the ranks carry out the verb; return the session's joint report after it."""
         return _merged(await self._hub.ask(verb, deadline_s)).get(verb.session.name)
 
     def _report(self, name: SessionName, cold: SessionReport | None) -> SessionReport | None:
