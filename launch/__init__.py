@@ -1,6 +1,6 @@
-"""Turns settings into running processes. Settings are read from the environment only here.
+"""Turns settings into running processes. No other package reads settings from the environment.
 
-A start: ``cli/main.py`` -> ``cli/options.py`` -> ``settings/effective_settings.py`` ->
-``serve/run.py`` -> ``serve/build.py``. ``cli`` is on top and imports all others; ``settings``,
-``machine`` and ``errors`` are below all of them.
+The call order of a start: ``cli/main.py`` -> ``cli/options.py`` ->
+``settings/effective_settings.py`` -> ``serve/run.py`` -> ``serve/build.py``. ``cli`` imports all
+other folders; all may import ``settings``, ``machine`` and ``errors``.
 """

@@ -3,8 +3,8 @@
 #
 #   bash launch/apple.sh MODEL [PORT] [more arguments of thermocline serve]
 #
-# Settings: launch/profiles/apple.toml. docs/hardware.md explains them, and when to raise the limit
-# of the memory that the GPU may hold.
+# Settings: launch/profiles/apple.toml. docs/hardware.md explains them, and when to raise the GPU's
+# memory limit.
 set -euo pipefail
 
 # shellcheck source=launch/hardware.sh

@@ -1,6 +1,6 @@
-"""Checks everything that a server needs, and prints a remedy for each fault.
+"""Checks everything that a server needs, and gives a remedy for each fault.
 
-Nothing is started and nothing is downloaded. ``CHECKS`` at the end is the list.
+It starts nothing and downloads nothing. ``CHECKS`` at the end is the list of checks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ Check: TypeAlias = Callable[[EffectiveSettings, Mapping[str, str]], Result]
 
 
 def examine(effective: EffectiveSettings, environ: Mapping[str, str]) -> list[CheckResult]:
-    """Run all checks; those of an engine run once for each engine, under its name."""
+    """Run all checks and return their results.
+
+    Checks that are not in ``OF_THE_MACHINE`` run for each engine; if the results differ, each is
+    listed with the engine's name.
+    """
     findings: list[CheckResult] = []
     for about, check in CHECKS.items():
         if about in OF_THE_MACHINE:
@@ -118,7 +122,7 @@ def _names(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 
 def _capacity(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    """Check that the wanted number of sessions fits; the other checks look at budgets alone."""
+    """Check that ``capacity.sessions`` fit; the other checks know only budgets in bytes."""
     return "ok", "; ".join(with_capacity(effective).capacity) or "no --sessions to make room for"
 
 
@@ -155,7 +159,7 @@ def _vllm(settings: Settings, environ: Mapping[str, str]) -> Result:
 
 
 def _attached(urls: str, controls: str) -> Result:
-    """Look whether each engine listens at its control address."""
+    """Check that each engine listens at its control address."""
     words = []
     for url, control in zip_longest(urls.split(), controls.split(), fillvalue=""):
         if not control:
@@ -175,7 +179,7 @@ def _attached(urls: str, controls: str) -> Result:
 
 
 def _connect(address: str) -> None:
-    """Connect to a control address, and hang up. Raises ``OSError``, ``OverflowError``."""
+    """Connect to a control address and disconnect. Raises ``OSError``, ``OverflowError``."""
     scheme, _, rest = address.partition(":")
     if scheme != "unix":
         host, _, port = rest.removeprefix("//").rpartition(":")
@@ -186,7 +190,7 @@ def _connect(address: str) -> None:
 
 
 def _listed(url: str) -> Result:
-    """Look whether the list of replicas can be asked for."""
+    """Check that a server listens at the address of the list of replicas."""
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -210,7 +214,7 @@ def _blas(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 
 def _private_folders(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    """Check the folders that engines compile into, and load code from."""
+    """Check the folders into which engines compile code and from which they load it."""
     if effective.engine_kind == "attached":
         return "ok", "the engine's own"
     cache = effective.folders.cache
@@ -222,7 +226,7 @@ def _private_folders(effective: EffectiveSettings, environ: Mapping[str, str]) -
 def _memory(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
     available = available_memory()
     settings = effective.settings
-    # Live KV in this machine's own memory, of all engines that may be loaded at once.
+    # Only live KV in this machine's own memory counts, and only of engines loaded at once.
     own = [
         0 if x.effective.hot_on_gpu else x.effective.settings.engine.hot_bytes
         for x in effective.each
@@ -279,7 +283,7 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
             key = f"thermocline.doctor:{secrets.token_hex(8)}"
             server = servers.node_of(key)
             version = server.info("server").get("redis_version")
-            # A replica that may only be read and a node of a cluster answer, too.
+            # Write a key: a read-only replica and a node of a cluster would answer questions, too.
             server.set(key, b"", ex=1)
             trouble = read_bounds(servers.client()).trouble
     except redis.ResponseError as error:
@@ -291,7 +295,7 @@ def _redis(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 
 def _redis_data(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    """Compare what this server would store with the data on its Redis."""
+    """Compare the data that this server would store with the data on its Redis."""
     if not effective.settings.store.redis_url:
         return "ok", "no Redis is shared with other servers"
     if not effective.is_ours:
@@ -302,7 +306,7 @@ def _redis_data(effective: EffectiveSettings, environ: Mapping[str, str]) -> Res
 
 
 def _lacks_sample(effective: EffectiveSettings) -> bool:
-    """True where the sample model is meant, and was not converted yet."""
+    """Return True if the sample model is to be served and was not converted yet."""
     return (
         not effective.settings.engine.model and not sample_folder(effective.folders.cache).exists()
     )
@@ -328,7 +332,7 @@ def _model(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 
 def _tools(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    """Say how the engine will read this model's tool calls."""
+    """Report how the engine will parse this model's tool calls."""
     if effective.engine_kind != "vllm":
         return "ok", "the engine reads tool calls by its own parsers"
     if _lacks_sample(effective):
@@ -363,7 +367,7 @@ def _codec(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
 
 
 def _open_files(effective: EffectiveSettings, environ: Mapping[str, str]) -> Result:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # ``serve`` raises the other one to it
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # ``serve`` raises the soft limit to it
     if limit == resource.RLIM_INFINITY:
         return "ok", "any number allowed"
     if limit < least_for(effective.engine_kind):

@@ -1,6 +1,6 @@
-"""Makes the engine of a model: a process of its own, or a router to replicas started elsewhere.
+"""Makes the engine of a model: a child process, an attached server, or a router to replicas.
 
-``ENGINES`` is the table of engines by name. A user's own engine is named as ``module:Attr``.
+``ENGINES`` is the table of engines by name. Other engines are named as ``module:Attr``.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def engine_of(
     runtime_dir: Path | None,
     environ: Mapping[str, str],
 ) -> tuple[Engine, Blas | None]:
-    """Make the engine; nothing is started yet. The second is the BLAS of an engine that needs one.
+    """Return the engine, which is not started yet, and the BLAS for it (None if it needs none).
 
     Args:
-        store: the settings of its cold store, with all paths filled in.
-        runtime_dir: the folder of its sockets; None if it runs elsewhere.
+        store: the settings of the engine's cold store, with all paths filled in.
+        runtime_dir: the folder of the engine's sockets; None if it runs elsewhere.
 
     Raises:
         UsageError, LaunchError: a setting cannot be followed; the message gives the remedy.
@@ -78,19 +78,19 @@ def engine_of(
 
 def compile_folders(effective: EffectiveSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Check the folders into which an engine compiles; return the variables that name them."""
-    if effective.engine_kind == "attached":  # it has folders of its own
+    if effective.engine_kind == "attached":  # such an engine has its own folders
         return {}
     return compile_environment(effective.folders.cache, environ)
 
 
 def listed_pool(settings: Settings, secret: bytes, model_name: str) -> ListedPool:
-    """Make the engine that ``engine.replica_list`` lists; nothing is started yet.
+    """Make the pool of the replicas that ``engine.replica_list`` lists; nothing is started yet.
 
     Args:
-        secret: all tokens follow from it.
+        secret: the secret from which all tokens are derived.
 
     Raises:
-        UsageError: the list's address is none.
+        UsageError: ``engine.replica_list`` is not a valid address.
     """
     worker = WorkerConfig(
         engine=settings.engine,
@@ -116,10 +116,10 @@ def listed_pool(settings: Settings, secret: bytes, model_name: str) -> ListedPoo
 
 
 def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> Engine:
-    """Make the engine of a name in ``ENGINES``, or of an import string; nothing is started yet.
+    """Make the engine for a name in ``ENGINES`` or an import string; nothing is started yet.
 
     Raises:
-        UsageError: no such name, module or attribute, or what it names makes no engine.
+        UsageError: there is no such name, module or attribute, or it does not make an engine.
         EngineError: the settings are not for this engine.
     """
     factory = engine_factory(kind)
@@ -127,7 +127,7 @@ def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> En
         engine: object = factory(worker, env)
     except EngineError:
         raise
-    except Exception as error:  # third-party code, named by mistake perhaps
+    except Exception as error:  # third-party code, or an object that is no factory
         if kind in ENGINES:
             raise
         raise UsageError(f"engine {kind!r} makes no engine: {error}") from error
@@ -137,13 +137,12 @@ def create_engine(kind: str, worker: WorkerConfig, env: Mapping[str, str]) -> En
 
 
 def engine_factory(kind: str) -> Callable[..., Engine]:
-    """Find the class for a name in ``ENGINES`` or for an import string.
+    """Return the class for a name in ``ENGINES`` or for an import string.
 
-    It is called with a ``WorkerConfig`` and, for an engine that starts a process, what to add to
-    the environment of that; nothing is started yet.
+    Call it with a ``WorkerConfig`` and the variables to add to the engine's environment.
 
     Raises:
-        UsageError: no such name, module or attribute.
+        UsageError: there is no such name, module or attribute.
     """
     target = ENGINES.get(kind, kind)
     module, colon, attribute = target.partition(":")

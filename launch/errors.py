@@ -1,6 +1,6 @@
 """The errors of a command that cannot be carried out.
 
-LaunchError      one sentence with the remedy; the command line prints it, exit code 1
+LaunchError      its message is one sentence with the remedy; the command ends with exit code 1
 +-- UsageError   the user asked for something that does not exist; exit code 2
 """
 

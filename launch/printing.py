@@ -1,8 +1,8 @@
 """Prints lines and tables for people, and JSON for programs, to the terminal or into a file.
 
-An output path that exists and is no regular file (a pipe, ``/dev/stdout``) is written to directly.
+An output path that is not a regular file (a pipe, ``/dev/stdout``) is written directly.
 
-Names that servers and files give may hold characters that a terminal obeys; none reaches it.
+Names from servers and files may contain control characters, which are replaced.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def one_line(text: str) -> str:
 
 
 def say(text: str = "", *, error: bool = False) -> None:
-    """Print lines of text at once, also into a pipe; with ``error`` to standard error."""
+    """Print text and flush it; with ``error`` to standard error."""
     print(safe(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def print_json(content: Any) -> None:
     text = msgspec.json.format(msgspec.json.encode(content)).decode()
-    if not text.isascii():  # others of JSON's control characters are escaped
+    if not text.isascii():  # msgspec escapes only ASCII control characters
         text = "".join(x if x.isprintable() or x == "\n" else json.dumps(x)[1:-1] for x in text)
     print(text)
 
@@ -92,15 +92,15 @@ def check_output(option: str, path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield the path to write to, and put it in the place of ``path`` when the block ends.
+    """Yield a temporary path to write to, and rename it to ``path`` when the block ends.
 
-    Readers see the older file until the new one is whole. Raises ``LaunchError`` if it cannot be
-    written.
+    Readers see the old file until the new one is complete. Raises ``LaunchError`` if the file
+    cannot be written.
     """
     if _is_special(path):
         yield path
         return
-    target = path.resolve()  # a link stays a link
+    target = path.resolve()  # a symbolic link is kept, and its target replaced
     fresh = target.with_name(f".{target.stem}.{os.getpid()}.new{target.suffix}")
     try:
         yield fresh

@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
-# Installs what is missing and runs every check. Arguments go to pytest, which then leaves out the
-# tests that run inside vLLM's own environment; with --vllm in front they go to those:
+# Installs what is missing and runs every check. Arguments are passed to pytest in the gateway's
+# environment; after --vllm they are passed to pytest in vLLM's environment:
 #
 #   bash launch/test.sh                           all that CI runs
 #   bash launch/test.sh --thorough                before a release, hours: more model families, ranks and
 #                                                 kernels' shapes, soaks, ten times the examples of properties
-#   bash launch/test.sh --quick                   the loop while working: two to three minutes
+#   bash launch/test.sh --quick                   while you work: two to three minutes
 #   bash launch/test.sh --quick -k budget         some of that
 #   bash launch/test.sh -m "not slow"             some of everything, without vLLM
 #   bash launch/test.sh --vllm -k restore         some of the tests with a real vLLM
 #
-# The quick loop is what is not marked slow of tests/architecture, unit, contract and the store's part of
-# faults, then lint, types and import rules. Whole engines and servers are left out.
+# --quick runs the tests of tests/architecture, unit, contract and the store's part of faults that are
+# not marked slow, then lint, types and import rules. It starts no whole engines and servers.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${UV_PROJECT_ENVIRONMENT:-$root/.venv}
 cd "$root"
-# A start of vLLM imports thousands of modules, in each of three processes.
+# vLLM imports thousands of modules in each of three processes: without bytecode that is slow.
 unset PYTHONDONTWRITEBYTECODE
 
 in_vllms_environment() {
     .venv-vllm/bin/python -m pytest -o addopts=--import-mode=importlib --timeout 900 "$@"
 }
 
-# Where it is installed (bash launch/install.sh ray).
+# Runs nothing if the environment is not installed (bash launch/install.sh ray).
 run_ray_tests() {
     [ ! -x .venv-ray/bin/python ] ||
         .venv-ray/bin/python -m pytest -o addopts=--import-mode=importlib --timeout 900 \
@@ -40,7 +40,7 @@ run_vllm_tests() {
         in_vllms_environment -o testpaths=tests/vllm "$@"
         return
     fi
-    # In a process of its own: Triton's interpreter is chosen when triton is imported.
+    # In a separate process: Triton's interpreter is chosen when triton is imported.
     triton_log=$(mktemp)
     OMP_NUM_THREADS=1 in_vllms_environment tests/triton >"$triton_log" 2>&1 &
     in_vllms_environment -o testpaths=tests/vllm -n 2 --dist loadgroup
@@ -51,8 +51,8 @@ run_vllm_tests() {
     return "$triton_status"
 }
 
-# Whole files go to one process, since their fixtures start engines and servers (tests/conftest.py); those
-# that take long come first, as their folders do.
+# All tests of a file run in one process, since its fixtures start engines and servers (tests/conftest.py).
+# Files run in the order of collection, which has the slow ones first.
 side_by_side() {
     pytest -n auto --dist loadgroup --no-loadscope-reorder "$@"
 }
@@ -60,16 +60,16 @@ side_by_side() {
 quick_tests="tests/architecture tests/unit tests/contract
     tests/faults/test_cold_store.py tests/faults/test_disk_tier.py"
 
-# The files in which a word after -k stands, so that one test is reached in seconds: to collect all takes
-# half a minute. Fails where the expression is more than words and "or".
+# Prints the files that contain a word of the expression after -k. To collect only these takes seconds, to
+# collect all half a minute. Fails if the expression has more than words and "or".
 files_with() {
     case " $1 " in *" and "* | *" not "* | *"("*) return 1 ;; esac
     # shellcheck disable=SC2086
     grep -rliE --include="test_*.py" -e "${1// or /|}" $quick_tests
 }
 
-# A call that only Linux has would be found by the first user with a Mac. Without the types of foreign
-# packages this takes a quarter of the time; what is wrong only for want of them is left to the other run.
+# Finds calls that do not exist on macOS. Without the types of other packages this takes a quarter of the
+# time; errors that need these types are disabled here and found by the other run.
 find_calls_that_macs_lack() {
     mypy --config-file= --platform darwin --cache-dir .mypy_cache/darwin \
         --follow-imports skip --ignore-missing-imports \

@@ -1,6 +1,6 @@
-"""Has a model measured by an engine that is started for it: ``thermocline calibrate``.
+"""Starts an engine that measures a model: ``thermocline calibrate``.
 
-``program.py`` plans measurements, runs the engine, and has serving ones adopt the result, which
-``profile_notes.py`` finds again. The measuring itself is in ``engines/calibration``;
-engines that serve do it by themselves, without any of this.
+``program.py`` makes the order, runs the engine, and lets serving engines adopt the new profile.
+``profile_notes.py`` finds the profile of a model. The measuring itself is in
+``engines/calibration``; serving engines also do it in idle moments, without this package.
 """

@@ -1,8 +1,8 @@
-"""Notes that say which measured profile belongs to a model folder served with these settings.
+"""Notes that map a model folder and its settings to the profile that was measured for them.
 
-A profile is named by the model's fingerprint, which only an engine can compute. So a calibration,
-and every start of an engine, write the fingerprint into a note; its name is a hash of all that can
-be seen of the model and the settings without loading anything.
+A profile is named by the model's fingerprint, which only an engine can compute. So each calibration
+and each start of an engine writes the fingerprint into a note. The name of the note is a hash of
+the model's files (name, size, time) and the settings that affect the fingerprint.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ log = logging.getLogger("thermocline.launch")
 
 
 def write_note(effective: EffectiveSettings, fingerprint: str) -> None:
-    """Note that this model, as it is now and served with these settings, has that fingerprint."""
+    """Write the note with the fingerprint of this model for these settings."""
     note = _note(effective)
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         note.write_text(fingerprint)
-    except OSError as error:  # then ``find_profile`` finds nothing, and the engine still does
+    except OSError as error:  # without the note only ``find_profile`` fails; engines do not need it
         log.info("%s cannot be written: %s", note, error)
 
 
 def find_profile(effective: EffectiveSettings) -> Profile | None:
-    """The profile of the model as it is now; None if there is none that can be used.
+    """Return the model's profile; None if it was not measured, or the profile cannot be used.
 
     Raises:
         UsageError, LaunchError: there is no such model.
@@ -53,7 +53,7 @@ def find_profile(effective: EffectiveSettings) -> Profile | None:
 
 
 def noted_fingerprint(effective: EffectiveSettings) -> str:
-    """Return the fingerprint of the model when it was served last; "" if it never was."""
+    """Return the fingerprint of the model from its note; "" if it was never served like this."""
     try:
         return _note(effective).read_text()
     except (OSError, UnicodeDecodeError):
@@ -67,7 +67,7 @@ def _note(effective: EffectiveSettings) -> Path:
 
 
 def _identity(effective: EffectiveSettings, model: Model) -> Iterator[object]:
-    """All that can be seen without loading the model and changes its fingerprint."""
+    """Yield the values that affect the fingerprint and are known without loading the model."""
     engine, kind = effective.settings.engine, effective.engine_kind
     yield (kind, model.path, engine.dtype)
     if kind == "mlx":

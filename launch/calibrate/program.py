@@ -1,8 +1,8 @@
-"""Has an engine of its own measure a model, and a serving one choose again when that was done.
+"""Measures a model in an engine started for that, and lets serving engines adopt new profiles.
 
-Where nothing was measured, a serving engine begins with an exact codec and measures its model, in
-its idle moments. Others may be quicker: ``thermocline calibrate``, another gateway's engine. If
-anything fails here, serving goes on unchanged.
+If its model was not measured yet, a serving engine begins with an exact codec and measures the
+model in idle moments. ``thermocline calibrate`` or another gateway's engine may finish before it:
+``ProfileWatch`` then lets the engine adopt their profile. If that fails, serving goes on unchanged.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ log = logging.getLogger("thermocline.launch")
 
 OnRows: TypeAlias = Callable[[Sequence[Quality]], None]
 LOOK_EVERY_S: Final = 0.5
-STORE_BYTES: Final = 16 << 20  # an engine without a cold store does not measure
+STORE_BYTES: Final = 16 << 20  # small, but not 0: an engine without a cold store does not measure
 watch_log = logging.getLogger("thermocline.calibration")
 WATCH_EVERY_S: Final = 2.0
 USUAL_CONTEXTS = "2048,6144"
 USUAL_WINDOW: Final = 512  # tokens of a text to learn from
-AFTER_CONTEXT: Final = 512  # tokens after the context: the scored ones, a needle's question
+AFTER_CONTEXT: Final = 512  # tokens after the context: the scored ones, or a needle's question
 MOST_CONTEXT: Final = 1 << 20  # tokens that an order may ask for
-SNIFFED_BYTES: Final = 1 << 16  # of a file, to see whether it is text
+SNIFFED_BYTES: Final = 1 << 16  # of a file, that are searched for NUL bytes
 # Names that stand for several presets.
 GROUPS: Final[Mapping[str, Iterable[str]]] = {"ours": OWN, "usual": FLOOR, "all": CODECS}
-# With codecs that are usual elsewhere: a figure alone says little.
+# Our presets, and codecs that are common elsewhere for comparison.
 USUAL_PRESETS: Final = "ours,usual"
 
 
@@ -61,25 +61,25 @@ def calibrate(
     environ: Mapping[str, str],
     on_rows: OnRows = lambda rows: None,
 ) -> CalibrationReport:
-    """Measure the model in an engine of its own, and wait for the report. Takes minutes.
+    """Start an engine, let it measure the model, and return the report. Takes minutes.
 
     Args:
-        on_rows: called with all rows so far, again and again.
+        on_rows: called repeatedly with all rows so far.
 
     Raises:
-        UsageError, LaunchError: it cannot be done; the message gives the remedy.
+        UsageError, LaunchError: the model cannot be measured; the message gives the remedy.
     """
     if not effective.is_ours:
         raise UsageError(
             f"engine {effective.engine_kind} cannot calibrate; use --set engine.kind=mlx, or vllm"
         )
     require_installed(effective)
-    compile_folders(effective, environ)  # before the sample model is written beside them
+    compile_folders(effective, environ)  # checked before the sample model is written there
     model = find_model(effective.settings.engine.model, effective.folders.cache)
     model.require_weights()
     order = order_of(effective, model, options)
     data = effective.folders.data
-    try:  # profiles have to be kept: before minutes are spent
+    try:  # find out that the profile cannot be stored before minutes are spent
         make_folder(data)
     except OSError as error:
         where = f"nothing can be kept in {data}; choose another data_dir"
@@ -97,10 +97,10 @@ def calibrate(
 
 
 def _own_settings(effective: EffectiveSettings, order: CalibrationOrder) -> EffectiveSettings:
-    """The settings as of a server, for an engine that measures and stores no sessions."""
+    """Return the settings of an engine that only measures, and stores no sessions."""
     settings = effective.settings
     changed: dict[str, object] = {
-        # Lines of an engine that serves; the progress is logged here.
+        # The engine's own lines are about serving; this process logs the progress.
         "log_level": "warning" if settings.log_level == "info" else settings.log_level,
         "engine.hot_codec": "",
         "store.codec": EXACT,
@@ -118,7 +118,7 @@ def _own_settings(effective: EffectiveSettings, order: CalibrationOrder) -> Effe
 
 
 async def _measure(engine: Engine, order: CalibrationOrder, on_rows: OnRows) -> None:
-    """Start the engine, have it carry out the order, and end it. Raises ``LaunchError``."""
+    """Start the engine, wait for it to carry out the order, and stop it. Raises ``LaunchError``."""
     await engine.start()
     try:
         welcome = await _welcome(engine)
@@ -136,7 +136,7 @@ async def _measure(engine: Engine, order: CalibrationOrder, on_rows: OnRows) -> 
 
 
 async def _welcome(engine: Engine) -> Welcome:
-    """Wait until the engine is ready. Raises ``LaunchError``: it will never be."""
+    """Wait until the engine is ready. Raises ``LaunchError`` if it gives up."""
     while (welcome := engine.welcome) is None:
         if engine.gave_up:
             raise LaunchError("the model could not be measured; the lines above say why")
@@ -145,10 +145,10 @@ async def _welcome(engine: Engine) -> Welcome:
 
 
 async def _end(engine: Engine, welcome: Welcome, on_rows: OnRows) -> MeasurementEnd:
-    """Wait for the end of the measurement. Raises ``LaunchError``: the engine ended before it.
+    """Wait for the end of the measurement. Raises ``LaunchError`` if the engine ends before it.
 
-    A connection may be lost and made anew while the engine goes on. An engine that was started
-    again does not measure.
+    A lost connection is made again while the engine goes on measuring. A restarted engine, which
+    sends a new ``Welcome``, does not go on.
     """
     shown = ""
     while not engine.gave_up:
@@ -171,13 +171,16 @@ async def _end(engine: Engine, welcome: Welcome, on_rows: OnRows) -> Measurement
 
 
 class ProfileWatch:
-    """Watches the engine and its model's profile. Belongs to one event loop."""
+    """Lets a serving engine adopt a profile that another process has written or changed.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, effective: EffectiveSettings, engine: Engine) -> None:
         self._effective = effective
         self._engine = engine
-        self._seen: object = None  # the profile's file, as it was when the engine last looked
-        self._remembered = ""
+        self._seen: object = None  # the stamp of the profile that the engine has adopted or refused
+        self._noted_fingerprint = ""
 
     async def run(self) -> None:
         """Watch until cancelled. Returns at once if this kind of engine cannot be measured."""
@@ -192,16 +195,16 @@ class ProfileWatch:
             await asyncio.sleep(WATCH_EVERY_S)
 
     async def _look(self, codec: CodecReport) -> None:
-        if codec.fingerprint != self._remembered:
-            self._remembered = codec.fingerprint
+        if codec.fingerprint != self._noted_fingerprint:
+            self._noted_fingerprint = codec.fingerprint
             await asyncio.to_thread(write_note, self._effective, codec.fingerprint)
             if not codec.unmeasured:
                 self._seen = self._stamp(codec.fingerprint)
         stamp = self._stamp(codec.fingerprint)
         if stamp is not None and stamp != self._seen:
-            with suppress(EngineRefused):  # its log says why; the next file may be better
+            with suppress(EngineRefused):  # the engine logs why; the next profile may be accepted
                 adopted = await self._engine.adopt()
-                # An engine that measured it by itself has adopted it, and said so.
+                # If the engine measured the model itself, it has already logged the new codec.
                 if adopted.id != codec.id and not codec.progress:
                     watch_log.info(
                         "sessions are packed from now on by %s: %s", adopted.name, adopted.why
@@ -209,7 +212,7 @@ class ProfileWatch:
             self._seen = stamp
 
     def _stamp(self, fingerprint: str) -> object:
-        """A value that changes when the profile's file does; None while there is no file."""
+        """Return a value that changes with the profile's file; None if there is no file."""
         with suppress(OSError):
             found = profile_path(self._effective.folders.data, fingerprint).stat()
             return found.st_ino, found.st_mtime_ns, found.st_size
@@ -222,17 +225,18 @@ class CalibrateOptions:
 
     texts: Sequence[Path]
     eval_texts: Sequence[Path]
-    presets: str | None  # names and groups, separated by commas; None = ours and the usual
-    contexts: str | None  # None = the usual ones that the model can take
+    presets: str | None  # names and groups, separated by commas; None = ``USUAL_PRESETS``
+    contexts: str | None  # None = ``USUAL_CONTEXTS``, as far as the model can take them
 
 
 def order_of(
     effective: EffectiveSettings, model: Model, options: CalibrateOptions
 ) -> CalibrationOrder:
-    """The order that these options ask for, of this model.
+    """Return the calibration order for this model and these options.
 
     Raises:
-        UsageError, LaunchError: it cannot be measured; the message gives the remedy.
+        UsageError, LaunchError: the model cannot be measured like this; the message gives the
+            remedy.
     """
     for path in (*options.texts, *options.eval_texts):
         _check_text(path)
@@ -255,8 +259,8 @@ def order_of(
 
 
 def _check_text(path: Path) -> None:
-    """Raises ``UsageError`` for a file that is missing, empty or no text."""
-    if not path.is_file():  # a pipe would be empty when the program comes to read it
+    """Raise ``UsageError`` for a file that is missing, empty or not text."""
+    if not path.is_file():  # a pipe is refused: reading it here would leave the engine nothing
         raise UsageError(f"{path} is no file that can be read")
     try:
         with path.open("rb") as file:
@@ -270,7 +274,7 @@ def _check_text(path: Path) -> None:
 
 
 def presets_of(names: str | None) -> tuple[str, ...]:
-    """The presets that a list of names and groups stands for, each once. Raises ``UsageError``."""
+    """Return the presets of a list of names and groups, each once. Raises ``UsageError``."""
     wanted = split_names(USUAL_PRESETS if names is None else names)
     each = dict.fromkeys(preset for name in wanted for preset in GROUPS.get(name, (name,)))
     try:
@@ -282,7 +286,10 @@ def presets_of(names: str | None) -> tuple[str, ...]:
 
 
 def _contexts(wished: str | None, longest: int | None) -> tuple[int, ...]:
-    """Context lengths to measure; ``longest`` is the model's limit, None if unknown."""
+    """Return the context lengths to measure; ``longest`` is the model's limit, None if unknown.
+
+    Raises ``UsageError`` if ``wished`` is malformed or too long for the model.
+    """
     text = USUAL_CONTEXTS if wished is None else wished
     try:
         contexts = tuple(dict.fromkeys(int(x) for x in text.split(",")))

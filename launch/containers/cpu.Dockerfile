@@ -4,9 +4,9 @@
 #   docker run --rm -p 127.0.0.1:8080:8080 -v thermocline:/data -v "$PWD/models:/models:ro" \
 #     -v "$PWD/keys.txt:/keys.txt:ro" thermocline:cpu --model /models/NAME --api-keys /keys.txt
 #
-# There is no C++ compiler in it: mlx then runs its operations one by one instead of fused.
-# Linted, never built by us. The sample model is not in it: it is a package of PyPI's that
-# launch/install.sh adds.
+# The image has no C++ compiler, so mlx runs its operations one by one instead of fused. It also has
+# no sample model, which launch/install.sh installs from PyPI. This file is linted; we have never
+# built the image.
 
 FROM python:3.12-slim-bookworm AS build
 WORKDIR /source

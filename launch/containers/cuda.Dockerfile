@@ -5,7 +5,7 @@
 #     -v "$PWD/models:/models:ro" -v "$PWD/keys.txt:/keys.txt:ro" \
 #     thermocline:cuda --model /models/NAME --api-keys /keys.txt
 #
-# On a GB10 end the line with: --profile gb10. Linted, never built by us.
+# On a GB10 append --profile gb10. This file is linted; we have never built the image.
 
 FROM vllm/vllm-openai:v0.32.0
 WORKDIR /source
@@ -16,9 +16,9 @@ COPY kvstore kvstore
 COPY scheduler scheduler
 COPY thermocline thermocline
 COPY launch launch
-# The gateway has an environment of its own. vLLM's interpreter gets what our plug-in needs beside vLLM
-# (the group "vllm" of pyproject.toml, without what only tests need); the packages themselves it
-# imports from /source, which is what the gateway's editable installation points to as well.
+# The gateway has its own environment. vLLM's interpreter gets the packages that our plug-in needs
+# besides vLLM (the group "vllm" of pyproject.toml without test tools). It imports our packages from
+# /source, to which the gateway's editable installation points, too.
 RUN python3 -m venv /opt/thermocline \
     && /opt/thermocline/bin/pip install --no-cache-dir --editable '.[redis]' \
     && python3 -m pip install --no-cache-dir 'cryptography>=47' 'crc32c>=2.7' 'httptools>=0.6' \

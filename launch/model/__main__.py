@@ -1,4 +1,4 @@
-"""Prints the folder of the sample model, which is converted first if need be."""
+"""Prints the folder of the sample model, and converts the model first if that was not done yet."""
 
 import os
 import sys

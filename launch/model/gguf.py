@@ -1,7 +1,7 @@
-"""A GGUF file of the llama family, rewritten as a model folder that mlx_lm and vLLM load.
+"""Converts a GGUF file of the llama family into a model folder that mlx_lm and vLLM load.
 
-Weights are stored as bfloat16, the dtype the model was trained in, and not as float16, which would
-keep Q4_1's ``d * q + m`` (float16 ``d`` and ``m``, 4-bit ``q``) a little closer: measured on
+Weights are stored as bfloat16, the dtype the model was trained in. float16 would represent Q4_1's
+``d * q + m`` (float16 ``d`` and ``m``, 4-bit ``q``) a little more exactly: measured on
 SmolLM2-135M against the unrounded weights, bfloat16 costs 6e-5 nats of KL divergence and float16
 4e-6, both far below what Q4_1 itself cost. But float16 weights make engines compute in float16,
 whose range ends at 65504, and the residual stream of this model already reaches 25000.
@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvstore.codecs.floats import round_to_bf16
 
-# (bytes of the source done, bytes of the source in all)
+# Called with the bytes written so far, and the bytes to write in all.
 Progress = Callable[[int, int], None]
 
 _LAYER_WEIGHTS = {
@@ -47,8 +47,8 @@ _OUTER_WEIGHTS = {
 def convert(source: Path, folder: Path, progress: Progress = lambda done, total: None) -> None:
     """Write config, generation config, weights and tokenizer of ``source`` into ``folder``.
 
-    ``source`` is of the llama family, with a byte-level BPE tokenizer. Only files of a known hash
-    are converted, so that nothing here looks whether it is.
+    ``source`` has to be of the llama family, with a byte-level BPE tokenizer. That is not checked,
+    since only files with a known hash are converted.
     """
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -62,7 +62,7 @@ def convert(source: Path, folder: Path, progress: Progress = lambda done, total:
 
 
 def model_config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """``config.json`` as the model's authors would have written it."""
+    """Return the content of ``config.json``, as the model's authors would have written it."""
     heads = fields["llama.attention.head_count"]
     hidden = fields["llama.embedding_length"]
     return {
@@ -76,7 +76,7 @@ def model_config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
         "num_key_value_heads": fields.get("llama.attention.head_count_kv", heads),
         "head_dim": fields.get("llama.attention.key_length", hidden // heads),
         "max_position_embeddings": fields["llama.context_length"],
-        # GGUF keeps 1e-5 as a float32; seven digits give the number back that was meant.
+        # GGUF stores 1e-5 as a float32; rounding to seven digits restores it.
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.7g}"),
         "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
         "rope_scaling": None,
@@ -97,8 +97,11 @@ def _generation_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """The class is the generic one on purpose: ``GPT2Tokenizer`` rebuilds the pre-tokenizer in
-    recent transformers and then keeps digits together."""
+    """Return the content of ``tokenizer_config.json``.
+
+    It names the generic class: in recent transformers ``GPT2Tokenizer`` replaces the pre-tokenizer
+    by one that does not split digits.
+    """
     tokens = fields["tokenizer.ggml.tokens"]
 
     def token(name: str) -> str | None:
@@ -120,7 +123,7 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_tokenizer(fields: dict[str, Any]) -> Tokenizer:
-    """Byte-level BPE that splits every digit off first (llama.cpp calls this ``smollm``)."""
+    """Return a byte-level BPE tokenizer that splits digits first (llama.cpp's ``smollm``)."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocab = {token: number for number, token in enumerate(tokens)}
@@ -144,10 +147,10 @@ def build_tokenizer(fields: dict[str, Any]) -> Tokenizer:
 def _write_weights(
     path: Path, reader: GGUFReader, config: dict[str, Any], progress: Progress
 ) -> None:
-    """Write the safetensors file one tensor at a time, so that memory stays at the largest one.
+    """Write the safetensors file one tensor at a time, so that only one is in memory.
 
     The format: eight bytes of header length, a JSON header padded to eight bytes, the data. (The
-    library's numpy side knows no bfloat16.)
+    library ``safetensors`` cannot write bfloat16 from numpy arrays.)
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = done = 0
@@ -167,12 +170,15 @@ def _write_weights(
 
 
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
-    """gguf lists dimensions fastest first; everybody else slowest first."""
+    """Return a tensor's shape with the slowest dimension first; gguf has the fastest first."""
     return tuple(int(n) for n in reversed(tensor.shape))
 
 
 def weight_name(name: str) -> str:
-    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``."""
+    """Return a tensor's name in the Hugging Face layout.
+
+    ``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``.
+    """
     if name in _OUTER_WEIGHTS:
         return _OUTER_WEIGHTS[name]
     _, layer, part, _ = name.split(".")
@@ -180,7 +186,7 @@ def weight_name(name: str) -> str:
 
 
 def _weight(tensor: ReaderTensor, config: dict[str, Any]) -> np.ndarray:
-    """float32, in the shape and row order of the Hugging Face model."""
+    """Return a weight as float32, in the shape and row order of the Hugging Face model."""
     weight = dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
     for part, heads in (("attn_q", "num_attention_heads"), ("attn_k", "num_key_value_heads")):
         if tensor.name.endswith(f"{part}.weight"):
@@ -189,10 +195,10 @@ def _weight(tensor: ReaderTensor, config: dict[str, Any]) -> np.ndarray:
 
 
 def unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's row order of Q and K.
+    """Return a weight of Q or K with llama.cpp's row order undone.
 
-    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, everybody else the rows
-    (i, i + head_dim / 2), so its converter interleaves the two halves of each head.
+    llama.cpp applies RoPE to neighbouring rows (2i, 2i + 1) of a head, Hugging Face models to the
+    rows (i, i + head_dim / 2). So llama.cpp's converter interleaves the two halves of each head.
 
     Args:
         weight: (num_heads * head_dim, hidden_size).
