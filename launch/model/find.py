@@ -155,7 +155,7 @@ def verify(folder: Path, source: str) -> None:
         raise Damaged("it was made from another source, or by another version")
     files = {name: _verified(folder / name, entry) for name, entry in manifest.files.items()}
     if files != manifest.files:
-        # If this user may not write there, the times are not noted, and each start hashes the files.
+        # If this user may not write there, each start has to hash the files again.
         with contextlib.suppress(OSError):
             _write(folder, Manifest(source, files))
 
