@@ -124,7 +124,7 @@ class AdmissionQueue:
             try:
                 yield
             finally:
-                self._leave(share, turn)
+                self._free_places(share, turn)
                 self._usual_s += NEWEST_TURN * (self._clock() - began - self._usual_s)
         finally:
             if not share.num_running and not share.num_waiting:
@@ -156,11 +156,11 @@ class AdmissionQueue:
 
     async def _enter(self, share: _TenantShare, turn: _HeldPlaces, *, is_task: bool) -> None:
         if not self.num_waiting and self._has_place:
-            self._take(share, turn)
+            self._take_places(share, turn)
             return
         if not is_task and not share.line and self._may_take_spare(share):
             self._spare = turn
-            self._take(share, turn)
+            self._take_places(share, turn)
             return
         # One tenant may fill three quarters of the line; the rest is for the others.
         most = self._max_waiting - self._max_waiting // 4
@@ -189,13 +189,13 @@ class AdmissionQueue:
     def _may_take_spare(self, share: _TenantShare) -> bool:
         return not share.num_running and self._spare is None
 
-    def _take(self, share: _TenantShare, turn: _HeldPlaces) -> None:
+    def _take_places(self, share: _TenantShare, turn: _HeldPlaces) -> None:
         self._count_time()
         share.num_running += turn.num_places
         self._num_places += turn.num_places
         self.num_running += 1
 
-    def _leave(self, share: _TenantShare, turn: _HeldPlaces) -> None:
+    def _free_places(self, share: _TenantShare, turn: _HeldPlaces) -> None:
         self._count_time()
         share.num_running -= turn.num_places
         self._num_places -= turn.num_places
@@ -215,7 +215,7 @@ class AdmissionQueue:
                 line.remove(waiting)
                 self.num_waiting -= 1
             else:  # called in the same instant as the cancellation
-                self._leave(share, turn)
+                self._free_places(share, turn)
             if isinstance(error, TimeoutError):
                 raise Overloaded(
                     f"no place was free within {self._max_wait_s:g} s", self._retry_after_s()
@@ -224,19 +224,19 @@ class AdmissionQueue:
 
     def _call_next(self) -> None:
         self._count_time()
-        while share := self._next():
+        while share := self._next_tenant():
             waiting = (share.line or share.tasks).popleft()
             self.num_waiting -= 1
             if not self._has_place:
                 self._spare = waiting.turn
-            self._take(share, waiting.turn)
+            self._take_places(share, waiting.turn)
             if waiting.called.done():  # its task was cancelled, and will give the places back
                 continue
             waiting.called.set_result(None)
         if self._has_place:
             self._spare = None  # its turn moves to the ordinary place
 
-    def _next(self) -> _TenantShare | None:
+    def _next_tenant(self) -> _TenantShare | None:
         """Return the tenant whose first turn in line may begin now."""
         in_line = sorted((x for x in self._tenants.values() if x.line), key=self._expected_s)
         if not self._has_place:

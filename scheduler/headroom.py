@@ -108,9 +108,9 @@ class Headroom:
             raise MemoryScarce("the machine's memory is nearly used up", RETRY_S)
 
     def missing_bytes(self) -> int:
-        """Bytes that would have to be freed to reach the first mark; 0 while there is enough.
+        """Return the bytes to free until the first mark is reached; 0 while there is enough.
 
-        Bytes that leaving sessions of any model already free are not missing.
+        Bytes that leaving sessions of any model will free are not counted.
         """
         self._look()
         if self._bytes is None or self._bytes >= self._low_bytes:

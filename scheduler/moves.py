@@ -21,7 +21,7 @@ KEPT_RETRY_S = 15.0  # if the engine did not release a session, ask again after 
 
 
 class Moves:
-    """Has the engine move sessions, a bounded number at once, and keeps their rows in step."""
+    """Has the engine move sessions, a bounded number at once, and updates their rows."""
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ class SessionTable:
             ref=ref,
             state=state,
             last_used=last_used,
-            listener=self._changed,
+            listener=self._state_changed,
             number=self._numbers,
             num_children=self._children[ref.tenant, ref.id],
         )
@@ -112,7 +112,7 @@ class SessionTable:
             session.learn(report)
         self._rows.setdefault(ref.tenant, {})[ref.id] = session
         self._num_rows += 1
-        self._file(session)
+        self._requeue(session)
         return session
 
     def begin(
@@ -170,7 +170,7 @@ class SessionTable:
     def learn(self, session: Session, report: SessionReport) -> None:
         """Take over sizes and tier from a report, but not the state."""
         session.learn(report)
-        self._file(session)
+        self._requeue(session)
 
     def take(self, session: Session, report: SessionReport | None, why: str = "") -> None:
         """Apply the engine's report to the row; it also sets the state of a quiet session.
@@ -220,11 +220,11 @@ class SessionTable:
 
     # ---- queues
 
-    def _changed(self, session: Session, step: Step) -> None:
+    def _state_changed(self, session: Session, step: Step) -> None:
         self._observer.transition(session.ref, step)
         if session.state is State.GONE:
             self._drop(session)
-        self._file(session)
+        self._requeue(session)
 
     def _make_room(self) -> None:
         for queue in Queue:
@@ -241,12 +241,12 @@ class SessionTable:
         if not rows:
             del self._rows[session.ref.tenant]
         self._num_rows -= 1
-        self._file(session)
+        self._requeue(session)
 
     def _holds(self, session: Session) -> bool:
         return self.row(session.ref.tenant, session.ref.id) is session
 
-    def _file(self, session: Session) -> None:
+    def _requeue(self, session: Session) -> None:
         """Put the row into the queue where it belongs now, if any; called after every change."""
         self._observer.row_changed(session.ref)
         old = self._queue_of.get(session.number)

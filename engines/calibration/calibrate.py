@@ -1,4 +1,4 @@
-"""Calibrates a model: learns a profile of it, then measures each preset at each context."""
+"""Calibrates a model: learns its profile, and measures each preset at each context."""
 
 from __future__ import annotations
 

@@ -79,7 +79,9 @@ class TextReader:
         self._samples = Samples(layout, self._ropes, ())
 
     def samples(self, texts: Sequence[Sequence[int]]) -> Samples:
-        """Read texts, given as token ids, and return the samples of all; earlier texts come first.
+        """Return the samples of ``texts``, given as token ids.
+
+        They begin with the texts of the last call, which are not read again.
 
         Raises:
             OSError: the disk of the scratch file is full.
@@ -106,7 +108,7 @@ class TextReader:
         state = self._instrument.prefill(tokens).state
         run = rows_of([x.array for x in window_arrays(state)], self._layout)
         if run is None:
-            raise ValueError("the layers with sliding windows are not what they were")
+            raise ValueError("the arrays of sliding windows do not fit the model's layout")
         return [(k.copy(), v.copy()) for k, v in run]
 
     def _observed(self, tokens: Sequence[int]) -> KVRun:

@@ -133,7 +133,7 @@ class SelfMeasurement:
 
     @property
     def _is_awaited(self) -> bool:
-        """True if a command waits for the report: the engine was started to measure."""
+        """True if a command waits for the report, for which it has started the engine."""
         return bool(self._order.report_path)
 
     @property
@@ -211,7 +211,7 @@ class SelfMeasurement:
         known = load(self._data, instrument.fingerprint) if self._stages else None
         logger.info(
             "measuring what each codec costs this model, in idle moments; %s",
-            "until then sessions are packed by the first verdict"
+            "until then sessions are packed as an earlier verdict allows"
             if known is not None
             else "until then sessions are stored exactly. A restart before the first verdict begins"
             " anew",
@@ -251,7 +251,7 @@ class SelfMeasurement:
         try:
             path = str(save(profile, self._data))
         except OSError as error:  # a full disk, perhaps: the report is still written
-            logger.error("what was learned cannot be kept: %s", error)
+            logger.error("the profile cannot be saved: %s", error)
             path = ""
         if self._order.report_path:
             report = CalibrationReport(
@@ -288,7 +288,7 @@ class SelfMeasurement:
             self._check()
             self._is_waiting = False
             wait_s = min(2 * wait_s, longest_s)
-            self._progress = "timing again what was timed on a busy machine, or on another one"
+            self._progress = "timing codecs again, after times from a busy or another machine"
             with self._keeping_verdict("the model is not timed again now"):
                 self._time_once(instrument)
 

@@ -31,7 +31,7 @@ class Refusal(Exception):
     """A verb cannot be carried out; the message says why."""
 
 
-def listed() -> Iterator[Mapping[str, Any]]:
+def list_models() -> Iterator[Mapping[str, Any]]:
     """Yield the models in the cache with their bytes, and the free bytes of its disk."""
     models = [
         {
@@ -46,7 +46,7 @@ def listed() -> Iterator[Mapping[str, Any]]:
     yield {"models": models, "free_bytes": _free_bytes()}
 
 
-def downloaded(name: str) -> Iterator[Mapping[str, Any]]:
+def download(name: str) -> Iterator[Mapping[str, Any]]:
     """Download a model; yield every ``LOOK_S`` how many bytes of it are here."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.file_download import repo_folder_name
@@ -78,7 +78,7 @@ def downloaded(name: str) -> Iterator[Mapping[str, Any]]:
     yield {"done_bytes": total, "total_bytes": total}
 
 
-def deleted(name: str) -> Iterator[Mapping[str, Any]]:
+def delete(name: str) -> Iterator[Mapping[str, Any]]:
     """Delete a model with all of its revisions and files of unfinished downloads.
 
     If the model's folder is a link, only the link is removed, since the files are not in the cache.
@@ -136,9 +136,9 @@ def _free_bytes() -> int:
 
 
 VERBS: Final[Mapping[str, Callable[..., Iterator[Mapping[str, Any]]]]] = {
-    "list": listed,
-    "download": downloaded,
-    "delete": deleted,
+    "list": list_models,
+    "download": download,
+    "delete": delete,
 }
 
 

@@ -278,10 +278,10 @@ class Loading:
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         job = asyncio.create_task(work, name="model-load")
         self._jobs.add(job)
-        job.add_done_callback(self._done)
+        job.add_done_callback(self._job_done)
         return job
 
-    def _done(self, job: asyncio.Task[None]) -> None:
+    def _job_done(self, job: asyncio.Task[None]) -> None:
         self._jobs.discard(job)
         self._changed.set()
         if not job.cancelled() and (error := job.exception()) is not None:

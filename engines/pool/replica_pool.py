@@ -95,9 +95,9 @@ class ReplicaPool:
         self._moves[f"moved.{why}"] += 1
         log.info("session %s moved from replica %s to %s", session.id, home.name, replica.name)
         if home.takes:
-            self._start(home.engine.demote(session))
+            self._start_job(home.engine.demote(session))
 
-    def _start(self, work: Coroutine[Any, Any, object]) -> None:
+    def _start_job(self, work: Coroutine[Any, Any, object]) -> None:
         async def done() -> None:
             with suppress(EngineError):  # that replica will evict it when it needs the room
                 await work
@@ -209,7 +209,7 @@ class ReplicaPool:
             return Candidate(
                 replica.name,
                 lambda: replica.engine.welcome,
-                partial(self._asked, replica, session, path, headers),
+                partial(self._open_at, replica, session, path, headers),
                 max(wait_s or 0.0, LEAST_WAIT_S),
                 lambda: self._stopping or self.gave_up,
                 lambda: any(x.takes_beside(this_process) for x in self._replicas),
@@ -225,7 +225,7 @@ class ReplicaPool:
             await asked.close()
 
     @asynccontextmanager
-    async def _asked(
+    async def _open_at(
         self,
         replica: Replica,
         session: SessionRef | None,
