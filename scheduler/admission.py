@@ -52,7 +52,7 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _TenantShare:
-    """A tenant of which turns run or wait."""
+    """A tenant that has turns running or waiting."""
 
     weight: int
     virtual_s: float  # seconds for which it held places, divided by weight
@@ -66,7 +66,7 @@ class _TenantShare:
 
 
 class AdmissionQueue:
-    """``max_running`` places, and a spare one; up to ``max_waiting`` turns wait for one."""
+    """Gives ``max_running`` places and a spare one to turns, of which ``max_waiting`` may wait."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class AdmissionQueue:
         # Virtual times of absent tenants that are above the least of the tenants present.
         self._debts: dict[str, float] = {}
         self._spare: _HeldPlaces | None = None  # the turn that holds the spare place
-        self._counted_until = clock()
-        self._usual_s = USUAL_TURN_S
+        self._counted_until = clock()  # virtual times include all until then
+        self._usual_s = USUAL_TURN_S  # moving average of the length of turns
         self._closed = False
         self._num_places = 0  # held
         self.num_running = 0  # turns

@@ -60,7 +60,7 @@ def first_order(
     """
     context = min(max(FIRST_CONTEXT, least_context), (longest - 2 * FIRST_SCORED) // 128 * 128)
     if context < LEAST_CONTEXT:
-        raise TooShort(f"the engine takes no more than {longest} tokens")
+        raise TooShort(f"the engine accepts at most {longest} tokens")
     window_tokens = max(LEAST_CONTEXT, min(FIRST_WINDOW_TOKENS, context // 2))
     if state_step > 1 and window_tokens < state_step + LEAST_CONTEXT <= context:
         window_tokens = state_step + LEAST_CONTEXT

@@ -22,7 +22,7 @@ Turned = Callable[[int], np.ndarray]
 
 # The number of positions (1, 2, 4, ...) at which angles are refined: sines may be in bf16.
 DOUBLINGS = 11
-TRIED_AT = (0, 7, 1000)
+TRIED_AT = (0, 7, 1000)  # positions at which the found embedding is checked
 UNBOUNDED = 1 << 62
 TOLERANCE = 1.5e-2
 NOT_UNDERSTOOD = "this model rotates its keys in a way that is not understood"

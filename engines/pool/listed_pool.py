@@ -66,7 +66,7 @@ class ListedReplica(msgspec.Struct, frozen=True, kw_only=True):
         name: unique, also among earlier replicas.
         url: the address of its HTTP server.
         control: the address of its control connection.
-        leaving: it takes no new sessions, for it is about to end.
+        leaving: it accepts no new requests, since it is about to end.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -127,7 +127,7 @@ class ReplicaList:
 
 
 class ListedPool(ReplicaPool):
-    """The replicas that a list names."""
+    """A pool of the replicas in a list, which is read every ``LIST_S``."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class ListedPool(ReplicaPool):
             try:
                 await self.look()
             except Exception:  # top level of this task: the known replicas stay
-                log.exception("the list of replicas was not followed")
+                log.exception("reading the list of replicas failed; it is read again")
             await asyncio.sleep(LIST_S)
 
     async def look(self) -> None:

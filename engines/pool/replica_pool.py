@@ -54,7 +54,7 @@ FOLLOW_AGAIN_S: Final = 1.0
 
 
 class ReplicaPool:
-    """The replicas of one model. Runs on the event loop."""
+    """The replicas of one model, joined to one engine. Runs on the event loop."""
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ class ReplicaPool:
                         self._choice.note_pinned(notice.session)
                         self._notices.publish(notice)
             except Exception:  # top level of this task: other replicas must not suffer
-                log.exception("the notices of replica %s were not followed", replica.name)
+                log.exception("following the notices of replica %s failed", replica.name)
             await asyncio.sleep(FOLLOW_AGAIN_S)
 
     async def _connected(self, replica: Replica) -> None:

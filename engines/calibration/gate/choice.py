@@ -109,7 +109,7 @@ def _packed(
     codec = packed_codec(codec_by_name(name), layout)
     codec.check(layout)
     rows = _rows(profile, name, codec.id)
-    why, own = f"live KV is packed so; {_figures(name, rows)}", profile and profile.only(name)
+    why, own = f"live KV is packed with it; {_figures(name, rows)}", profile and profile.only(name)
     choice = Choice(name, codec, why, tuple(rows), profile=own)
     refused = refusal(rows, name, config.max_kl) if rows else f"{name} was not measured"
     if refused and not config.accept_loss:
@@ -254,7 +254,7 @@ def _figures(name: str, rows: Sequence[Quality]) -> str:
     words = f"{name}: " + ", ".join(map(_figures_of, rows))
     if all(x.chain_tokens for x in rows):
         return words
-    return f"{words}; never judged by reasoning chains, for that run: thermocline calibrate"
+    return f"{words}; not measured on reasoning chains; for that run: thermocline calibrate"
 
 
 def _figures_of(row: Quality) -> str:

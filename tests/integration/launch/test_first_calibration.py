@@ -236,7 +236,7 @@ def test_what_cannot_be_measured_is_served_all_the_same(tmp_path: Path):
     write_tiny(tmp_path, 200)
     server = start(tmp_path)
     try:
-        server.wait_for("the model is not measured: the engine takes no more than 200 tokens")
+        server.wait_for("the model is not measured: the engine accepts at most 200 tokens")
         assert codec_of(server)["name"] == "raw"
     finally:
         assert server.stop() == 0

@@ -52,7 +52,7 @@ def test_texts_to_learn_from_reach_beyond_the_first_state(step: int, window_toke
 
 
 def test_an_engine_that_takes_next_to_nothing() -> None:
-    with pytest.raises(TooShort, match="no more than 200 tokens"):
+    with pytest.raises(TooShort, match="at most 200 tokens"):
         first_order(StoreConfig(), 200, "")
 
 

@@ -55,12 +55,12 @@ def test_auto_takes_three_bits_where_denser_ones_are_slow():
 
 def test_a_row_without_chains_says_that_they_are_missing():
     old = chosen(measured(row("dense3")))
-    assert old.name == "dense3" and "never judged by reasoning chains" in old.why
+    assert old.name == "dense3" and "not measured on reasoning chains" in old.why
     assert "thermocline calibrate" in old.why
     chains = {"chain_tokens": 80, "chain_kl": 0.01, "chain_top1": 0.98}
     new = chosen(measured(row("dense3", **chains)))
     assert "0.0050 at 2048 tokens (of chains 0.0100), 3.20 bits" in new.why
-    assert "never judged" not in new.why
+    assert "reasoning chains" not in new.why
 
 
 def timed(preset: str, share: float, **changes: object) -> Quality:
