@@ -64,7 +64,7 @@ def learned(it: Engine, folder: Path, late: Callable[[], None] = lambda: None) -
     beside = Instrument(owner.loaded, owner.plan, None, Steps(), owner.held, 64)
     with Scratch(folder) as scratch:
         samples = TextReader(beside, scratch=scratch).samples([*deal(TEXTS, beside.encode, 3, 192)])
-        assert samples.metrics is not None, "nothing was looked back on"
+        assert samples.metrics is not None, "nothing was observed"
         return learn_profile(samples, known, PRESETS).ids
 
 

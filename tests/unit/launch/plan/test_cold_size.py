@@ -140,4 +140,4 @@ def test_a_context_too_short_to_pack_is_not_measured(tmp_path):
     short = settings_of(tmp_path, LLAMA_8B | {"max_position_embeddings": 200})
     outlook = first_measurement(short)
     assert not outlook.will_be
-    assert "no more than 200 tokens" in outlook.text and "thermocline calibrate" in outlook.text
+    assert "at most 200 tokens" in outlook.text and "thermocline calibrate" in outlook.text
