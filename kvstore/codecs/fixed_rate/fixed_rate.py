@@ -28,18 +28,18 @@ from kvstore.codecs.stages.planes import BitPlanes
 from kvstore.shapes import KVLayout
 
 BEYOND = STEPS // 2  # how many steps the highest usual gain lies above the largest observed size
-FAR = (STEPS, 4 * STEPS)  # how many steps the last two gains lie above that one
+FAR = (STEPS, 4 * STEPS)  # how many steps the last two gains lie above the highest usual gain
 INNER = CODES - len(FAR)
-LEVEL_TEXTS = 16  # evenly spaced among the samples' texts: levels need fewer than axes
+LEVEL_TEXTS = 16  # texts from which levels are learned, evenly spaced among the samples' texts
 
 
 @dataclass(frozen=True, eq=False)
 class Axes:
     """The principal axes of rows divided by their gains, largest deviation first.
 
-    ``variances``: fp32 (units, components): the weight of each component's errors. ``encode``,
-    ``decode``: fp32 (units, components, width), to components and back to rows. ``deviations``:
-    fp32 (units, components).
+    ``means``: fp32 (elements of a token,), of keys without RoPE. ``variances``: fp32 (units,
+    components): the weight of each component's errors. ``encode``, ``decode``: fp32 (units,
+    components, width), to components and back to rows. ``deviations``: fp32 (units, components).
     """
 
     samples: Samples
@@ -53,7 +53,7 @@ class Axes:
 
     @classmethod
     def of(cls, samples: Samples, shape: StackShape, means: np.ndarray) -> Axes:
-        """Learns the axes of a stack from samples.
+        """Returns the axes of the stack ``shape``, learned from samples.
 
         ``means``: fp32 (elements of a token,), of keys without RoPE.
         """
@@ -76,9 +76,9 @@ class Axes:
         return cls(samples, shape, means, gain, variances, there, back, deviations)
 
     def with_bits(self, bits: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the arrays that ``FixedRate.assemble`` takes.
+        """Returns the arrays of a stack, by name, that ``FixedRate.assemble`` takes.
 
-        ``bits``: integers (units, components).
+        ``bits``: integers (units, components), the bits of each component.
         """
         levels = self._counts(bits).levels()
         integers = integers_of(self.encode, self.decode, self.deviations, bits, levels)
@@ -95,7 +95,7 @@ class Axes:
         return counts
 
     def _coarse_sizes(self, stack: np.ndarray) -> np.ndarray:
-        """Returns gains as they are written; rows that are too large get the largest gain."""
+        """Returns gains rounded as a payload stores them; too large rows get the largest gain."""
         gains, _ = self.gain.measure(stack)
         return gains
 
@@ -140,7 +140,7 @@ def gain_steps(octaves: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FixedRate:
-    """Spends ``bits`` per element on average without gains, at most ``most`` on a component."""
+    """A preset of ``bits`` per element on average, without gains; at most ``most`` a component."""
 
     scope: Scope
     bits: float

@@ -1,7 +1,8 @@
-"""Runs ``FixedRate`` in one pass: the bytes of its pipeline, without an array between two stages.
+"""Runs the stages of ``FixedRate`` in one pass, without an array between two stages.
 
-Only where numba is installed, heads are multiples of 16 channels, and engines hold bf16 or fp32.
-The pipeline handles all other cases, and every chunk with a row that must be stored unquantised.
+The bytes are those of the pipeline. Kernels are used only where numba is installed, heads are
+multiples of 16 channels, and engines hold bf16 or fp32. The pipeline handles all other cases, and
+every chunk with a row that must be stored unquantised.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ class RatePipeline(Pipeline):
 
 @dataclass(frozen=True, eq=False)
 class FusedRate(FusedPacker):
-    """Packs and restores in one pass. Implements ``StackPacker``.
+    """Packs and restores a stack of a fixed-rate preset in one pass. Implements ``StackPacker``.
 
     ``restoring_tables``, ``packing_tables``: the integers of all units, in the order in which
-    kernels read them; see ``_tables``. ``room``: columns and components, padded for kernels.
+    kernels read them; see ``_tables``. ``room``: the numbers of columns and components, padded for
+    kernels. ``num_planes``: the bits of a token, over all units and components.
     """
 
     restoring_tables: tuple[np.ndarray, ...]
@@ -105,9 +107,9 @@ class FusedRate(FusedPacker):
 
 
 def fused_rate(pipeline: RatePipeline, layout: KVLayout) -> StackPacker:
-    """Makes the fused packer of a pipeline; the pipeline itself if it cannot be fused on this host.
+    """Returns the fused packer of a pipeline; the pipeline itself if this host cannot fuse it.
 
-    ``layout``: of the whole model.
+    ``layout``: the layout of the whole model.
     """
     shape, bits = pipeline.shape, pipeline.integers.bits.astype(np.int64)
     turns = rope_tables(shape, pipeline.ropes)
@@ -138,7 +140,7 @@ def _plausible(pipeline: Pipeline, layout: KVLayout, num_tokens: int = 70) -> KV
 def _tables(
     pipeline: RatePipeline, kernels: ModuleType, room: tuple[int, int]
 ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Makes the tables that restoring and packing read, in their order.
+    """Returns the tables for restoring and those for packing, in the order in which kernels read.
 
     ``runs``: int64 (units, MAX_BITS + 1): the number of components that have each number of bits.
     ``levels``: uint8 (units, components, magnitudes). ``matrix``: the basis that restores rows, in
@@ -166,7 +168,7 @@ def _tables(
 
 
 def _groups(rows: np.ndarray, size: int) -> np.ndarray:
-    """Joins ``size`` consecutive rows into one, 32 bits a column: (units, rows / size, columns)."""
+    """Joins ``size`` rows into one of 32 bits a column: uint32 (units, rows / size, columns)."""
     units, count, columns = rows.shape
     kind = np.int8 if size == 4 else np.int16
     together = rows.reshape(units, count // size, size, columns).swapaxes(2, 3)

@@ -1,8 +1,8 @@
 """The integers of one stack of a fixed-rate preset: derived from a KLT, and checked before use.
 
-A component is restored as a level times a row of the basis, each of which is a byte. Their product
-is given; how its range is split between the two is free. A level of few steps and a coarse row both
-add noise, in proportion to the component itself. The split makes the sum of both smallest.
+A component is restored as a level times a row of the basis; both are stored as bytes. The KLT
+determines the product, but not how its range is split between the two. A level with few steps and a
+coarse row both add noise in proportion to the component. The split minimises the sum of both.
 
 Levels are fitted to observed values where those for normal values are not optimal, by Lloyd's
 iteration (1957) on histograms of sizes: a boundary lies half-way between two levels, a level is the
@@ -70,9 +70,10 @@ class SizeCounts:
             counts += np.bincount(seen.reshape(-1), minlength=counts.size).reshape(counts.shape)
 
     def levels(self) -> np.ndarray:
-        """Returns fp64 (units, MAX_BITS + 1, NUM_MAGNITUDES), ascending.
+        """Returns the fitted levels, fp64 (units, MAX_BITS + 1, NUM_MAGNITUDES), ascending.
 
-        Unused places at the end are zero.
+        Unused places at the end are zero. Where too few values were counted, the levels are those
+        for normal values.
         """
         levels = gauss_levels(len(self._counts))
         for unit, counts in zip(levels, self._counts, strict=True):
@@ -185,8 +186,9 @@ def _tables(
 class RateIntegers:
     """The arrays that ``integers_of`` and ``gain_steps`` made for the units of ``shape``.
 
-    Raises ``ValueError`` if those functions cannot have made them. Such values could lead to sums
-    beyond 32 bits, to codes beyond their bits, or to reads outside an array.
+    ``_SPECS`` lists their dtypes and shapes. The constructor raises ``ValueError`` for arrays that
+    those functions cannot have made. Such values could lead to sums beyond 32 bits, to codes beyond
+    their bits, or to reads outside an array.
     """
 
     shape: StackShape

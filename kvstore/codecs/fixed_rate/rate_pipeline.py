@@ -1,4 +1,4 @@
-"""The pipelines of a fixed-rate preset, and the layout of its payload, for kernels elsewhere.
+"""The pipelines of a fixed-rate preset, and the layout of its payload, for other devices' kernels.
 
     sink rows | for each stack: kept rows (how many, which, values) | gains | planes
 
@@ -62,10 +62,10 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class RatePayload:
-    """The plan of a payload.
+    """Where the parts of one payload lie.
 
-    ``num_tokens``: those after the sinks. ``sinks_at``: byte offsets of the sink rows of K and V
-    of the first layer, of the second, ... ``nbytes``: the length of a plain payload.
+    ``num_tokens``: the tokens after the sinks. ``sinks_at``: byte offsets of the sink rows of K and
+    V of the first layer, of the second, ... ``nbytes``: the length of a plain payload.
     """
 
     pipelines: Sequence[RatePipeline]
@@ -76,7 +76,7 @@ class RatePayload:
     nbytes: int
 
     def join(self, plain: np.ndarray, kept: Sequence[Kept]) -> bytes:
-        """Makes a payload from a plain one, uint8 (nbytes,), and the kept rows of each stack."""
+        """Returns the payload of a plain one, uint8 (nbytes,), and the kept rows of each stack."""
         parts: list[bytes | memoryview] = [plain[: self._sinks_end].data]
         for place, some in zip(self.stacks, kept, strict=True):
             numbers = some.numbers.astype("<u4").tobytes()
@@ -109,7 +109,7 @@ class RatePayload:
 def plan_rates(
     pipelines: Sequence[RatePipeline], layout: KVLayout, num_tokens: int, first_token: int
 ) -> RatePayload:
-    """Plans ``num_tokens`` tokens of every layer, the first of them at ``first_token``."""
+    """Returns the plan of a payload of ``num_tokens`` tokens, from ``first_token`` on."""
     sinks = num_sinks(num_tokens, first_token)
     sinks_at, at = [], 0
     for layer in layout.layers:

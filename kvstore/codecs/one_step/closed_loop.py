@@ -1,18 +1,19 @@
 """Codes each unit relative to a prediction by the units before it, in whole numbers.
 
 Layers are strongly related: the *restored* rows of the units before, which a reader has, predict a
-large part of a unit's row. Packing codes the residual, and restoring adds the two. Both sides go by
-the same whole numbers, so that they never drift apart on any host, whatever was rounded or cut.
-This is differential coding in a closed loop (Cutler 1952), over layers. So the prediction may be
-coarse, which costs bits, never quality: it goes from bytes, which processors multiply fastest.
+large part of a unit's row. Packing codes the residual; restoring adds it to the prediction. Both
+compute the prediction from the same whole numbers, so it is the same on all hosts, whatever was
+rounded or clipped. This is differential coding in a closed loop (Cutler 1952), over layers. A
+coarse prediction costs bits, never quality, so it is computed from bytes, which processors multiply
+fastest.
 
     sums = known (bytes of restored rows before) << up  +  own (levels of the unit's codes)
 
 A sum counts in its channel's unit, a power of two. The residual's principal components are coded
-with one step for all, which is reverse water-filling (Berger 1971); those that the step would leave
-at zero are not there at all. A code stands for a whole number of *levels*, fractions of a step,
-near the centroid of its cell. The class of a component says how many, so a decoder's table can give
-the levels themselves. Nearly all levels are bytes; the few components of large deviation, the
+with one step for all, which is reverse water-filling (Berger 1971); components that the step would
+quantise to zero are dropped. A code stands for a whole number of *levels*, fractions of a step,
+near the centroid of its cell. A component's class determines how many, so a decoder's table can
+give the levels themselves. Nearly all levels are bytes; the few components of large deviation, the
 *wide* ones, come first and have levels and rows of 16 bits, whose sums are finer by a power of two.
 
 Sums have 32 bits and wrap around, so that their order does not matter. Those of a packer's own
@@ -44,13 +45,14 @@ ROWS_AT_ONCE = 512
 def most_input(width: int) -> int:
     """Returns the largest residual of a channel, a power of two.
 
-    A row of so large residuals, times a row of ``encode`` of length ``encode_norm``, fits 32 bits.
+    The product of a row of such residuals and a row of ``encode`` (norm: ``encode_norm``) then fits
+    32 bits.
     """
     return int(min(2.0 ** np.floor((35 - np.log2(width)) / 2), 2.0**14))
 
 
 def encode_norm(width: int) -> float:
-    """Returns the length of the rows of ``encode``."""
+    """Returns the Euclidean norm of the rows of ``encode``."""
     return float(min(0.98 * 2.0**31 / (most_input(width) * width**0.5), 32000.0) - width**0.5)
 
 
@@ -59,7 +61,7 @@ class LoopIntegers:
     """The integers of a stack's units.
 
     ``known``: int8 (units, reach, width), the prediction from the last ``reach`` channels of the
-    units before; rows of channels that there are not come first, and are zero. ``up``: uint8
+    units before; if there are fewer channels, rows of zeros come first. ``up``: uint8
     (units, width), the bits by which its sums are shifted. ``wide``: int16 (units, most wide ones,
     width), ``own``: int8 (units, most others, width): what a level adds, padded with zeros.
     ``finer``: uint8 (units,), the bits by which sums of wide ones are finer. ``exponents``: int8
@@ -130,7 +132,7 @@ class ClosedLoop:
         return restored
 
     def joined(self, past: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Returns the last channels, those of one more unit included; int8 (tokens, channels)."""
+        """Returns the last channels of ``past`` and ``known`` together, int8 (tokens, channels)."""
         both = np.concatenate([past, known], axis=1)
         return both[:, max(both.shape[1] - self.integers.known.shape[1], 0) :]
 
@@ -146,7 +148,7 @@ class ClosedLoop:
         return _Followed(codes, sums, self._bytes(unit, sums))
 
     def _expected(self, unit: int, past: np.ndarray) -> np.ndarray:
-        """Returns the sums to which the units before lead, int64 (tokens, width)."""
+        """Returns the sums predicted from the units before, int64 (tokens, width)."""
         i = self.integers
         sums = _product(past, i.known[unit, i.known.shape[1] - past.shape[1] :])
         return _wrapped(sums << i.up[unit])
@@ -180,7 +182,7 @@ class ClosedLoop:
         return levels_of(codes, table.astype(np.int32))
 
     def _bytes(self, unit: int, sums: np.ndarray) -> np.ndarray:
-        """Returns a unit's rows as later units know them, int8 (tokens, width)."""
+        """Returns the bytes of a unit from which later ones are predicted, int8 (tokens, width)."""
         shift = self.integers.down[unit].astype(np.int64)
         rounded = _wrapped(sums + ((1 << shift) >> 1)) >> shift
         return np.clip(rounded, -BYTE, BYTE).astype(np.int8)
@@ -222,7 +224,7 @@ def _product(factors: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 class LoopTables(NamedTuple):
-    """Holds the integers of all units that packing and restoring read.
+    """The integers of all units that both packing and restoring read.
 
     A *group* of a matrix holds several known channels, two wide components, or several others.
 
@@ -250,7 +252,7 @@ class LoopTables(NamedTuple):
 
 
 class RestoringTables(NamedTuple):
-    """Holds those that only restoring reads.
+    """The integers of all units that only restoring reads.
 
     Attributes:
         left: int32 (units, columns), shifts to a common unit.
@@ -264,7 +266,7 @@ class RestoringTables(NamedTuple):
 
 
 class PackingTables(NamedTuple):
-    """Holds those that only packing reads.
+    """The integers of all units that only packing reads.
 
     Attributes:
         means: fp32 (units, width).

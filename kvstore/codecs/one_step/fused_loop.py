@@ -1,6 +1,7 @@
-"""Packs and restores a closed loop in one pass each: the bytes and rows of its pipeline, faster.
+"""Packs a closed loop in one pass, and restores it in one.
 
-From rows to symbols, and from levels to rows. Only where numba is installed, heads are
+Packing goes from rows to symbols, restoring from levels to rows. Bytes and rows are those of the
+pipeline. Kernels are used only where numba is installed, heads are
 multiples of 16 channels, and engines hold bf16 or fp32. The pipeline handles all other cases.
 """
 
@@ -59,12 +60,12 @@ KNOWN_BY: Final = 16  # known channels come in such groups
 
 @dataclass(frozen=True, eq=False)
 class FusedLoop(FusedPacker):
-    """Packs and restores in one pass each. Implements ``StackPacker``.
+    """Packs and restores a stack of a one-step preset. Implements ``StackPacker``.
 
-    ``components``: for each coded one its unit, its number among the unit's others, negative if it
-    is wide, and its class; int64 (coded, 3). ``groups``: first columns and numbers of columns of
-    gain groups, int64 (groups, 2), factors from sums of their squares to means, fp32, and centres,
-    int32 (units, groups).
+    ``components``: int64 (coded, 3): the unit of each coded component, its number among the unit's
+    components that are not wide (negative if it is wide), and its class.
+    ``groups``: the first column and the number of columns of each gain group, int64 (groups, 2);
+    factors from sums of their squares to means, fp32 (groups,); centres, int32 (units, groups).
     """
 
     coder: ClassCoder
@@ -141,9 +142,9 @@ class FusedLoop(FusedPacker):
     def _put_rare(
         self, coded: Coded, rows: np.ndarray, tokens: np.ndarray, chosen: np.ndarray
     ) -> np.ndarray:
-        """Puts the levels of escaped symbols of bytes; returns what bytes cannot hold.
+        """Writes the levels of escaped symbols to ``rows``; returns what bytes cannot hold.
 
-        That is int32 (entries, 4): unit, token, number of the component, and excess, in order.
+        Returns int32 (entries, 4): unit, token, number of the component, and excess, in order.
         """
         rows, tokens = rows[chosen], tokens[chosen]
         units, numbers, classes = self.components[rows].T
@@ -159,9 +160,9 @@ class FusedLoop(FusedPacker):
 def fused_loop(
     pipeline: Pipeline, integers: LoopIntegers, profile: Profile, means: np.ndarray
 ) -> StackPacker:
-    """Makes the fused packer of a pipeline; the pipeline itself if it cannot be fused on this host.
+    """Returns the fused packer of a pipeline; the pipeline itself if this host cannot fuse it.
 
-    ``means``: of all elements of a token.
+    ``means``: fp32 (elements of a token,).
     """
     shape, layout = pipeline.shape, profile.layout
     turns = rope_tables(shape, profile.ropes)
@@ -218,7 +219,7 @@ def _tables(
     symbols: SymbolTables,
     means: np.ndarray,
 ) -> tuple[LoopTables, RestoringTables, PackingTables]:
-    """Makes the tables of a stack. ``means``: fp32, of all elements of a token."""
+    """Returns the tables of a stack. ``means``: fp32 (elements of a token,)."""
     i, columns = integers, kernels.COLUMNS
     width = -(-shape.width // columns) * columns
     constants, encode = _coding(i, symbols, kernels)
@@ -247,7 +248,7 @@ def _tables(
 
 
 def _read_only(rows: np.ndarray) -> np.ndarray:
-    """Returns the same rows, which kernels expect so: those of a profile's file are read only."""
+    """Returns a read-only view of ``rows``: kernels are compiled for arrays of a profile's file."""
     found = np.ascontiguousarray(rows).view()
     found.flags.writeable = False
     return found

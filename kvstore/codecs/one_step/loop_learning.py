@@ -3,7 +3,7 @@
 A unit's rows are regressed on the restored bytes of the units before, the residual's principal axes
 are found in the metric of the errors, and the unit is packed, so that the next one learns from the
 bytes that a reader will have. Rows of all texts together would take gibibytes where units are wide:
-each step goes over them piece by piece, and only the bytes stay.
+each step reads them piece by piece, and only the restored bytes stay in memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvstore.codecs.stacks.stack_shape import StackShape
 from kvstore.codecs.stages.gain import COARSE, root_mean_squares
 from kvstore.codecs.stages.model_transforms import HeadMetric
 
-# Tokens of all texts together that are enough: so many, and some for each channel that is learned
-# from, and for each of a unit. A preparation, for the levels alone, needs fewer.
+# Tokens to sample from all texts together: a fixed number, plus some for each channel that predicts
+# and for each channel of a unit. Learning the levels alone, which comes first, needs fewer.
 SAMPLED_TOKENS, PREPARING_TOKENS = 12_288, 3_072
 TOKENS_OF_KNOWN, TOKENS_OF_OWN = 8, 4
 # Values of rows that are looked at together, and of a unit's rows that stay in memory meanwhile; if
@@ -64,7 +64,7 @@ class Centroids:
         self._totals, self._counts = np.zeros((2, NUM_CLASSES * NUM_LEVELS))
 
     def add(self, components: np.ndarray, classes: np.ndarray) -> None:
-        """``components``: in steps, fp32 (tokens, components); ``classes``: those of components."""
+        """Adds ``components``, fp32 (tokens, components), in steps. ``classes``: (components,)."""
         sizes = np.floor(np.abs(components) + ROUNDING)
         beyond = np.abs(components) - sizes
         keys = classes * NUM_LEVELS + np.minimum(sizes, NUM_LEVELS - 1).astype(np.int64)
@@ -72,7 +72,7 @@ class Centroids:
         self._counts += np.bincount(keys.reshape(-1), minlength=len(self._counts))
 
     def levels(self) -> np.ndarray:
-        """Returns ``LoopIntegers.levels``."""
+        """Returns the array for ``LoopIntegers.levels``: int16 (classes, NUM_LEVELS)."""
         ratios = ratio_of(np.arange(NUM_CLASSES))
         per_step = np.clip(LARGEST_LEVEL // (REACH_WIDE * ratios), 1, FINEST_WIDE)
         per_step[:FIRST_WIDE] = FINEST
@@ -97,7 +97,7 @@ _Pieces: TypeAlias = Callable[[], Iterable[_Piece]]
 
 
 class StackLearner:
-    """Learns one stack. Iterating over ``codes`` does all of the work."""
+    """Learns the integers of one stack while its caller iterates over ``codes``."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class StackLearner:
         levels: np.ndarray,
         num_tokens: int,
     ) -> None:
-        """``reach``: the most channels from which a unit is predicted. ``num_tokens``: of all texts
-        together, at least; see ``SAMPLED_TOKENS``.
+        """``reach``: the largest number of channels from which a unit is predicted. ``num_tokens``:
+        the least number of tokens to sample from all texts together; see ``SAMPLED_TOKENS``.
         """
         self._samples, self._shape, self._means = samples, shape, means
         self._step, self._levels = np.float32(step), levels
@@ -125,9 +125,9 @@ class StackLearner:
         self.centroids: Centroids | None = None
 
     def codes(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the codes of one unit after the other, piece by piece, and their classes.
+        """Yields codes and their classes, unit by unit and piece by piece.
 
-        They are int32 (components, tokens) and int64 (components,).
+        Codes are int32 (components, tokens), classes int64 (components,).
         """
         past, units = list[np.ndarray](), np.zeros(0, np.float32)
         for number in range(self._shape.num_units):
@@ -155,7 +155,7 @@ class StackLearner:
         return lambda: kept
 
     def _pieces(self, own: StackShape, past: Sequence[np.ndarray]) -> Iterator[_Piece]:
-        """Yields the sampled rows of one unit. ``past``: of each piece, or empty."""
+        """Yields the sampled rows of one unit. ``past``: the bytes for each piece, or empty."""
         for number, parts in enumerate(self._parts(own)):
             rows, gains = (np.concatenate(x) for x in zip(*parts, strict=True))
             before = past[number] if past else np.zeros((len(rows), 0), np.int8)
@@ -217,7 +217,7 @@ class StackLearner:
         return stacked(self._units)
 
     def gains(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns centres and classes of gains; int16 and uint8, (units, gain groups)."""
+        """Returns the centres of gains, int16, and their classes, uint8: both (units, groups)."""
         centres = [np.rint(x.mean(axis=0)) for x in self._gain_steps]
         pairs = zip(self._gain_steps, centres, strict=True)
         deviations = np.stack([(x - centre).std(axis=0) for x, centre in pairs])
@@ -225,7 +225,7 @@ class StackLearner:
         return np.stack(centres).astype(np.int16), classes.astype(np.uint8)
 
     def gain_codes(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the codes of one unit's gains after the other, and their classes."""
+        """Yields, unit by unit, the codes of its gains and their classes."""
         for steps, centre, classes in zip(self._gain_steps, *self.gains(), strict=True):
             yield (steps - centre).T, classes.astype(np.int64)
 
@@ -274,7 +274,7 @@ def integers_of(
 
 
 def stacked(units: list[LoopIntegers]) -> LoopIntegers:
-    """Joins units; those with fewer rows are padded with zeros."""
+    """Joins the integers of units; arrays with fewer rows are padded with zeros."""
     names = [x.name for x in fields(LoopIntegers) if x.name != "levels"]
     stacks = {name: _stacked([getattr(x, name) for x in units]) for name in names}
     return LoopIntegers(**stacks, levels=units[0].levels)

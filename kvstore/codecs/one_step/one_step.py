@@ -1,8 +1,9 @@
 """Calibrated presets that are entropy-coded: a closed loop over units, and one step for all.
 
 The stages: un-RoPE, the model's mean, a gain of 1.5 dB steps for K and V of each layer, the loop of
-``closed_loop``, rANS with static tables. The step is one of rows of unit size in the metric of the
-errors. So a preset leaves the same weighted error in every model, and the bits follow.
+``closed_loop``, rANS with static tables. The step applies to rows of unit size, weighted by the
+metric of the errors. So a preset leaves the same weighted error in every model, and the number of
+bits depends on the model.
 
 Learned arrays are checked when a profile is opened, since kernels use them unchecked.
 """
@@ -82,10 +83,10 @@ _SPECS: Final[ArraySpecs] = {
 
 @dataclass(frozen=True)
 class OneStep:
-    """Spends a step of ``step``, of rows of unit size.
+    """A preset with one quantisation step, ``step``, for rows of unit size.
 
-    A unit is predicted from ``depth`` units before; but from no more channels than ``most_known``,
-    the last ones.
+    A unit is predicted from the ``depth`` units before it, or from their last ``most_known``
+    channels if they have more.
     """
 
     scope: Scope

@@ -1,5 +1,5 @@
-"""Codecs made of stages: KV as stacks of rows, stages in order, and packers in one pass.
+"""Codecs made of stages, which run one after the other, or fused in one pass.
 
 ``stack_shape`` turns a run into matrices, ``pipeline`` defines each kind of stage and runs them in
-order, ``stack_codec`` is the codec; ``fused`` is for packers that do all of it in one pass.
+order, ``stack_codec`` is the codec, and ``fused`` has the common parts of fused packers.
 """

@@ -55,13 +55,13 @@ class RopeTables:
     def of(
         self, shape: StackShape, first_token: int, num_tokens: int, dtype: DType
     ) -> tuple[object, ...]:
-        """Returns the arguments of a kernel for tokens ``first_token ..``."""
+        """Returns a kernel's arguments for ``num_tokens`` tokens from ``first_token`` on."""
         angles = _angles(self.ropes, int(self.halves.max(initial=1)), first_token, num_tokens)
         return (self.of_vector, self.halves, *angles, shape.units[0][0].dim, dtype == "float32")
 
 
 def rope_tables(shape: StackShape, ropes: Sequence[Rope | None]) -> RopeTables | None:
-    """Makes the tables, or returns None if kernels do not support a rotation of some channels."""
+    """Returns the tables, or None if kernels do not support one of the rotations."""
     of_units = [[vector.rope(ropes) for vector in unit] for unit in shape.units]
     used = tuple(dict.fromkeys(rope for unit in of_units for rope in unit if rope is not None))
     if any(rope.interleaved or len(rope.frequencies) < VECTOR for rope in used):
@@ -73,7 +73,7 @@ def rope_tables(shape: StackShape, ropes: Sequence[Rope | None]) -> RopeTables |
 
 
 def fits_vector_units(shape: StackShape) -> bool:
-    """Returns whether all heads have one size, a multiple of the channels in a kernel's vector."""
+    """Returns whether all heads have one size, and that is a multiple of ``VECTOR``."""
     dims = {segment.dim for unit in shape.units for segment in unit}
     return len(dims) == 1 and not min(dims) % VECTOR
 
@@ -128,8 +128,8 @@ class FusedPacker(ABC):
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns the address of every head's row of token ``first``, and the bytes between rows.
 
-        Both are int64 (units, vectors of a unit). None for rows that no kernel reads: of fp16, or
-        whose values are not contiguous.
+        Both are int64 (units, vectors of a unit). Returns None if no kernel can read the rows: they
+        are fp16, or their values are not contiguous.
         """
         if dtype == "float16":
             return None
@@ -160,14 +160,14 @@ class FusedPacker(ABC):
         turns: tuple[object, ...],
         addresses: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """Restores all rows that payloads have packed, after those that they keep.
+        """Restores the quantised rows of payloads, whose kept rows ``readers`` have already passed.
 
-        ``num_tokens``: of each.
+        ``num_tokens``: the tokens of each payload.
         """
 
 
 def kernels_for(shape: StackShape, layout: KVLayout, name: str) -> ModuleType | None:
-    """Imports a module of kernels; returns None without numba, or if they cannot take such units.
+    """Imports the module ``name``; returns None without numba, or if its kernels do not fit.
 
     Compiling takes seconds, once per machine: only a process that packs should pay for it.
     """
@@ -175,17 +175,17 @@ def kernels_for(shape: StackShape, layout: KVLayout, name: str) -> ModuleType | 
     return compiled_module(name) if fits and _WITH_KERNELS.get() else None
 
 
-# Compiles what packs; now, unless ``packing_later`` says otherwise.
+# Runs the call that compiles packing: at once, unless ``packing_later`` has set something else.
 _COMPILE_PACKING: Final[ContextVar[Compile]] = ContextVar("_COMPILE_PACKING", default=operator.call)
 
 
 def for_sizes_alone() -> AbstractContextManager[None]:
-    """Open codecs within the block to ask for sizes: nothing is compiled, nothing proven."""
+    """Returns a context in which opened codecs only give sizes: no kernel is compiled."""
     return _within(_WITH_KERNELS, False)
 
 
 def packing_later(compile_packing: Compile) -> AbstractContextManager[None]:
-    """Open codecs within the block to restore at once; the argument gets what compiles packing."""
+    """Returns a context: codecs opened in it give ``compile_packing`` the call that compiles."""
     return _within(_COMPILE_PACKING, compile_packing)
 
 
@@ -203,7 +203,7 @@ def proven_or_pipeline(
 ) -> StackPacker:
     """Returns ``fused``, or its pipeline if the two restore ``run`` differently.
 
-    Packing is compared as well, see ``packing_later``.
+    Packing is compared, too: at once, or later in the call that ``packing_later`` describes.
     """
     payload = fused.pipeline.encode(run, 0, TRIED_AT, layout.dtype)
     kernels, num_tokens = f"the kernels of {codecs}", run[0][0].shape[1]
@@ -233,7 +233,7 @@ def _restores_alike(fused: FusedPacker, layout: KVLayout, payload: bytes, num_to
 
 
 def wave_run(layout: KVLayout, num_tokens: int = 70) -> KVRun:
-    """Makes a run with rows of many different values."""
+    """Returns a run whose rows have many different values, to compare packers with."""
     run = layout.empty(num_tokens)
     for number, array in enumerate(x for pair in run for x in pair):
         ramp = np.arange(array.size, dtype=np.float32).reshape(array.shape) + number

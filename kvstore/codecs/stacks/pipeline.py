@@ -34,13 +34,13 @@ class StackPacker(Protocol):
     """
 
     def nbytes(self, num_tokens: int) -> int:
-        """Returns the length of a chunk without kept groups.
+        """Returns the length of a chunk of ``num_tokens`` without kept groups, in bytes.
 
         It is an estimate if codes are entropy-coded.
         """
 
     def least_nbytes(self, num_tokens: int) -> int:
-        """Returns a lower bound of the length of any chunk of so many tokens."""
+        """Returns a lower bound of the length of any chunk of ``num_tokens``, in bytes."""
 
     def encode(self, run: KVRun, first: int, first_token: int, dtype: DType) -> bytes:
         """Returns this stack's part of a payload. ``run`` is read only."""
@@ -50,10 +50,10 @@ class StackPacker(Protocol):
     ) -> None:
         """Fills this stack's part of ``out`` from payloads of equally many tokens each.
 
-        Several have a multiple of ``rans.LANES`` tokens.
+        Several payloads can be read at once only if each has a multiple of ``rans.LANES`` tokens.
 
         Raises:
-            Corrupt: no packer like this wrote a payload; ``out`` may then hold any values.
+            Corrupt: a payload is not from a packer like this; ``out`` may then hold any values.
         """
 
 
@@ -84,7 +84,7 @@ class Transform(Protocol):
 
 
 class WithoutNote:
-    """The two methods of a ``Transform`` that has to store no values of a chunk."""
+    """The methods ``read`` and ``note_nbytes`` of a ``Transform`` whose notes are empty."""
 
     def read(self, reader: Reader, num_tokens: int) -> object:
         return None
@@ -115,7 +115,7 @@ class Gain(Protocol):
 
     @property
     def is_fitted(self) -> bool:
-        """True if gains are to fit the quantised stack; only if a unit has one gain group."""
+        """Whether gains are fitted to the quantised stack; needs units of one gain group."""
 
     def nbytes(self, num_tokens: int) -> int:
         """Returns the length of the output of ``write``, an estimate if it is entropy-coded."""
@@ -253,9 +253,9 @@ class Pipeline:
         return _least_squares(components, self.quantiser.restore(codes))
 
     def kept_bytes(self, run: KVRun, first: int, kept: np.ndarray, dtype: DType) -> bytes:
-        """Takes kept values from the run itself.
+        """Returns the kept groups of ``run`` as bytes: their number, indices and values.
 
-        As a float, a NaN may lose some of its bits.
+        Values come from the run itself, since a NaN that is converted may lose some of its bits.
         """
         numbers = np.flatnonzero(kept)
         bits = np.empty(int(self._widths(numbers).sum()), np.uint16)

@@ -1,7 +1,7 @@
-"""The size of every token, divided out before the transform and multiplied in after it.
+"""The size of every token: rows are divided by it when packed, and multiplied when restored.
 
-Noise is then in proportion to the token: tokens with small values often get the most attention, and
-a step that suits the large ones would drown them.
+Noise is then proportional to the token's size. Tokens with small values often get the most
+attention, and a step that suits large ones would bury them in noise.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class LogGain:
         return np.array([1 / (part.stop - part.start) for part in self._parts], np.float32)
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Measures gains.
+        """Returns gains, and which rows no gain can represent; see ``Gain``.
 
         A row too small for any gain gets the smallest, which is close enough to zero.
         """
@@ -172,7 +172,7 @@ class OctaveGain:
         self.steps = np.clip(steps.astype(np.int32), -FURTHEST_STEPS, FURTHEST_STEPS)
 
     def measure(self, stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Measures gains; rows that are too small get the smallest, too large ones none."""
+        """See ``Gain``: too small rows get the smallest gain, too large ones none."""
         with np.errstate(all="ignore"):
             sizes = np.sqrt(squared_sizes(stack) * np.float32(1 / stack.shape[2]))
         steps = steps_of(sizes)
@@ -221,7 +221,7 @@ def ends_of(steps: np.ndarray) -> np.ndarray:
 
 
 def pairs_of(num_tokens: int) -> int:
-    """Returns the bytes of a unit's codes; the first of two tokens is in a byte's lower half."""
+    """Returns the bytes of a unit's codes: two tokens a byte, the first in its lower half."""
     return -(-num_tokens // 2)
 
 

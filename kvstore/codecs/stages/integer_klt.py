@@ -30,7 +30,7 @@ class IntegerKlt(WithoutNote):
     def __init__(self, encode: np.ndarray, decode: np.ndarray, scales: np.ndarray) -> None:
         """``encode``: int16 and ``decode``: int8, both (units, components, width).
 
-        ``scales``: fp32 (units,), powers of two: the value of a one in both factors. Raises
+        ``scales``: fp32 (units,), powers of two: what 1 stands for in a product of the two. Raises
         ``ValueError`` for rows of more than ``MAX_WIDTH`` values.
         """
         if encode.shape[2] > MAX_WIDTH:
@@ -69,7 +69,7 @@ class IntegerLevels:
 
         ``bounds``: int32 (units, components, NUM_MAGNITUDES), ascending, of sizes; from the last
         that the bits allow, they are never reached. ``levels``: uint8 of the same shape.
-        ``units``, ``rates``: fp32 (units, components): the value of a one in levels and components.
+        ``units``, ``rates``: fp32 (units, components): what 1 stands for in a level, a component.
         """
         self._bits = bits.astype(np.int64)
         self._bounds, self._levels = bounds, levels

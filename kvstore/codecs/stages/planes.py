@@ -22,7 +22,7 @@ class BitPlanes:
     def __init__(self, bits: np.ndarray) -> None:
         """``bits``: integers (units, columns), 0 to 8.
 
-        A code is below two to the power of its bits.
+        A code is at least 0 and less than ``2**bits``.
         """
         self._bits = bits.astype(np.int64)
         flat = self._bits.reshape(-1)
