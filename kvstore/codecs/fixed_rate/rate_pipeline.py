@@ -62,7 +62,7 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class RatePayload:
-    """Where the parts of one payload lie.
+    """The places of the parts of one payload.
 
     ``num_tokens``: the tokens after the sinks. ``sinks_at``: byte offsets of the sink rows of K and
     V of the first layer, of the second, ... ``nbytes``: the length of a plain payload.

@@ -115,7 +115,7 @@ class Gain(Protocol):
 
     @property
     def is_fitted(self) -> bool:
-        """Whether gains are fitted to the quantised stack; needs units of one gain group."""
+        """True if gains are fitted to the quantised stack; needs units of one gain group."""
 
     def nbytes(self, num_tokens: int) -> int:
         """Returns the length of the output of ``write``, an estimate if it is entropy-coded."""
