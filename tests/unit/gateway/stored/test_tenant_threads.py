@@ -71,7 +71,10 @@ async def test_who_left_takes_a_place_until_the_work_has_ended(stored: Stored) -
     gate = Gate()
     for _ in range(2):
         left = [asyncio.create_task(stored.ask("a", gate.work("a"), "")) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # the second time none may begin
+        async with asyncio.timeout(20):
+            while len(gate.order) < 2:
+                await asyncio.sleep(0.01)
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
