@@ -37,6 +37,7 @@ def balanced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
     for old, server in [("8081", servers[0]), ("8082", servers[1])]:
         assert f"127.0.0.1:{old}" in text
         text = text.replace(f"127.0.0.1:{old}", server.url.removeprefix("http://"))
+    text = text.replace("maxconn 4096", "maxconn 100")  # needs few open files
     text = text.replace("fall 2", "fall 60")  # a busy machine answers no check in time
     text = text.replace("/tmp/thermocline-nginx.pid", str(tmp_path / "nginx.pid"))
     try:
