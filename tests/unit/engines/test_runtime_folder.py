@@ -45,8 +45,10 @@ def process(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]
     command = [sys.executable, "-c", program, *map(str, arguments)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
-        yield child
-        child.kill()
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 def line_of(child: subprocess.Popen[str]) -> str:
