@@ -25,7 +25,8 @@ _USER_MARK = "/"  # no tenant's name contains it
 _HASH_MARK = "~"  # no match of ``_USER`` begins with it
 _USER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 WEIGHT = "weight"  # a further name in a key's line, after its limits
-_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s+[a-z_]+=[0-9]{1,15})*)")
+_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9a-f]{64})((?:\s.*)?)")
+_EXAMPLE = "requests_per_minute=60 ram_bytes=67108864"
 _NUMBERS = re.compile(r"(?:[a-z_]+=[0-9]{1,15}\s*)*")
 
 
@@ -245,6 +246,11 @@ def read_keys(lines: Iterable[str], *, admin: bool = False) -> list[Key]:
                 " letters, digits, '.', '_' and '-', the hash is 64 lower-case hex digits;"
                 " a new line is made by: thermocline keys new TENANT"
             )
+        if not _NUMBERS.fullmatch(found[3].strip()):
+            raise BadKeyLine(
+                f"line {number} of the API keys has something after its hash that is no list of"
+                f" whole numbers such as {_EXAMPLE}"
+            )
         try:
             words = read_numbers(found[3].strip(), (*Limits._fields, WEIGHT))
         except ValueError as error:
@@ -262,7 +268,7 @@ def read_keys(lines: Iterable[str], *, admin: bool = False) -> list[Key]:
 def read_numbers(text: str, known: Sequence[str]) -> dict[str, int]:
     """Read the ``name=number`` words of a key's line. Raises ``ValueError``."""
     if not _NUMBERS.fullmatch(text):
-        raise ValueError(f"{text[:80]!r}, which is no list such as requests_per_minute=60")
+        raise ValueError(f"{text[:80]!r}, which is no list of whole numbers such as {_EXAMPLE}")
     given = {name: int(value) for name, _, value in (x.partition("=") for x in text.split())}
     if unknown := given.keys() - set(known):
         raise ValueError(f"a limit {min(unknown)!r}; there are {', '.join(known)}")

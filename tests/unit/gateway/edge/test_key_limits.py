@@ -124,11 +124,19 @@ async def test_requests_that_began_under_other_limits_make_room_when_they_end():
 
 
 @pytest.mark.parametrize(
-    "words", [" rpm=5", " sessions=-1", " sessions", " sessions=x", "sessions=1"]
+    ("words", "reason"),
+    [
+        (" rpm=5", "a limit 'rpm'"),
+        (" sessions=-1", "after its hash"),
+        (" sessions", "after its hash"),
+        (" sessions=x", "after its hash"),
+        (" ram_bytes=4MiB", "whole numbers such as requests_per_minute=60 ram_bytes=67108864$"),
+        ("sessions=1", "is not 'tenant:sha256'"),
+    ],
 )
-def test_a_line_with_other_words_is_refused(words: str):
+def test_a_line_with_other_words_is_refused(words: str, reason: str):
     _, line = generate_key("alice")
-    with pytest.raises(BadKeyLine):
+    with pytest.raises(BadKeyLine, match=reason):
         Tenants(b"sixteen bytes or more", [line + words])
 
 

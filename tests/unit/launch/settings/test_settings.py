@@ -170,7 +170,8 @@ def test_mistakes_in_a_file(toml, words):
         ),
         (
             "[gateway]\nkey_limits = 'foo'",
-            "gateway: key_limits holds 'foo', which is no list such as requests_per_minute=60",
+            "gateway: key_limits holds 'foo', which is no list of whole numbers such as"
+            " requests_per_minute=60 ram_bytes=67108864",
         ),
         ("[gateway]\nadmin_address = 'h:70000'", "gateway: admin_address: 70000 is no port"),
         ("[gateway]\ntrusted_proxies = ['x']", "gateway: trusted_proxies: 'x' does not appear to"),
