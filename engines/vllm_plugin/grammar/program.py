@@ -21,12 +21,14 @@ from engines.host.grammar import (
     LIMITS,
     MAX_MASK_S,
     TOO_MUCH,
+    GrammarSource,
     GrammarWish,
     Verdict,
     first_steps,
     new_matcher,
     reason_of,
     source_of,
+    tried,
 )
 from engines.host.grammar_trial import Judge, serve
 from engines.vllm_plugin.grammar.wanted import WantedGrammar
@@ -42,15 +44,19 @@ def guided(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> LLMatcher
     """
     try:
         if kind == "json":
-            schema = json.loads(text)
-            schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
-            matcher = new_matcher(tokenizer, source_of(GrammarWish([], False, schema)).text)
+            matcher = new_matcher(tokenizer, _source(text).text)
         else:
             source = llguidance.grammar_from("regex", text)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
     except (ValueError, RecursionError):
         return None
     return None if matcher.is_error() else matcher
+
+
+def _source(text: str) -> GrammarSource:
+    schema = json.loads(text)
+    schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return source_of(GrammarWish([], False, schema))
 
 
 class Vocabularies(msgspec.Struct, frozen=True):
@@ -74,16 +80,20 @@ class _Compilers:
 
     def judge(self, frame: bytes) -> Verdict:
         wanted = msgspec.json.decode(frame, type=WantedGrammar)
+        if wanted.kind == "json":
+            with suppress(Exception):  # vLLM then tries another compiler
+                xgrammar.Grammar.from_json_schema(wanted.text)
+            with suppress(ValueError, RecursionError):  # xgrammar's error says what is wrong
+                # Of a schema that contradicts itself xgrammar would ignore a part.
+                verdict = tried(self._tokenizer, _source(wanted.text), self._width)
+                return msgspec.structs.replace(verdict, param=wanted.param)
         reason = self._reason(wanted)
         return Verdict(reason and f"cannot be enforced: {reason}", wanted.param)
 
     def _reason(self, wanted: WantedGrammar) -> str:
-        if wanted.kind in ("json", "regex"):
-            with suppress(Exception):  # vLLM then tries another compiler
-                if wanted.kind == "json":
-                    xgrammar.Grammar.from_json_schema(wanted.text)
-                else:
-                    xgrammar.Grammar.from_regex(wanted.text)
+        if wanted.kind == "regex":
+            with suppress(Exception):
+                xgrammar.Grammar.from_regex(wanted.text)
             if matcher := guided(self._tokenizer, wanted.kind, wanted.text):
                 return first_steps(matcher, self._width)
         try:

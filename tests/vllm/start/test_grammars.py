@@ -117,6 +117,10 @@ async def test_a_request_passes_whole_and_what_takes_too_much_does_not() -> None
             assert (await receive())["type"] == "http.disconnect"
         with pytest.raises(InvalidRequest, match="tools: cannot be enforced: it takes too"):
             await the_gate.passed(ONE, Client(forced(wide(2000))).receive)
+        for field in ({"type": "string", "enum": [1]}, {"allOf": [LETTER, {"maxLength": 0}]}):
+            client = Client(answer_in({"type": "object"} | needing("a", field)))
+            with pytest.raises(InvalidRequest, match="'a' is unsatisfiable"):
+                await the_gate.passed(ONE, client.receive)
         (before,) = trials_of(psutil.Process()) or [None]
         with pytest.raises(InvalidRequest):  # it is remembered
             await the_gate.passed(ONE, Client(forced(wide(2000))).receive)
