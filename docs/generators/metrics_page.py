@@ -1,6 +1,6 @@
 """``docs/metrics.md``: the table of all metrics, made of the metrics themselves.
 
-A test compares the file with this, so it cannot say otherwise than the code.
+A test compares the file with this module's text.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from kvstore.codecs.quality import Quality
 
 _HEAD = """# Metrics
 
-`GET /metrics` answers in Prometheus' text format. Names that begin with `gen_ai_` are
-OpenTelemetry's for generative AI (with their units, attributes and buckets; dots are underscores),
-all others are ours. No label ever holds what a client chose: models by their served name, sessions
-never.
+For whoever watches a server with Prometheus and Grafana: the metrics of `GET /metrics`, in
+Prometheus' text format. `docs/grafana/thermocline.json` is a dashboard (in Grafana: Dashboards,
+New, Import), and `docs/grafana/alerts.yml` has alert rules for Prometheus.
 
-`docs/grafana/thermocline.json` is a dashboard (in Grafana: Dashboards, New, Import), and
-`docs/grafana/alerts.yml` has rules for Prometheus. Tokens of a stream are counted whether its
-client asks for them or not (`stream_options.include_usage`); of an answer that was broken off,
-about what had been computed by then.
+Names that begin with `gen_ai_` are OpenTelemetry's for generative AI (with their units, attributes
+and buckets; dots become underscores); all others are Thermocline's own. No label holds a text that
+a client chose: models have their served name, and sessions have no label.
+
+Tokens of a stream are counted whether or not its client asks for them
+(`stream_options.include_usage`). Of an answer that was broken off, about as many tokens are counted
+as had been computed.
 
 | metric | kind | labels | |
 |---|---|---|---|
