@@ -92,8 +92,8 @@ class OneServer:
         await self.write()
 
     async def write(self) -> None:
-        """Write the rows that have changed."""
-        while await self.shared.writer.round():
+        """Publish the deletions that wait, and write the rows that have changed."""
+        while await self.shared.round():
             pass
 
     async def delete(self, id: str, tenant: str = "alice") -> bool:

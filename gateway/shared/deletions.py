@@ -113,7 +113,10 @@ class SharedDeletions:
     # ---- ours
 
     async def publish(self, tenant: str, ids: Iterable[str], model: str = ANY) -> bool:
-        """Have all gateways remove sessions; return False if that has to wait for Redis."""
+        """Have all gateways remove sessions; return False if that has to wait for Redis.
+
+        A deletion that has to wait is published by ``publish_owed``.
+        """
         deleted = Deleted(self._sender, tenant, model, list(ids), 0.0), self._clock()
         try:
             await self._publish(*deleted)
@@ -122,7 +125,22 @@ class SharedDeletions:
             self._unpublished.append(deleted)
             return False
 
+    async def publish_owed(self) -> None:
+        """Publish the deletions that wait for Redis. Raises ``TierUnavailable``."""
+        while self._unpublished:
+            owed = self._unpublished.popleft()
+            try:
+                await self._publish(*owed)
+            except TierUnavailable:
+                self._unpublished.appendleft(owed)
+                raise
+
     async def _publish(self, deleted: Deleted, when: float) -> None:
+        """Write tombstones and send a message.
+
+        Raises:
+            TierUnavailable: no answer, or Redis refused a tombstone; the message may be sent.
+        """
         await self._redis.look_at_clock()
         at = self._redis.server_time(when) or 0.0
         names, model = self._names.of(deleted.tenant), deleted.model
@@ -135,11 +153,14 @@ class SharedDeletions:
             commands.append(("SET", key, names.close(key, value), "EX", KEPT_S))
             for each in [model] if model else [x.label for x in self._models if x.label]:
                 commands += removing(names, each, id)
-        await self._redis.run(commands)
+        replies = await self._redis.run(commands)
         message = msgspec.structs.replace(deleted, at=at)
         await self._redis.publish(
             self._names.channel, self._names.close(self._names.channel, message)
         )
+        for command, reply in zip(commands, replies, strict=True):
+            if command[0] == "SET" and isinstance(reply, Exception):  # its memory may be full
+                raise TierUnavailable(f"redis: {type(reply).__name__}")
 
     # ---- others'
 
@@ -149,9 +170,8 @@ class SharedDeletions:
             try:
                 async with self._redis.subscribed(self._names.channel) as messages:
                     await self._redis.look_at_clock()
-                    while self._unpublished:
-                        await self._publish(*self._unpublished[0])
-                        self._unpublished.popleft()
+                    with suppress(TierUnavailable):  # a refusal must not end the subscription
+                        await self.publish_owed()
                     await self._look_at_all()
                     self._subscribed.set()
                     async for raw in messages:

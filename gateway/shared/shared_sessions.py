@@ -69,9 +69,18 @@ class SharedSessions:
     async def _write(self) -> None:
         while True:
             is_more = False
-            with suppress(TierUnavailable):  # a later round writes them
-                is_more = await self.writer.round()
+            with suppress(TierUnavailable):  # a later round does the rest
+                is_more = await self.round()
             await asyncio.sleep(MORE_S if is_more else ROUND_S)
+
+    async def round(self) -> bool:
+        """Publish the deletions that wait, and write some changed rows; True if more are left.
+
+        Raises ``TierUnavailable``.
+        """
+        with suppress(TierUnavailable):  # rows may be taken although a tombstone was refused
+            await self.deletions.publish_owed()
+        return await self.writer.round()
 
     # ---- for requests
 

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class Owed(msgspec.Struct, frozen=True):
     """One pending deletion: keys of one session, and when the deletion was requested.
 
-    ``at_s``: wall-clock seconds, comparable with ``SessionRecord.last_used_s``.
+    ``at_s``: wall-clock seconds, comparable with ``SessionRecord.last_used_s`` and not before it.
     """
 
     at_s: float
@@ -135,9 +135,13 @@ class Deletions:
         self._lock = threading.Lock()
         self._retrying = threading.Lock()
 
-    def everywhere(self, record_key: bytes, keys: Iterable[bytes]) -> None:
-        """Delete these keys, which are of the session of ``record_key``, from every tier."""
-        owed = Owed(self._clock(), record_key, list(keys))
+    def everywhere(self, record_key: bytes, keys: Iterable[bytes], last_used_s: float) -> None:
+        """Delete these keys, which are of the session of ``record_key``, from every tier.
+
+        Args:
+            last_used_s: of the newest copy of the record; later than now if the clock was set back.
+        """
+        owed = Owed(max(self._clock(), last_used_s), record_key, list(keys))
         for level in range(len(self._stack)):
             if not self._stack.delete(level, owed.keys):
                 with self._lock:

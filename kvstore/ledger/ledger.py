@@ -243,8 +243,9 @@ class Ledger:
         # The record is deleted last, so that a caller that was interrupted can begin again. Until
         # then a reader may put it into the index again. Hence ``unshared``, which does not count
         # the session itself, and the second removal.
+        last_used_s = max((x.last_used_s for x in copies), default=0.0)
         for keys in (self.index.unshared(doomed, key), [key]):
-            self.deletions.everywhere(key, keys)
+            self.deletions.everywhere(key, keys, last_used_s)
         self.index.remove(key)
         return bool(copies)
 

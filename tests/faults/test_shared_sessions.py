@@ -11,6 +11,7 @@ import redis as redis_py
 from engines.base import EngineUnavailable, Notice
 from engines.wire import absent
 from gateway.shared.deletions import KEPT_S
+from gateway.shared.redis_client import AWAY_S
 from gateway.shared.session_rows import SessionRow, writing
 from kvstore.errors import TierUnavailable
 from tests.redis_server import RedisCluster, RedisServer
@@ -204,6 +205,42 @@ async def test_a_split_network_is_made_up_for(make: Make, redis: RedisServer):
     for server in (a, b):
         await server.write()  # rows of all sessions, since it was emptied
     assert await a.listed() == ["stays"]
+
+
+async def test_a_deletion_is_published_after_a_pause_that_cut_no_subscription(
+    make: Make, redis: RedisServer
+):
+    a, b = await both(make, "gone", "stays")
+    a.redis._deadline_s = 0.5
+    redis.stop()
+    assert not await a.delete("gone")
+    redis.cont()
+    assert a.shared.deletions.is_subscribed
+    await asyncio.sleep(AWAY_S)
+    a.redis._deadline_s = 10.0
+    await a.write()
+    await eventually(lambda: b.own() == ["stays"])
+    assert await a.listed() == ["stays"]
+
+
+async def test_a_tombstone_that_redis_refuses_is_written_later(make: Make, client: redis_py.Redis):
+    """Other servers may have missed the message, which a full Redis still passes on."""
+    a, b = await both(make, "gone", "stays")
+    heard = b.shared.deletions.receive
+    b.shared.deletions.receive = lambda raw: None  # type: ignore[method-assign]  # it is lost
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("maxmemory", 1)
+    try:
+        assert not await a.delete("gone")
+        await a.write()
+        assert client.keys("*deleted*") == []
+    finally:
+        client.config_set("maxmemory", 0)
+    await a.write()
+    await b.turn("gone")  # of the same session
+    assert await a.listed() == ["stays"]
+    await eventually(lambda: b.own() == ["stays"])
+    b.shared.deletions.receive = heard  # type: ignore[method-assign]
 
 
 async def test_a_subscription_that_was_cut_misses_nothing(make: Make, client: redis_py.Redis):

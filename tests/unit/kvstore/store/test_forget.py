@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.blobs.chain import CHUNK
 from kvstore.tiers.ram_tier import RamTier
+from tests.clock import Clock
 from tests.contract.store_rig import damage
 from tests.faulty_tier import FaultyTier
 from tests.kv_sessions import (
@@ -119,3 +120,18 @@ def test_neither_a_pin_nor_a_rotated_salt_protects_from_forgetting(store, tiers)
     assert store.forget(ref(salt=b"rotated"))
     assert everything(tiers[0]) == everything(tiers[1]) == {}
     assert tiers[0]._index.pins == set()
+
+
+def test_a_deletion_that_waits_for_a_tier_is_made_also_if_the_clock_was_set_back(opened):
+    """The record in the tier is then from the future, but not newer than the deletion."""
+    clock, redis = Clock(), FaultyTier(ram(), "redis")
+    store = opened([ram(), redis], clock=clock)
+    save(store, ref(), HISTORY)
+    assert store.flush(200)
+    clock.now -= 86_400
+    redis.fails = lambda number, method: True
+    assert store.forget(ref())
+    redis.fails = lambda number, method: False
+    assert store.record(ref()) is None
+    store.ledger.deletions.retry()
+    assert everything(redis) == {}
