@@ -41,7 +41,8 @@ WORDS: Final[dict[str, str]] = {
     ),
     "fingerprint": (
         "the data on this Redis is of a model of this name with another fingerprint (weights,"
-        " dtype, or the engine's version), so it cannot be restored here; install the same on all"
+        " dtype, the engine's version, or vLLM's --block-size), so it cannot be restored here;"
+        " install and set the same on all servers"
     ),
     "chunks": (
         "the data on this Redis is in chunks of another size, so it is not found here; give"

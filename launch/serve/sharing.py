@@ -145,7 +145,8 @@ def differences_from_redis(
     """List the reasons why this server cannot read the data on its Redis, each with the remedy.
 
     Empty if it can. The model's fingerprint is that of the last start here; before the first start
-    it is not compared. For vLLM the chunk size is not compared, since it depends on the blocks.
+    it is not compared. For vLLM the chunk size is not compared, since it depends on the size of
+    blocks, which is part of the fingerprint.
 
     Raises:
         UsageError: ``store.redis_url`` is no address of a Redis.

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from kvstore.blobs.chain import CHUNK as CHUNK_KIND
 from kvstore.blobs.packer import RAW, StoreCodecs
 from kvstore.store.cold_store import ColdStore
+from kvstore.store.restorer import Restored
 from kvstore.tiers.base import Tier
-from tests.codec_sessions import FAST, HISTORY, WHOLE, evict, turn, wake, wear
+from tests.codec_sessions import DENSE, FAST, HISTORY, WHOLE, evict, turn, wake, wear
 from tests.kv_sessions import (
     CHUNK,
+    MIB,
     Rows,
+    SharedRam,
     begin_save,
     chain_of,
     everything,
     kv_of,
+    ram,
     ref,
     save,
     tokens,
@@ -99,6 +106,49 @@ def test_a_hot_session_that_is_edited_inside_a_restored_chunk_ends_before_it(sto
 
 
 # ---- a hundred sleeps
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_hundred_sleeps_at_two_engines_are_one_generation(opened, seed):
+    """Two sessions with one beginning; edits inside chunks, hot returns, evictions, adoptions."""
+    choose, shared = random.Random(seed), SharedRam(64 * MIB)
+    known = [StoreCodecs(x, readable=(FAST, DENSE)) for x in (FAST, DENSE)]
+    stores = [opened([ram(), shared], codecs=x) for x in known]
+    histories = {"a": HISTORY, "b": [*HISTORY[:90], *tokens(50, 5)]}
+    hot: dict[tuple[int, str], tuple[list[int], Restored]] = {}
+    num_restored = 0
+    for number in range(100):
+        at, name = choose.randrange(2), choose.choice("ab")
+        store, session = stores[at], ref(name)
+        keep = choose.choice([1.0, 1.0, choose.random()])
+        if (at, name) in hot and choose.random() < 0.3:
+            history, restored = hot[at, name]
+            history = history[: int(len(history) * keep)]
+            if len(history) < restored.num_tokens:  # edited inside restored rows
+                restored = _cut(restored, len(history))
+            prompt = [*history, *tokens(choose.randrange(1, 40), number)]
+        else:
+            history = histories[name]
+            prompt = [*history[: int(len(history) * keep)], *tokens(20, number)][:400]
+            restored = wake(store, session, prompt)
+            assert restored.num_tokens % CHUNK == 0
+            seen = wear(restored, prompt)
+            assert all(x in ({1}, {16}) for x in seen)
+            assert restored.lossy_tokens == len(seen)
+            num_restored += len(seen)
+        if choose.random() < 0.3:
+            evict(store, choose.randrange(2), choose.randrange(1, 4))
+        if choose.random() < 0.1:
+            store.adopt(choose.choice(known))
+        begin_save(store, session, prompt, restored)
+        assert store.flush(200)
+        histories[name], hot[at, name] = prompt, (prompt, restored)
+    assert num_restored > 1000
+
+
+def _cut(restored: Restored, num_tokens: int) -> Restored:
+    run = [(k[:, :num_tokens], v[:, :num_tokens]) for k, v in restored.run]
+    return replace(restored, num_tokens=num_tokens, run=run, lossy_tokens=num_tokens)
 
 
 def test_blobs_of_before_the_first_codec_are_packed_once(tiers, opened):
