@@ -80,9 +80,9 @@ class Keyword(NamedTuple):
 
 
 def types_of(node: Json) -> list[str]:
-    """Return the types that a well-formed schema names."""
+    """Return the types that a well-formed schema names, each once: a list may repeat them."""
     named = node.get("type", [])
-    return named if isinstance(named, list) else [named]
+    return list(dict.fromkeys(named)) if isinstance(named, list) else [named]
 
 
 def is_about(keyword: Keyword, node: Json) -> bool:

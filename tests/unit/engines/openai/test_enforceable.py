@@ -311,6 +311,8 @@ def test_deep_schemas_and_long_chains_are_written_at_once() -> None:
     assert enforceable(schema) == schema and len(held(schema).held_schemas) == 1
     with pytest.raises(InvalidRequest, match="leads back"):
         held({**schema, "$defs": {**links, "d4000": {"$ref": "#/$defs/d9"}}})
+    repeated = {"type": ["null"] * 50_000 + ["integer"], "enum": [1] * 5000}
+    assert enforceable(repeated, "xgrammar") == repeated | {"x-at": "1"}
     left: list[Any] = []
     deep: Any = TEXT
     for _ in range(10_000):
